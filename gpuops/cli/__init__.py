@@ -1,0 +1,1 @@
+"""The commands: each file parses, calls one function and prints."""

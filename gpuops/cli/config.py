@@ -1,0 +1,59 @@
+"""``gpuops config show|validate``."""
+
+import json
+
+import click
+
+from gpuops.cli.settings import json_option, settings_of
+from gpuops.config import SETTINGS, scrub_url
+from gpuops.model import envelope
+from gpuops.resources import data_dir
+from gpuops.rules import load_rules
+
+
+@click.group()
+def config() -> None:
+    """Show or validate the settings in force."""
+
+
+@config.command()
+@json_option
+@click.pass_context
+def show(ctx: click.Context, *, as_json: bool) -> None:
+    """Print each setting with its value and where that is from; secrets are never printed."""
+    settings = settings_of(ctx)
+    rows = [
+        {
+            "key": item.key,
+            "value": _shown(item.show, settings.values[item.key].value),
+            "origin": settings.values[item.key].origin,
+            "env": item.env,
+            "help": item.help,
+        }
+        for item in SETTINGS
+    ]
+    if as_json:
+        click.echo(json.dumps(envelope("gpuops.config/1", {"settings": rows}), indent=2))
+        return
+    width = max(len(str(row["key"])) for row in rows)
+    for row in rows:
+        click.echo(f"{row['key']:<{width}}  {row['value'] or '(unset)'}  [{row['origin']}]")
+
+
+def _shown(show: object, value: object) -> str | None:
+    if value is None:
+        return None
+    return scrub_url(str(value)) if show is scrub_url else str(value)
+
+
+@config.command()
+@click.pass_context
+def validate(ctx: click.Context) -> None:
+    """Read the configuration, every suite and every rule; exit 64 at the first mistake."""
+    settings = settings_of(ctx)
+    rule_dirs = [data_dir("checks") / "rules"]
+    if settings.site_dir is not None:
+        rule_dirs.append(settings.site_dir / "rules")
+    rules = load_rules(rule_dirs)
+    origin = settings.file or "no file, defaults only"
+    click.echo(f"valid: configuration ({origin}), {len(rules)} log rules")

@@ -1,0 +1,89 @@
+"""The ``gpuops`` command: finds the subcommand, turns every ending into its exit code.
+
+A subcommand's module is imported only when it is asked for, so that ``gpuops check`` in a prolog
+pays neither for torch nor for SQLAlchemy.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from gpuops import __version__
+from gpuops.errors import EXIT_INTERNAL, EXIT_USAGE, GpuopsError
+from gpuops.log import printable, setup
+
+COMMANDS = {
+    "check": ("gpuops.cli.check:check", "Check this node; exit 0 if it may run a job."),
+    "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),
+    "db": ("gpuops.cli.db:db", "Create, inspect and feed the incident store."),
+    "demo": ("gpuops.cli.demo:demo", "Train, kill a rank, recover, report: here, in two minutes."),
+    "incident": ("gpuops.cli.incident:incident", "List and show incidents."),
+    "report": ("gpuops.cli.report:report", "Say where a run's time went, and who was to blame."),
+    "run": ("gpuops.cli.run:run", "Run a training job: torchrun's flags, and it recovers."),
+    "runbook": ("gpuops.cli.runbook:runbook", "Show what to do about a failure class."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="gpuops")
+@click.option("--config", "config_file", type=click.Path(), help="Configuration file (TOML).")
+@click.option("--verbose", is_flag=True, help="Say more on standard error.")
+@click.pass_context
+def gpuops(ctx: click.Context, config_file: str | None, *, verbose: bool) -> None:
+    """Keep GPU clusters training: check nodes, run jobs, recover, and remember what broke."""
+    setup(verbose=verbose)
+    ctx.obj = {"config_file": config_file}
+
+
+def run_command(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code (DESIGN §6); never raises."""
+    try:
+        result: Any = gpuops.main(args=list(args), prog_name="gpuops", standalone_mode=False)
+    except click.exceptions.Exit as exc:
+        return exc.exit_code
+    except click.ClickException as exc:
+        exc.show()
+        return EXIT_USAGE
+    except click.Abort:
+        return 130
+    except GpuopsError as exc:
+        click.echo(f"gpuops: {printable(str(exc))}", err=True)
+        return exc.exit_code
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
+        click.echo(printable(traceback.format_exc()), err=True)
+        click.echo("gpuops: this is a bug in gpuops, not a fault of the node or the job", err=True)
+        return EXIT_INTERNAL
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """Run ``gpuops`` with this process' arguments and exit."""
+    sys.exit(run_command(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""The settings of one command line, and the options that several commands share."""
+
+import os
+from pathlib import Path
+
+import click
+
+from gpuops.config import Settings, environ, resolve
+
+
+def settings_of(ctx: click.Context, **flags: object) -> Settings:
+    """Return the settings in force; *flags* are by setting key with ``__`` for the dot.
+
+    Raises:
+        ConfigError: See `gpuops.config.resolve`.
+    """
+    named = (ctx.find_root().obj or {}).get("config_file")
+    return resolve(
+        {key.replace("__", "."): value for key, value in flags.items()},
+        environ(),
+        config_file=Path(named) if named else None,
+        is_root=os.geteuid() == 0,
+    )
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+store_option = click.option("--store", metavar="URL", help="The incident store's URL.")

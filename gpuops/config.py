@@ -1,0 +1,288 @@
+"""Settings: flag > ``GPUOPS_*`` > file > default, each value with its origin.
+
+This is the only module that reads ``os.environ``. Components take values, never `Settings`.
+The file is TOML: ``--config``, else ``GPUOPS_CONFIG``, else the first that exists of
+``$XDG_CONFIG_HOME/gpuops/gpuops.toml`` (not for root) and ``/etc/gpuops/gpuops.toml``.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gpuops.errors import ConfigError
+from gpuops.units import parse_bytes
+
+SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
+_PASSWORD = re.compile(
+    r"(?P<head>[a-z0-9+]+://[^:/@\s]*):[^/\s]*@(?=[^@\s]*(?:/|$))", re.IGNORECASE
+)
+_QUERY_SECRET = re.compile(r"(?P<key>\b(?:password|passfile|sslpassword)=)[^&\s]+", re.IGNORECASE)
+
+
+def environ() -> dict[str, str]:
+    """Return a copy of this process' environment, to be handed on as an argument."""
+    return dict(os.environ)
+
+
+def scrub_url(url: str) -> str:
+    """Return *url* without its password, for messages and reports."""
+    return _QUERY_SECRET.sub(r"\g<key>***", _PASSWORD.sub(r"\g<head>:***@", url))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key: how to read it and what it means."""
+
+    key: str
+    env: str
+    parse: Callable[[object], Any]
+    default: Callable[[Mapping[str, str], bool], Any]
+    help: str
+    show: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting's value and where it was found."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every setting, resolved. ``values`` keeps the origins for ``gpuops config show``."""
+
+    store_url: str
+    store_is_default: bool
+    spool_dir: Path
+    spool_bytes_max: int
+    state_dir: Path
+    run_dir: Path
+    cluster: str
+    root: Path
+    disabled: bool
+    suite: str
+    gpus_expected: int | None
+    site_dir: Path | None
+    values: Mapping[str, Value]
+    file: Path | None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a non-empty string is wanted")
+    return value
+
+
+def _path(value: object) -> Path:
+    return Path(_text(value)).expanduser()
+
+
+def _size(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    size = parse_bytes(_text(value))
+    if size <= 0:
+        raise ValueError("a size above zero is wanted")
+    return size
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1024:
+        raise ValueError("a number from 0 to 1024 is wanted")
+    return value
+
+
+def _flag(value: object) -> bool:
+    words = {"1": True, "true": True, "0": False, "false": False, "": False}
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in words:
+        raise ValueError("1 or 0 is wanted")
+    return words[value.lower()]
+
+
+def _state_dir(env: Mapping[str, str], is_root: bool) -> Path:
+    if is_root:
+        return Path("/var/lib/gpuops")
+    home = env.get("XDG_STATE_HOME") or f"{env.get('HOME', '/nonexistent')}/.local/state"
+    return Path(home) / "gpuops"
+
+
+def _default_store(env: Mapping[str, str], is_root: bool) -> str:
+    return f"sqlite:///{quote(str(_state_dir(env, is_root) / 'gpuops.db'))}"
+
+
+def _default_spool(env: Mapping[str, str], is_root: bool) -> Path:
+    return Path("/var/spool/gpuops") if is_root else _state_dir(env, is_root) / "spool"
+
+
+SETTINGS = (
+    Setting("store.url", "GPUOPS_STORE", _text, _default_store, "where incidents live", scrub_url),
+    Setting("spool.dir", "GPUOPS_SPOOL", _path, _default_spool, "where events wait for the store"),
+    Setting(
+        "spool.bytes_max",
+        "GPUOPS_SPOOL_BYTES_MAX",
+        _size,
+        lambda _env, _root: 256 * 2**20,
+        "oldest events go first above this size",
+    ),
+    Setting("state.dir", "GPUOPS_STATE", _path, _state_dir, "files that gpuops keeps on this node"),
+    Setting(
+        "run.dir",
+        "GPUOPS_RUN_DIR",
+        _path,
+        lambda _env, _root: Path("gpuops-runs"),
+        "one folder a run: its logs and its journal",
+    ),
+    Setting("cluster.name", "GPUOPS_CLUSTER", _text, lambda _e, _r: "default", "this cluster"),
+    Setting("host.root", "GPUOPS_ROOT", _path, lambda _e, _r: Path("/"), "a fake root, for tests"),
+    Setting("worker.disable", "GPUOPS_DISABLE", _flag, lambda _e, _r: False, "1: no worker shim"),
+    Setting("check.suite", "GPUOPS_SUITE", _text, lambda _e, _r: "default", "suite to run"),
+    Setting(
+        "check.gpus_expected",
+        "GPUOPS_GPUS_EXPECTED",
+        _count,
+        lambda _env, _root: None,
+        "GPUs this node must have; unset: what the PCI bus shows",
+    ),
+    Setting(
+        "check.site_dir",
+        "GPUOPS_SITE_DIR",
+        _path,
+        lambda _env, _root: None,
+        "the site's own suites and rules, which override the shipped ones by name",
+    ),
+)
+_BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+def resolve(
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    *,
+    config_file: Path | None = None,
+    is_root: bool,
+) -> Settings:
+    """Return every setting, from the most to the least specific place that has it.
+
+    Args:
+        flags: Values given on the command line by setting key; None means not given.
+        env: The environment.
+        config_file: ``--config``; it must exist, as must the one in ``GPUOPS_CONFIG``.
+        is_root: Root has system directories and trusts only system files.
+
+    Raises:
+        ConfigError: A file that is not there or not TOML, an unknown key, a bad value.
+    """
+    file = find_file(config_file, env, is_root=is_root)
+    table = flatten(read_toml(file)) if file is not None else {}
+    reject_unknown(table, _BY_KEY, f"the configuration {file}")
+    found = {s.key: _find(s, flags, env, table, file, is_root=is_root) for s in SETTINGS}
+    value = {key: item.value for key, item in found.items()}
+    return Settings(
+        store_url=value["store.url"],
+        store_is_default=found["store.url"].origin == "default",
+        spool_dir=value["spool.dir"],
+        spool_bytes_max=value["spool.bytes_max"],
+        state_dir=value["state.dir"],
+        run_dir=value["run.dir"],
+        cluster=value["cluster.name"],
+        root=value["host.root"],
+        disabled=value["worker.disable"],
+        suite=value["check.suite"],
+        gpus_expected=value["check.gpus_expected"],
+        site_dir=value["check.site_dir"],
+        values=found,
+        file=file,
+    )
+
+
+def _find(
+    setting: Setting,
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    table: Mapping[str, object],
+    file: Path | None,
+    *,
+    is_root: bool,
+) -> Value:
+    if flags.get(setting.key) is not None:
+        return _parsed(setting, flags[setting.key], "flag")
+    if env.get(setting.env):
+        return _parsed(setting, env[setting.env], f"environment {setting.env}")
+    if setting.key in table:
+        return _parsed(setting, table[setting.key], f"file {file}")
+    return Value(setting.default(env, is_root), "default")
+
+
+def _parsed(setting: Setting, raw: object, origin: str) -> Value:
+    try:
+        return Value(setting.parse(raw), origin)
+    except ValueError as exc:
+        shown = scrub_url(str(raw))
+        raise ConfigError(f"{setting.key} = {shown!r} ({origin}): {exc}") from exc
+
+
+def find_file(explicit: Path | None, env: Mapping[str, str], *, is_root: bool) -> Path | None:
+    """Return the configuration file to read, or None where there is none.
+
+    Raises:
+        ConfigError: A file that was named does not exist.
+    """
+    named = explicit or (Path(env["GPUOPS_CONFIG"]) if env.get("GPUOPS_CONFIG") else None)
+    if named is not None:
+        if not named.is_file():
+            raise ConfigError(f"the configuration file {named} does not exist")
+        return named
+    candidates = [SYSTEM_FILE]
+    if not is_root:
+        home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '/nonexistent')}/.config"
+        candidates.insert(0, Path(home) / "gpuops" / "gpuops.toml")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the TOML table in *path*.
+
+    Raises:
+        ConfigError: Unreadable or malformed; says where.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"cannot read {path} as TOML: {exc}") from exc
+
+
+def flatten(table: Mapping[str, Any]) -> dict[str, object]:
+    """Return ``{"store.url": …}`` for ``{"store": {"url": …}}``, one level deep."""
+    flat: dict[str, object] = {}
+    for section, body in table.items():
+        if isinstance(body, dict):
+            flat.update({f"{section}.{key}": value for key, value in body.items()})
+        else:
+            flat[section] = body
+    return flat
+
+
+def reject_unknown(found: Iterable[str], valid: Iterable[str], where: str) -> None:
+    """Raise ConfigError naming the first unknown key, what was probably meant and the valid ones.
+
+    Raises:
+        ConfigError: A key of *found* is not in *valid*.
+    """
+    known = sorted(valid)
+    for key in found:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where} has unknown key {key!r}{hint} (valid: {', '.join(known)})")

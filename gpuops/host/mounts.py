@@ -1,0 +1,77 @@
+"""Mounted file systems, from ``/proc/self/mountinfo`` (proc(5)): never touches the mount itself."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+NETWORK_FILESYSTEMS = frozenset(
+    {
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+        "smb3",
+        "virtiofs",
+        "wekafs",
+    }
+)
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    point: str
+    filesystem: str
+    source: str
+    options: frozenset[str]
+
+    @property
+    def is_network(self) -> bool:
+        """Say whether another machine serves it: POSIX locks and mmap are not to be trusted."""
+        return self.filesystem in NETWORK_FILESYSTEMS or self.filesystem.startswith("fuse.")
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """Return the mounts in *text*, in kernel order; lines of another form are left out."""
+    mounts = []
+    for line in text.splitlines():
+        head, separator, tail = line.partition(" - ")
+        fields, rest = head.split(" "), tail.split(" ")
+        if not separator or len(fields) < 6 or len(rest) < 3:
+            continue
+        options = frozenset(fields[5].split(",")) | frozenset(rest[2].split(","))
+        mounts.append(Mount(_unescape(fields[4]), rest[0], _unescape(rest[1]), options))
+    return mounts
+
+
+def _unescape(text: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
+    """Return the mount that *path* (absolute) lies on; of several on one point the last counts."""
+    parts = PurePosixPath(path).parts
+    best: Mount | None = None
+    for mount in mounts:
+        point = PurePosixPath(mount.point).parts
+        if parts[: len(point)] == point and (
+            best is None or len(point) >= len(PurePosixPath(best.point).parts)
+        ):
+            best = mount
+    return best
+
+
+def read_mounts(root: Path = Path("/")) -> list[Mount]:
+    """Return this machine's mounts; none where ``/proc`` cannot be read."""
+    try:
+        return parse_mountinfo((root / "proc/self/mountinfo").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return []

@@ -1,0 +1,29 @@
+"""Our own log lines: standard error, one line each, without control characters."""
+
+import logging
+import sys
+
+_CONTROL = {code: "�" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Return *text* safe for a terminal: no escape sequences, no carriage returns.
+
+    Log lines and file names come from processes that we do not trust (DESIGN §12).
+    """
+    return text.translate(_CONTROL)
+
+
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def setup(*, verbose: bool = False) -> None:
+    """Send gpuops' own log lines to standard error; only the cli and the agent call this."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LineFormatter("gpuops: %(levelname)s: %(message)s"))
+    logger = logging.getLogger("gpuops")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    logger.propagate = False

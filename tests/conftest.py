@@ -1,0 +1,14 @@
+"""Every test starts without the user's gpuops settings and writes below its own directory."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch, tmp_path):
+    import os
+
+    for name in os.environ:
+        if name.startswith(("GPUOPS_", "SLURM", "PET_")) and not name.startswith("GPUOPS_TEST_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg-state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg-config"))

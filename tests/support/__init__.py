@@ -1,0 +1,1 @@
+"""What tests of several areas share: real services, fakes, fixtures."""

@@ -1,0 +1,54 @@
+# make demo    train, kill a rank, recover, report: on this machine, no GPU and no root needed
+# make test    everything CI runs: set-up, lint, types, layers, all tests
+# make bench   the numbers of the README, measured side by side; results in tests/benchmarks/results
+# make soak    long runs: many kills, storms, fuzzing
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+WORKERS ?= $(shell nproc)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint pytest services bench soak clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than Python 3.11; try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: cannot create a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[torch]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[torch,postgres,report,dev]' hatchling
+	@touch $@
+
+demo: $(VENV)/.installed-demo
+	@$(BIN)/gpuops demo --dir .demo
+
+services:
+	@tests/services.sh
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+pytest: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not soak' $(PYTEST_ARGS)
+
+test: services lint pytest
+
+bench: services $(VENV)/.installed-test
+	$(BIN)/python tests/benchmarks/run_all.py
+
+soak: services $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) .demo dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

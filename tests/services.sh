@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Installs the Debian packages that the tests use, where it may (root and apt). Elsewhere the tests
+# that need one are skipped, each with its reason.
+set -euo pipefail
+
+missing=()
+ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
+command -v cc >/dev/null || missing+=(gcc libc6-dev)
+command -v setpriv >/dev/null || missing+=(util-linux)
+command -v shellcheck >/dev/null || missing+=(shellcheck)
+[ ${#missing[@]} -eq 0 ] && exit 0
+
+if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+  echo "installing Debian packages: ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  # A cluster of the distribution's own is not wanted: the tests start a private server.
+  mkdir -p /etc/postgresql-common/createcluster.d
+  echo "create_main_cluster = false" >/etc/postgresql-common/createcluster.d/gpuops-tests.conf
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+else
+  echo "not installed, and this is not root with apt: ${missing[*]}; their tests will be skipped" >&2
+fi

@@ -17,6 +17,9 @@ from gpuops import __version__
 from gpuops.errors import EXIT_INTERNAL, EXIT_USAGE, GpuopsError
 from gpuops.log import printable, setup
 
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+
 COMMANDS = {
     "check": ("gpuops.cli.check:check", "Check this node; exit 0 if it may run a job."),
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),
@@ -63,25 +66,34 @@ def run_command(args: Sequence[str]) -> int:
     """Run one command line and return its exit code (DESIGN §6); never raises."""
     try:
         result: Any = gpuops.main(args=list(args), prog_name="gpuops", standalone_mode=False)
-    except click.exceptions.Exit as exc:
-        return exc.exit_code
-    except click.ClickException as exc:
-        exc.show()
-        return EXIT_USAGE
-    except click.Abort:
-        return 130
-    except GpuopsError as exc:
-        click.echo(f"gpuops: {printable(str(exc))}", err=True)
-        return exc.exit_code
-    except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain again when it flushes at exit.
+        sys.stdout.flush()
+    except (SystemExit, BrokenPipeError):
+        # click turns a closed pipe into SystemExit(1), which would read as a failed node. Python
+        # would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
-        click.echo(printable(traceback.format_exc()), err=True)
-        click.echo("gpuops: this is a bug in gpuops, not a fault of the node or the job", err=True)
-        return EXIT_INTERNAL
+        return EXIT_CLOSED_PIPE
+    except Exception as exc:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
+        return _explain(exc)
     return result if isinstance(result, int) else 0
+
+
+def _explain(exc: Exception) -> int:
+    """Say on standard error what went wrong, in one line where it can be; return the exit code."""
+    match exc:
+        case click.exceptions.Exit():
+            return exc.exit_code
+        case click.ClickException():
+            exc.show()
+            return EXIT_USAGE
+        case click.Abort():
+            return EXIT_INTERRUPTED
+        case GpuopsError():
+            click.echo(f"gpuops: {printable(str(exc))}", err=True)
+            return exc.exit_code
+        case _:
+            click.echo(printable("".join(traceback.format_exception(exc))), err=True)
+            click.echo("gpuops: a bug in gpuops, not a fault of the node or the job", err=True)
+            return EXIT_INTERNAL
 
 
 def main() -> None:

@@ -1,0 +1,50 @@
+"""``gpuops demo``."""
+
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from gpuops.config import environ
+from gpuops.demo.scenario import make_plan, run_demo
+from gpuops.errors import UnsupportedTorchError, UsageError
+
+MARKER = ".gpuops-demo"
+
+
+@click.command()
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep everything here.")
+@click.option("--seed", default=7, show_default=True, help="Which rank dies, and at which step.")
+@click.option("--steps", default=240, show_default=True, type=click.IntRange(min=30))
+def demo(folder: Path | None, seed: int, steps: int) -> int:
+    """Train a small transformer, kill a rank, recover, and report, on this very machine."""
+    if find_spec("torch") is None:
+        raise UnsupportedTorchError(
+            "the demo trains with torch, which is not installed here; "
+            "try: pip install 'gpuops[torch]'"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="gpuops-demo-")) if folder is None else _fresh(folder)
+    (folder / MARKER).touch()
+    return run_demo(make_plan(seed, steps), folder.resolve(), environ(), _say)
+
+
+def _fresh(folder: Path) -> Path:
+    """Return *folder*, emptied if an earlier demo left it; never empty a folder of anyone else."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARKER).exists():
+            raise UsageError(f"--dir {folder} is not empty and not an earlier demo's; name another")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(
+            f"cannot make the demo's folder {folder}: {os.strerror(exc.errno or 0)}"
+        ) from exc
+    return folder
+
+
+def _say(text: str) -> None:
+    click.secho(f"\n{text}" if text[:1].isdigit() or text[:1].isupper() else text, bold=True)

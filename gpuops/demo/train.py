@@ -1,0 +1,118 @@
+"""A small real training job: a byte-level transformer over the runbooks that ship with gpuops.
+
+It is an ordinary torch script: it imports nothing of gpuops but the folder of its text, runs under
+plain ``torchrun`` as well, and knows nothing of restarts. It has no checkpoint, so a restarted
+attempt starts again at step 1.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from gpuops.resources import data_dir
+
+VOCABULARY = 256
+CONTEXT = 96
+WIDTH = 96
+HEADS = 4
+LAYERS = 3
+BATCH = 8
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block; x is (batch, time, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm_mlp = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time_steps, _ = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, time_steps, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time_steps, WIDTH))
+        widened: Tensor = self.mlp(self.norm_mlp(x))
+        return x + widened
+
+
+class Transformer(nn.Module):
+    """A causal language model over bytes; tokens (batch, time) to logits (batch, time, 256)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def read_text() -> Tensor:
+    """Return the bytes of every shipped runbook as one tensor, uint8, shape (bytes,)."""
+    paths = sorted(data_dir("runbooks").glob("*.md"))
+    return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
+
+
+def batches(text: Tensor, seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and targets, each (BATCH, CONTEXT) of int64; a stream of its own per rank."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    while True:
+        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)
+        windows = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long()
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def main() -> None:
+    """Train for ``--steps`` steps and print the loss as it falls."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    torch.manual_seed(args.seed)
+    model = DistributedDataParallel(Transformer().to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    started = time.monotonic()
+    stream = batches(read_text(), args.seed, rank)
+    for step in range(1, args.steps + 1):
+        inputs, targets = next(stream)
+        logits = model(inputs.to(device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and (step == 1 or step % 20 == 0):
+            elapsed_s = time.monotonic() - started
+            sys.stdout.write(f"step {step:4d}  loss {loss.item():.3f}  {elapsed_s:5.1f} s\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Settings: flag > environment > file > default, and nothing unknown."""
+
+from pathlib import Path
+
+import pytest
+
+from gpuops.config import SETTINGS, resolve, scrub_url
+from gpuops.errors import ConfigError
+
+HOME = {"HOME": "/home/ann"}
+
+
+def settings(flags=None, env=None, file=None, is_root=False):
+    return resolve(flags or {}, {**HOME, **(env or {})}, config_file=file, is_root=is_root)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "gpuops.toml"
+    path.write_text('[store]\nurl = "sqlite:////from/file.db"\n[check]\ngpus_expected = 8\n')
+    return path
+
+
+def test_each_place_beats_the_less_specific_one(file):
+    env = {"GPUOPS_STORE": "sqlite:////from/env.db"}
+    flags = {"store.url": "sqlite:////from/flag.db"}
+
+    assert settings().values["store.url"].origin == "default"
+    assert settings(file=file).store_url == "sqlite:////from/file.db"
+    assert settings(env=env, file=file).store_url == "sqlite:////from/env.db"
+    assert settings(flags, env, file).store_url == "sqlite:////from/flag.db"
+    assert settings(flags, env, file).values["store.url"].origin == "flag"
+    assert settings(env=env).values["store.url"].origin == "environment GPUOPS_STORE"
+    assert settings(file=file).gpus_expected == 8
+
+
+def test_a_flag_that_was_not_given_counts_for_nothing(file):
+    assert settings({"store.url": None}, file=file).store_url == "sqlite:////from/file.db"
+
+
+def test_a_user_keeps_state_under_xdg_and_root_under_var():
+    user, root = settings(), settings(is_root=True)
+
+    assert user.store_url == "sqlite:////home/ann/.local/state/gpuops/gpuops.db"
+    assert settings(env={"XDG_STATE_HOME": "/s"}).spool_dir == Path("/s/gpuops/spool")
+    assert root.store_url == "sqlite:////var/lib/gpuops/gpuops.db"
+    assert root.spool_dir == Path("/var/spool/gpuops")
+
+
+def test_an_unknown_key_lists_the_valid_ones_and_the_likely_one(tmp_path):
+    path = tmp_path / "gpuops.toml"
+    path.write_text('[store]\nurll = "sqlite://"\n')
+
+    with pytest.raises(ConfigError, match=r"unknown key 'store\.urll'") as caught:
+        settings(file=path)
+
+    assert "did you mean 'store.url'?" in str(caught.value)
+    assert all(item.key in str(caught.value) for item in SETTINGS)
+
+
+def test_malformed_toml_names_the_file_and_the_place(tmp_path):
+    path = tmp_path / "gpuops.toml"
+    path.write_text("[store\n")
+
+    with pytest.raises(ConfigError, match=rf"{path}.*line 1"):
+        settings(file=path)
+
+
+def test_a_file_that_was_named_must_exist(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        settings(file=tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="does not exist"):
+        settings(env={"GPUOPS_CONFIG": str(tmp_path / "none.toml")})
+
+
+def test_the_users_own_file_is_found_but_root_does_not_read_it(tmp_path):
+    path = tmp_path / "gpuops" / "gpuops.toml"
+    path.parent.mkdir()
+    path.write_text('[cluster]\nname = "blue"\n')
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+
+    assert settings(env=env).cluster == "blue"
+    assert settings(env=env, is_root=True).cluster == "default"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"GPUOPS_GPUS_EXPECTED": "many"}, "check.gpus_expected = 'many'"),
+        ({"GPUOPS_SPOOL_BYTES_MAX": "big"}, "spool.bytes_max = 'big'"),
+        ({"GPUOPS_DISABLE": "maybe"}, "worker.disable = 'maybe'"),
+    ],
+)
+def test_a_bad_value_names_the_key_the_value_and_its_origin(env, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        settings(env=env)
+
+    assert f"environment {next(iter(env))}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://app:s3cret@db.example/gpuops",
+        "postgresql+psycopg://app:s3cret@/gpuops?host=/run",
+        "postgresql+psycopg://app:p%40s3cret@db:5432/gpuops",
+        "postgresql+psycopg://db/gpuops?user=app&password=s3cret&port=1",
+        "postgresql+psycopg://:s3cret@db/x",
+        "postgresql+psycopg://app:s3cret@with@at@db/x",
+    ],
+)
+def test_no_password_survives_scrubbing(url):
+    assert "s3cret" not in scrub_url(url)
+    assert scrub_url(url).startswith("postgresql+psycopg://")
+
+
+def test_a_url_without_a_secret_stays_as_it_is():
+    for url in ("sqlite:////var/lib/gpuops/gpuops.db", "postgresql+psycopg://app@db:5432/x"):
+        assert scrub_url(url) == url

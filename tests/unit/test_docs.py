@@ -1,0 +1,47 @@
+"""The README is true: commands, links, and the files it names."""
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gpuops.cli.main import COMMANDS, gpuops
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("checks", "slurm", "tests")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))]
+)
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_commands_is_the_list_of_commands():
+    table = README.partition("## Commands")[2].partition("\n## ")[0]
+    named = {match[1] for match in re.finditer(r"^\| `gpuops (\w+)", table, re.MULTILINE)}
+
+    assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_option_the_readme_shows_exists():
+    for name in sorted(COMMANDS):
+        result = CliRunner().invoke(gpuops, [name, "--help"])
+
+        assert result.exit_code == 0, name
+        for line in README.splitlines():
+            if line.startswith(f"$ gpuops {name}"):
+                for option in re.findall(r"(?<= )--[a-z-]+", line.partition(" -- ")[0]):
+                    assert option in _help_of(name, line), f"{option} in {line!r}"
+
+
+def _help_of(name, line):
+    words = [word for word in line.split()[3:] if re.fullmatch(r"[a-z]+", word)]
+    texts = [CliRunner().invoke(gpuops, [name, "--help"]).output]
+    texts += [CliRunner().invoke(gpuops, [name, word, "--help"]).output for word in words[:1]]
+    return "\n".join(texts)

@@ -1,0 +1,21 @@
+"""Log text is hostile: nothing it holds may drive a terminal."""
+
+import logging
+
+from gpuops.log import printable, setup
+
+
+def test_control_characters_are_replaced_and_text_is_kept():
+    shown = printable("\x1b[2J\rloss\x07 3.1\tümläut \x9b31m\n")
+
+    assert not set(shown) & {"\x1b", "\r", "\x07", "\x9b"}
+    assert "loss" in shown
+    assert shown.endswith("m\n")
+    assert "ümläut" in shown
+
+
+def test_a_warning_is_one_line_on_standard_error(capsys):
+    setup()
+    logging.getLogger("gpuops.test").warning("spool %s is full", "/x\x1b[0m")
+
+    assert capsys.readouterr().err == "gpuops: WARNING: spool /x�[0m is full\n"

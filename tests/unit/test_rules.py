@@ -1,0 +1,80 @@
+"""Log rules are data: bad data is refused with its file and rule."""
+
+import pytest
+
+from gpuops.errors import ConfigError
+from gpuops.model import FailureClass, Status
+from gpuops.resources import data_dir
+from gpuops.rules import LINE_MAX, LogSource, first_match, load_rules
+
+RULE = """
+[[rule]]
+id = "oom"
+pattern = 'Killed process \\d+'
+failure_class = "host_mem.kernel_oom"
+source = "kernel"
+side = "ambiguous"
+status = "warn"
+reference = "mm/oom_kill.c"
+example = "Killed process 17 (python)"
+"""
+
+
+def write(tmp_path, text, name="site.toml"):
+    (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_rule_is_read_from_toml(tmp_path):
+    (rule,) = load_rules([write(tmp_path, RULE)])
+
+    assert rule.failure_class is FailureClass.KERNEL_OOM
+    assert rule.status is Status.WARN
+    assert rule.matches("[1.0] Killed process 99 (train)")
+
+
+def test_a_sites_rule_overrides_the_shipped_one_by_id(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    write(site, RULE.replace('status = "warn"', 'status = "fail"'))
+
+    (rule,) = load_rules([write(tmp_path, RULE), site])
+
+    assert rule.status is Status.FAIL
+
+
+def test_only_rules_for_the_logs_source_are_tried(tmp_path):
+    rules = load_rules([write(tmp_path, RULE)])
+
+    assert first_match(rules, "Killed process 1", LogSource.KERNEL) is not None
+    assert first_match(rules, "Killed process 1", LogSource.WORKER) is None
+
+
+def test_a_hostile_line_is_read_to_a_bound_only(tmp_path):
+    (rule,) = load_rules([write(tmp_path, RULE)])
+
+    assert not rule.matches("x" * LINE_MAX + "Killed process 1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("Killed process \\d+'", "Killed (process'", "oom.*site.toml"),
+        ("host_mem.kernel_oom", "host_mem.unheard_of", "unheard_of"),
+        ('example = "Killed process 17 (python)"', 'example = "all is well"', "own example"),
+        ('side = "ambiguous"', 'side = "ambiguous"\nseverity = 3', "unknown key 'severity'"),
+        ('reference = "mm/oom_kill.c"', "", "'reference'"),
+        ('status = "warn"', 'counter_example = "Killed process 1"', "counter_example"),
+    ],
+)
+def test_a_bad_rule_is_refused_by_name(tmp_path, old, new, message):
+    with pytest.raises(ConfigError, match=message):
+        load_rules([write(tmp_path, RULE.replace(old, new))])
+
+
+def test_the_shipped_rules_load_and_have_unique_ids():
+    folder = data_dir("checks") / "rules"
+    rules = load_rules([folder])
+    written = sum(path.read_text().count("[[rule]]") for path in folder.glob("*.toml"))
+
+    assert len(rules) == written > 0

@@ -1,0 +1,215 @@
+"""Recording events from code that must not fail: checks, hooks, the agent.
+
+A recorder never raises and never waits for a database. Where the spool cannot be written it says
+so once, counts what it lost, and reports the count as soon as it can write again.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gpuops.errors import SpoolError
+from gpuops.host.clock import Clock
+from gpuops.model import Event, Json, Severity, uuid7
+from gpuops.store.journal import Journal
+from gpuops.store.lines import LineSource, cleaned
+from gpuops.store.spool import SpoolWriter
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Takes events; neither method raises."""
+
+    def record(self, *events: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def new_event(  # noqa: PLR0913 all but one are keywords
+    kind: str,
+    *,
+    node: str,
+    clock: Clock,
+    randomness: Callable[[int], bytes] = os.urandom,
+    severity: Severity = Severity.INFO,
+    run_id: str | None = None,
+    attempt: int | None = None,
+    payload: Json | None = None,
+) -> Event:
+    """Return an event of now, with a sortable id of its own."""
+    now_us = clock.now_us()
+    return Event(
+        id=uuid7(now_us, randomness(10)),
+        kind=kind,
+        t_us=now_us,
+        node=node,
+        severity=severity,
+        run_id=run_id,
+        attempt=attempt,
+        payload=payload or {},
+    )
+
+
+class NullRecorder:
+    """Forgets everything."""
+
+    def record(self, *events: Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ListRecorder:
+    """Keeps events in memory as a store would get them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = False
+
+    def record(self, *events: Event) -> None:
+        self.events.extend(cleaned(event) for event in events)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Sink(Protocol):
+    def append_lines(self, lines: Sequence[bytes], *, sync: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SpoolRecorder:
+    """Writes events to the spool and, where there is a run directory, to its journal.
+
+    *open_spool* makes the writer for a line source; it is called again at most once a recorded
+    batch while it fails, so that a spool that becomes writable is used. ``lost`` counts events
+    that no spool took.
+    """
+
+    def __init__(
+        self,
+        open_spool: Callable[[LineSource], SpoolWriter],
+        *,
+        node: str,
+        boot_id: str,
+        clock: Clock,
+        randomness: Callable[[int], bytes] = os.urandom,
+        journal: Path | None = None,
+    ) -> None:
+        self._open_spool = open_spool
+        self._source = LineSource(node=node, boot_id=boot_id, randomness=randomness)
+        self._node = node
+        self._clock = clock
+        self._randomness = randomness
+        self._journal_dir = journal
+        self._journal: _Sink | None = None
+        self._spool: _Sink | None = None
+        self._warned: set[str] = set()
+        self._unreported = 0
+        self._lock = threading.Lock()
+        self.lost = 0
+
+    @property
+    def origin(self) -> str:
+        """Return the name under which this recorder numbers its events."""
+        return self._source.origin
+
+    def record(self, *events: Event) -> None:
+        try:
+            with self._lock:
+                self._record(events)
+        except Exception as exc:  # noqa: BLE001 boundary: recording must never stop what it records
+            self._warn("recorder", f"cannot record events: {exc!r}")
+
+    def _record(self, events: Sequence[Event]) -> None:
+        sync = any(event.severity >= Severity.ERROR for event in events)
+        lines = [self._source.encode(event) for event in events]
+        if self._journal_dir is not None:
+            self._to_journal(lines, sync=sync)
+        try:
+            if self._spool is None:
+                self._spool = self._open_spool(self._source)
+            report = [self._source.encode(self._loss())] if self._unreported else []
+            self._spool.append_lines([*report, *lines], sync=sync)
+            self._unreported = 0
+        except SpoolError as exc:
+            self.lost += len(events)
+            self._unreported += len(events)
+            self._warn("spool", str(exc))
+
+    def _to_journal(self, lines: Sequence[bytes], *, sync: bool) -> None:
+        assert self._journal_dir is not None
+        try:
+            if self._journal is None:
+                self._journal = Journal(self._journal_dir, self._source.origin)
+            self._journal.append_lines(lines, sync=sync)
+        except OSError as exc:
+            self._warn("journal", f"cannot write the journal {self._journal_dir}: {exc.strerror}")
+
+    def close(self) -> None:
+        with self._lock:
+            for sink in (self._spool, self._journal):
+                try:
+                    if sink is not None:
+                        sink.close()
+                except (SpoolError, OSError) as exc:
+                    self._warn("close", f"cannot finish recording: {exc}")
+
+    def _loss(self) -> Event:
+        return new_event(
+            "tool.failed",
+            node=self._node,
+            clock=self._clock,
+            randomness=self._randomness,
+            severity=Severity.WARNING,
+            payload={
+                "what": "spool",
+                "error": f"{self._unreported} events could not be written to the spool",
+                "traceback": None,
+                "dropped": self._unreported,
+            },
+        )
+
+    def _warn(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            _log.warning("%s", message)
+
+
+def spool_recorder(  # noqa: PLR0913 all but one are keywords
+    directory: Path,
+    *,
+    node: str,
+    boot_id: str,
+    bytes_max: int,
+    clock: Clock,
+    randomness: Callable[[int], bytes] = os.urandom,
+    journal: Path | None = None,
+) -> SpoolRecorder:
+    """Return a recorder into the spool *directory* and, where given, the *journal* directory."""
+
+    def open_spool(source: LineSource) -> SpoolWriter:
+        return SpoolWriter(
+            directory,
+            node=node,
+            boot_id=boot_id,
+            bytes_max=bytes_max,
+            clock=clock,
+            randomness=randomness,
+            source=source,
+        )
+
+    return SpoolRecorder(
+        open_spool,
+        node=node,
+        boot_id=boot_id,
+        clock=clock,
+        randomness=randomness,
+        journal=journal,
+    )

@@ -1,0 +1,76 @@
+"""The exception that a worker left behind: its lines, its place, and when two are the same."""
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from gpuops.model import WorkerExit
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)')
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+# torch prefixes what a rank prints at its end with its rank: "[rank3]: Traceback …".
+_RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
+_LAST_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning))\b")
+
+
+def bare(line: str) -> str:
+    """Return *line* without the rank that torch puts before it."""
+    return _RANK_PREFIX.sub("", line)
+
+
+def speaking(lines: Iterable[str]) -> list[str]:
+    """Return *lines* without the frames of tracebacks, which only quote source code."""
+    texts = map(bare, lines)
+    return [line for line in texts if not line.startswith("    ") and not _FRAME.match(line)]
+
+
+def said(worker: WorkerExit) -> list[str]:
+    """Return what the exception says: its own line, then what its traceback adds."""
+    if worker.exception_type is None:
+        return []
+    message = worker.exception_message or ""
+    short = worker.exception_type.rpartition(".")[2]
+    if not message.startswith((short, worker.exception_type)):
+        message = f"{worker.exception_type}: {message}"
+    return message.splitlines() + speaking(worker.traceback)
+
+
+def headline(worker: WorkerExit, width: int = 160) -> str:
+    """Return the exception in one line of at most *width* characters."""
+    lines = said(worker)
+    first = lines[0].strip().removesuffix(":") if lines else ""
+    return first if len(first) <= width else f"{first[: width - 1]}…"
+
+
+def place(worker: WorkerExit) -> str | None:
+    """Return ``"data.py:88"``, the innermost frame outside installed packages, if it is known."""
+    frames = [match for line in worker.traceback if (match := _FRAME.match(bare(line)))]
+    own = [f for f in frames if not _is_installed(f["file"])] or frames
+    return f"{PurePosixPath(own[-1]['file']).name}:{own[-1]['line']}" if own else None
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or file.startswith("<frozen")
+
+
+def signature(worker: WorkerExit) -> tuple[str, str] | None:
+    """Return what two ranks have in common when they raised the same exception.
+
+    Type and place; without a traceback, the message with its numbers taken out, because ranks
+    put their own rank, address or shape into it.
+    """
+    if worker.exception_type is None:
+        return None
+    where = place(worker) or _NUMBER.sub("#", worker.exception_message or "")
+    return worker.exception_type, where
+
+
+def printed_exception(lines: Iterable[str]) -> str | None:
+    """Return the last line of a traceback that was printed to a log, if there is one."""
+    found, last = False, None
+    for line in map(bare, lines):
+        if line.startswith("Traceback (most recent call last)"):
+            found = True
+        elif found and _LAST_LINE.match(line):
+            last = line.strip()
+    return last

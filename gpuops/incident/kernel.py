@@ -1,0 +1,60 @@
+"""What the kernel log says about a process, or about the node it ran on.
+
+The OOM killer's record is the only proof that a SIGKILL came from a lack of memory. Its forms are
+those of ``mm/oom_kill.c``: ``Out of memory: Killed process …`` for the whole machine, ``Memory
+cgroup out of memory: Killed process …`` for a limit; older kernels write ``Kill process``.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gpuops.model import FailureClass, Role, Status
+from gpuops.rules import LogRule, LogSource, first_match
+
+_OOM = re.compile(
+    r"(?P<scope>Memory cgroup out|Out) of memory(?: \([^)]{0,80}\))?: "
+    r"Kill(?:ed)? process (?P<pid>\d+)"
+)
+# The kernel writes a pid as "python[4711]:", "pid=4711", "process 4711" or "task python:4711".
+_PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10})\b")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelHit:
+    """One kernel line that means something, and what."""
+
+    failure_class: FailureClass
+    line: str
+
+
+def oom_record(lines: Sequence[str], pids: Collection[int]) -> KernelHit | None:
+    """Return the OOM killer's record about one of *pids*."""
+    for line in lines:
+        match = _OOM.search(line)
+        if match and int(match["pid"]) in pids:
+            in_cgroup = match["scope"].startswith("Memory")
+            kind = FailureClass.CGROUP_OOM if in_cgroup else FailureClass.KERNEL_OOM
+            return KernelHit(kind, line)
+    return None
+
+
+def lines_about(lines: Sequence[str], pids: Collection[int]) -> tuple[str, ...]:
+    """Return the lines that name one of *pids*."""
+    wanted = frozenset(map(str, pids))
+    return tuple(line for line in lines if not wanted.isdisjoint(_PIDS.findall(line)))
+
+
+def node_trouble(lines: Sequence[str], rules: Sequence[LogRule]) -> KernelHit | None:
+    """Return the first line that a rule takes for the root of a failure of the whole node.
+
+    Only rules that would fail the node's check count: a corrected error says nothing about this
+    failure. OOM records are left out; they are about the process that `oom_record` finds in them.
+    """
+    for line in lines:
+        rule = first_match(rules, line, LogSource.KERNEL)
+        if rule is None or rule.failure_class.category == "host_mem":
+            continue
+        if rule.role is Role.ROOT and rule.status is Status.FAIL:
+            return KernelHit(rule.failure_class, line)
+    return None

@@ -1,0 +1,58 @@
+"""What becomes of an incident: each change is a new snapshot, one revision up.
+
+open -> mitigated (the job steps again) -> closed (its cost is known). A closed incident stays as
+it is: later news about it is another incident's business, so a change returns it unchanged.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gpuops.model import ActionKind, Incident, IncidentState
+
+
+def with_restart(incident: Incident) -> Incident:
+    """Return *incident* with the restart that the agent has begun."""
+    return with_action(incident, ActionKind.RESTART)
+
+
+def with_action(incident: Incident, action: ActionKind) -> Incident:
+    """Return *incident* with *action* taken; the same action is listed once."""
+    if incident.state is IncidentState.CLOSED or action in incident.actions:
+        return incident
+    return replace(incident, actions=(*incident.actions, action), rev=incident.rev + 1)
+
+
+def mitigated(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> Incident:
+    """Return *incident* as mitigated at *at_us*: the job has made its first step again.
+
+    *lost_s* holds the seconds known by now (``detect``, ``restart``).
+    """
+    if incident.state is not IncidentState.OPEN:
+        return incident
+    return replace(
+        incident,
+        state=IncidentState.MITIGATED,
+        lost_s={**incident.lost_s, **lost_s},
+        resolved_us=at_us,
+        resolution="the job makes steps again",
+        rev=incident.rev + 1,
+    )
+
+
+def closed(
+    incident: Incident, *, at_us: int, lost_s: Mapping[str, float], resolution: str
+) -> Incident:
+    """Return *incident* as closed with its whole cost.
+
+    Where it had been mitigated, the moment of that stays the one it was resolved at.
+    """
+    if incident.state is IncidentState.CLOSED:
+        return incident
+    return replace(
+        incident,
+        state=IncidentState.CLOSED,
+        lost_s={**incident.lost_s, **lost_s},
+        resolved_us=incident.resolved_us or at_us,
+        resolution=resolution,
+        rev=incident.rev + 1,
+    )

@@ -26,12 +26,20 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo."""
+    """One line of mountinfo.
+
+    ``options`` joins those of the mount and those of its file system. ``turned_read_only`` says
+    that the mount is writable but its file system is not: the kernel gave up writing after an
+    error (a read-only bind mount is the other way round). ``device`` is ``major:minor``; mounts
+    that share it show the same file system.
+    """
 
     point: str
     filesystem: str
     source: str
     options: frozenset[str]
+    turned_read_only: bool = False
+    device: str = ""
 
     @property
     def is_network(self) -> bool:
@@ -47,12 +55,22 @@ def parse_mountinfo(text: str) -> list[Mount]:
         fields, rest = head.split(" "), tail.split(" ")
         if not separator or len(fields) < 6 or len(rest) < 3:
             continue
-        options = frozenset(fields[5].split(",")) | frozenset(rest[2].split(","))
-        mounts.append(Mount(_unescape(fields[4]), rest[0], _unescape(rest[1]), options))
+        of_mount, of_filesystem = frozenset(fields[5].split(",")), frozenset(rest[2].split(","))
+        mounts.append(
+            Mount(
+                point=unescape(fields[4]),
+                filesystem=rest[0],
+                source=unescape(rest[1]),
+                options=of_mount | of_filesystem,
+                turned_read_only="rw" in of_mount and "ro" in of_filesystem,
+                device=fields[2],
+            )
+        )
     return mounts
 
 
-def _unescape(text: str) -> str:
+def unescape(text: str) -> str:
+    """Return *text* with the octal escapes of proc(5) and fstab(5) undone."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 

@@ -1,0 +1,45 @@
+"""Is there memory left for a job?"""
+
+from dataclasses import dataclass
+
+from gpuops.checks.protocol import Check, Limit, Look
+from gpuops.host.procfs import Memory, read_memory
+from gpuops.model import Entity, FailureClass, Finding, Status
+from gpuops.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``available_percent`` of all memory, that a program could have without swapping."""
+
+    available_percent: Limit
+
+
+def judge(facts: Memory, parameters: Parameters, node: Entity) -> list[Finding]:
+    """Return one finding about the node's available memory."""
+    limit = parameters.available_percent
+    percent = 100 * facts.available_bytes / facts.total_bytes
+    status = limit.floor(percent)
+    return [
+        Finding(
+            check="memory",
+            entity=node,
+            status=status,
+            value=round(percent, 1),
+            unit="%",
+            threshold=limit.text(">", "%"),
+            source=limit.source,
+            message=f"{format_bytes(facts.available_bytes)} of "
+            f"{format_bytes(facts.total_bytes)} available",
+            failure_class=None if status is Status.PASS else FailureClass.HOST_MEM_LOW,
+        )
+    ]
+
+
+CHECK = Check(
+    name="memory",
+    about="available memory",
+    look=Look("memory", Memory, lambda machine, _budget_s: read_memory(machine.root)),
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,98 @@
+"""What a check is: a look that gives facts, a judge that holds them against parameters.
+
+Checks that name the same `Look` share one child and its facts. A judge reads no clock, no file
+and no environment, so a verdict can be repeated from recorded facts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from gpuops.errors import ConfigError
+from gpuops.model import Entity, Finding, Status
+
+F = TypeVar("F")
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where looks look: the root of the file system, and the folders of log rules."""
+
+    root: Path = Path("/")
+    rule_dirs: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look(Generic[F]):
+    """A reader of facts; it runs in its own child.
+
+    ``read`` gets the machine and the seconds it has; it raises ProbeError where the machine cannot
+    be read. ``facts`` is the dataclass that it returns.
+    """
+
+    name: str
+    facts: type[F]
+    read: Callable[[Machine, float], F]
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Generic[F, P]):
+    """One check. ``parameters`` is the dataclass that a suite's table becomes."""
+
+    name: str
+    about: str
+    look: Look[F]
+    parameters: type[P]
+    judge: Callable[[F, P, Entity], list[Finding]]
+
+
+AnyCheck = Check[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Where a number starts to warn or to fail, and where those limits are from.
+
+    Values at the limit are beyond it. A limit that is not given is not applied: a number that is
+    only somebody's opinion should warn.
+    """
+
+    source: str
+    warn: float | None = None
+    fail: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ConfigError("a limit must name the source of its numbers")
+        if self.warn is None and self.fail is None:
+            raise ConfigError(f"the limit from {self.source!r} has neither warn nor fail")
+
+    def floor(self, value: float) -> Status:
+        """Return the verdict on *value* where more is better."""
+        return self._verdict(lambda limit: value <= limit)
+
+    def ceiling(self, value: float) -> Status:
+        """Return the verdict on *value* where less is better."""
+        return self._verdict(lambda limit: value >= limit)
+
+    def _verdict(self, beyond: Callable[[float], bool]) -> Status:
+        if self.fail is not None and beyond(self.fail):
+            return Status.FAIL
+        if self.warn is not None and beyond(self.warn):
+            return Status.WARN
+        return Status.PASS
+
+    def text(self, sign: str, unit: str = "") -> str:
+        """Return what is wanted, ``"> 5 % (fail: 0 %)"`` for *sign* ``">"`` and *unit* ``"%"``."""
+        unit = f" {unit}" if unit else ""
+        if self.warn is None:
+            return f"{sign} {self.fail:g}{unit}"
+        fail = "" if self.fail is None else f" (fail: {self.fail:g}{unit})"
+        return f"{sign} {self.warn:g}{unit}{fail}"
+
+
+@dataclass(frozen=True, slots=True)
+class NoParameters:
+    """Of a check that a suite cannot tune."""

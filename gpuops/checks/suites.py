@@ -1,0 +1,179 @@
+"""Suites: which checks to run, with which limits, within which time. Data, in ``checks/suites``.
+
+A suite's name is its file's. A later folder (the site's own) replaces a shipped suite by name.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gpuops.checks import NAMES, load
+from gpuops.checks.protocol import AnyCheck
+from gpuops.config import read_toml, reject_unknown
+from gpuops.errors import ConfigError, UsageError
+from gpuops.host.records import from_json
+from gpuops.model import Status, UnknownReason
+
+DEADLINE_MAX_S = 3600.0
+_SUITE_KEYS = ("about", "deadline_s", "unknown", "check")
+_CHECK_KEYS = ("name", "timeout_s")
+# Nothing that only says "I could not look" may fail a node (DESIGN §6).
+_POLICY_STATUSES = (Status.SKIP, Status.WARN, Status.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A check with its parameters and the seconds that it may take."""
+
+    check: AnyCheck
+    parameters: Any
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """What to run. ``unknown`` says what becomes of a finding that could not be judged."""
+
+    name: str
+    about: str
+    deadline_s: float
+    unknown: Mapping[UnknownReason, Status]
+    planned: tuple[Planned, ...]
+    path: Path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the checks, in order."""
+        return tuple(planned.check.name for planned in self.planned)
+
+    def only(self, names: Sequence[str]) -> "Suite":
+        """Return this suite reduced to the checks called *names*; all of them where it is empty.
+
+        Raises:
+            UsageError: There is no such check, or this suite does not run it.
+        """
+        if not names:
+            return self
+        for name in names:
+            if name not in NAMES:
+                raise UsageError(unknown_name("check", name, NAMES))
+            if name not in self.names:
+                raise UsageError(
+                    f"suite {self.name!r} does not run the check {name!r}"
+                    f" (it runs {', '.join(self.names)})"
+                )
+        kept = tuple(planned for planned in self.planned if planned.check.name in names)
+        return replace(self, planned=kept)
+
+    def within(self, deadline_s: float | None) -> "Suite":
+        """Return this suite with another deadline, where one is given."""
+        return self if deadline_s is None else replace(self, deadline_s=deadline_s)
+
+    def expecting_gpus(self, expected: int | None, source: str) -> "Suite":
+        """Return this suite with *expected* GPUs, where a number is given."""
+        if expected is None:
+            return self
+        planned = tuple(
+            replace(item, parameters=replace(item.parameters, expected=expected, source=source))
+            if item.check.name == "gpu_count"
+            else item
+            for item in self.planned
+        )
+        return replace(self, planned=planned)
+
+
+def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
+    """Return the message about a name that does not exist: what is near it and what there is."""
+    known = sorted(valid)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"there is no {kind} {name!r}{hint} (there is: {', '.join(known)})"
+
+
+def suite_paths(directories: Iterable[Path]) -> dict[str, Path]:
+    """Return the file of each suite by name; of several with one name the last folder's."""
+    found = {}
+    for directory in directories:
+        for path in sorted(directory.glob("*.toml")):
+            found[path.stem] = path
+    return found
+
+
+def load_suite(name: str, directories: Iterable[Path]) -> Suite:
+    """Return the suite called *name*.
+
+    Raises:
+        UsageError: There is none of that name; lists those there are.
+        ConfigError: Malformed TOML, an unknown key or check, a parameter of another type.
+    """
+    paths = suite_paths(directories)
+    if name not in paths:
+        raise UsageError(unknown_name("suite", name, paths))
+    return parse_suite(name, read_toml(paths[name]), paths[name])
+
+
+def parse_suite(name: str, table: Mapping[str, Any], path: Path) -> Suite:
+    """Return the suite that *table* (from *path*) describes.
+
+    Raises:
+        ConfigError: See `load_suite`.
+    """
+    where = f"the suite {path}"
+    reject_unknown(table, _SUITE_KEYS, where)
+    entries = table.get("check", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{where}: checks are written as [[check]] tables")
+    planned = tuple(_planned(entry, where) for entry in entries)
+    names = [item.check.name for item in planned]
+    for doubled in sorted({item for item in names if names.count(item) > 1}):
+        raise ConfigError(f"{where} runs the check {doubled!r} twice")
+    return Suite(
+        name=name,
+        about=str(table.get("about", "")),
+        deadline_s=_seconds(table.get("deadline_s"), f"deadline_s of {where}"),
+        unknown=_policy(table.get("unknown", {}), where),
+        planned=planned,
+        path=path,
+    )
+
+
+def _planned(entry: Mapping[str, Any], where: str) -> Planned:
+    name = entry.get("name")
+    if name not in NAMES:
+        raise ConfigError(f"{where}: {unknown_name('check', str(name), NAMES)}")
+    check = load(name)
+    where = f"check {name!r} in {where}"
+    own = [field.name for field in fields(check.parameters)]
+    reject_unknown(entry, (*_CHECK_KEYS, *own), where)
+    table = {key: value for key, value in entry.items() if key in own}
+    try:
+        parameters = from_json(check.parameters, table, where)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
+    return Planned(check, parameters, _seconds(entry.get("timeout_s"), f"timeout_s of {where}"))
+
+
+def _seconds(value: object, what: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < float(value) <= DEADLINE_MAX_S:  # type: ignore[arg-type]  # a number, just tested
+        raise ConfigError(f"{what} must be seconds up to {DEADLINE_MAX_S:g}, got {value!r}")
+    return float(value)  # type: ignore[arg-type]  # a number, just tested
+
+
+def _policy(table: object, where: str) -> Mapping[UnknownReason, Status]:
+    reasons = [reason.value for reason in UnknownReason]
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: unknown is a table of reasons, got {table!r}")
+    reject_unknown(table, reasons, f"the table `unknown` of {where}")
+    policy = {}
+    for reason, word in table.items():
+        words = [status.word for status in _POLICY_STATUSES]
+        if word not in words:
+            raise ConfigError(
+                f"{where}: unknown.{reason} must be one of {', '.join(words)}, got {word!r}"
+            )
+        policy[UnknownReason(reason)] = Status.parse(word)
+    return MappingProxyType(policy)

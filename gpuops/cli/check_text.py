@@ -1,0 +1,129 @@
+"""How a check run looks on a terminal: a table, a Nagios line, the list of suites."""
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpuops.checks.protocol import Limit
+from gpuops.checks.runner import CheckRun
+from gpuops.checks.suites import Suite
+from gpuops.host.records import to_json
+from gpuops.log import printable
+from gpuops.model import Entity, EntityKind, Finding, Status, envelope
+from gpuops.units import format_seconds
+
+_WIDTH = 120
+_MESSAGE_MIN = 32
+_HEAD = ("STATUS", "CHECK", "VALUE", "WANTED", "SOURCE", "WHAT WAS SEEN")
+_NAGIOS_WORD = {
+    Status.PASS: "OK",
+    Status.SKIP: "OK",
+    Status.WARN: "WARNING",
+    Status.FAIL: "CRITICAL",
+    Status.UNKNOWN: "UNKNOWN",
+}
+
+
+def table(ran: CheckRun, *, width: int | None) -> str:
+    """Return the findings as an aligned table of at most *width* columns, and the verdict."""
+    rows = [_HEAD, *(_row(finding) for finding in ran.findings)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max((width or _WIDTH) - indent, _MESSAGE_MIN)
+    lines = []
+    for row in rows:
+        first, *rest = textwrap.wrap(row[-1], room) or [""]
+        cells = [cell.ljust(size) for cell, size in zip(row[:-1], widths, strict=True)]
+        lines.append("  ".join([*cells, first]).rstrip())
+        lines.extend(" " * indent + more for more in rest)
+    return "\n".join([*lines, "", summary(ran)])
+
+
+def _row(finding: Finding) -> Sequence[str]:
+    value = (
+        "" if finding.value is None else f"{_number(finding.value)} {finding.unit or ''}".strip()
+    )
+    cells = (
+        finding.status.word,
+        finding.check,
+        value or "-",
+        finding.threshold or "-",
+        finding.source or "-",
+        _about(finding.entity) + finding.message,
+    )
+    return [printable(cell).replace("\n", " ") for cell in cells]
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _about(entity: Entity) -> str:
+    return "" if entity.kind is EntityKind.NODE else f"{entity.id}: "
+
+
+def summary(ran: CheckRun) -> str:
+    """Return the verdict in one line: the worst finding, how many more, and who was late."""
+    took = format_seconds((ran.end_us - ran.start_us) / 1e6)
+    head = f"{ran.node}: {ran.verdict.word} (suite {ran.suite}, {took})"
+    why = _why(ran)
+    late = f"; late: {', '.join(ran.late)}" if ran.late else ""
+    return printable(f"{head}{why and ': ' + why}{late}").replace("\n", " ")
+
+
+def _why(ran: CheckRun) -> str:
+    worst = [finding for finding in ran.findings if finding.status is ran.verdict]
+    if ran.verdict <= Status.SKIP or not worst:
+        return ""
+    first = worst[0]
+    more = f" (and {len(worst) - 1} more)" if len(worst) > 1 else ""
+    return f"{first.check}: {_about(first.entity)}{first.message}{more}"
+
+
+def nagios_line(ran: CheckRun) -> str:
+    """Return the one line that Nagios shows; ``|`` would start its performance data."""
+    text = _why(ran) or f"{len(ran.findings)} findings"
+    late = f"; late: {', '.join(ran.late)}" if ran.late else ""
+    line = f"GPUOPS {_NAGIOS_WORD[ran.verdict]} - {text}{late}"
+    return printable(line).replace("|", "/").replace("\n", " ")
+
+
+def listing(suite: Suite, suites: Mapping[str, Path], *, as_json: bool) -> str:
+    """Return the suites there are and, for *suite*, each check with its limits and their source."""
+    if as_json:
+        body = {
+            "suites": [{"name": name, "path": str(path)} for name, path in suites.items()],
+            "suite": suite.name,
+            "checks": [
+                {
+                    "name": item.check.name,
+                    "about": item.check.about,
+                    "timeout_s": item.timeout_s,
+                    "parameters": to_json(item.parameters),
+                }
+                for item in suite.planned
+            ],
+        }
+        return json.dumps(envelope("gpuops.check-list/1", body), indent=2)
+    lines = [f"suites: {', '.join(suites)}", "", f"{suite.name}: {suite.about}"]
+    for item in suite.planned:
+        lines.append(f"  {item.check.name:<12} {item.check.about} (up to {item.timeout_s:g} s)")
+        lines.extend(f"  {'':<12}   {text}" for text in _parameters(item.parameters))
+    return "\n".join(lines)
+
+
+def _parameters(parameters: object) -> list[str]:
+    texts = []
+    for name in getattr(parameters, "__dataclass_fields__", ()):
+        value = getattr(parameters, name)
+        if isinstance(value, Limit):
+            limits = [f"{word} at {n:g}" for word, n in _limits(value) if n is not None]
+            texts.append(f"{name}: {', '.join(limits)}  [{value.source}]")
+        elif value not in (None, ()):
+            texts.append(f"{name}: {', '.join(value) if isinstance(value, tuple) else value}")
+    return texts
+
+
+def _limits(limit: Limit) -> tuple[tuple[str, float | None], ...]:
+    return ("warn", limit.warn), ("fail", limit.fail)

@@ -1,0 +1,101 @@
+"""The kernel's log since boot, from ``/dev/kmsg`` (Documentation/ABI/testing/dev-kmsg).
+
+Under a fake root it is a plain file of such records. Times are microseconds of the kernel's own
+clock since boot: unlike ``dmesg -T`` they do not drift against each other.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.errors import ProbeError
+from gpuops.host.probe import reason_of
+from gpuops.model import UnknownReason
+
+RECORD_MAX = 16384
+BYTES_MAX = 32 * 2**20
+_PREFIX = re.compile(r"(\d{1,10}),(\d{1,20}),(\d{1,20}),[^;\n]{0,64};")
+_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
+_FACILITY_SHIFT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """One message of the kernel; ``level`` is 0 (emergency) to 7 (debug), as in syslog(2)."""
+
+    sequence: int
+    level: int
+    since_boot_us: int
+    text: str
+
+
+def parse_kmsg(text: str) -> Iterator[KernelRecord]:
+    """Yield the records in *text* that the kernel itself wrote.
+
+    Lines of another form are left out, as are the ``KEY=value`` lines that follow a record, and
+    records whose facility is not the kernel's: programs may write into this log too.
+    """
+    for line in text.split("\n"):
+        match = _PREFIX.match(line)
+        if match is None or int(match[1]) >> _FACILITY_SHIFT:
+            continue
+        yield KernelRecord(
+            sequence=int(match[2]),
+            level=int(match[1]) & 7,
+            since_boot_us=int(match[3]),
+            text=_unescape(line[match.end() :]),
+        )
+
+
+def _unescape(text: str) -> str:
+    r"""Undo the kernel's escapes (``\x0a``) of bytes outside printable ASCII."""
+    if "\\x" not in text:
+        return text
+    raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+    try:
+        return raw.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return raw
+
+
+def read_kmsg(root: Path = Path("/")) -> str:
+    """Return the whole log as text, at most `BYTES_MAX` bytes of it.
+
+    Raises:
+        ProbeError: ``no_permission`` (``kernel.dmesg_restrict``), ``not_supported`` without it.
+    """
+    path = root / "dev/kmsg"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError as exc:
+        raise ProbeError(
+            f"may not read {path} (root or CAP_SYSLOG may)", UnknownReason.NO_PERMISSION
+        ) from exc
+    except OSError as exc:
+        raise ProbeError(
+            f"cannot open {path}: {exc.strerror}", UnknownReason.NOT_SUPPORTED
+        ) from exc
+    try:
+        return b"".join(_chunks(fd, path)).decode("utf-8", errors="replace")
+    finally:
+        os.close(fd)
+
+
+def _chunks(fd: int, path: Path) -> Iterator[bytes]:
+    left = BYTES_MAX
+    while left > 0:
+        try:
+            chunk = os.read(fd, RECORD_MAX)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # The record was overwritten meanwhile; the next read goes on with the oldest.
+            continue
+        except OSError as exc:
+            raise ProbeError(f"cannot read {path}: {exc.strerror}", reason_of(exc)) from exc
+        if not chunk:
+            return
+        left -= len(chunk)
+        yield chunk

@@ -1,0 +1,331 @@
+"""Run what may hang in a child process, and never wait for it without a bound.
+
+A call into a driver or a dead mount can block inside the kernel, where not even SIGKILL ends it.
+So each such call is made by a child with its own session and a deadline: SIGTERM, a short grace,
+SIGKILL of its whole group, a short grace, and then the child is abandoned and reported as hung.
+
+Why fork without exec: a fresh interpreter costs 10 ms and its imports again, for each of the
+dozens of mounts of a login-heavy node; a fork costs one. It is safe because `gpuops check` has a
+single thread; a process with threads (the agent) runs `gpuops check` as a command instead.
+Why memory files: a pipe held by an abandoned child never reaches its end, and a temporary file
+needs a disk, which may be the thing that hangs.
+"""
+
+import errno
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpuops.errors import ProbeError
+from gpuops.model import UnknownReason
+
+TERM_GRACE_S = 0.2
+KILL_GRACE_S = 0.3
+STOP_S = TERM_GRACE_S + KILL_GRACE_S
+OUTPUT_MAX = 8 * 2**20
+_POLL_MIN_S = 0.0005
+_POLL_MAX_S = 0.01
+
+Signaller = Callable[[int, int], None]
+
+
+class Ending(StrEnum):
+    """How a child came to its end."""
+
+    ENDED = "ended"
+    TIMEOUT = "timeout"
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a child.
+
+    ``exit_code`` is negative for a signal and None where nobody can say. ``state`` is the letter
+    of proc(5) at the deadline (``D``: inside the kernel) and ``wchan`` the kernel function it
+    waited in; both None for a child that ended in time.
+    """
+
+    ending: Ending
+    pid: int
+    elapsed_s: float
+    exit_code: int | None = None
+    output: bytes = b""
+    errors: bytes = b""
+    state: str | None = None
+    wchan: str | None = None
+
+    def describe(self) -> str:
+        """Return ``"gave no answer in 2.0 s (pid 71, state D in rpc_wait_bit_killable)"``."""
+        if self.ending is Ending.ENDED:
+            return _ending(self.exit_code)
+        where = f", state {self.state}" if self.state else ""
+        where += f" in {self.wchan}" if self.wchan else ""
+        still = "" if self.ending is Ending.TIMEOUT else ", and could not be killed"
+        return f"gave no answer in {self.elapsed_s:.1f} s (pid {self.pid}{where}){still}"
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        try:
+            return f"ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"ended by signal {-code}"
+    return f"exited with code {code}"
+
+
+class _Stage(Enum):
+    RUNNING = auto()
+    ASKED = auto()
+    KILLED = auto()
+
+
+def signal_group(pid: int, number: int) -> None:
+    """Send signal *number* to the process group of *pid*; gone already is fine."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        # The group changed its user (setuid); its leader is still ours to try.
+        _signal_one(pid, number)
+
+
+def _signal_one(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+@dataclass(slots=True)
+class Child:
+    """One running child; `watch` takes it to its `Outcome`."""
+
+    pid: int
+    deadline_s: float
+    started_s: float
+    output_fd: int
+    errors_fd: int
+    signaller: Signaller = signal_group
+    _stage: _Stage = _Stage.RUNNING
+    _acted_s: float = 0.0
+    _seen: tuple[str | None, str | None] = (None, None)
+    _ended: int | None = field(default=None)
+
+    def advance(self, now_s: float) -> Outcome | None:
+        """Do what is due at *now_s* (monotonic); return the outcome once there is one."""
+        if self._has_ended():
+            on_time = self._stage is _Stage.RUNNING
+            return self._outcome(Ending.ENDED if on_time else Ending.TIMEOUT, now_s)
+        match self._stage:
+            case _Stage.RUNNING if now_s >= self.started_s + self.deadline_s:
+                self._seen = (process_state(self.pid), process_wchan(self.pid))
+                self._send(signal.SIGTERM, _Stage.ASKED, now_s)
+            case _Stage.ASKED if now_s >= self._acted_s + TERM_GRACE_S:
+                self._send(signal.SIGKILL, _Stage.KILLED, now_s)
+            case _Stage.KILLED if now_s >= self._acted_s + KILL_GRACE_S:
+                return self._outcome(Ending.HUNG, now_s)
+        return None
+
+    def _send(self, number: int, stage: _Stage, now_s: float) -> None:
+        self.signaller(self.pid, number)
+        self._stage, self._acted_s = stage, now_s
+
+    def _has_ended(self) -> bool:
+        try:
+            # Looked at before it is reaped: until then nobody else can have its group's number.
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+            self.signaller(self.pid, signal.SIGKILL)
+            self._ended = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            # Our parent had us ignore SIGCHLD, so the kernel reaped it and kept no exit code.
+            self._ended = None
+        return True
+
+    def _outcome(self, ending: Ending, now_s: float) -> Outcome:
+        output, errors = _take(self.output_fd), _take(self.errors_fd)
+        return Outcome(
+            ending=ending,
+            pid=self.pid,
+            elapsed_s=now_s - self.started_s,
+            exit_code=self._ended,
+            output=output,
+            errors=errors,
+            state=self._seen[0],
+            wchan=self._seen[1],
+        )
+
+
+def _take(fd: int) -> bytes:
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        file.seek(0)
+        return file.read(OUTPUT_MAX) or b""
+
+
+def process_state(pid: int) -> str | None:
+    """Return the state letter of *pid* (proc(5)), None where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[0]
+
+
+def process_wchan(pid: int) -> str | None:
+    """Return the kernel function in which *pid* waits, None where the kernel does not say."""
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    return name if name not in {"", "0"} else None
+
+
+def start_call(
+    function: Callable[[], Any], *, deadline_s: float, signaller: Signaller = signal_group
+) -> Child:
+    """Start *function* in a forked child; what it returns must be serialisable to JSON.
+
+    The caller must have a single thread. Read the result with `answer`.
+    """
+    output, errors = os.memfd_create("output"), os.memfd_create("errors")
+    started_s = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _be_the_child(function, output, errors, deadline_s)
+    return Child(pid, deadline_s, started_s, output, errors, signaller)
+
+
+def start_command(
+    argv: Sequence[str],
+    *,
+    deadline_s: float,
+    env: Mapping[str, str],
+    signaller: Signaller = signal_group,
+) -> Child:
+    """Start the program *argv* (never a shell string), found along the PATH of this process.
+
+    Raises:
+        ProbeError: It is not there (``missing_tool``) or may not be executed.
+    """
+    output, errors = os.memfd_create("output"), os.memfd_create("errors")
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, output, 1),
+        (os.POSIX_SPAWN_DUP2, errors, 2),
+    ]
+    started_s = time.monotonic()
+    try:
+        pid = os.posix_spawnp(argv[0], list(argv), env, file_actions=actions, setsid=True)
+    except OSError as exc:
+        os.close(output)
+        os.close(errors)
+        raise ProbeError(f"cannot start {argv[0]}: {exc.strerror}", reason_of(exc)) from exc
+    return Child(pid, deadline_s, started_s, output, errors, signaller)
+
+
+def reason_of(error: OSError) -> UnknownReason:
+    """Return why a check that met *error* cannot be judged."""
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return UnknownReason.NO_PERMISSION
+    if error.errno == errno.ENOENT:
+        return UnknownReason.MISSING_TOOL
+    return UnknownReason.NOT_SUPPORTED
+
+
+def watch(children: Iterable[Child]) -> Iterator[tuple[Child, Outcome]]:
+    """Yield each child with its outcome, as they come; ends `STOP_S` after the last deadline."""
+    waiting = list(children)
+    pause_s = _POLL_MIN_S
+    while waiting:
+        done = []
+        for child in waiting:
+            outcome = child.advance(time.monotonic())
+            if outcome is not None:
+                done.append((child, outcome))
+        waiting = [child for child in waiting if all(child is not item[0] for item in done)]
+        yield from done
+        if waiting and not done:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, _POLL_MAX_S)
+
+
+def run(child: Child) -> Outcome:
+    """Return the outcome of one child."""
+    ((_, outcome),) = watch([child])
+    return outcome
+
+
+def answer(outcome: Outcome) -> Any:  # noqa: ANN401 JSON of whatever the function returned
+    """Return what the function of `start_call` returned.
+
+    Raises:
+        ProbeError: The function's own; ``timeout`` where it gave no answer in time; ``crash``
+            where it raised or its process died, with the traceback as a note.
+    """
+    if outcome.ending is not Ending.ENDED:
+        raise ProbeError(outcome.describe(), UnknownReason.TIMEOUT)
+    try:
+        said = json.loads(outcome.output)
+    except ValueError:
+        raise ProbeError(
+            f"its process {outcome.describe()} without an answer", UnknownReason.CRASH
+        ) from None
+    if "value" in said:
+        return said["value"]
+    error = ProbeError(said["error"], UnknownReason(said["reason"]))
+    if said.get("traceback"):
+        error.add_note(said["traceback"])
+    raise error
+
+
+def _be_the_child(
+    function: Callable[[], Any], output: int, errors: int, deadline_s: float
+) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        # Should the parent die first, the child still ends soon after its own deadline.
+        signal.setitimer(signal.ITIMER_REAL, max(deadline_s, 0.0) + STOP_S)
+        _leave_only(output, errors)
+        os.write(output, json.dumps(_said(function)).encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _leave_only(output: int, errors: int) -> None:
+    """Let go of every other file: an abandoned child must not hold its caller's pipes open."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.dup2(errors, 2)
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if fd > 2 and fd != output:
+            try:
+                os.close(fd)
+            except OSError:
+                continue
+
+
+def _said(function: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": function()}
+    except ProbeError as exc:
+        return {"error": str(exc), "reason": exc.reason}
+    except Exception as exc:  # noqa: BLE001 boundary: any failure of a probe is its answer
+        return {
+            "error": f"{type(exc).__name__}: {exc}",
+            "reason": UnknownReason.CRASH,
+            "traceback": traceback.format_exc(),
+        }

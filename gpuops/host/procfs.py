@@ -1,0 +1,160 @@
+"""Memory, load and processes, from ``/proc`` (proc(5))."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.errors import ProbeError
+from gpuops.host.probe import reason_of
+from gpuops.model import UnknownReason
+
+_MEMINFO = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
+_CPU = re.compile(r"^cpu\d+ ", re.MULTILINE)
+_BTIME = re.compile(r"^btime (\d+)$", re.MULTILINE)
+_CONFIRM_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of memory: all, and what a new program could have without swapping."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process; ``start_ticks`` tells it from a later one with the same pid."""
+
+    pid: int
+    name: str
+    state: str
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load averages over 1, 5 and 15 minutes, the CPUs, and processes stuck in the kernel.
+
+    ``blocked`` are those that were in state D at two looks 0.2 s apart: ordinary disk waits are
+    over by then.
+    """
+
+    load1: float
+    load5: float
+    load15: float
+    cpus: int
+    blocked: tuple[Process, ...] = ()
+
+
+def read_text(path: Path) -> str:
+    """Return what *path* holds.
+
+    Raises:
+        ProbeError: It cannot be read; says why.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as exc:
+        raise ProbeError(f"cannot read {path}: {exc.strerror}", reason_of(exc)) from exc
+
+
+def parse_meminfo(text: str) -> Memory:
+    """Return the memory that ``/proc/meminfo`` tells of.
+
+    Raises:
+        ProbeError: It has no ``MemTotal`` above zero or no ``MemAvailable`` (Linux before 3.14).
+    """
+    amounts = {name: int(kib) * 1024 for name, kib in _MEMINFO.findall(text)}
+    if not amounts.get("MemTotal") or "MemAvailable" not in amounts:
+        raise ProbeError(
+            "/proc/meminfo lacks MemTotal or MemAvailable", UnknownReason.NOT_SUPPORTED
+        )
+    return Memory(amounts["MemTotal"], amounts["MemAvailable"])
+
+
+def read_memory(root: Path = Path("/")) -> Memory:
+    """Return this machine's memory.
+
+    Raises:
+        ProbeError: ``/proc/meminfo`` cannot be read or lacks what is wanted.
+    """
+    return parse_meminfo(read_text(root / "proc/meminfo"))
+
+
+def parse_loadavg(text: str) -> tuple[float, float, float]:
+    """Return the three averages in ``/proc/loadavg``.
+
+    Raises:
+        ProbeError: It has another form.
+    """
+    try:
+        one, five, fifteen = (float(word) for word in text.split()[:3])
+    except ValueError as exc:
+        raise ProbeError(f"/proc/loadavg reads {text[:60]!r}", UnknownReason.NOT_SUPPORTED) from exc
+    return one, five, fifteen
+
+
+def parse_stat(text: str) -> Process | None:
+    """Return the process of one ``/proc/PID/stat``, None for text of another form.
+
+    The name may hold spaces and parentheses: it ends at the last one.
+    """
+    head, _, tail = text.rpartition(")")
+    pid, _, name = head.partition(" (")
+    fields = tail.split()
+    if not pid.isdecimal() or len(fields) < 20 or not fields[19].isdecimal():
+        return None
+    return Process(int(pid), name, fields[0], int(fields[19]))
+
+
+def processes(root: Path = Path("/")) -> list[Process]:
+    """Return the processes there are; those that end meanwhile are left out."""
+    found = []
+    for entry in _numbered(root / "proc"):
+        try:
+            stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        process = parse_stat(stat)
+        if process is not None:
+            found.append(process)
+    return found
+
+
+def _numbered(proc: Path) -> list[Path]:
+    try:
+        return [entry for entry in proc.iterdir() if entry.name.isdecimal()]
+    except OSError:
+        return []
+
+
+def read_load(root: Path = Path("/"), *, confirm_s: float = _CONFIRM_S) -> Load:
+    """Return load and blocked processes; takes *confirm_s* where a process is in state D.
+
+    Raises:
+        ProbeError: ``/proc/loadavg`` or ``/proc/stat`` cannot be read.
+    """
+    one, five, fifteen = parse_loadavg(read_text(root / "proc/loadavg"))
+    cpus = len(_CPU.findall(read_text(root / "proc/stat"))) or 1
+    blocked = _blocked(processes(root))
+    if blocked:
+        time.sleep(confirm_s)
+        again = set(_blocked(processes(root)))
+        blocked = [process for process in blocked if process in again]
+    return Load(one, five, fifteen, cpus, tuple(blocked))
+
+
+def _blocked(found: Sequence[Process]) -> list[Process]:
+    return [process for process in found if process.state == "D"]
+
+
+def boot_us(root: Path = Path("/")) -> int | None:
+    """Return when this machine booted, in epoch µs (whole seconds), None where it is not said."""
+    try:
+        match = _BTIME.search(read_text(root / "proc/stat"))
+    except ProbeError:
+        return None
+    return None if match is None else int(match[1]) * 1_000_000

@@ -29,6 +29,7 @@ from gpuops.model import UnknownReason
 TERM_GRACE_S = 0.2
 KILL_GRACE_S = 0.3
 STOP_S = TERM_GRACE_S + KILL_GRACE_S
+_ORPHAN_S = 1.0
 OUTPUT_MAX = 8 * 2**20
 _POLL_MIN_S = 0.0005
 _POLL_MAX_S = 0.01
@@ -296,7 +297,7 @@ def _be_the_child(
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         # Should the parent die first, the child still ends soon after its own deadline.
-        signal.setitimer(signal.ITIMER_REAL, max(deadline_s, 0.0) + STOP_S)
+        signal.setitimer(signal.ITIMER_REAL, max(deadline_s, 0.0) + STOP_S + _ORPHAN_S)
         _leave_only(output, errors)
         os.write(output, json.dumps(_said(function)).encode())
         code = 0

@@ -1,0 +1,83 @@
+"""The verdicts on space, inodes and writability of each mount."""
+
+import pytest
+from support.checks import NODE, limit, said
+
+from gpuops.checks.disk_space import Parameters, judge
+from gpuops.host.filesystems import Filesystems, MountAnswer, Space
+from gpuops.host.mounts import Mount
+
+LIMITS = Parameters(
+    space_percent=limit(warn=15, fail=0), inodes_percent=limit(warn=10, fail=0), ignore=("/snap/*",)
+)
+
+
+def answer(
+    point="/", *, space=80, inodes=80, fs="ext4", ro=False, turned=False, fstab=None, silent=None
+):
+    options = {"ro"} if ro else {"rw"}
+    options |= {"ro", "rw"} if turned else set()
+    room = None if silent else Space(100, space, 100, inodes)
+    mount = Mount(point, fs, "/dev/sda1", frozenset(options), turned_read_only=turned)
+    return MountAnswer(
+        mount=mount, elapsed_s=0.001, space=room, silent=silent, writable_in_fstab=fstab
+    )
+
+
+def findings(*answers):
+    return said(judge(Filesystems(answers), LIMITS, NODE))
+
+
+def test_when_all_is_well_the_fullest_mount_speaks():
+    assert findings(answer("/"), answer("/scratch", space=40)) == [("/scratch", "pass", None)]
+
+
+@pytest.mark.parametrize(
+    ("space", "inodes", "status"),
+    [(15, 80, "warn"), (0, 80, "fail"), (80, 10, "warn"), (80, 0, "fail")],
+)
+def test_space_and_inodes_are_judged_apart(space, inodes, status):
+    found = findings(answer("/"), answer("/tmp", space=space, inodes=inodes))
+
+    assert found == [("/tmp", status, "storage.no_space")]
+
+
+def test_the_space_of_a_file_server_never_fails_this_node():
+    assert findings(answer("/home", space=0, fs="nfs4")) == [("/home", "warn", "storage.no_space")]
+
+
+def test_a_file_system_that_the_kernel_stopped_writing_fails():
+    assert findings(answer("/", turned=True)) == [("/", "fail", "storage.read_only")]
+
+
+def test_a_read_only_mount_that_fstab_wants_writable_fails():
+    assert findings(answer("/data", ro=True, fstab=True)) == [
+        ("/data", "fail", "storage.read_only")
+    ]
+
+
+@pytest.mark.parametrize("fstab", [None, False])
+def test_a_read_only_mount_that_is_meant_so_is_left_alone(fstab):
+    found = findings(answer("/"), answer("/usr", ro=True, space=0, fstab=fstab))
+
+    assert found == [("/", "pass", None)]
+
+
+def test_a_medium_that_cannot_be_written_is_no_fault():
+    found = findings(answer("/"), answer("/cd", fs="squashfs", turned=True, space=0))
+
+    assert found == [("/", "pass", None)]
+
+
+def test_ignored_and_silent_mounts_are_not_judged():
+    found = findings(answer("/snap/core", space=0), answer("/home", silent="no answer"))
+
+    assert found == [("n1", "skip", None)]
+
+
+def test_a_file_system_without_inodes_is_judged_by_its_space_only():
+    """For instance btrfs and some network file systems count no inodes."""
+    item = answer("/")
+    item = MountAnswer(mount=item.mount, elapsed_s=0, space=Space(100, 50, 0, 0))
+
+    assert findings(item) == [("/", "pass", None)]

@@ -1,0 +1,274 @@
+"""A probe ends, is ended or is abandoned; nothing waits for it without a bound."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuops.errors import ProbeError
+from gpuops.host import probe
+from gpuops.host.probe import Ending
+
+# Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+ENV = dict(os.environ)
+SLACK_S = 3.0
+
+
+def call(function, deadline_s=20.0, **kwargs):
+    return probe.run(probe.start_call(function, deadline_s=deadline_s, **kwargs))
+
+
+def command(code, deadline_s=20.0):
+    argv = [sys.executable, "-S", "-c", code]
+    return probe.run(probe.start_command(argv, deadline_s=deadline_s, env=ENV))
+
+
+def refuses_to_end():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1)
+
+
+def stops_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_alive(pid):
+    return probe.process_state(pid) not in {None, "Z"}
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_call_gives_its_answer():
+    outcome = call(lambda: {"free": 7, "names": ["a", "ä"]})
+
+    assert outcome.ending is Ending.ENDED
+    assert outcome.exit_code == 0
+    assert outcome.state is None
+    assert probe.answer(outcome) == {"free": 7, "names": ["a", "ä"]}
+
+
+def test_a_call_runs_in_a_session_of_its_own_without_our_files():
+    ours = os.pipe()
+
+    def look():
+        return {
+            "session": os.getsid(0) == os.getpid(),
+            "files": sorted(int(fd.name) for fd in Path("/proc/self/fd").iterdir()),
+            "terminal": os.isatty(1),
+        }
+
+    seen = probe.answer(call(look))
+
+    assert seen["session"] is True
+    assert seen["terminal"] is False
+    assert not set(ours) & set(seen["files"])
+    for fd in ours:
+        os.close(fd)
+
+
+def test_a_probe_error_of_a_call_is_raised_again_with_its_reason():
+    def look():
+        raise ProbeError("cannot read /proc/none", "no_permission")
+
+    with pytest.raises(ProbeError, match="cannot read /proc/none") as caught:
+        probe.answer(call(look))
+
+    assert caught.value.reason == "no_permission"
+
+
+def test_a_bug_in_a_call_is_a_crash_with_its_traceback():
+    def look():
+        return {}["missing"]
+
+    with pytest.raises(ProbeError, match="KeyError: 'missing'") as caught:
+        probe.answer(call(look))
+
+    assert caught.value.reason == "crash"
+    assert "in look" in caught.value.__notes__[0]
+
+
+def test_a_call_that_dies_by_a_signal_is_a_crash_that_names_it():
+    with pytest.raises(ProbeError, match="ended by SIGSEGV without an answer") as caught:
+        probe.answer(call(lambda: os.kill(os.getpid(), signal.SIGSEGV)))
+
+    assert caught.value.reason == "crash"
+
+
+def test_an_answer_that_is_not_json_is_a_crash():
+    with pytest.raises(ProbeError) as caught:
+        probe.answer(call(lambda: {1, 2}))
+
+    assert caught.value.reason == "crash"
+
+
+def test_a_call_that_ignores_sigterm_is_killed():
+    outcome = call(refuses_to_end, deadline_s=0.2)
+
+    assert outcome.ending is Ending.TIMEOUT
+    assert outcome.exit_code == -signal.SIGKILL
+    assert 0.2 + probe.TERM_GRACE_S <= outcome.elapsed_s < 0.2 + probe.STOP_S + SLACK_S
+    assert not is_alive(outcome.pid)
+
+
+def test_a_stopped_call_is_killed_and_its_state_is_told():
+    outcome = call(stops_itself, deadline_s=0.2)
+
+    assert outcome.ending is Ending.TIMEOUT
+    assert outcome.state == "T"
+    assert "state T" in outcome.describe()
+
+
+def test_a_late_call_is_unknown_for_want_of_time():
+    with pytest.raises(ProbeError, match=r"gave no answer in 0\.") as caught:
+        probe.answer(call(lambda: time.sleep(60), deadline_s=0.1))
+
+    assert caught.value.reason == "timeout"
+
+
+def test_a_child_that_no_signal_reaches_is_abandoned_and_reported_as_hung():
+    """The kernel delivers nothing to a process in state D; so does this signaller."""
+    child = probe.start_call(
+        lambda: time.sleep(60), deadline_s=0.1, signaller=lambda _pid, _number: None
+    )
+    outcome = probe.run(child)
+
+    assert outcome.ending is Ending.HUNG
+    assert outcome.exit_code is None
+    assert outcome.elapsed_s < 0.1 + probe.STOP_S + SLACK_S
+    assert "could not be killed" in outcome.describe()
+    assert is_alive(outcome.pid)
+    probe.signal_group(outcome.pid, signal.SIGKILL)
+    os.waitpid(outcome.pid, 0)
+
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (FREEZER / "tasks").exists(),
+    reason="only a version 1 freezer, which needs root, makes a process that SIGKILL cannot end",
+)
+def test_a_frozen_child_that_even_sigkill_cannot_end_is_abandoned():
+    """Version 1 of the freezer keeps a process in the kernel, state D, until it is thawed."""
+    group = FREEZER / f"gpuops-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        child = probe.start_call(lambda: time.sleep(60), deadline_s=0.5)
+        (group / "tasks").write_text(str(child.pid))
+        (group / "freezer.state").write_text("FROZEN")
+        outcome = probe.run(child)
+
+        assert outcome.ending is Ending.HUNG
+        assert outcome.state == "D"
+        assert outcome.elapsed_s < 0.5 + probe.STOP_S + SLACK_S
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        os.waitpid(child.pid, 0)
+        wait_until(lambda: not (group / "tasks").read_text())
+        group.rmdir()
+
+
+def test_what_a_probe_started_dies_with_it(tmp_path):
+    """A helper that a probe leaves behind belongs to its group and is ended with it."""
+    note = tmp_path / "pid"
+    code = f"""
+import os, time
+pid = os.fork()
+if pid == 0:
+    time.sleep(60)
+open({str(note)!r}, "w").write(str(pid))
+"""
+    outcome = command(code)
+
+    assert outcome.ending is Ending.ENDED
+    wait_until(lambda: not is_alive(int(note.read_text())))
+
+
+def test_many_calls_wait_at_the_same_time():
+    children = [probe.start_call(lambda: time.sleep(60), deadline_s=0.3) for _ in range(10)]
+    started = time.monotonic()
+    outcomes = list(probe.watch(children))
+
+    assert len(outcomes) == 10
+    assert time.monotonic() - started < 0.3 + probe.STOP_S + SLACK_S
+
+
+def test_a_quick_call_does_not_wait_for_a_slow_one():
+    slow = probe.start_call(lambda: time.sleep(60), deadline_s=1.0)
+    quick = probe.start_call(lambda: 1, deadline_s=1.0)
+
+    order = [child.pid for child, _ in probe.watch([slow, quick])]
+
+    assert order == [quick.pid, slow.pid]
+
+
+def test_a_child_whose_parent_was_killed_ends_by_itself():
+    code = """
+import time
+from gpuops.host import probe
+child = probe.start_call(lambda: time.sleep(60), deadline_s=0.3)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_child_that_somebody_else_reaped_has_ended():
+    """A daemon may start its hooks with SIGCHLD ignored; the kernel then keeps no exit codes."""
+    code = """
+import json, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from gpuops.host import probe
+outcome = probe.run(probe.start_call(lambda: 42, deadline_s=5))
+print(json.dumps([outcome.ending, outcome.exit_code, probe.answer(outcome)]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)
+
+    assert json.loads(run.stdout) == ["ended", None, 42]
+
+
+def test_a_command_gives_its_output_errors_and_exit_code():
+    outcome = command("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+
+    assert (outcome.output, outcome.errors, outcome.exit_code) == (b"out\n", b"err\n", 3)
+    assert outcome.describe() == "exited with code 3"
+
+
+def test_a_command_that_is_not_there_is_a_missing_tool():
+    with pytest.raises(ProbeError, match="cannot start no-such-tool: No such file") as caught:
+        probe.start_command(["no-such-tool"], deadline_s=1, env=ENV)
+
+    assert caught.value.reason == "missing_tool"
+
+
+def test_a_command_that_may_not_be_executed_says_so(tmp_path):
+    tool = tmp_path / "tool"
+    tool.write_text("not a program")
+
+    with pytest.raises(ProbeError, match="Permission denied") as caught:
+        probe.start_command([str(tool)], deadline_s=1, env=ENV)
+
+    assert caught.value.reason == "no_permission"
+
+
+def test_output_beyond_the_limit_is_cut():
+    size = probe.OUTPUT_MAX + 1000
+    outcome = command(f"import sys; sys.stdout.write('x' * {size})")
+
+    assert len(outcome.output) == probe.OUTPUT_MAX

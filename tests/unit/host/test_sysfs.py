@@ -1,0 +1,59 @@
+"""GPUs on the PCI bus, on machines made of files."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_root import FakeRoot
+
+from gpuops.host.sysfs import PciGpu, read_pci_gpus, sysfs_address
+
+
+def test_gpus_are_listed_by_address_with_their_drivers(tmp_path):
+    root = FakeRoot(tmp_path).gpu("0000:86:00.0").gpu("0000:1b:00.0", driver=None)
+
+    assert read_pci_gpus(root.path) == (
+        PciGpu("0000:1b:00.0", answers=True, driver=None),
+        PciGpu("0000:86:00.0", answers=True, driver="nvidia"),
+    )
+
+
+def test_a_gpu_that_reads_as_all_ones_is_still_listed_but_does_not_answer(tmp_path):
+    root = FakeRoot(tmp_path).gpu("0000:1b:00.0", answers=False)
+
+    assert read_pci_gpus(root.path) == (PciGpu("0000:1b:00.0", answers=False, driver="nvidia"),)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind"),
+    [("0x8086", "0x030000"), ("0x10de", "0x068000"), ("0x10de", "0x020700"), ("?", "0x030200")],
+    ids=["another maker", "an NVSwitch", "a network card", "unreadable"],
+)
+def test_other_devices_are_no_gpus(tmp_path, vendor, kind):
+    root = FakeRoot(tmp_path).gpu("0000:1b:00.0")
+    root.write("sys/bus/pci/devices/0000:1b:00.0/vendor", vendor)
+    root.write("sys/bus/pci/devices/0000:1b:00.0/class", kind)
+
+    assert read_pci_gpus(root.path) == ()
+
+
+def test_a_configuration_space_that_cannot_be_read_is_neither(tmp_path):
+    root = FakeRoot(tmp_path).gpu("0000:1b:00.0")
+    (tmp_path / "sys/bus/pci/devices/0000:1b:00.0/config").unlink()
+
+    assert read_pci_gpus(root.path)[0].answers is None
+
+
+def test_a_machine_without_a_pci_bus_has_no_gpus(tmp_path):
+    assert read_pci_gpus(tmp_path) == ()
+
+
+@given(st.integers(0, 2**20), st.integers(0, 255), st.integers(0, 31), st.integers(0, 7))
+def test_the_address_of_nvml_becomes_that_of_sysfs(domain, bus, device, function):
+    tail = f"{bus:02x}:{device:02x}.{function}"
+
+    assert sysfs_address(f"{domain:08X}:{tail.upper()}") == f"{domain:04x}:{tail}"
+
+
+@given(st.text())
+def test_any_text_gives_some_address(text):
+    assert isinstance(sysfs_address(text), str)

@@ -63,16 +63,16 @@ class LineSource:
             self._seq += 1
             seq = self._seq
         event = cleaned(event)
-        line = _pack(Line(self.origin, self.boot_id, seq, event))
+        line = encode_line(Line(self.origin, self.boot_id, seq, event))
         for text_max, list_max in _SHRINK_TO:
             if len(line) <= LINE_BYTES_MAX:
                 break
             payload = cast("Json", _shrunk(event.payload, text_max, list_max))
             small = replace(event, payload={**payload, "shortened": True})
-            line = _pack(Line(self.origin, self.boot_id, seq, small))
+            line = encode_line(Line(self.origin, self.boot_id, seq, small))
         if len(line) > LINE_BYTES_MAX:
             empty = replace(event, payload={"shortened": True})
-            line = _pack(Line(self.origin, self.boot_id, seq, empty))
+            line = encode_line(Line(self.origin, self.boot_id, seq, empty))
         return line
 
 
@@ -121,7 +121,8 @@ def canonical(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
 
 
-def _pack(line: Line) -> bytes:
+def encode_line(line: Line) -> bytes:
+    """Return the bytes of *line*, with its checksum and its newline."""
     fields = {
         "v": line.version,
         "origin": line.origin,

@@ -170,6 +170,14 @@ def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int,
     return lines, dropped
 
 
+def changed_us(segment: Segment) -> int:
+    """Return when *segment* was last written to, 0 where it has gone."""
+    try:
+        return segment.path.stat().st_mtime_ns // 1000
+    except OSError:
+        return 0
+
+
 def _size(segment: Segment) -> int:
     try:
         return max(segment.path.stat().st_size, BLOCK_BYTES)

@@ -1,0 +1,164 @@
+"""``gpuops db upgrade|status|flush``."""
+
+import json
+from dataclasses import asdict
+
+import click
+
+from gpuops.cli.settings import json_option, settings_of, store_option
+from gpuops.config import Settings
+from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, StoreError
+from gpuops.host.clock import SystemClock
+from gpuops.log import printable
+from gpuops.model import Json, envelope
+from gpuops.store.backlog import Backlog, measure
+from gpuops.store.flush import DEADLINE_S, flush
+from gpuops.store.migrate import upgrade_store
+from gpuops.store.rejected import count_rejected
+from gpuops.store.schema import REVISION
+from gpuops.store.summary import Summary, summarise
+from gpuops.store.url import parse_url, shown
+from gpuops.store.versions import Fit
+from gpuops.units import US_PER_S, format_bytes, format_seconds, iso_utc
+
+
+@click.group()
+def db() -> None:
+    """Create, inspect and feed the incident store."""
+
+
+@db.command("upgrade")
+@store_option
+@click.pass_context
+def upgrade_command(ctx: click.Context, store: str | None) -> None:
+    """Bring the store's schema up to this gpuops; an empty store is given its tables."""
+    settings = settings_of(ctx, store__url=store)
+    before, after = upgrade_store(settings.store_url, root=settings.root)
+    name = shown(parse_url(settings.store_url))
+    if before == after:
+        click.echo(f"{name}: already at schema {after}")
+    else:
+        click.echo(f"{name}: schema {before or 'none'} -> {after}")
+
+
+@db.command("status")
+@store_option
+@json_option
+@click.pass_context
+def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> int:
+    """Show the store's schema and rows, and what waits in the spool."""
+    settings = settings_of(ctx, store__url=store)
+    backlog = measure(settings.spool_dir)
+    rejected = count_rejected(settings.spool_dir)
+    summary, error = _look(settings)
+    body = {
+        "store": _store_json(settings, summary, error),
+        "spool": _spool_json(settings, backlog, rejected),
+    }
+    if as_json:
+        click.echo(json.dumps(envelope("gpuops.db-status/1", body), indent=2))
+    else:
+        _print_status(body)
+    if summary is None:
+        return EXIT_TRY_LATER
+    usable = summary.fit in (Fit.CURRENT, Fit.NEWER)
+    return EXIT_OK if usable or _is_new_sqlite(summary) else EXIT_TRY_LATER
+
+
+def _look(settings: Settings) -> tuple[Summary | None, str | None]:
+    try:
+        return summarise(settings.store_url, root=settings.root), None
+    except StoreError as exc:
+        return None, str(exc)
+
+
+def _is_new_sqlite(summary: Summary) -> bool:
+    return summary.backend == "sqlite" and summary.fit is Fit.EMPTY
+
+
+def _store_json(settings: Settings, summary: Summary | None, error: str | None) -> Json:
+    return {
+        "url": shown(parse_url(settings.store_url)),
+        "origin": settings.values["store.url"].origin,
+        "backend": summary and summary.backend,
+        "schema": summary and summary.revision,
+        "schema_of_this_gpuops": REVISION,
+        "state": summary.fit.value if summary else "unreachable",
+        "advice": summary.advice if summary else error,
+        "rows": summary.rows if summary else {},
+    }
+
+
+def _spool_json(settings: Settings, backlog: Backlog, rejected: int) -> Json:
+    oldest_us = backlog.oldest_us
+    age_s = None
+    if oldest_us is not None:
+        age_s = max((SystemClock().now_us() - oldest_us) / US_PER_S, 0.0)
+    return {
+        "dir": str(settings.spool_dir),
+        "segments": backlog.segments,
+        "lines": backlog.lines,
+        "bytes": backlog.bytes,
+        "oldest": None if oldest_us is None else iso_utc(oldest_us),
+        "oldest_age_s": age_s,
+        "rejected": rejected,
+    }
+
+
+def _print_status(body: Json) -> None:
+    store, spool = body["store"], body["spool"]
+    click.echo(printable(f"store   {store['url']}  [{store['origin']}]"))
+    click.echo(f"schema  {store['state']}, revision {store['schema'] or 'none'}")
+    if store["advice"]:
+        click.echo(printable(f"        {store['advice']}"))
+    if store["rows"]:
+        click.echo("rows    " + ", ".join(f"{name} {n}" for name, n in store["rows"].items()))
+    waiting = "nothing waits"
+    if spool["lines"]:
+        age = format_seconds(spool["oldest_age_s"])
+        size = format_bytes(spool["bytes"])
+        waiting = f"{spool['lines']} events wait ({size}, the oldest for {age})"
+    click.echo(printable(f"spool   {spool['dir']}: {waiting}"))
+    if spool["rejected"]:
+        click.echo(f"        {spool['rejected']} refused lines are kept in rejected/")
+
+
+@db.command("flush")
+@store_option
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=DEADLINE_S,
+    show_default=True,
+    metavar="S",
+    help="Seconds after which the rest is left for the next time.",
+)
+@click.option("--quiet", is_flag=True, help="Print nothing.")
+@json_option
+@click.pass_context
+def flush_command(
+    ctx: click.Context, store: str | None, deadline_s: float, *, quiet: bool, as_json: bool
+) -> int:
+    """Send what waits in the spool to the store; exit 75 when something remains."""
+    settings = settings_of(ctx, store__url=store)
+    report = flush(
+        settings.spool_dir,
+        settings.store_url,
+        deadline_s=deadline_s,
+        cluster=settings.cluster,
+        clock=SystemClock(),
+        root=settings.root,
+    )
+    if as_json:
+        click.echo(json.dumps(envelope("gpuops.db-flush/1", asdict(report)), indent=2))
+    elif not quiet:
+        click.echo(
+            f"{report.sent} sent, {report.already_there} already there, {report.refused} refused, "
+            f"{report.corrupt} corrupt, {report.torn} torn, {report.remaining} remaining"
+        )
+    if report.note is None:
+        return EXIT_OK
+    if not quiet and not as_json:
+        click.echo(printable(f"gpuops: {report.note}"), err=True)
+    return EXIT_TRY_LATER

@@ -1,0 +1,160 @@
+"""The two databases that a store can be in: SQLite on a local disk, and Postgres.
+
+Nothing here waits without bound: connecting takes at most `CONNECT_S`, a statement `STATEMENT_S`,
+a locked SQLite file `BUSY_S`.
+"""
+
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool, StaticPool
+
+from gpuops.errors import NetworkFilesystemError, StoreUnreachableError, UsageError
+from gpuops.host.mounts import Mount, mount_of, read_mounts
+from gpuops.store.url import shown, sqlite_path
+
+CONNECT_S = 3
+STATEMENT_S = 5.0
+BUSY_S = 10.0
+Mode = Literal["read", "write"]
+
+
+def connect_engine(
+    url: URL,
+    *,
+    mode: Mode,
+    root: Path = Path("/"),
+    connect_s: float = CONNECT_S,
+    statement_s: float = STATEMENT_S,
+    busy_s: float = BUSY_S,
+) -> Engine:
+    """Return an engine for *url*, not yet connected.
+
+    Raises:
+        UsageError: Malformed URL or a driver that is not installed.
+        NetworkFilesystemError: SQLite on a file system of another machine.
+        StoreUnreachableError: The SQLite file or its directory cannot be opened.
+    """
+    if url.get_backend_name() == "sqlite":
+        return _sqlite(url, mode=mode, root=root, busy_s=busy_s)
+    return _postgres(url, mode=mode, connect_s=connect_s, statement_s=statement_s)
+
+
+def memory_engine() -> Engine:
+    """Return an engine on a new SQLite database in memory, without tables."""
+    engine = create_engine(
+        "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
+    )
+    _begin_by_hand(engine, "BEGIN", busy_s=BUSY_S, keep=False)
+    return engine
+
+
+def _sqlite(url: URL, *, mode: Mode, root: Path, busy_s: float) -> Engine:
+    path = sqlite_path(url)
+    refuse_network(path, read_mounts(root))
+    if mode == "read" and not path.exists():
+        raise StoreUnreachableError(
+            f"cannot open the store {shown(url)}: there is no such file; "
+            "`gpuops db upgrade` makes one"
+        )
+    if mode == "write":
+        _make_directory(path, url)
+    target = f"file:{quote(str(path))}?{'mode=rwc' if mode == 'write' else _read_flags(path)}"
+
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(target, timeout=busy_s, check_same_thread=False, uri=True)
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
+    begin = "BEGIN IMMEDIATE" if mode == "write" else "BEGIN"
+    _begin_by_hand(engine, begin, busy_s=busy_s, keep=mode == "write")
+    return engine
+
+
+def _read_flags(path: Path) -> str:
+    # A reader of a WAL file makes its index beside it; where it may not, and no writer has left
+    # one, the file alone is the whole database.
+    alone = not path.with_name(path.name + "-wal").exists()
+    if alone and not os.access(path.parent, os.W_OK):
+        return "mode=ro&immutable=1"
+    return "mode=ro"
+
+
+def _make_directory(path: Path, url: URL) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StoreUnreachableError(
+            f"cannot open the store {shown(url)}: cannot make {path.parent}: {exc.strerror}"
+        ) from exc
+
+
+def _begin_by_hand(engine: Engine, statement: str, *, busy_s: float, keep: bool) -> None:
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:  # noqa: ANN401 the driver's own type
+        # sqlite3 would start transactions late and as readers, which deadlocks two writers.
+        connection.isolation_level = None
+        connection.execute(f"PRAGMA busy_timeout = {round(busy_s * 1000)}")
+        if keep:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(statement)
+
+
+def refuse_network(path: Path, mounts: list[Mount]) -> None:
+    """Refuse a SQLite file whose locks another machine would have to keep.
+
+    Raises:
+        NetworkFilesystemError: *path* lies on a network file system; says what to use.
+    """
+    mount = mount_of(Path(os.path.realpath(path)), mounts)
+    if mount is not None and mount.is_network:
+        raise NetworkFilesystemError(
+            f"the store {path} is on {mount.point} ({mount.filesystem} from {mount.source}): "
+            "SQLite's locks cannot be trusted on a network file system; use a path on a local "
+            "disk (store.url or GPUOPS_STORE=sqlite:////var/tmp/gpuops.db) or Postgres"
+        )
+
+
+def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> Engine:
+    try:
+        engine = create_engine(
+            url,
+            poolclass=NullPool,
+            connect_args={
+                "connect_timeout": max(round(connect_s), 1),
+                "application_name": "gpuops",
+                # Behind a pooler the next statement may meet another session.
+                "prepare_threshold": None,
+            },
+        )
+    except ModuleNotFoundError as exc:
+        raise UsageError(
+            f"the store URL {shown(url)!r} needs the driver {exc.name}, which is not installed: "
+            "pip install 'gpuops[postgres]'"
+        ) from exc
+    timeout = f"SET LOCAL statement_timeout = {round(statement_s * 1000)}"
+    access = "SET TRANSACTION READ ONLY; " if mode == "read" else ""
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(access + timeout)
+
+    return engine
+
+
+def unreachable(url: URL, exc: DBAPIError) -> StoreUnreachableError:
+    """Return the one clear line for a store that could not be reached."""
+    words = " ".join(str(exc.orig).split()) or type(exc.orig).__name__
+    if url.password:
+        words = words.replace(str(url.password), "***")
+    return StoreUnreachableError(f"cannot use the store {shown(url)}: {words[:300]}")

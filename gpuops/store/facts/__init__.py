@@ -1,0 +1,1 @@
+"""What an event adds to the derived tables: pure functions from one envelope to rows."""

@@ -1,0 +1,57 @@
+"""A check run and the result of each of its checks: one event makes them all, and only once."""
+
+from typing import Any
+
+from gpuops.store import schema
+from gpuops.store.facts.envelope import Envelope, Fact
+from gpuops.store.fields import Fields
+from gpuops.store.lines import LineError
+from gpuops.store.merge import Merge, Row
+
+CHECK_RUNS = Merge(table=schema.check_runs, key=("id",))
+CHECK_RESULTS = Merge(table=schema.check_results, key=("check_run_id", "ordinal"))
+
+
+def check_ran(envelope: Envelope) -> list[Fact]:
+    """Return the run of a suite and what it found."""
+    fields, event = envelope.fields(), envelope.event
+    run = {
+        "id": event.id,
+        "node_id": envelope.node_id,
+        "suite": fields.wanted_text("suite"),
+        "trigger": fields.wanted_text("trigger"),
+        "start_us": fields.wanted_integer("start_us"),
+        "end_us": fields.wanted_integer("end_us"),
+        "verdict": fields.wanted_text("verdict"),
+        "late": fields.texts("late"),
+    }
+    findings = event.payload.get("findings", [])
+    if not isinstance(findings, list):
+        raise fields.refuse("findings", "a list")
+    results = [_result(event.id, n, finding) for n, finding in enumerate(findings)]
+    return [(CHECK_RUNS, run), *((CHECK_RESULTS, result) for result in results)]
+
+
+def _result(run_id: str, ordinal: int, finding: Any) -> Row:  # noqa: ANN401 JSON of another process
+    if not isinstance(finding, dict) or not isinstance(finding.get("entity"), dict):
+        raise LineError(f"check.ran: finding {ordinal} is not one")
+    fields = Fields(finding, f"finding {ordinal}")
+    entity = Fields(finding["entity"], f"entity of finding {ordinal}")
+    value: Any = finding.get("value")
+    number = float(value) if type(value) in (int, float) else None
+    return {
+        "check_run_id": run_id,
+        "ordinal": ordinal,
+        "check_name": fields.wanted_text("check"),
+        "entity_kind": entity.wanted_text("kind"),
+        "entity_id": entity.wanted_text("id"),
+        "verdict": fields.wanted_text("status"),
+        "value": number,
+        "value_text": fields.text("value") if number is None else None,
+        "unit": fields.text("unit"),
+        "threshold": fields.text("threshold"),
+        "source": fields.text("source"),
+        "message": fields.wanted_text("message"),
+        "failure_class": fields.text("failure_class"),
+        "unknown_reason": fields.text("unknown_reason"),
+    }

@@ -1,0 +1,70 @@
+"""Which function reads which kind of event. A kind that is not here is kept as an event only."""
+
+from collections.abc import Callable
+
+from gpuops.store.facts.check import CHECK_RESULTS, CHECK_RUNS, check_ran
+from gpuops.store.facts.envelope import Envelope, Fact
+from gpuops.store.facts.incident import (
+    ACTIONS,
+    EVIDENCE,
+    INCIDENT_ATTEMPTS,
+    INCIDENT_EVIDENCE,
+    INCIDENTS,
+    REVISIONS,
+    incident_recorded,
+)
+from gpuops.store.facts.places import ATTEMPTS, BOOTS, CLUSTERS, NODES, RUNS, common, node_seen
+from gpuops.store.facts.run import (
+    ATTEMPT_NODES,
+    PROGRESS,
+    attempt_caught_up,
+    attempt_ended,
+    attempt_first_step,
+    attempt_progress,
+    attempt_started,
+    run_ended,
+    run_started,
+)
+from gpuops.store.merge import Merge
+
+READERS: dict[str, Callable[[Envelope], list[Fact]]] = {
+    "node.seen": node_seen,
+    "run.started": run_started,
+    "run.ended": run_ended,
+    "attempt.started": attempt_started,
+    "attempt.first_step": attempt_first_step,
+    "attempt.caught_up": attempt_caught_up,
+    "attempt.progress": attempt_progress,
+    "attempt.ended": attempt_ended,
+    "incident.recorded": incident_recorded,
+    "check.ran": check_ran,
+}
+
+# Parents before children; every writer writes tables in this order, so none waits in a circle.
+TABLE_ORDER: tuple[Merge, ...] = (
+    CLUSTERS,
+    NODES,
+    BOOTS,
+    RUNS,
+    ATTEMPTS,
+    ATTEMPT_NODES,
+    PROGRESS,
+    CHECK_RUNS,
+    CHECK_RESULTS,
+    INCIDENTS,
+    REVISIONS,
+    INCIDENT_ATTEMPTS,
+    EVIDENCE,
+    INCIDENT_EVIDENCE,
+    ACTIONS,
+)
+
+
+def facts_of(envelope: Envelope) -> list[Fact]:
+    """Return the rows of the derived tables that *envelope* adds to.
+
+    Raises:
+        LineError: The payload is not one of its kind.
+    """
+    reader = READERS.get(envelope.event.kind)
+    return [*common(envelope), *(reader(envelope) if reader else ())]

@@ -1,0 +1,94 @@
+"""Bringing a store's schema up to this code: ``gpuops db upgrade``.
+
+One upgrade at a time (an advisory lock on Postgres, the write lock on SQLite), in one transaction;
+a SQLite file that holds anything is copied first.
+"""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
+
+from gpuops.errors import SchemaMismatchError, StoreUnreachableError
+from gpuops.store.backends import connect_engine
+from gpuops.store.engine import Store
+from gpuops.store.schema import REVISION
+from gpuops.store.url import parse_url, shown, sqlite_path
+from gpuops.store.versions import Fit, judge, read_revision
+
+UPGRADE_S = 300.0
+# Any constant will do, as long as every gpuops uses this one ("gpuops" in ASCII).
+_LOCK = 0x6770756F7073
+
+
+def upgrade_store(url: str, *, root: Path = Path("/")) -> tuple[str | None, str]:
+    """Upgrade the store at *url*; return the revision it had (None: empty) and the one it has.
+
+    Raises:
+        UsageError, NetworkFilesystemError, StoreUnreachableError: It cannot be opened.
+        SchemaMismatchError: It is newer than this code, or not a store of gpuops.
+    """
+    parsed = parse_url(url)
+    engine = connect_engine(parsed, mode="write", root=root, statement_s=UPGRADE_S)
+    with Store(engine, parsed, session_s=UPGRADE_S) as store:
+        return upgrade(store), REVISION
+
+
+def upgrade(store: Store, revision: str = "head") -> str | None:
+    """Upgrade an open store to *revision*; return the revision it had."""
+    name = shown(store.url)
+    try:
+        with store.begin(deadline_s=UPGRADE_S) as connection:
+            if not store.is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            found, has_tables = read_revision(connection)
+            fit = judge(found, has_tables=has_tables)
+            if fit is Fit.FOREIGN:
+                raise SchemaMismatchError(
+                    f"the database {name} holds tables that are not gpuops': name another one"
+                )
+            if fit is Fit.NEWER:
+                raise SchemaMismatchError(
+                    f"the store {name} has schema {found}, newer than this gpuops ({REVISION}): "
+                    "upgrade gpuops here"
+                )
+            if fit is not Fit.CURRENT:
+                if store.is_sqlite and has_tables:
+                    _copy(sqlite_path(store.url), found)
+                command.upgrade(alembic_config(connection), revision)
+    except CommandError as exc:
+        raise SchemaMismatchError(f"cannot upgrade the store {name}: {exc}") from exc
+    except DBAPIError as exc:
+        raise StoreUnreachableError(f"cannot upgrade the store {name}: {exc.orig}") from exc
+    return found
+
+
+def alembic_config(connection: Connection) -> Config:
+    """Return Alembic's configuration for our migrations on *connection*, without a file."""
+    config = Config()
+    location = str(Path(__file__).parent / "migrations")
+    config.set_main_option("script_location", location.replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _copy(path: Path, revision: str | None) -> None:
+    """Copy a SQLite store beside itself; the first copy of a revision is the one to keep."""
+    target = path.with_name(f"{path.name}.before-upgrade-from-{revision}")
+    if target.exists():
+        return
+    partial = target.with_name(target.name + ".part")
+    partial.unlink(missing_ok=True)
+    try:
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(partial)) as copy:
+            source.backup(copy)
+        partial.rename(target)
+    except (OSError, sqlite3.Error) as exc:
+        raise StoreUnreachableError(
+            f"cannot copy the store {path} to {target} before upgrading it: {exc}"
+        ) from exc

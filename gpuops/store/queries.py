@@ -1,0 +1,264 @@
+"""What commands read from a store, as plain records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Select, func, select
+
+from gpuops.errors import UsageError
+from gpuops.model import Event, Incident, IncidentState, Severity
+from gpuops.store import schema
+from gpuops.store.history import load_journal
+
+__all__ = [
+    "AttemptRow",
+    "CheckRunRow",
+    "RunRow",
+    "attempts",
+    "check_runs",
+    "events",
+    "find_incident",
+    "find_run",
+    "incidents",
+    "load_journal",
+    "runs",
+]
+
+UNKNOWN = "unknown"
+_PREFIX_MIN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One run. ``created_us`` is its first sign of life where its start was never told."""
+
+    id: str
+    name: str
+    user: str
+    cluster: str
+    command: tuple[str, ...]
+    run_dir: str
+    created_us: int
+    ended_us: int | None
+    outcome: str | None
+    exit_code: int | None
+    reason: str | None
+    torch_version: str | None
+    max_restarts: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRow:
+    """One attempt of a run, as all its agents together tell it."""
+
+    run_id: str
+    ordinal: int
+    start_us: int | None
+    first_step_us: int | None
+    redo_done_us: int | None
+    last_step_us: int | None
+    end_us: int | None
+    outcome: str | None
+    exit_code: int | None
+    world_size: int | None
+    n_nodes: int | None
+    steps_first: int | None
+    steps_last: int | None
+    beats: int | None
+    step_source: str | None
+    log_dir: str | None
+    slurm_job_id: str | None
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRunRow:
+    """One run of a suite on a node."""
+
+    id: str
+    node: str
+    suite: str
+    trigger: str
+    start_us: int
+    end_us: int
+    verdict: str
+
+
+def runs(connection: Connection, *, limit: int = 20) -> list[RunRow]:
+    """Return the newest runs, newest first."""
+    query = _runs_query().limit(limit)
+    return [_run(row) for row in connection.execute(query).mappings()]
+
+
+def _runs_query() -> Select[Any]:
+    table = schema.runs
+    created = func.coalesce(table.c.created_us, table.c.first_seen_us).label("shown_created_us")
+    return (
+        select(table, schema.clusters.c.name.label("cluster"), created)
+        .join(schema.clusters, schema.clusters.c.id == table.c.cluster_id)
+        .order_by(created.desc(), table.c.id.desc())
+    )
+
+
+def _run(row: Mapping[Any, Any]) -> RunRow:
+    return RunRow(
+        id=row["id"],
+        name=row["name"] or UNKNOWN,
+        user=row["user"] or UNKNOWN,
+        cluster=row["cluster"],
+        command=tuple(row["command"] or ()),
+        run_dir=row["run_dir"] or "",
+        created_us=row["shown_created_us"],
+        ended_us=row["ended_us"],
+        outcome=row["outcome"],
+        exit_code=row["exit_code"],
+        reason=row["reason"],
+        torch_version=row["torch_version"],
+        max_restarts=row["max_restarts"],
+    )
+
+
+def find_run(connection: Connection, prefix: str | None) -> RunRow:
+    """Return the run whose id starts or ends with *prefix*, the newest run for None.
+
+    Raises:
+        UsageError: No such run, or several.
+    """
+    if prefix is None:
+        newest = runs(connection, limit=1)
+        if not newest:
+            raise UsageError("the store holds no run yet; start one with `gpuops run`")
+        return newest[0]
+    run_id = _unique_id(connection, schema.runs.c.id, prefix, "run")
+    query = _runs_query().where(schema.runs.c.id == run_id)
+    return _run(connection.execute(query).mappings().one())
+
+
+def _unique_id(connection: Connection, column: Any, part: str, noun: str) -> str:  # noqa: ANN401 a column of text
+    wanted = part.strip().lower()
+    if len(wanted) < _PREFIX_MIN:
+        raise UsageError(f"{part!r} is too short for a {noun} id; give {_PREFIX_MIN} characters")
+    match = column.startswith(wanted, autoescape=True) | column.endswith(wanted, autoescape=True)
+    found = list(
+        connection.execute(select(column).where(match).order_by(column).limit(6)).scalars()
+    )
+    if not found:
+        raise UsageError(f"no {noun} has an id that starts or ends with {part!r}")
+    if len(found) > 1:
+        ends = ", ".join(f"…{item[-8:]}" for item in found[:5])
+        raise UsageError(f"{part!r} fits several {noun}s ({ends}); give their last 8 characters")
+    return str(found[0])
+
+
+def attempts(connection: Connection, run_id: str) -> list[AttemptRow]:
+    """Return the attempts of a run, in order."""
+    query = (
+        select(schema.attempts)
+        .where(schema.attempts.c.run_id == run_id)
+        .order_by(schema.attempts.c.ordinal)
+    )
+    rows = list(connection.execute(query).mappings())
+    nodes = _nodes_of(connection, run_id)
+    return [_attempt(row, nodes.get(row["id"], ())) for row in rows]
+
+
+def _nodes_of(connection: Connection, run_id: str) -> dict[str, tuple[str, ...]]:
+    part, node = schema.attempt_nodes, schema.nodes
+    query = (
+        select(part.c.attempt_id, node.c.hostname)
+        .join(node, node.c.id == part.c.node_id)
+        .join(schema.attempts, schema.attempts.c.id == part.c.attempt_id)
+        .where(schema.attempts.c.run_id == run_id)
+        .order_by(part.c.group_rank, node.c.id)
+    )
+    found: dict[str, tuple[str, ...]] = {}
+    for attempt, hostname in connection.execute(query):
+        found[attempt] = (*found.get(attempt, ()), hostname)
+    return found
+
+
+def _attempt(row: Mapping[Any, Any], nodes: tuple[str, ...]) -> AttemptRow:
+    names = [name for name in AttemptRow.__dataclass_fields__ if name != "nodes"]
+    return AttemptRow(**{name: row[name] for name in names}, nodes=nodes)
+
+
+def incidents(
+    connection: Connection,
+    *,
+    run_id: str | None = None,
+    state: IncidentState | str | None = None,
+    limit: int = 100,
+) -> list[Incident]:
+    """Return incidents, newest first."""
+    table = schema.incidents.c
+    query = select(table.body).order_by(table.first_us.desc(), table.id.desc()).limit(limit)
+    if run_id is not None:
+        query = query.where(table.run_id == run_id)
+    if state is not None:
+        query = query.where(table.state == str(state))
+    return [Incident.from_json(body) for body in connection.execute(query).scalars()]
+
+
+def find_incident(connection: Connection, prefix: str) -> Incident:
+    """Return the incident whose id starts or ends with *prefix*.
+
+    Raises:
+        UsageError: No such incident, or several.
+    """
+    table = schema.incidents.c
+    incident_id = _unique_id(connection, table.id, prefix, "incident")
+    query = select(table.body).where(table.id == incident_id)
+    return Incident.from_json(connection.execute(query).scalar_one())
+
+
+def events(
+    connection: Connection, *, run_id: str | None = None, kind: str | None = None
+) -> list[Event]:
+    """Return events, oldest first."""
+    table = schema.events.c
+    query = select(schema.events).order_by(table.t_us, table.id)
+    if run_id is not None:
+        query = query.where(table.run_id == run_id)
+    if kind is not None:
+        query = query.where(table.kind == kind)
+    return [
+        Event(
+            id=row["id"],
+            kind=row["kind"],
+            t_us=row["t_us"],
+            node=row["node"],
+            severity=Severity(row["severity"]),
+            run_id=row["run_id"],
+            attempt=row["attempt"],
+            payload=row["payload"],
+        )
+        for row in connection.execute(query).mappings()
+    ]
+
+
+def check_runs(
+    connection: Connection, *, node: str | None = None, limit: int = 20
+) -> list[CheckRunRow]:
+    """Return runs of check suites, newest first."""
+    table, place = schema.check_runs, schema.nodes
+    query = (
+        select(table, place.c.hostname)
+        .join(place, place.c.id == table.c.node_id)
+        .order_by(table.c.start_us.desc(), table.c.id.desc())
+        .limit(limit)
+    )
+    if node is not None:
+        query = query.where(place.c.hostname == node)
+    return [
+        CheckRunRow(
+            id=row["id"],
+            node=row["hostname"],
+            suite=row["suite"],
+            trigger=row["trigger"],
+            start_us=row["start_us"],
+            end_us=row["end_us"],
+            verdict=row["verdict"],
+        )
+        for row in connection.execute(query).mappings()
+    ]

@@ -1,0 +1,349 @@
+"""The tables. ``events`` is the truth, append-only; every other table is kept from it.
+
+The same on SQLite and Postgres, to the very same rows: ids are text (UUIDv7 where a writer made
+them, UUIDv5 of the natural key where a row is derived), times are epoch microseconds UTC in
+``*_us``, JSON is canonical text. No foreign key leads from ``events`` to a derived table, because
+those can be dropped and built again from it.
+
+Columns called ``*_key`` order the accounts that several writers give of one thing: text that
+sorts, greatest wins (`gpuops.store.merge`).
+"""
+
+import json
+import uuid
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+from gpuops.store.lines import canonical
+
+REVISION = "0001"
+"""The newest migration, which these tables are."""
+
+_NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
+
+
+def derived_id(noun: str, *natural_key: object) -> str:
+    """Return the id of the row of *noun* with this natural key: the same on every store."""
+    return str(uuid.uuid5(_NAMESPACE, canonical([noun, *natural_key])))
+
+
+class JsonText(TypeDecorator[Any]):
+    """JSON as canonical text: equal bytes on both databases (Postgres reads it by ``::jsonb``)."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ANN401, ARG002
+        return None if value is None else canonical(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ANN401, ARG002
+        return None if value is None else json.loads(value)
+
+
+# Keys are compared in SQL: by code point on every server, whatever its locale.
+Key = Text().with_variant(Text(collation="C"), "postgresql")
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("origin", Key, nullable=False),
+    Column("boot_id", Key, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("origin_uid", BigInteger, nullable=False),
+    Column("cluster", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("severity", BigInteger, nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("run_id", Key),
+    Column("attempt", BigInteger),
+    Column("payload", JsonText, nullable=False),
+    Column("schema_v", BigInteger, nullable=False),
+    Column("ingested_us", BigInteger, nullable=False),
+    UniqueConstraint("origin", "boot_id", "seq"),
+    Index(None, "node", "t_us"),
+    Index(None, "run_id", "t_us"),
+    Index(None, "kind", "t_us"),
+)
+
+clusters = Table(
+    "clusters",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("cluster_id", Key, ForeignKey("clusters.id"), nullable=False),
+    Column("hostname", Text, nullable=False),
+    Column("instance_id", Text),
+    Column("first_seen_us", BigInteger, nullable=False),
+    Column("last_seen_us", BigInteger, nullable=False),
+    UniqueConstraint("cluster_id", "hostname", "instance_id"),
+)
+
+boots = Table(
+    "boots",
+    metadata,
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("boot_id", Key, nullable=False),
+    Column("boot_us", BigInteger),
+    Column("kernel", Text),
+    Column("driver", Text),
+    Column("gpuops_version", Text),
+    Column("seen_key", Key, nullable=False),
+    PrimaryKeyConstraint("node_id", "boot_id"),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("cluster_id", Key, ForeignKey("clusters.id"), nullable=False),
+    Column("first_seen_us", BigInteger, nullable=False),
+    Column("created_us", BigInteger),
+    Column("name", Text),
+    Column("user", Text),
+    Column("command", JsonText),
+    Column("run_dir", Text),
+    Column("torch_version", Text),
+    Column("gpuops_version", Text),
+    Column("max_restarts", BigInteger),
+    Column("start_key", Key),
+    Column("ended_us", BigInteger),
+    Column("outcome", Text),
+    Column("exit_code", BigInteger),
+    Column("reason", Text),
+    Column("end_key", Key),
+    Index(None, "first_seen_us"),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("run_id", Key, ForeignKey("runs.id"), nullable=False),
+    Column("ordinal", BigInteger, nullable=False),
+    Column("start_us", BigInteger),
+    Column("first_step_us", BigInteger),
+    Column("redo_done_us", BigInteger),
+    Column("last_step_us", BigInteger),
+    Column("end_us", BigInteger),
+    Column("world_size", BigInteger),
+    Column("n_nodes", BigInteger),
+    Column("steps_first", BigInteger),
+    Column("steps_last", BigInteger),
+    Column("beats", BigInteger),
+    Column("torch_run_id", Text),
+    Column("log_dir", Text),
+    Column("slurm_job_id", Text),
+    Column("slurm_restart_count", BigInteger),
+    Column("start_key", Key),
+    Column("step_source", Text),
+    Column("step_key", Key),
+    Column("outcome", Text),
+    Column("exit_code", BigInteger),
+    Column("end_key", Key),
+    UniqueConstraint("run_id", "ordinal"),
+    Index(None, "end_us"),
+    Index(None, "slurm_job_id"),
+)
+
+attempt_nodes = Table(
+    "attempt_nodes",
+    metadata,
+    Column("attempt_id", Key, ForeignKey("attempts.id"), nullable=False),
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("group_rank", BigInteger),
+    Column("from_us", BigInteger),
+    Column("to_us", BigInteger),
+    Column("role", Text, nullable=False),
+    PrimaryKeyConstraint("attempt_id", "node_id"),
+    Index(None, "node_id", "from_us"),
+)
+
+progress = Table(
+    "progress",
+    metadata,
+    Column("attempt_id", Key, ForeignKey("attempts.id"), nullable=False),
+    Column("minute_us", BigInteger, nullable=False),
+    Column("step_last", BigInteger),
+    Column("beats", BigInteger),
+    Column("step_time_p50_us", BigInteger),
+    Column("step_time_max_us", BigInteger),
+    PrimaryKeyConstraint("attempt_id", "minute_us"),
+)
+
+check_runs = Table(
+    "check_runs",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("suite", Text, nullable=False),
+    Column("trigger", Text, nullable=False),
+    Column("start_us", BigInteger, nullable=False),
+    Column("end_us", BigInteger, nullable=False),
+    Column("verdict", Text, nullable=False),
+    Column("late", JsonText, nullable=False),
+    Index(None, "node_id", "start_us"),
+)
+
+check_results = Table(
+    "check_results",
+    metadata,
+    Column("check_run_id", Key, ForeignKey("check_runs.id"), nullable=False),
+    Column("ordinal", BigInteger, nullable=False),
+    Column("check_name", Text, nullable=False),
+    Column("entity_kind", Text, nullable=False),
+    Column("entity_id", Text, nullable=False),
+    Column("verdict", Text, nullable=False),
+    Column("value", Double),
+    Column("value_text", Text),
+    Column("unit", Text),
+    Column("threshold", Text),
+    Column("source", Text),
+    Column("message", Text, nullable=False),
+    Column("failure_class", Text),
+    Column("unknown_reason", Text),
+    PrimaryKeyConstraint("check_run_id", "ordinal"),
+    Index(None, "check_name", "verdict"),
+    Index(None, "entity_kind", "entity_id"),
+)
+
+incidents = Table(
+    "incidents",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("cluster_id", Key, ForeignKey("clusters.id"), nullable=False),
+    Column("run_id", Key),
+    Column("attempt", BigInteger),
+    Column("failure_class", Text, nullable=False),
+    Column("category", Text, nullable=False),
+    Column("side", Text, nullable=False),
+    Column("confidence", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("title", Text, nullable=False),
+    Column("first_us", BigInteger, nullable=False),
+    Column("detected_us", BigInteger, nullable=False),
+    Column("resolved_us", BigInteger),
+    Column("culprit_kind", Text),
+    Column("culprit_id", Text),
+    Column("culprit_how", Text),
+    Column("lost_us", BigInteger, nullable=False),
+    Column("authority", BigInteger, nullable=False),
+    Column("rev", BigInteger, nullable=False),
+    Column("body", JsonText, nullable=False),
+    Column("account_key", Key, nullable=False),
+    Index(None, "first_us"),
+    Index(None, "run_id"),
+    Index(None, "culprit_kind", "culprit_id", "first_us"),
+)
+
+incident_attempts = Table(
+    "incident_attempts",
+    metadata,
+    Column("incident_id", Key, ForeignKey("incidents.id"), nullable=False),
+    Column("attempt_id", Key, ForeignKey("attempts.id"), nullable=False),
+    Column("lost_us", BigInteger, nullable=False),
+    Column("account_key", Key, nullable=False),
+    PrimaryKeyConstraint("incident_id", "attempt_id"),
+)
+
+incident_revisions = Table(
+    "incident_revisions",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("incident_id", Key, ForeignKey("incidents.id"), nullable=False),
+    Column("authority", BigInteger, nullable=False),
+    Column("rev", BigInteger, nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("body", JsonText, nullable=False),
+    Index(None, "incident_id"),
+)
+
+evidence = Table(
+    "evidence",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("sha256", Text, nullable=False, unique=True),
+    Column("text", Text, nullable=False),
+    Column("n_lines", BigInteger, nullable=False),
+    Column("first_us", BigInteger, nullable=False),
+)
+
+incident_evidence = Table(
+    "incident_evidence",
+    metadata,
+    Column("incident_id", Key, ForeignKey("incidents.id"), nullable=False),
+    Column("evidence_id", Key, ForeignKey("evidence.id"), nullable=False),
+    Column("role", Text, nullable=False),
+    Column("file_ref", Text),
+    Column("account_key", Key, nullable=False),
+    PrimaryKeyConstraint("incident_id", "evidence_id"),
+)
+
+actions = Table(
+    "actions",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("incident_id", Key, ForeignKey("incidents.id")),
+    Column("node_id", Key, ForeignKey("nodes.id")),
+    Column("kind", Text, nullable=False),
+    Column("requested_us", BigInteger, nullable=False),
+    Column("done_us", BigInteger),
+    Column("ok", Boolean),
+    Column("actor", Text, nullable=False),
+    Column("dry_run", Boolean, nullable=False),
+    Column("detail", Text),
+    Column("idem_key", Text, nullable=False, unique=True),
+    Column("requested_key", Key, nullable=False),
+)
+
+ingest_log = Table(
+    "ingest_log",
+    metadata,
+    Column("origin", Key, nullable=False),
+    Column("boot_id", Key, nullable=False),
+    Column("origin_uid", BigInteger, nullable=False),
+    Column("first_seq", BigInteger, nullable=False),
+    Column("last_seq", BigInteger, nullable=False),
+    Column("rows", BigInteger, nullable=False),
+    PrimaryKeyConstraint("origin", "boot_id"),
+)
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", Key, primary_key=True),
+    Column("value", Text, nullable=False),
+)

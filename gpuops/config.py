@@ -30,6 +30,11 @@ def environ() -> dict[str, str]:
     return dict(os.environ)
 
 
+def export(values: Mapping[str, str]) -> None:
+    """Set in this process' environment what torch itself reads there and workers inherit."""
+    os.environ.update(values)
+
+
 def scrub_url(url: str) -> str:
     """Return *url* without its password, for messages and reports."""
     return _QUERY_SECRET.sub(r"\g<key>***", _PASSWORD.sub(r"\g<head>:***@", url))

@@ -1,0 +1,243 @@
+"""The run's history as it happens: which events to record when, and what each incident cost.
+
+It hears what the agent did and saw and writes it down; it decides nothing and touches no worker.
+
+Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to the
+decision to restart, ``restart`` from there to the first new step, ``redo`` from there until the
+job is past the highest step it had ever reached. Phases of one run never overlap: a second failure
+ends the first one's redo.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+from gpuops.agent import records
+from gpuops.agent.progress import Progress, RankProgress
+from gpuops.host.clock import Clock
+from gpuops.incident.cancelled import incident_from_cancel
+from gpuops.incident.lifecycle import closed, mitigated, with_restart
+from gpuops.incident.worker_failure import incident_from_exits
+from gpuops.model import Incident, IncidentState, Json, Severity, WorkerExit
+from gpuops.rules import LogRule
+from gpuops.wire import Beat
+
+
+class Emit(Protocol):
+    """Records one event; never raises and never waits for a database."""
+
+    def __call__(
+        self, kind: str, payload: Json, *, attempt: int | None, severity: Severity
+    ) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An incident whose cost is not yet complete, in monotonic nanoseconds."""
+
+    incident: Incident
+    decided_ns: int
+    stepped_ns: int | None = None
+
+
+class Chronicle:
+    """The events of one run, as one agent sees it."""
+
+    def __init__(
+        self, emit: Emit, clock: Clock, *, run_id: str, node: str, rules: Sequence[LogRule]
+    ) -> None:
+        self._emit_event = emit
+        self._clock = clock
+        self._run_id = run_id
+        self._node = node
+        self._rules = rules
+        self._wall_offset_us = clock.now_us() - clock.mono_ns() // 1000
+        self._attempt: int | None = None
+        self._progress = Progress()
+        self._sent: set[str] = set()
+        self._highest: int | None = None
+        self._pending: _Pending | None = None
+
+    def node_seen(self, facts: records.NodeFacts) -> None:
+        """Record this node and its boot."""
+        self._emit("node.seen", asdict(facts))
+
+    def run_started(self, facts: records.RunFacts) -> None:
+        """Record the run's beginning."""
+        self._emit("run.started", records.run_started(facts))
+
+    def attempt_started(self, ordinal: int, facts: records.AttemptFacts) -> None:
+        """Begin the attempt *ordinal*."""
+        self._attempt = ordinal
+        self._progress = Progress(highest_before=self._highest)
+        self._sent.clear()
+        self._emit("attempt.started", asdict(facts))
+
+    def beats(self, by_rank: Mapping[int, Sequence[Beat]]) -> None:
+        """Take in what the rings brought and record the milestones in it."""
+        for rank, beats in by_rank.items():
+            self._progress.feed(rank, beats)
+        first, caught_up = self._progress.first, self._progress.caught_up
+        if first is not None and self._is_new("first_step"):
+            at_us = self._wall_us(first.mono_ns)
+            self._emit("attempt.first_step", records.first_step(first, at_us))
+            self._job_steps_again(first.mono_ns)
+        if caught_up is not None and self._is_new("caught_up"):
+            at_us = self._wall_us(caught_up.mono_ns)
+            self._emit("attempt.caught_up", {"redo_done_us": at_us, "step": caught_up.step})
+            self._close_pending(caught_up.mono_ns, "the job is past the step where it had failed")
+        minute = self._progress.take_minute(self._clock.mono_ns())
+        if minute is not None:
+            at_us = self._wall_us(minute.start_mono_ns)
+            self._emit("attempt.progress", records.minute(minute, at_us))
+
+    def rank_progress(self, rank: int) -> RankProgress:
+        """Return how far *rank* came in this attempt."""
+        return self._progress.ranks.get(rank, RankProgress())
+
+    def attempt_failed(
+        self, exits: Sequence[WorkerExit], *, restarts: bool, kernel_lines: Sequence[str] = ()
+    ) -> Incident:
+        """Record the attempt's failure; *restarts* says whether the agent will try again."""
+        assert self._attempt is not None
+        now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
+        failed_ns = _failed_ns(exits, now_ns)
+        self._close_pending(failed_ns, "another failure came first")
+        self._record_exits(exits, Severity.ERROR)
+        incident = incident_from_exits(
+            exits,
+            run_id=self._run_id,
+            attempt=self._attempt,
+            node=self._node,
+            rules=self._rules,
+            detected_us=now_us,
+            detected_mono_ns=now_ns,
+            kernel_lines=kernel_lines,
+        )
+        self._end_attempt("failed", now_us, _first_code(exits))
+        since_ns = self._progress.last_mono_ns or failed_ns
+        incident = replace(incident, lost_s={"detect": max(0.0, (now_ns - since_ns) / 1e9)})
+        if restarts:
+            incident = with_restart(incident)
+        self._emit("incident.recorded", incident.to_json(), severity=Severity.ERROR)
+        self._pending = _Pending(incident, now_ns)
+        return incident
+
+    def attempt_completed(self) -> None:
+        """Record that every rank finished with exit code 0."""
+        self._end_attempt("completed", self._clock.now_us(), 0)
+        self._close_pending(self._clock.mono_ns(), "the job finished")
+
+    def attempt_interrupted(self) -> None:
+        """Record that the workers are restarted because nodes came or went elsewhere."""
+        if self._attempt is not None:
+            self._end_attempt("failed", self._clock.now_us(), None)
+
+    def cancelled(self, signal_name: str, exits: Sequence[WorkerExit]) -> None:
+        """Record that a signal to the agent ended the run."""
+        if self._attempt is None:
+            return
+        self._record_exits(exits, Severity.INFO)
+        now_us = self._clock.now_us()
+        if self._is_new("ended"):
+            self._end_attempt("cancelled", now_us, None)
+        if self._pending is not None:
+            self._close_pending(self._clock.mono_ns(), f"the run was cancelled by {signal_name}")
+            return
+        incident = incident_from_cancel(
+            signal_name,
+            exits,
+            run_id=self._run_id,
+            attempt=self._attempt,
+            node=self._node,
+            detected_us=now_us,
+        )
+        self._emit("incident.recorded", incident.to_json(), severity=Severity.WARNING)
+
+    def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:
+        """Record the run's end."""
+        severity = Severity.INFO if outcome == "completed" else Severity.ERROR
+        payload = {"outcome": outcome, "exit_code": exit_code, "reason": reason}
+        self._emit("run.ended", payload, severity=severity)
+
+    def tool_failed(self, what: str, error: BaseException, traceback: str) -> None:
+        """Record a failure of our own, which is nobody else's."""
+        payload = {
+            "what": what,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback,
+        }
+        self._emit("tool.failed", payload, severity=Severity.WARNING)
+
+    def _job_steps_again(self, at_ns: int) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        pending.stepped_ns = at_ns
+        lost = {"restart": max(0.0, (at_ns - pending.decided_ns) / 1e9)}
+        pending.incident = mitigated(pending.incident, at_us=self._wall_us(at_ns), lost_s=lost)
+        self._emit("incident.recorded", pending.incident.to_json())
+        if self._highest is None:
+            self._close_pending(at_ns, "the job makes steps again")
+
+    def _close_pending(self, at_ns: int, resolution: str) -> None:
+        """Close the incident whose cost was still running up at *at_ns*."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.incident.state is IncidentState.CLOSED:
+            return
+        lost: dict[str, float] = {}
+        if pending.stepped_ns is None:
+            lost["restart"] = max(0.0, (at_ns - pending.decided_ns) / 1e9)
+        elif self._highest is not None:
+            lost["redo"] = max(0.0, (at_ns - pending.stepped_ns) / 1e9)
+        incident = closed(
+            pending.incident, at_us=self._wall_us(at_ns), lost_s=lost, resolution=resolution
+        )
+        self._emit("incident.recorded", incident.to_json())
+
+    def _end_attempt(self, outcome: str, end_us: int, exit_code: int | None) -> None:
+        self._is_new("ended")
+        last_ns = self._progress.last_mono_ns
+        rest = self._progress.take_minute(self._clock.mono_ns(), at_once=True)
+        if rest is not None:
+            at_us = self._wall_us(rest.start_mono_ns)
+            self._emit("attempt.progress", records.minute(rest, at_us))
+        payload = records.attempt_ended(
+            self._progress,
+            end_us=end_us,
+            outcome=outcome,
+            exit_code=exit_code,
+            last_us=None if last_ns is None else self._wall_us(last_ns),
+        )
+        self._emit("attempt.ended", payload)
+        self._highest = self._progress.highest
+
+    def _record_exits(self, exits: Sequence[WorkerExit], severity: Severity) -> None:
+        for worker in exits:
+            failed = severity if not worker.terminated and worker.exit_code != 0 else Severity.INFO
+            self._emit("worker.exited", records.worker_exited(worker), severity=failed)
+
+    def _is_new(self, milestone: str) -> bool:
+        if milestone in self._sent:
+            return False
+        self._sent.add(milestone)
+        return True
+
+    def _wall_us(self, mono_ns: int) -> int:
+        return mono_ns // 1000 + self._wall_offset_us
+
+    def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
+        self._emit_event(kind, payload, attempt=self._attempt, severity=severity)
+
+
+def _first_code(exits: Sequence[WorkerExit]) -> int | None:
+    """Return the code of the first failure that was not teardown, as a shell would show it."""
+    failed = [w for w in exits if not w.terminated and w.exit_code != 0]
+    first = min(failed, key=lambda w: w.error_mono_ns or w.seen_mono_ns, default=None)
+    return None if first is None else first.exit_code
+
+
+def _failed_ns(exits: Sequence[WorkerExit], now_ns: int) -> int:
+    """Return when the first worker failed."""
+    failed = [w for w in exits if not w.terminated]
+    return min((w.error_mono_ns or w.seen_mono_ns for w in failed), default=now_ns)

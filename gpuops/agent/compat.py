@@ -1,0 +1,87 @@
+"""The names of torch that ``gpuops run`` leans on, private ones too.
+
+They are checked before training starts: an unsupported torch must fail loudly there, because a
+launcher that supervises half is worse than none.
+"""
+
+import importlib
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+
+from gpuops.errors import UnsupportedTorchError
+
+_ELASTIC = "torch.distributed.elastic"
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.run": ("get_args_parser", "config_from_args"),
+    "torch.distributed.launcher.api": ("LaunchConfig", "_get_addr_and_port"),
+    f"{_ELASTIC}.agent.server.api": (
+        "WorkerSpec",
+        "WorkerState",
+        "RunResult",
+        "SimpleElasticAgent._rendezvous",
+        "SimpleElasticAgent._initialize_workers",
+        "SimpleElasticAgent._restart_workers",
+        "SimpleElasticAgent._exit_barrier",
+    ),
+    f"{_ELASTIC}.agent.server.local_elastic_agent": (
+        "LocalElasticAgent._start_workers",
+        "LocalElasticAgent._monitor_workers",
+        "LocalElasticAgent._stop_workers",
+        "LocalElasticAgent._shutdown",
+    ),
+    f"{_ELASTIC}.multiprocessing.api": (
+        "LogsDest",
+        "LogsSpecs.reify",
+        "DefaultLogsSpecs",
+        "SignalException",
+        "Std.from_str",
+        "PContext.pids",
+        "to_map",
+    ),
+    f"{_ELASTIC}.rendezvous": ("RendezvousParameters",),
+    f"{_ELASTIC}.rendezvous.api": ("RendezvousError", "RendezvousStoreInfo"),
+    f"{_ELASTIC}.rendezvous.registry": ("get_rendezvous_handler",),
+    "torch.optim.optimizer": ("register_optimizer_step_post_hook",),
+}
+
+
+def missing_names(names: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return ``module.Name.attribute`` for each name that the installed packages lack."""
+    missing = []
+    for module_name, paths in names.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            missing.append(module_name)
+            continue
+        missing += [f"{module_name}.{path}" for path in paths if not _has(module, path)]
+    return missing
+
+
+def _has(owner: object, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
+def require_torch() -> str:
+    """Return torch's version, once all that we lean on is there.
+
+    Raises:
+        UnsupportedTorchError: No torch, or one that lacks some of `NAMES`.
+    """
+    if find_spec("torch") is None:
+        raise UnsupportedTorchError(
+            "`gpuops run` needs torch, which is not installed here; "
+            "try: pip install 'gpuops[torch]'"
+        )
+    missing = missing_names(NAMES)
+    version = str(importlib.import_module("torch").__version__)
+    if missing:
+        raise UnsupportedTorchError(
+            f"torch {version} is not supported by this gpuops: it lacks {', '.join(missing)}; "
+            "use torch 2.8 or newer, or a newer gpuops"
+        )
+    return version

@@ -1,0 +1,151 @@
+"""What one worker's end looked like: its status, its exception, its last step, its last lines."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuops.agent.progress import RankProgress
+from gpuops.agent.teardown import Sent, was_ours
+from gpuops.agent.watch import SeenExit, signal_name
+from gpuops.log import printable
+from gpuops.model import WorkerExit
+
+TAIL_LINES = 30
+TAIL_BYTES = 64 * 1024
+LINE_CHARS_MAX = 400
+ERROR_BYTES_MAX = 2**20
+TRACEBACK_LINES_MAX = 60
+Scrub = Callable[[str], str]
+
+
+@dataclass(slots=True)
+class RankFiles:
+    """The files that one rank leaves; None where that stream goes to the console only."""
+
+    stdout: Path | None = None
+    stderr: Path | None = None
+    torch_error: Path | None = None
+    exception: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExceptionNote:
+    """What a rank wrote down when its program raised."""
+
+    type: str
+    message: str
+    traceback: tuple[str, ...] = ()
+    mono_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Who a worker is."""
+
+    node: str
+    rank: int
+    local_rank: int
+    pid: int
+
+
+def to_exit(  # noqa: PLR0913 a record has as many sources
+    place: Place,
+    seen: SeenExit,
+    *,
+    sent: Sent | None,
+    note: ExceptionNote | None,
+    progress: RankProgress,
+    tail: Sequence[str] = (),
+    log_path: Path | None = None,
+) -> WorkerExit:
+    """Return the end of one worker as one record."""
+    name = signal_name(seen.code)
+    error_mono_ns = note.mono_ns if note else None
+    return WorkerExit(
+        node=place.node,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        pid=place.pid,
+        exit_code=None if name else seen.code,
+        signal=name,
+        terminated=was_ours(sent, name, error_mono_ns),
+        seen_us=seen.seen_us,
+        seen_mono_ns=seen.seen_mono_ns,
+        exception_type=note.type if note else None,
+        exception_message=note.message if note else None,
+        traceback=note.traceback if note else (),
+        error_mono_ns=error_mono_ns,
+        last_step=progress.last_step,
+        beats=progress.beats,
+        last_beat_mono_ns=progress.last_mono_ns,
+        log_tail=tuple(tail),
+        log_path=None if log_path is None else str(log_path),
+    )
+
+
+def read_exception(files: RankFiles, scrub: Scrub) -> ExceptionNote | None:
+    """Return the exception that the rank noted: in our file, else in torch's ``error.json``."""
+    ours = _read_json(files.exception)
+    if ours is not None:
+        mono_ns = ours.get("mono_ns")
+        return ExceptionNote(
+            type=_clean(str(ours.get("type")), scrub),
+            message=_clean(str(ours.get("message")), scrub),
+            traceback=_lines(ours.get("traceback"), scrub),
+            mono_ns=mono_ns if isinstance(mono_ns, int) else None,
+        )
+    message = (_read_json(files.torch_error) or {}).get("message")
+    if not isinstance(message, dict):
+        return None
+    kind, _, text = str(message.get("message")).partition(": ")
+    info = message.get("extraInfo")
+    callstack = info.get("py_callstack") if isinstance(info, dict) else None
+    lines = _lines(str(callstack or "").splitlines(), scrub)
+    return ExceptionNote(_clean(kind, scrub), _clean(text, scrub), lines)
+
+
+def _read_json(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            data = json.loads(file.read(ERROR_BYTES_MAX))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _lines(value: object, scrub: Scrub) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        return ()
+    return tuple(_clean(str(line), scrub) for line in value[-TRACEBACK_LINES_MAX:])
+
+
+def _clean(text: str, scrub: Scrub) -> str:
+    return scrub(printable(text))[: 4 * LINE_CHARS_MAX]
+
+
+def read_tail(files: RankFiles, scrub: Scrub) -> tuple[tuple[str, ...], Path | None]:
+    """Return the last lines of a rank's output, standard error last, and the file to look into."""
+    errors = _tail(files.stderr, TAIL_LINES)
+    output = _tail(files.stdout, TAIL_LINES - min(len(errors), 2 * TAIL_LINES // 3))
+    lines = [*output, *errors][-TAIL_LINES:]
+    shown = tuple(scrub(printable(line))[:LINE_CHARS_MAX] for line in lines)
+    return shown, files.stderr if errors or files.stdout is None else files.stdout
+
+
+def _tail(path: Path | None, lines: int) -> list[str]:
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read(TAIL_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    kept = [line.rpartition("\r")[2] for line in text.split("\n") if line.strip()]
+    return kept[-lines:]

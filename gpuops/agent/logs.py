@@ -1,0 +1,146 @@
+"""Where the output of each rank goes: a directory for each generation, never emptied.
+
+torch's own `DefaultLogsSpecs` numbers directories by restarts of its agent and empties them first,
+so that a restart which did not count takes the evidence of the one before with it.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, Std, to_map
+
+from gpuops.agent.exits import RankFiles
+from gpuops.agent.rundir import has_space
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What `GenerationLogs` must know of the generation about to start."""
+
+    directory: Path
+    ranks: Mapping[int, int]
+    worker_env: Mapping[int, Mapping[str, str]]
+
+
+@dataclass(slots=True)
+class _Streams:
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+    tee_stdouts: dict[int, str] = field(default_factory=dict)
+    tee_stderrs: dict[int, str] = field(default_factory=dict)
+
+
+class GenerationLogs(LogsSpecs):
+    """torch's hook for log files; also hands each worker what the shim needs to know.
+
+    With *inner* (the user's own ``--logs-specs``) the files are its business. With *log_dir* (the
+    user's ``--log-dir``) they go there, below the run's own folder name; to no file for /dev/null.
+    """
+
+    def __init__(
+        self,
+        redirects: Std | dict[int, Std],
+        tee: Std | dict[int, Std],
+        local_ranks_filter: set[int] | None,
+        inner: LogsSpecs | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        super().__init__(None, redirects, tee, local_ranks_filter)
+        self._inner = inner
+        self._log_dir = log_dir
+        self._next: Placement | None = None
+        self.files: dict[int, RankFiles] = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        return "" if self._next is None else str(self._next.directory)
+
+    def prepare(self, placement: Placement) -> None:
+        """Say where the next `reify` puts things."""
+        self._next = placement
+
+    def directory(self, in_run_directory: Path) -> Path:
+        """Return where a generation's logs go whose place in the run directory is given."""
+        if self._log_dir is None:
+            return in_run_directory
+        return self._log_dir.absolute() / in_run_directory.parent.name / in_run_directory.name
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the destinations for *envs* (by local rank), and complete these environments."""
+        assert self._next is not None, "prepare() comes first"
+        for local_rank, extra in self._next.worker_env.items():
+            envs[local_rank].update(extra)
+        if self._inner is not None:
+            dest = self._inner.reify(envs)
+            self.files = {rank: _files_of(dest, rank) for rank in envs}
+            return dest
+        if self._log_dir is not None and str(self._log_dir) == os.devnull:
+            return self._console_only(envs)
+        try:
+            return self._reify(envs, self._next)
+        except OSError:
+            return self._console_only(envs)
+
+    def _reify(self, envs: dict[int, dict[str, str]], place: Placement) -> LogsDest:
+        place.directory.mkdir(parents=True, exist_ok=True)
+        to_files = has_space(place.directory)
+        redirects, tees = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
+        streams, errors = _Streams(), {}
+        for local_rank, env in envs.items():
+            folder = place.directory / f"rank{place.ranks[local_rank]}"
+            folder.mkdir(exist_ok=True)
+            errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+            env["GPUOPS_ERROR_FILE"] = str(folder / "exception.json")
+            tee = tees[local_rank] if to_files else Std.NONE
+            wanted = (redirects[local_rank] | tees[local_rank]) if to_files else Std.NONE
+            self._place(streams, local_rank, folder, wanted, tee)
+        dest = LogsDest(
+            streams.stdouts,
+            streams.stderrs,
+            streams.tee_stdouts,
+            streams.tee_stderrs,
+            errors,
+            str(place.directory / "filtered_stdout.log"),
+            str(place.directory / "filtered_stderr.log"),
+        )
+        self.files = {
+            rank: _files_of(dest, rank, Path(envs[rank]["GPUOPS_ERROR_FILE"])) for rank in envs
+        }
+        return dest
+
+    def _place(
+        self, streams: _Streams, local_rank: int, folder: Path, wanted: Std, tee: Std
+    ) -> None:
+        hidden = bool(self._local_ranks_filter) and local_rank not in (
+            self._local_ranks_filter or ()
+        )
+        for std, name, files, tees in (
+            (Std.OUT, "stdout.log", streams.stdouts, streams.tee_stdouts),
+            (Std.ERR, "stderr.log", streams.stderrs, streams.tee_stderrs),
+        ):
+            console = os.devnull if hidden else ""
+            files[local_rank] = str(folder / name) if std in wanted else console
+            if std in tee and not hidden:
+                tees[local_rank] = files[local_rank]
+
+    def _console_only(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return destinations that need no file at all: a lost log directory ends no training."""
+        for env in envs.values():
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+        self.files = {rank: RankFiles() for rank in envs}
+        console = dict.fromkeys(envs, "")
+        return LogsDest(console, dict(console), {}, {}, dict.fromkeys(envs, os.devnull), "", "")
+
+
+def _files_of(dest: LogsDest, rank: int, exception: Path | None = None) -> RankFiles:
+    def path(text: str | None) -> Path | None:
+        return Path(text) if text and text != os.devnull else None
+
+    return RankFiles(
+        stdout=path(dest.stdouts.get(rank)),
+        stderr=path(dest.stderrs.get(rank)),
+        torch_error=path(dest.error_files.get(rank)),
+        exception=exception,
+    )

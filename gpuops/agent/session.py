@@ -1,0 +1,96 @@
+"""Everything that one agent keeps about its run: folder, journal, spool, chronicle."""
+
+import logging
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.flusher import Flusher, Report
+from gpuops.agent.identity import Identity
+from gpuops.agent.records import NodeFacts, RunFacts
+from gpuops.agent.rundir import RunDirectory, create_rings
+from gpuops.host.clock import Clock
+from gpuops.model import Json, Severity
+from gpuops.rules import LogRule
+from gpuops.store.recorder import Recorder, new_event
+
+log = logging.getLogger(__name__)
+RING_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 mkdtemp makes it private
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What does not change during a run, and how to make what does."""
+
+    node: str
+    clock: Clock
+    run_parent: Path
+    rules: Sequence[LogRule]
+    node_facts: NodeFacts
+    run_facts: Callable[[Path], RunFacts]
+    make_recorder: Callable[[Path], Recorder]
+    flush: Callable[[float], Report]
+
+
+class Session:
+    """One run as this agent records it."""
+
+    def __init__(self, around: Surroundings, identity: Identity, *, leads: bool) -> None:
+        path = around.run_parent / identity.folder
+        self.identity = identity
+        self.leads = leads
+        self.directory = RunDirectory(path, _rings())
+        path.mkdir(parents=True, exist_ok=True)
+        self._recorder = around.make_recorder(self.directory.journal)
+        self._flusher = Flusher(around.flush)
+        self._clock = around.clock
+        self._node = around.node
+        self.chronicle = Chronicle(
+            self._emit,
+            around.clock,
+            run_id=identity.run_id,
+            node=around.node,
+            rules=around.rules,
+        )
+        self.chronicle.node_seen(around.node_facts)
+        if leads:
+            self.chronicle.run_started(around.run_facts(path))
+
+    def _emit(self, kind: str, payload: Json, *, attempt: int | None, severity: Severity) -> None:
+        event = new_event(
+            kind,
+            node=self._node,
+            clock=self._clock,
+            severity=severity,
+            run_id=self.identity.run_id,
+            attempt=attempt,
+            payload=payload,
+        )
+        self._recorder.record(event)
+
+    def safely(self, what: str, act: Callable[[], None]) -> None:
+        """Do *act*; a failure of it is recorded as ours and ends there."""
+        try:
+            act()
+        except Exception as exc:  # noqa: BLE001 boundary: our bug must not stop the training
+            log.warning("%s failed, the training goes on: %s", what, exc)
+            self.chronicle.tool_failed(what, exc, traceback.format_exc())
+
+    def close(self, outcome: str, exit_code: int, reason: str) -> str | None:
+        """End the run's record; return a note on what could not be delivered."""
+        if self.leads:
+            self.chronicle.run_ended(outcome, exit_code, reason)
+        self._recorder.close()
+        self.directory.remove_rings()
+        return self._flusher.close()
+
+
+def _rings() -> Path:
+    try:
+        return create_rings(RING_PARENTS)
+    except OSError as exc:
+        log.warning("no heartbeats: cannot make a directory for them: %s", exc)
+        return Path("/nonexistent")

@@ -1,0 +1,149 @@
+"""What a run is surrounded by: the node, the folders, the rules, the way to the store."""
+
+import getpass
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuops import __version__
+from gpuops.agent.records import NodeFacts, RunFacts, slurm_job
+from gpuops.agent.rundir import writable_parent
+from gpuops.agent.session import Surroundings
+from gpuops.config import Settings
+from gpuops.errors import GpuopsError
+from gpuops.host.clock import Clock
+from gpuops.host.node import boot_id, node_name
+from gpuops.resources import data_dir
+from gpuops.rules import LogRule, load_rules
+from gpuops.scrub import scrub
+from gpuops.store.recorder import NullRecorder, Recorder, spool_recorder
+
+log = logging.getLogger(__name__)
+
+
+def surroundings(
+    settings: Settings,
+    env: Mapping[str, str],
+    clock: Clock,
+    *,
+    describe: Callable[[Path], RunFacts],
+) -> Surroundings:
+    """Return what `Session` needs for a run that *describe* tells about, given its folder.
+
+    Raises:
+        UsageError: The run directory that the user named cannot be written.
+    """
+    node, boot = node_name(env), boot_id(settings.root)
+    parent = writable_parent(
+        settings.run_dir,
+        was_asked_for=settings.values["run.dir"].origin != "default",
+        fallbacks=(settings.state_dir / "runs", Path(f"/tmp/gpuops-{os.geteuid()}")),  # noqa: S108
+    )
+
+    def make_recorder(journal: Path) -> Recorder:
+        try:
+            return spool_recorder(
+                settings.spool_dir,
+                node=node,
+                boot_id=boot,
+                bytes_max=settings.spool_bytes_max,
+                clock=clock,
+                journal=journal,
+            )
+        except GpuopsError as exc:
+            log.warning("this run is not recorded: %s", exc)
+            return NullRecorder()
+
+    return Surroundings(
+        node=node,
+        clock=clock,
+        run_parent=parent,
+        rules=_rules(settings),
+        node_facts=_node_facts(settings.root, boot, clock),
+        run_facts=describe,
+        make_recorder=make_recorder,
+        flush=_flusher(settings, clock),
+    )
+
+
+def _flusher(settings: Settings, clock: Clock) -> Callable[[float], Any]:
+    def flush_now(deadline_s: float) -> Any:  # noqa: ANN401 a FlushReport; SQLAlchemy comes late
+        from gpuops.store.flush import flush
+
+        return flush(
+            settings.spool_dir,
+            settings.store_url,
+            deadline_s=deadline_s,
+            cluster=settings.cluster,
+            clock=clock,
+            root=settings.root,
+        )
+
+    return flush_now
+
+
+def _rules(settings: Settings) -> tuple[LogRule, ...]:
+    try:
+        directories = [data_dir("checks") / "rules"]
+        if settings.site_dir is not None:
+            directories.append(settings.site_dir / "rules")
+        return load_rules(directories)
+    except GpuopsError as exc:
+        log.warning("failures are classified without log rules: %s", exc)
+        return ()
+
+
+def _node_facts(root: Path, boot: str, clock: Clock) -> NodeFacts:
+    try:
+        uptime_s = float((root / "proc/uptime").read_text(encoding="ascii").split()[0])
+        boot_us = clock.now_us() - round(uptime_s * 1e6)
+    except (OSError, ValueError, IndexError):
+        boot_us = None
+    try:
+        driver = (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        driver = None
+    return NodeFacts(
+        boot_id=boot,
+        boot_us=boot_us,
+        kernel=os.uname().release,
+        driver=driver,
+        gpuops_version=__version__,
+    )
+
+
+def describe_run(
+    name: str,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    cluster: str,
+    torch_version: str,
+    max_restarts: int,
+) -> Callable[[Path], RunFacts]:
+    """Return a function from a run's folder to what is recorded of the run at its start."""
+    job, _restarts = slurm_job(env)
+
+    def describe(path: Path) -> RunFacts:
+        return RunFacts(
+            name=name,
+            command=("gpuops", "run", *(scrub(word) for word in words)),
+            user=_user(),
+            cluster=cluster,
+            run_dir=str(path),
+            torch_version=torch_version,
+            gpuops_version=__version__,
+            max_restarts=max_restarts,
+            slurm_job_id=job,
+        )
+
+    return describe
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.geteuid())  # a container without a name for this uid

@@ -1,0 +1,111 @@
+"""End the workers that are left once one has failed, or when the run is cancelled.
+
+torch sends SIGTERM and waits 30 s for each group. A worker that sits in a collective with a
+dead peer does not answer SIGTERM if the script has a handler for it, so here the wait is short and
+SIGKILL follows. Who was signalled, when and with what is kept: such an end is no failure.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gpuops.agent.watch import ExitWatcher
+from gpuops.host.clock import Clock
+
+log = logging.getLogger(__name__)
+
+KILL_WAIT_S = 5.0  # a process without a device in its way is gone milliseconds after SIGKILL
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The signals that one worker got from us, and when the first of them went out."""
+
+    at_mono_ns: int
+    signals: tuple[signal.Signals, ...]
+
+
+@dataclass(slots=True)
+class Teardown:
+    """What was sent to whom, by local rank; ``stuck`` outlived SIGKILL (D state)."""
+
+    sent: dict[int, Sent] = field(default_factory=dict)
+    stuck: tuple[int, ...] = ()
+
+
+def end_workers(
+    pids: Mapping[int, int],
+    watcher: ExitWatcher,
+    clock: Clock,
+    *,
+    first: signal.Signals,
+    grace_s: float,
+    is_urgent: Callable[[], bool] = lambda: False,
+) -> Teardown:
+    """Signal every worker still there, kill those left after *grace_s*; bounded in time."""
+    done = Teardown()
+    _send(first, pids, watcher, clock, done)
+    deadline_ns = clock.mono_ns() + round(grace_s * 1e9)
+    while clock.mono_ns() < deadline_ns and not is_urgent():
+        if watcher.wait(lambda seen: len(seen) == len(pids), _LOOK_S):
+            break
+    _send(signal.SIGKILL, pids, watcher, clock, done)
+    watcher.wait(lambda seen: len(seen) == len(pids), KILL_WAIT_S)
+    done.stuck = tuple(sorted(set(pids) - set(watcher.seen())))
+    for local_rank in done.stuck:
+        log.warning("worker %d (pid %d) outlived SIGKILL", local_rank, pids[local_rank])
+    _end_children(pids)
+    return done
+
+
+def _send(
+    number: signal.Signals,
+    pids: Mapping[int, int],
+    watcher: ExitWatcher,
+    clock: Clock,
+    done: Teardown,
+) -> None:
+    gone = watcher.seen()
+    for local_rank, pid in pids.items():
+        if local_rank in gone or not _signal_group(pid, number):
+            continue
+        before = done.sent.get(local_rank)
+        done.sent[local_rank] = (
+            Sent(before.at_mono_ns, (*before.signals, number))
+            if before
+            else Sent(clock.mono_ns(), (number,))
+        )
+
+
+def _end_children(pids: Mapping[int, int]) -> None:
+    """End what the workers started and left behind: it would hold memory of the device."""
+    for pid in pids.values():
+        _signal_group(pid, signal.SIGKILL)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> bool:
+    """Signal the process group that the worker *pid* leads; say whether there was one.
+
+    Its leader is ours and not yet reaped, or the group still has members: the id is no one else's.
+    """
+    try:
+        if os.getpgid(pid) != pid:
+            os.kill(pid, number)
+        else:
+            os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def was_ours(sent: Sent | None, signal_name: str | None, error_mono_ns: int | None) -> bool:
+    """Say whether an end was teardown: after our signal, by a signal of ours or by its answer.
+
+    Not ours are an exception noted before we sent anything, and a signal that we did not send.
+    """
+    if sent is None or (error_mono_ns is not None and error_mono_ns < sent.at_mono_ns):
+        return False
+    return signal_name is None or signal_name in {number.name for number in sent.signals}

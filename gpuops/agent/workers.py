@@ -1,0 +1,130 @@
+"""The workers of one generation on this node: watched, read, ended, accounted for."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from signal import Signals
+
+from gpuops.agent.exits import Place, RankFiles, read_exception, read_tail, to_exit
+from gpuops.agent.progress import RankProgress
+from gpuops.agent.rings import RingReader
+from gpuops.agent.teardown import Teardown, end_workers
+from gpuops.agent.watch import ExitWatcher, SeenExit
+from gpuops.host.clock import Clock
+from gpuops.model import WorkerExit
+from gpuops.scrub import scrub
+from gpuops.wire import Beat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One worker process and what it leaves."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    ring: RingReader
+    files: RankFiles
+
+
+class Workers:
+    """A generation that has been started. Everything here is bounded in time."""
+
+    def __init__(self, workers: Sequence[Worker], clock: Clock) -> None:
+        self._workers = {worker.local_rank: worker for worker in workers}
+        self._pids = {worker.local_rank: worker.pid for worker in workers}
+        self._clock = clock
+        self._watcher = ExitWatcher(self._pids, clock)
+        self._teardown = Teardown()
+        self._is_wound_down = False
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Return the process ids by global rank."""
+        return {worker.rank: worker.pid for worker in self._workers.values()}
+
+    @property
+    def calls_for_a_look(self) -> bool:
+        """Say whether torch has something to find: a failure, or the end of all."""
+        if not self._watcher.sees_all:
+            return True
+        seen = self._watcher.seen()
+        return _any_failed(seen) or len(seen) == len(self._pids)
+
+    @property
+    def has_failed(self) -> bool:
+        """Say whether a worker ended otherwise than with exit code 0."""
+        return _any_failed(self._watcher.seen())
+
+    @property
+    def all_ended(self) -> bool:
+        """Say whether no worker is left."""
+        return len(self._watcher.seen()) == len(self._pids)
+
+    def beats(self) -> dict[int, list[Beat]]:
+        """Return the new beats by global rank."""
+        return {worker.rank: worker.ring.poll() for worker in self._workers.values()}
+
+    def let_others_fail(self, within_s: float) -> None:
+        """Give the others a moment to end by themselves."""
+        self._watcher.wait(lambda seen: len(seen) == len(self._pids), within_s)
+
+    def end(self, first: Signals, grace_s: float, is_urgent: Callable[[], bool]) -> None:
+        """End those that are left; see `end_workers`."""
+        if self._is_wound_down:
+            return  # torch may have reaped them: their process ids are anyone's now
+        done = end_workers(
+            self._pids,
+            self._watcher,
+            self._clock,
+            first=first,
+            grace_s=grace_s,
+            is_urgent=is_urgent,
+        )
+        self._teardown.sent.update(done.sent)
+        self._teardown.stuck = done.stuck
+        self._is_wound_down = not done.stuck
+
+    def exits(
+        self, node: str, progress: Callable[[int], RankProgress], codes: Mapping[int, int]
+    ) -> list[WorkerExit]:
+        """Return every worker's end, by rank.
+
+        Args:
+            node: This node's name.
+            progress: How far a rank came.
+            codes: Exit codes by global rank as torch has them, for those it reaped first.
+        """
+        seen = self._watcher.seen()
+        now = SeenExit(0, None, self._clock.now_us(), self._clock.mono_ns())
+        ends = []
+        for worker in sorted(self._workers.values(), key=lambda w: w.rank):
+            end = seen.get(worker.local_rank, now)
+            if end.code is None:
+                end = SeenExit(worker.pid, codes.get(worker.rank), end.seen_us, end.seen_mono_ns)
+            place = Place(node=node, rank=worker.rank, local_rank=worker.local_rank, pid=worker.pid)
+            tail, log_path = read_tail(worker.files, scrub)
+            ends.append(
+                to_exit(
+                    place,
+                    end,
+                    sent=self._teardown.sent.get(worker.local_rank),
+                    note=read_exception(worker.files, scrub),
+                    progress=progress(worker.rank),
+                    tail=tail,
+                    log_path=log_path,
+                )
+            )
+        return ends
+
+    def close(self) -> None:
+        """Let go of the watcher and the rings."""
+        self._watcher.close()
+        for worker in self._workers.values():
+            worker.ring.close()
+
+
+def _any_failed(seen: Mapping[int, SeenExit]) -> bool:
+    return any(end.code != 0 for end in seen.values())

@@ -1,0 +1,60 @@
+"""``gpuops run``."""
+
+from importlib.util import find_spec
+
+import click
+
+from gpuops.agent.arguments import HelpAskedError, help_text, parse
+from gpuops.agent.compat import require_torch
+from gpuops.cli.settings import settings_of
+from gpuops.config import environ
+from gpuops.host.clock import SystemClock
+from gpuops.log import printable
+
+
+class _TorchrunCommand(click.Command):
+    """Hands every word to torch's own parser, ``--`` and ``--help`` too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.params["words"] = tuple(args)
+        return []
+
+    def format_help(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from torch.distributed.run import get_args_parser
+
+        formatter.write(help_text(get_args_parser(), environ()))
+
+
+@click.command(cls=_TorchrunCommand, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(ctx: click.Context, words: tuple[str, ...]) -> int:
+    """Run a training job: torchrun's flags, and it recovers."""
+    if find_spec("torch") is None and set(words) & {"-h", "--help"}:
+        click.echo(
+            "gpuops run [torchrun's flags] SCRIPT [args]: run a training job; it recovers.\n"
+            "It needs torch, which is not installed here; try: pip install 'gpuops[torch]'"
+        )
+        return 0
+    torch_version = require_torch()
+    from torch.distributed.run import get_args_parser
+
+    from gpuops.agent.launch import launch
+
+    env = environ()
+    try:
+        request = parse(words, env, get_args_parser())
+    except HelpAskedError as asked:
+        click.echo(str(asked), nl=False)
+        return 0
+    settings = settings_of(
+        ctx, store__url=request.store, spool__dir=request.spool, run__dir=request.run_dir
+    )
+    ended = launch(request, settings, env, SystemClock(), torch_version)
+    if ended.exit_code != 0:
+        click.echo(f"gpuops: the run {ended.outcome}: {printable(ended.reason)}", err=True)
+    if ended.note is not None:
+        click.echo(f"gpuops: {printable(ended.note)}", err=True)
+    if ended.run_id is not None and ended.exit_code != 0:
+        click.echo(f"gpuops: see `gpuops report {ended.run_id[-8:]}`, {ended.run_dir}", err=True)
+    return ended.exit_code

@@ -1,0 +1,77 @@
+"""Run the user's program as ``__main__``, so that it cannot tell from plain ``python``.
+
+`runpy.run_path` restores the old ``__main__`` when the script ends, which breaks what runs later
+(``atexit``, threads that outlive the script, pickling by name); so the module made here stays.
+"""
+
+import io
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import FunctionType, ModuleType, TracebackType
+
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+def run_script(path: str, args: Sequence[str]) -> None:
+    """Run the file *path* as ``python path args`` does; whatever it raises comes through."""
+    sys.argv[:] = [path, *args]
+    with io.open_code(path) as file:
+        source = file.read()
+    if path.endswith(".pyc") or source.startswith(_ZIP_MAGIC):
+        runpy.run_path(path, run_name="__main__")
+        return
+    # Joined, not resolved: that is what Python itself makes of it.
+    absolute = path if path.startswith("/") else f"{Path.cwd()}/{path}"
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path(path).resolve().parent))
+    main = _fresh_main()
+    main.__file__ = absolute
+    main.__loader__ = SourceFileLoader("__main__", absolute)
+    vars(main)["__cached__"] = None
+    code = compile(source, absolute, "exec", dont_inherit=True)
+    FunctionType(code, vars(main))()
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """Run the module *name* as ``python -m name args`` does."""
+    sys.argv[:] = ["-m", *args]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    _fresh_main()
+    # What the interpreter itself calls for -m: only so do __spec__, argv[0] and messages agree.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _fresh_main() -> ModuleType:
+    main = ModuleType("__main__")
+    vars(main).update({"__builtins__": sys.modules["builtins"], "__annotations__": {}})
+    sys.modules["__main__"] = main
+    return main
+
+
+def without_our_frames(
+    traceback: TracebackType | None, files: frozenset[str]
+) -> TracebackType | None:
+    """Return *traceback* from the first frame that is not in one of *files*."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in files:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def show_without_our_frames(files: frozenset[str]) -> None:
+    """Make the traceback of the exception that is about to end the process start at the user's.
+
+    The hook in force stays in charge: the script may have set its own.
+    """
+    shown = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        trimmed = without_our_frames(traceback, files)
+        shown(kind, error.with_traceback(trimmed), trimmed)
+
+    sys.excepthook = hook

@@ -1,0 +1,121 @@
+"""What ``gpuops run`` starts in place of the user's program, in the same process.
+
+``shim.py [--exec PROGRAM | -m MODULE | SCRIPT] args``: tie this process to its agent, prepare
+evidence (stacks on SIGUSR2, the exception file, the heartbeat ring), then become the program.
+Nothing here may stop the program: every part of the preparation may fail alone.
+"""
+
+import os
+import sys
+
+_HERE = os.path.realpath(__file__).rpartition("/")[0]
+_ROOT = _HERE.removesuffix("/gpuops/worker")
+
+
+def _open_imports() -> bool:
+    """Let ``gpuops`` be imported; return whether a path was added for it.
+
+    Started by file, Python put our own directory first on `sys.path`. The package's root goes last,
+    because in a checkout it may be on no path at all.
+    """
+    if sys.path and os.path.realpath(sys.path[0]) == _HERE:
+        del sys.path[0]
+    elif __spec__ is not None and not sys.flags.safe_path:
+        del sys.path[0]  # started with -m: the working directory
+    if _ROOT in sys.path:
+        return False
+    sys.path.append(_ROOT)
+    return True
+
+
+_ADDED = _open_imports()
+
+import contextlib  # noqa: E402 the path above comes first
+import faulthandler  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from gpuops.config import environ  # noqa: E402
+from gpuops.wire import RingHeader  # noqa: E402
+from gpuops.worker import script  # noqa: E402
+from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
+from gpuops.worker.heartbeat import Heart, create_ring  # noqa: E402
+from gpuops.worker.lifeline import die_with_parent  # noqa: E402
+from gpuops.worker.optimizer_hook import install  # noqa: E402
+
+if _ADDED:
+    sys.path.remove(_ROOT)
+
+_OUR_FILES = frozenset({__file__, script.__file__})
+
+
+def main() -> None:
+    """Become the program of the command line."""
+    env = environ()
+    words = sys.argv[1:]
+    if env.get("GPUOPS_DISABLE", "") in {"", "0", "false"}:
+        prepare(env, becomes_another_program=words[:1] == ["--exec"])
+    if words[:1] == ["--exec"]:
+        os.execvp(words[1], words[1:])  # noqa: S606 the user's own program
+    try:
+        if words[:1] == ["-m"]:
+            script.run_module(words[1], words[2:])
+        else:
+            script.run_script(words[0], words[1:])
+    except BaseException as error:  # boundary: noted, and then ends the process as it would anyway
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                note(error, env)
+        script.show_without_our_frames(_OUR_FILES)
+        raise
+
+
+def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
+    """Tie this process to its agent and start the evidence that it leaves."""
+    agent_pid = env.get("GPUOPS_AGENT_PID", "")
+    with contextlib.suppress(Exception):
+        die_with_parent(int(agent_pid) if agent_pid.isdecimal() else None)
+    if becomes_another_program:
+        return
+    with contextlib.suppress(Exception):
+        faulthandler.enable(all_threads=True)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+    with contextlib.suppress(Exception):
+        start_heartbeat(env)
+
+
+def start_heartbeat(env: Mapping[str, str]) -> None:
+    """Create the ring that the agent named and hook it to the optimizers to come.
+
+    Raises:
+        OSError, KeyError, ValueError: No ring was asked for, or it cannot be made.
+    """
+    header = RingHeader(
+        rank=int(env["RANK"]),
+        generation=int(env["GPUOPS_GENERATION"]),
+        pid=os.getpid(),
+        start_mono_ns=time.monotonic_ns(),
+    )
+    ring = create_ring(Path(env["GPUOPS_RING"]), header)
+    install(Heart(memoryview(ring)))
+
+
+def note(error: Exception, env: Mapping[str, str]) -> None:
+    """Write what the agent and torch want to know about *error*, whose frames of ours go.
+
+    Raises:
+        OSError: The directory is gone or full.
+    """
+    mono_ns, now_us = time.monotonic_ns(), time.time_ns() // 1000
+    trimmed = error.with_traceback(script.without_our_frames(error.__traceback__, _OUR_FILES))
+    if env.get("GPUOPS_ERROR_FILE"):
+        path = Path(env["GPUOPS_ERROR_FILE"])
+        write_exception(trimmed, path, now_us=now_us, mono_ns=mono_ns)
+    if env.get("TORCHELASTIC_ERROR_FILE"):
+        write_torchelastic_error(trimmed, Path(env["TORCHELASTIC_ERROR_FILE"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,11 @@
 """Every test starts without the user's gpuops settings and writes below its own directory."""
 
 import pytest
+from support.postgres import (  # noqa: F401 fixtures for every test
+    guarded_postgres,
+    postgres_server,
+    postgres_url,
+)
 
 
 @pytest.fixture(autouse=True)

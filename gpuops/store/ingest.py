@@ -7,6 +7,7 @@ known by its id and by its (origin, boot_id, seq), and what it adds is joined by
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -42,19 +43,27 @@ def ingest(connection: Connection, envelopes: Sequence[Envelope], now_us: int) -
         LineError: A payload is not one of its kind (see `facts_of`); nothing is written.
         sqlalchemy.exc.SQLAlchemyError: The database refused or went away.
     """
-    first = {envelope.event.id: envelope for envelope in reversed(envelopes)}
-    facts = {event_id: facts_of(envelope) for event_id, envelope in first.items()}
-    new_ids = _insert_events(connection, list(first.values()), now_us)
+    first = {_number(envelope): envelope for envelope in reversed(envelopes)}
+    facts = {number: facts_of(envelope) for number, envelope in first.items()}
+    new = [first[number] for number in _insert_events(connection, list(first.values()), now_us)]
     rows: dict[int, list[Row]] = {}
-    for event_id in new_ids:
-        for merge, row in facts[event_id]:
+    for envelope in new:
+        for merge, row in facts[_number(envelope)]:
             rows.setdefault(id(merge), []).append(row)
     for merge in TABLE_ORDER:
         write(connection, merge, rows.get(id(merge), []))
-    write(connection, INGEST_LOG, [_log_row(first[event_id]) for event_id in new_ids])
-    clashing = _clashing(connection, [e for e in envelopes if e.event.id not in new_ids])
-    new = len(new_ids)
-    return Counts(new, len(envelopes) - new - len(clashing), tuple(clashing))
+    write(connection, INGEST_LOG, [_log_row(envelope) for envelope in new])
+    written = set(map(id, new))
+    clashing = _clashing(connection, [e for e in envelopes if id(e) not in written])
+    return Counts(len(new), len(envelopes) - len(new) - len(clashing), tuple(clashing))
+
+
+_Number = tuple[str, str, int]
+
+
+def _number(envelope: Envelope) -> _Number:
+    line = envelope.line
+    return line.origin, line.boot_id, line.seq
 
 
 def fitting(envelopes: Sequence[Envelope]) -> list[Envelope]:
@@ -69,13 +78,17 @@ def fitting(envelopes: Sequence[Envelope]) -> list[Envelope]:
 
 def _insert_events(
     connection: Connection, envelopes: Sequence[Envelope], now_us: int
-) -> frozenset[str]:
+) -> list[_Number]:
+    """Insert the events that are not there yet; return their numbers, in one order for all."""
     if not envelopes:
-        return frozenset()
+        return []
+    table = schema.events
     make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = make(schema.events).on_conflict_do_nothing().returning(schema.events.c.id)
-    rows = sorted((_event_row(envelope, now_us) for envelope in envelopes), key=lambda r: r["id"])
-    return frozenset(connection.execute(statement, rows).scalars())
+    returned = (table.c.origin, table.c.boot_id, table.c.seq)
+    statement = make(table).on_conflict_do_nothing().returning(*returned)
+    rows = sorted((_event_row(e, now_us) for e in envelopes), key=itemgetter("id", "seq"))
+    found = connection.execute(statement, rows)
+    return sorted((origin, boot_id, seq) for origin, boot_id, seq in found)
 
 
 def _event_row(envelope: Envelope, now_us: int) -> Row:

@@ -30,7 +30,8 @@ class Summary:
         """Return what to do about the schema, or None where it fits."""
         return {
             Fit.CURRENT: None,
-            Fit.EMPTY: "it has no tables yet: run `gpuops db upgrade` (SQLite: made on first use)",
+            Fit.EMPTY: "it has no tables yet: "
+            + ("made on first use" if self.backend == "sqlite" else "run `gpuops db upgrade`"),
             Fit.OLDER: "it is of an older gpuops: run `gpuops db upgrade`",
             Fit.NEWER: "it is of a newer gpuops: upgrade gpuops here; until then only read",
             Fit.FOREIGN: "it holds tables that are not gpuops': name another database",

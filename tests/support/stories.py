@@ -1,0 +1,230 @@
+"""Streams of events as the agents and checks of a small cluster would write them, by seed."""
+
+import itertools
+import random
+import uuid
+
+from sqlalchemy import select
+
+from gpuops.model import (
+    ActionKind,
+    Confidence,
+    Entity,
+    EntityKind,
+    Event,
+    Evidence,
+    FailureClass,
+    Incident,
+    IncidentState,
+    Role,
+    Severity,
+    Side,
+    uuid7,
+)
+from gpuops.store.facts.envelope import Envelope
+from gpuops.store.lines import Line
+from gpuops.store.schema import metadata
+
+START_US = 1_760_000_000_000_000
+VOLATILE = {"ingested_us"}
+
+
+class Teller:
+    """Makes events and numbers them, with all its randomness from one seed."""
+
+    def __init__(self, seed=0):
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.now_us = START_US
+        self._seq = itertools.count(1)
+        self.lines = []
+
+    def event(
+        self, kind, payload=None, *, node="n1", run_id=None, attempt=None, severity=20, **more
+    ):
+        self.now_us += self.random.randrange(1, 5_000_000)
+        return Event(
+            id=uuid7(self.now_us, self.random.randbytes(10)),
+            kind=kind,
+            t_us=self.now_us,
+            node=node,
+            severity=Severity(severity),
+            run_id=run_id,
+            attempt=attempt,
+            payload={**(payload or {}), **more},
+        )
+
+    def tell(self, kind, payload=None, *, node="n1", **rest):
+        event = self.event(kind, payload, node=node, **rest)
+        origin = f"{node}.{uuid.uuid5(uuid.NAMESPACE_DNS, f"{self.seed}.{node}").hex[:12]}"
+        self.lines.append(Line(origin, f"boot-{node}", next(self._seq), event))
+        return event
+
+    def run_id(self):
+        return uuid7(self.now_us, self.random.randbytes(10))
+
+
+def incident(run_id, attempt, *, authority=2, rev=1, node="n1", **changes):
+    """Return a killed rank's incident."""
+    values = {
+        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{attempt}")),
+        "failure_class": FailureClass.SIGKILL_PROBABLE,
+        "side": Side.AMBIGUOUS,
+        "confidence": Confidence.PROBABLE,
+        "state": IncidentState.OPEN,
+        "title": f"rank 1 on {node} was ended by SIGKILL",
+        "first_us": START_US + attempt,
+        "detected_us": START_US + attempt + 5,
+        "run_id": run_id,
+        "attempt": attempt,
+        "culprits": (Entity(EntityKind.RANK, "1"), Entity(EntityKind.NODE, node)),
+        "culprit_how": "earliest failure",
+        "evidence": (
+            Evidence(role=Role.ROOT, text="ended by SIGKILL", lines=("step 7", "step 8")),
+            Evidence(role=Role.SYMPTOM, text="peer closed", lines=("Connection closed",)),
+        ),
+        "actions": (ActionKind.RESTART,),
+        "lost_s": {"detect": 0.5},
+        "authority": authority,
+        "rev": rev,
+    }
+    return Incident(**{**values, **changes})
+
+
+def story(seed=0, *, nodes=("n1", "n2"), attempts=2, minutes=2):
+    """Return the lines of one run on *nodes*: every kind of event, one failure an attempt."""
+    teller = Teller(seed)
+    run = teller.run_id()
+    for rank, node in enumerate(nodes):
+        teller.tell("node.seen", node=node, boot_us=START_US, kernel="6.1", driver=f"570.{rank}")
+        teller.tell("check.ran", node=node, **_check(teller))
+        teller.tell("run.started", node=node, run_id=run, **_run(node))
+    for ordinal in range(attempts):
+        last = ordinal == attempts - 1
+        for rank, node in enumerate(nodes):
+            _attempt(teller, run, ordinal, rank, node, minutes, failed=not last)
+        if not last:
+            _incident(teller, run, ordinal, nodes)
+    for node in nodes:
+        outcome = {"outcome": "completed", "exit_code": 0, "reason": "done"}
+        teller.tell("run.ended", node=node, run_id=run, attempt=attempts - 1, **outcome)
+    teller.tell("tool.failed", node=nodes[0], what="nvml", error="no library", traceback=None)
+    return teller.lines
+
+
+def _run(node):
+    return {
+        "name": "train",
+        "user": "ada",
+        "command": ["train.py", "--lr", "0.1"],
+        "cluster": "c1",
+        "run_dir": f"/runs/{node}",
+        "torch_version": "2.13",
+        "gpuops_version": "0.1.0",
+        "max_restarts": 3,
+        "slurm_job_id": None,
+    }
+
+
+def _check(teller):
+    value = teller.random.uniform(1, 100)
+    finding = {
+        "check": "memory",
+        "entity": {"kind": "node", "id": "n1"},
+        "status": "pass",
+        "value": value,
+        "unit": "GB",
+        "threshold": "> 1",
+        "source": "kernel",
+        "message": f"{value} GB are free",
+        "failure_class": None,
+        "unknown_reason": None,
+    }
+    late = {**finding, "check": "mounts", "value": "ro", "status": "unknown"}
+    return {
+        "suite": "prolog",
+        "trigger": "prolog",
+        "start_us": teller.now_us,
+        "end_us": teller.now_us + 1000,
+        "verdict": "unknown",
+        "findings": [finding, late],
+        "late": ["mounts"],
+    }
+
+
+def _attempt(teller, run, ordinal, rank, node, minutes, *, failed):
+    def tell(kind, severity=20, **payload):
+        teller.tell(kind, node=node, run_id=run, attempt=ordinal, severity=severity, **payload)
+
+    tell(
+        "attempt.started",
+        start_us=teller.now_us,
+        world_size=4,
+        n_nodes=2,
+        group_rank=rank,
+        torch_run_id="job",
+        log_dir=f"/logs/{node}/{ordinal}",
+        slurm_job_id=None,
+        slurm_restart_count=0,
+    )
+    tell("attempt.first_step", first_step_us=teller.now_us, step=1, step_source="optimizer_state")
+    for minute in range(minutes):
+        tell(
+            "attempt.progress",
+            minute_us=START_US + 60_000_000 * minute,
+            step_last=10 * minute + rank,
+            beats=100 + rank,
+            step_time_p50_us=teller.random.randrange(1000, 2000),
+            step_time_max_us=teller.random.randrange(2000, 3000),
+        )
+    if ordinal:
+        tell("attempt.caught_up", redo_done_us=teller.now_us, step=21)
+    if failed:
+        tell("worker.exited", severity=40, rank=rank, signal="SIGKILL", log_tail=["a", "b"])
+    tell(
+        "attempt.ended",
+        end_us=teller.now_us,
+        outcome="failed" if failed else "completed",
+        last_step_us=teller.now_us - 5,
+        steps_first=1,
+        steps_last=20 + rank,
+        beats=120 + rank,
+        exit_code=-9 if failed else 0,
+    )
+
+
+def _incident(teller, run, ordinal, nodes):
+    for authority, node in zip((2, 1), nodes, strict=False):
+        for rev, state in enumerate((IncidentState.OPEN, IncidentState.CLOSED), start=1):
+            snapshot = incident(
+                run,
+                ordinal,
+                authority=authority,
+                rev=rev,
+                node=node,
+                state=state,
+                lost_s={"detect": 0.5, "restart": 1.25 * rev},
+            )
+            teller.tell(
+                "incident.recorded",
+                snapshot.to_json(),
+                node=node,
+                run_id=run,
+                attempt=ordinal,
+                severity=40,
+            )
+
+
+def envelopes(lines, *, cluster="c1", uid=1000):
+    """Return *lines* on their way into a store."""
+    return [Envelope(line, cluster, uid) for line in lines]
+
+
+def dump(connection):
+    """Return every row of every table as a set of plain tuples, without times of arrival."""
+    rows = {}
+    for table in metadata.sorted_tables:
+        columns = [column for column in table.columns if column.name not in VOLATILE]
+        found = connection.execute(select(*columns))
+        rows[table.name] = sorted(repr(tuple(row)) for row in found)
+    return rows

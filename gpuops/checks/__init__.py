@@ -1,6 +1,6 @@
 """The checks of a node, one a file. A check is known by being listed here, on purpose.
 
-`load` imports a check when a suite asks for it; the prolog pays for what it runs.
+`check_named` imports a check when a suite asks for it; the prolog pays for what it runs.
 """
 
 import importlib
@@ -19,7 +19,7 @@ NAMES = (
 )
 
 
-def load(name: str) -> AnyCheck:
+def check_named(name: str) -> AnyCheck:
     """Return the check called *name*, one of `NAMES`."""
     assert name in NAMES, name
     check = importlib.import_module(f"gpuops.checks.{name}").CHECK

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpuops.checks.protocol import Look, Machine
 from gpuops.checks.suites import Planned, Suite
-from gpuops.errors import ProbeError
+from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
 from gpuops.host.clock import Clock
 from gpuops.host.records import from_json, to_json
@@ -80,7 +80,7 @@ def run_suite(
             findings, failure = _judged(planned, facts, entity)
             if failure is not None:
                 failures.append(failure)
-            if isinstance(facts, ProbeError) and facts.reason == UnknownReason.TIMEOUT:
+            if any(finding.unknown_reason is UnknownReason.TIMEOUT for finding in findings):
                 late.add(planned.check.name)
             judged[planned.check.name] = [settled(finding, suite.unknown) for finding in findings]
             tell(judged[planned.check.name])
@@ -130,6 +130,8 @@ def _facts(look: Look[Any], outcome: probe.Outcome) -> Any:  # noqa: ANN401 fact
         return from_json(look.facts, probe.answer(outcome), f"the facts of {look.name!r}")
     except ProbeError as exc:
         return exc
+    except (ConfigError, ValueError) as exc:
+        return ProbeError(f"the look gave something else: {exc}", UnknownReason.CRASH)
 
 
 def _judged(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gpuops.checks import NAMES, load
+from gpuops.checks import NAMES, check_named
 from gpuops.checks.protocol import AnyCheck
 from gpuops.config import read_toml, reject_unknown
 from gpuops.errors import ConfigError, UsageError
@@ -144,7 +144,7 @@ def _planned(entry: Mapping[str, Any], where: str) -> Planned:
     name = entry.get("name")
     if name not in NAMES:
         raise ConfigError(f"{where}: {unknown_name('check', str(name), NAMES)}")
-    check = load(name)
+    check = check_named(name)
     where = f"check {name!r} in {where}"
     own = [field.name for field in fields(check.parameters)]
     reject_unknown(entry, (*_CHECK_KEYS, *own), where)

@@ -4,9 +4,9 @@ No NTP daemon needs to be asked: all of them (chrony, ntpd, timesyncd, PTP) tell
 Under a fake root, ``syscall/adjtimex.json`` holds what the call would have returned.
 """
 
-import ctypes
 import json
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from gpuops.model import UnknownReason
 
 STA_UNSYNC = 0x0040
 STA_NANO = 0x2000
+_TIMEX = struct.Struct("@I4lI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,6 @@ class ClockState:
     error_max_s: float
 
 
-class _Timex(ctypes.Structure):
-    # struct timex of adjtimex(2) for 64-bit Linux; the tail is padding that the kernel may fill.
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
-        ("status", ctypes.c_int),
-        ("tail", ctypes.c_byte * 256),
-    )
-
-
 def read_clock_state(root: Path = Path("/")) -> ClockState:
     """Return the kernel's view of its clock.
 
@@ -54,18 +42,29 @@ def read_clock_state(root: Path = Path("/")) -> ClockState:
     """
     if root != Path("/"):
         return _recorded(root / "syscall/adjtimex.json")
-    timex = _Timex()
+    offset, error_max_us, status = _adjtimex()
+    unit_s = 1e-9 if status & STA_NANO else 1e-6
+    return ClockState(
+        synchronised=not status & STA_UNSYNC,
+        offset_s=offset * unit_s,
+        error_max_s=error_max_us * 1e-6,
+    )
+
+
+def _adjtimex() -> tuple[int, int, int]:
+    """Return offset, maxerror and status of ``struct timex``, as 64-bit Linux lays it out."""
+    # Imported by the child that asks, so that starting the command does not pay for it.
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.adjtimex(ctypes.byref(timex)) < 0:
+    # Zeros ask without changing anything; the structure has 208 bytes, and room is cheap.
+    timex = ctypes.create_string_buffer(512)
+    if libc.adjtimex(timex) < 0:
         code = ctypes.get_errno()
         error = OSError(code, os.strerror(code))
         raise ProbeError(f"adjtimex: {error.strerror}", reason_of(error))
-    unit_s = 1e-9 if timex.status & STA_NANO else 1e-6
-    return ClockState(
-        synchronised=not timex.status & STA_UNSYNC,
-        offset_s=timex.offset * unit_s,
-        error_max_s=timex.maxerror * 1e-6,
-    )
+    _modes, offset, _freq, error_max_us, _esterror, status = _TIMEX.unpack_from(timex)
+    return offset, error_max_us, status
 
 
 def _recorded(path: Path) -> ClockState:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from gpuops.errors import ProbeError
+from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
 from gpuops.host.records import from_json, to_json
 from gpuops.host.sysfs import sysfs_address
@@ -62,7 +62,7 @@ def read_nvml(deadline_s: float) -> NvmlSnapshot:
         )
     try:
         return from_json(NvmlSnapshot, probe.answer(outcome), "the NVML snapshot")
-    except ProbeError as exc:
+    except (ProbeError, ConfigError, ValueError) as exc:
         return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
 
 

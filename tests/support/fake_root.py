@@ -55,3 +55,6 @@ class FakeRoot:
             link = self.path / device / "driver"
             link.symlink_to(f"../../../../bus/pci/drivers/{driver}")
         return self
+
+    def gpu_off(self, address):
+        return self.write(f"sys/bus/pci/devices/{address}/config", b"\xff" * 64)

@@ -1,0 +1,406 @@
+"""``gpuops check`` as its users meet it: exit codes, output, what is recorded, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import mock_nvml
+from support.command import gpuops
+from support.fake_root import FakeRoot
+from support.mock_nvml import UUIDS, addresses
+
+pytestmark = pytest.mark.cc
+
+XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid=1, name=python, GPU has fallen off the bus."
+
+
+@pytest.fixture(scope="module")
+def mock(tmp_path_factory):
+    return mock_nvml.build(tmp_path_factory.mktemp("nvml"))
+
+
+class Node:
+    """A node made of files and a mock NVML, and the command on it."""
+
+    def __init__(self, tmp_path, mock):
+        self.tmp_path = tmp_path
+        self.root = FakeRoot(tmp_path / "root")
+        self.mock = mock
+        self.scenario = "init 12"
+        self.spool = tmp_path / "spool"
+
+    def gpus(self, count, **kwargs):
+        for address in addresses(count):
+            self.root.gpu(address)
+        self.scenario = mock_nvml.gpus(count, **kwargs)
+        return self
+
+    def check(self, *args, env=None, record=False, timeout=30):
+        return gpuops(
+            "check",
+            *args,
+            *([] if record else ["--no-record"]),
+            env={
+                "GPUOPS_ROOT": str(self.root.path),
+                "GPUOPS_SPOOL": str(self.spool),
+                "GPUOPS_STORE": f"sqlite:///{self.tmp_path}/store.db",
+                "SLURMD_NODENAME": "n1",
+                **self.mock.env(self.scenario),
+                **(env or {}),
+            },
+            timeout=timeout,
+        )
+
+    def findings(self, *args, **kwargs):
+        return json.loads(self.check("--json", *args, **kwargs).stdout)["findings"]
+
+
+@pytest.fixture
+def node(tmp_path, mock):
+    return Node(tmp_path, mock)
+
+
+def spooled(spool):
+    lines = [
+        line for path in sorted(spool.rglob("*.ready")) for line in path.read_text().splitlines()
+    ]
+    return "\n".join(lines)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_healthy_node_without_gpus_may_run(node):
+    run = node.check()
+
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "skip    gpu_count" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("n1: skip (suite default, ")
+
+
+def test_a_healthy_node_with_its_gpus_passes(node):
+    run = node.gpus(8).check("--gpus-expected", "8", "--json")
+    body = json.loads(run.stdout)
+    by_check = {finding["check"]: finding for finding in body["findings"]}
+
+    assert run.returncode == 0
+    assert body["verdict"] == "pass"
+    assert by_check["gpu_count"]["value"] == 8
+    assert by_check["gpu_count"]["source"] == "flag"
+    assert by_check["gpu_pci"]["status"] == "pass"
+
+
+def test_the_json_has_its_frozen_keys(node):
+    body = json.loads(node.check("--json", "--suite", "prolog").stdout)
+
+    assert list(body) == [
+        "schema",
+        "gpuops_version",
+        "node",
+        "suite",
+        "verdict",
+        "start",
+        "end",
+        "late",
+        "findings",
+    ]
+    assert body["schema"] == "gpuops.check/1"
+    assert (body["node"], body["suite"]) == ("n1", "prolog")
+    assert body["start"] < body["end"]
+    assert {finding["check"] for finding in body["findings"]} >= {"memory", "load", "gpu_pci"}
+
+
+def test_json_lines_are_findings_and_then_the_verdict(node):
+    lines = [json.loads(line) for line in node.check("--jsonl").stdout.splitlines()]
+
+    assert [line["schema"] for line in lines[:-1]] == ["gpuops.finding/1"] * (len(lines) - 1)
+    assert len(lines) >= 9
+    assert lines[-1]["schema"] == "gpuops.check-summary/1"
+    assert lines[-1]["verdict"] == "skip"
+
+
+def test_missing_gpus_fail_where_they_are_expected(node):
+    run = node.check("--gpus-expected", "8")
+
+    assert run.returncode == 1
+    assert "fail    gpu_count" in run.stdout
+    assert "no GPU on the PCI bus and no NVIDIA driver library" in run.stdout
+
+
+def test_the_expectation_may_come_from_the_environment(node):
+    (finding,) = node.findings("--only", "gpu_count", env={"GPUOPS_GPUS_EXPECTED": "2"})
+
+    assert finding["status"] == "fail"
+    assert finding["source"] == "environment GPUOPS_GPUS_EXPECTED"
+
+
+def test_a_gpu_that_fell_off_the_bus_is_seen_three_ways(node):
+    """The bus reads all ones, NVML says that it is lost, the kernel has logged Xid 79."""
+    node.gpus(4, broken={0: 15}).root.gpu_off(addresses(4)[0]).kmsg("boot", XID_79)
+    found = [item for item in node.findings() if item["status"] == "fail"]
+
+    assert {item["check"] for item in found} == {"gpu_count", "gpu_pci", "kernel_log"}
+    assert {item["failure_class"] for item in found} == {"gpu_hw.fell_off_bus"}
+
+
+def test_an_nvml_that_hangs_is_named_as_late_and_costs_bounded_time(node):
+    node.gpus(2)
+    node.scenario = "deaf\ndelay_ms 600000\n" + node.scenario
+    started = time.monotonic()
+    run = node.check("--only", "gpu_count", "--only", "gpu_pci", "--deadline", "1.5", "--json")
+
+    assert run.returncode == 3
+    assert time.monotonic() - started < 10
+    by_check = {item["check"]: item for item in json.loads(run.stdout)["findings"]}
+    assert by_check["gpu_count"]["unknown_reason"] == "timeout"
+    assert "NVML gave no answer" in by_check["gpu_count"]["message"]
+    assert by_check["gpu_pci"]["status"] == "pass"
+    assert json.loads(run.stdout)["late"] == ["gpu_count"]
+
+
+def test_an_nvml_that_crashes_does_not_keep_the_job_from_starting(node):
+    node.gpus(2)
+    node.scenario = "segfault"
+    run = node.check("--only", "gpu_count", "--json")
+    (finding,) = json.loads(run.stdout)["findings"]
+    assert run.returncode == 0
+    assert (finding["status"], finding["unknown_reason"]) == ("warn", "crash")
+
+
+def test_a_broken_rule_of_the_site_warns_and_lets_the_job_start(node, tmp_path):
+    rules = tmp_path / "site" / "rules"
+    rules.mkdir(parents=True)
+    (rules / "own.toml").write_text('[[rule]]\nid = "x"\npattern = "("\n')
+    env = {"GPUOPS_SITE_DIR": str(tmp_path / "site")}
+    run = node.check("--only", "kernel_log", "--json", env=env, record=True)
+
+    (finding,) = json.loads(run.stdout)["findings"]
+    assert run.returncode == 0
+    assert (finding["status"], finding["unknown_reason"]) == ("warn", "crash")
+    assert "rule 'x' in" in finding["message"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "word"),
+    [
+        ([], 0, "OK"),
+        (["--gpus-expected", "1"], 2, "CRITICAL"),
+    ],
+)
+def test_nagios_gets_its_own_codes_and_one_line(node, args, code, word):
+    run = node.check("--nagios", *args)
+
+    assert run.returncode == code
+    assert run.stdout.startswith(f"GPUOPS {word} - ")
+    assert run.stdout.count("\n") == 1
+
+
+def test_nagios_warnings_and_unknowns_have_codes_of_their_own(node):
+    node.root.memory(total_kib=1000, available_kib=50)
+    assert node.check("--nagios").returncode == 1
+
+    node.gpus(1)
+    node.scenario = "delay_ms 600000"
+    assert node.check("--nagios", "--only", "gpu_count", "--deadline", "1").returncode == 3
+
+
+def test_only_runs_what_is_named(node):
+    assert [item["check"] for item in node.findings("--only", "memory")] == ["memory"]
+
+
+def test_text_from_the_kernel_cannot_drive_the_terminal(node):
+    node.root.kmsg("nfs: server a\\x1b[2Jb not responding", "nfs: server x not responding \x1b[31m")
+    run = node.check("--only", "kernel_log")
+
+    assert "\x1b" not in run.stdout
+    assert "not responding" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--suite", "prolgo"], "there is no suite 'prolgo'; did you mean 'prolog'?"),
+        (["--only", "memroy"], "there is no check 'memroy'; did you mean 'memory'?"),
+        (["--deadline", "0"], "0.0 is not in the range 0<x<=3600"),
+        (["--gpus-expected", "-1"], "a number from 0 to 1024 is wanted"),
+        (["--json", "--nagios"], "--json, --jsonl and --nagios exclude each other"),
+        (["--sweet"], "No such option"),
+        (["--trigger", "whim"], "is not one of"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_64_and_one_clear_line(node, args, message):
+    run = node.check(*args)
+
+    assert run.returncode == 64
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("deadline_s = = 1", "as TOML"),
+        ("deadline_s = 1\ndeadlin = 2", "unknown key 'deadlin'; did you mean 'deadline_s'"),
+        ('deadline_s = 1\n[[check]]\nname = "disk"', "there is no check 'disk'"),
+    ],
+)
+def test_a_mistake_in_a_suite_is_64_and_names_the_file(node, tmp_path, text, message):
+    suites = tmp_path / "site" / "suites"
+    suites.mkdir(parents=True)
+    (suites / "own.toml").write_text(text)
+    run = node.check("--suite", "own", env={"GPUOPS_SITE_DIR": str(tmp_path / "site")})
+
+    assert run.returncode == 64
+    assert message in run.stderr
+    assert "own.toml" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is held to root's own files")
+def test_root_does_not_read_a_suite_that_others_may_write(node, tmp_path):
+    suites = tmp_path / "site" / "suites"
+    suites.mkdir(parents=True)
+    (suites / "own.toml").write_text("deadline_s = 1\n")
+    (suites / "own.toml").chmod(0o666)
+    run = node.check("--suite", "own", env={"GPUOPS_SITE_DIR": str(tmp_path / "site")})
+
+    assert run.returncode == 64
+    assert "root does not read" in run.stderr
+
+
+def test_the_list_shows_limits_and_their_sources(node):
+    run = node.check("--list", "--suite", "prolog")
+
+    assert run.returncode == 0
+    assert "suites: default, prolog" in run.stdout
+    assert "available_percent: warn at 10  [gpuops judgement]" in run.stdout
+    assert json.loads(node.check("--list", "--json").stdout)["schema"] == "gpuops.check-list/1"
+
+
+def test_a_result_is_spooled_and_flushed_to_the_store(node, tmp_path):
+    run = node.check("--trigger", "prolog", record=True)
+
+    assert (run.returncode, run.stderr) == (0, "")
+    wait_until(lambda: (tmp_path / "store.db").exists() and not spooled(node.spool))
+
+
+def test_what_is_spooled_is_the_run_and_our_own_failures(node):
+    """The store's host does not exist, so that nothing leaves the spool."""
+    node.scenario = "segfault"
+    env = {"GPUOPS_STORE": "postgresql+psycopg://u@127.0.0.1:1/none"}
+    node.check("--only", "gpu_count", "--trigger", "epilog", env=env, record=True)
+    text = spooled(node.spool)
+
+    assert '"check.ran"' in text
+    assert '"epilog"' in text
+
+
+def test_a_judge_of_ours_that_crashed_is_recorded_as_a_failure_of_the_tool(node, tmp_path):
+    rules = tmp_path / "site" / "rules"
+    rules.mkdir(parents=True)
+    (rules / "own.toml").write_text("[[rule]]\nnonsense = 1\n")
+    env = {
+        "GPUOPS_SITE_DIR": str(tmp_path / "site"),
+        "GPUOPS_STORE": "postgresql+psycopg://u@127.0.0.1:1/none",
+    }
+    node.check("--only", "kernel_log", env=env, record=True)
+
+    assert '"tool.failed"' in spooled(node.spool)
+    assert "look of check kernel_log" in spooled(node.spool)
+
+
+@pytest.mark.parametrize("kind", ["a file", "a directory of another shape"])
+def test_a_spool_that_cannot_be_written_changes_no_verdict(node, kind):
+    if kind == "a file":
+        node.spool.write_text("in the way")
+    else:
+        node.spool = Path("/proc/gpuops-spool")
+    run = node.check("--gpus-expected", "1", record=True)
+
+    assert run.returncode == 1
+    assert run.stderr.startswith("gpuops: ")
+    assert run.stderr.count("\n") == 1
+    assert str(node.spool) in run.stderr
+
+
+def test_a_reader_that_goes_away_changes_no_verdict_and_the_result_is_recorded(node):
+    env = {
+        **os.environ,
+        "GPUOPS_ROOT": str(node.root.path),
+        "GPUOPS_SPOOL": str(node.spool),
+        "GPUOPS_STORE": "postgresql+psycopg://u@127.0.0.1:1/none",
+        **node.mock.env(node.scenario),
+    }
+    argv = [sys.executable, "-m", "gpuops", "check"]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        run.stdout.close()
+        errors = run.stderr.read()
+        code = run.wait(timeout=20)
+
+    assert code != 1
+    assert b"Traceback" not in errors
+    assert '"check.ran"' in spooled(node.spool)
+
+
+WHAT_IS_IMPORTED = """
+import sys
+from gpuops.cli.main import run_command
+code = run_command(sys.argv[1:])
+heavy = {"torch", "sqlalchemy", "alembic", "numpy", "rich", "psutil"} & set(sys.modules)
+print(f"code {code} heavy {sorted(heavy)}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "args", [["check", "--suite", "prolog"], ["check", "--help"], ["--help"]], ids=" ".join
+)
+def test_check_imports_nothing_heavy(node, args):
+    env = {
+        **os.environ,
+        "GPUOPS_ROOT": str(node.root.path),
+        "GPUOPS_SPOOL": str(node.spool),
+        "GPUOPS_STORE": "postgresql+psycopg://u@127.0.0.1:1/none",
+        **node.mock.env(node.scenario),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", WHAT_IS_IMPORTED, *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+
+    assert run.stderr.splitlines()[-1] == "code 0 heavy []"
+
+
+def test_the_command_works_without_path_home_or_a_terminal(node):
+    """Slurmd gives its hooks neither."""
+    env = {"GPUOPS_ROOT": str(node.root.path), **node.mock.env(node.scenario)}
+    run = subprocess.run(
+        [sys.executable, "-m", "gpuops", "check", "--suite", "prolog", "--no-record"],
+        env=env,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        cwd="/",
+        timeout=30,
+        check=False,
+    )
+
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_the_uuid_of_a_gpu_names_it_where_nvml_knows_it(node):
+    node.gpus(2).root.gpu_off(addresses(2)[1])
+    found = [item for item in node.findings("--only", "gpu_pci") if item["status"] == "fail"]
+
+    assert [item["entity"] for item in found] == [{"kind": "gpu", "id": UUIDS[1]}]

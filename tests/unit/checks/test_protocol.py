@@ -1,0 +1,71 @@
+"""Limits, and the list of checks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuops.checks import NAMES, check_named
+from gpuops.checks.protocol import Limit
+from gpuops.checks.suites import load_suite, suite_paths
+from gpuops.errors import ConfigError
+from gpuops.model import Status
+from gpuops.resources import data_dir
+
+SUITES = [data_dir("checks") / "suites"]
+numbers = st.floats(-1e9, 1e9)
+
+
+@given(numbers, numbers, numbers)
+def test_a_floor_and_a_ceiling_are_mirrors(value, warn, fail):
+    limit = Limit(source="x", warn=warn, fail=fail)
+    mirror = Limit(source="x", warn=-warn, fail=-fail)
+
+    assert limit.floor(value) is mirror.ceiling(-value)
+
+
+def test_a_limit_that_is_not_given_is_not_applied():
+    assert Limit(source="x", warn=1).ceiling(1e9) is Status.WARN
+    assert Limit(source="x", fail=9).ceiling(8) is Status.PASS
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        (Limit(source="x", warn=5), "> 5 %"),
+        (Limit(source="x", fail=5), "> 5 %"),
+        (Limit(source="x", warn=5, fail=0.5), "> 5 % (fail: 0.5 %)"),
+    ],
+)
+def test_a_limit_says_what_is_wanted(limit, text):
+    assert limit.text(">", "%") == text
+
+
+def test_a_limit_without_numbers_or_without_a_source_is_refused():
+    with pytest.raises(ConfigError, match="neither warn nor fail"):
+        Limit(source="x")
+    with pytest.raises(ConfigError, match="source"):
+        Limit(source=" ", warn=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_check_has_the_name_of_its_module(name):
+    check = check_named(name)
+
+    assert check.name == name
+    assert check.about
+
+
+@pytest.mark.parametrize("suite", sorted(suite_paths(SUITES)))
+def test_every_shipped_suite_runs_every_check_with_sources(suite):
+    loaded = load_suite(suite, SUITES)
+
+    assert loaded.names == NAMES
+    assert loaded.about
+    assert "timeout" not in loaded.unknown
+
+
+def test_checks_that_share_a_look_share_the_very_same_one():
+    looks = {}
+    for name in NAMES:
+        look = check_named(name).look
+        assert looks.setdefault(look.name, look) is look

@@ -1,0 +1,209 @@
+"""A suite runs to its end whatever its looks and judges do, and no bug of ours fails the node."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from gpuops.checks.protocol import Check, Look, Machine, NoParameters
+from gpuops.checks.runner import run_suite
+from gpuops.checks.suites import Planned, Suite
+from gpuops.errors import ProbeError
+from gpuops.host.clock import SystemClock
+from gpuops.host.probe import STOP_S
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+SHIPPED_POLICY = {
+    UnknownReason.NO_PERMISSION: Status.WARN,
+    UnknownReason.MISSING_TOOL: Status.WARN,
+    UnknownReason.CRASH: Status.WARN,
+    UnknownReason.NOT_SUPPORTED: Status.SKIP,
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """The facts of these tests."""
+
+    n: int
+
+
+def verdict(status):
+    def judge(facts, _parameters, node):
+        failed = FailureClass.UNRESOLVED if status is Status.FAIL else None
+        text = f"saw {facts.n}"
+        return [Finding(check="x", entity=node, status=status, message=text, failure_class=failed)]
+
+    return judge
+
+
+def broken_judge(_facts, _parameters, _node):
+    return {}["a bug"]
+
+
+def planned(name, read=lambda _machine, _budget_s: Number(7), judge=None, timeout_s=20.0):
+    look = Look(f"look of {name}", Number, read)
+    check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS))
+    return Planned(check, NoParameters(), timeout_s)
+
+
+def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, tell=lambda _findings: None):
+    suite = Suite(
+        name="test",
+        about="",
+        deadline_s=deadline_s,
+        unknown=MappingProxyType(policy),
+        planned=checks,
+        path=Path("test.toml"),
+    )
+    return run_suite(suite, Machine(), node="n1", clock=SystemClock(), tell=tell)
+
+
+def raising(error):
+    def read(_machine, _budget_s):
+        raise error
+
+    return read
+
+
+def test_facts_travel_from_the_look_to_the_judge():
+    ran = run(planned("a"))
+
+    assert [finding.message for finding in ran.findings] == ["saw 7"]
+    assert (ran.verdict, ran.late, ran.failures) == (Status.PASS, (), ())
+    assert ran.start_us <= ran.end_us
+
+
+def test_findings_stand_in_the_order_of_the_suite_and_are_told_as_they_come():
+    def slow(_machine, _budget_s):
+        time.sleep(0.3)
+        return Number(1)
+
+    told = []
+    ran = run(planned("slow", slow), planned("quick"), tell=told.extend)
+
+    assert [finding.message for finding in ran.findings] == ["saw 1", "saw 7"]
+    assert [finding.message for finding in told] == ["saw 7", "saw 1"]
+
+
+def test_a_suite_without_checks_passes():
+    assert run().verdict is Status.PASS
+
+
+def test_the_verdict_is_the_worst_finding():
+    ran = run(planned("a", judge=verdict(Status.FAIL)), planned("b", judge=verdict(Status.WARN)))
+
+    assert ran.verdict is Status.FAIL
+
+
+def test_checks_that_share_a_look_share_one_child():
+    look = Look("shared", Number, lambda _machine, _budget_s: Number(os.getpid()))
+    checks = [
+        Planned(Check(n, "", look, NoParameters, verdict(Status.PASS)), NoParameters(), 20.0)
+        for n in ("a", "b")
+    ]
+    first, second = run(*checks).findings
+
+    assert first.message == second.message
+
+
+def test_late_checks_are_named_and_the_others_still_count():
+    started = time.monotonic()
+    ran = run(
+        planned("late", lambda _machine, _budget_s: time.sleep(60), timeout_s=0.3),
+        planned("fine"),
+    )
+
+    assert ran.late == ("late",)
+    late, fine = ran.findings
+    assert (late.status, late.unknown_reason) == (Status.UNKNOWN, UnknownReason.TIMEOUT)
+    assert fine.status is Status.PASS
+    assert ran.verdict is Status.UNKNOWN
+    assert time.monotonic() - started < 5
+
+
+def test_the_deadline_of_the_suite_ends_them_all():
+    def deaf(_machine, _budget_s):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    started = time.monotonic()
+    ran = run(*[planned(f"deaf {n}", deaf) for n in range(4)], deadline_s=0.3)
+
+    assert len(ran.late) == 4
+    assert time.monotonic() - started < 0.3 + STOP_S + 4
+
+
+def test_a_look_knows_how_long_it_has():
+    (finding,) = run(
+        planned("a", lambda _machine, budget_s: Number(int(budget_s)), timeout_s=9), deadline_s=4
+    ).findings
+
+    assert finding.message == "saw 4"
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("no_permission", Status.WARN),
+        ("missing_tool", Status.WARN),
+        ("not_supported", Status.SKIP),
+        ("timeout", Status.UNKNOWN),
+    ],
+)
+def test_what_cannot_be_looked_at_becomes_what_the_suite_says(reason, status):
+    (finding,) = run(planned("a", raising(ProbeError("may not", reason)))).findings
+
+    assert (finding.status, finding.unknown_reason, finding.message) == (status, reason, "may not")
+
+
+def test_a_reason_without_a_policy_stays_unknown():
+    ran = run(planned("a", raising(ProbeError("may not", "no_permission"))), policy={})
+
+    assert ran.verdict is Status.UNKNOWN
+
+
+def test_a_look_that_raises_is_our_failure_and_warns():
+    ran = run(planned("a", raising(KeyError("a bug"))), planned("b"))
+
+    assert [finding.status for finding in ran.findings] == [Status.WARN, Status.PASS]
+    (failure,) = ran.failures
+    assert failure.what == "look of check a"
+    assert "raising" not in failure.error
+    assert "KeyError" in failure.traceback
+
+
+def test_a_look_that_dies_is_our_failure_and_warns():
+    ran = run(planned("a", lambda _m, _b: os.kill(os.getpid(), signal.SIGSEGV)))
+
+    (finding,) = ran.findings
+    assert (finding.status, finding.unknown_reason) == (Status.WARN, UnknownReason.CRASH)
+    assert "SIGSEGV" in ran.failures[0].error
+
+
+def test_a_look_that_returns_other_facts_is_our_failure_and_warns():
+    ran = run(planned("a", lambda _machine, _budget_s: 3))
+
+    assert ran.findings[0].unknown_reason is UnknownReason.CRASH
+    assert ran.failures
+
+
+def test_a_judge_that_raises_is_our_failure_and_warns():
+    ran = run(planned("a", judge=broken_judge), planned("b"))
+
+    assert [finding.status for finding in ran.findings] == [Status.WARN, Status.PASS]
+    assert ran.findings[0].message.startswith("a bug in gpuops, not a fault of the node: KeyError")
+    assert ran.failures[0].what == "judge of check a"
+    assert "broken_judge" in ran.failures[0].traceback
+
+
+def test_the_json_of_a_run_has_its_frozen_keys():
+    ran = run(planned("a"))
+
+    assert list(ran.to_json()) == ["node", "suite", "verdict", "start", "end", "late", "findings"]

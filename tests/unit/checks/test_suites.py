@@ -1,0 +1,106 @@
+"""Suites from TOML: what they become, and what each mistake in one is answered with."""
+
+import pytest
+
+from gpuops.checks.suites import load_suite, parse_suite
+from gpuops.errors import ConfigError, UsageError
+from gpuops.model import Status, UnknownReason
+from gpuops.resources import data_dir
+
+SHIPPED = data_dir("checks") / "suites"
+MEMORY = {
+    "name": "memory",
+    "timeout_s": 3,
+    "available_percent": {"warn": 10, "source": "a test"},
+}
+
+
+@pytest.fixture
+def site(tmp_path):
+    def write(text, name="site"):
+        (tmp_path / f"{name}.toml").write_text(text)
+        return [SHIPPED, tmp_path]
+
+    return write
+
+
+def parsed(path, **table):
+    return parse_suite("site", {"deadline_s": 5, "check": [MEMORY], **table}, path)
+
+
+def test_a_suite_is_what_its_file_says(tmp_path):
+    suite = parsed(tmp_path, unknown={"crash": "warn"})
+
+    assert (suite.names, suite.deadline_s) == (("memory",), 5.0)
+    assert suite.planned[0].parameters.available_percent.warn == 10
+    assert suite.unknown == {UnknownReason.CRASH: Status.WARN}
+
+
+def test_a_sites_suite_replaces_the_shipped_one_of_its_name(site):
+    suite = load_suite("prolog", site("deadline_s = 1\n", name="prolog"))
+
+    assert (suite.deadline_s, suite.names) == (1.0, ())
+
+
+def test_an_unknown_suite_lists_those_there_are():
+    with pytest.raises(UsageError) as caught:
+        load_suite("prolgo", [SHIPPED])
+
+    expected = "there is no suite 'prolgo'; did you mean 'prolog'? (there is: default, prolog)"
+    assert str(caught.value) == expected
+
+
+def test_a_malformed_file_is_named_with_the_place_of_the_mistake(site):
+    with pytest.raises(ConfigError, match=r"site\.toml as TOML: .*line 1"):
+        load_suite("site", site("deadline_s = = 3"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"deadlines": 3}, "unknown key 'deadlines'; did you mean 'deadline_s'"),
+        ({"deadline_s": 0}, "deadline_s of .* must be seconds up to 3600, got 0"),
+        ({"deadline_s": "8s"}, "must be seconds up to 3600, got '8s'"),
+        ({"deadline_s": True}, "must be seconds up to 3600, got True"),
+        ({"check": {"name": "memory"}}, r"written as \[\[check\]\] tables"),
+        ({"check": [MEMORY, MEMORY]}, "runs the check 'memory' twice"),
+        ({"check": [{**MEMORY, "name": "memroy"}]}, "no check 'memroy'; did you mean 'memory'"),
+        ({"check": [{"timeout_s": 1}]}, "no check 'None'"),
+        ({"check": [{**MEMORY, "availble_percent": 1}]}, "did you mean 'available_percent'"),
+        ({"check": [{**MEMORY, "available_percent": 10}]}, "must be a table, got 10"),
+        (
+            {"check": [{**MEMORY, "available_percent": {"warn": "10", "source": "x"}}]},
+            "warn of available_percent of check 'memory' .* must be a number, got '10'",
+        ),
+        ({"check": [{**MEMORY, "available_percent": {"warn": 10}}]}, "lacks 'source'"),
+        ({"check": [{"name": "memory", "timeout_s": 1}]}, "lacks 'available_percent'"),
+        ({"unknown": "warn"}, "unknown is a table of reasons, got 'warn'"),
+        ({"unknown": {"crashed": "warn"}}, "unknown key 'crashed'; did you mean 'crash'"),
+        ({"unknown": {"crash": "fail"}}, "unknown.crash must be one of skip, warn, unknown"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_valid(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        parsed(tmp_path, **change)
+
+
+def test_a_suite_can_be_reduced_to_some_of_its_checks():
+    suite = load_suite("default", [SHIPPED])
+
+    assert suite.only(["load", "memory"]).names == ("memory", "load")
+    assert suite.only([]) is suite
+
+
+def test_reducing_to_a_check_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(UsageError, match=r"no check 'gpu_coutn'; did you mean 'gpu_count'"):
+        load_suite("default", [SHIPPED]).only(["gpu_coutn"])
+    with pytest.raises(UsageError, match=r"does not run the check 'load' \(it runs memory\)"):
+        parsed(tmp_path).only(["load"])
+
+
+def test_the_number_of_gpus_comes_from_the_settings_where_they_have_one():
+    suite = load_suite("default", [SHIPPED])
+    (gpu_count,) = suite.expecting_gpus(8, "flag").only(["gpu_count"]).planned
+
+    assert (gpu_count.parameters.expected, gpu_count.parameters.source) == (8, "flag")
+    assert suite.expecting_gpus(None, "default") is suite

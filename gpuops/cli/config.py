@@ -4,6 +4,7 @@ import json
 
 import click
 
+from gpuops.checks.suites import load_suite, suite_paths
 from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import SETTINGS, scrub_url
 from gpuops.model import envelope
@@ -51,9 +52,13 @@ def _shown(show: object, value: object) -> str | None:
 def validate(ctx: click.Context) -> None:
     """Read the configuration, every suite and every rule; exit 64 at the first mistake."""
     settings = settings_of(ctx)
-    rule_dirs = [data_dir("checks") / "rules"]
+    folders = [data_dir("checks")]
     if settings.site_dir is not None:
-        rule_dirs.append(settings.site_dir / "rules")
-    rules = load_rules(rule_dirs)
+        folders.append(settings.site_dir)
+    rules = load_rules([folder / "rules" for folder in folders])
+    suite_dirs = [folder / "suites" for folder in folders]
+    suites = [load_suite(name, suite_dirs).name for name in suite_paths(suite_dirs)]
     origin = settings.file or "no file, defaults only"
-    click.echo(f"valid: configuration ({origin}), {len(rules)} log rules")
+    click.echo(
+        f"valid: configuration ({origin}), {len(rules)} log rules, suites {', '.join(suites)}"
+    )

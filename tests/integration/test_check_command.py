@@ -265,6 +265,21 @@ def test_a_mistake_in_a_suite_is_64_and_names_the_file(node, tmp_path, text, mes
     assert run.stderr.count("\n") == 1
 
 
+def test_validating_the_configuration_reads_every_suite(tmp_path):
+    suites = tmp_path / "site" / "suites"
+    suites.mkdir(parents=True)
+    env = {"GPUOPS_SITE_DIR": str(tmp_path / "site")}
+    (suites / "own.toml").write_text("deadline_s = 1\n")
+    valid = gpuops("config", "validate", env=env)
+    (suites / "own.toml").write_text("deadline_s = 1\nx = 1\n")
+    broken = gpuops("config", "validate", env=env)
+
+    assert valid.returncode == 0
+    assert "suites default, prolog, own" in valid.stdout
+    assert broken.returncode == 64
+    assert "own.toml has unknown key 'x'" in broken.stderr
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is held to root's own files")
 def test_root_does_not_read_a_suite_that_others_may_write(node, tmp_path):
     suites = tmp_path / "site" / "suites"

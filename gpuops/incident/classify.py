@@ -21,8 +21,9 @@ _PID_TOLD = re.compile(r"\(pid(?:\(s\))? ([\d, ]{1,80})\)")
 class Verdict:
     """What one exit is to the failure of its attempt.
 
-    ``lines`` are those that decided it; ``by`` says in words how the class is known. ``specific``
-    means that a rule or the kernel named the class, not just the way the process ended.
+    ``lines`` are those that decided it; ``by`` says in words how the class is known, or why it is
+    no failure. ``specific`` means that a rule or the kernel named the class, not just the way the
+    process ended.
     """
 
     worker: WorkerExit
@@ -61,28 +62,28 @@ _CRASH = _Meaning(
     FailureClass.SEGFAULT,
     Side.AMBIGUOUS,
     Confidence.CONFIRMED,
-    "its wait status: the process made an invalid access",
+    "known by its wait status: the process made an invalid access",
     frozenset({"gpu_hw", "storage"}),
 )
 _ASKED_TO_END = _Meaning(
     FailureClass.CANCELLED,
     Side.SCHEDULER,
     Confidence.PROBABLE,
-    "its wait status: somebody other than its agent asked it to end",
+    "known by its wait status: somebody other than its agent asked it to end",
 )
 _SIGNALS = {
     "SIGKILL": _Meaning(
         FailureClass.SIGKILL_PROBABLE,
         Side.AMBIGUOUS,
         Confidence.PROBABLE,
-        "its wait status alone: no record says who sent the signal",
+        "known by its wait status alone: no record says who sent the signal",
         frozenset({"host_mem"}),
     ),
     "SIGABRT": _Meaning(
         FailureClass.ABORT,
         Side.AMBIGUOUS,
         Confidence.CONFIRMED,
-        "its wait status: the process aborted itself",
+        "known by its wait status: the process aborted itself",
         ANY,
     ),
     "SIGSEGV": _CRASH,
@@ -97,7 +98,7 @@ _OTHER_SIGNAL = _Meaning(
     FailureClass.UNRESOLVED,
     Side.AMBIGUOUS,
     Confidence.UNKNOWN,
-    "its wait status: a signal that says nothing about the cause",
+    "known by its wait status: a signal that says nothing about the cause",
     ANY,
 )
 # A shell between the agent and Python turns the signal n into the exit code 128 + n.
@@ -116,9 +117,9 @@ def classify(
         kernel_lines: The node's kernel log around the failure, if it could be read.
     """
     if worker.terminated:
-        return _plain(worker, Role.TEARDOWN, "ended by its agent after another worker had failed")
+        return _plain(worker, Role.TEARDOWN, "its agent ended it after another worker had failed")
     if worker.exit_code == 0 and worker.signal is None:
-        return _plain(worker, Role.NOISE, "finished with exit code 0")
+        return _plain(worker, Role.NOISE, "it was done")
     about = kernel.lines_about(kernel_lines, _pids(worker))
     return (
         _by_oom(worker, about)
@@ -161,7 +162,7 @@ def _by_oom(worker: WorkerExit, about: Sequence[str]) -> Verdict | None:
         failure_class=record.failure_class,
         side=Side.USER if in_cgroup else Side.AMBIGUOUS,
         confidence=Confidence.CONFIRMED,
-        by="the kernel's own record of the OOM kill",
+        by="known by the kernel's own record of the OOM kill",
         lines=(record.line,),
         kernel_lines=(record.line,),
         specific=True,
@@ -185,7 +186,7 @@ def _by_exception(
         failure_class=FailureClass.USER_EXCEPTION,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        by=f"the exception it raised{f' at {where}' if where else ''}",
+        by=f"known by the exception it raised{f' at {where}' if where else ''}",
         lines=(lines[0],),
         kernel_lines=about,
     )
@@ -228,7 +229,7 @@ def _by_log(worker: WorkerExit, rules: Sequence[LogRule]) -> Verdict | None:
         failure_class=FailureClass.USER_EXCEPTION,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        by="the traceback in its log",
+        by="known by the traceback in its log",
         lines=(printed,),
     )
 
@@ -240,7 +241,7 @@ def _unexplained(worker: WorkerExit) -> Verdict:
         failure_class=FailureClass.USER_EXCEPTION,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        by=f"its exit code {worker.exit_code}: it ended itself and left neither exception nor hint",
+        by=f"known by its exit code {worker.exit_code}: no exception and no hint was left",
     )
 
 
@@ -259,7 +260,7 @@ def _ruled(
         failure_class=rule.failure_class,
         side=rule.side,
         confidence=Confidence.SYMPTOM_ONLY if is_symptom else confidence,
-        by=f"{by} (rule {rule.id})",
+        by=f"known by {by} (rule {rule.id})",
         lines=(line,),
         kernel_lines=about,
         specific=True,

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from gpuops.config import scrub_url
 from gpuops.incident import exception
 from gpuops.incident.cause import Cause
 from gpuops.incident.classify import Verdict
 from gpuops.model import Entity, EntityKind, Evidence, Role, WorkerExit
+from gpuops.rules import LINE_MAX
+from gpuops.scrub import scrub
 
 TAIL_LINES = 20
 LINE_CHARS = 500
@@ -22,8 +23,8 @@ def evidence_for(cause: Cause, verdicts: Sequence[Verdict], node: str) -> tuple[
     blamed = {id(v) for v in cause.blamed}
     items = [_confirmation(line, node) for line in _kernel_lines(cause)]
     apart = [v for v in verdicts if id(v) in blamed or len(verdicts) <= RANKS_APART_MAX]
-    shown = sorted(apart, key=lambda v: v.order)
     quoted = cause.blamed[0] if cause.blamed else cause.first
+    shown = sorted(apart, key=lambda v: (v is not quoted, v.order))
     items += [_of_rank(v, quoted=v is quoted, role=_role(v, blamed)) for v in shown]
     alone = {id(v) for v in apart}
     items += _grouped(v for v in verdicts if id(v) not in alone)
@@ -42,7 +43,7 @@ def step_phrase(worker: WorkerExit) -> str:
 
 def clip(lines: Iterable[str]) -> tuple[str, ...]:
     """Return *lines* without secrets, each cut to `LINE_CHARS`."""
-    return tuple(scrub_url(line[:LINE_CHARS]) for line in lines)
+    return tuple(scrub(line[:LINE_MAX])[:LINE_CHARS] for line in lines)
 
 
 def rank_entity(worker: WorkerExit) -> Entity:
@@ -77,13 +78,14 @@ def _role(verdict: Verdict, blamed: set[int]) -> Role:
 def _of_rank(verdict: Verdict, *, quoted: bool, role: Role) -> Evidence:
     worker = verdict.worker
     text = f"rank {worker.rank} (pid {worker.pid}) {worker.describe()} {step_phrase(worker)}"
-    if worker.exception_type is not None and verdict.role is not Role.TEARDOWN:
+    told = worker.exception_type is not None and verdict.role is not Role.TEARDOWN
+    if told:
         text += f": {exception.headline(worker)}"
     return Evidence(
         role=role,
-        text=scrub_url(f"{text}; known by {verdict.by}"),
+        text=scrub(f"{text}; {verdict.by}"),
         entity=rank_entity(worker),
-        lines=clip(_last_lines(worker) if quoted else verdict.lines),
+        lines=clip(_last_lines(worker) if quoted else () if told else verdict.lines),
         path=worker.log_path,
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from gpuops.config import scrub_url
 from gpuops.incident import exception, kernel
 from gpuops.incident.cause import Cause, find_cause
 from gpuops.incident.classify import Verdict, classify, ending_signal
@@ -19,6 +18,7 @@ from gpuops.model import (
     WorkerExit,
 )
 from gpuops.rules import LogRule
+from gpuops.scrub import scrub
 
 
 def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a failure
@@ -56,7 +56,7 @@ def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a fail
         side=cause.side,
         confidence=cause.confidence,
         state=IncidentState.OPEN,
-        title=scrub_url(_title(cause, verdicts, node)),
+        title=scrub(_title(cause, verdicts, node)),
         first_us=_first_us(cause, detected_us, detected_mono_ns),
         detected_us=detected_us,
         run_id=run_id,

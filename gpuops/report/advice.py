@@ -1,0 +1,93 @@
+"""What the account of a run suggests, each with the seconds that it is about."""
+
+from gpuops.model import FailureClass, Incident
+from gpuops.report.account import Phase, RunAccount
+from gpuops.units import format_seconds
+
+# A restart is a process start, the import of torch and the set-up of the process groups.
+RESTART_SHARE_WORTH_A_WORD = 0.1
+
+
+def advice(account: RunAccount) -> list[str]:
+    """Return sentences for the owner of the run, the most urgent first."""
+    found = [*_repeated(account), *_redone(account), *_unseen(account), *_restarts(account)]
+    found += _open(account)
+    if not found and account.incidents:
+        found.append("nothing to change: what failed was handled and cost what it had to")
+    return found
+
+
+def _redone(account: RunAccount) -> list[str]:
+    again = [attempt for attempt in account.attempts if attempt.redone_steps]
+    if not again:
+        return []
+    steps = sum(attempt.redone_steps or 0 for attempt in again)
+    took = format_seconds(account.seconds[Phase.REDO])
+    anew = [attempt for attempt in again if attempt.began_again]
+    if anew:
+        first = anew[0].row
+        return [
+            (
+                f"{steps} steps were made a second time because attempt {first.ordinal} began again"
+                f" at step {first.steps_first}: the job loads no checkpoint. They took {took}; a"
+                " checkpoint that the script saves and loads at its start would have kept them"
+            )
+        ]
+    return [
+        (
+            f"{steps} steps were made a second time, in {took}: the checkpoints that were loaded"
+            " were that much older than the failures; save more often if a save costs less"
+        )
+    ]
+
+
+def _unseen(account: RunAccount) -> list[str]:
+    unknown_s = account.seconds[Phase.UNKNOWN]
+    if unknown_s <= 0:
+        return []
+    if all(attempt.row.first_step_us is None for attempt in account.attempts):
+        why = "no optimizer step was seen, so productive time cannot be told from the rest"
+    else:
+        why = "without step numbers, repeated steps cannot be told from new ones"
+    return [f"{format_seconds(unknown_s)} are unknown: {why}"]
+
+
+def _repeated(account: RunAccount) -> list[str]:
+    """Return a warning where the same program error ended attempts one after the other."""
+    kinds = (FailureClass.USER_EXCEPTION, FailureClass.CUDA_OOM, FailureClass.USER_EARLY_EXIT)
+    programs = [item for item in account.incidents if item.failure_class in kinds]
+    seen: dict[tuple[str, str], list[Incident]] = {}
+    for item in programs:
+        seen.setdefault((item.failure_class.value, item.title), []).append(item)
+    for (kind, title), items in seen.items():
+        if len(items) > 1:
+            return [
+                (
+                    f"the same {kind} ended {len(items)} attempts ({title}):"
+                    " another restart will not help, the program or its data must change"
+                )
+            ]
+    return []
+
+
+def _restarts(account: RunAccount) -> list[str]:
+    restart_s = account.seconds[Phase.RESTART]
+    count = sum(1 for attempt in account.attempts if attempt.row.ordinal > 0)
+    if not count or restart_s < RESTART_SHARE_WORTH_A_WORD * account.wall_s:
+        return []
+    return [
+        (
+            f"restarts took {format_seconds(restart_s)} of {format_seconds(account.wall_s)}"
+            f" ({format_seconds(restart_s / count)} each): process start, imports, set-up up to the"
+            " first step. In a long run this share falls; loading less before the first step helps"
+        )
+    ]
+
+
+def _open(account: RunAccount) -> list[str]:
+    unresolved = [item for item in account.incidents if not item.culprits and item.authority < 2]
+    return [
+        f"incident {item.id[-8:]} has no known cause: read gpuops runbook"
+        f" {item.failure_class.value} before trusting these nodes"
+        for item in unresolved
+    ]

@@ -1,0 +1,121 @@
+"""An incident for a person to read."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from gpuops.model import Entity, EntityKind, Evidence, Incident, Role
+from gpuops.report.text import (
+    LABEL,
+    WIDTH,
+    clock,
+    cut,
+    flat,
+    labelled,
+    moment,
+    quoted,
+    short,
+    table,
+)
+from gpuops.units import format_seconds
+
+EVIDENCE_MAX = 12
+LINES_MAX = 6
+_PHASES = ("detect", "restart", "redo")
+
+
+def incident_block(incident: Incident, *, indent: int = 2, whole: bool = False) -> list[str]:
+    """Return the lines of one incident: cause, culprits, cost, evidence, what to read next.
+
+    Without *whole* only the first `EVIDENCE_MAX` pieces of evidence are shown, and of each the
+    last `LINES_MAX` log lines.
+    """
+
+    def row(label: str, text: str) -> str:
+        return labelled(label, text, indent)
+
+    lines = [
+        f"incident {short(incident.id)}  {incident.failure_class.value}",
+        row("cause", incident.title),
+        row("known", f"{certainty(incident)}; {incident.culprit_how or 'not said how'}"),
+        row("culprits", who(incident.culprits) or "none"),
+        row("seen", _times(incident)),
+        row("cost", cost(incident.lost_s)),
+        row("actions", ", ".join(action.value for action in incident.actions) or "none"),
+        row("state", state(incident)),
+    ]
+    lines += _evidence(incident.evidence, indent, whole=whole)
+    lines.append(row("runbook", f"gpuops runbook {incident.failure_class.value}"))
+    return lines
+
+
+def incident_list(incidents: Sequence[Incident]) -> str:
+    """Return two lines an incident: what a script would sort by, and what happened."""
+    rows = [
+        (
+            short(item.id),
+            moment(item.first_us),
+            item.state.value,
+            item.failure_class.value,
+            f"run {short(item.run_id)}" if item.run_id else "no run",
+            f"lost {format_seconds(item.lost_seconds)}" if item.lost_s else "cost not known",
+        )
+        for item in incidents
+    ]
+    heads = table(("id", "first seen", "state", "failure class", "", ""), rows).splitlines()
+    titles = [f"{' ' * 10}{cut(item.title, WIDTH - 10)}" for item in incidents]
+    pairs = zip(heads[1:], titles, strict=True)
+    return "\n".join([heads[0], *(line for pair in pairs for line in pair)])
+
+
+def certainty(incident: Incident) -> str:
+    """Return how well the cause is known and whose failure it is, in words."""
+    return f"{incident.confidence.value.replace('_', ' ')}, side: {incident.side.value}"
+
+
+def state(incident: Incident) -> str:
+    """Return the state, with what resolved it."""
+    if incident.resolution is None:
+        return incident.state.value
+    return f"{incident.state.value} at {clock(incident.resolved_us)}: {incident.resolution}"
+
+
+def who(culprits: Sequence[Entity]) -> str:
+    """Return ``"rank 1, node n041"``; many ranks are named as a range."""
+    ranks = [item.id for item in culprits if item.kind is EntityKind.RANK]
+    others = [str(item) for item in culprits if item.kind is not EntityKind.RANK]
+    if len(ranks) > 4:
+        named = [f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"]
+    else:
+        named = [f"rank {rank}" for rank in ranks]
+    return ", ".join([*named, *others])
+
+
+def cost(lost_s: Mapping[str, float]) -> str:
+    """Return ``"12.3 s: detect 0.40 s, restart 5.10 s"``, or that it is not known."""
+    if not lost_s:
+        return "not known yet"
+    names = [*(p for p in _PHASES if p in lost_s), *sorted(set(lost_s) - set(_PHASES))]
+    parts = ", ".join(f"{name} {format_seconds(lost_s[name])}" for name in names)
+    return f"{format_seconds(sum(lost_s.values()))}: {parts}"
+
+
+def _times(incident: Incident) -> str:
+    delay_s = (incident.detected_us - incident.first_us) / 1e6
+    return f"{moment(incident.first_us)}, decided on {format_seconds(delay_s)} later"
+
+
+def _evidence(items: Sequence[Evidence], indent: int, *, whole: bool) -> list[str]:
+    count = len(items) if whole else EVIDENCE_MAX
+    lines = []
+    for index, item in enumerate(islice(items, count)):
+        label = "evidence" if index == 0 else ""
+        lines.append(labelled(label, f"{item.role.value}: {item.text}", indent))
+        if item.role is Role.ROOT and item.path:
+            # Not wrapped: a path is there to be copied.
+            lines.append(f"{' ' * (indent + LABEL)}log {flat(item.path)}")
+        shown = item.lines if whole else item.lines[-LINES_MAX:]
+        lines += quoted(shown, indent + LABEL)
+    if len(items) > count:
+        more = f"{len(items) - count} more; gpuops incident show has them all"
+        lines.append(labelled("", more, indent))
+    return lines

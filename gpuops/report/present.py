@@ -1,0 +1,201 @@
+"""A run's account for a person to read: 100 columns, the answer in the first three lines."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gpuops.model import Incident
+from gpuops.report.account import LOST, Phase, RunAccount
+from gpuops.report.advice import advice
+from gpuops.report.incident_text import certainty, cost, incident_block
+from gpuops.report.text import WIDTH, clock, count, cut, labelled, moment, short, table
+from gpuops.units import format_seconds
+
+INCIDENTS_MAX = 10
+
+
+def report_text(account: RunAccount) -> str:
+    """Return the whole report."""
+    blocks = [
+        [
+            headline(account),
+            labelled("cost", cost_line(account)),
+            labelled("blame", blame(account)),
+        ],
+        _header(account),
+        ["attempts", *_indented(_attempts(account))],
+        *([*incident_block(item)] for item in account.incidents[:INCIDENTS_MAX]),
+        _more(account.incidents),
+        ["time", *_indented(_time(account))],
+        [labelled("advice" if i == 0 else "", text) for i, text in enumerate(advice(account))],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def headline(account: RunAccount) -> str:
+    """Return what happened, in one line."""
+    run = account.run
+    restarts = max(len(account.attempts) - 1, 0)
+    times = f"after {count(restarts, 'restart')}" if restarts else "without a restart"
+    outcome = run.outcome or "still running, as far as is known,"
+    nodes = sorted({node for attempt in account.attempts for node in attempt.row.nodes})
+    where = f"on {', '.join(nodes[:3])}{' …' if len(nodes) > 3 else ''}" if nodes else ""
+    text = f"run {run.name} ({short(run.id)}) {outcome} {times} in {format_seconds(account.wall_s)}"
+    return cut(f"{text} {where}".rstrip(), WIDTH)
+
+
+def cost_line(account: RunAccount) -> str:
+    """Return what the failures cost, and the share of productive time."""
+    seconds = account.seconds
+    parts = ", ".join(f"{p.value} {format_seconds(seconds[p])}" for p in LOST if seconds[p] > 0)
+    lost = (
+        f"{format_seconds(account.lost_s)} lost to failures ({parts})" if parts else "nothing lost"
+    )
+    return f"{lost}; ETTR {ettr(account)}"
+
+
+def ettr(account: RunAccount) -> str:
+    """Return the ratio with two decimals, as a range where some time is unknown."""
+    low, high = account.ettr_alloc, account.ettr_alloc_max
+    if low is None or high is None:
+        return "unknown (no time passed)"
+    if high - low < 0.005:
+        return f"{low:.2f}"
+    unknown = format_seconds(account.seconds[Phase.UNKNOWN])
+    return f"between {low:.2f} and {high:.2f} ({unknown} unknown)"
+
+
+def blame(account: RunAccount) -> str:
+    """Return who was to blame; the same failure over and over is told once."""
+    if not account.incidents:
+        failed = [a for a in account.attempts if a.row.outcome == "failed"]
+        return "no incident on record" if failed else "nobody: nothing failed"
+    told = Counter(map(_blamed, account.incidents))
+    parts = [text if n == 1 else f"{n} times: {text}" for text, n in told.most_common(3)]
+    if len(told) > 3:
+        parts.append(f"and {len(told) - 3} more")
+    return "; ".join(parts)
+
+
+def _blamed(incident: Incident) -> str:
+    nobody = "" if incident.culprits else "nobody found: "
+    return f"{nobody}{incident.title} ({incident.failure_class.value}, {certainty(incident)})"
+
+
+def _header(account: RunAccount) -> list[str]:
+    run = account.run
+    worlds = sorted({a.row.world_size for a in account.attempts if a.row.world_size is not None})
+    nodes = sorted({node for a in account.attempts for node in a.row.nodes})
+    jobs = sorted({str(a.row.slurm_job_id) for a in account.attempts if a.row.slurm_job_id})
+    ended = moment(run.ended_us) if run.ended_us is not None else "not yet"
+    facts = [
+        ("run", f"{run.name}  id {run.id}"),
+        ("command", " ".join(run.command)),
+        ("who", f"{run.user} on cluster {run.cluster}{f', Slurm job {jobs[0]}' if jobs else ''}"),
+        ("where", f"{', '.join(nodes) or 'unknown node'}; {_world(worlds)}"),
+        ("when", f"{moment(run.created_us)} to {ended}"),
+        ("ended", f"{run.outcome or 'no end on record'}{_exit(account)}"),
+        ("with", f"torch {run.torch_version or 'unknown'}; at most {_restarts(run.max_restarts)}"),
+        ("files", run.run_dir),
+        (
+            "ETTR",
+            (
+                f"{ettr(account)} = productive / wall time from launch to end, over all attempts;"
+                " time in a queue is not in it (ETTR_alloc, after arXiv 2410.21680)"
+            ),
+        ),
+    ]
+    return [labelled(label, text) for label, text in facts]
+
+
+def _world(worlds: Sequence[int]) -> str:
+    return f"{' then '.join(map(str, worlds))} ranks" if worlds else "number of ranks unknown"
+
+
+def _restarts(limit: int | None) -> str:
+    return "an unknown number of restarts" if limit is None else count(limit, "restart")
+
+
+def _exit(account: RunAccount) -> str:
+    run = account.run
+    code = "" if run.exit_code is None else f", exit code {run.exit_code}"
+    return f"{code}{f' ({run.reason})' if run.reason else ''}"
+
+
+def _attempts(account: RunAccount) -> str:
+    rows = []
+    for item in account.attempts:
+        row = item.row
+        rows.append(
+            (
+                str(row.ordinal),
+                row.outcome or "running",
+                clock(row.start_us),
+                _duration(row.start_us, row.end_us),
+                steps(row.steps_first, row.steps_last, row.beats),
+                "?" if item.redone_steps is None else str(item.redone_steps or "-"),
+                how_ended(account, row.ordinal, row.outcome, row.exit_code),
+            )
+        )
+    head = ("#", "outcome", "start", "duration", "steps", "redone", "how it ended")
+    return table(head, rows, right=(0, 3, 5), width=WIDTH - 2) if rows else "none on record"
+
+
+def _duration(start_us: int | None, end_us: int | None) -> str:
+    return "-" if start_us is None or end_us is None else format_seconds((end_us - start_us) / 1e6)
+
+
+def steps(first: int | None, last: int | None, beats: int | None) -> str:
+    """Return ``"1 to 57"``, or the heartbeats where step numbers are unknown."""
+    if first is not None and last is not None:
+        return f"{first} to {last}"
+    return f"unknown ({beats} beats)" if beats else "none seen"
+
+
+def how_ended(account: RunAccount, ordinal: int, outcome: str | None, exit_code: int | None) -> str:
+    """Return how an attempt ended: its incident's title, else its outcome in words."""
+    for incident in account.incidents:
+        if incident.attempt == ordinal:
+            return incident.title
+    if outcome == "completed":
+        return "every rank finished"
+    if outcome is None:
+        return "-"
+    return "no incident on record" + ("" if exit_code is None else f", exit code {exit_code}")
+
+
+def _more(incidents: Sequence[Incident]) -> list[str]:
+    rest = incidents[INCIDENTS_MAX:]
+    if not rest:
+        return []
+    lost = sum(item.lost_seconds for item in rest)
+    return [f"and {len(rest)} more incidents, {cost({'together': lost})}: gpuops incident ls"]
+
+
+def _time(account: RunAccount) -> str:
+    wall_s = account.wall_s
+    shown = [
+        (phase, seconds)
+        for phase, seconds in account.seconds.items()
+        if seconds > 0 or phase is not Phase.UNKNOWN
+    ]
+    rows = [
+        (p.value, f"{s:.2f}", f"{100 * s / wall_s:.1f}" if wall_s > 0 else "-", _MEANING[p])
+        for p, s in shown
+    ]
+    rows.append(("wall", f"{wall_s:.2f}", "100.0" if wall_s > 0 else "-", "launch to end"))
+    return table(("phase", "seconds", "%", "what it is"), rows, right=(1, 2), width=WIDTH - 2)
+
+
+_MEANING = {
+    Phase.INIT: "launch to the first step",
+    Phase.PRODUCTIVE: "steps made for the first time",
+    Phase.DETECT: "last progress before a failure to the decision to restart or stop",
+    Phase.RESTART: "that decision to the first step of the next attempt",
+    Phase.REDO: "steps made again, up to the highest step of earlier attempts",
+    Phase.OTHER: "after the last step: saving, teardown, the launcher's own end",
+    Phase.UNKNOWN: "cannot be told: steps or their numbers were not seen",
+}
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]

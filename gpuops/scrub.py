@@ -64,12 +64,12 @@ def scrub_value(value: object, depth: int = DEPTH_MAX) -> object:
     """Return *value* (JSON) scrubbed in every string, under secret keys and after secret flags.
 
     ``{"api_key": "x"}`` and ``["--api-key", "x"]`` are secrets by what stands beside them. Below
-    *depth* levels a value is replaced by its shortened text.
+    *depth* levels nothing is kept.
     """
     if isinstance(value, str):
         return scrub(value)
     if depth <= 0 and isinstance(value, (Mapping, list, tuple)):
-        return scrub(repr(value)[:200])
+        return "…"
     if isinstance(value, Mapping):
         return {str(key): _scrub_under(str(key), item, depth) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

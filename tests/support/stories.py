@@ -56,7 +56,8 @@ class Teller:
 
     def tell(self, kind, payload=None, *, node="n1", **rest):
         event = self.event(kind, payload, node=node, **rest)
-        origin = f"{node}.{uuid.uuid5(uuid.NAMESPACE_DNS, f"{self.seed}.{node}").hex[:12]}"
+        writer = uuid.uuid5(uuid.NAMESPACE_DNS, f"{self.seed}.{node}").hex[:12]
+        origin = f"{node}.{writer}"
         self.lines.append(Line(origin, f"boot-{node}", next(self._seq), event))
         return event
 

@@ -1,0 +1,103 @@
+"""Secrets never get into a store; what is no secret stays readable."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuops.scrub import scrub, scrub_value
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("postgresql+psycopg://ada:hunter2@db/x", "hunter2"),
+        ("postgresql://ada:p@ss/w:rd@db:5432/x failed", "p@ss/w:rd"),
+        ("redis://:hunter2@cache", "hunter2"),
+        ("HF_TOKEN=abcdefgh1", "abcdefgh1"),
+        ("export WANDB_API_KEY='0123abcd'", "0123abcd"),
+        ("AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG", "wJalrXUtnFEMI"),
+        ("AWS_ACCESS_KEY_ID: AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7EXAMPLE"),
+        ("password=123456", "123456"),
+        ('{"password": "hunter2"}', "hunter2"),
+        ("PGPASSWORD=hunter2 psql", "hunter2"),
+        ("Authorization: Bearer abc.def-ghi", "abc.def-ghi"),
+        ("authorization: Basic YWxhZGRpbg==", "YWxhZGRpbg"),
+        ("curl -H 'bearer abcdefgh12345'", "abcdefgh12345"),
+        ("key sk-abcdefghijklmnopqrstuv is bad", "sk-abcdefghijklmnopqrstuv"),
+        ("hf_abcdefghijklmnopqrst", "hf_abcdefghijklmnopqrst"),
+        ("ghp_abcdefghijklmnopqrstuvwxyz0123", "ghp_abcdefghijklmnopqrstuvwxyz0123"),
+        ("https://b.s3.test/k?X-Amz-Signature=deadbeef&x=1", "deadbeef"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijk", "eyJzdWIiOiIxMjM0In0"),
+    ],
+)
+def test_a_secret_is_taken_out(text, secret):
+    assert secret not in scrub(text)
+    assert "***" in scrub(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step 12: tokens=4096 tokens/s: 1234.5 pad_token_id=0",
+        "max_token: 512",
+        "https://example.org:8080/path?x=1",
+        "sqlite:////var/lib/gpuops/gpuops.db",
+        "postgresql://ada@db/x",
+        "RuntimeError: NCCL error in: ../torch/csrc/ProcessGroupNCCL.cpp:1275",
+        "Connection closed by peer [127.0.0.1]:29500",
+        "secretary of state",
+    ],
+)
+def test_what_is_no_secret_stays(text):
+    assert scrub(text) == text
+
+
+def test_what_stands_beside_a_secret_tells_it():
+    value = {
+        "env": {"MY_API_KEY": "abc", "HOME": "/root", "n_tokens": 5},
+        "command": ["train.py", "--api-key", "abc", "--lr", "0.1", "--wandb-token=abc"],
+        "nested": [{"password": "abc"}],
+    }
+
+    assert scrub_value(value) == {
+        "env": {"MY_API_KEY": "***", "HOME": "/root", "n_tokens": 5},
+        "command": ["train.py", "--api-key", "***", "--lr", "0.1", "--wandb-token=***"],
+        "nested": [{"password": "***"}],
+    }
+
+
+def test_values_nested_without_end_are_cut():
+    deep: list = []
+    for _ in range(200):
+        deep = [deep]
+
+    assert str(scrub_value(deep)).count("[") < 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password" * 10_000,
+        "://a:" * 10_000,
+        "a-" * 20_000,
+        "-----BEGIN PRIVATE KEY-----" * 200,
+        "bearer " * 10_000,
+        "token=\"'" * 10_000,
+        "eyJ" + "a" * 50_000,
+        "sk-" * 20_000,
+    ],
+)
+def test_hostile_text_costs_a_bounded_time(text):
+    start = time.process_time()
+
+    scrub(text)
+
+    assert time.process_time() - start < 5
+
+
+@given(st.text())
+def test_scrubbing_twice_changes_nothing_more(text):
+    assert scrub(scrub(text)) == scrub(text)

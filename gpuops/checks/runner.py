@@ -114,8 +114,12 @@ def _looked(suite: Suite, machine: Machine) -> Iterable[Looked]:
     started = {}
     for group in groups.values():
         budget_s = min(max(planned.timeout_s for planned in group), suite.deadline_s)
-        child = _start(group[0].check.look, machine, budget_s)
-        started[child.pid] = child, group
+        try:
+            child = _start(group[0].check.look, machine, budget_s)
+        except ProbeError as exc:
+            yield group, exc
+        else:
+            started[child.pid] = child, group
     for child, outcome in probe.watch([child for child, _ in started.values()]):
         group = started[child.pid][1]
         yield group, _facts(group[0].check.look, outcome)

@@ -215,11 +215,11 @@ def events_of(ran: CheckRun, trigger: str, clock: Clock) -> list[Event]:
 
 def _remember(ctx: click.Context, plan: _Plan, ran: CheckRun, trigger: str, clock: Clock) -> None:
     """Spool the result and start a flusher; a spool that hangs costs `RECORD_S`, no verdict."""
-    child = probe.start_call(
-        lambda: _spooled(plan, events_of(ran, trigger, clock), clock), deadline_s=RECORD_S
-    )
-    outcome = probe.run(child)
     try:
+        child = probe.start_call(
+            lambda: _spooled(plan, events_of(ran, trigger, clock), clock), deadline_s=RECORD_S
+        )
+        outcome = probe.run(child)
         probe.answer(outcome)
     except ProbeError as exc:
         click.echo(f"gpuops: this result is not recorded: {printable(str(exc))}", err=True)

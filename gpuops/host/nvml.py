@@ -54,7 +54,10 @@ class NvmlSnapshot:
 
 def read_nvml(deadline_s: float) -> NvmlSnapshot:
     """Return what NVML says within *deadline_s*; never raises and never hangs."""
-    child = probe.start_call(lambda: to_json(snapshot_here()), deadline_s=deadline_s)
+    try:
+        child = probe.start_call(lambda: to_json(snapshot_here()), deadline_s=deadline_s)
+    except ProbeError as exc:
+        return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
     outcome = probe.run(child)
     if outcome.ending is not probe.Ending.ENDED:
         return NvmlSnapshot(

@@ -190,16 +190,35 @@ def process_wchan(pid: int) -> str | None:
     return name if name not in {"", "0"} else None
 
 
+def _memory_files() -> tuple[int, int]:
+    output = -1
+    try:
+        output = os.memfd_create("output")
+        return output, os.memfd_create("errors")
+    except OSError as exc:
+        if output >= 0:
+            os.close(output)
+        raise ProbeError(f"cannot make a memory file: {exc.strerror}", UnknownReason.CRASH) from exc
+
+
 def start_call(
     function: Callable[[], Any], *, deadline_s: float, signaller: Signaller = signal_group
 ) -> Child:
     """Start *function* in a forked child; what it returns must be serialisable to JSON.
 
     The caller must have a single thread. Read the result with `answer`.
+
+    Raises:
+        ProbeError: No process or file can be had (``crash``): this machine is out of them.
     """
-    output, errors = os.memfd_create("output"), os.memfd_create("errors")
+    output, errors = _memory_files()
     started_s = time.monotonic()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as exc:
+        os.close(output)
+        os.close(errors)
+        raise ProbeError(f"cannot fork: {exc.strerror}", UnknownReason.CRASH) from exc
     if pid == 0:
         _be_the_child(function, output, errors, deadline_s)
     return Child(pid, deadline_s, started_s, output, errors, signaller)
@@ -217,7 +236,7 @@ def start_command(
     Raises:
         ProbeError: It is not there (``missing_tool``) or may not be executed.
     """
-    output, errors = os.memfd_create("output"), os.memfd_create("errors")
+    output, errors = _memory_files()
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, output, 1),

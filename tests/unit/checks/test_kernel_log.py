@@ -84,7 +84,7 @@ def test_an_ordinary_log_passes():
             "warn",
             "host_hw.disk",
         ),
-        ("nvme nvme3: I/O 128 QID 4 timeout, aborting", "disk_error", "warn", "host_hw.disk"),
+        ("nvme nvme3: I/O 128 QID 4 timeout, aborting", "nvme_silent", "warn", "host_hw.disk"),
         (
             "XFS (nvme1n1p1): Log I/O Error (0x2) detected. Shutting down filesystem.",
             "disk_read_only",
@@ -117,7 +117,7 @@ def test_an_ordinary_log_passes():
         ),
         (
             "mce: [Hardware Error]: Machine check events logged",
-            "memory_uncorrected",
+            "machine_check",
             "warn",
             "host_hw.dimm",
         ),

@@ -272,3 +272,19 @@ def test_output_beyond_the_limit_is_cut():
     outcome = command(f"import sys; sys.stdout.write('x' * {size})")
 
     assert len(outcome.output) == probe.OUTPUT_MAX
+
+
+def test_a_machine_without_files_to_give_is_said_so():
+    code = """
+import resource
+from gpuops.errors import ProbeError
+from gpuops.host import probe
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    probe.start_call(lambda: 1, deadline_s=1)
+except ProbeError as exc:
+    print(exc.reason, exc)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)
+
+    assert run.stdout == b"crash cannot make a memory file: Too many open files\n"

@@ -111,10 +111,8 @@ def measure(runs, *, cold):
 def show(result):
     print(f"{'command':<42} {'best':>9} {'median':>9} {'p90':>9} {'overhead':>9}")
     for row in result["results"]:
-        print(
-            f"{row['command']:<42} {row['best_s']:>7.3f} s {row['median_s']:>7.3f} s {row['p90_s']:>7.3f} s"
-            f" {row['overhead_s']:>7.3f} s"
-        )
+        cells = [row[key] for key in ("best_s", "median_s", "p90_s", "overhead_s")]
+        print(f"{row['command']:<42} " + " ".join(f"{cell:>7.3f} s" for cell in cells))
     overhead = result["results"][-1]["overhead_s"]
     verdict = "met" if overhead < TARGET_S else "MISSED"
     print(f"target: overhead under {TARGET_S} s: {verdict} ({result['page_cache']} page cache)")

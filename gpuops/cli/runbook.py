@@ -1,6 +1,7 @@
 """``gpuops runbook``."""
 
 import json
+import shutil
 import sys
 
 import click
@@ -34,7 +35,7 @@ def runbook(name: str | None, *, as_list: bool, raw: bool, as_json: bool) -> Non
     elif raw:
         click.echo(page.text, nl=False)
     elif sys.stdout.isatty():
-        _render(page)
+        click.echo(render(page, shutil.get_terminal_size().columns), nl=False)
     else:
         click.echo(_heading(page))
         click.echo(page.body)
@@ -66,10 +67,12 @@ def _heading(page: Runbook) -> str:
     return f"# {page.failure_class.value}: {page.title}\n\n{policy}\n"
 
 
-def _render(page: Runbook) -> None:
+def render(page: Runbook, width: int) -> str:
+    """Return the page set for a terminal of *width* columns."""
     from rich.console import Console
     from rich.markdown import Markdown
 
-    console = Console()
-    console.width = min(console.width, WIDTH_MAX)
-    console.print(Markdown(f"{_heading(page)}\n{page.body}"))
+    console = Console(width=min(width, WIDTH_MAX), force_terminal=True)
+    with console.capture() as captured:
+        console.print(Markdown(f"{_heading(page)}\n{page.body}"))
+    return captured.get()

@@ -76,7 +76,7 @@ def state(incident: Incident) -> str:
     """Return the state, with what resolved it."""
     if incident.resolution is None:
         return incident.state.value
-    return f"{incident.state.value} at {clock(incident.resolved_us)}: {incident.resolution}"
+    return f"{incident.state.value}, resolved at {clock(incident.resolved_us)}: {incident.resolution}"
 
 
 def who(culprits: Sequence[Entity]) -> str:

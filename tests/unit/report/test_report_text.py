@@ -1,0 +1,142 @@
+"""The report as people read it: the whole text of one, and the hard cases of its parts."""
+
+from pathlib import Path
+
+import pytest
+from support.exits import PEER_CLOSED, incident_of, killed, raised, terminated
+from support.history import a_killed_run, attempt_row, run_row
+
+from gpuops.report.account import account
+from gpuops.report.advice import advice
+from gpuops.report.incident_text import incident_block, incident_list
+from gpuops.report.present import report_text
+from gpuops.report.text import WIDTH, count, cut, table
+
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "report" / "killed_run.txt"
+
+
+def repeated(times=2):
+    rows = [
+        attempt_row(n, (1 + 20 * n, 5 + 20 * n, None, 10 + 20 * n, 11 + 20 * n), (1, 12), "failed")
+        for n in range(times)
+    ]
+    incidents = [
+        incident_of(raised(0), raised(1), attempt=n, detected_s=10.5 + 20 * n) for n in range(times)
+    ]
+    return account(run_row(outcome="failed", exit_code=1), rows, incidents)
+
+
+def test_the_report_of_a_killed_run_reads_as_agreed():
+    """To accept a change: write the new text into the file and look at the diff."""
+    assert report_text(account(*a_killed_run())) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_first_three_lines_say_what_happened_what_it_cost_and_who_was_to_blame():
+    first = report_text(account(*a_killed_run())).splitlines()[:3]
+
+    assert first[0].startswith("run demo (abcd1234) completed after 1 restart in 100.0 s on n041")
+    assert "30.0 s lost to failures" in first[1]
+    assert "ETTR 0.55" in first[1]
+    assert "rank 1 on n041 was ended by SIGKILL at step 57" in first[2]
+
+
+def test_no_line_is_wider_than_the_terminal_but_for_paths():
+    long = "x" * 300
+    run, rows, _ = a_killed_run()
+    incident = incident_of(raised(0, f"ValueError: {long} {long}", log_tail=(long,)))
+    text = report_text(account(run, rows, [incident]))
+
+    assert max(len(line) for line in text.splitlines() if "log /" not in line) <= WIDTH
+
+
+def test_control_characters_of_a_log_never_reach_the_terminal():
+    evil = "\x1b]0;owned\x07\x1b[2J\rfine"
+    run, rows, _ = a_killed_run()
+    incident = incident_of(raised(0, f"ValueError: {evil}", log_tail=(evil,), log_path=f"/x{evil}"))
+    text = report_text(account(run_row(name=evil, command=(evil,)), rows, [incident]))
+    text += incident_list([incident]) + "\n".join(incident_block(incident, whole=True))
+
+    assert run
+    assert not any(ord(char) < 32 and char != "\n" for char in text)
+
+
+def test_a_run_without_a_checkpoint_is_told_so_plainly():
+    (first, *_) = advice(account(*a_killed_run()))
+
+    assert "57 steps were made a second time" in first
+    assert "began again at step 1: the job loads no checkpoint" in first
+    assert "25.0 s" in first
+
+
+def test_the_same_exception_twice_is_blamed_once_and_restarts_are_called_useless():
+    found = repeated()
+    text = report_text(found)
+
+    assert "2 times: ranks 0-1 on n041 raised ValueError" in text
+    assert "another restart will not help" in advice(found)[0]
+
+
+def test_an_unresolved_incident_stays_visible():
+    run, rows, _ = a_killed_run()
+    incident = incident_of(raised(0, f"RuntimeError: {PEER_CLOSED}"), terminated(1))
+    text = report_text(account(run, rows, [incident]))
+
+    assert "nobody found: 1 rank on n041 lost a peer" in text
+    assert "has no known cause" in text
+    assert "suspect: rank 1" in text
+
+
+def test_unknown_steps_are_shown_as_unknown():
+    rows = [
+        attempt_row(0, (1, 10, None, 40, 40.5), outcome="failed", beats=50),
+        attempt_row(1, (41, 45, None, 95, 96), beats=90),
+    ]
+    text = " ".join(report_text(account(run_row(), rows, [])).split())
+
+    assert "unknown (50 beats)" in text
+    assert "ETTR between 0.30 and 0.80 (50.0 s unknown)" in text
+    assert "repeated steps cannot be told from new ones" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ended_us": None, "outcome": None}, "still running, as far as is known"),
+        ({"outcome": "cancelled", "exit_code": 130}, "cancelled without a restart"),
+    ],
+)
+def test_the_headline_says_how_the_run_stands(changes, expected):
+    row = attempt_row(0, (1, 10, None, 40, 41), (1, 57), changes["outcome"])
+    text = report_text(account(run_row(**changes), [row], []))
+
+    assert expected in text.splitlines()[0]
+
+
+def test_a_run_that_never_started_an_attempt_has_a_report():
+    text = report_text(account(run_row(outcome="failed"), [], []))
+
+    assert "none on record" in text
+    assert "nobody: nothing failed" in text
+
+
+def test_many_incidents_are_summed_up():
+    incidents = [incident_of(killed(0), attempt=n) for n in range(14)]
+    run, rows, _ = a_killed_run()
+    text = report_text(account(run, rows, incidents))
+
+    assert "and 4 more incidents" in text
+
+
+def test_the_list_has_two_lines_an_incident():
+    lines = incident_list([incident_of(killed(0)), incident_of(killed(1), attempt=1)]).splitlines()
+
+    assert len(lines) == 1 + 4
+    assert "host_mem.sigkill_probable" in lines[1]
+    assert lines[2].strip() == "rank 0 on n041 was ended by SIGKILL at step 57"
+
+
+def test_small_helpers():
+    assert cut("abcdef", 4) == "abc…"
+    assert count(1, "rank") == "1 rank"
+    assert count(0, "rank") == "0 ranks"
+    assert table(("a", "b"), [("1", "x"), ("22", "y")], right=(0,)) == " a  b\n 1  x\n22  y"

@@ -79,7 +79,7 @@ def test_an_nvml_that_hangs_is_left_in_time(mock, manner):
 
     assert snapshot["status"] == "timeout"
     assert "gave no answer" in snapshot["error"]
-    assert snapshot["state"] == "S"
+    assert snapshot["state"] in {"R", "S"}
     assert time.monotonic() - started < 10
 
 

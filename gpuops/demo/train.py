@@ -60,6 +60,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position[: tokens.shape[1]]
@@ -108,9 +109,11 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if rank == 0 and (step == 1 or step % 20 == 0):
+        if step == 1 or step % 40 == 0:
             elapsed_s = time.monotonic() - started
-            sys.stdout.write(f"step {step:4d}  loss {loss.item():.3f}  {elapsed_s:5.1f} s\n")
+            sys.stdout.write(
+                f"rank {rank}  step {step:3d}  loss {loss.item():.3f}  {elapsed_s:5.1f} s\n"
+            )
     dist.destroy_process_group()
 
 

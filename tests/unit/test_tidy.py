@@ -13,8 +13,8 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 BROAD = {"Exception", "BaseException"}
 
-# The one reader of the environment, and the two that must prepare what torch itself reads there.
-READS_ENVIRON = {"gpuops/config.py"}
+# The one reader of the environment, and a training script that could be anybody's.
+READS_ENVIRON = {"gpuops/config.py", "gpuops/demo/train.py"}
 # Processes are started by the host layer, and by the tour that types commands as a user would.
 STARTS_PROCESSES = {"gpuops/demo/scenario.py"}
 

@@ -135,6 +135,7 @@ class GpuopsAgent(LocalElasticAgent):
             slurm_restart_count=self._parts.slurm_restart_count,
         )
         self._session().chronicle.attempt_started(self._generation, facts)
+        self._session().kernel_log.mark()
         self._write_state("running")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -174,7 +175,11 @@ class GpuopsAgent(LocalElasticAgent):
         session = self._session()
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         restarts = self._remaining_restarts > 0 and result.state is not WorkerState.UNKNOWN
-        incident = session.chronicle.attempt_failed(self._exits(workers, codes), restarts=restarts)
+        incident = session.chronicle.attempt_failed(
+            self._exits(workers, codes),
+            restarts=restarts,
+            kernel_lines=session.kernel_log.since_mark(),
+        )
         left = f"{self._remaining_restarts} of {self._worker_group.spec.max_restarts} restarts left"
         what = f"restarting, {left} before this one" if restarts else "no restart left"
         self._parts.say(f"attempt {self._generation} failed: {incident.title}; {what}")

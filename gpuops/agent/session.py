@@ -10,6 +10,7 @@ from pathlib import Path
 from gpuops.agent.chronicle import Chronicle
 from gpuops.agent.flusher import Flusher, Report
 from gpuops.agent.identity import Identity
+from gpuops.agent.kernel_log import KernelLog
 from gpuops.agent.records import NodeFacts, RunFacts
 from gpuops.agent.rundir import RunDirectory, create_rings
 from gpuops.host.clock import Clock
@@ -27,6 +28,7 @@ class Surroundings:
 
     node: str
     clock: Clock
+    root: Path
     run_parent: Path
     rules: Sequence[LogRule]
     node_facts: NodeFacts
@@ -43,6 +45,7 @@ class Session:
         self.identity = identity
         self.leads = leads
         self.directory = RunDirectory(path, _rings())
+        self.kernel_log = KernelLog(around.root)
         path.mkdir(parents=True, exist_ok=True)
         self._recorder = around.make_recorder(self.directory.journal)
         self._flusher = Flusher(around.flush)

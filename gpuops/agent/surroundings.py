@@ -59,6 +59,7 @@ def surroundings(
     return Surroundings(
         node=node,
         clock=clock,
+        root=settings.root,
         run_parent=parent,
         rules=_rules(settings),
         node_facts=_node_facts(settings.root, boot, clock),

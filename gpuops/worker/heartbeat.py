@@ -69,6 +69,10 @@ class Heart:
         except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
             self._on = False
 
+    def stop(self) -> None:
+        """Beat no more; for a forked child, whose optimizer steps are not this rank's."""
+        self._on = False
+
     def _beat(self, optimizer: Any) -> None:  # noqa: ANN401
         reader = self._readers.get(id(optimizer))
         if reader is None or not reader.is_of(optimizer):

@@ -99,7 +99,9 @@ def start_heartbeat(env: Mapping[str, str]) -> None:
         start_mono_ns=time.monotonic_ns(),
     )
     ring = create_ring(Path(env["GPUOPS_RING"]), header)
-    install(Heart(memoryview(ring)))
+    heart = Heart(memoryview(ring))
+    os.register_at_fork(after_in_child=heart.stop)
+    install(heart)
 
 
 def note(error: Exception, env: Mapping[str, str]) -> None:

@@ -1,0 +1,107 @@
+"""How ``gpuops run`` ends: budgets, cancellation, and what must not be left behind."""
+
+import signal
+
+import pytest
+from support.runs import JOBS, Run, is_alive, wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+PLAIN = JOBS / "plain.py"
+
+
+def workers_of(run):
+    return list(run.state()["pids"].values())
+
+
+def rings_of(run):
+    from pathlib import Path
+
+    return Path(run.state()["ring_dir"]).parent
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_raising_before_the_first_step_spends_the_budget_and_fails(tmp_path, restarts):
+    with Run(tmp_path, f"--max-restarts={restarts}", PLAIN, "raise") as run:
+        assert run.finish() == 1
+
+    assert len(run.payloads("attempt.started")) == restarts + 1
+    assert len(run.incidents()) == restarts + 1
+    assert run.payloads("attempt.first_step") == []
+    assert run.payloads("run.ended")[0]["exit_code"] == 1
+    assert "budget" in run.err.read_text()
+    assert "hunter2" not in str(run.events())
+    assert (run.directory / f"generation-{restarts}" / "rank0" / "stderr.log").exists()
+
+
+def test_the_exit_code_of_a_script_is_in_the_record(tmp_path):
+    with Run(tmp_path, "--max-restarts=0", PLAIN, "exit3") as run:
+        assert run.finish() == 1
+
+    (first, *_rest) = [p for p in run.payloads("worker.exited") if not p["terminated"]]
+    assert first["exit_code"] == 3
+    assert run.payloads("attempt.ended")[0]["exit_code"] == 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_cancelled_run_leaves_no_worker_and_one_closed_incident(tmp_path, number, code):
+    with Run(tmp_path, PLAIN, "sleep") as run:
+        workers, rings = workers_of(run), rings_of(run)
+        run.wait_for_output("[default1]:ready")
+        run.signal(number)
+
+        assert run.finish(30) == code
+        assert not any(is_alive(pid) for pid in workers)
+
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "scheduler.cancelled"
+    assert incident["state"] == "closed"
+    assert run.payloads("run.ended")[0]["outcome"] == "cancelled"
+    assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["cancelled"]
+    assert all(p["terminated"] for p in run.payloads("worker.exited"))
+    assert not rings.exists()
+
+
+def test_the_workers_of_a_killed_agent_die_with_it(tmp_path):
+    with Run(tmp_path, PLAIN, "sleep") as run:
+        workers = workers_of(run)
+        run.wait_for_output("[default1]:ready")
+        run.signal(signal.SIGKILL)
+        run.finish()
+
+        wait_until(lambda: not any(is_alive(pid) for pid in workers), 10, "the workers' end")
+
+
+def test_disabled_the_script_runs_as_under_plain_torchrun(tmp_path):
+    with Run(tmp_path, PLAIN, env={"GPUOPS_DISABLE": "1"}, nproc=1) as run:
+        assert run.finish() == 0, run.said()
+
+    assert "gpuops/worker/shim.py" not in run.said()
+    assert run.payloads("run.ended")[0]["outcome"] == "completed"
+
+
+def test_an_unreachable_store_is_a_note_and_nothing_is_lost(tmp_path):
+    store = "postgresql+psycopg://u:secret@127.0.0.1:9/x"
+    with Run(tmp_path, "--store", store, PLAIN, nproc=1) as run:
+        assert run.finish() == 0, run.said()
+
+    said = run.err.read_text()
+    assert "wait in the spool" in said
+    assert "secret" not in said
+    assert run.payloads("run.ended")[0]["outcome"] == "completed"
+
+
+def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path):
+    import shutil
+
+    with Run(tmp_path, "--max-restarts=1", PLAIN, "sleep", nproc=1) as run:
+        (worker,) = workers_of(run)
+        run.wait_for_output("ready")
+        shutil.rmtree(run.runs)
+        run.runs.write_text("no directory")
+        import os
+
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: run.said().count("ready") == 2, what="a second generation")
+        run.signal(signal.SIGTERM)
+
+        assert run.finish(30) == 143, run.said()

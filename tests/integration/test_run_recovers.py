@@ -1,0 +1,82 @@
+"""Real workers over gloo: one dies or raises, the job ends as it should, one incident says why."""
+
+import pytest
+from support.runs import JOBS, Run
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+TRAIN = JOBS / "train.py"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_costs_one_incident_and_the_job_is_done(tmp_path, victim):
+    with Run(tmp_path, TRAIN, "--steps", "40") as run:
+        run.kill_rank(victim, at_step=8)
+        code = run.finish()
+
+        assert code == 0, run.said()
+        assert all(f"rank {rank} done" in run.said() for rank in (0, 1))
+
+    (incident,) = run.incidents()
+    assert {"kind": "rank", "id": str(victim)} in incident["culprits"]
+    assert {"kind": "rank", "id": str(1 - victim)} not in incident["culprits"]
+    assert incident["state"] == "closed"
+    assert incident["actions"] == ["restart"]
+    assert set(incident["lost_seconds_by_phase"]) == {"detect", "restart", "redo"}
+    assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["failed", "completed"]
+    assert [p["steps_last"] for p in run.payloads("attempt.ended")][1] == 40
+    assert [p["outcome"] for p in run.payloads("run.ended")] == ["completed"]
+    (killed,) = [p for p in run.payloads("worker.exited") if p["rank"] == victim]
+    assert (killed["signal"], killed["terminated"]) == ("SIGKILL", False)
+    assert killed["last_step"] >= 8
+    assert f"rank {victim} step {killed['last_step']}" in killed["log_tail"][-1]
+    (caught_up,) = run.payloads("attempt.caught_up")
+    assert caught_up["step"] == max(p["last_step"] for p in run.payloads("worker.exited")) + 1
+
+
+def test_an_optimizer_without_a_step_leaves_the_step_unknown(tmp_path):
+    with Run(tmp_path, TRAIN, "--steps", "20", "--optimizer", "SGD") as run:
+        run.kill_rank(1, at_step=5)
+
+        assert run.finish() == 0, run.said()
+
+    first, second = run.payloads("attempt.first_step")
+    assert (first["step"], first["step_source"]) == (None, "unknown")
+    assert run.payloads("attempt.ended")[1]["steps_last"] is None
+    assert run.payloads("attempt.ended")[1]["beats"] == 20
+    assert run.payloads("attempt.caught_up") == []
+    (incident,) = run.incidents()
+    assert incident["state"] == "closed"
+    assert "redo" not in incident["lost_seconds_by_phase"]
+    assert second["first_step_us"] > first["first_step_us"]
+
+
+def test_a_script_that_raises_once_is_restarted_and_blamed(tmp_path):
+    with Run(tmp_path, TRAIN, "--raise-at", "3", "--raise-in-generation", "0") as run:
+        assert run.finish() == 0, run.said()
+
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "user_code.exception"
+    assert {"kind": "rank", "id": "1"} in incident["culprits"]
+    (raised,) = [p for p in run.payloads("worker.exited") if p["rank"] == 1]
+    assert raised["exception_type"] == "ValueError"
+    assert raised["exception_message"] == "bad batch at step 3"
+    assert raised["last_step"] == 2
+    assert not any("gpuops/worker" in line for line in raised["traceback"])
+
+
+def test_a_rank_that_leaves_early_with_code_0_is_the_culprit(tmp_path):
+    with Run(tmp_path, "--max-restarts=0", TRAIN, "--leave-at", "3") as run:
+        assert run.finish() == 1
+
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "user_code.early_exit"
+    assert {"kind": "rank", "id": "1"} in incident["culprits"]
+
+
+def test_a_worker_that_ignores_sigterm_does_not_hold_the_restart_up(tmp_path):
+    words = ("--stubborn", "--steps", "10", "--raise-at", "5", "--raise-in-generation", "0")
+    with Run(tmp_path, TRAIN, *words, "--rank", "0", nproc=2) as run:
+        assert run.finish(40) == 0, run.said()
+
+    (incident,) = run.incidents()
+    assert {"kind": "rank", "id": "0"} in incident["culprits"]

@@ -1,0 +1,85 @@
+"""``gpuops run`` as people type it, with scripts that need no torch."""
+
+import json
+import sys
+
+import pytest
+from support.runs import JOBS, Run
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+PLAIN = JOBS / "plain.py"
+
+
+def argv_of(run):
+    (line,) = {li.partition("argv ")[2] for li in run.said().splitlines() if "argv " in li}
+    return json.loads(line)
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        ["torchrun", "--nproc-per-node=2"],
+        ["--", "torchrun", "--nproc-per-node=2"],
+        ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    ],
+    ids=" ".join,
+)
+def test_torchruns_own_command_line_works_behind_gpuops_run(tmp_path, front):
+    with Run(tmp_path, *front, PLAIN, "end", "--x", nproc=None) as run:
+        assert run.finish() == 0, run.said()
+
+    assert argv_of(run) == [str(PLAIN), "end", "--x"]
+    assert run.payloads("attempt.started")[0]["world_size"] == 2
+    assert "torch False" in run.said()
+
+
+def test_a_module(tmp_path):
+    with Run(tmp_path, "-m", "plain", "end", cwd=JOBS, nproc=1) as run:
+        assert run.finish() == 0, run.said()
+
+    assert argv_of(run) == [str(PLAIN), "end"]
+    assert run.payloads("run.started")[0]["name"] == "plain"
+
+
+def test_a_program_that_is_not_python(tmp_path):
+    with Run(tmp_path, "--no-python", "sh", "-c", "echo out $RANK; exit 4", nproc=1) as run:
+        assert run.finish() == 1
+
+    exits = run.payloads("worker.exited")
+    assert [p["exit_code"] for p in exits] == [4, 4, 4, 4]
+    assert exits[0]["log_tail"] == ["out 0"]
+
+
+def test_the_users_log_directory_and_streams_are_used(tmp_path):
+    logs = tmp_path / "logs"
+    flags = ("--log-dir", logs, "--redirects", "1", "--run-name", "my run")
+    with Run(tmp_path, *flags, PLAIN, nproc=1) as run:
+        assert run.finish() == 0
+
+    (out,) = logs.rglob("stdout.log")
+    assert "argv" in out.read_text()
+    assert "argv" not in run.out.read_text()
+    assert list(logs.rglob("stderr.log")) == []
+    assert str(out).startswith(run.payloads("attempt.started")[0]["log_dir"])
+    assert run.payloads("run.started")[0]["name"] == "my run"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["no_such_script.py"],
+        ["--no-such-flag", PLAIN],
+        ["--nnodes=x", PLAIN],
+        ["--nproc-per-node=many", PLAIN],
+        ["--tee=9", PLAIN],
+    ],
+    ids=lambda words: str(words[0]),
+)
+def test_bad_input_ends_with_64_and_one_line_before_anything_starts(tmp_path, words):
+    with Run(tmp_path, *words, nproc=None) as run:
+        assert run.finish() == 64
+
+    (line,) = run.err.read_text().splitlines()
+    assert line.startswith("gpuops: ")
+    assert not run.runs.exists() or run.directory is None
+    assert sys.executable not in line

@@ -1,0 +1,60 @@
+"""What beats add up to."""
+
+from gpuops.agent.progress import MINUTE_NS, Progress
+from gpuops.wire import STEP_UNKNOWN, Beat, Phase, StepSource
+
+S = 10**9
+
+
+def beats(*pairs, source=StepSource.OPTIMIZER_STATE):
+    return [
+        Beat(seq, step, round(at * S), Phase.STEPPING, source, seq)
+        for seq, (step, at) in enumerate(pairs, 1)
+    ]
+
+
+def test_the_first_step_is_that_of_the_fastest_rank():
+    progress = Progress()
+    progress.feed(1, beats((1, 10.2)))
+    progress.feed(0, beats((1, 10.1), (2, 10.3)))
+
+    assert progress.first.mono_ns == round(10.1 * S)
+    assert (progress.steps_first, progress.steps_last, progress.beats) == (1, 2, 2)
+    assert progress.last_mono_ns == round(10.3 * S)
+
+
+def test_caught_up_is_the_first_step_above_all_earlier_ones():
+    progress = Progress(highest_before=5)
+    progress.feed(0, beats((4, 1.0), (5, 2.0), (6, 3.0), (7, 4.0)))
+    progress.feed(1, beats((6, 2.9)))
+
+    assert (progress.caught_up.step, progress.caught_up.mono_ns) == (6, round(2.9 * S))
+    assert progress.highest == 7
+
+
+def test_a_first_attempt_never_catches_up():
+    progress = Progress()
+    progress.feed(0, beats((1, 1.0), (2, 2.0)))
+
+    assert progress.caught_up is None
+
+
+def test_unknown_steps_count_as_beats_only():
+    progress = Progress(highest_before=9)
+    progress.feed(0, beats((STEP_UNKNOWN, 1.0), (STEP_UNKNOWN, 2.0), source=StepSource.UNKNOWN))
+
+    assert progress.first.step is None
+    assert (progress.steps_last, progress.highest, progress.beats) == (None, 9, 2)
+    assert progress.caught_up is None
+
+
+def test_a_minute_holds_the_steps_of_the_lowest_rank_only():
+    progress = Progress()
+    progress.feed(0, beats((1, 0.0), (2, 1.0), (3, 3.0)))
+    progress.feed(1, beats((1, 0.0), (2, 9.0)))
+
+    assert progress.take_minute(59 * S) is None
+    minute = progress.take_minute(MINUTE_NS)
+    assert (minute.beats, minute.step_last) == (3, 3)
+    assert (minute.step_time_p50_us, minute.step_time_max_us) == (1_500_000, 2_000_000)
+    assert progress.take_minute(10 * MINUTE_NS) is None

@@ -1,0 +1,181 @@
+"""Which events a run leaves, and what its incidents cost, without torch or processes."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.records import AttemptFacts
+from gpuops.host.clock import FakeClock
+from gpuops.model import WorkerExit
+from gpuops.wire import STEP_UNKNOWN, Beat, Phase, StepSource
+
+FACTS = AttemptFacts(
+    start_us=0,
+    world_size=2,
+    n_nodes=1,
+    group_rank=0,
+    torch_run_id="t",
+    log_dir="/logs",
+    slurm_job_id=None,
+    slurm_restart_count=0,
+)
+
+
+class World:
+    """A chronicle, the clock that drives it and the events that it recorded."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.events = []
+        self.chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node="n1", rules=())
+        self.seq = 0
+
+    def emit(self, kind, payload, *, attempt, severity):
+        self.events.append((kind, attempt, payload))
+
+    def start(self, ordinal):
+        self.seq = 0
+        self.chronicle.attempt_started(ordinal, FACTS)
+
+    def step(self, number, seconds=1.0):
+        self.clock.advance(seconds)
+        self.seq += 1
+        known = StepSource.UNKNOWN if number == STEP_UNKNOWN else StepSource.OPTIMIZER_STATE
+        beat = Beat(self.seq, number, self.clock.mono_ns(), Phase.STEPPING, known, self.seq)
+        self.chronicle.beats({0: [beat], 1: [beat]})
+
+    def fail(self, *, restarts=True):
+        killed = WorkerExit(
+            node="n1",
+            rank=1,
+            local_rank=1,
+            pid=11,
+            exit_code=None,
+            signal="SIGKILL",
+            terminated=False,
+            seen_us=self.clock.now_us(),
+            seen_mono_ns=self.clock.mono_ns(),
+        )
+        peer = replace(killed, rank=0, local_rank=0, pid=10, signal="SIGTERM", terminated=True)
+        self.clock.advance(0.25)
+        self.chronicle.attempt_failed([peer, killed], restarts=restarts)
+
+    def of(self, kind):
+        return [payload for name, _attempt, payload in self.events if name == kind]
+
+    def incidents(self):
+        newest = {}
+        for incident in self.of("incident.recorded"):
+            newest[incident["id"]] = incident
+        return list(newest.values())
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_the_cost_of_a_failure_by_phase(world):
+    world.start(0)
+    for number in (1, 2, 3):
+        world.step(number)
+    world.clock.advance(0.5)
+    world.fail()
+    world.clock.advance(2.0)
+    world.start(1)
+    for number in (1, 2, 3, 4):
+        world.step(number, seconds=0.5)
+    world.chronicle.attempt_completed()
+
+    (incident,) = world.incidents()
+    assert incident["state"] == "closed"
+    assert incident["attempt"] == 0
+    assert incident["actions"] == ["restart"]
+    assert incident["lost_seconds_by_phase"] == {"detect": 0.75, "restart": 2.5, "redo": 1.5}
+    assert world.of("attempt.caught_up")[0]["step"] == 4
+    assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed", "completed"]
+    states = [p["state"] for p in world.of("incident.recorded")]
+    assert states == ["open", "mitigated", "closed"]
+
+
+def test_a_second_failure_ends_the_redo_of_the_first(world):
+    world.start(0)
+    world.step(1)
+    world.step(2)
+    world.fail()
+    world.start(1)
+    world.step(1)
+    world.fail()
+    world.start(2)
+    for number in (1, 2, 3):
+        world.step(number)
+    world.chronicle.attempt_completed()
+
+    first, second = world.incidents()
+    assert first["state"] == second["state"] == "closed"
+    assert "another failure" in first["resolution"]
+    assert first["lost_seconds_by_phase"]["redo"] == 0.0
+    assert second["lost_seconds_by_phase"]["redo"] == 2.0
+
+
+def test_a_failure_before_the_first_step_costs_restart_only(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+    world.clock.advance(3.0)
+    world.start(1)
+    world.clock.advance(1.0)
+    world.fail(restarts=False)
+
+    first, second = world.incidents()
+    assert first["lost_seconds_by_phase"] == {"detect": 0.25, "restart": 4.0}
+    assert second["state"] == "open"
+    assert second["actions"] == []
+    assert world.of("attempt.first_step")[0]["step"] == 1
+    assert len(world.of("attempt.first_step")) == 1
+
+
+def test_without_step_numbers_there_is_no_redo(world):
+    world.start(0)
+    world.step(STEP_UNKNOWN)
+    world.fail()
+    world.start(1)
+    world.step(STEP_UNKNOWN)
+
+    (incident,) = world.incidents()
+    assert incident["state"] == "closed"
+    assert set(incident["lost_seconds_by_phase"]) == {"detect", "restart"}
+    assert world.of("attempt.caught_up") == []
+
+
+def test_cancelled_with_nothing_open_there_is_one_closed_incident(world):
+    world.start(0)
+    world.step(1)
+    world.chronicle.cancelled("SIGTERM", [])
+
+    (incident,) = world.incidents()
+    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+    assert [p["outcome"] for p in world.of("attempt.ended")] == ["cancelled"]
+
+
+def test_cancelled_during_a_recovery_the_open_incident_is_closed(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+    world.start(1)
+    world.chronicle.cancelled("SIGINT", [])
+
+    (incident,) = world.incidents()
+    assert incident["state"] == "closed"
+    assert "SIGINT" in incident["resolution"]
+    assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed", "cancelled"]
+
+
+def test_an_attempt_ends_once(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+    world.chronicle.cancelled("SIGTERM", [])
+
+    assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed"]

@@ -1,0 +1,106 @@
+"""A worker's end as one record: from files and facts, without processes."""
+
+import json
+import signal
+
+import pytest
+
+from gpuops.agent.exits import (
+    ExceptionNote,
+    Place,
+    RankFiles,
+    read_exception,
+    read_tail,
+    to_exit,
+)
+from gpuops.agent.progress import RankProgress
+from gpuops.agent.teardown import Sent, was_ours
+from gpuops.agent.watch import SeenExit, signal_name
+from gpuops.scrub import scrub
+
+TERM = Sent(at_mono_ns=1000, signals=(signal.SIGTERM,))
+TERM_KILL = Sent(at_mono_ns=1000, signals=(signal.SIGTERM, signal.SIGKILL))
+
+
+@pytest.mark.parametrize(
+    ("sent", "name", "error_ns", "ours"),
+    [
+        (None, "SIGKILL", None, False),
+        (TERM, "SIGTERM", None, True),
+        (TERM, None, None, True),
+        (TERM, "SIGKILL", None, False),
+        (TERM_KILL, "SIGKILL", None, True),
+        (TERM, "SIGTERM", 999, False),
+        (TERM, None, 1001, True),
+        (TERM, "SIGSEGV", None, False),
+    ],
+)
+def test_teardown_is_what_our_signal_did(sent, name, error_ns, ours):
+    assert was_ours(sent, name, error_ns) is ours
+
+
+def test_codes_below_zero_are_signals():
+    assert signal_name(-9) == "SIGKILL"
+    assert signal_name(-64) == "SIGRTMAX"
+    assert signal_name(-50) == "signal 50"
+    assert signal_name(3) is None
+    assert signal_name(None) is None
+
+
+def test_an_exit_holds_everything_that_is_known():
+    note = ExceptionNote("ValueError", "bad", ("Traceback",), 900)
+    exit_ = to_exit(
+        Place(node="n1", rank=5, local_rank=1, pid=7),
+        SeenExit(7, 1, 10, 1100),
+        sent=TERM,
+        note=note,
+        progress=RankProgress(beats=4, last_step=104, last_mono_ns=800),
+        tail=["last words"],
+    )
+
+    assert (exit_.exit_code, exit_.signal, exit_.terminated) == (1, None, False)
+    assert (exit_.last_step, exit_.beats, exit_.last_beat_mono_ns) == (104, 4, 800)
+    assert (exit_.exception_type, exit_.error_mono_ns) == ("ValueError", 900)
+
+
+def test_our_exception_file_comes_before_torchs(tmp_path):
+    ours, torchs = tmp_path / "exception.json", tmp_path / "error.json"
+    torchs.write_text(
+        json.dumps({"message": {"message": "KeyError: 'k'", "extraInfo": {"py_callstack": "a\nb"}}})
+    )
+    files = RankFiles(torch_error=torchs, exception=ours)
+
+    assert read_exception(files, scrub) == ExceptionNote("KeyError", "'k'", ("a", "b"))
+
+    ours.write_text(json.dumps({"type": "E", "message": "m", "traceback": ["t"], "mono_ns": 3}))
+    assert read_exception(files, scrub) == ExceptionNote("E", "m", ("t",), 3)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": 3}', "\x00"])
+def test_a_broken_error_file_is_no_exception(tmp_path, text):
+    path = tmp_path / "error.json"
+    path.write_text(text)
+
+    assert read_exception(RankFiles(torch_error=path), scrub) is None
+    assert read_exception(RankFiles(torch_error=tmp_path / "gone"), scrub) is None
+
+
+def test_the_tail_ends_with_standard_error_and_is_clean(tmp_path):
+    out, err = tmp_path / "stdout.log", tmp_path / "stderr.log"
+    out.write_text("".join(f"step {n}\n" for n in range(100)))
+    err.write_text("50%|###  \r100%|######\n\n\x1b[31mred password=abc\n" + "x" * 9000)
+
+    lines, path = read_tail(RankFiles(stdout=out, stderr=err), scrub)
+
+    assert path == err
+    assert len(lines) == 30
+    assert lines[-4:-3] == ("step 99",)
+    assert lines[-3] == "100%|######"
+    assert "\x1b" not in lines[-2]
+    assert "abc" not in lines[-2]
+    assert len(lines[-1]) <= 400
+
+
+def test_a_rank_without_files_has_no_tail(tmp_path):
+    assert read_tail(RankFiles(), scrub) == ((), None)
+    assert read_tail(RankFiles(stdout=tmp_path / "gone"), scrub) == ((), tmp_path / "gone")

@@ -1,0 +1,106 @@
+"""The optimizer hook, with stand-ins for optimizers: torch is not needed to know what a step is."""
+
+from gpuops.wire import RING_BYTES, STEP_UNKNOWN, RingHeader, StepSource, read_beats, write_header
+from gpuops.worker.heartbeat import Heart, create_ring
+from gpuops.worker.steps import StepReader
+
+
+class Scalar:
+    """What a zero-dimensional tensor shows of itself; *device* "cuda" must never be read."""
+
+    def __init__(self, value, device="cpu"):
+        self.value = value
+        self.device = type("device", (), {"type": device})()
+
+    def item(self):
+        assert self.device.type == "cpu", "a device synchronisation"
+        return self.value
+
+    def __int__(self):
+        return int(self.item())
+
+
+class Optimizer:
+    """An optimizer's state: by parameter."""
+
+    def __init__(self, **steps):
+        self.state = {name: {"step": step} for name, step in steps.items()}
+
+
+def heart():
+    ring = bytearray(RING_BYTES)
+    write_header(ring, RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
+    return Heart(memoryview(ring), mono_ns=lambda: 5), ring
+
+
+def test_each_call_is_a_beat_with_the_optimizers_step():
+    beat, ring = heart()
+    optimizer = Optimizer(w=Scalar(41.0))
+    beat(optimizer, (), {})
+    optimizer.state["w"]["step"] = Scalar(42.0)
+    beat(optimizer, (), {})
+
+    seen = read_beats(ring)
+    assert [(b.seq, b.step, b.source) for b in seen] == [
+        (1, 41, StepSource.OPTIMIZER_STATE),
+        (2, 42, StepSource.OPTIMIZER_STATE),
+    ]
+
+
+def test_a_step_on_a_device_is_left_alone_and_unknown():
+    beat, ring = heart()
+    beat(Optimizer(w=Scalar(7.0, device="cuda")), (), {})
+
+    (seen,) = read_beats(ring)
+    assert (seen.step, seen.source) == (STEP_UNKNOWN, StepSource.UNKNOWN)
+
+
+def test_the_parameter_that_is_furthest_is_looked_at():
+    optimizer = Optimizer(frozen=Scalar(1.0), live=Scalar(9.0), device=Scalar(50.0, "cuda"))
+
+    assert StepReader(optimizer).read(optimizer) == 9
+
+
+def test_an_empty_state_is_looked_at_again():
+    optimizer = Optimizer()
+    reader = StepReader(optimizer)
+
+    assert reader.read(optimizer) == STEP_UNKNOWN
+    optimizer.state["w"] = {"step": 3}
+    assert reader.read(optimizer) == 3
+
+
+def test_of_several_optimizers_the_highest_step_counts_and_never_falls():
+    beat, ring = heart()
+    critic, generator = Optimizer(w=10), Optimizer(w=2)
+    for optimizer in (critic, generator, critic):
+        beat(optimizer, (), {})
+
+    assert [b.step for b in read_beats(ring)] == [10, 10, 10]
+
+
+def test_an_exception_in_the_hook_ends_the_beats_and_nothing_else():
+    beat, ring = heart()
+    beat(Optimizer(w=1), (), {})
+    beat(object(), (), {})
+    beat(Optimizer(w=2), (), {})
+
+    assert len(read_beats(ring)) == 1
+
+
+def test_a_forked_child_does_not_beat():
+    beat, ring = heart()
+    beat.stop()
+    beat(Optimizer(w=1), (), {})
+
+    assert read_beats(ring) == []
+
+
+def test_a_ring_appears_complete_and_private(tmp_path):
+    path = tmp_path / "rank0.ring"
+    ring = create_ring(path, RingHeader(rank=3, generation=2, pid=77, start_mono_ns=5))
+
+    assert path.stat().st_size == RING_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+    ring.close()

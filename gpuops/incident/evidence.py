@@ -18,10 +18,17 @@ RANKS_APART_MAX = 64
 _ORDER = (Role.ROOT, Role.CONFIRMATION, Role.SYMPTOM, Role.TEARDOWN, Role.NOISE)
 
 
-def evidence_for(cause: Cause, verdicts: Sequence[Verdict], node: str) -> tuple[Evidence, ...]:
-    """Return the evidence for *cause*: root, confirmations, symptoms, teardown, in that order."""
+def evidence_for(
+    cause: Cause, verdicts: Sequence[Verdict], node: str, remarks: Sequence[str] = ()
+) -> tuple[Evidence, ...]:
+    """Return the evidence for *cause*: root, confirmations, symptoms, teardown, in that order.
+
+    *remarks* are kernel lines that a reader should see although they decided nothing.
+    """
     blamed = {id(v) for v in cause.blamed}
-    items = [_confirmation(line, node) for line in _kernel_lines(cause)]
+    told = _kernel_lines(cause)
+    items = [_confirmation(line, node) for line in told]
+    items += _remarks([line for line in remarks if line not in told], node)
     apart = [v for v in verdicts if id(v) in blamed or len(verdicts) <= RANKS_APART_MAX]
     quoted = cause.blamed[0] if cause.blamed else cause.first
     shown = sorted(apart, key=lambda v: (v is not quoted, v.order))
@@ -66,6 +73,14 @@ def _confirmation(line: str, node: str) -> Evidence:
         entity=Entity(EntityKind.NODE, node),
         lines=clip([line]),
     )
+
+
+def _remarks(lines: Sequence[str], node: str) -> list[Evidence]:
+    if not lines:
+        return []
+    text = "the kernel log also says, which did not decide the cause"
+    entity = Entity(EntityKind.NODE, node)
+    return [Evidence(role=Role.NOISE, text=text, entity=entity, lines=clip(lines))]
 
 
 def _role(verdict: Verdict, blamed: set[int]) -> Role:

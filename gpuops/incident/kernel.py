@@ -8,10 +8,12 @@ cgroup out of memory: Killed process …`` for a limit; older kernels write ``Ki
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from gpuops.model import FailureClass, Role, Status
 from gpuops.rules import LogRule, LogSource, first_match
 
+REMARKS_MAX = 3
 _OOM = re.compile(
     r"(?P<scope>Memory cgroup out|Out) of memory(?: \([^)]{0,80}\))?: "
     r"Kill(?:ed)? process (?P<pid>\d+)"
@@ -58,3 +60,17 @@ def node_trouble(lines: Sequence[str], rules: Sequence[LogRule]) -> KernelHit | 
         if rule.role is Role.ROOT and rule.status is Status.FAIL:
             return KernelHit(rule.failure_class, line)
     return None
+
+
+def remarks(lines: Sequence[str], rules: Sequence[LogRule]) -> tuple[str, ...]:
+    """Return the last few lines that a rule knows as signs of trouble with the node.
+
+    They are for the reader: without the driver's or the hardware's own verdict they blame nobody.
+    """
+    known = (
+        line
+        for line in reversed(lines)
+        if (rule := first_match(rules, line, LogSource.KERNEL)) is not None
+        and rule.failure_class.category != "host_mem"
+    )
+    return tuple(islice(known, REMARKS_MAX))[::-1]

@@ -63,7 +63,7 @@ def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a fail
         attempt=attempt,
         culprits=_culprits(cause, node),
         culprit_how=cause.how,
-        evidence=evidence_for(cause, verdicts, node),
+        evidence=evidence_for(cause, verdicts, node, kernel.remarks(kernel_lines, rules)),
         authority=cause.authority,
     )
 

@@ -314,6 +314,23 @@ def test_the_kernels_word_about_the_node_does_not_excuse_the_program():
     assert incident.failure_class is FailureClass.USER_EXCEPTION
 
 
+def test_a_sign_of_trouble_that_decided_nothing_is_shown_as_a_remark():
+    line = "nfs: server filer-3.cluster not responding, still trying"
+    incident = incident_of(killed(0), terminated(1), kernel_lines=["eth0: up", line])
+
+    assert incident.failure_class is FailureClass.SIGKILL_PROBABLE
+    assert incident.evidence[-1].role is Role.NOISE
+    assert incident.evidence[-1].lines == (line,)
+
+
+def test_the_shipped_kernel_rules_know_a_lost_gpu():
+    line = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off"
+    incident = incident_of(killed(0, signal="SIGABRT"), kernel_lines=[line])
+
+    assert incident.failure_class is FailureClass.GPU_FELL_OFF_BUS
+    assert incident.confidence is Confidence.PROBABLE
+
+
 def test_every_rank_has_its_last_step_and_its_log_in_the_evidence():
     incident = incident_of(killed(1, last_step=57), terminated(0, last_step=58), terminated(2))
     by_rank = {item.entity.id: item for item in incident.evidence}

@@ -4,6 +4,7 @@ Nothing here waits without bound: connecting takes at most `CONNECT_S`, a statem
 a locked SQLite file `BUSY_S`.
 """
 
+import logging
 import os
 import sqlite3
 from pathlib import Path
@@ -142,6 +143,8 @@ def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> 
             f"the store URL {shown(url)!r} needs the driver {exc.name}, which is not installed: "
             "pip install 'gpuops[postgres]'"
         ) from exc
+    # It logs what it could not clean up after a server that went away; the error itself says so.
+    logging.getLogger("psycopg").setLevel(logging.ERROR)
     timeout = f"SET LOCAL statement_timeout = {round(statement_s * 1000)}"
     access = "SET TRANSACTION READ ONLY; " if mode == "read" else ""
 

@@ -9,6 +9,7 @@ Columns called ``*_key`` order the accounts that several writers give of one thi
 sorts, greatest wins (`gpuops.store.merge`).
 """
 
+import functools
 import json
 import uuid
 from typing import Any
@@ -37,7 +38,9 @@ REVISION = "0001"
 _NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
 
 
-def derived_id(noun: str, *natural_key: object) -> str:
+# The few nodes, runs and attempts of a batch are named again by each of its events.
+@functools.lru_cache(maxsize=4096)
+def derived_id(noun: str, *natural_key: str | int) -> str:
     """Return the id of the row of *noun* with this natural key: the same on every store."""
     return str(uuid.uuid5(_NAMESPACE, canonical([noun, *natural_key])))
 

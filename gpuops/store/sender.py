@@ -52,7 +52,7 @@ class _Batch:
     marks: dict[Segment, int] = field(default_factory=dict)
     done: list[Segment] = field(default_factory=list)
     size: int = 0
-    descriptors: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    descriptors: list[int] = field(default_factory=list)
 
     @property
     def is_full(self) -> bool:
@@ -93,13 +93,19 @@ class Sender:
         try:
             return all(self._read(segment) for segment in segments) and self._commit()
         finally:
-            self._batch.descriptors.close()
+            self._close()
+
+    def _close(self, keep: int | None = None) -> None:
+        for fd in self._batch.descriptors:
+            if fd != keep:
+                os.close(fd)
+        self._batch.descriptors = [] if keep is None else [keep]
 
     def _read(self, segment: Segment) -> bool:
         fd = open_segment(segment)
         if fd is None:
             return True
-        self._batch.descriptors.callback(os.close, fd)
+        self._batch.descriptors.append(fd)
         lives = writer_lives(segment, fd)
         uid = os.fstat(fd).st_uid
         offset = read_mark(segment, self._tag)
@@ -132,10 +138,8 @@ class Sender:
         self._deliver(batch.places)
         self._set_aside(batch)
         self._let_go(batch)
-        self._batch = _Batch()
-        if keep is not None:
-            self._batch.descriptors.callback(os.close, os.dup(keep))
-        batch.descriptors.close()
+        self._close(keep)
+        self._batch = _Batch(descriptors=batch.descriptors)
         return True
 
     def _deliver(self, places: Sequence[_Place]) -> None:

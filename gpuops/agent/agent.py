@@ -180,8 +180,9 @@ class GpuopsAgent(LocalElasticAgent):
             restarts=restarts,
             kernel_lines=session.kernel_log.since_mark(),
         )
-        left = f"{self._remaining_restarts} of {self._worker_group.spec.max_restarts} restarts left"
-        what = f"restarting, {left} before this one" if restarts else "no restart left"
+        number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
+        budget = self._worker_group.spec.max_restarts
+        what = f"restart {number} of {budget}" if restarts else "no restart is left"
         self._parts.say(f"attempt {self._generation} failed: {incident.title}; {what}")
         self._write_state("restarting" if restarts else "failed")
 

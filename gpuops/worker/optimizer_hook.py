@@ -25,13 +25,15 @@ def install(hook: Hook) -> None:
 
 
 def _register(module: ModuleType, hook: Hook) -> None:
-    is_compiling = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
-
     def guarded(optimizer: Any, args: object, kwargs: object) -> None:  # noqa: ANN401
-        # Inside torch.compile the tracer meets this hook: it must see nothing that it cannot trace.
-        if is_compiling is not None and is_compiling():
+        # torch.compile traces whatever a compiled step calls: it must find nothing to trace here.
+        if is_compiling():
             return
         hook(optimizer, args, kwargs)
+
+    def is_compiling() -> bool:
+        compiler = sys.modules.get("torch.compiler")  # imported after torch.optim
+        return compiler is not None and compiler.is_compiling()
 
     try:
         module.register_optimizer_step_post_hook(guarded)

@@ -1,4 +1,4 @@
-"""The injector does what it says: kills this rank at this step of this generation, and only that."""
+"""The injector does what it says: this rank, at this step of this generation, and only that."""
 
 import json
 import os

@@ -131,7 +131,7 @@ def _early_exit(early: Sequence[Verdict], symptoms: Sequence[Verdict]) -> Cause:
         failure_class=FailureClass.USER_EARLY_EXIT,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        how=f"finished with exit code 0 while {len(symptoms)} others still needed it",
+        how=f"it was done while others still needed it ({len(symptoms)} lost their peer)",
         authority=2,
         first=early[0],
         blamed=tuple(early),

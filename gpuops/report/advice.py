@@ -12,7 +12,8 @@ def advice(account: RunAccount) -> list[str]:
     """Return sentences for the owner of the run, the most urgent first."""
     found = [*_repeated(account), *_redone(account), *_unseen(account), *_restarts(account)]
     found += _open(account)
-    if not found and account.incidents:
+    failures = [i for i in account.incidents if i.failure_class is not FailureClass.CANCELLED]
+    if not found and failures:
         found.append("nothing to change: what failed was handled and cost what it had to")
     return found
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from gpuops.model import Entity, EntityKind, Evidence, Incident, Role
+from gpuops.model import Entity, EntityKind, Evidence, Incident, IncidentState, Role
 from gpuops.report.text import (
     LABEL,
     WIDTH,
@@ -39,7 +39,7 @@ def incident_block(incident: Incident, *, indent: int = 2, whole: bool = False) 
         row("known", f"{certainty(incident)}; {incident.culprit_how or 'not said how'}"),
         row("culprits", who(incident.culprits) or "none"),
         row("seen", _times(incident)),
-        row("cost", cost(incident.lost_s)),
+        row("cost", _cost(incident)),
         row("actions", ", ".join(action.value for action in incident.actions) or "none"),
         row("state", state(incident)),
     ]
@@ -76,7 +76,9 @@ def state(incident: Incident) -> str:
     """Return the state, with what resolved it."""
     if incident.resolution is None:
         return incident.state.value
-    return f"{incident.state.value}, resolved at {clock(incident.resolved_us)}: {incident.resolution}"
+    return (
+        f"{incident.state.value}, resolved at {clock(incident.resolved_us)}: {incident.resolution}"
+    )
 
 
 def who(culprits: Sequence[Entity]) -> str:
@@ -97,6 +99,11 @@ def cost(lost_s: Mapping[str, float]) -> str:
     names = [*(p for p in _PHASES if p in lost_s), *sorted(set(lost_s) - set(_PHASES))]
     parts = ", ".join(f"{name} {format_seconds(lost_s[name])}" for name in names)
     return f"{format_seconds(sum(lost_s.values()))}: {parts}"
+
+
+def _cost(incident: Incident) -> str:
+    nothing = incident.state is IncidentState.CLOSED and not incident.lost_s
+    return "nothing" if nothing else cost(incident.lost_s)
 
 
 def _times(incident: Incident) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from gpuops.model import Incident
+from gpuops.model import FailureClass, Incident
 from gpuops.report.account import LOST, Phase, RunAccount
 from gpuops.report.advice import advice
 from gpuops.report.incident_text import certainty, cost, incident_block
@@ -77,6 +77,8 @@ def blame(account: RunAccount) -> str:
 
 
 def _blamed(incident: Incident) -> str:
+    if incident.failure_class is FailureClass.CANCELLED:
+        return f"nobody: {incident.title}"
     nobody = "" if incident.culprits else "nobody found: "
     return f"{nobody}{incident.title} ({incident.failure_class.value}, {certainty(incident)})"
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support.exits import PEER_CLOSED, incident_of, killed, raised, terminated
-from support.history import a_killed_run, attempt_row, run_row
+from support.exits import NODE, PEER_CLOSED, RUN, incident_of, killed, raised, terminated
+from support.history import a_killed_run, attempt_row, run_row, us
 
+from gpuops.incident.cancelled import incident_from_cancel
 from gpuops.report.account import account
 from gpuops.report.advice import advice
 from gpuops.report.incident_text import incident_block, incident_list
@@ -110,6 +111,19 @@ def test_the_headline_says_how_the_run_stands(changes, expected):
     text = report_text(account(run_row(**changes), [row], []))
 
     assert expected in text.splitlines()[0]
+
+
+def test_a_cancelled_run_blames_nobody_and_needs_no_advice():
+    row = attempt_row(0, (1, 10, None, 40, 41), (1, 57), "cancelled")
+    incident = incident_from_cancel(
+        "SIGINT", [terminated(0)], run_id=RUN, attempt=0, node=NODE, detected_us=us(41)
+    )
+    found = account(run_row(outcome="cancelled", exit_code=130), [row], [incident])
+    text = report_text(found)
+
+    assert "blame      nobody: the run was cancelled" in text
+    assert "cost       nothing\n" in text
+    assert advice(found) == []
 
 
 def test_a_run_that_never_started_an_attempt_has_a_report():

@@ -1,0 +1,48 @@
+"""Whether a schema fits is judged from two numbers."""
+
+import subprocess
+import sys
+
+import pytest
+from alembic.script import ScriptDirectory
+
+from gpuops.store.engine import memory_store
+from gpuops.store.migrate import alembic_config
+from gpuops.store.schema import REVISION
+from gpuops.store.versions import Fit, judge
+
+
+@pytest.mark.parametrize(
+    ("found", "has_tables", "fit"),
+    [
+        (None, False, Fit.EMPTY),
+        (None, True, Fit.FOREIGN),
+        ("0003", True, Fit.CURRENT),
+        ("0002", True, Fit.OLDER),
+        ("0004", True, Fit.NEWER),
+        ("0010", True, Fit.NEWER),
+        ("from-the-future", True, Fit.NEWER),
+    ],
+)
+def test_revisions_are_numbers_in_one_line(found, has_tables, fit):
+    assert judge(found, has_tables=has_tables, code="0003") is fit
+
+
+def test_the_code_knows_its_newest_migration():
+    with memory_store() as store, store.begin() as connection:
+        script = ScriptDirectory.from_config(alembic_config(connection))
+
+    assert script.get_heads() == [REVISION]
+
+
+def test_recording_does_not_import_the_database_library():
+    code = (
+        "import sys, gpuops.store.recorder, gpuops.store.spool, gpuops.store.journal;"
+        "print([m for m in sys.modules if m.startswith(('sqlalchemy', 'alembic', 'torch'))])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "[]"

@@ -15,5 +15,8 @@ def _clean_environment(monkeypatch, tmp_path):
     for name in os.environ:
         if name.startswith(("GPUOPS_", "SLURM", "PET_")) and not name.startswith("GPUOPS_TEST_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg-state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg-config"))
+    # Not the XDG defaults: root's are system directories.
+    monkeypatch.setenv("GPUOPS_STORE", f"sqlite:///{tmp_path}/default/gpuops.db")
+    for name in ("SPOOL", "STATE", "RUN_DIR"):
+        monkeypatch.setenv(f"GPUOPS_{name}", str(tmp_path / "default" / name.lower()))

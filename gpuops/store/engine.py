@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from gpuops.errors import SchemaMismatchError, StoreError
+from gpuops.errors import SchemaMismatchError, StoreError, StoreUnreachableError
 from gpuops.store.backends import (
     BUSY_S,
     CONNECT_S,
@@ -23,7 +23,7 @@ from gpuops.store.backends import (
 from gpuops.store.schema import REVISION, metadata
 from gpuops.store.url import parse_url, shown
 from gpuops.store.versions import Fit, judge, read_revision
-from gpuops.store.watchdog import bounded
+from gpuops.store.watchdog import Watchdog
 
 SESSION_S = 60.0
 
@@ -56,16 +56,22 @@ class Store:
             sqlalchemy.exc.DataError, sqlalchemy.exc.IntegrityError: It is there, and what it was
                 asked to keep cannot be kept.
         """
+        watchdog = Watchdog(deadline_s or self.session_s)
         try:
             with (
                 self.engine.connect() as connection,
-                bounded(connection, deadline_s or self.session_s),
+                watchdog.watching(connection),
                 connection.begin(),
             ):
                 yield connection
         except (DataError, IntegrityError):
             raise
         except DBAPIError as exc:
+            if watchdog.barked:
+                raise StoreUnreachableError(
+                    f"cannot use the store {shown(self.url)}: no answer within "
+                    f"{watchdog.seconds:.3g} s"
+                ) from exc
             raise unreachable(self.url, exc) from exc
 
 

@@ -12,21 +12,35 @@ from collections.abc import Iterator
 from sqlalchemy import Connection
 
 
-@contextlib.contextmanager
-def bounded(connection: Connection, seconds: float) -> Iterator[None]:
-    """Cut *connection* off after *seconds*; SQLite bounds itself by its busy timeout."""
-    if connection.dialect.name != "postgresql":
-        yield
-        return
-    descriptor = connection.connection.driver_connection.fileno()  # type: ignore[union-attr] # psycopg has it
-    timer = threading.Timer(max(seconds, 0.0), _shut_down, args=(descriptor,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+class Watchdog:
+    """Cuts a connection off after *seconds*; ``barked`` says whether it did.
+
+    SQLite needs none: it bounds itself by its busy timeout.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(seconds, 0.0)
+        self.barked = False
+
+    @contextlib.contextmanager
+    def watching(self, connection: Connection) -> Iterator[None]:
+        """Watch over *connection* for the time of a block."""
+        if connection.dialect.name != "postgresql":
+            yield
+            return
+        descriptor = connection.connection.driver_connection.fileno()  # type: ignore[union-attr] # psycopg has it
+        timer = threading.Timer(self.seconds, self._bark, args=(descriptor,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _bark(self, descriptor: int) -> None:
+        self.barked = True
+        _shut_down(descriptor)
 
 
 def _shut_down(descriptor: int) -> None:

@@ -1,0 +1,148 @@
+"""``gpuops db`` as an operator runs it: by subprocess, with its exit codes and its JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.stories import Teller
+
+from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
+from gpuops.host.clock import SystemClock
+from gpuops.store.recorder import spool_recorder
+
+ROOT = Path(__file__).parents[3]
+
+
+def gpuops(*args, tmp_path, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "gpuops", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "GPUOPS_SPOOL": str(tmp_path / "spool"),
+            "GPUOPS_STORE": f"sqlite:///{tmp_path}/store.db",
+            **env,
+        },
+    )
+
+
+def recorded(tmp_path, count=3):
+    keeper = spool_recorder(
+        tmp_path / "spool", node="n1", boot_id="b", bytes_max=2**26, clock=SystemClock()
+    )
+    teller = Teller()
+    keeper.record(*(teller.event("tool.failed", n=n) for n in range(count)))
+    keeper.close()
+
+
+def test_a_new_machine_has_no_store_and_that_is_fine(tmp_path):
+    done = gpuops("db", "status", tmp_path=tmp_path)
+
+    assert done.returncode == EXIT_OK
+    assert "made on first use" in done.stdout
+    assert "nothing waits" in done.stdout
+
+
+def test_upgrade_makes_the_tables_once(tmp_path):
+    first = gpuops("db", "upgrade", tmp_path=tmp_path)
+    second = gpuops("db", "upgrade", tmp_path=tmp_path)
+
+    assert (first.returncode, second.returncode) == (EXIT_OK, EXIT_OK)
+    assert "schema none -> 0001" in first.stdout
+    assert "already at schema 0001" in second.stdout
+
+
+def test_status_counts_the_backlog_and_flush_sends_it(tmp_path):
+    recorded(tmp_path)
+    before = json.loads(gpuops("db", "status", "--json", tmp_path=tmp_path).stdout)
+    sent = gpuops("db", "flush", "--json", tmp_path=tmp_path)
+    after = json.loads(gpuops("db", "status", "--json", tmp_path=tmp_path).stdout)
+
+    flushed = json.loads(sent.stdout)
+    assert sent.returncode == EXIT_OK
+    assert before["schema"] == "gpuops.db-status/1"
+    assert before["spool"]["lines"] == 3
+    assert before["spool"]["bytes"] > 0
+    assert before["spool"]["oldest_age_s"] >= 0
+    assert (flushed["schema"], flushed["sent"], flushed["remaining"]) == ("gpuops.db-flush/1", 3, 0)
+    assert after["spool"]["lines"] == 0
+    assert after["store"]["state"] == "current"
+    assert after["store"]["rows"]["events"] == 3
+
+
+def test_a_quiet_flush_says_nothing(tmp_path):
+    recorded(tmp_path)
+
+    done = gpuops("db", "flush", "--quiet", "--deadline", "20", tmp_path=tmp_path)
+
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_OK, "", "")
+
+
+@pytest.mark.parametrize("command", [("status",), ("upgrade",), ("flush",)])
+@pytest.mark.parametrize(
+    ("url", "code", "words"),
+    [
+        ("mysql://ada:hunter2@db/x", EXIT_USAGE, "not known"),
+        ("rubbish", EXIT_USAGE, "malformed"),
+        ("postgresql://ada:hunter2@127.0.0.1:1/x", EXIT_TRY_LATER, "refused"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_one_clear_line(tmp_path, command, url, code, words):
+    recorded(tmp_path)
+
+    done = gpuops("db", *command, tmp_path=tmp_path, GPUOPS_STORE=url)
+
+    said = done.stdout + done.stderr
+    assert done.returncode == code
+    assert words in said
+    assert "hunter2" not in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("args", [("--deadline", "-1"), ("--deadline", "soon"), ("--nope",)])
+def test_a_wrong_flag_is_a_usage_error(tmp_path, args):
+    assert gpuops("db", "flush", *args, tmp_path=tmp_path).returncode == EXIT_USAGE
+
+
+def test_a_spool_that_is_a_file_is_said(tmp_path):
+    (tmp_path / "spool").write_text("")
+
+    done = gpuops("db", "flush", tmp_path=tmp_path)
+
+    assert done.returncode == EXIT_TRY_LATER
+    assert "cannot read the spool" in done.stderr
+
+
+def test_a_store_on_a_network_file_system_is_refused(tmp_path):
+    info = tmp_path / "root" / "proc" / "self" / "mountinfo"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"23 22 0:50 / {tmp_path} rw - nfs4 server:/export rw\n")
+
+    done = gpuops("db", "upgrade", tmp_path=tmp_path, GPUOPS_ROOT=str(tmp_path / "root"))
+
+    assert done.returncode == EXIT_USAGE
+    assert "network file system" in done.stderr
+
+
+@pytest.mark.postgres
+def test_a_real_postgres_is_made_fed_and_shown(tmp_path, guarded_postgres):
+    recorded(tmp_path)
+    with guarded_postgres.database() as url:
+        early = gpuops("db", "flush", tmp_path=tmp_path, GPUOPS_STORE=url)
+        made = gpuops("db", "upgrade", tmp_path=tmp_path, GPUOPS_STORE=url)
+        sent = gpuops("db", "flush", tmp_path=tmp_path, GPUOPS_STORE=url)
+        shown = gpuops("db", "status", tmp_path=tmp_path, GPUOPS_STORE=url)
+
+    assert [done.returncode for done in (early, made, sent, shown)] == [EXIT_TRY_LATER, 0, 0, 0]
+    assert "`gpuops db upgrade`" in early.stderr
+    assert sent.stdout.startswith("3 sent")
+    assert "events 3" in shown.stdout
+    assert "s3cret" not in early.stderr + made.stdout + sent.stdout + shown.stdout

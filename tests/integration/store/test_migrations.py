@@ -1,0 +1,166 @@
+"""Migrations, up and down with data, on both databases."""
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import inspect, text
+from support.stories import dump, envelopes, story
+
+from gpuops.errors import SchemaMismatchError, StoreUnreachableError
+from gpuops.store.engine import open_store
+from gpuops.store.ingest import ingest
+from gpuops.store.migrate import alembic_config, upgrade_store
+from gpuops.store.schema import REVISION, metadata
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/store.db"
+    return request.getfixturevalue("postgres_url")
+
+
+def filled(url):
+    upgrade_store(url)
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        ingest(connection, envelopes(story(1)), 1)
+        return dump(connection)
+
+
+def downgrade(url, revision):
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        command.downgrade(alembic_config(connection), revision)
+
+
+def test_an_empty_store_gets_its_tables_and_a_second_upgrade_does_nothing(url):
+    assert upgrade_store(url) == (None, REVISION)
+    assert upgrade_store(url) == (REVISION, REVISION)
+
+
+def test_migrations_make_exactly_the_tables_of_the_code(url):
+    upgrade_store(url)
+
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+
+        assert compare_metadata(context, metadata) == []
+
+
+def test_down_and_up_with_data(url):
+    before = filled(url)
+    downgrade(url, "base")
+    upgrade_store(url)
+
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        assert dump(connection)["events"] == []
+        ingest(connection, envelopes(story(1)), 2)
+        assert dump(connection) == before
+
+
+def test_several_upgrades_at_once_are_one(url):
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: upgrade_store(url), range(4)))
+
+    assert sorted(before or "" for before, _ in results) == ["", REVISION, REVISION, REVISION]
+
+
+def test_a_sqlite_store_that_holds_something_is_copied_first(tmp_path):
+    url = f"sqlite:///{tmp_path}/store.db"
+    filled(url)
+    _pretend(url, "0000")
+
+    with pytest.raises(SchemaMismatchError, match=r"cannot upgrade the store .*0000"):
+        upgrade_store(url)
+
+    copy = tmp_path / "store.db.before-upgrade-from-0000"
+    with sqlite3.connect(copy) as connection:
+        assert connection.execute("SELECT count(*) FROM events").fetchone()[0] > 0
+    connection.close()
+
+
+def test_without_room_for_the_copy_nothing_is_upgraded(tmp_path):
+    url = f"sqlite:///{tmp_path}/store.db"
+    filled(url)
+    _pretend(url, "0000")
+    (tmp_path / "store.db.before-upgrade-from-0000.part").mkdir()
+
+    with pytest.raises((StoreUnreachableError, OSError)):
+        upgrade_store(url)
+
+
+def _pretend(url, revision):
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :r"), {"r": revision})
+
+
+def test_an_older_schema_is_refused_with_the_command(url):
+    filled(url)
+    _pretend(url, "0000")
+
+    for mode in ("read", "write"):
+        with pytest.raises(SchemaMismatchError, match=r"older gpuops.*`gpuops db upgrade`"):
+            open_store(url, mode=mode)
+
+
+def test_a_newer_schema_is_read_with_a_note_and_never_written(url):
+    before = filled(url)
+    _pretend(url, "0999")
+
+    with pytest.raises(SchemaMismatchError, match=r"newer gpuops.*nothing is written"):
+        open_store(url, mode="write")
+    with pytest.raises(SchemaMismatchError, match="newer than this gpuops"):
+        upgrade_store(url)
+    with open_store(url, mode="read") as store, store.begin() as connection:
+        assert "newer gpuops" in store.notes[0]
+        assert dump(connection) == before
+
+
+def test_a_database_of_something_else_is_left_alone(url):
+    upgrade_store(url)
+    downgrade(url, "base")
+    _foreign(url)
+
+    with pytest.raises(SchemaMismatchError, match="not gpuops'"):
+        open_store(url, mode="write")
+    with pytest.raises(SchemaMismatchError, match="not gpuops'"):
+        upgrade_store(url)
+
+
+def _foreign(url):
+    from gpuops.store.backends import connect_engine
+    from gpuops.store.url import parse_url
+
+    engine = connect_engine(parse_url(url), mode="write")
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE alembic_version"))
+        connection.execute(text("CREATE TABLE invoices (id INTEGER)"))
+    engine.dispose()
+
+
+def test_a_reader_cannot_write(url):
+    filled(url)
+
+    with (
+        pytest.raises(StoreUnreachableError, match=r"read-?only"),
+        open_store(url, mode="read") as store,
+        store.begin() as connection,
+    ):
+        connection.execute(text("DELETE FROM events"))
+
+
+def test_sqlite_is_kept_in_wal_with_foreign_keys(tmp_path):
+    with (
+        open_store(f"sqlite:///{tmp_path}/store.db", mode="write") as store,
+        store.begin() as connection,
+    ):
+        pragmas = [
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "busy_timeout", "foreign_keys")
+        ]
+
+        assert pragmas == ["wal", 1, 10_000, 1]
+        assert inspect(connection).get_table_names()

@@ -16,9 +16,21 @@ from gpuops.agent import records
 from gpuops.agent.progress import Progress, RankProgress
 from gpuops.host.clock import Clock
 from gpuops.incident.cancelled import incident_from_cancel
+from gpuops.incident.identity import incident_id
 from gpuops.incident.lifecycle import closed, mitigated, with_restart
 from gpuops.incident.worker_failure import incident_from_exits
-from gpuops.model import Incident, IncidentState, Json, Severity, WorkerExit
+from gpuops.model import (
+    Confidence,
+    Evidence,
+    FailureClass,
+    Incident,
+    IncidentState,
+    Json,
+    Role,
+    Severity,
+    Side,
+    WorkerExit,
+)
 from gpuops.rules import LogRule
 from gpuops.wire import Beat
 
@@ -122,6 +134,25 @@ class Chronicle:
         self._emit("incident.recorded", incident.to_json(), severity=Severity.ERROR)
         self._pending = _Pending(incident, now_ns)
         return incident
+
+    def rendezvous_failed(self, reason: str) -> None:
+        """Record that the agents did not come together, for the attempt that was to begin."""
+        attempt = 0 if self._attempt is None else self._attempt + 1
+        now_us = self._clock.now_us()
+        incident = Incident(
+            id=incident_id(self._run_id, attempt),
+            failure_class=FailureClass.RENDEZVOUS,
+            side=Side.AMBIGUOUS,
+            confidence=Confidence.CONFIRMED,
+            state=IncidentState.OPEN,
+            title="the agents of the run did not come together",
+            first_us=now_us,
+            detected_us=now_us,
+            run_id=self._run_id,
+            attempt=attempt,
+            evidence=(Evidence(role=Role.ROOT, text=reason),),
+        )
+        self._emit("incident.recorded", incident.to_json(), severity=Severity.ERROR)
 
     def attempt_completed(self) -> None:
         """Record that every rank finished with exit code 0."""

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,7 @@ def launch(
         failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
         cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
     )
-    cancellation.install()
-    try:
-        return _run(request, config, command(request.torch, env, disabled=settings.disabled), parts)
-    finally:
-        cancellation.restore()
+    return _run(request, config, command(request.torch, env, disabled=settings.disabled), parts)
 
 
 def prepare_environment(env: Mapping[str, str]) -> None:
@@ -177,21 +173,26 @@ def _run(
     try:
         agent = _make_agent(request, config, entry, parts)
     except (RendezvousError, ValueError) as exc:
-        return Outcome(
-            exit_code=EXIT_FAIL, outcome="failed", reason=f"the rendezvous failed: {_chain(exc)}"
-        )
+        session = parts.open_session(parts.identity, True)
+        return _close(session, _no_rendezvous(session, exc))
+    # Not before: connecting to a rendezvous that does not answer holds signals up for a minute.
+    parts.cancellation.install()
     try:
-        ended = _supervise(agent)
-    except BaseException as exc:
+        ended = _supervise(agent, parts)
+    except BaseException as exc:  # boundary: recorded as ours, then ends the command
         if agent.session is not None:
             text = traceback.format_exc()
             agent.session.chronicle.tool_failed("supervising the workers", exc, text)
-            _close(agent, Outcome(exit_code=EXIT_INTERNAL, outcome="failed", reason=str(exc)))
+            ended = Outcome(exit_code=EXIT_INTERNAL, outcome="failed", reason=str(exc))
+            _close(agent.session, ended)
         raise
-    return _close(agent, ended)
+    finally:
+        agent.close()
+        parts.cancellation.restore()
+    return _close(agent.session or parts.open_session(parts.identity, True), ended)
 
 
-def _supervise(agent: GpuopsAgent) -> Outcome:
+def _supervise(agent: GpuopsAgent, parts: Parts) -> Outcome:
     handler = agent.get_worker_group().spec.rdzv_handler
     event_handler = agent.get_worker_group().spec.event_log_handler
     try:
@@ -206,9 +207,9 @@ def _supervise(agent: GpuopsAgent) -> Outcome:
         )
     except RendezvousError as exc:
         events.record(agent.get_event_failed(), event_handler)
-        return Outcome(
-            exit_code=EXIT_FAIL, outcome="failed", reason=f"the rendezvous failed: {_chain(exc)}"
-        )
+        if agent.session is None:
+            agent.session = parts.open_session(parts.identity, True)
+        return _no_rendezvous(agent.session, exc)
     events.record(agent.get_event_succeeded(), event_handler)
     handler.shutdown()
     if result is not None and result.is_failed():
@@ -221,20 +222,17 @@ def _supervise(agent: GpuopsAgent) -> Outcome:
     return Outcome(exit_code=EXIT_OK, outcome="completed", reason="every rank exited with code 0")
 
 
-def _close(agent: GpuopsAgent, ended: Outcome) -> Outcome:
-    agent.close()
-    session = agent.session
-    if session is None:
-        return ended
-    note = session.close(ended.outcome, ended.exit_code, ended.reason)
-    return Outcome(
-        exit_code=ended.exit_code,
-        outcome=ended.outcome,
-        reason=ended.reason,
-        run_id=session.identity.run_id,
-        run_dir=session.directory.path,
-        note=note,
+def _no_rendezvous(session: Session, error: Exception) -> Outcome:
+    reason = f"the rendezvous failed: {_chain(error)}"
+    session.safely(
+        "recording the failed rendezvous", lambda: session.chronicle.rendezvous_failed(reason)
     )
+    return Outcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason)
+
+
+def _close(session: Session, ended: Outcome) -> Outcome:
+    note = session.close(ended.outcome, ended.exit_code, ended.reason)
+    return replace(ended, run_id=session.identity.run_id, run_dir=session.directory.path, note=note)
 
 
 def _make_agent(

@@ -50,6 +50,10 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     settings = settings_of(
         ctx, store__url=request.store, spool__dir=request.spool, run__dir=request.run_dir
     )
+    if not settings.store_is_default:
+        from gpuops.store.url import parse_url
+
+        parse_url(settings.store_url)
     ended = launch(request, settings, env, SystemClock(), torch_version)
     if ended.exit_code != 0:
         click.echo(f"gpuops: the run {ended.outcome}: {printable(ended.reason)}", err=True)

@@ -105,3 +105,26 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path):
         run.signal(signal.SIGTERM)
 
         assert run.finish(30) == 143, run.said()
+
+
+def test_a_rendezvous_that_nobody_answers_is_one_line_and_an_incident(tmp_path):
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:9")
+    conf = "--rdzv-conf=is_host=0,read_timeout=1"
+    with Run(tmp_path, *flags, conf, "--rdzv-id=x", PLAIN, nproc=1) as run:
+        assert run.finish() == 1, run.said()
+
+    assert "Traceback" not in run.err.read_text()
+    assert "the rendezvous failed" in run.err.read_text()
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "launcher.rendezvous"
+    assert run.payloads("run.ended")[0]["outcome"] == "failed"
+
+
+def test_a_malformed_store_url_ends_with_64_before_anything_starts(tmp_path):
+    with Run(tmp_path, "--store", "mysql://u:secret@h/d", PLAIN, nproc=1) as run:
+        assert run.finish() == 64
+
+    (line,) = run.err.read_text().splitlines()
+    assert "mysql" in line
+    assert "secret" not in line
+    assert run.directory is None

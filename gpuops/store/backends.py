@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from gpuops.errors import NetworkFilesystemError, StoreUnreachableError, UsageError
@@ -153,6 +153,18 @@ def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> 
         connection.exec_driver_sql(access + timeout)
 
     return engine
+
+
+def is_about_data(exc: DBAPIError) -> bool:
+    """Say whether *exc* is about the rows that were given and not about the store itself.
+
+    PostgreSQL's classes (its documentation, appendix A): 22 data exception, 23 integrity
+    constraint violation, 54 program limit exceeded.
+    """
+    state = getattr(exc.orig, "sqlstate", None)
+    if isinstance(state, str):
+        return state[:2] in ("22", "23", "54")
+    return isinstance(exc, DataError | IntegrityError)
 
 
 def unreachable(url: URL, exc: DBAPIError) -> StoreUnreachableError:

@@ -8,7 +8,7 @@ from typing import Self
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError
 
 from gpuops.errors import SchemaMismatchError, StoreError, StoreUnreachableError
 from gpuops.store.backends import (
@@ -17,6 +17,7 @@ from gpuops.store.backends import (
     STATEMENT_S,
     Mode,
     connect_engine,
+    is_about_data,
     memory_engine,
     unreachable,
 )
@@ -53,8 +54,8 @@ class Store:
 
         Raises:
             StoreUnreachableError: The store could not be reached, went away or will not serve.
-            sqlalchemy.exc.DataError, sqlalchemy.exc.IntegrityError: It is there, and what it was
-                asked to keep cannot be kept.
+            sqlalchemy.exc.DBAPIError: It is there, and what it was asked to keep cannot be kept
+                (see `is_about_data`).
         """
         watchdog = Watchdog(deadline_s or self.session_s)
         try:
@@ -64,9 +65,9 @@ class Store:
                 connection.begin(),
             ):
                 yield connection
-        except (DataError, IntegrityError):
-            raise
         except DBAPIError as exc:
+            if is_about_data(exc):
+                raise
             if watchdog.barked:
                 raise StoreUnreachableError(
                     f"cannot use the store {shown(self.url)}: no answer within "

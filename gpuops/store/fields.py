@@ -6,6 +6,7 @@ from typing import Any
 
 from gpuops.store.lines import LineError
 
+WORD_MAX = 255
 _INTEGER_MAX = 2**63
 _TEXT_MAX = 64 * 1024
 
@@ -48,6 +49,17 @@ class Fields:
             raise self.refuse(name, "a text")
         return str(value)
 
+    def word(self, name: str) -> str | None:
+        """Return a short text that an index takes.
+
+        Raises:
+            LineError: Something else is there.
+        """
+        value = self.text(name)
+        if value is not None and len(value) > WORD_MAX:
+            raise self.refuse(name, f"at most {WORD_MAX} characters")
+        return value
+
     def texts(self, name: str) -> list[str]:
         """Return a list of texts; none where there is none.
 
@@ -79,6 +91,17 @@ class Fields:
             LineError: It is not.
         """
         value = self.text(name)
+        if value is None:
+            raise self.refuse(name, "there")
+        return value
+
+    def wanted_word(self, name: str) -> str:
+        """Return a short text that must be there.
+
+        Raises:
+            LineError: It is not.
+        """
+        value = self.word(name)
         if value is None:
             raise self.refuse(name, "there")
         return value

@@ -28,7 +28,7 @@ _BODY_AT = len(_PREFIX) + 8 + 2
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _KIND = re.compile(r"[a-z_]{1,32}(?:\.[a-z_]{1,32}){1,3}")
 _NAME = re.compile(r"[!-~]{1,255}")
-_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHRINK_TO = ((8192, 512), (1024, 64), (128, 8))
 
 
@@ -224,7 +224,7 @@ def _check_event(event: Mapping[str, Any]) -> None:
     _integer(event, "t_us", 0, _T_US_MAX - 1)
     _integer(event, "severity", 0, 100)
     if event.get("run_id") is not None:
-        _text(event, "run_id", _RUN_ID)
+        _text(event, "run_id", RUN_ID)
     if event.get("attempt") is not None:
         _integer(event, "attempt", 0, 1_000_000)
 

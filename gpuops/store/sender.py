@@ -142,8 +142,12 @@ class Sender:
         self._batch = _Batch(descriptors=batch.descriptors)
         return True
 
-    def _deliver(self, places: Sequence[_Place]) -> None:
-        """Ingest *places*; refuse those that cannot be, however few they are among many."""
+    def _deliver(self, places: Sequence[_Place], *, again: bool = True) -> None:
+        """Ingest *places*; refuse those that cannot be, however few they are among many.
+
+        What is refused is tried *again* first: two writers that are the first to tell of one
+        thing at once can collide in an index that ``ON CONFLICT`` does not name.
+        """
         if not places:
             return
         try:
@@ -151,6 +155,9 @@ class Sender:
         except LineError:
             self._deliver([place for place in places if self._is_fit(place)])
         except DBAPIError as exc:
+            if again:
+                self._deliver(places, again=False)
+                return
             if len(places) == 1:
                 self._refuse(places[0], " ".join(str(exc.orig).split())[:300])
                 return

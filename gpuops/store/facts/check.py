@@ -18,11 +18,11 @@ def check_ran(envelope: Envelope) -> list[Fact]:
     run = {
         "id": event.id,
         "node_id": envelope.node_id,
-        "suite": fields.wanted_text("suite"),
-        "trigger": fields.wanted_text("trigger"),
+        "suite": fields.wanted_word("suite"),
+        "trigger": fields.wanted_word("trigger"),
         "start_us": fields.wanted_integer("start_us"),
         "end_us": fields.wanted_integer("end_us"),
-        "verdict": fields.wanted_text("verdict"),
+        "verdict": fields.wanted_word("verdict"),
         "late": fields.texts("late"),
     }
     findings = event.payload.get("findings", [])
@@ -42,10 +42,10 @@ def _result(run_id: str, ordinal: int, finding: Any) -> Row:  # noqa: ANN401 JSO
     return {
         "check_run_id": run_id,
         "ordinal": ordinal,
-        "check_name": fields.wanted_text("check"),
-        "entity_kind": entity.wanted_text("kind"),
-        "entity_id": entity.wanted_text("id"),
-        "verdict": fields.wanted_text("status"),
+        "check_name": fields.wanted_word("check"),
+        "entity_kind": entity.wanted_word("kind"),
+        "entity_id": entity.wanted_word("id"),
+        "verdict": fields.wanted_word("status"),
         "value": number,
         "value_text": fields.text("value") if number is None else None,
         "unit": fields.text("unit"),

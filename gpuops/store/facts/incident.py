@@ -10,7 +10,8 @@ from gpuops.model import Evidence, Incident
 from gpuops.store import schema
 from gpuops.store.facts.envelope import Envelope, Fact, attempt_id
 from gpuops.store.facts.places import ATTEMPTS, RUNS, attempt_stub
-from gpuops.store.lines import LineError, canonical
+from gpuops.store.fields import WORD_MAX
+from gpuops.store.lines import RUN_ID, LineError, canonical
 from gpuops.store.merge import Merge, Row
 from gpuops.store.schema import derived_id
 
@@ -73,8 +74,11 @@ def _parse(envelope: Envelope) -> Incident:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
         raise LineError(f"incident.recorded: not an incident ({exc!r:.200})") from exc
     attempt = incident.attempt
-    if not (isinstance(incident.run_id, str) or incident.run_id is None):
-        raise LineError("incident.recorded: its run is not an id")
+    for name in (incident.id, incident.run_id):
+        if name is not None and not (isinstance(name, str) and RUN_ID.fullmatch(name)):
+            raise LineError("incident.recorded: its id or its run is not an id")
+    if any(len(culprit.id) > WORD_MAX for culprit in incident.culprits):
+        raise LineError(f"incident.recorded: a culprit has more than {WORD_MAX} characters")
     if attempt is not None and (not isinstance(attempt, int) or not 0 <= attempt <= _RANK_MAX):
         raise LineError("incident.recorded: its attempt is not a number")
     if not (0 <= incident.authority <= _RANK_MAX and 0 <= incident.rev <= _RANK_MAX):

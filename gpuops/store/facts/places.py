@@ -80,7 +80,7 @@ def node_seen(envelope: Envelope) -> list[Fact]:
     fields = envelope.fields()
     boot = {
         "node_id": envelope.node_id,
-        "boot_id": fields.text("boot_id") or envelope.line.boot_id,
+        "boot_id": fields.word("boot_id") or envelope.line.boot_id,
         "boot_us": fields.integer("boot_us"),
         "kernel": fields.text("kernel"),
         "driver": fields.text("driver"),

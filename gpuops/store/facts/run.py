@@ -46,7 +46,7 @@ def run_started(envelope: Envelope) -> list[Fact]:
 def run_ended(envelope: Envelope) -> list[Fact]:
     """Return the end of the run; a later attempt's end replaces an earlier one's."""
     fields, event = envelope.fields(), envelope.event
-    outcome = fields.wanted_text("outcome")
+    outcome = fields.wanted_word("outcome")
     attempt = -1 if event.attempt is None else event.attempt
     run = {
         **_run_stub(envelope),
@@ -70,7 +70,7 @@ def attempt_started(envelope: Envelope) -> list[Fact]:
         "n_nodes": fields.integer("n_nodes"),
         "torch_run_id": fields.text("torch_run_id"),
         "log_dir": fields.text("log_dir"),
-        "slurm_job_id": fields.text("slurm_job_id"),
+        "slurm_job_id": fields.word("slurm_job_id"),
         "slurm_restart_count": fields.integer("slurm_restart_count"),
         # The agent of group rank 0 speaks for all, then the earliest.
         "start_key": f"{10**10 - 1 - _rank(group_rank):010d}/{envelope.earliest_key}",
@@ -118,7 +118,7 @@ def attempt_progress(envelope: Envelope) -> list[Fact]:
 def attempt_ended(envelope: Envelope) -> list[Fact]:
     """Return the attempt's end and this node's."""
     fields = envelope.fields()
-    outcome = fields.wanted_text("outcome")
+    outcome = fields.wanted_word("outcome")
     attempt = {
         **_attempt_stub(envelope),
         "end_us": fields.integer("end_us"),

@@ -9,7 +9,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.stories import Teller, story
+from support.stories import Teller, incident, story
 
 from gpuops.host.clock import FakeClock, SystemClock
 from gpuops.store import queries
@@ -17,6 +17,7 @@ from gpuops.store.backlog import measure
 from gpuops.store.engine import open_store
 from gpuops.store.flush import flush
 from gpuops.store.lines import encode_line
+from gpuops.store.migrate import upgrade_store
 from gpuops.store.recorder import spool_recorder
 from gpuops.store.rejected import count_rejected
 from gpuops.store.segments import find_segments
@@ -149,25 +150,62 @@ def test_a_corrupted_line_is_kept_aside_and_reported_and_the_rest_delivered(spoo
     assert find_segments(spool) == []
 
 
-def test_lines_that_no_table_takes_are_refused_alone(spool, url):
-    odd = replace(
-        LINES[0],
-        seq=900,
-        event=replace(
-            LINES[0].event,
-            id="01a1fa51-d523-777c-b8fe-ce320f93dce8",
-            kind="attempt.progress",
-            run_id="r1",
-            attempt=0,
-            payload={"minute_us": "soon"},
-        ),
+def hostile(n, kind, payload):
+    """Return a well-formed line whose payload no table takes."""
+    event = replace(
+        LINES[0].event,
+        id=f"01a1fa51-d523-777c-b8fe-ce320f93d{n:03x}",
+        kind=kind,
+        run_id="r1",
+        attempt=0,
+        payload=payload,
     )
-    lay(spool, raw([*LINES[:2], odd, *LINES[2:]]))
+    return replace(LINES[0], seq=900 + n, event=event)
+
+
+HOSTILE = [
+    hostile(0, "attempt.progress", {"minute_us": "soon"}),
+    hostile(1, "attempt.progress", {"minute_us": 2**70}),
+    hostile(2, "attempt.started", {"start_us": [1]}),
+    hostile(3, "attempt.started", {"slurm_job_id": "9" * 5000}),
+    hostile(4, "attempt.ended", {"outcome": {"a": 1}}),
+    hostile(5, "run.started", {"command": "rm -rf /"}),
+    hostile(6, "run.ended", {}),
+    hostile(7, "node.seen", {"boot_id": "b" * 5000}),
+    hostile(8, "check.ran", {"suite": "s", "findings": 5}),
+    hostile(9, "check.ran", {**story(1)[1].event.payload, "findings": [{"entity": "node"}]}),
+    hostile(10, "incident.recorded", {}),
+    hostile(11, "incident.recorded", {**incident("r1", 0).to_json(), "id": "i" * 5000}),
+    hostile(12, "incident.recorded", {**incident("r1", 0).to_json(), "attempt": "first"}),
+    hostile(13, "incident.recorded", {**incident("r1", 0).to_json(), "rev": 10**12}),
+    hostile(14, "incident.recorded", {**incident("r1", 0).to_json(), "culprits": "abc"}),
+    hostile(
+        15,
+        "incident.recorded",
+        {**incident("r1", 0).to_json(), "culprits": [{"kind": "node", "id": "n" * 5000}]},
+    ),
+    hostile(
+        16,
+        "incident.recorded",
+        {**incident("r1", 0).to_json(), "lost_seconds_by_phase": {"detect": "inf"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "database", ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
+)
+def test_lines_that_no_table_takes_are_refused_alone(spool, url, request, database):
+    if database == "postgres":
+        url = request.getfixturevalue("postgres_url")
+        upgrade_store(url)
+    lay(spool, raw([*LINES[:2], *HOSTILE, *LINES[2:]]))
 
     report = send(spool, url)
 
-    assert (report.sent, report.refused, report.corrupt) == (len(LINES), 1, 0)
-    assert count_rejected(spool) == 1
+    assert (report.sent, report.refused, report.note) == (len(LINES), len(HOSTILE), None)
+    assert count_rejected(spool) == len(HOSTILE)
+    assert find_segments(spool) == []
 
 
 def test_a_line_that_steals_a_number_is_refused(spool, url):

@@ -7,7 +7,6 @@ The file is TOML: ``--config``, else ``GPUOPS_CONFIG``, else the first that exis
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,13 +15,10 @@ from typing import Any
 from urllib.parse import quote
 
 from gpuops.errors import ConfigError
+from gpuops.scrub import scrub
 from gpuops.units import parse_bytes
 
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
-_PASSWORD = re.compile(
-    r"(?P<head>[a-z0-9+]+://[^:/@\s]*):[^/\s]*@(?=[^@\s]*(?:/|$))", re.IGNORECASE
-)
-_QUERY_SECRET = re.compile(r"(?P<key>\b(?:password|passfile|sslpassword)=)[^&\s]+", re.IGNORECASE)
 
 
 def environ() -> dict[str, str]:
@@ -35,11 +31,6 @@ def export(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-def scrub_url(url: str) -> str:
-    """Return *url* without its password, for messages and reports."""
-    return _QUERY_SECRET.sub(r"\g<key>***", _PASSWORD.sub(r"\g<head>:***@", url))
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One key: how to read it and what it means."""
@@ -49,7 +40,6 @@ class Setting:
     parse: Callable[[object], Any]
     default: Callable[[Mapping[str, str], bool], Any]
     help: str
-    show: Callable[[Any], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +122,7 @@ def _default_spool(env: Mapping[str, str], is_root: bool) -> Path:
 
 
 SETTINGS = (
-    Setting("store.url", "GPUOPS_STORE", _text, _default_store, "where incidents live", scrub_url),
+    Setting("store.url", "GPUOPS_STORE", _text, _default_store, "where incidents live"),
     Setting("spool.dir", "GPUOPS_SPOOL", _path, _default_spool, "where events wait for the store"),
     Setting(
         "spool.bytes_max",
@@ -234,7 +224,7 @@ def _parsed(setting: Setting, raw: object, origin: str) -> Value:
     try:
         return Value(setting.parse(raw), origin)
     except ValueError as exc:
-        shown = scrub_url(str(raw))
+        shown = scrub(str(raw))
         raise ConfigError(f"{setting.key} = {shown!r} ({origin}): {exc}") from exc
 
 

@@ -6,10 +6,11 @@ import click
 
 from gpuops.checks.suites import load_suite, suite_paths
 from gpuops.cli.settings import json_option, settings_of
-from gpuops.config import SETTINGS, scrub_url
+from gpuops.config import SETTINGS
 from gpuops.model import envelope
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
+from gpuops.scrub import scrub
 
 
 @click.group()
@@ -26,7 +27,7 @@ def show(ctx: click.Context, *, as_json: bool) -> None:
     rows = [
         {
             "key": item.key,
-            "value": _shown(item.show, settings.values[item.key].value),
+            "value": _shown(settings.values[item.key].value),
             "origin": settings.values[item.key].origin,
             "env": item.env,
             "help": item.help,
@@ -41,10 +42,8 @@ def show(ctx: click.Context, *, as_json: bool) -> None:
         click.echo(f"{row['key']:<{width}}  {row['value'] or '(unset)'}  [{row['origin']}]")
 
 
-def _shown(show: object, value: object) -> str | None:
-    if value is None:
-        return None
-    return scrub_url(str(value)) if show is scrub_url else str(value)
+def _shown(value: object) -> str | None:
+    return None if value is None else scrub(str(value))
 
 
 @config.command()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.config import SETTINGS, resolve, scrub_url
+from gpuops.config import SETTINGS, resolve
 from gpuops.errors import ConfigError
 
 HOME = {"HOME": "/home/ann"}
@@ -96,24 +96,3 @@ def test_a_bad_value_names_the_key_the_value_and_its_origin(env, message):
         settings(env=env)
 
     assert f"environment {next(iter(env))}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql+psycopg://app:s3cret@db.example/gpuops",
-        "postgresql+psycopg://app:s3cret@/gpuops?host=/run",
-        "postgresql+psycopg://app:p%40s3cret@db:5432/gpuops",
-        "postgresql+psycopg://db/gpuops?user=app&password=s3cret&port=1",
-        "postgresql+psycopg://:s3cret@db/x",
-        "postgresql+psycopg://app:s3cret@with@at@db/x",
-    ],
-)
-def test_no_password_survives_scrubbing(url):
-    assert "s3cret" not in scrub_url(url)
-    assert scrub_url(url).startswith("postgresql+psycopg://")
-
-
-def test_a_url_without_a_secret_stays_as_it_is():
-    for url in ("sqlite:////var/lib/gpuops/gpuops.db", "postgresql+psycopg://app@db:5432/x"):
-        assert scrub_url(url) == url

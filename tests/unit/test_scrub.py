@@ -101,3 +101,24 @@ def test_hostile_text_costs_a_bounded_time(text):
 @given(st.text())
 def test_scrubbing_twice_changes_nothing_more(text):
     assert scrub(scrub(text)) == scrub(text)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://app:s3cret@db.example/gpuops",
+        "postgresql+psycopg://app:s3cret@/gpuops?host=/run",
+        "postgresql+psycopg://app:p%40s3cret@db:5432/gpuops",
+        "postgresql+psycopg://db/gpuops?user=app&password=s3cret&port=1",
+        "postgresql+psycopg://:s3cret@db/x",
+        "postgresql+psycopg://app:s3cret@with@at@db/x",
+    ],
+)
+def test_no_password_survives_in_a_store_url(url):
+    assert "s3cret" not in scrub(url)
+    assert scrub(url).startswith("postgresql+psycopg://")
+
+
+def test_a_store_url_without_a_secret_stays_as_it_is():
+    for url in ("sqlite:////var/lib/gpuops/gpuops.db", "postgresql+psycopg://app@db:5432/x"):
+        assert scrub(url) == url

@@ -15,6 +15,8 @@ def _clean_environment(monkeypatch, tmp_path):
     for name in os.environ:
         if name.startswith(("GPUOPS_", "SLURM", "PET_")) and not name.startswith("GPUOPS_TEST_"):
             monkeypatch.delenv(name)
+    # Some machines set it; it would hide that output is kept back.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg-config"))
     # Not the XDG defaults: root's are system directories.
     monkeypatch.setenv("GPUOPS_STORE", f"sqlite:///{tmp_path}/default/gpuops.db")

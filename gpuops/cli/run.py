@@ -1,5 +1,7 @@
 """``gpuops run``."""
 
+import io
+import sys
 from importlib.util import find_spec
 
 import click
@@ -50,6 +52,10 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     settings = settings_of(
         ctx, store__url=request.store, spool__dir=request.spool, run__dir=request.run_dir
     )
+    # torch's tee writes the workers' lines to our stdout; buffered, a file or a pipe would get them
+    # in blocks, long after what happened.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     if not settings.store_is_default:
         from gpuops.store.url import parse_url
 

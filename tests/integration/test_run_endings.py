@@ -128,3 +128,19 @@ def test_a_malformed_store_url_ends_with_64_before_anything_starts(tmp_path):
     assert "mysql" in line
     assert "secret" not in line
     assert run.directory is None
+
+
+def test_the_workers_lines_reach_a_file_as_they_are_written(tmp_path):
+    """A tee that keeps lines back shows a failure's last words after the next attempt's first."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import sys, threading, time\n"
+        "print('first line', flush=True)\n"
+        "end = time.monotonic() + 20\n"
+        "while 'first line' not in open(sys.argv[1]).read():\n"
+        "    assert time.monotonic() < end, 'the line never came'\n"
+        "    threading.Event().wait(0.05)\n"
+    )
+
+    with Run(tmp_path / "run", script, tmp_path / "run" / "out", nproc=1) as run:
+        assert run.process.wait(60) == 0, run.said()

@@ -47,7 +47,7 @@ class ExitWatcher:
         try:
             self._fds[os.pidfd_open(pid)] = (local_rank, pid)
         except ProcessLookupError:
-            self._note(local_rank, pid, None)
+            self._note(local_rank, pid, None, self._clock.mono_ns(), self._clock.now_us())
         except OSError as exc:
             # Then only torch's own look, ten times a second, dates this worker's end.
             self.sees_all = False
@@ -59,16 +59,18 @@ class ExitWatcher:
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
         while self._fds:
-            for fd, _events in poll.poll():
+            ready = poll.poll()
+            # One look, one time: what it finds together has no order that we know of.
+            now = self._clock.mono_ns(), self._clock.now_us()
+            for fd, _events in ready:
                 if fd == self._wake_read:
                     return
                 local_rank, pid = self._fds.pop(fd)
-                self._note(local_rank, pid, fd)
+                self._note(local_rank, pid, fd, *now)
                 poll.unregister(fd)
                 os.close(fd)
 
-    def _note(self, local_rank: int, pid: int, fd: int | None) -> None:
-        mono_ns, now_us = self._clock.mono_ns(), self._clock.now_us()
+    def _note(self, local_rank: int, pid: int, fd: int | None, mono_ns: int, now_us: int) -> None:
         code = None if fd is None else _status(fd)
         with self._changed:
             self._seen[local_rank] = SeenExit(pid, code, now_us, mono_ns)

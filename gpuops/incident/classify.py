@@ -42,9 +42,14 @@ class Verdict:
         return self.worker.error_mono_ns or self.worker.seen_mono_ns
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Return a total order of failures on one host: by time, then rank, then process."""
-        return self.failed_ns, self.worker.rank, self.worker.pid
+    def order(self) -> tuple[int, bool, int, int]:
+        """Return a total order of failures on one host: by time, then rank, then process.
+
+        Of two that were seen in one look the one ended by a signal comes first: a worker can exit
+        because another was killed, but is not killed because another exited.
+        """
+        worker = self.worker
+        return self.failed_ns, worker.signal is None, worker.rank, worker.pid
 
 
 @dataclass(frozen=True, slots=True)

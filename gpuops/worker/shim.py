@@ -32,6 +32,7 @@ _ADDED = _open_imports()
 
 import contextlib  # noqa: E402 the path above comes first
 import faulthandler  # noqa: E402
+import io  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
@@ -83,7 +84,19 @@ def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
         faulthandler.enable(all_threads=True)
         faulthandler.register(signal.SIGUSR2, all_threads=True)
     with contextlib.suppress(Exception):
+        write_whole_lines()
+    with contextlib.suppress(Exception):
         start_heartbeat(env)
+
+
+def write_whole_lines() -> None:
+    """Make a printed line one write: what tees several ranks to one console mixes between writes.
+
+    ``python -u`` writes a line and its end apart.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def start_heartbeat(env: Mapping[str, str]) -> None:

@@ -144,3 +144,16 @@ def test_the_workers_lines_reach_a_file_as_they_are_written(tmp_path):
 
     with Run(tmp_path / "run", script, tmp_path / "run" / "out", nproc=1) as run:
         assert run.process.wait(60) == 0, run.said()
+
+
+def test_lines_of_several_ranks_stay_whole_on_the_console(tmp_path):
+    script = tmp_path / "talks.py"
+    script.write_text("for n in range(3000): print('line', n, 'end')\n")
+
+    with Run(tmp_path / "run", script) as run:
+        assert run.finish() == 0, run.said()
+
+    lines = [line for line in run.out.read_text().splitlines() if "line" in line]
+    assert sorted(lines) == sorted(
+        f"[default{rank}]:line {n} end" for rank in range(2) for n in range(3000)
+    )

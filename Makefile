@@ -15,7 +15,9 @@ WORKERS ?= $(shell nproc)
 help:
 	@sed -n 's/^# //p' Makefile
 
+# `python3 -m venv` needs a Debian package that a bare system lacks; only root can bring it.
 $(BIN)/python:
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || tests/services.sh venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than Python 3.11; try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: cannot create a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
 

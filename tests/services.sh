@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that the tests use, where it may (root and apt). Elsewhere the tests
-# that need one are skipped, each with its reason.
+# that need one are skipped, each with its reason. With `venv`: only what a virtual environment needs.
 set -euo pipefail
 
 missing=()
-ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
-command -v cc >/dev/null || missing+=(gcc libc6-dev)
-command -v setpriv >/dev/null || missing+=(util-linux)
-command -v shellcheck >/dev/null || missing+=(shellcheck)
+if [ "${1-}" = venv ]; then
+  missing=(python3-venv)
+else
+  ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
+  command -v cc >/dev/null || missing+=(gcc libc6-dev)
+  command -v setpriv >/dev/null || missing+=(util-linux)
+  command -v shellcheck >/dev/null || missing+=(shellcheck)
+fi
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
@@ -19,5 +23,5 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
   apt-get update -qq
   apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 else
-  echo "not installed, and this is not root with apt: ${missing[*]}; their tests will be skipped" >&2
+  echo "not installed, and this is not root with apt: ${missing[*]}" >&2
 fi

@@ -62,8 +62,10 @@ def run_demo(plan: Plan, folder: Path, env: Mapping[str, str], say: Callable[[st
     )
     injector = _start_injector(plan, folder / "runs", child_env)
     command = ["run", "--standalone", f"--nproc-per-node={WORLD_SIZE}", "-m", "gpuops.demo.train"]
-    code = _gpuops([*command, f"--steps={plan.steps}", f"--seed={plan.seed}"], child_env, say)
-    killed = _finish(injector)
+    try:
+        code = _gpuops([*command, f"--steps={plan.steps}", f"--seed={plan.seed}"], child_env, say)
+    finally:
+        killed = _finish(injector)
     if killed != 0:
         say(f"The injector killed nothing (exit {killed}), so there is no incident to show.")
 

@@ -6,6 +6,7 @@ The file is TOML: ``--config``, else ``GPUOPS_CONFIG``, else the first that exis
 """
 
 import difflib
+import logging
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,8 @@ from urllib.parse import quote
 from gpuops.errors import ConfigError
 from gpuops.scrub import scrub
 from gpuops.units import parse_bytes
+
+_log = logging.getLogger(__name__)
 
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
 
@@ -182,6 +185,8 @@ def resolve(
     file = find_file(config_file, env, is_root=is_root)
     table = flatten(read_toml(file)) if file is not None else {}
     reject_unknown(table, _BY_KEY, f"the configuration {file}")
+    for key, raw in table.items():
+        _parsed(_BY_KEY[key], raw, f"file {file}")  # also where a flag or the environment wins
     found = {s.key: _find(s, flags, env, table, file, is_root=is_root) for s in SETTINGS}
     value = {key: item.value for key, item in found.items()}
     return Settings(
@@ -231,19 +236,37 @@ def _parsed(setting: Setting, raw: object, origin: str) -> Value:
 def find_file(explicit: Path | None, env: Mapping[str, str], *, is_root: bool) -> Path | None:
     """Return the configuration file to read, or None where there is none.
 
+    A file that nobody named and that this user may not read counts as absent, with a warning: the
+    home in the environment may be another user's (``su`` without ``-``, a squashed root).
+
     Raises:
-        ConfigError: A file that was named does not exist.
+        ConfigError: A file that was named is not there, or is no file.
     """
     named = explicit or (Path(env["GPUOPS_CONFIG"]) if env.get("GPUOPS_CONFIG") else None)
     if named is not None:
-        if not named.is_file():
+        if not named.exists():
             raise ConfigError(f"the configuration file {named} does not exist")
+        if not named.is_file():
+            raise ConfigError(f"the configuration file {named} is not a file")
         return named
     candidates = [SYSTEM_FILE]
     if not is_root:
         home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '/nonexistent')}/.config"
         candidates.insert(0, Path(home) / "gpuops" / "gpuops.toml")
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if _is_readable(path)), None)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+    except PermissionError:
+        _log.warning("left %s out: this user may not look there", path)
+        return False
+    if os.access(path, os.R_OK):
+        return True
+    _log.warning("left %s out: this user may not read it", path)
+    return False
 
 
 def read_toml(path: Path) -> dict[str, Any]:

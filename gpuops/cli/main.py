@@ -4,11 +4,13 @@ A subcommand's module is imported only when it is asked for, so that ``gpuops ch
 pays neither for torch nor for SQLAlchemy.
 """
 
+import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -64,6 +66,7 @@ def gpuops(ctx: click.Context, config_file: str | None, *, verbose: bool) -> Non
 
 def run_command(args: Sequence[str]) -> int:
     """Run one command line and return its exit code (DESIGN §6); never raises."""
+    _open_closed_streams()
     try:
         result: Any = gpuops.main(args=list(args), prog_name="gpuops", standalone_mode=False)
         sys.stdout.flush()
@@ -75,6 +78,14 @@ def run_command(args: Sequence[str]) -> int:
     except Exception as exc:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
         return _explain(exc)
     return result if isinstance(result, int) else 0
+
+
+def _open_closed_streams() -> None:
+    """Give what was started with ``>&-`` a place to print to: its exit code still counts."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _explain(exc: Exception) -> int:
@@ -90,6 +101,10 @@ def _explain(exc: Exception) -> int:
         case GpuopsError():
             click.echo(f"gpuops: {printable(str(exc))}", err=True)
             return exc.exit_code
+        case OSError(errno=errno.ENOSPC, filename=None):
+            click.echo("gpuops: cannot write the result: no space left on the output", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_INTERNAL
         case _:
             click.echo(printable("".join(traceback.format_exception(exc))), err=True)
             click.echo("gpuops: a bug in gpuops, not a fault of the node or the job", err=True)

@@ -1,11 +1,14 @@
 """Every ending of the command has its exit code, and none of them a traceback at the user."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 GPUOPS = [sys.executable, "-m", "gpuops"]
 
 
@@ -82,3 +85,46 @@ def test_the_commands_of_the_hooks_import_neither_torch_nor_sqlalchemy():
     )
 
     assert shown.stdout.endswith("[]\n")
+
+
+def shell(command, **options):
+    return subprocess.run(
+        ["/bin/sh", "-c", command, "sh", *GPUOPS],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
+    )
+
+
+def test_a_closed_output_leaves_the_exit_code_as_it_is():
+    assert shell('"$@" config show >&-').returncode == 0
+    assert shell('"$@" config show >&- 2>&-').returncode == 0
+    assert shell('"$@" check --suite nope >&-').returncode == 64
+
+
+def test_a_full_output_is_one_line_and_our_failure():
+    shown = shell('"$@" config show >/dev/full')
+
+    assert shown.returncode == 70
+    assert shown.stderr == "gpuops: cannot write the result: no space left on the output\n"
+
+
+def test_a_home_that_may_not_be_read_is_a_warning(tmp_path):
+    """``su`` without ``-`` leaves the other user's home in the environment."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    if os.geteuid() != 0:
+        home.chmod(0)
+    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    command = [*(prefix if os.geteuid() == 0 else []), *GPUOPS, "config", "show"]
+    env = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+
+    shown = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60, env=env, cwd="/"
+    )
+
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stderr.count("\n") == 1
+    assert "may not look there" in shown.stderr

@@ -96,3 +96,16 @@ def test_a_bad_value_names_the_key_the_value_and_its_origin(env, message):
         settings(env=env)
 
     assert f"environment {next(iter(env))}" in str(caught.value)
+
+
+def test_a_bad_value_in_the_file_is_said_even_where_the_environment_wins(tmp_path):
+    path = tmp_path / "gpuops.toml"
+    path.write_text("[store]\nurl = 3\n")
+
+    with pytest.raises(ConfigError, match=r"store\.url = '3'"):
+        settings(env={"GPUOPS_STORE": "sqlite:////x.db"}, file=path)
+
+
+def test_a_folder_is_no_configuration_file(tmp_path):
+    with pytest.raises(ConfigError, match="is not a file"):
+        settings(file=tmp_path)

@@ -83,9 +83,9 @@ def run_command(args: Sequence[str]) -> int:
 def _open_closed_streams() -> None:
     """Give what was started with ``>&-`` a place to print to: its exit code still counts."""
     if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 open as long as the process
     if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 open as long as the process
 
 
 def _explain(exc: Exception) -> int:

@@ -20,7 +20,6 @@ RESTARTS_DEFAULT = 3
 MASTER_PORT_DEFAULT = 29500  # torchrun's, for its static rendezvous
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHER_MODULES = frozenset({"torch.distributed.run"})
-_PRIVATE_ENDPOINT = "localhost:0"
 
 
 class HelpAskedError(Exception):
@@ -164,9 +163,8 @@ def _check_program(found: argparse.Namespace) -> None:
 def _choose_rendezvous(found: argparse.Namespace) -> tuple[tuple[str, int] | None, bool]:
     """Settle the rendezvous as torchrun does; return the workers' master where the user named one.
 
-    On one node the rendezvous is private, on a free port: with torchrun's static one the workers
-    share the agent's store, and a killed worker is often not recovered from its stale keys. The
-    address and port that the user gave stay what the workers see.
+    On one node there is nobody to meet: see `PrivateRendezvous`. The address and port that the
+    user gave stay what the workers see.
     """
     alone = _is_one_node(found.nnodes)
     is_static = found.rdzv_backend == "static" and not found.rdzv_endpoint
@@ -175,7 +173,7 @@ def _choose_rendezvous(found: argparse.Namespace) -> tuple[tuple[str, int] | Non
     if private:
         if not found.standalone and found.master_port is not None:
             master = (found.master_addr, found.master_port)
-        found.rdzv_backend, found.rdzv_endpoint = "c10d", _PRIVATE_ENDPOINT
+        found.rdzv_backend, found.rdzv_endpoint = "static", ""
         found.rdzv_id = str(uuid.uuid4())
         found.local_addr = found.local_addr or "127.0.0.1"
     if found.master_port is None:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
@@ -30,6 +30,7 @@ from gpuops.agent.agent import FAILURE_GRACE_S, GpuopsAgent, Parts
 from gpuops.agent.arguments import Request
 from gpuops.agent.identity import Identity
 from gpuops.agent.logs import GenerationLogs
+from gpuops.agent.private_rendezvous import PrivateRendezvous
 from gpuops.agent.records import slurm_job
 from gpuops.agent.rundir import folder_name
 from gpuops.agent.session import Session
@@ -150,6 +151,11 @@ def _configure(request: Request) -> tuple[LaunchConfig, GenerationLogs]:
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError) as exc:
         said = str(exc) or "a flag has a value that torch refuses"
         raise UsageError(f"gpuops run: {said}") from exc
+    if request.is_private and config.min_nodes > 1:
+        raise UsageError(
+            f"gpuops run: --standalone is a run on one node, and --nnodes={args.nnodes} waits for "
+            "more; leave one of them out"
+        )
     theirs = config.logs_specs
     assert theirs is not None
     inner = theirs if args.logs_specs is not None else None
@@ -238,23 +244,13 @@ def _close(session: Session, ended: Outcome) -> Outcome:
 def _make_agent(
     request: Request, config: LaunchConfig, entry: tuple[str, tuple[str, ...]], parts: Parts
 ) -> GpuopsAgent:
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **_private_host(request, config),
-        **config.rdzv_configs,
-    )
-    address, port = request.master or _get_addr_and_port(parameters)
+    handler, (address, port) = _rendezvous(request, config)
     given: dict[str, Any] = {f.name: getattr(config, f.name, None) for f in fields(config)}
     given |= {
         "local_world_size": config.nproc_per_node,
         "entrypoint": entry[0],
         "args": entry[1],
-        "rdzv_handler": registry.get_rendezvous_handler(parameters),
+        "rdzv_handler": handler,
         "master_addr": address,
         "master_port": port,
     }
@@ -267,11 +263,23 @@ def _make_agent(
     )
 
 
-def _private_host(request: Request, config: LaunchConfig) -> dict[str, str]:
-    """Return who hosts the store where that is certain: torch would look our own name up."""
-    if request.is_private and "is_host" not in config.rdzv_configs:
-        return {"is_host": "true"}
-    return {}
+def _rendezvous(
+    request: Request, config: LaunchConfig
+) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
+    """Return how agents meet, and the workers' master where that is settled beforehand."""
+    if request.is_private:
+        handler = PrivateRendezvous(config.run_id, config.local_addr or "127.0.0.1")
+        return handler, request.master or (None, None)
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    return registry.get_rendezvous_handler(parameters), _get_addr_and_port(parameters)
 
 
 def _chain(error: BaseException) -> str:

@@ -85,11 +85,12 @@ def test_output_goes_to_console_and_file_unless_the_user_chose(torch_parser, scr
     assert (chosen.redirects, chosen.tee) == ("1", "0")
 
 
-def test_one_node_gets_a_private_rendezvous_on_a_free_port(torch_parser, script):
-    request = parse([script], {}, torch_parser())
+@pytest.mark.parametrize("flags", [[], ["--nnodes=1"], ["--standalone"], ["--nnodes=1:1"]])
+def test_one_node_gets_a_private_rendezvous(torch_parser, script, flags):
+    request = parse([*flags, script], {}, torch_parser())
 
     assert request.is_private
-    assert (request.torch.rdzv_backend, request.torch.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert request.torch.rdzv_endpoint == ""
     assert request.torch.local_addr == "127.0.0.1"
     assert request.master is None
 

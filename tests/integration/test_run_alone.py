@@ -1,0 +1,46 @@
+"""A run on one node, as the network sees it."""
+
+import psutil
+import pytest
+from support.runs import JOBS, Run, wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+TRAIN = JOBS / "train.py"
+
+
+def ports(pid):
+    found = psutil.Process(pid).net_connections("tcp")
+    return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=["plain", "standalone"])
+def test_the_agent_listens_on_no_port_and_a_killed_rank_recovers(tmp_path, flags):
+    with Run(tmp_path, *flags, TRAIN, "--steps", "60") as run:
+        run.kill_rank(1, at_step=8)
+        leader = run.state(generation=1)["pids"]["0"]
+        # The workers' own store is as torchrun would have it.
+        wait_until(lambda: ports(leader), what="the store of rank 0")
+
+        assert ports(run.process.pid) == set()
+        assert run.finish() == 0, run.said()
+
+    assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["failed", "completed"]
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path):
+    with (
+        Run(tmp_path / "a", TRAIN, "--steps", "20") as one,
+        Run(tmp_path / "b", TRAIN, "--steps", "20") as two,
+    ):
+        assert [run.finish() for run in (one, two)] == [0, 0], one.said() + two.said()
+
+    for run in (one, two):
+        assert [p["world_size"] for p in run.payloads("attempt.started")] == [2]
+
+
+def test_standalone_with_several_nodes_is_refused_at_once(tmp_path):
+    with Run(tmp_path, "--standalone", "--nnodes=2", TRAIN) as run:
+        assert run.finish() == 64
+
+    (line,) = run.err.read_text().splitlines()
+    assert "--nnodes=2" in line

@@ -18,6 +18,10 @@ SAME_EXCEPTION_SHARE = 0.9
 # A death by signal is dated by when the agent looked, up to one poll (0.1 to 1 s) too late;
 # an exception is dated by the worker itself. Within this span their order is not known.
 POLL_SLACK_NS = 1_000_000_000
+# Two that one hand ends with the same signal are dated by their agent's thread, which wakes within
+# about 1 ms, but only once the kernel has taken the process apart: that takes milliseconds, longer
+# the more memory it held. No rank dies of another's signal, so nothing is lost by a wide span.
+TOGETHER_NS = 50_000_000
 _EXPLAINED = frozenset({"host_mem", "launcher", "storage"})
 
 
@@ -65,6 +69,10 @@ def _from_roots(roots: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Cause:
     sharers = _sharers(first, verdicts)
     if len(sharers) >= 2 and len(sharers) >= SAME_EXCEPTION_SHARE * len(verdicts):
         return _shared(first, sharers, len(verdicts))
+    alike = _ended_together(first, roots)
+    if len(alike) >= 2:
+        return _killed_together(alike)
+    (first,) = alike
     rest = [root for root in roots if root is not first]
     how = "the only worker that failed by itself"
     if rest:
@@ -96,6 +104,42 @@ def _earliest(roots: Sequence[Verdict]) -> Verdict:
         and root.failed_ns - first.failed_ns <= POLL_SLACK_NS
     )
     return next(killed, first)
+
+
+def _ended_together(first: Verdict, roots: Sequence[Verdict]) -> list[Verdict]:
+    """Return the workers that the signal of *first* ended at its time, as far as can be told.
+
+    Where a record explains some of these ends, only those are returned.
+    """
+    signal = ending_signal(first.worker)
+    if signal is None or first.worker.exception_type is not None:
+        return [first]
+    alike = [
+        root
+        for root in roots
+        if ending_signal(root.worker) == signal
+        and root.worker.exception_type is None
+        and abs(root.failed_ns - first.failed_ns) <= TOGETHER_NS
+    ]
+    known = [root for root in alike if root.specific] or alike
+    return [root for root in known if root.failure_class is known[0].failure_class]
+
+
+def _killed_together(alike: Sequence[Verdict]) -> Cause:
+    first = alike[0]
+    times = [root.failed_ns for root in alike]
+    span_s = max((max(times) - min(times)) / 1e9, 0.01)
+    many = "both" if len(alike) == 2 else f"all {len(alike)}"
+    return Cause(
+        failure_class=first.failure_class,
+        side=first.side,
+        confidence=first.confidence,
+        how=f"{many} within {span_s:.2f} s: their order is not known",
+        authority=2,
+        first=first,
+        blamed=tuple(sorted(alike, key=lambda v: v.worker.rank)),
+        blames_node=True,
+    )
 
 
 def _sharers(first: Verdict, verdicts: Sequence[Verdict]) -> list[Verdict]:

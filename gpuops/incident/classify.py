@@ -7,6 +7,7 @@ itself (its exception), how it ended (the signal), and last what its log happens
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from gpuops.incident import exception, kernel
 from gpuops.model import Confidence, FailureClass, Role, Side, WorkerExit
@@ -240,14 +241,26 @@ def _by_log(worker: WorkerExit, rules: Sequence[LogRule]) -> Verdict | None:
 
 
 def _unexplained(worker: WorkerExit) -> Verdict:
+    words = _last_words(worker)
+    left = (
+        "no exception was left, but a last line" if words else "no exception and no hint was left"
+    )
     return Verdict(
         worker=worker,
         role=Role.ROOT,
         failure_class=FailureClass.USER_EXCEPTION,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        by=f"known by its exit code {worker.exit_code}: no exception and no hint was left",
+        by=f"known by its exit code {worker.exit_code}: {left}",
+        lines=words,
     )
+
+
+def _last_words(worker: WorkerExit) -> tuple[str, ...]:
+    """Return the last line of its standard error: where `sys.exit` puts what it is given."""
+    if worker.log_path is None or "stderr" not in PurePosixPath(worker.log_path).name:
+        return ()
+    return tuple(line for line in worker.log_tail[-1:] if line.strip())
 
 
 def _ruled(

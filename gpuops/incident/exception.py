@@ -39,7 +39,12 @@ def headline(worker: WorkerExit, width: int = 160) -> str:
     """Return the exception in one line of at most *width* characters."""
     lines = said(worker)
     first = lines[0].strip().removesuffix(":") if lines else ""
-    return first if len(first) <= width else f"{first[: width - 1]}…"
+    return clipped(first, width)
+
+
+def clipped(text: str, width: int) -> str:
+    """Return *text* in at most *width* characters."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def place(worker: WorkerExit) -> str | None:

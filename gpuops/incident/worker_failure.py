@@ -20,6 +20,8 @@ from gpuops.model import (
 from gpuops.rules import LogRule
 from gpuops.scrub import scrub
 
+TOLD_CHARS = 120
+
 
 def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a failure
     exits: Sequence[WorkerExit],
@@ -104,7 +106,10 @@ def _what_happened(cause: Cause, verdicts: Sequence[Verdict], node: str) -> str:
         who = f"ranks {span([v.worker.rank for v in cause.blamed])} on {first.node}"
     else:
         who = f"rank {first.rank} on {first.node}"
-    return f"{who} {_deed(cause.first)} {step_phrase(cause.first.worker)}{_told(cause.first)}"
+    deed, step = _deed(cause.first), step_phrase(cause.first.worker)
+    if len(cause.blamed) > 1:
+        deed, step = deed.replace("was ", "were ", 1), step.replace(" its ", " their ")
+    return f"{who} {deed} {step}{_told(cause.first)}"
 
 
 def _is_timeout(verdict: Verdict) -> bool:
@@ -127,8 +132,12 @@ def _was_oom(verdict: Verdict) -> bool:
 
 
 def _told(verdict: Verdict) -> str:
+    """Return what the worker said about its end: its exception, or its log's last word."""
     worker = verdict.worker
-    if worker.exception_type is None:
-        return ""
-    told = exception.headline(worker, 120).partition(": ")[2]
+    if worker.exception_type is not None:
+        told = exception.headline(worker, TOLD_CHARS).partition(": ")[2]
+    elif ending_signal(worker) is None and verdict.lines:
+        told = exception.clipped(exception.bare(verdict.lines[0]).strip(), TOLD_CHARS)
+    else:
+        told = ""
     return f": {told}" if told else ""

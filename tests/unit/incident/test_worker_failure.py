@@ -85,6 +85,45 @@ def test_of_two_failures_the_earlier_one_is_the_cause():
     assert culprits(incident)[0] == "rank 1"
 
 
+@pytest.mark.parametrize(("early", "late"), [(0, 1), (1, 0)])
+def test_ranks_that_one_signal_ended_at_once_share_the_blame(early, late):
+    incident = incident_of(killed(early), killed(late, at_s=100.01), terminated(2))
+
+    assert culprits(incident) == ["rank 0", "rank 1", f"node {NODE}"]
+    assert incident.title == "ranks 0-1 on n041 were ended by SIGKILL at step 57"
+    assert incident.culprit_how == "both within 0.01 s: their order is not known"
+    assert [item.role for item in incident.evidence] == [Role.ROOT, Role.ROOT, Role.TEARDOWN]
+    assert incident.detected_us - incident.first_us == 500_000
+
+
+def test_ranks_killed_before_their_first_step_are_told_as_several():
+    exits = [killed(rank, last_step=None, beats=0) for rank in range(3)]
+    incident = incident_of(*exits)
+
+    assert incident.title == "ranks 0-2 on n041 were ended by SIGKILL before their first step"
+    assert incident.culprit_how == "all 3 within 0.01 s: their order is not known"
+
+
+def test_kills_further_apart_than_the_order_is_uncertain_keep_their_order():
+    incident = incident_of(killed(1), killed(0, at_s=100.06))
+
+    assert culprits(incident) == ["rank 1", f"node {NODE}"]
+    assert "0.06 s ahead" in incident.culprit_how
+
+
+def test_different_signals_at_once_are_not_one_deed():
+    incident = incident_of(killed(0), killed(1, signal="SIGSEGV"))
+
+    assert culprits(incident) == ["rank 0", f"node {NODE}"]
+
+
+def test_of_two_killed_at_once_the_one_that_the_kernel_names_is_the_culprit():
+    incident = incident_of(killed(0), killed(1, at_s=100.01), kernel_lines=[oom(4001)])
+
+    assert incident.failure_class is FailureClass.CGROUP_OOM
+    assert culprits(incident) == ["rank 1", f"node {NODE}"]
+
+
 def test_an_exception_on_one_rank_blames_that_rank():
     incident = incident_of(raised(1, last_step=12), terminated(0), terminated(2))
 
@@ -251,7 +290,23 @@ def test_a_traceback_in_the_log_counts_where_no_error_file_was_left():
     incident = incident_of(worker(0, log_tail=tail, last_step=None, beats=0))
 
     assert incident.failure_class is FailureClass.USER_EXCEPTION
-    assert incident.title == "rank 0 on n041 exited with code 1 before its first step"
+    assert incident.title == (
+        "rank 0 on n041 exited with code 1 before its first step:"
+        " ModuleNotFoundError: No module named 'flash'"
+    )
+
+
+def test_what_sys_exit_printed_is_the_last_word_of_a_worker():
+    incident = incident_of(worker(1, log_tail=("[rank 1] step 57", "bye")), terminated(0))
+
+    assert incident.title == "rank 1 on n041 exited with code 1 at step 57: bye"
+    assert "no exception was left, but a last line" in incident.evidence[0].text
+
+
+def test_a_last_line_of_standard_output_is_no_last_word():
+    incident = incident_of(worker(1, log_path="/runs/demo/generation-0/rank1/stdout.log"))
+
+    assert incident.title == "rank 1 on n041 exited with code 1 at step 57"
 
 
 def test_an_exit_code_alone_is_the_programs_own_doing():

@@ -199,10 +199,10 @@ class GpuopsAgent(LocalElasticAgent):
             session.safely("recording the restart", session.chronicle.attempt_interrupted)
         super()._stop_workers(worker_group, *args, **kwargs)
 
-    def _shutdown(self, death_sig: Signals = SIGTERM, timeout: int = 30, **kwargs: Any) -> None:  # noqa: ANN401
+    def _shutdown(self, death_sig: Signals = SIGTERM, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         if self._workers is not None and not self._workers.all_ended:
             self._workers.end(death_sig, self._parts.cancel_grace_s, self._is_urgent)
-        super()._shutdown(death_sig, timeout, **kwargs)
+        super()._shutdown(death_sig, *args, **kwargs)
 
     def _exit_barrier(self) -> None:
         with self._parts.cancellation.interruptible():

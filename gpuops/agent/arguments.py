@@ -18,6 +18,10 @@ from gpuops.errors import UsageError
 
 RESTARTS_DEFAULT = 3
 MASTER_PORT_DEFAULT = 29500  # torchrun's, for its static rendezvous
+_EPILOG = (
+    "With a range of nodes (--nnodes=2:4) torch waits 30 s for more of them at each restart; "
+    "--rdzv-conf=last_call_timeout=5 makes that 5 s."
+)
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHER_MODULES = frozenset({"torch.distributed.run"})
 
@@ -36,7 +40,6 @@ class Request:
     store: str | None
     spool: str | None
     run_dir: str | None
-    logs_are_ours: bool
     is_private: bool
     master: tuple[str, int] | None
 
@@ -62,8 +65,7 @@ def parse(
     """
     parser = _parser(torch_parser, env)
     found = _unwrap(parser, list(args))
-    logs_are_ours = found.tee is None and found.redirects is None
-    if logs_are_ours:
+    if found.tee is None and found.redirects is None:
         found.tee, found.redirects = "3", "0"
     found.tee, found.redirects = found.tee or "0", found.redirects or "0"
     _check_program(found)
@@ -75,7 +77,6 @@ def parse(
         store=found.store,
         spool=found.spool,
         run_dir=found.run_dir,
-        logs_are_ours=logs_are_ours,
         is_private=is_private,
         master=master,
     )
@@ -91,6 +92,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
         prog="gpuops run",
         description="Run a training job as torchrun does; it recovers, and what broke is recorded.",
         parents=[torch_parser],
+        epilog=_EPILOG,
         conflict_handler="resolve",
         add_help=False,
     )
@@ -100,7 +102,11 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     ours.add_argument("--store", metavar="URL", help="The incident store (GPUOPS_STORE).")
     ours.add_argument("--spool", metavar="DIR", help="Where events wait for it (GPUOPS_SPOOL).")
     ours.add_argument("--run-dir", metavar="DIR", help="Parent of the run's own folder.")
-    defaults: dict[str, Any] = {"tee": None, "redirects": None, "max_restarts": RESTARTS_DEFAULT}
+    # None tells what the user left out; torch 2.8 would say 29500 for the port.
+    defaults: dict[str, Any] = {
+        **dict.fromkeys(("tee", "redirects", "master_port")),
+        "max_restarts": RESTARTS_DEFAULT,
+    }
     parser.set_defaults(
         **{key: value for key, value in defaults.items() if f"PET_{key.upper()}" not in env}
     )

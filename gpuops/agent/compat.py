@@ -12,16 +12,24 @@ from gpuops.errors import UnsupportedTorchError
 
 _ELASTIC = "torch.distributed.elastic"
 NAMES: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed": ("HashStore",),
     "torch.distributed.run": ("get_args_parser", "config_from_args"),
     "torch.distributed.launcher.api": ("LaunchConfig", "_get_addr_and_port"),
     f"{_ELASTIC}.agent.server.api": (
+        "WorkerGroup",
         "WorkerSpec",
         "WorkerState",
-        "RunResult",
+        "RunResult.failures",
+        "RunResult.is_failed",
+        "SimpleElasticAgent._remaining_restarts",
+        "SimpleElasticAgent._worker_group",
         "SimpleElasticAgent._rendezvous",
         "SimpleElasticAgent._initialize_workers",
         "SimpleElasticAgent._restart_workers",
         "SimpleElasticAgent._exit_barrier",
+        "SimpleElasticAgent.get_event_failed",
+        "SimpleElasticAgent.get_event_succeeded",
+        "SimpleElasticAgent.get_worker_group",
     ),
     f"{_ELASTIC}.agent.server.local_elastic_agent": (
         "LocalElasticAgent._start_workers",
@@ -29,9 +37,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "LocalElasticAgent._stop_workers",
         "LocalElasticAgent._shutdown",
     ),
+    f"{_ELASTIC}.events": ("record",),
+    f"{_ELASTIC}.metrics": ("initialize_metrics",),
+    f"{_ELASTIC}.metrics.api": ("MetricsConfig",),
     f"{_ELASTIC}.multiprocessing.api": (
         "LogsDest",
         "LogsSpecs.reify",
+        "LogsSpecs._redirects",
+        "LogsSpecs._tee",
+        "LogsSpecs._local_ranks_filter",
         "DefaultLogsSpecs",
         "SignalException",
         "Std.from_str",
@@ -39,7 +53,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "to_map",
     ),
     f"{_ELASTIC}.rendezvous": ("RendezvousParameters",),
-    f"{_ELASTIC}.rendezvous.api": ("RendezvousError", "RendezvousStoreInfo"),
+    f"{_ELASTIC}.rendezvous.api": (
+        "RendezvousClosedError",
+        "RendezvousError",
+        "RendezvousHandler",
+        "RendezvousInfo",
+        "RendezvousStoreInfo",
+    ),
     f"{_ELASTIC}.rendezvous.registry": ("get_rendezvous_handler",),
     "torch.optim.optimizer": ("register_optimizer_step_post_hook",),
 }
@@ -59,11 +79,16 @@ def missing_names(names: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def _has(owner: object, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+    name, _, rest = path.partition(".")
+    if hasattr(owner, name):
+        return not rest or _has(getattr(owner, name), rest)
+    return not rest and name in _instance_names(owner)
+
+
+def _instance_names(owner: object) -> set[str]:
+    """Return what instances of the class *owner* have and it has not: fields, set in __init__."""
+    code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    return {*getattr(owner, "__dataclass_fields__", ()), *getattr(code, "co_names", ())}
 
 
 def require_torch() -> str:

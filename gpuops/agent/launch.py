@@ -48,8 +48,6 @@ SHIM = Path(__file__).parents[1] / "worker" / "shim.py"
 SIGNALS_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 # Slurm kills what is left 30 s after SIGTERM (KillWait, slurm.conf(5)); by then we have recorded.
 CANCEL_GRACE_S = 20.0
-# torch waits 30 s for more nodes at each round of a range; nodes that live rejoin within one.
-LAST_CALL_S = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +70,8 @@ def launch(
     Raises:
         UsageError: A value that torch's own checks refuse; an unusable run directory or store URL.
     """
-    is_explicit = request.torch.shutdown_timeout is not None or bool(
+    # Not in torch 2.8: the flag, like other options, comes and goes between releases.
+    is_explicit = getattr(request.torch, "shutdown_timeout", None) is not None or bool(
         env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     )
     config, logs = _configure(request)
@@ -132,7 +131,7 @@ def command(
         if disabled:
             return program[0], tuple(program[1:])
         return python, (str(SHIM), "--exec", *program)
-    # Unbuffered, as under torchrun: what a killed rank had printed is on disk.
+    # As under torchrun; the shim writes whole lines, so what a killed rank had ended is on disk.
     shim = [] if disabled else [str(SHIM)]
     module = ["-m"] if args.module else []
     return python, ("-u", *shim, *module, *program)
@@ -167,8 +166,6 @@ def _configure(request: Request) -> tuple[LaunchConfig, GenerationLogs]:
         Path(log_dir) if log_dir else None,
     )
     config.logs_specs = logs
-    if config.min_nodes != config.max_nodes:
-        config.rdzv_configs.setdefault("last_call_timeout", LAST_CALL_S)
     return config, logs
 
 

@@ -6,8 +6,9 @@ so that a restart which did not count takes the evidence of the one before with 
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, Std, to_map
 
@@ -46,8 +47,11 @@ class GenerationLogs(LogsSpecs):
         local_ranks_filter: set[int] | None,
         inner: LogsSpecs | None = None,
         log_dir: Path | None = None,
+        *,
+        kind: type[LogsDest] = LogsDest,
     ) -> None:
         super().__init__(None, redirects, tee, local_ranks_filter)
+        self._kind = kind
         self._inner = inner
         self._log_dir = log_dir
         self._next: Placement | None = None
@@ -96,14 +100,15 @@ class GenerationLogs(LogsSpecs):
             tee = tees[local_rank] if to_files else Std.NONE
             wanted = (redirects[local_rank] | tees[local_rank]) if to_files else Std.NONE
             self._place(streams, local_rank, folder, wanted, tee)
-        dest = LogsDest(
-            streams.stdouts,
-            streams.stderrs,
-            streams.tee_stdouts,
-            streams.tee_stderrs,
-            errors,
-            str(place.directory / "filtered_stdout.log"),
-            str(place.directory / "filtered_stderr.log"),
+        dest = _destinations(
+            self._kind,
+            stdouts=streams.stdouts,
+            stderrs=streams.stderrs,
+            tee_stdouts=streams.tee_stdouts,
+            tee_stderrs=streams.tee_stderrs,
+            error_files=errors,
+            filtered_stdout=str(place.directory / "filtered_stdout.log"),
+            filtered_stderr=str(place.directory / "filtered_stderr.log"),
         )
         self.files = {
             rank: _files_of(dest, rank, Path(envs[rank]["GPUOPS_ERROR_FILE"])) for rank in envs
@@ -131,7 +136,21 @@ class GenerationLogs(LogsSpecs):
             env["TORCHELASTIC_ERROR_FILE"] = ""
         self.files = {rank: RankFiles() for rank in envs}
         console = dict.fromkeys(envs, "")
-        return LogsDest(console, dict(console), {}, {}, dict.fromkeys(envs, os.devnull), "", "")
+        return _destinations(
+            self._kind,
+            stdouts=console,
+            stderrs=dict(console),
+            tee_stdouts={},
+            tee_stderrs={},
+            error_files=dict.fromkeys(envs, os.devnull),
+            filtered_stdout="",
+            filtered_stderr="",
+        )
+
+
+def _destinations(kind: type[LogsDest], **values: Any) -> LogsDest:  # noqa: ANN401 as torch types them
+    """Return a *kind* with those of *values* that it has: torch 2.8 filters no output."""
+    return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
 
 
 def _files_of(dest: LogsDest, rank: int, exception: Path | None = None) -> RankFiles:

@@ -1,11 +1,23 @@
 """An unsupported torch is refused by name."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import gpuops.agent
 from gpuops.agent.compat import NAMES, missing_names
+
+MODULES = sorted(Path(gpuops.agent.__file__).parent.glob("*.py"))
+LISTED = {f"{module}.{path}" for module, paths in NAMES.items() for path in paths}
+
+
+def test_what_an_instance_gets_in_its_constructor_counts_as_there():
+    names = {"argparse": ("Action.no_such",), "textwrap": ("TextWrapper.width",)}
+
+    assert missing_names(names) == ["argparse.Action.no_such"]
 
 
 def test_missing_names_are_all_told():
@@ -17,6 +29,56 @@ def test_missing_names_are_all_told():
 @pytest.mark.torch
 def test_everything_we_lean_on_is_listed_and_there():
     assert missing_names(NAMES) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_name_of_torch_in_the_agent_is_listed(path):
+    tree = ast.parse(path.read_text())
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch")
+        for alias in node.names
+    }
+    listed = {name for entry in LISTED for name in (entry, entry.rpartition(".")[0])} | set(NAMES)
+
+    assert {name for name in imported if name not in listed and not is_reached(name)} == set()
+
+
+def is_reached(name):
+    """Say whether another listed module defines what is imported from this one."""
+    short = name.rpartition(".")[2]
+    return any(entry.endswith(f".{short}") or f".{short}." in entry for entry in LISTED)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_private_attribute_in_the_agent_is_its_own_or_listed(path):
+    tree = ast.parse(path.read_text())
+    own = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    } | {
+        statement.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} - {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+    }
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+    }
+
+    assert {name for name in used - own if not is_reached(f".{name}")} == set()
 
 
 def test_without_torch_the_command_says_what_to_install(tmp_path):

@@ -152,5 +152,6 @@ def test_help_shows_torchruns_flags_and_ours(torch_parser):
 
     for flag in ("--nproc-per-node", "--rdzv-endpoint", "--run-name", "--store", "--run-dir"):
         assert flag in text
+    assert "last_call_timeout=5" in text
     with pytest.raises(HelpAskedError):
         parse(["--help"], {}, torch_parser())

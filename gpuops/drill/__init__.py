@@ -1,1 +1,1 @@
-"""."""
+"""Faults put into a running job on purpose, to see it recover."""

@@ -8,14 +8,20 @@ backtrack without limit.
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 HIDDEN = "***"
 DEPTH_MAX = 24
+# Longer text is cut before it is searched: the time for a string is bounded as well.
+TEXT_MAX = 256 * 1024
 
 _NUMBER = re.compile(r"[-+]?\d{1,15}(?:\.\d{1,15})?(?:[eE][-+]?\d{1,3})?")
 # The URL's last @ ends its password, which may itself hold a raw @ or /.
 _URL_PASSWORD = re.compile(r"(://[^\s/:@\"'<>]{0,128}):[^\s\"'<>]{0,512}@")
-_PEM = re.compile(r"(-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----).{0,16384}?(-----END|\Z)", re.DOTALL)
+# A key's text up to the next dashes, even where its end is missing. Possessive: a header repeated a
+# thousand times is still read once.
+_PEM = re.compile(r"(-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----)((?:[^-]|-(?!----)){1,16384}+)")
+_KEY_LINE = re.compile(r"[^\n]+")
 _AUTHORIZATION = re.compile(
     r"(authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:basic|bearer|token)\s{1,3})[^\s\"']{1,4096}",
     re.IGNORECASE,
@@ -42,14 +48,37 @@ _SECRET_NAME = re.compile(rf"(?:.{{0,256}}(?:{_ALWAYS}|{_UNLESS_NUMBER}))", re.I
 
 
 def scrub(text: str) -> str:
-    """Return *text* with every secret that it shows replaced by ``***``."""
-    text = _PEM.sub(rf"\1 {HIDDEN} \2", text)
+    """Return *text* with every secret that it shows replaced by ``***``.
+
+    Of text longer than `TEXT_MAX` the rest is dropped.
+    """
+    if len(text) > TEXT_MAX:
+        text = text[:TEXT_MAX] + "…"
+    text = _PEM.sub(_without_key, text)
     text = _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", text)
     text = _AUTHORIZATION.sub(rf"\1{HIDDEN}", text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     text = _SIGNED.sub(rf"\1{HIDDEN}", text)
     text = _KEY_STYLES.sub(HIDDEN, text)
     return _ASSIGNED.sub(_assigned, text)
+
+
+def scrub_lines(lines: Sequence[str]) -> list[str]:
+    """Return as many lines, scrubbed, and without the keys that lie across several of them."""
+    return [scrub(line) for line in _without_keys(lines)]
+
+
+def _without_keys(lines: Sequence[str]) -> list[str]:
+    whole = "\n".join(lines)
+    if "PRIVATE KEY-----" not in whole:
+        return list(lines)
+    # Newlines are kept, so each line is found again by how many it held.
+    parts = iter(_PEM.sub(_without_key, whole).split("\n"))
+    return ["\n".join(islice(parts, line.count("\n") + 1)) for line in lines]
+
+
+def _without_key(match: re.Match[str]) -> str:
+    return match[1] + _KEY_LINE.sub(HIDDEN, match[2])
 
 
 def _assigned(match: re.Match[str]) -> str:
@@ -84,9 +113,10 @@ def _scrub_under(key: str, value: object, depth: int) -> object:
 
 
 def _scrub_list(values: Sequence[object], depth: int) -> list[object]:
-    scrubbed = []
+    scrubbed: list[object] = []
     after_flag = False
-    for value in values:
+    lines = iter(_without_keys([value for value in values if isinstance(value, str)]))
+    for value in (next(lines) if isinstance(v, str) else v for v in values):
         hide = after_flag and isinstance(value, str) and not value.startswith("-")
         scrubbed.append(HIDDEN if hide else scrub_value(value, depth - 1))
         after_flag = (

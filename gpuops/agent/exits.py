@@ -16,9 +16,11 @@ from gpuops.model import WorkerExit
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
 LINE_CHARS_MAX = 400
+TEXT_CHARS_MAX = 1600
+SCRUB_CHARS_MAX = 4096  # of a line; more than is kept, so that no half of a secret is
 ERROR_BYTES_MAX = 2**20
 TRACEBACK_LINES_MAX = 60
-Scrub = Callable[[str], str]
+ScrubLines = Callable[[Sequence[str]], list[str]]
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ def to_exit(  # noqa: PLR0913 a record has as many sources
     )
 
 
-def read_exception(files: RankFiles, scrub: Scrub) -> ExceptionNote | None:
+def read_exception(files: RankFiles, scrub: ScrubLines) -> ExceptionNote | None:
     """Return the exception that the rank noted: in our file, else in torch's ``error.json``."""
     ours = _read_json(files.exception)
     if ours is not None:
@@ -118,34 +120,41 @@ def _read_json(path: Path | None) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _lines(value: object, scrub: Scrub) -> tuple[str, ...]:
+def _lines(value: object, scrub: ScrubLines) -> tuple[str, ...]:
     if not isinstance(value, list):
         return ()
-    return tuple(_clean(str(line), scrub) for line in value[-TRACEBACK_LINES_MAX:])
+    lines = [part for line in value for part in str(line).split("\n")]
+    return _shown(lines[-2 * TRACEBACK_LINES_MAX :], scrub, TRACEBACK_LINES_MAX, TEXT_CHARS_MAX)
 
 
-def _clean(text: str, scrub: Scrub) -> str:
-    return scrub(printable(text))[: 4 * LINE_CHARS_MAX]
+def _clean(text: str, scrub: ScrubLines) -> str:
+    lines = text[:TAIL_BYTES].split("\n")
+    return "\n".join(_shown(lines, scrub, len(lines), TEXT_CHARS_MAX))[:TEXT_CHARS_MAX]
 
 
-def read_tail(files: RankFiles, scrub: Scrub) -> tuple[tuple[str, ...], Path | None]:
+def _shown(lines: Sequence[str], scrub: ScrubLines, count: int, chars: int) -> tuple[str, ...]:
+    """Return the last *count* of *lines*; a key may begin above them, so all are scrubbed."""
+    clean = scrub([printable(line)[:SCRUB_CHARS_MAX] for line in lines])
+    return tuple(line[:chars] for line in clean[-count:])
+
+
+def read_tail(files: RankFiles, scrub: ScrubLines) -> tuple[tuple[str, ...], Path | None]:
     """Return the last lines of a rank's output, standard error last, and the file to look into."""
-    errors = _tail(files.stderr, TAIL_LINES)
-    output = _tail(files.stdout, TAIL_LINES - min(len(errors), 2 * TAIL_LINES // 3))
-    lines = [*output, *errors][-TAIL_LINES:]
-    shown = tuple(scrub(printable(line))[:LINE_CHARS_MAX] for line in lines)
+    errors = _tail(files.stderr, scrub, TAIL_LINES)
+    output = _tail(files.stdout, scrub, TAIL_LINES - min(len(errors), 2 * TAIL_LINES // 3))
+    shown = (*output, *errors)[-TAIL_LINES:]
     return shown, files.stderr if errors or files.stdout is None else files.stdout
 
 
-def _tail(path: Path | None, lines: int) -> list[str]:
+def _tail(path: Path | None, scrub: ScrubLines, count: int) -> tuple[str, ...]:
     if path is None:
-        return []
+        return ()
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             text = file.read(TAIL_BYTES).decode("utf-8", errors="replace")
     except OSError:
-        return []
-    kept = [line.rpartition("\r")[2] for line in text.split("\n") if line.strip()]
-    return kept[-lines:]
+        return ()
+    lines = [line.rpartition("\r")[2] for line in text.split("\n") if line.strip()]
+    return _shown(lines, scrub, count, LINE_CHARS_MAX)

@@ -12,7 +12,7 @@ from gpuops.agent.teardown import Teardown, end_workers
 from gpuops.agent.watch import ExitWatcher, SeenExit
 from gpuops.host.clock import Clock
 from gpuops.model import WorkerExit
-from gpuops.scrub import scrub
+from gpuops.scrub import scrub_lines
 from gpuops.wire import Beat
 
 log = logging.getLogger(__name__)
@@ -51,12 +51,15 @@ class Workers:
         if not self._watcher.sees_all:
             return True
         seen = self._watcher.seen()
-        return _any_failed(seen) or len(seen) == len(self._pids)
+        return len(seen) == len(self._pids) or any(end.code != 0 for end in seen.values())
 
     @property
     def has_failed(self) -> bool:
-        """Say whether a worker ended otherwise than with exit code 0."""
-        return _any_failed(self._watcher.seen())
+        """Say whether a worker is known to have ended otherwise than with exit code 0.
+
+        Where torch reaped one first only torch knows its code, and is asked.
+        """
+        return any(end.code not in {0, None} for end in self._watcher.seen().values())
 
     @property
     def all_ended(self) -> bool:
@@ -105,13 +108,13 @@ class Workers:
             if end.code is None:
                 end = SeenExit(worker.pid, codes.get(worker.rank), end.seen_us, end.seen_mono_ns)
             place = Place(node=node, rank=worker.rank, local_rank=worker.local_rank, pid=worker.pid)
-            tail, log_path = read_tail(worker.files, scrub)
+            tail, log_path = read_tail(worker.files, scrub_lines)
             ends.append(
                 to_exit(
                     place,
                     end,
                     sent=self._teardown.sent.get(worker.local_rank),
-                    note=read_exception(worker.files, scrub),
+                    note=read_exception(worker.files, scrub_lines),
                     progress=progress(worker.rank),
                     tail=tail,
                     log_path=log_path,
@@ -124,7 +127,3 @@ class Workers:
         self._watcher.close()
         for worker in self._workers.values():
             worker.ring.close()
-
-
-def _any_failed(seen: Mapping[int, SeenExit]) -> bool:
-    return any(end.code != 0 for end in seen.values())

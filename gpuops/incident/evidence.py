@@ -8,7 +8,7 @@ from gpuops.incident.cause import Cause
 from gpuops.incident.classify import Verdict
 from gpuops.model import Entity, EntityKind, Evidence, Role, WorkerExit
 from gpuops.rules import LINE_MAX
-from gpuops.scrub import scrub
+from gpuops.scrub import scrub, scrub_lines
 
 TAIL_LINES = 20
 LINE_CHARS = 500
@@ -50,7 +50,7 @@ def step_phrase(worker: WorkerExit) -> str:
 
 def clip(lines: Iterable[str]) -> tuple[str, ...]:
     """Return *lines* without secrets, each cut to `LINE_CHARS`."""
-    return tuple(scrub(line[:LINE_MAX])[:LINE_CHARS] for line in lines)
+    return tuple(line[:LINE_CHARS] for line in scrub_lines([line[:LINE_MAX] for line in lines]))
 
 
 def rank_entity(worker: WorkerExit) -> Entity:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.scrub import scrub, scrub_value
+from gpuops.scrub import TEXT_MAX, scrub, scrub_lines, scrub_value
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,43 @@ def test_no_password_survives_in_a_store_url(url):
 def test_a_store_url_without_a_secret_stays_as_it_is():
     for url in ("sqlite:////var/lib/gpuops/gpuops.db", "postgresql+psycopg://app@db:5432/x"):
         assert scrub(url) == url
+
+
+KEY = ("-----BEGIN RSA PRIVATE KEY-----", "MIIEow", "Qw==", "-----END RSA PRIVATE KEY-----")
+
+
+def test_a_key_across_lines_is_taken_out_and_every_line_stays_a_line():
+    lines = ["before", *KEY, "after password=hunter2", "two\nlines"]
+
+    assert scrub_lines(lines) == [
+        "before",
+        KEY[0],
+        "***",
+        "***",
+        KEY[3],
+        "after password=***",
+        "two\nlines",
+    ]
+
+
+def test_a_key_without_an_end_is_taken_out():
+    assert scrub_lines([*KEY[:3]]) == [KEY[0], "***", "***"]
+
+
+def test_a_key_across_the_items_of_a_list_is_taken_out_among_other_values():
+    assert scrub_value({"log_tail": ["a\nb", KEY[0], 3, KEY[1], None, KEY[3], "c"]}) == {
+        "log_tail": ["a\nb", KEY[0], 3, "***", None, KEY[3], "c"]
+    }
+
+
+@pytest.mark.parametrize("unit", ["-----BEGIN PRIVATE KEY-----", "://", "eyJ-", "password="])
+def test_no_text_takes_long(unit):
+    text = unit * (4 * TEXT_MAX // len(unit))
+    start = time.perf_counter()
+    scrub(text)
+
+    assert time.perf_counter() - start < 1.5
+
+
+def test_text_beyond_the_limit_is_dropped():
+    assert len(scrub("x" * (TEXT_MAX + 5))) == TEXT_MAX + 1

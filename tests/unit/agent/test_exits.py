@@ -16,7 +16,7 @@ from gpuops.agent.exits import (
 from gpuops.agent.progress import RankProgress
 from gpuops.agent.teardown import Sent, was_ours
 from gpuops.agent.watch import SeenExit, signal_name
-from gpuops.scrub import scrub
+from gpuops.scrub import scrub_lines
 
 TERM = Sent(at_mono_ns=1000, signals=(signal.SIGTERM,))
 TERM_KILL = Sent(at_mono_ns=1000, signals=(signal.SIGTERM, signal.SIGKILL))
@@ -70,10 +70,10 @@ def test_our_exception_file_comes_before_torchs(tmp_path):
     )
     files = RankFiles(torch_error=torchs, exception=ours)
 
-    assert read_exception(files, scrub) == ExceptionNote("KeyError", "'k'", ("a", "b"))
+    assert read_exception(files, scrub_lines) == ExceptionNote("KeyError", "'k'", ("a", "b"))
 
     ours.write_text(json.dumps({"type": "E", "message": "m", "traceback": ["t"], "mono_ns": 3}))
-    assert read_exception(files, scrub) == ExceptionNote("E", "m", ("t",), 3)
+    assert read_exception(files, scrub_lines) == ExceptionNote("E", "m", ("t",), 3)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"message": 3}', "\x00"])
@@ -81,8 +81,8 @@ def test_a_broken_error_file_is_no_exception(tmp_path, text):
     path = tmp_path / "error.json"
     path.write_text(text)
 
-    assert read_exception(RankFiles(torch_error=path), scrub) is None
-    assert read_exception(RankFiles(torch_error=tmp_path / "gone"), scrub) is None
+    assert read_exception(RankFiles(torch_error=path), scrub_lines) is None
+    assert read_exception(RankFiles(torch_error=tmp_path / "gone"), scrub_lines) is None
 
 
 def test_the_tail_ends_with_standard_error_and_is_clean(tmp_path):
@@ -90,7 +90,7 @@ def test_the_tail_ends_with_standard_error_and_is_clean(tmp_path):
     out.write_text("".join(f"step {n}\n" for n in range(100)))
     err.write_text("50%|###  \r100%|######\n\n\x1b[31mred password=abc\n" + "x" * 9000)
 
-    lines, path = read_tail(RankFiles(stdout=out, stderr=err), scrub)
+    lines, path = read_tail(RankFiles(stdout=out, stderr=err), scrub_lines)
 
     assert path == err
     assert len(lines) == 30
@@ -101,6 +101,21 @@ def test_the_tail_ends_with_standard_error_and_is_clean(tmp_path):
     assert len(lines[-1]) <= 400
 
 
+def test_a_key_that_begins_above_the_tail_is_not_in_it(tmp_path):
+    out, error = tmp_path / "stdout.log", tmp_path / "exception.json"
+    key = ["-----BEGIN PRIVATE KEY-----", *(f"MIIE{n:060}" for n in range(52)), "-----END PRIVATE"]
+    out.write_text("\n".join([*key, "KeyError: 3"]))
+    note = {"type": "E", "message": "\n".join(key), "traceback": ["\n".join(key), "last"]}
+    error.write_text(json.dumps(note))
+
+    lines, _path = read_tail(RankFiles(stdout=out), scrub_lines)
+    seen = read_exception(RankFiles(exception=error), scrub_lines)
+
+    assert lines[-1] == "KeyError: 3"
+    assert seen.traceback[-1] == "last"
+    assert "MIIE" not in f"{lines}{seen}"
+
+
 def test_a_rank_without_files_has_no_tail(tmp_path):
-    assert read_tail(RankFiles(), scrub) == ((), None)
-    assert read_tail(RankFiles(stdout=tmp_path / "gone"), scrub) == ((), tmp_path / "gone")
+    assert read_tail(RankFiles(), scrub_lines) == ((), None)
+    assert read_tail(RankFiles(stdout=tmp_path / "gone"), scrub_lines) == ((), tmp_path / "gone")

@@ -2,7 +2,8 @@
 
 The hook does no system call but reading the clock and starts no thread. With several optimizers
 every call of any of them is a beat (the process is alive), and the step is the highest that any
-of them has reached, so that it never runs backwards within an attempt.
+of them has reached, so that it never runs backwards within an attempt. Where none of them gets
+further for a while, the step is said to be unknown rather than repeated for ever.
 """
 
 import mmap
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from gpuops.wire import (
     RING_BYTES,
@@ -22,7 +24,7 @@ from gpuops.wire import (
     write_beat,
     write_header,
 )
-from gpuops.worker.steps import StepReader
+from gpuops.worker.steps import PATIENCE, StepReader
 
 
 def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
@@ -55,8 +57,9 @@ class Heart:
     ) -> None:
         self._ring = ring
         self._mono_ns = mono_ns
-        self._readers: dict[int, StepReader] = {}
+        self._readers: dict[int, tuple[ref[Any], StepReader]] = {}
         self._beats = 0
+        self._rose_at = 0
         self._highest = STEP_UNKNOWN
         self._on = True
 
@@ -74,20 +77,33 @@ class Heart:
         self._on = False
 
     def _beat(self, optimizer: Any) -> None:  # noqa: ANN401
-        reader = self._readers.get(id(optimizer))
-        if reader is None or not reader.is_of(optimizer):
-            reader = self._readers[id(optimizer)] = StepReader(optimizer)
-        self._highest = max(self._highest, reader.read(optimizer))
+        known = self._readers.get(id(optimizer))
+        reader = self._new_reader(optimizer) if known is None else known[1]
+        step = reader.read(optimizer)
         self._beats += 1
-        known = self._highest != STEP_UNKNOWN
+        if step > self._highest:
+            self._highest, self._rose_at = step, self._beats
+        # Each of many optimizers may have its turn before the first of them gets further.
+        stalled = self._beats - self._rose_at > PATIENCE * len(self._readers)
+        step = STEP_UNKNOWN if stalled else self._highest
         write_beat(
             self._ring,
             Beat(
                 self._beats,
-                self._highest,
+                step,
                 self._mono_ns(),
                 Phase.STEPPING,
-                StepSource.OPTIMIZER_STATE if known else StepSource.UNKNOWN,
+                StepSource.UNKNOWN if step == STEP_UNKNOWN else StepSource.OPTIMIZER_STATE,
                 self._beats,
             ),
         )
+
+    def _new_reader(self, optimizer: Any) -> StepReader:  # noqa: ANN401
+        key, readers, reader = id(optimizer), self._readers, StepReader()
+
+        def forget(_gone: object) -> None:
+            # Called before the id can be used again.
+            readers.pop(key, None)
+
+        readers[key] = ref(optimizer, forget), reader
+        return reader

@@ -1,42 +1,64 @@
 """The step number out of an optimizer's own state, which survives a restart from a checkpoint.
 
 Nothing here may touch a device: a ``step`` that is a CUDA tensor (fused or capturable optimizers)
-is left alone and the step is unknown.
+is left alone and the step is unknown. Nothing here keeps a parameter alive either: it may be
+gigabytes on a device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
 from gpuops.wire import STEP_UNKNOWN
 
+# Reads without progress until the parameters are looked at again, all of them: first, and at most.
+# A look takes microseconds for each parameter; it doubles its distance while it finds nothing.
+PATIENCE = 16
+PATIENCE_MAX = 1024
+
 
 class StepReader:
-    """Reads one optimizer's step; decides once which parameter's state to look at.
+    """Reads one optimizer's step from the state of one of its parameters.
 
     Of the parameters that have a step the first with the highest is chosen, because a parameter
-    without gradients stays behind.
+    without gradients stays behind. One that stays behind later (a layer that is frozen) is given
+    up for the highest of that time.
     """
 
-    __slots__ = ("_accepted", "_chosen", "_optimizer", "_parameter")
+    __slots__ = ("_accepted", "_chosen", "_highest", "_parameter", "_patience", "_stalled")
 
-    def __init__(self, optimizer: Any) -> None:  # noqa: ANN401 torch is not imported here
-        self._optimizer = ref(optimizer)
-        self._parameter: Any = None
+    def __init__(self) -> None:
+        self._parameter: Callable[[], Any] = _nothing
         self._accepted: Any = None
         self._chosen = False
-
-    def is_of(self, optimizer: object) -> bool:
-        """Say whether this reader was made for *optimizer* (ids are used again after a free)."""
-        return self._optimizer() is optimizer
+        self._highest = STEP_UNKNOWN
+        self._stalled = 0
+        self._patience = PATIENCE
 
     def read(self, optimizer: Any) -> int:  # noqa: ANN401 torch is not imported here
         """Return the optimizer's step, `STEP_UNKNOWN` where it keeps none on the host."""
         if not self._chosen:
             self._choose(optimizer)
-        if self._parameter is None:
+        step = self._look(optimizer)
+        if step > self._highest:
+            self._highest = step
+            return step
+        self._stalled += 1
+        if self._stalled < self._patience:
+            return step
+        self._stalled = 0
+        self._choose(optimizer)
+        step = self._look(optimizer)
+        moved = step > self._highest
+        self._patience = PATIENCE if moved else min(2 * self._patience, PATIENCE_MAX)
+        self._highest = max(step, self._highest)
+        return step
+
+    def _look(self, optimizer: Any) -> int:  # noqa: ANN401
+        parameter = self._parameter()
+        if parameter is None:
             return STEP_UNKNOWN
-        state = optimizer.state.get(self._parameter)
+        state = optimizer.state.get(parameter)
         step = None if state is None else state.get("step")
         if step is self._accepted and step is not None:
             return int(step)
@@ -45,12 +67,27 @@ class StepReader:
         return number
 
     def _choose(self, optimizer: Any) -> None:  # noqa: ANN401
-        highest = STEP_UNKNOWN
+        highest, chosen = STEP_UNKNOWN, None
         for parameter, state in optimizer.state.items():
             self._chosen = True
             step = _as_int(state.get("step")) if isinstance(state, Mapping) else STEP_UNKNOWN
             if step > highest:
-                highest, self._parameter = step, parameter
+                highest, chosen = step, parameter
+        self._parameter = _nothing if chosen is None else _weak(chosen)
+        self._accepted = None
+
+
+def _nothing() -> None:
+    return None
+
+
+def _weak(parameter: Any) -> Callable[[], Any]:  # noqa: ANN401
+    try:
+        return ref(parameter)
+    except TypeError:
+        return lambda: (
+            parameter
+        )  # a name or a number, as some optimizers use: no memory to speak of
 
 
 def _as_int(step: object) -> int:

@@ -1,8 +1,13 @@
 """The optimizer hook, with stand-ins for optimizers: torch is not needed to know what a step is."""
 
+import gc
+import weakref
+
+import pytest
+
 from gpuops.wire import RING_BYTES, STEP_UNKNOWN, RingHeader, StepSource, read_beats, write_header
 from gpuops.worker.heartbeat import Heart, create_ring
-from gpuops.worker.steps import StepReader
+from gpuops.worker.steps import PATIENCE, PATIENCE_MAX, StepReader
 
 
 class Scalar:
@@ -58,12 +63,12 @@ def test_a_step_on_a_device_is_left_alone_and_unknown():
 def test_the_parameter_that_is_furthest_is_looked_at():
     optimizer = Optimizer(frozen=Scalar(1.0), live=Scalar(9.0), device=Scalar(50.0, "cuda"))
 
-    assert StepReader(optimizer).read(optimizer) == 9
+    assert StepReader().read(optimizer) == 9
 
 
 def test_an_empty_state_is_looked_at_again():
     optimizer = Optimizer()
-    reader = StepReader(optimizer)
+    reader = StepReader()
 
     assert reader.read(optimizer) == STEP_UNKNOWN
     optimizer.state["w"] = {"step": 3}
@@ -77,6 +82,80 @@ def test_of_several_optimizers_the_highest_step_counts_and_never_falls():
         beat(optimizer, (), {})
 
     assert [b.step for b in read_beats(ring)] == [10, 10, 10]
+
+
+def test_a_parameter_that_is_frozen_later_is_given_up():
+    beat, ring = heart()
+    optimizer = Optimizer(embedding=3, body=3, head=3)
+    beat(optimizer, (), {})
+    for step in range(4, 4 + 3 * PATIENCE):
+        optimizer.state["body"]["step"] = optimizer.state["head"]["step"] = step
+        beat(optimizer, (), {})
+
+    seen = read_beats(ring)
+    assert all(b.source is StepSource.OPTIMIZER_STATE for b in seen)
+    assert seen[PATIENCE - 1].step == 3
+    assert [b.step for b in seen[PATIENCE:]] == list(range(3 + PATIENCE, 4 + 3 * PATIENCE))
+
+
+def test_a_step_that_no_longer_rises_is_unknown_until_it_does():
+    beat, ring = heart()
+    optimizer = Optimizer(w=7)
+    for _ in range(PATIENCE + 2):
+        beat(optimizer, (), {})
+    optimizer.state["w"]["step"] = 8
+    beat(optimizer, (), {})
+
+    steps = [b.step for b in read_beats(ring)]
+    assert steps == [*[7] * (PATIENCE + 1), STEP_UNKNOWN, 8]
+
+
+def test_one_optimizer_for_each_of_many_parameters_is_not_a_standstill():
+    beat, ring = heart()
+    optimizers = [Optimizer(w=1) for _ in range(5 * PATIENCE)]
+    for step in (1, 2, 3):
+        for optimizer in optimizers:
+            optimizer.state["w"]["step"] = step
+            beat(optimizer, (), {})
+
+    assert {b.step for b in read_beats(ring)} == {1, 2, 3}
+
+
+def test_a_standstill_is_looked_into_ever_less_often():
+    class Counted(dict):
+        looks = 0
+
+        def items(self):
+            self.looks += 1
+            return super().items()
+
+    optimizer = Optimizer()
+    optimizer.state = Counted(w={"step": 1})
+    reader = StepReader()
+    for _ in range(10 * PATIENCE_MAX):
+        reader.read(optimizer)
+
+    assert optimizer.state.looks < 20
+
+
+@pytest.mark.torch
+def test_discarded_models_are_not_kept_alive():
+    import torch
+
+    beat, ring = heart()
+    seen = []
+    for _ in range(3):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        beat(optimizer, (), {})
+        seen += [weakref.ref(parameter), weakref.ref(optimizer)]
+        del parameter, optimizer
+    gc.collect()
+
+    assert len(read_beats(ring)) == 3
+    assert [known() for known in seen] == [None] * 6
 
 
 def test_an_exception_in_the_hook_ends_the_beats_and_nothing_else():

@@ -87,16 +87,24 @@ def _end_children(pids: Mapping[int, int]) -> None:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> bool:
-    """Signal the process group that the worker *pid* leads; say whether there was one.
-
-    Its leader is ours and not yet reaped, or the group still has members: the id is no one else's.
-    """
+    """Signal the process group that the worker *pid* leads; say whether it could be."""
+    if not _is_ours(pid):
+        return False
     try:
         if os.getpgid(pid) != pid:
             os.kill(pid, number)
         else:
             os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _is_ours(pid: int) -> bool:
+    """Say whether *pid* is a child not yet reaped; any other may be somebody else's by now."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
         return False
     return True
 

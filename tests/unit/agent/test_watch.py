@@ -4,12 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.runs import is_alive, wait_until
 
+from gpuops.agent.exits import RankFiles
+from gpuops.agent.rings import RingReader
 from gpuops.agent.teardown import end_workers
-from gpuops.agent.watch import ExitWatcher
+from gpuops.agent.watch import ExitWatcher, SeenExit
+from gpuops.agent.workers import Worker, Workers
 from gpuops.host.clock import SystemClock
 
 STUBBORN = "import signal, time; signal.signal(15, lambda *_: None); print(1, flush=True)\n"
@@ -101,6 +105,60 @@ def test_an_urgent_user_does_not_wait_for_the_grace(start, watch):
     )
 
     assert done.sent[0].signals[-1] is signal.SIGKILL
+
+
+class ReapedElsewhere:
+    """What a watcher knows of workers that torch was faster to reap."""
+
+    def __init__(self, pids):
+        self._seen = {rank: SeenExit(pid, None, 0, 0) for rank, pid in pids.items()}
+
+    def seen(self):
+        return dict(self._seen)
+
+    def wait(self, enough, _timeout_s):
+        return enough(self._seen)
+
+
+def test_a_process_id_that_torch_gave_back_is_not_signalled_again(start, tmp_path):
+    note = tmp_path / "stranger"
+    start(
+        "import subprocess, sys, time\n"
+        "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
+        "                     start_new_session=True)\n"
+        f"open({str(note)!r}, 'w').write(str(c.pid)); print(1, flush=True)\n"
+        "sys.exit(c.wait() + 100)"
+    )
+    stranger = int(note.read_text())
+    pids = {0: stranger}
+    try:
+        done = end_workers(
+            pids, ReapedElsewhere(pids), SystemClock(), first=signal.SIGTERM, grace_s=0
+        )
+
+        assert done.sent == {}
+        assert is_alive(stranger)
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+
+
+def test_an_end_without_a_code_is_torchs_to_judge(start):
+    process, other = start("print(1)"), start(SLEEPING)
+    process.wait()
+    workers = Workers([worker(0, process.pid), worker(1, other.pid)], SystemClock())
+    try:
+        assert workers.calls_for_a_look
+        assert not workers.has_failed
+        other.kill()
+        wait_until(lambda: workers.has_failed, 10, "the end of the other")
+    finally:
+        workers.close()
+
+
+def worker(rank, pid):
+    nowhere = Path("/nonexistent")
+    ring, files = RingReader(nowhere), RankFiles()
+    return Worker(rank=rank, local_rank=rank, pid=pid, ring=ring, files=files)
 
 
 def test_children_that_a_dead_worker_left_are_ended_too(start, watch, tmp_path):

@@ -12,7 +12,7 @@ from gpuops.agent.teardown import Teardown, end_workers
 from gpuops.agent.watch import ExitWatcher, SeenExit
 from gpuops.host.clock import Clock
 from gpuops.model import WorkerExit
-from gpuops.scrub import scrub
+from gpuops.scrub import scrub_lines
 from gpuops.wire import Beat
 
 log = logging.getLogger(__name__)
@@ -108,13 +108,13 @@ class Workers:
             if end.code is None:
                 end = SeenExit(worker.pid, codes.get(worker.rank), end.seen_us, end.seen_mono_ns)
             place = Place(node=node, rank=worker.rank, local_rank=worker.local_rank, pid=worker.pid)
-            tail, log_path = read_tail(worker.files, scrub)
+            tail, log_path = read_tail(worker.files, scrub_lines)
             ends.append(
                 to_exit(
                     place,
                     end,
                     sent=self._teardown.sent.get(worker.local_rank),
-                    note=read_exception(worker.files, scrub),
+                    note=read_exception(worker.files, scrub_lines),
                     progress=progress(worker.rank),
                     tail=tail,
                     log_path=log_path,

@@ -4,8 +4,9 @@ It hears what the agent did and saw and writes it down; it decides nothing and t
 
 Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to the
 decision to restart, ``restart`` from there to the first new step, ``redo`` from there until the
-job is past the highest step it had ever reached. Phases of one run never overlap: a second failure
-ends the first one's redo.
+job is past the highest step it had ever reached. An attempt without a step is lost as a whole: its
+``detect`` begins with its workers, which ends the ``restart`` before it. Phases of one run never
+overlap, and `gpuops.report.account` counts the same: a second failure ends the first one's redo.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +36,20 @@ from gpuops.rules import LogRule
 from gpuops.wire import Beat
 
 
-class Emit(Protocol):
-    """Records one event; never raises and never waits for a database."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What an event will hold beside its time, place and run."""
 
-    def __call__(
-        self, kind: str, payload: Json, *, attempt: int | None, severity: Severity
-    ) -> None: ...
+    kind: str
+    payload: Json
+    attempt: int | None
+    severity: Severity = Severity.INFO
+
+
+class Emit(Protocol):
+    """Records events, together where there are several; never raises and never waits."""
+
+    def __call__(self, *news: News) -> None: ...
 
 
 @dataclass(slots=True)
@@ -65,6 +74,8 @@ class Chronicle:
         self._rules = rules
         self._wall_offset_us = clock.now_us() - clock.mono_ns() // 1000
         self._attempt: int | None = None
+        self._started_ns = clock.mono_ns()
+        self._has_stepped = False
         self._progress = Progress()
         self._sent: set[str] = set()
         self._highest: int | None = None
@@ -81,6 +92,7 @@ class Chronicle:
     def attempt_started(self, ordinal: int, facts: records.AttemptFacts) -> None:
         """Begin the attempt *ordinal*."""
         self._attempt = ordinal
+        self._started_ns = (facts.start_us - self._wall_offset_us) * 1000
         self._progress = Progress(highest_before=self._highest)
         self._sent.clear()
         self._emit("attempt.started", asdict(facts))
@@ -91,6 +103,7 @@ class Chronicle:
             self._progress.feed(rank, beats)
         first, caught_up = self._progress.first, self._progress.caught_up
         if first is not None and self._is_new("first_step"):
+            self._has_stepped = True
             at_us = self._wall_us(first.mono_ns)
             self._emit("attempt.first_step", records.first_step(first, at_us))
             self._job_steps_again(first.mono_ns)
@@ -98,10 +111,8 @@ class Chronicle:
             at_us = self._wall_us(caught_up.mono_ns)
             self._emit("attempt.caught_up", {"redo_done_us": at_us, "step": caught_up.step})
             self._close_pending(caught_up.mono_ns, "the job is past the step where it had failed")
-        minute = self._progress.take_minute(self._clock.mono_ns())
-        if minute is not None:
-            at_us = self._wall_us(minute.start_mono_ns)
-            self._emit("attempt.progress", records.minute(minute, at_us))
+        if minute := self._minute(at_once=False):
+            self._emit_event(*minute)
 
     def rank_progress(self, rank: int) -> RankProgress:
         """Return how far *rank* came in this attempt."""
@@ -113,9 +124,8 @@ class Chronicle:
         """Record the attempt's failure; *restarts* says whether the agent will try again."""
         assert self._attempt is not None
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
-        failed_ns = _failed_ns(exits, now_ns)
-        self._close_pending(failed_ns, "another failure came first")
-        self._record_exits(exits, Severity.ERROR)
+        self._close_pending(self._last_progress_ns, "another failure came first")
+        news = self._exits(exits, Severity.ERROR)
         incident = incident_from_exits(
             exits,
             run_id=self._run_id,
@@ -126,12 +136,12 @@ class Chronicle:
             detected_mono_ns=now_ns,
             kernel_lines=kernel_lines,
         )
-        self._end_attempt("failed", now_us, _first_code(exits))
-        since_ns = self._progress.last_mono_ns or failed_ns
-        incident = replace(incident, lost_s={"detect": max(0.0, (now_ns - since_ns) / 1e9)})
+        news += self._end_of_attempt("failed", now_us, _first_code(exits))
+        incident = replace(incident, lost_s=self._detect_s(now_ns))
         if restarts:
             incident = with_restart(incident)
-        self._emit("incident.recorded", incident.to_json(), severity=Severity.ERROR)
+        news.append(self._news("incident.recorded", incident.to_json(), Severity.ERROR))
+        self._emit_event(*news)
         self._pending = _Pending(incident, now_ns)
         return incident
 
@@ -156,24 +166,26 @@ class Chronicle:
 
     def attempt_completed(self) -> None:
         """Record that every rank finished with exit code 0."""
-        self._end_attempt("completed", self._clock.now_us(), 0)
+        self._emit_event(*self._end_of_attempt("completed", self._clock.now_us(), 0))
         self._close_pending(self._clock.mono_ns(), "the job finished")
 
     def attempt_interrupted(self) -> None:
         """Record that the workers are restarted because nodes came or went elsewhere."""
         if self._attempt is not None:
-            self._end_attempt("failed", self._clock.now_us(), None)
+            self._emit_event(*self._end_of_attempt("failed", self._clock.now_us(), None))
 
     def cancelled(self, signal_name: str, exits: Sequence[WorkerExit]) -> None:
         """Record that a signal to the agent ended the run."""
         if self._attempt is None:
             return
         self._record_exits(exits, Severity.INFO)
-        now_us = self._clock.now_us()
-        if self._is_new("ended"):
+        now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
+        had_ended = not self._is_new("ended")
+        if not had_ended:
             self._end_attempt("cancelled", now_us, None)
-        if self._pending is not None:
-            self._close_pending(self._clock.mono_ns(), f"the run was cancelled by {signal_name}")
+        why = f"the run was cancelled by {signal_name}"
+        if had_ended and self._pending is not None:
+            self._close_pending(now_ns, why)
             return
         incident = incident_from_cancel(
             signal_name,
@@ -181,8 +193,16 @@ class Chronicle:
             run_id=self._run_id,
             attempt=self._attempt,
             node=self._node,
+            rules=self._rules,
             detected_us=now_us,
+            detected_mono_ns=now_ns,
         )
+        if incident.culprits:
+            self._close_pending(self._last_progress_ns, "another failure came first")
+            incident = replace(incident, lost_s=self._detect_s(now_ns))
+        elif self._pending is not None:
+            self._close_pending(now_ns, why)
+            return
         self._emit("incident.recorded", incident.to_json(), severity=Severity.WARNING)
 
     def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:
@@ -218,6 +238,9 @@ class Chronicle:
             return
         lost: dict[str, float] = {}
         if pending.stepped_ns is None:
+            if not self._has_stepped and self._started_ns > pending.decided_ns:
+                # No step of this job was ever seen: it may make progress that we cannot see.
+                at_ns = min(at_ns, self._started_ns)
             lost["restart"] = max(0.0, (at_ns - pending.decided_ns) / 1e9)
         elif self._highest is not None:
             lost["redo"] = max(0.0, (at_ns - pending.stepped_ns) / 1e9)
@@ -226,13 +249,10 @@ class Chronicle:
         )
         self._emit("incident.recorded", incident.to_json())
 
-    def _end_attempt(self, outcome: str, end_us: int, exit_code: int | None) -> None:
+    def _end_of_attempt(self, outcome: str, end_us: int, exit_code: int | None) -> list[News]:
         self._is_new("ended")
         last_ns = self._progress.last_mono_ns
-        rest = self._progress.take_minute(self._clock.mono_ns(), at_once=True)
-        if rest is not None:
-            at_us = self._wall_us(rest.start_mono_ns)
-            self._emit("attempt.progress", records.minute(rest, at_us))
+        rest = self._minute(at_once=True)
         payload = records.attempt_ended(
             self._progress,
             end_us=end_us,
@@ -240,13 +260,25 @@ class Chronicle:
             exit_code=exit_code,
             last_us=None if last_ns is None else self._wall_us(last_ns),
         )
-        self._emit("attempt.ended", payload)
         self._highest = self._progress.highest
+        return [*rest, self._news("attempt.ended", payload)]
 
-    def _record_exits(self, exits: Sequence[WorkerExit], severity: Severity) -> None:
-        for worker in exits:
-            failed = severity if not worker.terminated and worker.exit_code != 0 else Severity.INFO
-            self._emit("worker.exited", records.worker_exited(worker), severity=failed)
+    def _minute(self, *, at_once: bool) -> list[News]:
+        minute = self._progress.take_minute(self._clock.mono_ns(), at_once=at_once)
+        if minute is None:
+            return []
+        at_us = self._wall_us(minute.start_mono_ns)
+        return [self._news("attempt.progress", records.minute(minute, at_us))]
+
+    def _exits(self, exits: Sequence[WorkerExit], severity: Severity) -> list[News]:
+        return [
+            self._news(
+                "worker.exited",
+                records.worker_exited(worker),
+                severity if not worker.terminated and worker.exit_code != 0 else Severity.INFO,
+            )
+            for worker in exits
+        ]
 
     def _is_new(self, milestone: str) -> bool:
         if milestone in self._sent:
@@ -258,7 +290,10 @@ class Chronicle:
         return mono_ns // 1000 + self._wall_offset_us
 
     def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
-        self._emit_event(kind, payload, attempt=self._attempt, severity=severity)
+        self._emit_event(self._news(kind, payload, severity))
+
+    def _news(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> News:
+        return News(kind=kind, payload=payload, attempt=self._attempt, severity=severity)
 
 
 def _first_code(exits: Sequence[WorkerExit]) -> int | None:
@@ -266,9 +301,3 @@ def _first_code(exits: Sequence[WorkerExit]) -> int | None:
     failed = [w for w in exits if not w.terminated and w.exit_code != 0]
     first = min(failed, key=lambda w: w.error_mono_ns or w.seen_mono_ns, default=None)
     return None if first is None else first.exit_code
-
-
-def _failed_ns(exits: Sequence[WorkerExit], now_ns: int) -> int:
-    """Return when the first worker failed."""
-    failed = [w for w in exits if not w.terminated]
-    return min((w.error_mono_ns or w.seen_mono_ns for w in failed), default=now_ns)

@@ -1,9 +1,17 @@
-"""A run that was asked to end: not a failure, but on record."""
+"""A run that was asked to end: not a failure, but on record.
+
+Unless a worker had failed by itself before: then the run's end is that failure's, and the signal
+only cut its handling short. Who else got the signal (scancel and a terminal signal every process)
+did not fail by itself, and what follows from their end is no failure either.
+"""
 
 from collections.abc import Sequence
 
+from gpuops.incident.classify import classify, ending_signal
 from gpuops.incident.evidence import clip, rank_entity, step_phrase
 from gpuops.incident.identity import incident_id
+from gpuops.incident.lifecycle import closed, with_action
+from gpuops.incident.worker_failure import incident_from_exits
 from gpuops.model import (
     ActionKind,
     Confidence,
@@ -17,24 +25,95 @@ from gpuops.model import (
     Side,
     WorkerExit,
 )
+from gpuops.rules import LogRule
 
 # Ctrl-C and a closed terminal come from the person at it; SIGTERM and the rest from a scheduler.
 _BY_HAND = frozenset({"SIGINT", "SIGHUP", "SIGQUIT"})
 
 
-def incident_from_cancel(
+def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an end
     signal_name: str,
     exits: Sequence[WorkerExit] = (),
     *,
     run_id: str,
     attempt: int,
     node: str,
+    rules: Sequence[LogRule],
     detected_us: int,
+    detected_mono_ns: int,
+    signal_seen_mono_ns: int | None = None,
+    kernel_lines: Sequence[str] = (),
 ) -> Incident:
     """Return the closed incident of a run whose agent on *node* received *signal_name*.
 
-    No one is a culprit and nothing was lost to a failure.
+    No one is a culprit and nothing was lost to a failure, unless a worker had failed by itself
+    before the signal: then it is the incident of that failure.
+
+    Args:
+        signal_name: What the agent received.
+        exits: Every worker of the attempt on this node.
+        run_id: The run.
+        attempt: 0-based.
+        node: This node.
+        rules: Log rules (worker and kernel).
+        detected_us: When the agent closes the run, epoch µs.
+        detected_mono_ns: The same moment on this host's monotonic clock.
+        signal_seen_mono_ns: When the signal arrived. Where it is not known, whatever failed before
+            a worker ended by the same signal counts as before it.
+        kernel_lines: The kernel log around the end; none where it may not be read.
     """
+    if _failed_before(signal_name, exits, rules, signal_seen_mono_ns):
+        failure = incident_from_exits(
+            exits,
+            run_id=run_id,
+            attempt=attempt,
+            node=node,
+            rules=rules,
+            detected_us=detected_us,
+            detected_mono_ns=detected_mono_ns,
+            kernel_lines=kernel_lines,
+        )
+        return closed(
+            with_action(failure, ActionKind.STOP),
+            at_us=detected_us,
+            lost_s={},
+            resolution=f"cancelled by {signal_name} while ending or restarting the workers",
+        )
+    return _cancelled(
+        signal_name, exits, run_id=run_id, attempt=attempt, node=node, detected_us=detected_us
+    )
+
+
+def _failed_before(
+    signal_name: str,
+    exits: Sequence[WorkerExit],
+    rules: Sequence[LogRule],
+    signal_seen_mono_ns: int | None,
+) -> bool:
+    """Say whether a worker failed by itself before the signal reached anyone."""
+    own = [worker for worker in exits if not worker.terminated]
+    reached = [w.seen_mono_ns for w in own if _got_it_too(w, signal_name)]
+    if signal_seen_mono_ns is not None:
+        reached.append(signal_seen_mono_ns)
+    verdicts = [classify(w, rules) for w in own if not _got_it_too(w, signal_name)]
+    roots = [verdict.failed_ns for verdict in verdicts if verdict.role is Role.ROOT]
+    return bool(roots) and min(roots) < min(reached, default=min(roots) + 1)
+
+
+def _got_it_too(worker: WorkerExit, signal_name: str) -> bool:
+    interrupted = signal_name == "SIGINT" and worker.exception_type == "KeyboardInterrupt"
+    return interrupted or ending_signal(worker) == signal_name
+
+
+def _cancelled(
+    signal_name: str,
+    exits: Sequence[WorkerExit],
+    *,
+    run_id: str,
+    attempt: int,
+    node: str,
+    detected_us: int,
+) -> Incident:
     by_hand = signal_name in _BY_HAND
     who = "the user" if by_hand else "the scheduler or an administrator"
     asked = Evidence(
@@ -42,7 +121,9 @@ def incident_from_cancel(
         text=f"the agent on {node} received {signal_name}",
         entity=Entity(EntityKind.NODE, node),
     )
-    ranks = [_ended(worker) for worker in sorted(exits, key=lambda worker: worker.rank)]
+    ranks = [
+        _ended(worker, signal_name) for worker in sorted(exits, key=lambda worker: worker.rank)
+    ]
     return Incident(
         id=incident_id(run_id, attempt),
         failure_class=FailureClass.CANCELLED,
@@ -63,11 +144,24 @@ def incident_from_cancel(
     )
 
 
-def _ended(worker: WorkerExit) -> Evidence:
+def _ended(worker: WorkerExit, signal_name: str) -> Evidence:
+    text = f"rank {worker.rank} (pid {worker.pid}) {worker.describe()} {step_phrase(worker)}"
+    role, why = _part(worker, signal_name)
     return Evidence(
-        role=Role.TEARDOWN,
-        text=f"rank {worker.rank} (pid {worker.pid}) {worker.describe()} {step_phrase(worker)}",
+        role=role,
+        text=f"{text}; {why}",
         entity=rank_entity(worker),
         lines=clip(worker.log_tail[-3:]),
         path=worker.log_path,
     )
+
+
+def _part(worker: WorkerExit, signal_name: str) -> tuple[Role, str]:
+    """Return what the end of *worker* is to the cancellation, and in words."""
+    if worker.terminated:
+        return Role.TEARDOWN, "its agent ended it"
+    if worker.exit_code == 0:
+        return Role.NOISE, "it was done"
+    if _got_it_too(worker, signal_name):
+        return Role.CONFIRMATION, f"{signal_name} reached it as well, not from its agent"
+    return Role.SYMPTOM, "not ended by its agent, and not before the signal came"

@@ -28,15 +28,17 @@ class World:
     def __init__(self):
         self.clock = FakeClock()
         self.events = []
+        self.batches = []
         self.chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node="n1", rules=())
         self.seq = 0
 
-    def emit(self, kind, payload, *, attempt, severity):
-        self.events.append((kind, attempt, payload))
+    def emit(self, *news):
+        self.events += [(item.kind, item.attempt, item.payload) for item in news]
+        self.batches.append([item.kind for item in news])
 
     def start(self, ordinal):
         self.seq = 0
-        self.chronicle.attempt_started(ordinal, FACTS)
+        self.chronicle.attempt_started(ordinal, replace(FACTS, start_us=self.clock.now_us()))
 
     def step(self, number, seconds=1.0):
         self.clock.advance(seconds)
@@ -45,7 +47,7 @@ class World:
         beat = Beat(self.seq, number, self.clock.mono_ns(), Phase.STEPPING, known, self.seq)
         self.chronicle.beats({0: [beat], 1: [beat]})
 
-    def fail(self, *, restarts=True):
+    def killed(self):
         killed = WorkerExit(
             node="n1",
             rank=1,
@@ -59,7 +61,10 @@ class World:
         )
         peer = replace(killed, rank=0, local_rank=0, pid=10, signal="SIGTERM", terminated=True)
         self.clock.advance(0.25)
-        self.chronicle.attempt_failed([peer, killed], restarts=restarts)
+        return [peer, killed]
+
+    def fail(self, *, restarts=True):
+        self.chronicle.attempt_failed(self.killed(), restarts=restarts)
 
     def of(self, kind):
         return [payload for name, _attempt, payload in self.events if name == kind]
@@ -99,6 +104,20 @@ def test_the_cost_of_a_failure_by_phase(world):
     assert states == ["open", "mitigated", "closed"]
 
 
+def test_a_failure_is_recorded_at_once(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+
+    assert world.batches[-1] == [
+        "worker.exited",
+        "worker.exited",
+        "attempt.progress",
+        "attempt.ended",
+        "incident.recorded",
+    ]
+
+
 def test_a_second_failure_ends_the_redo_of_the_first(world):
     world.start(0)
     world.step(1)
@@ -119,7 +138,7 @@ def test_a_second_failure_ends_the_redo_of_the_first(world):
     assert second["lost_seconds_by_phase"]["redo"] == 2.0
 
 
-def test_a_failure_before_the_first_step_costs_restart_only(world):
+def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start(world):
     world.start(0)
     world.step(1)
     world.fail()
@@ -129,7 +148,8 @@ def test_a_failure_before_the_first_step_costs_restart_only(world):
     world.fail(restarts=False)
 
     first, second = world.incidents()
-    assert first["lost_seconds_by_phase"] == {"detect": 0.25, "restart": 4.0}
+    assert first["lost_seconds_by_phase"] == {"detect": 0.25, "restart": 3.0}
+    assert second["lost_seconds_by_phase"] == {"detect": 1.25}
     assert second["state"] == "open"
     assert second["actions"] == []
     assert world.of("attempt.first_step")[0]["step"] == 1
@@ -170,6 +190,35 @@ def test_cancelled_during_a_recovery_the_open_incident_is_closed(world):
     assert incident["state"] == "closed"
     assert "SIGINT" in incident["resolution"]
     assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed", "cancelled"]
+
+
+def test_a_failure_that_a_cancellation_cut_short_is_on_record_with_its_cost(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+    world.start(1)
+    world.step(1)
+    world.clock.advance(0.5)
+    world.chronicle.cancelled("SIGINT", world.killed())
+
+    first, second = world.incidents()
+    assert "another failure" in first["resolution"]
+    assert second["failure_class"] == "host_mem.sigkill_probable"
+    assert (second["state"], second["attempt"]) == ("closed", 1)
+    assert second["lost_seconds_by_phase"] == {"detect": 0.75}
+    assert "SIGINT" in second["resolution"]
+
+
+def test_where_no_step_was_ever_seen_a_restart_ends_with_the_new_workers(world):
+    world.start(0)
+    world.fail()
+    world.clock.advance(2.0)
+    world.start(1)
+    world.clock.advance(60.0)
+    world.chronicle.attempt_completed()
+
+    (incident,) = world.incidents()
+    assert incident["lost_seconds_by_phase"] == {"detect": 0.25, "restart": 2.0}
 
 
 def test_an_attempt_ends_once(world):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.exits import NODE, PEER_CLOSED, RUN, incident_of, killed, raised, terminated
+from support.exits import NODE, PEER_CLOSED, RUN, S, incident_of, killed, raised, terminated
 from support.history import a_killed_run, attempt_row, run_row, us
 
 from gpuops.incident.cancelled import incident_from_cancel
@@ -116,7 +116,14 @@ def test_the_headline_says_how_the_run_stands(changes, expected):
 def test_a_cancelled_run_blames_nobody_and_needs_no_advice():
     row = attempt_row(0, (1, 10, None, 40, 41), (1, 57), "cancelled")
     incident = incident_from_cancel(
-        "SIGINT", [terminated(0)], run_id=RUN, attempt=0, node=NODE, detected_us=us(41)
+        "SIGINT",
+        [terminated(0)],
+        run_id=RUN,
+        attempt=0,
+        node=NODE,
+        rules=(),
+        detected_us=us(41),
+        detected_mono_ns=101 * S,
     )
     found = account(run_row(outcome="cancelled", exit_code=130), [row], [incident])
     text = report_text(found)

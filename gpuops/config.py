@@ -170,6 +170,7 @@ def resolve(
     *,
     config_file: Path | None = None,
     is_root: bool,
+    vet: Callable[[Path], None] = lambda _path: None,
 ) -> Settings:
     """Return every setting, from the most to the least specific place that has it.
 
@@ -178,11 +179,14 @@ def resolve(
         env: The environment.
         config_file: ``--config``; it must exist, as must the one in ``GPUOPS_CONFIG``.
         is_root: Root has system directories and trusts only system files.
+        vet: Is shown the file before it is read; raises where it may not be believed.
 
     Raises:
         ConfigError: A file that is not there or not TOML, an unknown key, a bad value.
     """
     file = find_file(config_file, env, is_root=is_root)
+    if file is not None:
+        vet(file)
     table = flatten(read_toml(file)) if file is not None else {}
     reject_unknown(table, _BY_KEY, f"the configuration {file}")
     for key, raw in table.items():

@@ -23,10 +23,9 @@ from gpuops.host import probe
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.commands import spawn_detached
 from gpuops.host.node import boot_id, node_name
-from gpuops.host.trust import current_uid, refuse_foreign
+from gpuops.host.trust import check_folders, current_uid
 from gpuops.log import printable
 from gpuops.model import Event, Finding, Severity, Status, envelope
-from gpuops.resources import data_dir
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
 RECORD_S = 2.0
@@ -135,23 +134,14 @@ def _plan(
     deadline_s: float | None,
 ) -> _Plan:
     settings = settings_of(ctx, check__suite=suite, check__gpus_expected=gpus_expected)
-    folders = [data_dir("checks")]
-    if settings.site_dir is not None:
-        folders.append(settings.site_dir)
-        for folder in (
-            settings.site_dir,
-            settings.site_dir / "suites",
-            settings.site_dir / "rules",
-        ):
-            refuse_foreign(folder, uid=current_uid())
-    suite_dirs = [folder / "suites" for folder in folders]
+    folders = check_folders(settings.site_dir, uid=current_uid())
     origin = settings.values["check.gpus_expected"].origin
-    loaded = load_suite(settings.suite, suite_dirs)
+    loaded = load_suite(settings.suite, folders.suites)
     return _Plan(
         settings=settings,
         suite=loaded.only(only).within(deadline_s).expecting_gpus(settings.gpus_expected, origin),
-        suites=suite_paths(suite_dirs),
-        machine=Machine(settings.root, tuple(folder / "rules" for folder in folders)),
+        suites=suite_paths(folders.suites),
+        machine=Machine(settings.root, folders.rules),
         node=node_name(environ()),
     )
 

@@ -7,8 +7,8 @@ import click
 from gpuops.checks.suites import load_suite, suite_paths
 from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import SETTINGS
+from gpuops.host.trust import check_folders, current_uid
 from gpuops.model import envelope
-from gpuops.resources import data_dir
 from gpuops.rules import load_rules
 from gpuops.scrub import scrub
 
@@ -51,12 +51,9 @@ def _shown(value: object) -> str | None:
 def validate(ctx: click.Context) -> None:
     """Read the configuration, every suite and every rule; exit 64 at the first mistake."""
     settings = settings_of(ctx)
-    folders = [data_dir("checks")]
-    if settings.site_dir is not None:
-        folders.append(settings.site_dir)
-    rules = load_rules([folder / "rules" for folder in folders])
-    suite_dirs = [folder / "suites" for folder in folders]
-    suites = [load_suite(name, suite_dirs).name for name in suite_paths(suite_dirs)]
+    folders = check_folders(settings.site_dir, uid=current_uid())
+    rules = load_rules(folders.rules)
+    suites = [load_suite(name, folders.suites).name for name in suite_paths(folders.suites)]
     origin = settings.file or "no file, defaults only"
     click.echo(
         f"valid: configuration ({origin}), {len(rules)} log rules, suites {', '.join(suites)}"

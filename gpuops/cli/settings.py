@@ -1,25 +1,28 @@
 """The settings of one command line, and the options that several commands share."""
 
-import os
+from functools import partial
 from pathlib import Path
 
 import click
 
 from gpuops.config import Settings, environ, resolve
+from gpuops.host.trust import current_uid, refuse_foreign_file
 
 
 def settings_of(ctx: click.Context, **flags: object) -> Settings:
     """Return the settings in force; *flags* are by setting key with ``__`` for the dot.
 
     Raises:
-        ConfigError: See `gpuops.config.resolve`.
+        ConfigError: See `gpuops.config.resolve`; or this is root, and the file is not only root's.
     """
+    uid = current_uid()
     named = (ctx.find_root().obj or {}).get("config_file")
     return resolve(
         {key.replace("__", "."): value for key, value in flags.items()},
         environ(),
         config_file=Path(named) if named else None,
-        is_root=os.geteuid() == 0,
+        is_root=uid == 0,
+        vet=partial(refuse_foreign_file, uid=uid),
     )
 
 

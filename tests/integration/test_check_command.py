@@ -292,6 +292,36 @@ def test_root_does_not_read_a_suite_that_others_may_write(node, tmp_path):
     assert "root does not read" in run.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is held to root's own files")
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_root_does_not_read_a_configuration_that_others_may_write(tmp_path, how):
+    file = tmp_path / "gpuops.toml"
+    file.write_text('cluster.name = "planted"\n')
+    file.chmod(0o666)
+    args = ["--config", str(file)] if how == "flag" else []
+    env = {} if how == "flag" else {"GPUOPS_CONFIG": str(file)}
+    refused = gpuops(*args, "config", "show", env=env)
+    file.chmod(0o644)
+    believed = gpuops(*args, "config", "show", env=env)
+
+    assert (refused.returncode, refused.stdout) == (64, "")
+    assert "root does not read" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert "planted" in believed.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is held to root's own files")
+def test_root_does_not_validate_a_rule_that_others_may_write(tmp_path):
+    rules = tmp_path / "site" / "rules"
+    rules.mkdir(parents=True)
+    (rules / "own.toml").write_text("")
+    (rules / "own.toml").chmod(0o666)
+    run = gpuops("config", "validate", env={"GPUOPS_SITE_DIR": str(tmp_path / "site")})
+
+    assert run.returncode == 64
+    assert "root does not read" in run.stderr
+
+
 def test_the_list_shows_limits_and_their_sources(node):
     run = node.check("--list", "--suite", "prolog")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE
 from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.procfs import Process, process
 from gpuops.wire import RingError, read_beats, read_header
 
 LOOK_EVERY_S = 0.005
@@ -110,23 +111,15 @@ def _step_of(aim: Aim, pid: int, ring: Path) -> int | None:
     return beats[-1].step if beats[-1].step >= 0 else beats[-1].seq
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return when *pid* started, in clock ticks since boot (proc(5), field 22), None if gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def kill(pid: int, started: int | None) -> bool:
-    """SIGKILL *pid* if it is still the process that started at *started*; say whether it was."""
+def kill(pid: int, seen: Process | None) -> bool:
+    """SIGKILL *pid* if it is still the process that was *seen*; say whether it was."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        if started is None or start_ticks(pid) != started:
+        now = process(pid)
+        if seen is None or now is None or now.start_ticks != seen.start_ticks:
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
     except OSError:
@@ -141,12 +134,12 @@ def run(
 ) -> Target | None:
     """Kill the rank when it is there; return it, None if *deadline_s* passed first."""
     end_ns = clock.mono_ns() + round(deadline_s * 1e9)
-    seen: dict[int, int | None] = {}
+    seen: dict[int, Process | None] = {}
     while clock.mono_ns() < end_ns:
         states = newest_states(directory)
         for state in states:
             for pid in (state.get("pids") or {}).values():
-                seen.setdefault(pid, start_ticks(pid))
+                seen.setdefault(pid, process(pid))
         target = find_target(aim, states)
         if target is not None and kill(target.pid, seen.get(target.pid)):
             return target

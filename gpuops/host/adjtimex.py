@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.probe import reason_of
 from gpuops.host.procfs import read_text
+from gpuops.host.reasons import reason_of
 from gpuops.host.records import from_json
 from gpuops.model import UnknownReason
 

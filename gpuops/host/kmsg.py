@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.probe import reason_of
+from gpuops.host.reasons import reason_of
 from gpuops.model import UnknownReason
 
 RECORD_MAX = 16384

@@ -11,7 +11,6 @@ Why memory files: a pipe held by an abandoned child never reaches its end, and a
 needs a disk, which may be the thing that hangs.
 """
 
-import errno
 import json
 import os
 import signal
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpuops.errors import ProbeError
+from gpuops.host.procfs import process
+from gpuops.host.reasons import reason_of
 from gpuops.model import UnknownReason
 
 TERM_GRACE_S = 0.2
@@ -174,11 +175,8 @@ def _take(fd: int) -> bytes:
 
 def process_state(pid: int) -> str | None:
     """Return the state letter of *pid* (proc(5)), None where it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[0]
+    found = process(pid)
+    return None if found is None else found.state
 
 
 def process_wchan(pid: int) -> str | None:
@@ -250,15 +248,6 @@ def start_command(
         os.close(errors)
         raise ProbeError(f"cannot start {argv[0]}: {exc.strerror}", reason_of(exc)) from exc
     return Child(pid, deadline_s, started_s, output, errors, signaller)
-
-
-def reason_of(error: OSError) -> UnknownReason:
-    """Return why a check that met *error* cannot be judged."""
-    if error.errno in {errno.EACCES, errno.EPERM}:
-        return UnknownReason.NO_PERMISSION
-    if error.errno == errno.ENOENT:
-        return UnknownReason.MISSING_TOOL
-    return UnknownReason.NOT_SUPPORTED
 
 
 def watch(children: Iterable[Child]) -> Iterator[tuple[Child, Outcome]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.probe import reason_of
+from gpuops.host.reasons import reason_of
 from gpuops.model import UnknownReason
 
 _MEMINFO = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
@@ -110,23 +110,24 @@ def parse_stat(text: str) -> Process | None:
     return Process(int(pid), name, fields[0], int(fields[19]))
 
 
+def process(pid: int, root: Path = Path("/")) -> Process | None:
+    """Return the process *pid*, None where it is gone."""
+    try:
+        text = (root / f"proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return parse_stat(text)
+
+
 def processes(root: Path = Path("/")) -> list[Process]:
     """Return the processes there are; those that end meanwhile are left out."""
-    found = []
-    for entry in _numbered(root / "proc"):
-        try:
-            stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        process = parse_stat(stat)
-        if process is not None:
-            found.append(process)
-    return found
+    found = (process(pid, root) for pid in _numbers(root / "proc"))
+    return [item for item in found if item is not None]
 
 
-def _numbered(proc: Path) -> list[Path]:
+def _numbers(proc: Path) -> list[int]:
     try:
-        return [entry for entry in proc.iterdir() if entry.name.isdecimal()]
+        return [int(entry.name) for entry in proc.iterdir() if entry.name.isdecimal()]
     except OSError:
         return []
 

@@ -72,3 +72,11 @@ def sysfs_address(nvml_bus_id: str) -> str:
         return f"{int(domain, 16):04x}{colon}{rest}"
     except ValueError:
         return nvml_bus_id.strip().lower()
+
+
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Return the version of the NVIDIA driver that is loaded, None where there is none."""
+    try:
+        return (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None

@@ -1,16 +1,17 @@
 """The injector does what it says: this rank, at this step of this generation, and only that."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.drill.kill_rank import Aim, kill, main, newest_states, start_ticks
+from gpuops.drill.kill_rank import Aim, kill, main, newest_states
+from gpuops.host.procfs import process
 from gpuops.wire import (
     RING_BYTES,
     STEP_UNKNOWN,
@@ -139,12 +140,12 @@ def test_a_ring_of_another_process_kills_no_stranger(runs):
 
 def test_a_pid_that_was_used_again_is_not_killed(runs):
     run = runs()
-    ticks = start_ticks(run.process.pid)
+    seen = process(run.process.pid)
 
-    assert not kill(run.process.pid, ticks + 1)
+    assert not kill(run.process.pid, replace(seen, start_ticks=seen.start_ticks + 1))
     assert not kill(run.process.pid, None)
     assert is_alive(run.process.pid)
-    assert kill(run.process.pid, ticks)
+    assert kill(run.process.pid, seen)
     wait_until(lambda: not is_alive(run.process.pid), 5)
 
 
@@ -160,4 +161,3 @@ def test_arguments_that_make_no_sense_end_with_64(capsys):
     assert main(["--rank", "x"]) == 64
     assert "invalid int value" in capsys.readouterr().err
     assert Aim(rank=0, at_step=1).generation == 0
-    assert start_ticks(os.getpid()) is not None

@@ -60,6 +60,13 @@ def test_a_load_average_of_another_form_is_an_error(text):
         procfs.parse_loadavg(text)
 
 
+def test_one_process_is_found_by_its_id_and_none_where_it_is_gone(tmp_path):
+    root = FakeRoot(tmp_path).process(10, "a (b) c", "S", start_ticks=70)
+
+    assert procfs.process(10, root.path) == Process(10, "a (b) c", "S", 70)
+    assert procfs.process(11, root.path) is None
+
+
 def test_only_processes_that_stay_in_state_d_are_blocked(tmp_path):
     root = FakeRoot(tmp_path).process(10, "nfsd client", "D").process(11, "python", "R")
 

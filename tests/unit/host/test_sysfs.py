@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
-from gpuops.host.sysfs import PciGpu, read_pci_gpus, sysfs_address
+from gpuops.host.sysfs import PciGpu, driver_version, read_pci_gpus, sysfs_address
 
 
 def test_gpus_are_listed_by_address_with_their_drivers(tmp_path):
@@ -57,3 +57,10 @@ def test_the_address_of_nvml_becomes_that_of_sysfs(domain, bus, device, function
 @given(st.text())
 def test_any_text_gives_some_address(text):
     assert isinstance(sysfs_address(text), str)
+
+
+def test_the_loaded_driver_says_its_version(tmp_path):
+    root = FakeRoot(tmp_path).write("sys/module/nvidia/version", "570.86.15\n")
+
+    assert driver_version(root.path) == "570.86.15"
+    assert driver_version(tmp_path / "nowhere") is None

@@ -5,6 +5,7 @@ generation and ``state.json``, which says what runs now. Losing any of it never 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -16,10 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpuops.errors import UsageError
+from gpuops.host.directories import why_not_ours
 from gpuops.units import US_PER_S
 
 STATE_SCHEMA = "gpuops.run-state/1"
 RING_PREFIX = "gpuops-rings-"
+_LOCK = "lock"
 SPACE_BYTES_MIN = 64 * 2**20  # below this a rank's own output goes to the console only
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
@@ -32,21 +35,36 @@ def folder_name(name: str, run_id: str, created_us: int) -> str:
     return f"{moment:%Y%m%dT%H%M%SZ}-{slug}-{run_id[-8:]}"
 
 
-def writable_parent(wanted: Path, *, was_asked_for: bool, fallbacks: Iterable[Path]) -> Path:
-    """Return the first directory that can be made and written: *wanted*, else a fallback.
+@dataclass(frozen=True, slots=True)
+class RunParent:
+    """Where runs go; ``problem`` says why not where they should have gone."""
+
+    path: Path
+    problem: str | None = None
+
+
+def writable_parent(wanted: Path, *, was_asked_for: bool, fallbacks: Iterable[Path]) -> RunParent:
+    """Return *wanted* if it can be made and written, else a private directory of this user.
+
+    That is the first of *fallbacks* that nobody else can have prepared, else a new one.
 
     Raises:
         UsageError: The user named *wanted*, and it cannot be written; or nothing can.
     """
     problem = _trouble(wanted)
     if problem is None:
-        return wanted.absolute()
+        return RunParent(wanted.absolute())
     if was_asked_for:
         raise UsageError(f"cannot write the run directory {wanted}: {problem}")
     for path in fallbacks:
-        if _trouble(path) is None:
-            return path.absolute()
-    raise UsageError(f"cannot write the run directory {wanted}: {problem}; try --run-dir DIR")
+        if why_not_ours(path, private=True) is None and _trouble(path) is None:
+            return RunParent(path.absolute(), problem)
+    try:
+        return RunParent(Path(tempfile.mkdtemp(prefix=f"gpuops-{os.geteuid()}-")), problem)
+    except OSError:
+        raise UsageError(
+            f"cannot write the run directory {wanted}: {problem}; try --run-dir DIR"
+        ) from None
 
 
 def _trouble(path: Path) -> str | None:
@@ -64,6 +82,7 @@ class RunDirectory:
 
     path: Path
     rings: Path
+    rings_lock: int = -1
 
     @property
     def journal(self) -> Path:
@@ -92,11 +111,14 @@ class RunDirectory:
     def remove_rings(self) -> None:
         """Give the memory of the rings back."""
         shutil.rmtree(self.rings, ignore_errors=True)
+        if self.rings_lock >= 0:
+            os.close(self.rings_lock)
 
 
-def create_rings(candidates: Iterable[Path]) -> Path:
+def create_rings(candidates: Iterable[Path]) -> tuple[Path, int]:
     """Return a new private directory for rings, in memory where there is such a place.
 
+    The descriptor with it holds a lock on it until it is closed, by whatever end of this process.
     Directories of agents that were killed before they could tidy up are removed.
 
     Raises:
@@ -106,19 +128,47 @@ def create_rings(candidates: Iterable[Path]) -> Path:
     for parent in candidates:
         _remove_leftovers(parent)
         try:
-            return Path(tempfile.mkdtemp(prefix=f"{RING_PREFIX}{os.getpid()}-", dir=parent))
+            return _locked_directory(parent)
         except OSError as exc:
             problem = exc
     raise problem or OSError("no place for heartbeat rings was named")
 
 
+def _locked_directory(parent: Path) -> tuple[Path, int]:
+    # It gets the name by which leftovers are found once it is locked, not before.
+    folder = Path(tempfile.mkdtemp(prefix=".gpuops-", dir=parent))
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        named = folder.rename(parent / folder.name.replace(".gpuops-", RING_PREFIX, 1))
+    except OSError:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return named, lock
+
+
 def _remove_leftovers(parent: Path) -> None:
+    """Remove what no living agent locks; other containers' process ids would say nothing here."""
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{RING_PREFIX}*"):
-            pid = path.name.removeprefix(RING_PREFIX).partition("-")[0]
-            mine = path.lstat().st_uid == os.geteuid()
-            if mine and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            if path.lstat().st_uid == os.geteuid() and not _is_locked(path / _LOCK):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    """Say whether an agent holds *path*, or nobody can know."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def has_space(path: Path) -> bool:

@@ -44,7 +44,7 @@ class Session:
         path = around.run_parent / identity.folder
         self.identity = identity
         self.leads = leads
-        self.directory = RunDirectory(path, _rings())
+        self.directory = RunDirectory(path, *_rings())
         self.kernel_log = KernelLog(around.root)
         path.mkdir(parents=True, exist_ok=True)
         self._recorder = around.make_recorder(self.directory.journal)
@@ -91,9 +91,9 @@ class Session:
         return self._flusher.close()
 
 
-def _rings() -> Path:
+def _rings() -> tuple[Path, int]:
     try:
         return create_rings(RING_PARENTS)
     except OSError as exc:
         log.warning("no heartbeats: cannot make a directory for them: %s", exc)
-        return Path("/nonexistent")
+        return Path("/nonexistent"), -1

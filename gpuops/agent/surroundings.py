@@ -3,6 +3,7 @@
 import getpass
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from gpuops.config import Settings
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock
 from gpuops.host.node import boot_id, node_name
-from gpuops.resources import data_dir
+from gpuops.host.procfs import boot_us
+from gpuops.host.sysfs import driver_version
+from gpuops.host.trust import check_folders, current_uid
 from gpuops.rules import LogRule, load_rules
 from gpuops.scrub import scrub
 from gpuops.store.recorder import NullRecorder, Recorder, spool_recorder
@@ -39,8 +42,18 @@ def surroundings(
     parent = writable_parent(
         settings.run_dir,
         was_asked_for=settings.values["run.dir"].origin != "default",
-        fallbacks=(settings.state_dir / "runs", Path(f"/tmp/gpuops-{os.geteuid()}")),  # noqa: S108
+        fallbacks=(
+            settings.state_dir / "runs",
+            Path(tempfile.gettempdir()) / f"gpuops-{os.geteuid()}",
+        ),
     )
+    if parent.problem is not None:
+        log.warning(
+            "this run is kept in %s: cannot write %s (%s)",
+            parent.path,
+            settings.run_dir.absolute(),
+            parent.problem,
+        )
 
     def make_recorder(journal: Path) -> Recorder:
         try:
@@ -60,9 +73,9 @@ def surroundings(
         node=node,
         clock=clock,
         root=settings.root,
-        run_parent=parent,
+        run_parent=parent.path,
         rules=_rules(settings),
-        node_facts=_node_facts(settings.root, boot, clock),
+        node_facts=_node_facts(settings.root, boot),
         run_facts=describe,
         make_recorder=make_recorder,
         flush=_flusher(settings, clock),
@@ -87,30 +100,18 @@ def _flusher(settings: Settings, clock: Clock) -> Callable[[float], Any]:
 
 def _rules(settings: Settings) -> tuple[LogRule, ...]:
     try:
-        directories = [data_dir("checks") / "rules"]
-        if settings.site_dir is not None:
-            directories.append(settings.site_dir / "rules")
-        return load_rules(directories)
+        return load_rules(check_folders(settings.site_dir, uid=current_uid()).rules)
     except GpuopsError as exc:
         log.warning("failures are classified without log rules: %s", exc)
         return ()
 
 
-def _node_facts(root: Path, boot: str, clock: Clock) -> NodeFacts:
-    try:
-        uptime_s = float((root / "proc/uptime").read_text(encoding="ascii").split()[0])
-        boot_us = clock.now_us() - round(uptime_s * 1e6)
-    except (OSError, ValueError, IndexError):
-        boot_us = None
-    try:
-        driver = (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        driver = None
+def _node_facts(root: Path, boot: str) -> NodeFacts:
     return NodeFacts(
         boot_id=boot,
-        boot_us=boot_us,
+        boot_us=boot_us(root),
         kernel=os.uname().release,
-        driver=driver,
+        driver=driver_version(root),
         gpuops_version=__version__,
     )
 

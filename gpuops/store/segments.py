@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import SpoolError
+from gpuops.host.directories import why_not_ours
 from gpuops.store.lines import ORIGIN
 
 # A file takes at least one block, so that many tiny segments count too.
@@ -46,20 +47,9 @@ def own_directory(path: Path, *, private: bool) -> None:
     Raises:
         SpoolError: Not a directory, another user's, open to others, or not writable.
     """
-    try:
-        path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
-        found = path.lstat()
-        writable = os.access(path, os.W_OK | os.X_OK)
-    except OSError as exc:
-        raise spool_error(path, exc.strerror or str(exc)) from exc
-    if not stat.S_ISDIR(found.st_mode):
-        raise spool_error(path, "it is not a directory")
-    if found.st_uid != os.geteuid():
-        raise spool_error(path, f"it belongs to user {found.st_uid}, not to {os.geteuid()}")
-    if private and found.st_mode & 0o022:
-        raise spool_error(path, "other users may write into it (chmod 700 it)")
-    if not writable:
-        raise spool_error(path, "no permission to write")
+    problem = why_not_ours(path, private=private)
+    if problem is not None:
+        raise spool_error(path, problem)
 
 
 def spool_error(path: Path, reason: str) -> SpoolError:

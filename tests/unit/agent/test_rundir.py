@@ -2,6 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ from gpuops.agent.rings import RingReader
 from gpuops.agent.rundir import (
     SAFE_NAME,
     RunDirectory,
+    RunParent,
     create_rings,
     folder_name,
     writable_parent,
@@ -42,7 +47,38 @@ def test_a_directory_that_the_user_named_must_be_writable(tmp_path):
     with pytest.raises(UsageError, match=r"cannot write .*file/runs: Not a directory"):
         writable_parent(blocked / "runs", was_asked_for=True, fallbacks=[tmp_path])
     fallback = writable_parent(blocked / "runs", was_asked_for=False, fallbacks=[tmp_path / "b"])
-    assert fallback == tmp_path / "b"
+    assert fallback == RunParent(tmp_path / "b", "Not a directory")
+
+
+def test_a_directory_that_can_be_written_is_as_the_users_umask_has_it(tmp_path):
+    before = os.umask(0o027)
+    try:
+        found = writable_parent(tmp_path / "runs", was_asked_for=False, fallbacks=[])
+    finally:
+        os.umask(before)
+
+    assert found == RunParent(tmp_path / "runs")
+    assert found.path.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_fallback_that_somebody_else_prepared_gives_way_to_a_new_one(tmp_path):
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "trap")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+
+    found = writable_parent(
+        tmp_path / "file" / "runs",
+        was_asked_for=False,
+        fallbacks=[tmp_path / "link", tmp_path / "open"],
+    )
+
+    try:
+        assert found.path.parent == Path(tempfile.gettempdir())
+        assert found.path.stat().st_mode & 0o777 == 0o700
+    finally:
+        found.path.rmdir()
 
 
 def test_the_state_file_is_replaced_as_a_whole(tmp_path):
@@ -57,15 +93,40 @@ def test_the_state_file_is_replaced_as_a_whole(tmp_path):
 
 
 def test_rings_of_dead_agents_are_removed_and_those_of_the_living_stay(tmp_path):
-    dead, living = tmp_path / "gpuops-rings-4194305-x", tmp_path / f"gpuops-rings-{os.getpid()}-y"
-    dead.mkdir()
-    living.mkdir()
+    dead, lock = create_rings([tmp_path])
+    living, other = create_rings([tmp_path])
+    os.close(lock)
 
-    mine = create_rings([tmp_path / "none", tmp_path])
+    mine, third = create_rings([tmp_path / "none", tmp_path])
 
     assert not dead.exists()
     assert living.exists()
     assert mine.stat().st_mode & 0o777 == 0o700
+    os.close(other)
+    RunDirectory(tmp_path, mine, third).remove_rings()
+    assert not mine.exists()
+
+
+def test_rings_of_an_agent_whose_process_id_means_nothing_here_stay(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from gpuops.agent.rundir import create_rings\n"
+        "print(create_rings([Path(sys.argv[1])])[0], flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        theirs = Path(agent.stdout.readline().strip())
+        os.close(create_rings([tmp_path])[1])
+        lived = theirs.exists()
+        agent.kill()
+        agent.wait()
+        os.close(create_rings([tmp_path])[1])
+
+    assert lived
+    assert not theirs.exists()
 
 
 def beat(seq):

@@ -85,9 +85,13 @@ def write(connection: Connection, merge: Merge, rows: Sequence[Row]) -> None:
     make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     statement = make(merge.table)
     if merge.changes:
+        assigned = _assignments(merge, statement.excluded)
+        old = merge.table.c
         statement = statement.on_conflict_do_update(
             index_elements=list(merge.key),
-            set_=_assignments(merge, statement.excluded),
+            set_=assigned,
+            # A row that is written again is a dead row and a lock, also where nothing changed.
+            where=or_(*(old[name].is_distinct_from(new) for name, new in assigned.items())),
         )
     else:
         statement = statement.on_conflict_do_nothing()

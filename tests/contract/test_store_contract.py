@@ -10,9 +10,11 @@ from gpuops.errors import UsageError
 from gpuops.model import ActionKind, IncidentState
 from gpuops.store import queries
 from gpuops.store.engine import open_store
+from gpuops.store.facts import places
 from gpuops.store.facts.envelope import Envelope
 from gpuops.store.ingest import ingest
 from gpuops.store.lines import LineError
+from gpuops.store.merge import write
 from gpuops.store.migrate import upgrade_store
 
 
@@ -304,6 +306,28 @@ def test_names_of_nodes_belong_to_their_cluster(store):
         ingest(connection, [Envelope(other, "west")], 1)
 
         assert len(dump(connection)["nodes"]) == 2
+
+
+def written(connection):
+    """Return what changes when any row is written: SQLite's count, or Postgres' row version."""
+    if connection.dialect.name == "sqlite":
+        return connection.exec_driver_sql("SELECT total_changes()").scalar_one()
+    return connection.exec_driver_sql("SELECT ctid::text FROM nodes").scalar_one()
+
+
+def test_an_account_that_adds_nothing_writes_no_row(store):
+    node = {"id": "n", "cluster_id": "c", "hostname": "n1", "first_seen_us": 5, "last_seen_us": 9}
+    with store.begin() as connection:
+        write(connection, places.CLUSTERS, [{"id": "c", "name": "east"}])
+        write(connection, places.NODES, [node])
+        before = written(connection)
+        write(connection, places.NODES, [{**node, "first_seen_us": 6, "last_seen_us": 7}])
+        same = written(connection)
+        write(connection, places.NODES, [{**node, "last_seen_us": 10}])
+        later = written(connection)
+
+    assert before == same
+    assert later != same
 
 
 @pytest.mark.postgres

@@ -244,4 +244,4 @@ class GpuopsAgent(LocalElasticAgent):
             "pids": {} if workers is None else {str(r): p for r, p in workers.pids.items()},
             "ring_dir": str(session.directory.rings / f"generation-{self._generation}"),
         }
-        session.directory.write_state(state, group_rank=self._worker_group.group_rank or 0)
+        session.write_state(state, group_rank=self._worker_group.group_rank or 0)

@@ -178,11 +178,12 @@ class Chronicle:
         """Record that a signal to the agent ended the run."""
         if self._attempt is None:
             return
-        self._record_exits(exits, Severity.INFO)
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
+        news = self._exits(exits, Severity.INFO)
         had_ended = not self._is_new("ended")
         if not had_ended:
-            self._end_attempt("cancelled", now_us, None)
+            news += self._end_of_attempt("cancelled", now_us, None)
+        self._emit_event(*news)
         why = f"the run was cancelled by {signal_name}"
         if had_ended and self._pending is not None:
             self._close_pending(now_ns, why)
@@ -279,6 +280,14 @@ class Chronicle:
             )
             for worker in exits
         ]
+
+    @property
+    def _last_progress_ns(self) -> int:
+        """Return when this attempt last made a step, else when its workers began."""
+        return self._progress.last_mono_ns or self._started_ns
+
+    def _detect_s(self, now_ns: int) -> dict[str, float]:
+        return {"detect": max(0.0, (now_ns - self._last_progress_ns) / 1e9)}
 
     def _is_new(self, milestone: str) -> bool:
         if milestone in self._sent:

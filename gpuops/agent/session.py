@@ -3,20 +3,21 @@
 import logging
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.chronicle import Chronicle, News
 from gpuops.agent.flusher import Flusher, Report
 from gpuops.agent.identity import Identity
 from gpuops.agent.kernel_log import KernelLog
 from gpuops.agent.records import NodeFacts, RunFacts
 from gpuops.agent.rundir import RunDirectory, create_rings
 from gpuops.host.clock import Clock
-from gpuops.model import Json, Severity
+from gpuops.model import Event
 from gpuops.rules import LogRule
 from gpuops.store.recorder import Recorder, new_event
+from gpuops.store.recorder_thread import QueuedRecorder
 
 log = logging.getLogger(__name__)
 RING_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 mkdtemp makes it private
@@ -44,10 +45,12 @@ class Session:
         path = around.run_parent / identity.folder
         self.identity = identity
         self.leads = leads
-        self.directory = RunDirectory(path, *_rings())
+        self.directory = RunDirectory(path, _rings())
         self.kernel_log = KernelLog(around.root)
         path.mkdir(parents=True, exist_ok=True)
-        self._recorder = around.make_recorder(self.directory.journal)
+        self._recorder = QueuedRecorder(
+            around.make_recorder(self.directory.journal), node=around.node, clock=around.clock
+        )
         self._flusher = Flusher(around.flush)
         self._clock = around.clock
         self._node = around.node
@@ -62,17 +65,27 @@ class Session:
         if leads:
             self.chronicle.run_started(around.run_facts(path))
 
-    def _emit(self, kind: str, payload: Json, *, attempt: int | None, severity: Severity) -> None:
-        event = new_event(
-            kind,
+    def _emit(self, *news: News) -> None:
+        self._recorder.record(*(self._event(item) for item in news))
+
+    def _event(self, news: News) -> Event:
+        return new_event(
+            news.kind,
             node=self._node,
             clock=self._clock,
-            severity=severity,
+            severity=news.severity,
             run_id=self.identity.run_id,
-            attempt=attempt,
-            payload=payload,
+            attempt=news.attempt,
+            payload=news.payload,
         )
-        self._recorder.record(event)
+
+    def write_state(self, state: Mapping[str, object], *, group_rank: int) -> None:
+        """Have the state file replaced, without waiting for its file system."""
+
+        def write() -> None:
+            self.directory.write_state(state, group_rank=group_rank)
+
+        self._recorder.call(lambda: self.safely("writing the run's state", write))
 
     def safely(self, what: str, act: Callable[[], None]) -> None:
         """Do *act*; a failure of it is recorded as ours and ends there."""
@@ -91,9 +104,9 @@ class Session:
         return self._flusher.close()
 
 
-def _rings() -> tuple[Path, int]:
+def _rings() -> Path:
     try:
         return create_rings(RING_PARENTS)
     except OSError as exc:
         log.warning("no heartbeats: cannot make a directory for them: %s", exc)
-        return Path("/nonexistent"), -1
+        return Path("/nonexistent")

@@ -130,8 +130,12 @@ class SpoolRecorder:
     def _record(self, events: Sequence[Event]) -> None:
         sync = any(event.severity >= Severity.ERROR for event in events)
         lines = [self._source.encode(event) for event in events]
+        # The spool first: it is local, while a journal's file system may hold us up.
+        self._to_spool(lines, sync=sync)
         if self._journal_dir is not None:
             self._to_journal(lines, sync=sync)
+
+    def _to_spool(self, lines: Sequence[bytes], *, sync: bool) -> None:
         try:
             if self._spool is None:
                 self._spool = self._open_spool(self._source)
@@ -139,8 +143,8 @@ class SpoolRecorder:
             self._spool.append_lines([*report, *lines], sync=sync)
             self._unreported = 0
         except SpoolError as exc:
-            self.lost += len(events)
-            self._unreported += len(events)
+            self.lost += len(lines)
+            self._unreported += len(lines)
             self._warn("spool", str(exc))
 
     def _to_journal(self, lines: Sequence[bytes], *, sync: bool) -> None:

@@ -1,0 +1,79 @@
+"""What one agent keeps of its run, and that it never waits for where it keeps it."""
+
+import threading
+import time
+
+from gpuops.agent.identity import Identity
+from gpuops.agent.records import NodeFacts
+from gpuops.agent.session import Session, Surroundings
+from gpuops.host.clock import FakeClock
+from gpuops.store.recorder import ListRecorder
+
+NODE = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")
+
+
+class Held(ListRecorder):
+    """A run directory on a file system that does not answer until *go*."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+
+    def record(self, *events):
+        assert self.go.wait(10)
+        super().record(*events)
+
+
+class Sent:
+    """A flush that found nothing to do."""
+
+    remaining = 0
+    note = None
+
+
+def session(folder, recorder):
+    around = Surroundings(
+        node="n1",
+        clock=FakeClock(),
+        root=folder,
+        run_parent=folder,
+        rules=(),
+        node_facts=NODE,
+        run_facts=lambda _path: None,
+        make_recorder=lambda _journal: recorder,
+        flush=lambda _deadline_s: Sent(),
+    )
+    return Session(around, Identity("run-1", "20260101T000000Z-x-1"), leads=False)
+
+
+def payloads(recorder, kind):
+    return [event.payload for event in recorder.events if event.kind == kind]
+
+
+def test_neither_events_nor_the_state_wait_for_the_file_system(tmp_path):
+    held = Held()
+    made = session(tmp_path, held)
+    start = time.monotonic()
+    for _ in range(100):
+        made.chronicle.node_seen(NODE)
+    made.write_state({"phase": "running"}, group_rank=0)
+
+    assert time.monotonic() - start < 5
+    assert held.events == []
+    assert not (made.directory.path / "state.json").exists()
+    held.go.set()
+    made.close("completed", 0, "")
+    assert len(payloads(held, "node.seen")) == 101
+    assert "running" in (made.directory.path / "state.json").read_text()
+    assert held.closed
+
+
+def test_a_state_that_cannot_be_written_is_a_failure_of_ours(tmp_path):
+    recorder = ListRecorder()
+    made = session(tmp_path, recorder)
+    made.directory.path.rmdir()
+    made.directory.path.write_text("in the way")
+    made.write_state({}, group_rank=0)
+    made.close("completed", 0, "")
+
+    assert payloads(recorder, "tool.failed")[0]["what"] == "writing the run's state"

@@ -396,6 +396,21 @@ def test_a_reader_that_goes_away_changes_no_verdict_and_the_result_is_recorded(n
     assert '"check.ran"' in spooled(node.spool)
 
 
+def test_a_driver_and_a_spool_that_hang_keep_the_prolog_below_its_eight_seconds(node):
+    """Nobody writes into the pipe in the place of the boot id, so that recording waits for ever."""
+    node.gpus(2)
+    node.scenario = "deaf\ndelay_ms 600000\n" + node.scenario
+    boot_id = node.root.path / "proc/sys/kernel/random/boot_id"
+    boot_id.unlink()
+    os.mkfifo(boot_id)
+    started = time.monotonic()
+    run = node.check("--suite", "prolog", record=True)
+
+    assert time.monotonic() - started < 8
+    assert run.returncode == 3
+    assert "this result is not recorded: gave no answer in 1." in run.stderr
+
+
 WHAT_IS_IMPORTED = """
 import sys
 from gpuops.cli.main import run_command

@@ -1,11 +1,17 @@
 """The files that an admin copies: they parse, and the prolog always lets the job start."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from support.services import unavailable
+
+from gpuops.checks.suites import load_suite
+from gpuops.cli.check import RECORD_S
+from gpuops.host.probe import STOP_S
+from gpuops.resources import data_dir
 
 SLURM = Path(__file__).parents[2] / "slurm"
 SCRIPTS = sorted(path for path in SLURM.iterdir() if path.suffix in {".sh", ".sbatch"})
@@ -47,6 +53,15 @@ def test_the_prolog_lets_the_job_start_whatever_happens(tmp_path, body):
     )
 
     assert (ended.returncode, ended.stdout) == (0, b"")
+
+
+def test_the_check_ends_by_itself_before_the_prolog_would_kill_it():
+    starting_s = 0.4  # python and its imports; see tests/benchmarks/bench_check_startup.py
+    suite = load_suite("prolog", [data_dir("checks") / "suites"])
+    granted = re.search(r"--kill-after=2 (\d+) ", (SLURM / "prolog.sh").read_text())
+
+    worst_s = starting_s + suite.deadline_s + STOP_S + RECORD_S + STOP_S
+    assert worst_s < float(granted[1])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -109,21 +109,21 @@ def check(
         click.echo(listing(plan.suite, plan.suites, as_json=as_json))
         return EXIT_OK
     clock = SystemClock()
-    tell = _telling(plan) if as_jsonl else (lambda _findings: None)
+    output = _Output()
+    tell = _telling(plan, output) if as_jsonl else (lambda _findings: None)
     ran = run_suite(plan.suite, plan.machine, node=plan.node, clock=clock, tell=tell)
-    try:
-        if as_json:
-            click.echo(json.dumps(envelope("gpuops.check/1", ran.to_json()), indent=2))
-        elif as_jsonl:
-            click.echo(_summary_line(ran))
-        elif nagios:
-            click.echo(nagios_line(ran))
-        else:
-            click.echo(table(ran, width=_width()))
-    finally:
-        # Also for a reader that went away: what was found is remembered all the same.
-        if not no_record:
-            _remember(ctx, plan, ran, trigger, clock)
+    if as_json:
+        output.say(json.dumps(envelope("gpuops.check/1", ran.to_json()), indent=2))
+    elif as_jsonl:
+        output.say(_summary_line(ran))
+    elif nagios:
+        output.say(nagios_line(ran))
+    else:
+        output.say(table(ran, width=_width()))
+    if not no_record:
+        _remember(ctx, plan, ran, trigger, clock)
+    if output.error is not None:
+        raise output.error
     return _NAGIOS_EXIT[ran.verdict] if nagios else _EXIT.get(ran.verdict, EXIT_OK)
 
 
@@ -152,13 +152,31 @@ def _width() -> int | None:
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
-def _telling(plan: _Plan) -> Callable[[Iterable[Finding]], None]:
+class _Output:
+    """Standard output that may fail, as when its reader goes away: the suite is run to its end.
+
+    ``error`` holds the first failure; what is said after it is not printed.
+    """
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+
+    def say(self, text: str) -> None:
+        if self.error is not None:
+            return
+        try:
+            click.echo(text)
+        except OSError as exc:
+            self.error = exc
+
+
+def _telling(plan: _Plan, output: _Output) -> Callable[[Iterable[Finding]], None]:
     about = {"node": plan.node, "suite": plan.suite.name}
 
     def tell(findings: Iterable[Finding]) -> None:
         for finding in findings:
             line = {**about, "finding": finding.to_json()}
-            click.echo(json.dumps(envelope("gpuops.finding/1", line)))
+            output.say(json.dumps(envelope("gpuops.finding/1", line)))
 
     return tell
 

@@ -377,7 +377,8 @@ def test_a_spool_that_cannot_be_written_changes_no_verdict(node, kind):
     assert str(node.spool) in run.stderr
 
 
-def test_a_reader_that_goes_away_changes_no_verdict_and_the_result_is_recorded(node):
+@pytest.mark.parametrize("form", [[], ["--json"], ["--jsonl"], ["--nagios"]], ids=str)
+def test_a_reader_that_goes_away_changes_no_verdict_and_the_result_is_recorded(node, form):
     env = {
         **os.environ,
         "GPUOPS_ROOT": str(node.root.path),
@@ -385,13 +386,13 @@ def test_a_reader_that_goes_away_changes_no_verdict_and_the_result_is_recorded(n
         "GPUOPS_STORE": "postgresql+psycopg://u@127.0.0.1:1/none",
         **node.mock.env(node.scenario),
     }
-    argv = [sys.executable, "-m", "gpuops", "check"]
+    argv = [sys.executable, "-m", "gpuops", "check", *form]
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         run.stdout.close()
         errors = run.stderr.read()
         code = run.wait(timeout=20)
 
-    assert code != 1
+    assert code == 141
     assert b"Traceback" not in errors
     assert '"check.ran"' in spooled(node.spool)
 

@@ -180,12 +180,12 @@ class Chronicle:
             return
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
         news = self._exits(exits, Severity.INFO)
-        had_ended = not self._is_new("ended")
-        if not had_ended:
+        if self._is_new("ended"):
             news += self._end_of_attempt("cancelled", now_us, None)
         self._emit_event(*news)
         why = f"the run was cancelled by {signal_name}"
-        if had_ended and self._pending is not None:
+        if self._pending is not None and self._pending.incident.attempt == self._attempt:
+            # This attempt had failed; no other has begun that could be cancelled.
             self._close_pending(now_ns, why)
             return
         incident = incident_from_cancel(
@@ -201,9 +201,8 @@ class Chronicle:
         if incident.culprits:
             self._close_pending(self._last_progress_ns, "another failure came first")
             incident = replace(incident, lost_s=self._detect_s(now_ns))
-        elif self._pending is not None:
+        else:
             self._close_pending(now_ns, why)
-            return
         self._emit("incident.recorded", incident.to_json(), severity=Severity.WARNING)
 
     def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:

@@ -130,7 +130,7 @@ def _cancelled(
         side=Side.USER if by_hand else Side.SCHEDULER,
         confidence=Confidence.CONFIRMED,
         state=IncidentState.CLOSED,
-        title=f"the run was cancelled: its agent on {node} received {signal_name}",
+        title=f"cancelled by {signal_name}: the agent on {node} received it",
         first_us=detected_us,
         detected_us=detected_us,
         run_id=run_id,

@@ -5,6 +5,8 @@ import signal
 import pytest
 from support.runs import JOBS, Run, is_alive, wait_until
 
+from gpuops.agent.launch import CANCEL_GRACE_S
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 PLAIN = JOBS / "plain.py"
 
@@ -59,6 +61,37 @@ def test_a_cancelled_run_leaves_no_worker_and_one_closed_incident(tmp_path, numb
     assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["cancelled"]
     assert all(p["terminated"] for p in run.payloads("worker.exited"))
     assert not rings.exists()
+
+
+def test_ctrl_c_during_a_recovery_is_an_incident_of_its_own_and_a_second_one_ends_at_once(tmp_path):
+    """The second attempt's worker ignores SIGINT and SIGTERM: only a second Ctrl-C is quick."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "for name in ('SIGINT', 'SIGTERM'):\n"
+        "    signal.signal(getattr(signal, name), lambda *_: print('not yet', flush=True))\n"
+        "if os.environ['GPUOPS_GENERATION'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('ready', flush=True)\n"
+        "end = time.monotonic() + 120\n"
+        "while time.monotonic() < end:\n"
+        "    time.sleep(0.05)\n"
+    )
+    with Run(tmp_path / "run", "--max-restarts=1", script, nproc=1) as run:
+        (worker,) = run.state(generation=1)["pids"].values()
+        run.wait_for_output("ready")
+        run.signal(signal.SIGINT)
+        run.wait_for_output("not yet")
+        run.signal(signal.SIGINT)
+
+        assert run.finish(CANCEL_GRACE_S - 5) == 130, run.said()
+        assert not is_alive(worker)
+
+    failed, cancelled = sorted(run.incidents(), key=lambda incident: incident["attempt"])
+    assert failed["failure_class"] == "host_mem.sigkill_probable"
+    assert failed["state"] == cancelled["state"] == "closed"
+    assert "cancelled by SIGINT" in failed["resolution"]
+    assert (cancelled["failure_class"], cancelled["attempt"]) == ("scheduler.cancelled", 1)
 
 
 def test_the_workers_of_a_killed_agent_die_with_it(tmp_path):

@@ -179,17 +179,31 @@ def test_cancelled_with_nothing_open_there_is_one_closed_incident(world):
     assert [p["outcome"] for p in world.of("attempt.ended")] == ["cancelled"]
 
 
-def test_cancelled_during_a_recovery_the_open_incident_is_closed(world):
+def test_cancelled_during_a_recovery_both_the_failure_and_the_cancellation_are_on_record(world):
     world.start(0)
     world.step(1)
     world.fail()
     world.start(1)
     world.chronicle.cancelled("SIGINT", [])
 
-    (incident,) = world.incidents()
-    assert incident["state"] == "closed"
-    assert "SIGINT" in incident["resolution"]
+    first, second = world.incidents()
+    assert (first["attempt"], second["attempt"]) == (0, 1)
+    assert first["state"] == second["state"] == "closed"
+    assert "cancelled by SIGINT" in first["resolution"]
+    assert second["failure_class"] == "scheduler.cancelled"
+    assert second["title"].startswith("cancelled by SIGINT")
     assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed", "cancelled"]
+
+
+def test_cancelled_before_the_next_attempt_the_failure_alone_is_on_record(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+    world.chronicle.cancelled("SIGINT", [])
+
+    (incident,) = world.incidents()
+    assert incident["failure_class"] == "host_mem.sigkill_probable"
+    assert "cancelled by SIGINT" in incident["resolution"]
 
 
 def test_a_failure_that_a_cancellation_cut_short_is_on_record_with_its_cost(world):

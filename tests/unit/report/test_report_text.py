@@ -7,8 +7,9 @@ from support.exits import NODE, PEER_CLOSED, RUN, S, incident_of, killed, raised
 from support.history import a_killed_run, attempt_row, run_row, us
 
 from gpuops.incident.cancelled import incident_from_cancel
-from gpuops.report.account import account
+from gpuops.report.account import Agent, account
 from gpuops.report.advice import advice
+from gpuops.report.as_json import report_json
 from gpuops.report.incident_text import incident_block, incident_list
 from gpuops.report.present import report_text
 from gpuops.report.text import WIDTH, count, cut, table
@@ -102,7 +103,10 @@ def test_unknown_steps_are_shown_as_unknown():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"ended_us": None, "outcome": None}, "still running, as far as is known"),
+        (
+            {"ended_us": None, "outcome": None},
+            "no end on record; last event at 2023-11-14 22:14:01",
+        ),
         ({"outcome": "cancelled", "exit_code": 130}, "cancelled without a restart"),
     ],
 )
@@ -128,7 +132,7 @@ def test_a_cancelled_run_blames_nobody_and_needs_no_advice():
     found = account(run_row(outcome="cancelled", exit_code=130), [row], [incident])
     text = report_text(found)
 
-    assert "blame      nobody: the run was cancelled" in text
+    assert "blame      nobody: cancelled by SIG" in text
     assert "cost       nothing\n" in text
     assert advice(found) == []
 
@@ -137,7 +141,36 @@ def test_a_run_that_never_started_an_attempt_has_a_report():
     text = report_text(account(run_row(outcome="failed"), [], []))
 
     assert "none on record" in text
-    assert "nobody: nothing failed" in text
+    assert "blame      not known: no incident on record" in text
+    assert "cost       what the failure cost is not known; ETTR 0.00" in text
+
+
+@pytest.mark.parametrize(
+    ("agent", "expected"),
+    [
+        (Agent.GONE, "the agent is gone (killed?), last heard of at 2023-11-14 22:14:00 UTC"),
+        (Agent.RUNNING, "still running, for 40.0 s up to its last event"),
+        (Agent.UNKNOWN, "no end on record; last event at 2023-11-14 22:14:00 UTC"),
+    ],
+)
+def test_a_run_without_an_end_is_never_said_to_have_not_failed(agent, expected):
+    row = attempt_row(0, (1, 10, None, 40, None), (1, 57), None)
+    found = account(run_row(ended_us=None, outcome=None), [row], [], agent=agent)
+    text = report_text(found)
+
+    assert text.splitlines()[0] == f"run demo (abcd1234): {expected}"
+    assert "blame      not known: no incident on record" in text
+    assert ("running" in text.partition("attempts")[2]) is (agent is Agent.RUNNING)
+    assert report_json(found)["run"]["agent"] == agent.value
+
+
+def test_above_a_run_that_failed_at_once_something_is_lost():
+    row = attempt_row(0, (1, None, None, None, 1.25), outcome="failed")
+    found = account(run_row(ended_us=us(2), outcome="failed", exit_code=1), [row], [])
+    text = report_text(found)
+
+    assert "cost       0.25 s lost to failures (detect 0.25 s); ETTR 0.00" in text
+    assert "attempt 0 failed before a step was seen, so all of that time counts" in text
 
 
 def test_many_incidents_are_summed_up():

@@ -7,10 +7,13 @@ import click
 
 from gpuops.cli.reading import open_history, run_dir_option, tell_notes
 from gpuops.cli.settings import json_option, store_option
+from gpuops.config import environ
 from gpuops.errors import UsageError
+from gpuops.host.node import node_name
 from gpuops.model import envelope
-from gpuops.report.account import RunAccount, account
+from gpuops.report.account import Agent, RunAccount, account
 from gpuops.report.as_json import report_json
+from gpuops.report.liveness import judge, look
 from gpuops.report.present import report_text
 from gpuops.store import queries
 from gpuops.store.engine import Store
@@ -36,7 +39,7 @@ def report(
     """
     wanted = _run_named(words)
     with open_history(ctx, store, run_dir) as opened:
-        found = _account(opened, wanted)
+        found = _account(opened, wanted, run_dir)
         if as_json:
             body = {**report_json(found), "notes": list(opened.notes)}
             click.echo(json.dumps(envelope("gpuops.report/1", body), indent=2))
@@ -52,11 +55,20 @@ def _run_named(words: tuple[str, ...]) -> str | None:
     return rest[0] if rest else None
 
 
-def _account(store: Store, wanted: str | None) -> RunAccount:
+def _account(store: Store, wanted: str | None, run_dir: Path | None) -> RunAccount:
     with store.begin() as connection:
         run = queries.find_run(connection, wanted)
-        return account(
-            run,
-            queries.attempts(connection, run.id),
-            queries.incidents(connection, run_id=run.id, limit=10_000),
-        )
+        attempts = queries.attempts(connection, run.id)
+        incidents = queries.incidents(connection, run_id=run.id, limit=10_000)
+        last_event_us = queries.last_event_us(connection, run.id)
+    return account(
+        run, attempts, incidents, last_event_us=last_event_us, agent=_agent(run, run_dir)
+    )
+
+
+def _agent(run: queries.RunRow, run_dir: Path | None) -> Agent:
+    """Return what has become of the agent of a run without an end, if this is its node."""
+    directory = run_dir or Path(run.run_dir)
+    if run.ended_us is not None or not (run_dir or directory.is_absolute()):
+        return Agent.UNKNOWN
+    return judge(run, node_name(environ()), look(directory))

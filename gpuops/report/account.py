@@ -5,16 +5,18 @@ Reliability in Large-Scale Machine Learning Research Clusters), ETTR = productiv
 taken over the logical run with all its restarts. Here the wall time begins with the launch, so
 time in a queue is not in it (``ETTR_alloc``).
 
-Two decisions of ours. A step that is made twice counts as productive the first time and as
-``redo`` the second, so that lost work is charged to the failure that caused it. And what cannot
-be known (no step numbers, no heartbeats) is a phase of its own, never folded into another.
+Three decisions of ours. A step that is made twice counts as productive the first time and as
+``redo`` the second, so that lost work is charged to the failure that caused it. An attempt that
+failed without a step is lost as a whole: its start is the last progress there was, so all of it is
+``detect``, as in its incident. And what cannot be known (no step numbers, no heartbeats, no end on
+record) is a phase of its own, never folded into another.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpuops.model import Incident
+from gpuops.model import FailureClass, Incident
 from gpuops.store.queries import AttemptRow, RunRow
 from gpuops.units import US_PER_S
 
@@ -28,6 +30,14 @@ class Phase(StrEnum):
     RESTART = "restart"
     REDO = "redo"
     OTHER = "other"
+    UNKNOWN = "unknown"
+
+
+class Agent(StrEnum):
+    """What has become of the agent of a run without an end on record."""
+
+    RUNNING = "running"
+    GONE = "gone"
     UNKNOWN = "unknown"
 
 
@@ -71,6 +81,7 @@ class RunAccount:
     start_us: int
     end_us: int
     spans: tuple[Span, ...]
+    agent: Agent = Agent.UNKNOWN
 
     @property
     def wall_s(self) -> float:
@@ -111,12 +122,23 @@ class RunAccount:
 
     @property
     def is_live(self) -> bool:
-        """Say whether the run has not ended, as far as the store knows."""
+        """Say whether the run has no end on record; its agent may be gone all the same."""
         return self.run.ended_us is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Say whether the run or an attempt of it failed, as far as is on record."""
+        outcomes = [self.run.outcome, *(attempt.row.outcome for attempt in self.attempts)]
+        return "failed" in outcomes or any(map(_is_failure, self.incidents))
 
 
 def account(
-    run: RunRow, attempts: Sequence[AttemptRow], incidents: Sequence[Incident]
+    run: RunRow,
+    attempts: Sequence[AttemptRow],
+    incidents: Sequence[Incident],
+    *,
+    last_event_us: int | None = None,
+    agent: Agent = Agent.UNKNOWN,
 ) -> RunAccount:
     """Return where the time of *run* went.
 
@@ -124,10 +146,12 @@ def account(
         run: The run.
         attempts: Its attempts, in any order.
         incidents: Its incidents, in any order; they date the decision to restart.
+        last_event_us: The time of its newest event, where a run without an end is counted to.
+        agent: What is known of its agent, for a run without an end.
     """
     rows = sorted(attempts, key=lambda row: row.ordinal)
-    start_us, end_us = _extent(run, rows, incidents)
-    spans = _spans(rows, _decisions(incidents), start_us, end_us)
+    start_us, end_us = _extent(run, rows, incidents, last_event_us)
+    spans = _spans(run, rows, _decisions(incidents), start_us, end_us)
     assert sum(span.end_us - span.start_us for span in spans) == end_us - start_us
     return RunAccount(
         run=run,
@@ -136,11 +160,15 @@ def account(
         start_us=start_us,
         end_us=end_us,
         spans=spans,
+        agent=agent,
     )
 
 
 def _extent(
-    run: RunRow, rows: Sequence[AttemptRow], incidents: Sequence[Incident]
+    run: RunRow,
+    rows: Sequence[AttemptRow],
+    incidents: Sequence[Incident],
+    last_event_us: int | None,
 ) -> tuple[int, int]:
     starts = [run.created_us, *(row.start_us for row in rows if row.start_us is not None)]
     start_us = min(starts)
@@ -148,7 +176,7 @@ def _extent(
         return start_us, max(run.ended_us, start_us)
     told = [time for row in rows for time in _times(row)]
     told += [incident.detected_us for incident in incidents]
-    return start_us, max([start_us, *told])
+    return start_us, max([start_us, *told, last_event_us or start_us])
 
 
 def _times(row: AttemptRow) -> list[int]:
@@ -156,10 +184,14 @@ def _times(row: AttemptRow) -> list[int]:
     return [time for time in times if time is not None]
 
 
+def _is_failure(incident: Incident) -> bool:
+    return incident.failure_class is not FailureClass.CANCELLED or bool(incident.culprits)
+
+
 def _decisions(incidents: Sequence[Incident]) -> dict[int, int]:
     """Return when the failure of each attempt was decided on, the earliest account of it."""
     found: dict[int, int] = {}
-    for incident in incidents:
+    for incident in filter(_is_failure, incidents):
         if incident.attempt is not None:
             known = found.get(incident.attempt, incident.detected_us)
             found[incident.attempt] = min(known, incident.detected_us)
@@ -167,20 +199,35 @@ def _decisions(incidents: Sequence[Incident]) -> dict[int, int]:
 
 
 def _spans(
-    rows: Sequence[AttemptRow], decisions: Mapping[int, int], start_us: int, end_us: int
+    run: RunRow,
+    rows: Sequence[AttemptRow],
+    decisions: Mapping[int, int],
+    start_us: int,
+    end_us: int,
 ) -> tuple[Span, ...]:
     """Return spans that lie end to end, whatever order or gaps the recorded times have."""
     spans: list[Span] = []
     cursor = start_us
-    for phase, ordinal, until in _marks(rows, decisions):
+    for phase, ordinal, until in [*_marks(rows, decisions), *_rest(run, rows, end_us)]:
         until_us = min(max(until, cursor), end_us)
         if until_us > cursor:
             spans.append(Span(phase, ordinal, cursor, until_us))
             cursor = until_us
-    if cursor < end_us:
-        last = rows[-1].ordinal if rows else 0
-        spans.append(Span(Phase.OTHER, last, cursor, end_us))
     return tuple(spans)
+
+
+def _rest(run: RunRow, rows: Sequence[AttemptRow], end_us: int) -> list[tuple[Phase, int, int]]:
+    """Return what comes after all that the attempts tell of."""
+    if not rows:
+        return [(Phase.OTHER, 0, end_us)]
+    last = rows[-1]
+    if last.outcome == "failed" and run.outcome in ("cancelled", None):
+        phase = Phase.RESTART
+    elif last.end_us is None and run.outcome is None:
+        phase = Phase.UNKNOWN
+    else:
+        phase = Phase.OTHER
+    return [(phase, last.ordinal, end_us)]
 
 
 def _marks(
@@ -190,28 +237,34 @@ def _marks(
     steps_are_seen = any(row.first_step_us is not None for row in rows)
     marks: list[tuple[Phase, int, int]] = []
     for index, row in enumerate(rows):
-        has_failed = row.outcome == "failed" or index + 1 < len(rows)
+        has_failed = row.outcome == "failed" or index + 1 < len(rows) or row.ordinal in decisions
         stop_us = decisions.get(row.ordinal, row.end_us) if has_failed else row.end_us
-        found = _attempt_marks(rows, index, stop_us, steps_are_seen=steps_are_seen)
-        if has_failed and row.first_step_us is not None and stop_us is not None:
-            found.append((Phase.DETECT, stop_us))
+        found = _up_to_last_progress(rows, index)
+        if stop_us is not None and (has_failed or row.first_step_us is None):
+            phase = Phase.DETECT if has_failed else _stepless(index, steps_are_seen=steps_are_seen)
+            found.append((phase, stop_us))
         marks += [(phase, row.ordinal, until) for phase, until in found]
     return marks
 
 
-def _attempt_marks(
-    rows: Sequence[AttemptRow], index: int, stop_us: int | None, *, steps_are_seen: bool
-) -> list[tuple[Phase, int]]:
-    row = rows[index]
-    before = Phase.INIT if index == 0 else Phase.RESTART
+def _up_to_last_progress(rows: Sequence[AttemptRow], index: int) -> list[tuple[Phase, int]]:
+    row, before = rows[index], _before_first_step(index)
     if row.first_step_us is None:
-        # Where no attempt ever showed a step, its training is invisible to us, not absent.
-        if steps_are_seen:
-            return [(before, stop_us)] if stop_us is not None else []
-        marks = [(before, row.start_us)] if row.start_us is not None else []
-        return marks + ([(Phase.UNKNOWN, stop_us)] if stop_us is not None else [])
+        return [(before, row.start_us)] if row.start_us is not None else []
     last_us = row.last_step_us if row.last_step_us is not None else row.first_step_us
     return [(before, row.first_step_us), *_stepping(rows, index, last_us)]
+
+
+def _before_first_step(index: int) -> Phase:
+    return Phase.INIT if index == 0 else Phase.RESTART
+
+
+def _stepless(index: int, *, steps_are_seen: bool) -> Phase:
+    """Return what an attempt without a step that did not fail spent its time on.
+
+    Where no attempt ever showed a step, its training is invisible to us, not absent.
+    """
+    return _before_first_step(index) if steps_are_seen else Phase.UNKNOWN
 
 
 def _stepping(rows: Sequence[AttemptRow], index: int, last_us: int) -> list[tuple[Phase, int]]:

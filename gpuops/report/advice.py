@@ -10,7 +10,8 @@ RESTART_SHARE_WORTH_A_WORD = 0.1
 
 def advice(account: RunAccount) -> list[str]:
     """Return sentences for the owner of the run, the most urgent first."""
-    found = [*_repeated(account), *_redone(account), *_unseen(account), *_restarts(account)]
+    found = [*_repeated(account), *_redone(account), *_stepless(account)]
+    found += [*_unseen(account), *_restarts(account)]
     found += _open(account)
     failures = [i for i in account.incidents if i.failure_class is not FailureClass.CANCELLED]
     if not found and failures:
@@ -42,11 +43,31 @@ def _redone(account: RunAccount) -> list[str]:
     ]
 
 
+def _stepless(account: RunAccount) -> list[str]:
+    """Return why attempts that failed without a step are lost as a whole."""
+    lost = [
+        str(item.row.ordinal)
+        for item in account.attempts
+        if item.row.first_step_us is None and item.row.outcome == "failed"
+    ]
+    if not lost:
+        return []
+    noun = "attempt" if len(lost) == 1 else "attempts"
+    return [
+        (
+            f"{noun} {', '.join(lost)} failed before a step was seen, so all of that time counts as"
+            " lost; steps are seen where the script uses an optimizer of torch"
+        )
+    ]
+
+
 def _unseen(account: RunAccount) -> list[str]:
     unknown_s = account.seconds[Phase.UNKNOWN]
     if unknown_s <= 0:
         return []
-    if all(attempt.row.first_step_us is None for attempt in account.attempts):
+    if account.is_live:
+        why = "the run has no end on record, so what its last attempt did is not either"
+    elif all(attempt.row.first_step_us is None for attempt in account.attempts):
         why = "no optimizer step was seen, so productive time cannot be told from the rest"
     else:
         why = "without step numbers, repeated steps cannot be told from new ones"

@@ -12,7 +12,10 @@ ETTR_DEFINITION = "productive / wall seconds from launch to end, queue excluded 
 def report_json(account: RunAccount) -> Json:
     """Return the body of ``gpuops report --json``; unknown values are null."""
     return {
-        "run": _run(account.run),
+        "run": {
+            **_run(account.run),
+            "agent": account.agent.value if account.is_live else None,
+        },
         "nodes": sorted({node for a in account.attempts for node in a.row.nodes}),
         "wall_seconds": account.wall_s,
         "seconds_by_phase": {phase.value: s for phase, s in account.seconds.items()},

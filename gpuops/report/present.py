@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gpuops.model import FailureClass, Incident
-from gpuops.report.account import LOST, Phase, RunAccount
+from gpuops.report.account import LOST, Agent, Phase, RunAccount
 from gpuops.report.advice import advice
 from gpuops.report.incident_text import certainty, cost, incident_block
 from gpuops.report.text import WIDTH, clock, count, cut, labelled, moment, short, table
@@ -34,22 +34,37 @@ def report_text(account: RunAccount) -> str:
 def headline(account: RunAccount) -> str:
     """Return what happened, in one line."""
     run = account.run
+    if account.is_live:
+        return cut(f"run {run.name} ({short(run.id)}): {standing(account)}", WIDTH)
     restarts = max(len(account.attempts) - 1, 0)
     times = f"after {count(restarts, 'restart')}" if restarts else "without a restart"
-    outcome = run.outcome or "still running, as far as is known,"
+    outcome = run.outcome or "ended"
     nodes = sorted({node for attempt in account.attempts for node in attempt.row.nodes})
     where = f"on {', '.join(nodes[:3])}{' …' if len(nodes) > 3 else ''}" if nodes else ""
     text = f"run {run.name} ({short(run.id)}) {outcome} {times} in {format_seconds(account.wall_s)}"
     return cut(f"{text} {where}".rstrip(), WIDTH)
 
 
+def standing(account: RunAccount) -> str:
+    """Return how a run without an end on record stands, as far as can be told from here."""
+    heard = moment(account.end_us)
+    if account.agent is Agent.GONE:
+        return f"the agent is gone (killed?), last heard of at {heard}"
+    if account.agent is Agent.RUNNING:
+        return f"still running, for {format_seconds(account.wall_s)} up to its last event"
+    return f"no end on record; last event at {heard}"
+
+
 def cost_line(account: RunAccount) -> str:
     """Return what the failures cost, and the share of productive time."""
     seconds = account.seconds
     parts = ", ".join(f"{p.value} {format_seconds(seconds[p])}" for p in LOST if seconds[p] > 0)
-    lost = (
-        f"{format_seconds(account.lost_s)} lost to failures ({parts})" if parts else "nothing lost"
-    )
+    if parts:
+        lost = f"{format_seconds(account.lost_s)} lost to failures ({parts})"
+    elif account.has_failed:
+        lost = "what the failure cost is not known"
+    else:
+        lost = "nothing lost as far as is on record" if account.is_live else "nothing lost"
     return f"{lost}; ETTR {ettr(account)}"
 
 
@@ -67,8 +82,9 @@ def ettr(account: RunAccount) -> str:
 def blame(account: RunAccount) -> str:
     """Return who was to blame; the same failure over and over is told once."""
     if not account.incidents:
-        failed = [a for a in account.attempts if a.row.outcome == "failed"]
-        return "no incident on record" if failed else "nobody: nothing failed"
+        if account.is_live or account.has_failed:
+            return "not known: no incident on record"
+        return "nobody: nothing failed"
     told = Counter(map(_blamed, account.incidents))
     parts = [text if n == 1 else f"{n} times: {text}" for text, n in told.most_common(3)]
     if len(told) > 3:
@@ -88,7 +104,7 @@ def _header(account: RunAccount) -> list[str]:
     worlds = sorted({a.row.world_size for a in account.attempts if a.row.world_size is not None})
     nodes = sorted({node for a in account.attempts for node in a.row.nodes})
     jobs = sorted({str(a.row.slurm_job_id) for a in account.attempts if a.row.slurm_job_id})
-    ended = moment(run.ended_us) if run.ended_us is not None else "not yet"
+    ended = moment(run.ended_us) if run.ended_us is not None else "an end that is not on record"
     facts = [
         ("run", f"{run.name}  id {run.id}"),
         ("command", " ".join(run.command)),
@@ -130,7 +146,7 @@ def _attempts(account: RunAccount) -> str:
         rows.append(
             (
                 str(row.ordinal),
-                row.outcome or "running",
+                row.outcome or ("running" if account.agent is Agent.RUNNING else "no end"),
                 clock(row.start_us),
                 _duration(row.start_us, row.end_us),
                 steps(row.steps_first, row.steps_last, row.beats),
@@ -195,7 +211,7 @@ _MEANING = {
     Phase.RESTART: "that decision to the first step of the next attempt",
     Phase.REDO: "steps made again, up to the highest step of earlier attempts",
     Phase.OTHER: "after the last step: saving, teardown, the launcher's own end",
-    Phase.UNKNOWN: "cannot be told: steps or their numbers were not seen",
+    Phase.UNKNOWN: "cannot be told: steps, their numbers or the end were not seen",
 }
 
 

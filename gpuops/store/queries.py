@@ -138,7 +138,7 @@ def find_run(connection: Connection, prefix: str | None) -> RunRow:
 def _unique_id(connection: Connection, column: Any, part: str, noun: str) -> str:  # noqa: ANN401 a column of text
     wanted = part.strip().lower()
     if len(wanted) < _PREFIX_MIN:
-        raise UsageError(f"{part!r} is too short for a {noun} id; give {_PREFIX_MIN} characters")
+        raise UsageError(f"{part!r} is too short: give {_PREFIX_MIN} characters of the {noun}'s id")
     match = column.startswith(wanted, autoescape=True) | column.endswith(wanted, autoescape=True)
     found = list(
         connection.execute(select(column).where(match).order_by(column).limit(6)).scalars()
@@ -210,6 +210,14 @@ def find_incident(connection: Connection, prefix: str) -> Incident:
     incident_id = _unique_id(connection, table.id, prefix, "incident")
     query = select(table.body).where(table.id == incident_id)
     return Incident.from_json(connection.execute(query).scalar_one())
+
+
+def last_event_us(connection: Connection, run_id: str) -> int | None:
+    """Return the time of the run's newest event, None where it has none."""
+    table = schema.events.c
+    query = select(func.max(table.t_us)).where(table.run_id == run_id)
+    newest: int | None = connection.execute(query).scalar()
+    return newest
 
 
 def events(

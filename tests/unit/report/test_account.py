@@ -3,10 +3,23 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exits import incident_of, killed
-from support.history import a_killed_run, attempt_row, run_row, us
+from support.exits import NODE, RUN, S, incident_of, killed
+from support.history import a_killed_run, attempt_row, record_run, run_row, us
 
-from gpuops.report.account import Phase, account
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.records import AttemptFacts
+from gpuops.host.clock import FakeClock
+from gpuops.report.account import LOST, Phase, account
+from gpuops.store import queries
+from gpuops.store.engine import memory_store
+from gpuops.store.facts.envelope import Envelope
+from gpuops.store.ingest import ingest
+from gpuops.store.lines import Line
+from gpuops.store.recorder import ListRecorder, new_event
+from gpuops.wire import Beat, StepSource
+from gpuops.wire import Phase as Beating
+
+OPTIMIZER = StepSource.OPTIMIZER_STATE
 
 
 def seconds(found):
@@ -89,7 +102,7 @@ def test_a_run_whose_steps_nobody_saw_is_unknown_not_idle():
     assert found.ettr_alloc == 0
 
 
-def test_an_attempt_that_died_before_its_first_step_is_part_of_the_restart():
+def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start():
     rows = [
         attempt_row(0, (1, 10, None, 40, 40), (1, 57), "failed"),
         attempt_row(1, (41, None, None, None, 50), outcome="failed"),
@@ -97,7 +110,110 @@ def test_an_attempt_that_died_before_its_first_step_is_part_of_the_restart():
     ]
     found = account(run_row(), rows, [])
 
-    assert found.seconds[Phase.RESTART] == 15
+    assert found.seconds[Phase.RESTART] == 1 + 5
+    assert found.seconds[Phase.DETECT] == 9
+
+
+def test_a_run_of_attempts_that_all_failed_before_a_step_is_lost_as_a_whole():
+    rows = [
+        attempt_row(n, (30 * n + 2, None, None, None, 30 * n + 20), outcome="failed")
+        for n in range(3)
+    ]
+    found = account(run_row(ended_us=us(81), outcome="failed"), rows, [])
+
+    assert seconds(found) == {"init": 2, "detect": 3 * 18, "restart": 2 * 12, "other": 1}
+    assert found.ettr_alloc == found.ettr_alloc_max == 0
+
+
+def test_the_report_counts_what_the_incidents_of_the_run_count():
+    """The chronicle of an agent and the account of its events, over every kind of attempt."""
+    events, clock = ListRecorder(), FakeClock()
+    run = tell_a_run(events, clock)
+    found = account(*run)
+
+    assert len(found.incidents) == 4
+    for phase in LOST:
+        charged = sum(incident.lost_s.get(phase.value, 0.0) for incident in found.incidents)
+        assert found.seconds[phase] == pytest.approx(charged, abs=1e-5)
+    assert found.lost_s > 0
+
+
+def tell_a_run(recorder, clock):
+    """Record a run that fails before its first step, in mid-training, again, and in a redo."""
+
+    def emit(*news):
+        for item in news:
+            recorder.record(
+                new_event(
+                    item.kind,
+                    node=NODE,
+                    clock=clock,
+                    run_id=RUN,
+                    attempt=item.attempt,
+                    payload=item.payload,
+                )
+            )
+
+    chronicle = Chronicle(emit, clock, run_id=RUN, node=NODE, rules=())
+    record_run(recorder, run_row(outcome=None, ended_us=None), [], [], clock)
+    for ordinal, steps in enumerate([0, 3, 0, 2, 5]):
+        clock.advance(1.5)
+        chronicle.attempt_started(ordinal, facts(clock))
+        clock.advance(2.0)
+        for step in range(1, steps + 1):
+            clock.advance(0.75)
+            beat = Beat(step, step, clock.mono_ns(), Beating.STEPPING, OPTIMIZER, step)
+            chronicle.beats({0: [beat]})
+        clock.advance(0.5)
+        if ordinal < 4:
+            end = killed(0, at_s=clock.mono_ns() / S)
+            clock.advance(0.25)
+            chronicle.attempt_failed([end], restarts=True)
+    chronicle.attempt_completed()
+    clock.advance(0.5)
+    chronicle.run_ended("completed", 0, "done")
+    with memory_store() as store, store.begin() as connection:
+        lines = [Line("n041.0", "b", n, e) for n, e in enumerate(recorder.events, start=1)]
+        ingest(connection, [Envelope(line, "c", 0) for line in lines], 0)
+        run = queries.find_run(connection, RUN)
+        incidents = queries.incidents(connection, run_id=RUN)
+        return run, queries.attempts(connection, RUN), incidents
+
+
+def facts(clock):
+    return AttemptFacts(
+        start_us=clock.now_us(),
+        world_size=1,
+        n_nodes=1,
+        group_rank=0,
+        torch_run_id="t",
+        log_dir="/logs",
+        slurm_job_id=None,
+        slurm_restart_count=0,
+    )
+
+
+def test_a_failure_that_a_cancellation_cut_short_is_detected_time():
+    row = attempt_row(0, (1, 10, None, 40, 42), (1, 57), "cancelled")
+    run = run_row(ended_us=us(43), outcome="cancelled")
+    found = account(run, [row], [incident_of(killed(0, at_s=41), detected_s=42)])
+
+    assert seconds(found) == {"init": 10, "productive": 30, "detect": 2, "other": 1}
+
+
+def test_a_run_that_was_cancelled_while_it_restarted_lost_that_time_to_the_failure():
+    row = attempt_row(0, (1, 10, None, 40, 41), (1, 57), "failed")
+    found = account(run_row(ended_us=us(50), outcome="cancelled"), [row], [])
+
+    assert seconds(found) == {"init": 10, "productive": 30, "detect": 1, "restart": 9}
+
+
+def test_the_time_after_a_step_is_unknown_where_the_end_is_not_on_record():
+    rows = [attempt_row(0, (1, 10, None, None, None), (1, None), None)]
+    run = run_row(ended_us=None, outcome=None)
+    found = account(run, rows, [], last_event_us=us(70))
+
+    assert seconds(found) == {"init": 10, "unknown": 60}
 
 
 def test_a_live_run_is_accounted_up_to_its_last_news():

@@ -155,6 +155,7 @@ def test_the_report_s_json_has_the_documented_keys(call, run_dir):
         "reason",
         "torch_version",
         "max_restarts",
+        "agent",
     }
     (incident,) = body["incidents"]
     assert set(incident) == INCIDENT_KEYS
@@ -169,6 +170,25 @@ def test_a_run_directory_alone_is_reportable(call, run_dir, tmp_path, monkeypatc
     assert out.startswith("run demo (abcd1234)")
     assert len(json.loads(incidents)["incidents"]) == 1
     assert not (tmp_path / "store.db").exists()
+
+
+def test_a_run_whose_agent_is_gone_is_not_said_to_be_running(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n041")
+    run, _, _ = a_killed_run()
+    recorder = spool_recorder(
+        tmp_path / "spool", node="n041", boot_id="b", bytes_max=2**24, clock=FakeClock(T0)
+    )
+    record_run(recorder, replace(_live(run), run_dir=str(tmp_path)), [], [], FakeClock(T0))
+    recorder.close()
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as agent:
+        pass
+    state = {"run_id": run.id, "node": "n041", "agent_pid": agent.pid}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    code, out, _ = call("report")
+
+    assert code == 0
+    assert out.startswith("run demo (abcd1234): the agent is gone (killed?), last heard of at")
+    assert json.loads(call("report", "--json")[1])["run"]["agent"] == "gone"
 
 
 def test_incident_ls_lists_and_filters(call, run_dir):

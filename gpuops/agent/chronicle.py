@@ -21,6 +21,7 @@ from gpuops.incident.identity import incident_id
 from gpuops.incident.lifecycle import closed, mitigated, with_restart
 from gpuops.incident.worker_failure import incident_from_exits
 from gpuops.model import (
+    ActionKind,
     Confidence,
     Evidence,
     FailureClass,
@@ -33,7 +34,10 @@ from gpuops.model import (
     WorkerExit,
 )
 from gpuops.rules import LogRule
+from gpuops.units import US_PER_S
 from gpuops.wire import Beat
+
+MINUTE_US = 60 * US_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ class Chronicle:
         self._attempt: int | None = None
         self._started_ns = clock.mono_ns()
         self._has_stepped = False
+        self._leads = False
         self._progress = Progress()
         self._sent: set[str] = set()
         self._highest: int | None = None
@@ -92,6 +97,7 @@ class Chronicle:
     def attempt_started(self, ordinal: int, facts: records.AttemptFacts) -> None:
         """Begin the attempt *ordinal*."""
         self._attempt = ordinal
+        self._leads = facts.group_rank == 0
         self._started_ns = (facts.start_us - self._wall_offset_us) * 1000
         self._progress = Progress(highest_before=self._highest)
         self._sent.clear()
@@ -148,7 +154,8 @@ class Chronicle:
     def rendezvous_failed(self, reason: str) -> None:
         """Record that the agents did not come together, for the attempt that was to begin."""
         attempt = 0 if self._attempt is None else self._attempt + 1
-        now_us = self._clock.now_us()
+        now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
+        self._close_pending(now_ns, "another failure came first")
         incident = Incident(
             id=incident_id(self._run_id, attempt),
             failure_class=FailureClass.RENDEZVOUS,
@@ -163,6 +170,7 @@ class Chronicle:
             evidence=(Evidence(role=Role.ROOT, text=reason),),
         )
         self._emit("incident.recorded", incident.to_json(), severity=Severity.ERROR)
+        self._pending = _Pending(incident, now_ns)
 
     def attempt_completed(self) -> None:
         """Record that every rank finished with exit code 0."""
@@ -205,6 +213,11 @@ class Chronicle:
             self._close_pending(now_ns, why)
         self._emit("incident.recorded", incident.to_json(), severity=Severity.WARNING)
 
+    def given_up(self, exit_code: int) -> None:
+        """Record that nothing will be tried any more: what is still open has its whole cost."""
+        resolution = f"not recovered: the run ended with exit code {exit_code}"
+        self._close_pending(self._clock.mono_ns(), resolution)
+
     def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:
         """Record the run's end."""
         severity = Severity.INFO if outcome == "completed" else Severity.ERROR
@@ -218,6 +231,12 @@ class Chronicle:
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback,
         }
+        self._emit("tool.failed", payload, severity=Severity.WARNING)
+
+    def tool_failed_again(self, what: str, times: int) -> None:
+        """Record how often that happened again, whatever the error was."""
+        error = f"failed {times} more times"
+        payload = {"what": what, "error": error, "traceback": None, "times": times}
         self._emit("tool.failed", payload, severity=Severity.WARNING)
 
     def _job_steps_again(self, at_ns: int) -> None:
@@ -237,12 +256,13 @@ class Chronicle:
         if pending is None or pending.incident.state is IncidentState.CLOSED:
             return
         lost: dict[str, float] = {}
-        if pending.stepped_ns is None:
+        was_restarted = ActionKind.RESTART in pending.incident.actions
+        if was_restarted and pending.stepped_ns is None:
             if not self._has_stepped and self._started_ns > pending.decided_ns:
                 # No step of this job was ever seen: it may make progress that we cannot see.
                 at_ns = min(at_ns, self._started_ns)
             lost["restart"] = max(0.0, (at_ns - pending.decided_ns) / 1e9)
-        elif self._highest is not None:
+        elif pending.stepped_ns is not None and self._highest is not None:
             lost["redo"] = max(0.0, (at_ns - pending.stepped_ns) / 1e9)
         incident = closed(
             pending.incident, at_us=self._wall_us(at_ns), lost_s=lost, resolution=resolution
@@ -265,10 +285,11 @@ class Chronicle:
 
     def _minute(self, *, at_once: bool) -> list[News]:
         minute = self._progress.take_minute(self._clock.mono_ns(), at_once=at_once)
-        if minute is None:
+        # Steps are the same on all nodes: one agent's figures stand for the run.
+        if minute is None or not self._leads:
             return []
-        at_us = self._wall_us(minute.start_mono_ns)
-        return [self._news("attempt.progress", records.minute(minute, at_us))]
+        minute_us = self._wall_us(minute.start_mono_ns) // MINUTE_US * MINUTE_US
+        return [self._news("attempt.progress", records.minute(minute, minute_us))]
 
     def _exits(self, exits: Sequence[WorkerExit], severity: Severity) -> list[News]:
         return [

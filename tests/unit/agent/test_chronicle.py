@@ -156,6 +156,52 @@ def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start(wor
     assert len(world.of("attempt.first_step")) == 1
 
 
+def test_a_failure_that_ends_the_run_is_closed_with_what_it_cost(world):
+    world.start(0)
+    world.step(1)
+    world.fail(restarts=False)
+    world.clock.advance(5.0)
+    world.chronicle.given_up(1)
+    world.chronicle.run_ended("failed", 1, "the budget is spent")
+
+    (incident,) = world.incidents()
+    assert incident["state"] == "closed"
+    assert incident["resolution"] == "not recovered: the run ended with exit code 1"
+    assert incident["lost_seconds_by_phase"] == {"detect": 0.25}
+
+
+def test_agents_that_do_not_meet_again_leave_nothing_open(world):
+    world.start(0)
+    world.step(1)
+    world.fail()
+    world.chronicle.rendezvous_failed("no answer")
+    world.chronicle.given_up(1)
+
+    first, second = world.incidents()
+    assert first["state"] == second["state"] == "closed"
+    assert second["failure_class"] == "launcher.rendezvous"
+    assert second["resolution"].startswith("not recovered")
+
+
+def test_progress_is_told_by_whole_minutes(world):
+    world.start(0)
+    for number in range(1, 131):
+        world.step(number)
+    world.chronicle.attempt_completed()
+
+    minutes = [p["minute_us"] for p in world.of("attempt.progress")]
+    assert len(minutes) == len(set(minutes)) == 3
+    assert all(minute % 60_000_000 == 0 for minute in minutes)
+
+
+def test_of_several_agents_the_first_alone_tells_the_progress(world):
+    world.chronicle.attempt_started(0, replace(FACTS, group_rank=1))
+    world.step(1)
+    world.chronicle.attempt_completed()
+
+    assert world.of("attempt.progress") == []
+
+
 def test_without_step_numbers_there_is_no_redo(world):
     world.start(0)
     world.step(STEP_UNKNOWN)

@@ -77,3 +77,29 @@ def test_a_state_that_cannot_be_written_is_a_failure_of_ours(tmp_path):
     made.close("completed", 0, "")
 
     assert payloads(recorder, "tool.failed")[0]["what"] == "writing the run's state"
+
+
+def test_a_failure_of_ours_that_comes_again_and_again_is_told_once_and_counted(tmp_path, caplog):
+    recorder = ListRecorder()
+    made = session(tmp_path, recorder)
+    for _ in range(1000):
+        made.safely("reading heartbeats", lambda: 1 // 0)
+    made.safely("something else", lambda: int("x"))
+    made.close("completed", 0, "")
+
+    first, other, again = payloads(recorder, "tool.failed")
+    assert "ZeroDivisionError" in first["traceback"]
+    assert other["what"] == "something else"
+    assert (again["what"], again["times"]) == ("reading heartbeats", 999)
+    assert again["traceback"] is None
+    assert len(caplog.records) == 2
+
+
+def test_an_agent_that_does_not_lead_closes_what_it_reported(tmp_path):
+    recorder = ListRecorder()
+    made = session(tmp_path, recorder)
+    made.chronicle.rendezvous_failed("no answer")
+    made.close("failed", 1, "")
+
+    assert [p["state"] for p in payloads(recorder, "incident.recorded")] == ["open", "closed"]
+    assert payloads(recorder, "run.ended") == []

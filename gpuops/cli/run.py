@@ -1,6 +1,7 @@
 """``gpuops run``."""
 
 import io
+import shlex
 import sys
 from importlib.util import find_spec
 
@@ -9,9 +10,12 @@ import click
 from gpuops.agent.arguments import HelpAskedError, help_text, parse
 from gpuops.agent.compat import require_torch
 from gpuops.cli.settings import settings_of
-from gpuops.config import environ
+from gpuops.config import Settings, environ
+from gpuops.errors import GpuopsError
 from gpuops.host.clock import SystemClock
 from gpuops.log import printable
+
+LOOK_S = 3.0
 
 
 class _TorchrunCommand(click.Command):
@@ -66,5 +70,27 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     if ended.note is not None:
         click.echo(f"gpuops: {printable(ended.note)}", err=True)
     if ended.run_id is not None and ended.exit_code != 0:
-        click.echo(f"gpuops: see `gpuops report {ended.run_id[-8:]}`, {ended.run_dir}", err=True)
+        is_there = ended.note is None and _is_in_store(settings, ended.run_id)
+        hint = f"see `gpuops report {ended.run_id[-8:]}`, {ended.run_dir}"
+        if not is_there:
+            where = shlex.quote(str(ended.run_dir))
+            hint = f"not in the store yet; see `gpuops report --run-dir {where}`"
+        click.echo(f"gpuops: {printable(hint)}", err=True)
     return ended.exit_code
+
+
+def _is_in_store(settings: Settings, run_id: str) -> bool:
+    """Say whether the run's end has reached the store: a spool may have refused what led there."""
+    from gpuops.store.engine import open_store
+    from gpuops.store.queries import find_run
+
+    try:
+        with (
+            open_store(
+                settings.store_url, mode="read", root=settings.root, deadline_s=LOOK_S
+            ) as store,
+            store.begin() as connection,
+        ):
+            return find_run(connection, run_id).ended_us is not None
+    except GpuopsError:
+        return False

@@ -110,7 +110,7 @@ def find(runbooks: Mapping[FailureClass, Runbook], name: str) -> Runbook:
     pool = {kind: kind for kind in by_name} | {kind.partition(".")[2]: kind for kind in by_name}
     close = short or [pool[c] for c in difflib.get_close_matches(wanted, pool, n=1, cutoff=0.4)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise UsageError(f"there is no runbook {name!r}; {hint}(gpuops runbook --list names them all)")
+    raise UsageError(f"there is no runbook {name!r}; {hint}`gpuops runbook --list` names them all")
 
 
 def _read(path: Path) -> str:

@@ -226,6 +226,8 @@ def test_incident_show_gives_the_whole_incident(call, run_dir):
         (["incident", "ls", "--state", "gone"], "'gone' is not one of"),
         (["incident", "ls", "--run", "ffffffff"], "no run has an id"),
         (["runbook", "host_mem.sigkil"], "did you mean host_mem.sigkill_probable"),
+        (["runbook", "../../etc/passwd"], "passwd'; `gpuops runbook --list` names"),
+        (["incident", "show", "ab"], "is too short: give 4 characters of the incident's id"),
         (["runbook"], "--list"),
         (["runbook", "--list", "crash.abort"], "--list"),
     ],

@@ -3,6 +3,7 @@
 import logging
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +46,14 @@ class Session:
         path = around.run_parent / identity.folder
         self.identity = identity
         self.leads = leads
-        self.directory = RunDirectory(path, _rings())
+        self.directory = RunDirectory(path, *_rings())
         self.kernel_log = KernelLog(around.root)
         path.mkdir(parents=True, exist_ok=True)
         self._recorder = QueuedRecorder(
             around.make_recorder(self.directory.journal), node=around.node, clock=around.clock
         )
         self._flusher = Flusher(around.flush)
+        self._failures: Counter[str] = Counter()
         self._clock = around.clock
         self._node = around.node
         self.chronicle = Chronicle(
@@ -88,15 +90,25 @@ class Session:
         self._recorder.call(lambda: self.safely("writing the run's state", write))
 
     def safely(self, what: str, act: Callable[[], None]) -> None:
-        """Do *act*; a failure of it is recorded as ours and ends there."""
+        """Do *act*; a failure of it is recorded as ours and ends there.
+
+        The first of each *what* is; the others, ten a second at worst, are counted until the end.
+        """
         try:
             act()
         except Exception as exc:  # noqa: BLE001 boundary: our bug must not stop the training
-            log.warning("%s failed, the training goes on: %s", what, exc)
-            self.chronicle.tool_failed(what, exc, traceback.format_exc())
+            self._failures[what] += 1
+            if self._failures[what] == 1:
+                log.warning("%s failed, the training goes on: %s", what, exc)
+                self.chronicle.tool_failed(what, exc, traceback.format_exc())
 
     def close(self, outcome: str, exit_code: int, reason: str) -> str | None:
         """End the run's record; return a note on what could not be delivered."""
+        for what, times in self._failures.items():
+            if times > 1:
+                self.chronicle.tool_failed_again(what, times - 1)
+        if outcome == "failed":
+            self.chronicle.given_up(exit_code)
         if self.leads:
             self.chronicle.run_ended(outcome, exit_code, reason)
         self._recorder.close()
@@ -104,9 +116,9 @@ class Session:
         return self._flusher.close()
 
 
-def _rings() -> Path:
+def _rings() -> tuple[Path, int]:
     try:
         return create_rings(RING_PARENTS)
     except OSError as exc:
         log.warning("no heartbeats: cannot make a directory for them: %s", exc)
-        return Path("/nonexistent")
+        return Path("/nonexistent"), -1

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from gpuops.errors import SpoolError
+
 FIRST_AFTER_S = 5.0
 EVERY_S = 15.0
 DEADLINE_S = 5.0
@@ -65,6 +67,9 @@ class Flusher:
         try:
             self._last = self._flush(DEADLINE_S)
             self._error = None
+        except SpoolError:
+            # Whoever records has said, once, what is wrong with the spool.
+            log.debug("flush failed", exc_info=True)
         except Exception as exc:  # boundary: a broken store must not end the run
             self._error = f"sending events to the store failed: {exc}"
             log.debug("flush failed", exc_info=True)

@@ -1,9 +1,13 @@
 """Log rules: which line of which log means which failure class. Data, in ``checks/rules/*.toml``.
 
 A rule is five TOML lines and an example; adding one needs no code. Patterns are searched in one
-line of at most `LINE_MAX` characters, so that a hostile log line costs a bounded time.
+line of at most `LINE_MAX` characters, and a pattern that repeats a repetition is refused, because
+its time doubles with every character of a hostile line. What a pattern may still cost is a power of
+the line's length, by the repetitions that follow each other in it; alternatives that begin alike
+under one repetition are not found out.
 """
 
+import importlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ from gpuops.errors import ConfigError
 from gpuops.model import FailureClass, Role, Side, Status
 
 LINE_MAX = 4096
+_REPEATED_MAX = 10
 _KEYS = (
     "id",
     "pattern",
@@ -27,6 +32,8 @@ _KEYS = (
     "reference",
     "example",
     "counter_example",
+    "within_s",
+    "cleared_by",
 )
 
 
@@ -39,7 +46,12 @@ class LogSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRule:
-    """One rule. ``status`` is what a check makes of a hit; ``reference`` says where it is from."""
+    """One rule. ``status`` is what a check makes of a hit; ``reference`` says where it is from.
+
+    ``within_s``: a hit that is older only warns. ``cleared_by``: a later line that takes back the
+    hits about its ``subject``, or all of the rule's where it names none. Both are for a log in
+    which a repair leaves the old lines: the kernel's.
+    """
 
     id: str
     pattern: re.Pattern[str]
@@ -51,6 +63,8 @@ class LogRule:
     reference: str
     example: str
     counter_example: str | None = None
+    within_s: float | None = None
+    cleared_by: re.Pattern[str] | None = None
 
     def matches(self, line: str) -> bool:
         """Say whether *line* is what this rule is about."""
@@ -61,8 +75,8 @@ def load_rules(directories: Iterable[Path]) -> tuple[LogRule, ...]:
     """Return the rules of every ``*.toml`` in *directories*; a later one overrides by id.
 
     Raises:
-        ConfigError: Malformed TOML, unknown key, bad pattern, unknown failure class, or an example
-            that its own rule does not match.
+        ConfigError: Malformed TOML, unknown key, bad or explosive pattern, unknown failure class,
+            or an example that its own rule does not match.
     """
     rules: dict[str, LogRule] = {}
     for directory in directories:
@@ -86,7 +100,7 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
     try:
         rule = LogRule(
             id=entry["id"],
-            pattern=re.compile(entry["pattern"]),
+            pattern=_pattern(entry["pattern"]),
             failure_class=FailureClass(entry["failure_class"]),
             source=LogSource(entry["source"]),
             role=Role(entry.get("role", "root")),
@@ -95,6 +109,8 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
             reference=entry["reference"],
             example=entry["example"],
             counter_example=entry.get("counter_example"),
+            within_s=_seconds(entry.get("within_s")),
+            cleared_by=_pattern(entry["cleared_by"]) if "cleared_by" in entry else None,
         )
     except KeyError as exc:
         raise ConfigError(f"{where}: missing or unknown {exc}") from exc
@@ -104,4 +120,58 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
         raise ConfigError(f"{where}: its pattern does not match its own example {rule.example!r}")
     if rule.counter_example and rule.matches(rule.counter_example):
         raise ConfigError(f"{where}: its pattern matches its own counter_example")
+    _check_repair(rule, where)
     return rule
+
+
+def _check_repair(rule: LogRule, where: str) -> None:
+    if rule.source is not LogSource.KERNEL and (rule.within_s or rule.cleared_by):
+        raise ConfigError(f"{where}: within_s and cleared_by are for rules of the kernel's log")
+    if rule.cleared_by is not None and rule.cleared_by.search(rule.example):
+        raise ConfigError(f"{where}: its cleared_by matches its own example")
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < float("inf")
+    ):
+        raise ValueError(f"within_s must be seconds above zero, got {value!r}")
+    return float(value)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    pattern = re.compile(text)
+    if _repeats_a_repetition(text):
+        raise ValueError(f"the pattern {text!r} repeats a repetition; bound one of the two")
+    return pattern
+
+
+def _repeats_a_repetition(text: str) -> bool:
+    """Say whether *text* holds a repetition of a repetition, each of more than a few times.
+
+    Python's own parser is asked; it is private, and where it is not there nothing is refused.
+    """
+    try:
+        tree = importlib.import_module("re._parser").parse(text)
+    except (ImportError, AttributeError):
+        return False
+    return _nested(tree, inside=False)
+
+
+def _nested(node: object, *, inside: bool) -> bool:
+    """Walk a parse tree of operators with their arguments, in lists and tuples of any depth."""
+    if not isinstance(node, list | tuple) and not hasattr(node, "data"):
+        return False
+    parts = list(getattr(node, "data", node))  # type: ignore[call-overload]  # one of the three
+    repeats = len(parts) == 2 and str(parts[0]) in {"MAX_REPEAT", "MIN_REPEAT"}
+    if not repeats:
+        return any(_nested(part, inside=inside) for part in parts)
+    least, most, body = parts[1]
+    many = int(most) > _REPEATED_MAX
+    if many and inside and least != most:
+        return True
+    return _nested(body, inside=inside or many)

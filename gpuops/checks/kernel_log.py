@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuops.checks.protocol import Check, Look, Machine, NoParameters
+from gpuops.errors import ProbeError
 from gpuops.host.kmsg import KernelRecord, parse_kmsg, read_kmsg
+from gpuops.host.procfs import read_text
 from gpuops.model import Entity, FailureClass, Finding, Status
 from gpuops.rules import LINE_MAX, LogRule, LogSource, load_rules
 from gpuops.units import format_seconds
@@ -16,7 +18,10 @@ _LINE_SHOWN_MAX = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """All lines that one rule matched about one subject (the rule's group ``subject``)."""
+    """All lines that one rule matched about one subject (the rule's group ``subject``).
+
+    ``faded``: the last of them is older than the rule's ``within_s``.
+    """
 
     rule: str
     status: str
@@ -27,6 +32,7 @@ class Hits:
     first_us: int
     last_us: int
     line: str
+    faded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +48,24 @@ class KernelLog:
     more: int = 0
 
 
-def search(records: Iterable[KernelRecord], rules: Sequence[LogRule]) -> KernelLog:
+def search(
+    records: Iterable[KernelRecord], rules: Sequence[LogRule], now_us: int | None = None
+) -> KernelLog:
     """Return what *rules* find in *records*; repeated hits are counted, not repeated.
 
-    The first rule that matches a line has it, as in `gpuops.rules.first_match`.
+    The first rule that matches a line has it, as in `gpuops.rules.first_match`. *now_us* is the
+    time since boot; the last record's where it is None.
     """
     kernel = [rule for rule in rules if rule.source is LogSource.KERNEL]
     found: dict[tuple[str, str | None], Hits] = {}
     count = more = 0
     first: int | None = None
+    last_us = 0
     for record in records:
         count += 1
         first = record.sequence if first is None else first
+        last_us = record.since_boot_us
+        _clear(found, record, kernel)
         hits = _hits(record, kernel)
         if hits is None:
             continue
@@ -65,7 +77,30 @@ def search(records: Iterable[KernelRecord], rules: Sequence[LogRule]) -> KernelL
             found[key] = hits
         else:
             more += 1
-    return KernelLog(records=count, complete=first == 0, hits=tuple(found.values()), more=more)
+    ages = {rule.id: rule.within_s for rule in kernel}
+    now_us = last_us if now_us is None else now_us
+    kept = tuple(_aged(hits, ages[hits.rule], now_us) for hits in found.values())
+    return KernelLog(records=count, complete=first == 0, hits=kept, more=more)
+
+
+def _clear(
+    found: dict[tuple[str, str | None], Hits], record: KernelRecord, rules: Sequence[LogRule]
+) -> None:
+    """Take out of *found* what the line of *record* takes back."""
+    for rule in rules:
+        match = rule.cleared_by and rule.cleared_by.search(record.text[:LINE_MAX])
+        if match:
+            subject = match.groupdict().get("subject")
+            for key in [(name, about) for name, about in found if name == rule.id]:
+                if subject in (None, key[1]):
+                    del found[key]
+
+
+def _aged(hits: Hits, within_s: float | None, now_us: int) -> Hits:
+    if within_s is None or now_us - hits.last_us <= within_s * 1e6:
+        return hits
+    status = min(Status.parse(hits.status), Status.WARN)
+    return replace(hits, status=status.word, faded=True)
 
 
 def _hits(record: KernelRecord, rules: Sequence[LogRule]) -> Hits | None:
@@ -94,7 +129,14 @@ def read_kernel_log(root: Path, rule_dirs: Iterable[Path]) -> KernelLog:
         ProbeError: The log may not be read or there is none.
         ConfigError: A rule is malformed.
     """
-    return search(parse_kmsg(read_kmsg(root)), load_rules(rule_dirs))
+    return search(parse_kmsg(read_kmsg(root)), load_rules(rule_dirs), _uptime_us(root))
+
+
+def _uptime_us(root: Path) -> int | None:
+    try:
+        return round(float(read_text(root / "proc/uptime").split()[0]) * 1e6)
+    except (ProbeError, ValueError, IndexError):
+        return None
 
 
 def judge(facts: KernelLog, _parameters: NoParameters, node: Entity) -> list[Finding]:
@@ -123,6 +165,8 @@ def _finding(hits: Hits, node: Entity) -> Finding:
     when = f"{format_seconds(hits.first_us / 1e6)} after boot"
     if hits.count > 1:
         when = f"{hits.count} times, first {when}, last {format_seconds(hits.last_us / 1e6)}"
+    if hits.faded:
+        when += ", too long ago to judge what is now"
     about = f" on {hits.subject}" if hits.subject else ""
     return Finding(
         check="kernel_log",

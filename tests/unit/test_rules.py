@@ -65,6 +65,12 @@ def test_a_hostile_line_is_read_to_a_bound_only(tmp_path):
         ('side = "ambiguous"', 'side = "ambiguous"\nseverity = 3', "unknown key 'severity'"),
         ('reference = "mm/oom_kill.c"', "", "'reference'"),
         ('status = "warn"', 'counter_example = "Killed process 1"', "counter_example"),
+        ('status = "warn"', "within_s = 0", "within_s must be seconds above zero"),
+        ('status = "warn"', "within_s = true", "within_s must be seconds above zero"),
+        ('status = "warn"', "cleared_by = '('", "oom.*site.toml"),
+        ('status = "warn"', "cleared_by = 'Killed'", "cleared_by matches its own example"),
+        ('source = "kernel"', 'source = "worker"\nwithin_s = 9', "for rules of the kernel's log"),
+        ("process \\d+", "(\\w+\\s?)+\\d+", "repeats a repetition"),
     ],
 )
 def test_a_bad_rule_is_refused_by_name(tmp_path, old, new, message):
@@ -78,3 +84,38 @@ def test_the_shipped_rules_load_and_have_unique_ids():
     written = sum(path.read_text().count("[[rule]]") for path in folder.glob("*.toml"))
 
     assert len(rules) == written > 0
+
+
+def with_pattern(pattern):
+    return RULE.replace("'Killed process \\d+'", f"'.|{pattern}'")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(\w+\s?)+!",
+        r"(a*)*",
+        r"(?:x.*)+",
+        r"(?:(?:a|b+)c?){2,}",
+        r"(?:.{1,80},){0,99}",
+        r"(\d+?x)*",
+    ],
+)
+def test_a_pattern_that_repeats_a_repetition_is_refused(tmp_path, pattern):
+    with pytest.raises(ConfigError, match="repeats a repetition"):
+        load_rules([write(tmp_path, with_pattern(pattern))])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\w+ \w+ .*!",
+        r"(?:ab|cd)+",
+        r"(?:\d{4}:)+",
+        r"(?:\d{1,3}\.){3}\d+",
+        r"(?:x\w+)?",
+        r"(?=a+)b*",
+    ],
+)
+def test_a_pattern_whose_time_is_bounded_is_taken(tmp_path, pattern):
+    assert load_rules([write(tmp_path, with_pattern(pattern))])

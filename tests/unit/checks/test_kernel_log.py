@@ -164,6 +164,40 @@ def test_repeated_hits_are_one_finding_with_their_number_and_span():
     assert "on 0000:3b:00, 800 times, first 1.00 s after boot, last 13 min 20 s" in finding.message
 
 
+WANTED = "154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
+GRANTED = "154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+HOUR_US = 3_600_000_000
+
+
+def test_what_the_driver_takes_back_is_forgotten_for_that_gpu_alone():
+    other = XID.replace("3b", "86")
+
+    assert said(findings(f"{XID} {WANTED}", f"{XID} {GRANTED}")) == [("n1", "pass", None)]
+    (left,) = findings(f"{XID} {WANTED}", f"{other} {WANTED}", f"{XID} {GRANTED}")
+    assert "on 0000:86:00" in left.message
+    (again,) = findings(f"{XID} {GRANTED}", f"{XID} {WANTED}")
+    assert again.status.word == "fail"
+
+
+@pytest.mark.parametrize("words", ["OS Reboot", "PF FLR", "Drain and Reset", "Drain P2P"])
+def test_every_wish_of_the_driver_fails_in_whatever_words(words):
+    line = f"{XID} 154, GPU recovery action changed from 0x0 (None) to 0x2 ({words})"
+    (finding,) = findings(line)
+
+    assert finding.status.word == "fail"
+
+
+def test_a_failure_of_hours_ago_warns_and_a_new_one_fails_again():
+    line = f"{XID} 48, pid=1, name=python, Double bit error"
+    old = search(records(line), RULES, 3 * HOUR_US)
+    fresh = search([*records(line), KernelRecord(9, 4, 2 * HOUR_US, line)], RULES, 3 * HOUR_US)
+
+    (finding,) = judge(old, NoParameters(), NODE)
+    assert finding.status.word == "warn"
+    assert "too long ago to judge what is now" in finding.message
+    assert judge(fresh, NoParameters(), NODE)[0].status.word == "fail"
+
+
 def test_two_devices_are_two_findings_and_the_worst_comes_first():
     found = findings(
         "nfs: server filer not responding",

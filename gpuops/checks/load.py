@@ -1,8 +1,9 @@
 """Is something else running here, or stuck inside the kernel?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.protocol import Check, Limit, Look
+from gpuops.host.abandoned import is_probe
 from gpuops.host.procfs import Load, read_load
 from gpuops.model import Entity, FailureClass, Finding, Status
 
@@ -15,6 +16,11 @@ class Parameters:
 
     per_cpu: Limit
     blocked: Limit
+
+
+def without_probes(load: Load) -> Load:
+    """Return *load* without our own hung children: the checks that asked report them."""
+    return replace(load, blocked=tuple(item for item in load.blocked if not is_probe(item)))
 
 
 def judge(facts: Load, parameters: Parameters, node: Entity) -> list[Finding]:
@@ -60,7 +66,7 @@ def _blocked(facts: Load, limit: Limit, node: Entity) -> Finding:
 CHECK = Check(
     name="load",
     about="load average and processes stuck in state D",
-    look=Look("load", Load, lambda machine, _budget_s: read_load(machine.root)),
+    look=Look("load", Load, lambda machine, _budget_s: without_probes(read_load(machine.root))),
     parameters=Parameters,
     judge=judge,
 )

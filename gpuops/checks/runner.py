@@ -13,6 +13,7 @@ from gpuops.checks.protocol import Look, Machine
 from gpuops.checks.suites import Planned, Suite
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
+from gpuops.host.abandoned import Abandoned, abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.records import from_json, to_json
 from gpuops.model import Entity, EntityKind, Finding, Json, Status, UnknownReason
@@ -111,11 +112,11 @@ def _looked(suite: Suite, machine: Machine) -> Iterable[Looked]:
     groups: dict[str, list[Planned]] = {}
     for planned in suite.planned:
         groups.setdefault(planned.check.look.name, []).append(planned)
-    started = {}
+    started, left = {}, abandoned()
     for group in groups.values():
         budget_s = min(max(planned.timeout_s for planned in group), suite.deadline_s)
         try:
-            child = _start(group[0].check.look, machine, budget_s)
+            child = _start(group[0].check.look, machine, budget_s, left)
         except ProbeError as exc:
             yield group, exc
         else:
@@ -125,8 +126,15 @@ def _looked(suite: Suite, machine: Machine) -> Iterable[Looked]:
         yield group, _facts(group[0].check.look, outcome)
 
 
-def _start(look: Look[Any], machine: Machine, budget_s: float) -> probe.Child:
-    return probe.start_call(lambda: to_json(look.read(machine, budget_s)), deadline_s=budget_s)
+def _start(
+    look: Look[Any], machine: Machine, budget_s: float, left: Mapping[str, Abandoned]
+) -> probe.Child:
+    return probe.start_call(
+        lambda: to_json(look.read(machine, budget_s)),
+        deadline_s=budget_s,
+        question=f"look {look.name} {machine.root}",
+        left=left,
+    )
 
 
 def _facts(look: Look[Any], outcome: probe.Outcome) -> Any:  # noqa: ANN401 facts differ by look

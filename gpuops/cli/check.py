@@ -20,6 +20,7 @@ from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.host import probe
+from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.commands import spawn_detached
 from gpuops.host.node import boot_id, node_name
@@ -226,7 +227,10 @@ def _remember(ctx: click.Context, plan: _Plan, ran: CheckRun, trigger: str, cloc
     """Spool the result and start a flusher; a spool that hangs costs `RECORD_S`, no verdict."""
     try:
         child = probe.start_call(
-            lambda: _spooled(plan, events_of(ran, trigger, clock), clock), deadline_s=RECORD_S
+            lambda: _spooled(plan, events_of(ran, trigger, clock), clock),
+            deadline_s=RECORD_S,
+            question=f"record {plan.settings.spool_dir}",
+            left=abandoned(),
         )
         outcome = probe.run(child)
         probe.answer(outcome)

@@ -2,12 +2,13 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
 from gpuops.host import probe
+from gpuops.host.abandoned import Abandoned, abandoned
 from gpuops.host.mounts import Mount, read_mounts, unescape
 
 ASKED_MAX = 512
@@ -77,14 +78,29 @@ def parse_fstab(text: str) -> dict[str, bool]:
     return wanted
 
 
-def read_filesystems(root: Path, budget_s: float, *, statvfs: Statvfs = os.statvfs) -> Filesystems:
-    """Return the answers of all mounts, asked at the same time, within *budget_s* seconds."""
+def read_filesystems(
+    root: Path,
+    budget_s: float,
+    *,
+    statvfs: Statvfs = os.statvfs,
+    left: Mapping[str, Abandoned] | None = None,
+) -> Filesystems:
+    """Return the answers of all mounts, asked at the same time, within *budget_s* seconds.
+
+    *left* are children that earlier runs left behind; this machine's where it is None.
+    """
     mounts, wanted = worth_asking(read_mounts(root)), _fstab(root)
     deadline_s = max(budget_s - probe.STOP_S - _MARGIN_S, 0.1)
     children: dict[int, Mount] = {}
+    left = abandoned() if left is None else left
     started = []
     for mount in mounts[:ASKED_MAX]:
-        child = probe.start_call(_question(root, mount, statvfs), deadline_s=deadline_s)
+        child = probe.start_call(
+            _question(root, mount, statvfs),
+            deadline_s=deadline_s,
+            question=f"mount {root} {mount.point} {mount.source}",
+            left=left,
+        )
         children[child.pid] = mount
         started.append(child)
     answers = [

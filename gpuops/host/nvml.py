@@ -7,6 +7,7 @@ from typing import Any
 
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
+from gpuops.host.abandoned import abandoned
 from gpuops.host.records import from_json, to_json
 from gpuops.host.sysfs import sysfs_address
 
@@ -55,7 +56,12 @@ class NvmlSnapshot:
 def read_nvml(deadline_s: float) -> NvmlSnapshot:
     """Return what NVML says within *deadline_s*; never raises and never hangs."""
     try:
-        child = probe.start_call(lambda: to_json(snapshot_here()), deadline_s=deadline_s)
+        child = probe.start_call(
+            lambda: to_json(snapshot_here()),
+            deadline_s=deadline_s,
+            question="nvml",
+            left=abandoned(),
+        )
     except ProbeError as exc:
         return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
     outcome = probe.run(child)

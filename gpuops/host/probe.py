@@ -3,6 +3,7 @@
 A call into a driver or a dead mount can block inside the kernel, where not even SIGKILL ends it.
 So each such call is made by a child with its own session and a deadline: SIGTERM, a short grace,
 SIGKILL of its whole group, a short grace, and then the child is abandoned and reported as hung.
+The next run finds it by its name and reports it again, so that at most one is left per question.
 
 Why fork without exec: a fresh interpreter costs 10 ms and its imports again, for each of the
 dozens of mounts of a login-heavy node; a fork costs one. It is safe because `gpuops check` has a
@@ -20,9 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from gpuops.errors import ProbeError
+from gpuops.host.abandoned import Abandoned, name_of
 from gpuops.host.procfs import process
 from gpuops.host.reasons import reason_of
 from gpuops.model import UnknownReason
@@ -32,6 +35,7 @@ KILL_GRACE_S = 0.3
 STOP_S = TERM_GRACE_S + KILL_GRACE_S
 _ORPHAN_S = 1.0
 OUTPUT_MAX = 8 * 2**20
+_NONE_LEFT: Mapping[str, Abandoned] = MappingProxyType({})
 _POLL_MIN_S = 0.0005
 _POLL_MAX_S = 0.01
 
@@ -121,9 +125,12 @@ class Child:
     _acted_s: float = 0.0
     _seen: tuple[str | None, str | None] = (None, None)
     _ended: int | None = field(default=None)
+    _still: Outcome | None = None
 
     def advance(self, now_s: float) -> Outcome | None:
         """Do what is due at *now_s* (monotonic); return the outcome once there is one."""
+        if self._still is not None:
+            return self._still
         if self._has_ended():
             on_time = self._stage is _Stage.RUNNING
             return self._outcome(Ending.ENDED if on_time else Ending.TIMEOUT, now_s)
@@ -200,15 +207,26 @@ def _memory_files() -> tuple[int, int]:
 
 
 def start_call(
-    function: Callable[[], Any], *, deadline_s: float, signaller: Signaller = signal_group
+    function: Callable[[], Any],
+    *,
+    deadline_s: float,
+    question: str | None = None,
+    left: Mapping[str, Abandoned] = _NONE_LEFT,
+    signaller: Signaller = signal_group,
 ) -> Child:
     """Start *function* in a forked child; what it returns must be serialisable to JSON.
 
-    The caller must have a single thread. Read the result with `answer`.
+    The child is named after its *question*. Where one of the same name is among those *left*
+    behind (`gpuops.host.abandoned`) and should have ended long ago, it is taken as hung still and
+    no other is started. The caller must have a single thread. Read the result with `answer`.
 
     Raises:
         ProbeError: No process or file can be had (``crash``): this machine is out of them.
     """
+    name = None if question is None else name_of(question)
+    earlier = left.get(name) if name is not None else None
+    if earlier is not None and earlier.age_s > deadline_s + STOP_S + _ORPHAN_S:
+        return _still_hung(earlier)
     output, errors = _memory_files()
     started_s = time.monotonic()
     try:
@@ -218,8 +236,19 @@ def start_call(
         os.close(errors)
         raise ProbeError(f"cannot fork: {exc.strerror}", UnknownReason.CRASH) from exc
     if pid == 0:
-        _be_the_child(function, output, errors, deadline_s)
+        _be_the_child(function, output, errors, deadline_s, name)
     return Child(pid, deadline_s, started_s, output, errors, signaller)
+
+
+def _still_hung(earlier: Abandoned) -> Child:
+    outcome = Outcome(
+        ending=Ending.HUNG,
+        pid=earlier.pid,
+        elapsed_s=earlier.age_s,
+        state=earlier.state,
+        wchan=process_wchan(earlier.pid),
+    )
+    return Child(earlier.pid, 0.0, 0.0, -1, -1, _still=outcome)
 
 
 def start_command(
@@ -297,11 +326,13 @@ def answer(outcome: Outcome) -> Any:  # noqa: ANN401 JSON of whatever the functi
 
 
 def _be_the_child(
-    function: Callable[[], Any], output: int, errors: int, deadline_s: float
+    function: Callable[[], Any], output: int, errors: int, deadline_s: float, name: str | None
 ) -> NoReturn:
     code = 1
     try:
         os.setsid()
+        if name is not None:
+            Path("/proc/self/comm").write_text(name, encoding="ascii")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         # Should the parent die first, the child still ends soon after its own deadline.

@@ -2,7 +2,8 @@
 
 from support.checks import NODE, limit, said
 
-from gpuops.checks.load import Parameters, judge
+from gpuops.checks.load import Parameters, judge, without_probes
+from gpuops.host.abandoned import name_of
 from gpuops.host.procfs import Load, Process
 
 LIMITS = Parameters(per_cpu=limit(warn=1, fail=50), blocked=limit(warn=1, fail=8))
@@ -29,6 +30,13 @@ def test_stuck_processes_are_counted_and_the_first_are_named():
     assert (finding.status.word, finding.value) == ("warn", 7)
     assert finding.message.startswith("stuck inside the kernel: nfs io (100), nfs io (101)")
     assert finding.message.endswith("and 2 more")
+
+
+def test_our_own_hung_children_are_not_counted_as_stuck():
+    ours = Process(7, name_of("mount /data"), "D", 1)
+    theirs = Process(8, "gpuops:train", "D", 1)
+
+    assert without_probes(Load(0.0, 0.0, 0.0, 4, (ours, theirs))).blocked == (theirs,)
 
 
 def test_many_stuck_processes_fail_as_hung_tasks():

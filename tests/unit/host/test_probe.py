@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_root import FakeRoot
 
 from gpuops.errors import ProbeError
 from gpuops.host import probe
+from gpuops.host.abandoned import abandoned, name_of
+from gpuops.host.filesystems import read_filesystems
 from gpuops.host.probe import Ending
 
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
@@ -152,6 +156,74 @@ def test_a_child_that_no_signal_reaches_is_abandoned_and_reported_as_hung():
     assert is_alive(outcome.pid)
     probe.signal_group(outcome.pid, signal.SIGKILL)
     os.waitpid(outcome.pid, 0)
+
+
+@pytest.fixture
+def left_behind():
+    """A child that no signal of ours reaches: stopped, it stands in for one in state D."""
+    child = probe.start_call(
+        stops_itself, deadline_s=0.1, question="mount /dead", signaller=lambda _pid, _number: None
+    )
+    assert probe.run(child).ending is Ending.HUNG
+    yield child.pid
+    probe.signal_group(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+
+
+def left_after(seconds):
+    return abandoned(now_s=time.clock_gettime(time.CLOCK_BOOTTIME) + seconds)
+
+
+def must_not_run():
+    raise AssertionError("another child was started")
+
+
+def test_a_child_left_behind_is_reported_again_and_no_other_is_started(left_behind):
+    outcome = call(must_not_run, deadline_s=1.0, question="mount /dead", left=left_after(300))
+
+    assert (outcome.ending, outcome.pid, outcome.state) == (Ending.HUNG, left_behind, "T")
+    assert re.match(
+        rf"gave no answer in 30\d\.\d s \(pid {left_behind}, state T.*\), and could not be killed",
+        outcome.describe(),
+    )
+    with pytest.raises(ProbeError, match="gave no answer in 30") as caught:
+        probe.answer(outcome)
+    assert caught.value.reason == "timeout"
+
+
+def test_another_question_is_asked_though_a_child_was_left_behind(left_behind):
+    assert probe.answer(call(lambda: 1, question="mount /alive", left=left_after(300))) == 1
+
+
+def test_a_child_that_may_still_answer_another_run_is_not_taken_for_hung(left_behind):
+    assert probe.answer(call(lambda: 1, question="mount /dead", left=left_after(0))) == 1
+
+
+def test_a_child_of_another_user_is_nobody_we_left_behind(left_behind):
+    assert name_of("mount /dead") in left_after(0)
+    assert abandoned(uid=os.geteuid() + 1) == {}
+
+
+def test_filesystems_of_a_dead_mount_leave_one_child_however_often_they_are_asked(tmp_path):
+    """Each run's child stops; the second run finds the first one's and asks nobody."""
+    root = FakeRoot(tmp_path)
+    root.mounts("25 1 0:50 / /dead rw - nfs4 filer:/x rw")
+    question = f"mount {tmp_path} /dead filer:/x"
+    child = probe.start_call(
+        stops_itself, deadline_s=0.1, question=question, signaller=lambda _pid, _number: None
+    )
+    probe.run(child)
+    try:
+        found = read_filesystems(
+            tmp_path, 0.7, statvfs=lambda _path: must_not_run(), left=left_after(300)
+        )
+    finally:
+        probe.signal_group(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+
+    (answer,) = found.answers
+    assert f"pid {child.pid}, state T" in answer.silent
+    assert answer.stuck
 
 
 FREEZER = Path("/sys/fs/cgroup/freezer")

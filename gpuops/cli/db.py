@@ -14,7 +14,7 @@ from gpuops.model import Json, envelope
 from gpuops.store.backlog import Backlog, measure
 from gpuops.store.flush import DEADLINE_S, flush
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.rejected import count_rejected
+from gpuops.store.rejected import count_dropped, count_rejected
 from gpuops.store.schema import REVISION
 from gpuops.store.summary import Summary, summarise
 from gpuops.store.url import parse_url, shown
@@ -33,7 +33,9 @@ def db() -> None:
 def upgrade_command(ctx: click.Context, store: str | None) -> None:
     """Bring the store's schema up to this gpuops; an empty store is given its tables."""
     settings = settings_of(ctx, store__url=store)
-    before, after = upgrade_store(settings.store_url, root=settings.root)
+    before, after = upgrade_store(
+        settings.store_url, makes_directory=settings.store_is_default, root=settings.root
+    )
     name = shown(parse_url(settings.store_url))
     if before == after:
         click.echo(f"{name}: already at schema {after}")
@@ -102,6 +104,7 @@ def _spool_json(settings: Settings, backlog: Backlog, rejected: int) -> Json:
         "oldest": None if oldest_us is None else iso_utc(oldest_us),
         "oldest_age_s": age_s,
         "rejected": rejected,
+        "rejected_dropped": count_dropped(settings.spool_dir),
     }
 
 
@@ -121,6 +124,8 @@ def _print_status(body: Json) -> None:
     click.echo(printable(f"spool   {spool['dir']}: {waiting}"))
     if spool["rejected"]:
         click.echo(f"        {spool['rejected']} refused lines are kept in rejected/")
+    if spool["rejected_dropped"]:
+        click.echo(f"        {spool['rejected_dropped']} more did not fit there and are gone")
 
 
 @db.command("flush")

@@ -43,7 +43,12 @@ def connect_engine(
         StoreUnreachableError: The SQLite file or its directory cannot be opened.
     """
     if url.get_backend_name() == "sqlite":
-        return _sqlite(url, mode=mode, root=root, busy_s=busy_s)
+        path = sqlite_path(url)
+        refuse_network(path, read_mounts(root))
+        _check_file(path, url, mode=mode)
+        if mode == "write":
+            _make_directory(path, url)
+        return _sqlite(path, mode=mode, busy_s=busy_s)
     return _postgres(url, mode=mode, connect_s=connect_s, statement_s=statement_s)
 
 
@@ -56,16 +61,48 @@ def memory_engine() -> Engine:
     return engine
 
 
-def _sqlite(url: URL, *, mode: Mode, root: Path, busy_s: float) -> Engine:
+def check_place(url: URL) -> None:
+    """Refuse a SQLite file that does not exist and could not be made; makes nothing.
+
+    Raises:
+        StoreUnreachableError: Says what is in the way.
+    """
     path = sqlite_path(url)
-    refuse_network(path, read_mounts(root))
-    if mode == "read" and not path.exists():
-        raise StoreUnreachableError(
-            f"cannot open the store {shown(url)}: there is no such file; "
-            "`gpuops db upgrade` makes one"
-        )
-    if mode == "write":
-        _make_directory(path, url)
+    _check_file(path, url, mode="write")
+    above = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise _unusable(url, f"{above} is not a directory")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise _unusable(url, f"no file can be made in {above} by this user")
+
+
+def check_directory(url: URL) -> None:
+    """Refuse a SQLite file whose directory is not there.
+
+    Raises:
+        StoreUnreachableError: Says which.
+    """
+    parent = sqlite_path(url).parent
+    if not os.path.lexists(parent):
+        raise _unusable(url, f"the directory {parent} is not there; make it or name another")
+
+
+def _check_file(path: Path, url: URL, *, mode: Mode) -> None:
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except OSError as exc:
+        raise _unusable(url, exc.strerror or str(exc)) from exc
+    if is_directory:
+        raise _unusable(url, "it is a directory; name a file in it")
+    if mode == "read" and not is_there:
+        raise _unusable(url, "there is no such file; `gpuops db upgrade` makes one")
+
+
+def _unusable(url: URL, why: str) -> StoreUnreachableError:
+    return StoreUnreachableError(f"cannot open the store {shown(url)}: {why}")
+
+
+def _sqlite(path: Path, *, mode: Mode, busy_s: float) -> Engine:
     target = f"file:{quote(str(path))}?{'mode=rwc' if mode == 'write' else _read_flags(path)}"
 
     def connect() -> sqlite3.Connection:
@@ -90,9 +127,7 @@ def _make_directory(path: Path, url: URL) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
-        raise StoreUnreachableError(
-            f"cannot open the store {shown(url)}: cannot make {path.parent}: {exc.strerror}"
-        ) from exc
+        raise _unusable(url, f"cannot make {path.parent}: {exc.strerror}") from exc
 
 
 def _begin_by_hand(engine: Engine, statement: str, *, busy_s: float, keep: bool) -> None:

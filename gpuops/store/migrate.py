@@ -15,7 +15,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
-from gpuops.store.backends import connect_engine
+from gpuops.store.backends import check_directory, connect_engine
 from gpuops.store.engine import Store
 from gpuops.store.schema import REVISION
 from gpuops.store.url import parse_url, shown, sqlite_path
@@ -26,14 +26,21 @@ UPGRADE_S = 300.0
 _LOCK = 0x6770756F7073
 
 
-def upgrade_store(url: str, *, root: Path = Path("/")) -> tuple[str | None, str]:
+def upgrade_store(
+    url: str, *, makes_directory: bool = True, root: Path = Path("/")
+) -> tuple[str | None, str]:
     """Upgrade the store at *url*; return the revision it had (None: empty) and the one it has.
+
+    Without *makes_directory* a SQLite file is made only where its directory is: a path that a
+    person typed may be mistyped.
 
     Raises:
         UsageError, NetworkFilesystemError, StoreUnreachableError: It cannot be opened.
         SchemaMismatchError: It is newer than this code, or not a store of gpuops.
     """
     parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite" and not makes_directory:
+        check_directory(parsed)
     engine = connect_engine(parsed, mode="write", root=root, statement_s=UPGRADE_S)
     with Store(engine, parsed, session_s=UPGRADE_S) as store:
         return upgrade(store), REVISION

@@ -1,11 +1,12 @@
 """What ``gpuops db status`` says of a store: its schema, its rows."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, func, select
 
-from gpuops.store.backends import connect_engine
+from gpuops.store.backends import check_place, connect_engine
 from gpuops.store.engine import Store
 from gpuops.store.schema import metadata
 from gpuops.store.url import parse_url, shown, sqlite_path
@@ -46,7 +47,8 @@ def summarise(url: str, *, root: Path = Path("/")) -> Summary:
     """
     parsed = parse_url(url)
     backend = parsed.get_backend_name()
-    if backend == "sqlite" and not sqlite_path(parsed).exists():
+    if backend == "sqlite" and not os.path.lexists(sqlite_path(parsed)):
+        check_place(parsed)
         return Summary(shown(parsed), backend, Fit.EMPTY, None, {})
     engine = connect_engine(parsed, mode="read", root=root)
     with Store(engine, parsed, session_s=STATUS_S) as store, store.begin() as connection:

@@ -35,9 +35,11 @@ def parse_url(text: str) -> URL:
         if not url.database:
             raise UsageError(f"the store URL {shown(url)!r} names no database; wanted {FORMS}")
         return url.set(drivername="postgresql+psycopg")
+    wanted = f"wanted {FORMS}"
+    if backend.startswith("postgres"):
+        wanted = f"did you mean {shown(url.set(drivername='postgresql+psycopg'))}?"
     raise UsageError(
-        f"the store URL {shown(url)!r} is of kind {url.drivername!r}, which is not known; "
-        f"wanted {FORMS}"
+        f"the store URL {shown(url)!r} is of kind {url.drivername!r}, which is not known; {wanted}"
     )
 
 

@@ -75,7 +75,7 @@ def test_a_file_that_is_no_database_is_said(tmp_path):
 
 
 def test_a_directory_in_place_of_the_file_is_said(tmp_path):
-    with pytest.raises(StoreUnreachableError, match="unable to open"):
+    with pytest.raises(StoreUnreachableError, match="it is a directory"):
         open_store(f"sqlite:///{tmp_path}", mode="write")
 
 

@@ -26,6 +26,8 @@ def test_a_known_url_gets_its_driver(text, driver):
         ("gpuops.db", "malformed"),
         ("mysql://ada:hunter2@db/x", "of kind 'mysql'"),
         ("postgresql+psycopg2://ada:hunter2@db/x", "of kind 'postgresql\\+psycopg2'"),
+        ("postgres://ada:hunter2@db/x", r"did you mean postgresql\+psycopg://ada:\*+@db/x\?"),
+        ("postgresql+asyncpg://db/x", r"did you mean postgresql\+psycopg://db/x\?"),
         ("postgresql://ada:hunter2@db:port/x", "malformed"),
         ("postgresql://ada:hunter2@db", "names no database"),
         ("sqlite://", "names no SQLite file"),

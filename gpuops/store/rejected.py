@@ -1,7 +1,7 @@
 """Lines that no store can take: kept aside in ``<spool>/rejected/``, and reported.
 
 Each is one JSON object: where it stood, why it was refused, its first bytes. The directory is
-bounded; above the bound lines are only counted.
+bounded; lines above the bound are only counted, a byte for each in the file `DROPPED`.
 """
 
 import json
@@ -18,6 +18,7 @@ from gpuops.store.segments import REJECTED, Segment, changed_us
 from gpuops.store.spool_reader import Bad
 
 BYTES_MAX = 16 * 2**20
+DROPPED = "dropped"
 _NAMESPACE = uuid.UUID("8a4f9b52-6b1c-5d53-9f0e-70c1b0a7c8d2")
 
 
@@ -48,9 +49,10 @@ def keep_aside(spool: Path, rejected: Iterable[Rejected]) -> None:
             "raw": item.bad.raw.decode("utf-8", "backslashreplace"),
         }
         data = json.dumps(entry).encode("ascii") + b"\n"
+        if len(data) > room:
+            _append(directory / DROPPED, b".")
+            continue
         room -= len(data)
-        if room < 0:
-            return
         _append(directory / f"{item.segment.origin}-{item.segment.number:08d}.jsonl", data)
 
 
@@ -70,6 +72,14 @@ def count_rejected(spool: Path) -> int:
         with path.open("rb") as file:
             count += sum(1 for _ in file)
     return count
+
+
+def count_dropped(spool: Path) -> int:
+    """Return how many refused lines did not fit below *spool* and are gone."""
+    try:
+        return (spool / REJECTED / DROPPED).lstat().st_size
+    except OSError:
+        return 0
 
 
 def _size_bytes(directory: Path) -> int:

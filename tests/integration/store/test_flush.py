@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from support.command import gpuops
 from support.stories import Teller, incident, story
 
 from gpuops.host.clock import FakeClock, SystemClock
@@ -19,7 +20,7 @@ from gpuops.store.flush import flush
 from gpuops.store.lines import encode_line
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.recorder import spool_recorder
-from gpuops.store.rejected import count_rejected
+from gpuops.store.rejected import BYTES_MAX, count_dropped, count_rejected
 from gpuops.store.segments import find_segments
 
 LINES = [line for line in story(1) if line.event.node == "n1"]
@@ -129,6 +130,26 @@ def test_a_mark_of_another_store_is_not_believed(spool, url, tmp_path):
 
     assert report.sent == 2
     keeper.close()
+
+
+def test_a_refused_line_that_no_longer_fits_is_counted(spool, url):
+    """A file with nothing in it stands for all that was refused before."""
+    (spool / "rejected").mkdir(parents=True)
+    with (spool / "rejected" / "n0-00000001.jsonl").open("wb") as file:
+        file.truncate(BYTES_MAX)
+    damaged = encode_line(LINES[0]).replace(b'"seq"', b'"sEq"')
+    lay(spool, damaged + damaged + encode_line(LINES[1]))
+
+    report = send(spool, url)
+    status = json.loads(db_status(spool, url, "--json").stdout)["spool"]
+
+    assert (report.sent, report.corrupt) == (1, 2)
+    assert count_dropped(spool) == status["rejected_dropped"] == 2
+    assert "2 more did not fit there and are gone" in db_status(spool, url).stdout
+
+
+def db_status(spool, url, *args):
+    return gpuops("db", "status", *args, env={"GPUOPS_SPOOL": str(spool), "GPUOPS_STORE": url})
 
 
 def test_a_corrupted_line_is_kept_aside_and_reported_and_the_rest_delivered(spool, url):

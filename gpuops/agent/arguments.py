@@ -46,7 +46,7 @@ class Request:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"gpuops run: {message} (see `gpuops run --help`)")
+        raise UsageError(f"{message} (see `gpuops run --help`)")
 
 
 class _Help(argparse.Action):
@@ -141,29 +141,29 @@ def _behind_python(words: list[str]) -> list[str]:
     if words[:1] == ["-m"] or (words and not words[0].startswith("-")):
         return words
     shown = " ".join(words[:1]) or "nothing"
-    raise UsageError(f"gpuops run: after `python` a script or `-m module` is wanted, not {shown}")
+    raise UsageError(f"after `python` a script or `-m module` is wanted, not {shown}")
 
 
 def _check_program(found: argparse.Namespace) -> None:
     script = found.training_script
     if found.module:
         if found.no_python:
-            raise UsageError("gpuops run: --no-python and --module exclude each other")
+            raise UsageError("--no-python and --module exclude each other")
         return
     if found.no_python:
         if shutil.which(script) is None:
             raise UsageError(
-                f"gpuops run: the program {script!r} is not executable, or not there and not on "
+                f"the program {script!r} is not executable, or not there and not on "
                 "PATH; chmod +x it, or leave out --no-python if it is a Python script"
             )
         return
     path = Path(script)
     if path.is_dir():
-        raise UsageError(f"gpuops run: {script!r} is a directory; name a script, or use -m")
+        raise UsageError(f"{script!r} is a directory; name a script, or use -m")
     if not path.exists():
-        raise UsageError(f"gpuops run: the script {script!r} does not exist in {Path.cwd()}")
+        raise UsageError(f"the script {script!r} does not exist in {Path.cwd()}")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"gpuops run: the script {script!r} cannot be read by this user")
+        raise UsageError(f"the script {script!r} cannot be read by this user")
 
 
 def _choose_rendezvous(found: argparse.Namespace) -> tuple[tuple[str, int] | None, bool]:

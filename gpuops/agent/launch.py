@@ -149,10 +149,10 @@ def _configure(request: Request) -> tuple[LaunchConfig, GenerationLogs]:
         config, _entrypoint, _arguments = config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError) as exc:
         said = str(exc) or "a flag has a value that torch refuses"
-        raise UsageError(f"gpuops run: {said}") from exc
+        raise UsageError(said) from exc
     if request.is_private and config.min_nodes > 1:
         raise UsageError(
-            f"gpuops run: --standalone is a run on one node, and --nnodes={args.nnodes} waits for "
+            f"--standalone is a run on one node, and --nnodes={args.nnodes} waits for "
             "more; leave one of them out"
         )
     theirs = config.logs_specs

@@ -99,7 +99,7 @@ class Session:
         except Exception as exc:  # noqa: BLE001 boundary: our bug must not stop the training
             self._failures[what] += 1
             if self._failures[what] == 1:
-                log.warning("%s failed, the training goes on: %s", what, exc)
+                log.warning("%s failed: %s", what, exc)
                 self.chronicle.tool_failed(what, exc, traceback.format_exc())
 
     def close(self, outcome: str, exit_code: int, reason: str) -> str | None:

@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from gpuops.wire import RING_BYTES, SLOTS_MAX, Beat, RingError, RingHeader, read_beats, read_header
+from gpuops.wire import RING_BYTES, SLOTS_MAX, Beat, read_beats
 
 _BYTES_MAX = RING_BYTES + SLOTS_MAX * 64
 
@@ -32,15 +32,6 @@ class RingReader:
         if beats:
             self.last_seq = beats[-1].seq
         return beats
-
-    def header(self) -> RingHeader | None:
-        """Return whose ring it is, None where there is none to read."""
-        if self._ring is None:
-            self._open()
-        try:
-            return None if self._ring is None else read_header(memoryview(self._ring))
-        except RingError:
-            return None
 
     def close(self) -> None:
         """Let go of the ring."""

@@ -17,7 +17,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 from gpuops.errors import ProbeError
 from gpuops.host.abandoned import Abandoned, name_of
 from gpuops.host.procfs import process
-from gpuops.host.reasons import reason_of
 from gpuops.model import UnknownReason
 
 TERM_GRACE_S = 0.2
@@ -249,34 +248,6 @@ def _still_hung(earlier: Abandoned) -> Child:
         wchan=process_wchan(earlier.pid),
     )
     return Child(earlier.pid, 0.0, 0.0, -1, -1, _still=outcome)
-
-
-def start_command(
-    argv: Sequence[str],
-    *,
-    deadline_s: float,
-    env: Mapping[str, str],
-    signaller: Signaller = signal_group,
-) -> Child:
-    """Start the program *argv* (never a shell string), found along the PATH of this process.
-
-    Raises:
-        ProbeError: It is not there (``missing_tool``) or may not be executed.
-    """
-    output, errors = _memory_files()
-    actions = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, output, 1),
-        (os.POSIX_SPAWN_DUP2, errors, 2),
-    ]
-    started_s = time.monotonic()
-    try:
-        pid = os.posix_spawnp(argv[0], list(argv), env, file_actions=actions, setsid=True)
-    except OSError as exc:
-        os.close(output)
-        os.close(errors)
-        raise ProbeError(f"cannot start {argv[0]}: {exc.strerror}", reason_of(exc)) from exc
-    return Child(pid, deadline_s, started_s, output, errors, signaller)
 
 
 def watch(children: Iterable[Child]) -> Iterator[tuple[Child, Outcome]]:

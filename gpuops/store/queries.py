@@ -9,7 +9,6 @@ from sqlalchemy import Connection, Select, func, select
 from gpuops.errors import UsageError
 from gpuops.model import Event, Incident, IncidentState, Severity
 from gpuops.store import schema
-from gpuops.store.history import load_journal
 
 __all__ = [
     "AttemptRow",
@@ -21,7 +20,6 @@ __all__ = [
     "find_incident",
     "find_run",
     "incidents",
-    "load_journal",
     "runs",
 ]
 

@@ -6,9 +6,8 @@ from support.stories import Teller, dump, story
 from gpuops.errors import NetworkFilesystemError, StoreUnreachableError, UsageError
 from gpuops.host.clock import SystemClock
 from gpuops.store import queries
-from gpuops.store.history import store_for_reading
+from gpuops.store.history import load_journal, store_for_reading
 from gpuops.store.lines import encode_line
-from gpuops.store.queries import load_journal
 from gpuops.store.recorder import spool_recorder
 from gpuops.store.segments import find_segments
 

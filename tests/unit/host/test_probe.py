@@ -21,17 +21,11 @@ from gpuops.host.probe import Ending
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
-ENV = dict(os.environ)
 SLACK_S = 3.0
 
 
 def call(function, deadline_s=20.0, **kwargs):
     return probe.run(probe.start_call(function, deadline_s=deadline_s, **kwargs))
-
-
-def command(code, deadline_s=20.0):
-    argv = [sys.executable, "-S", "-c", code]
-    return probe.run(probe.start_command(argv, deadline_s=deadline_s, env=ENV))
 
 
 def refuses_to_end():
@@ -253,20 +247,19 @@ def test_a_frozen_child_that_even_sigkill_cannot_end_is_abandoned():
         group.rmdir()
 
 
-def test_what_a_probe_started_dies_with_it(tmp_path):
+def test_what_a_probe_started_dies_with_it():
     """A helper that a probe leaves behind belongs to its group and is ended with it."""
-    note = tmp_path / "pid"
-    code = f"""
-import os, time
-pid = os.fork()
-if pid == 0:
-    time.sleep(60)
-open({str(note)!r}, "w").write(str(pid))
-"""
-    outcome = command(code)
+
+    def leaves_a_helper():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+        return pid
+
+    outcome = call(leaves_a_helper)
 
     assert outcome.ending is Ending.ENDED
-    wait_until(lambda: not is_alive(int(note.read_text())))
+    wait_until(lambda: not is_alive(probe.answer(outcome)))
 
 
 def test_many_calls_wait_at_the_same_time():
@@ -315,33 +308,9 @@ print(json.dumps([outcome.ending, outcome.exit_code, probe.answer(outcome)]))
     assert json.loads(run.stdout) == ["ended", None, 42]
 
 
-def test_a_command_gives_its_output_errors_and_exit_code():
-    outcome = command("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
-
-    assert (outcome.output, outcome.errors, outcome.exit_code) == (b"out\n", b"err\n", 3)
-    assert outcome.describe() == "exited with code 3"
-
-
-def test_a_command_that_is_not_there_is_a_missing_tool():
-    with pytest.raises(ProbeError, match="cannot start no-such-tool: No such file") as caught:
-        probe.start_command(["no-such-tool"], deadline_s=1, env=ENV)
-
-    assert caught.value.reason == "missing_tool"
-
-
-def test_a_command_that_may_not_be_executed_says_so(tmp_path):
-    tool = tmp_path / "tool"
-    tool.write_text("not a program")
-
-    with pytest.raises(ProbeError, match="Permission denied") as caught:
-        probe.start_command([str(tool)], deadline_s=1, env=ENV)
-
-    assert caught.value.reason == "no_permission"
-
-
 def test_output_beyond_the_limit_is_cut():
     size = probe.OUTPUT_MAX + 1000
-    outcome = command(f"import sys; sys.stdout.write('x' * {size})")
+    outcome = call(lambda: "x" * size)
 
     assert len(outcome.output) == probe.OUTPUT_MAX
 

@@ -8,9 +8,8 @@ from click.testing import CliRunner
 
 from gpuops.cli.main import gpuops
 from gpuops.errors import ConfigError, UsageError
-from gpuops.incident.policy import Decision, action_for
 from gpuops.incident.runbook import SECTIONS, find, load_runbooks, parse
-from gpuops.model import ActionKind, FailureClass
+from gpuops.model import FailureClass
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
 
@@ -144,23 +143,3 @@ def test_an_unknown_page_is_answered_with_the_closest(name, hint):
         find(RUNBOOKS, name)
 
     assert hint in str(caught.value)
-
-
-def test_in_observe_mode_nothing_that_touches_a_node_is_done():
-    for kind in FailureClass:
-        decision = action_for(kind, RUNBOOKS)
-
-        assert decision.recommended is RUNBOOKS[kind].action
-        assert decision.taken in (ActionKind.NONE, ActionKind.RESTART, ActionKind.STOP)
-
-
-def test_in_enforce_mode_the_page_is_the_policy():
-    decision = action_for(FailureClass.GPU_FELL_OFF_BUS, RUNBOOKS, "enforce")
-
-    assert decision.taken is decision.recommended is ActionKind.DRAIN
-
-
-def test_a_class_without_a_page_gets_no_action():
-    assert action_for(FailureClass.TOOL, {}) == Decision(
-        ActionKind.NONE, ActionKind.NONE, "no runbook for tool.failure"
-    )

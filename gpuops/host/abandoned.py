@@ -4,10 +4,10 @@ Each child carries the name of its question, so that the next run finds it and r
 instead of leaving one more: on a dead mount they could not be ended until the next boot.
 """
 
-import hashlib
 import os
 import re
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Abandoned:
 
 def name_of(question: str) -> str:
     """Return the process name of a child that asks *question*."""
-    return f"gpuops:{hashlib.sha256(question.encode()).hexdigest()[:8]}"
+    return f"gpuops:{zlib.crc32(os.fsencode(question)):08x}"
 
 
 def is_probe(process: Process) -> bool:

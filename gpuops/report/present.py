@@ -51,7 +51,7 @@ def standing(account: RunAccount) -> str:
     if account.agent is Agent.GONE:
         return f"the agent is gone (killed?), last heard of at {heard}"
     if account.agent is Agent.RUNNING:
-        return f"still running, for {format_seconds(account.wall_s)} up to its last event"
+        return f"still running; last event at {heard}"
     return f"no end on record; last event at {heard}"
 
 

@@ -209,13 +209,22 @@ class GpuopsAgent(LocalElasticAgent):
             super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch has no types here
 
     def cancelled(self, signal_name: str) -> None:
-        """Record that a signal ended the run; the workers are gone by now."""
-        session, workers = self.session, self._workers
-        if session is None or workers is None:
-            return
-        session.chronicle.beats(workers.beats())
-        session.chronicle.cancelled(signal_name, self._exits(workers, {}))
-        self._write_state("cancelled")
+        """Record that a signal ended the run; the workers, if any, are gone by now."""
+        session, workers = self._session(), self._workers
+        if workers is not None:
+            session.chronicle.beats(workers.beats())
+        session.chronicle.cancelled(
+            signal_name,
+            [] if workers is None else self._exits(workers, {}),
+            seen_mono_ns=self._parts.cancellation.seen_mono_ns,
+            kernel_lines=session.kernel_log.since_mark(),
+        )
+        if workers is not None:
+            self._write_state("cancelled")
+
+    def has_workers(self) -> bool:
+        """Say whether a worker may still run; from any thread."""
+        return self._workers is not None and not self._workers.all_ended
 
     def close(self) -> None:
         """Let go of the last generation."""

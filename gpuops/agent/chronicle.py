@@ -182,13 +182,18 @@ class Chronicle:
         if self._attempt is not None:
             self._emit_event(*self._end_of_attempt("failed", self._clock.now_us(), None))
 
-    def cancelled(self, signal_name: str, exits: Sequence[WorkerExit]) -> None:
-        """Record that a signal to the agent ended the run."""
-        if self._attempt is None:
-            return
+    def cancelled(
+        self,
+        signal_name: str,
+        exits: Sequence[WorkerExit],
+        *,
+        seen_mono_ns: int | None = None,
+        kernel_lines: Sequence[str] = (),
+    ) -> None:
+        """Record that a signal to the agent, seen at *seen_mono_ns*, ended the run."""
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
         news = self._exits(exits, Severity.INFO)
-        if self._is_new("ended"):
+        if self._attempt is not None and self._is_new("ended"):
             news += self._end_of_attempt("cancelled", now_us, None)
         self._emit_event(*news)
         why = f"the run was cancelled by {signal_name}"
@@ -200,11 +205,13 @@ class Chronicle:
             signal_name,
             exits,
             run_id=self._run_id,
-            attempt=self._attempt,
+            attempt=self._attempt or 0,
             node=self._node,
             rules=self._rules,
             detected_us=now_us,
             detected_mono_ns=now_ns,
+            signal_seen_mono_ns=seen_mono_ns,
+            kernel_lines=kernel_lines,
         )
         if incident.culprits:
             self._close_pending(self._last_progress_ns, "another failure came first")

@@ -9,10 +9,12 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from torch.distributed.elastic import events
@@ -48,6 +50,7 @@ SHIM = Path(__file__).parents[1] / "worker" / "shim.py"
 SIGNALS_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 # Slurm kills what is left 30 s after SIGTERM (KillWait, slurm.conf(5)); by then we have recorded.
 CANCEL_GRACE_S = 20.0
+ABANDON_S = 5.0  # for the record of a run that has no workers yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ def launch(
         env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     )
     config, logs = _configure(request)
-    cancellation = Cancellation(getattr(config, "signals_to_handle", SIGNALS_DEFAULT).split(","))
+    names = getattr(config, "signals_to_handle", SIGNALS_DEFAULT).split(",")
     prepare_environment(env)
     name = request.run_name or _default_name(request.torch)
     run_id = uuid7(clock.now_us(), os.urandom(10))
@@ -95,7 +98,7 @@ def launch(
         node=around.node,
         identity=Identity(run_id, folder_name(name, run_id, clock.now_us())),
         logs=logs,
-        cancellation=cancellation,
+        cancellation=Cancellation(names, clock),
         open_session=lambda identity, leads: Session(around, identity, leads=leads),
         say=log.warning,
         alone=config.max_nodes == 1,
@@ -173,13 +176,21 @@ def _run(
     request: Request, config: LaunchConfig, entry: tuple[str, tuple[str, ...]], parts: Parts
 ) -> Outcome:
     initialize_metrics(MetricsConfig(config.metrics_cfg))
+    cancellation = parts.cancellation
+    cancellation.abandon = lambda number: _abandon(None, parts, number)
+    cancellation.install()
     try:
-        agent = _make_agent(request, config, entry, parts)
+        with cancellation.interruptible():
+            agent = _make_agent(request, config, entry, parts)
     except (RendezvousError, ValueError) as exc:
+        cancellation.restore()
         session = parts.open_session(parts.identity, True)
         return _close(session, _no_rendezvous(session, exc))
-    # Not before: connecting to a rendezvous that does not answer holds signals up for a minute.
-    parts.cancellation.install()
+    except SignalException as exc:
+        cancellation.restore()
+        return _close(*_cancelled(None, parts, exc.sigval))
+    cancellation.heard = lambda number: _say_what_follows(agent, parts, number)
+    cancellation.abandon = lambda number: _abandon(agent, parts, number)
     try:
         ended = _supervise(agent, parts)
     except BaseException as exc:  # boundary: recorded as ours, then ends the command
@@ -191,7 +202,7 @@ def _run(
         raise
     finally:
         agent.close()
-        parts.cancellation.restore()
+        cancellation.restore()
     return _close(agent.session or parts.open_session(parts.identity, True), ended)
 
 
@@ -201,13 +212,9 @@ def _supervise(agent: GpuopsAgent, parts: Parts) -> Outcome:
     try:
         result = agent.run()
     except SignalException as exc:
-        name = exc.sigval.name
-        if agent.session is not None:
-            agent.session.safely("recording the cancellation", lambda: agent.cancelled(name))
+        _session, ended = _cancelled(agent, parts, exc.sigval)
         events.record(agent.get_event_failed(), event_handler)
-        return Outcome(
-            exit_code=128 + exc.sigval, outcome="cancelled", reason=f"{name} to the agent"
-        )
+        return ended
     except RendezvousError as exc:
         events.record(agent.get_event_failed(), event_handler)
         if agent.session is None:
@@ -223,6 +230,38 @@ def _supervise(agent: GpuopsAgent, parts: Parts) -> Outcome:
             reason=f"a worker failed and the budget of {spent} restarts is spent",
         )
     return Outcome(exit_code=EXIT_OK, outcome="completed", reason="every rank exited with code 0")
+
+
+def _say_what_follows(agent: GpuopsAgent, parts: Parts, number: Signals) -> None:
+    if agent.has_workers():
+        limit_s = parts.cancel_grace_s
+        parts.say(f"{number.name}: ending the workers, at most {limit_s:g} s; again to kill them")
+
+
+def _cancelled(agent: GpuopsAgent | None, parts: Parts, number: Signals) -> tuple[Session, Outcome]:
+    """Record that *number* ended the run, which may not have come as far as an agent."""
+    session = (agent and agent.session) or parts.open_session(parts.identity, True)
+    if agent is None:
+        seen_ns = parts.cancellation.seen_mono_ns
+        session.chronicle.cancelled(number.name, [], seen_mono_ns=seen_ns)
+    else:
+        agent.session = session
+        session.safely("recording the cancellation", lambda: agent.cancelled(number.name))
+    reason = f"{number.name} to the agent"
+    return session, Outcome(exit_code=128 + number, outcome="cancelled", reason=reason)
+
+
+def _abandon(agent: GpuopsAgent | None, parts: Parts, number: Signals) -> None:
+    """Record the cancellation and end this process; its main thread waits for another host."""
+
+    def record() -> None:
+        _close(*_cancelled(agent, parts, number))
+
+    parts.say(f"the run cancelled: {number.name} to the agent, which waits for its rendezvous")
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    recording.join(ABANDON_S)
+    os._exit(128 + number)
 
 
 def _no_rendezvous(session: Session, error: Exception) -> Outcome:

@@ -3,28 +3,51 @@
 torch's own handler raises wherever the main thread happens to be, in the middle of starting
 workers too, which then nobody knows of. Ours raises only inside `Cancellation.interruptible`
 (waiting for other nodes) and at `Cancellation.check` (once per look at the workers).
+
+Python runs a handler between two of the main thread's bytecodes; torch's connect to a host that
+does not answer is one call of a minute. So a thread reads the wakeup descriptor
+(signal.set_wakeup_fd): it dates the signal, tells the user, and ends what the main thread cannot.
 """
 
+import os
+import select
 import signal
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from gpuops.host.clock import Clock
+
 UNUSED_SIGNAL = "SIGRTMAX"  # what torch may handle in our place: nothing that anyone sends
+ANSWER_S = 1.0  # a main thread that runs Python at all takes a signal within milliseconds
 
 
 class Cancellation:
-    """Whether, and by which signal, the user or the scheduler asked this agent to end."""
+    """Whether, when and by which signal the user or the scheduler asked this agent to end.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    *heard* is called at once, in a thread of its own, with the first signal. *abandon* is called in
+    that thread when the main thread sits in `interruptible` and does not answer: it must end the
+    process.
+    """
+
+    def __init__(self, names: Iterable[str], clock: Clock) -> None:
         self.received: signal.Signals | None = None
+        self.seen_mono_ns: int | None = None
         self.is_urgent = False
+        self.heard: Callable[[signal.Signals], None] = _ignore
+        self.abandon: Callable[[signal.Signals], None] = _ignore
         self._names = tuple(names)
+        self._clock = clock
         self._raises = False
+        self._is_told = False
         self._before: dict[signal.Signals, Any] = {}
+        self._has_answered = threading.Event()
+        self._turn = threading.Lock()  # taken once, by whoever acts on the signal
+        self._watch: _Wakeup | None = None
 
     def install(self) -> None:
         """Take the signals over; again after torch has set its own handlers.
@@ -40,12 +63,17 @@ class Cancellation:
                 continue
             self._before.setdefault(number, before)
             signal.signal(number, self._on_signal)
+        if self._watch is None:
+            self._watch = _Wakeup(self._on_wakeup)
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def check(self) -> None:
         """Raise if a signal has come.
@@ -59,9 +87,9 @@ class Cancellation:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let a signal raise at once within the block."""
-        self.check()
         self._raises = True
         try:
+            self.check()
             yield
         finally:
             self._raises = False
@@ -70,6 +98,55 @@ class Cancellation:
         if self.received is not None:
             self.is_urgent = True
             return
+        if not self._turn.acquire(blocking=False):
+            threading.Event().wait()  # the process is being ended
+        if self.seen_mono_ns is None:
+            self.seen_mono_ns = self._clock.mono_ns()
         self.received = signal.Signals(number)
+        self._has_answered.set()
         if self._raises:
             self.check()
+
+    def _on_wakeup(self, code: int) -> None:
+        if self._is_told or code not in self._before:
+            return
+        if self.seen_mono_ns is None:
+            self.seen_mono_ns = self._clock.mono_ns()
+        self._is_told = True
+        number = signal.Signals(code)
+        self.heard(number)
+        if self._has_answered.wait(ANSWER_S) or not self._raises:
+            return
+        if self._turn.acquire(blocking=False):
+            self.abandon(number)
+
+
+class _Wakeup:
+    """A thread that calls *act* with each signal's number as it arrives, whatever main does."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="gpuops-signals", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            select.select([self._read], [], [])
+            for code in os.read(self._read, 64):
+                if code == 0:
+                    return
+                self._act(code)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.write(self._write, b"\0")
+        self._thread.join(timeout=1)
+        if not self._thread.is_alive():
+            os.close(self._read)
+            os.close(self._write)
+
+
+def _ignore(_number: signal.Signals) -> None:
+    return

@@ -75,6 +75,8 @@ def run_command(args: Sequence[str]) -> int:
         # would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CLOSED_PIPE
+    except KeyboardInterrupt:
+        return _explain(click.Abort())  # one more, while click dealt with the first
     except Exception as exc:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
         return _explain(exc)
     return result if isinstance(result, int) else 0
@@ -97,6 +99,7 @@ def _explain(exc: Exception) -> int:
             exc.show()
             return EXIT_USAGE
         case click.Abort():
+            click.echo("gpuops: interrupted", err=True)
             return EXIT_INTERRUPTED
         case GpuopsError():
             click.echo(f"gpuops: {printable(str(exc))}", err=True)

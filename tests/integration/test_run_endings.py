@@ -1,7 +1,10 @@
 """How ``gpuops run`` ends: budgets, cancellation, and what must not be left behind."""
 
+import os
 import signal
+import socket
 
+import psutil
 import pytest
 from support.runs import JOBS, Run, is_alive, wait_until
 
@@ -131,8 +134,6 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path):
         run.wait_for_output("ready")
         shutil.rmtree(run.runs)
         run.runs.write_text("no directory")
-        import os
-
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: run.said().count("ready") == 2, what="a second generation")
         run.signal(signal.SIGTERM)
@@ -190,3 +191,104 @@ def test_lines_of_several_ranks_stay_whole_on_the_console(tmp_path):
     assert sorted(lines) == sorted(
         f"[default{rank}]:line {n} end" for rank in range(2) for n in range(3000)
     )
+
+
+def test_a_failure_seen_before_the_signal_is_what_the_run_ended_with(tmp_path):
+    """The others of the group do not end at once: the signal comes while they get their grace."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('not yet', flush=True))\n"
+        "print('ready', flush=True)\n"
+        "end = time.monotonic() + 120\n"
+        "while time.monotonic() < end:\n"
+        "    time.sleep(0.05)\n"
+    )
+    with Run(tmp_path / "run", script) as run:
+        run.wait_for_output("[default0]:ready")
+        run.wait_for_output("[default1]:ready")
+        os.kill(run.state()["pids"]["1"], signal.SIGKILL)
+        run.wait_for_output("[default0]:not yet")
+        run.signal(signal.SIGINT)
+
+        assert run.finish(30) == 130, run.said()
+
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "host_mem.sigkill_probable"
+    assert {"kind": "rank", "id": "1"} in incident["culprits"]
+    assert incident["state"] == "closed"
+    assert "SIGINT" in incident["resolution"]
+    assert run.payloads("run.ended")[0]["outcome"] == "cancelled"
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_workers_too_and_nobody_failed(tmp_path):
+    with Run(tmp_path, PLAIN, "sleep") as run:
+        workers = workers_of(run)
+        run.wait_for_output("[default0]:ready")
+        run.wait_for_output("[default1]:ready")
+        for pid in workers:
+            os.kill(pid, signal.SIGINT)
+        run.signal(signal.SIGINT)
+
+        assert run.finish(30) == 130, run.said()
+
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "scheduler.cancelled"
+
+
+def test_the_first_ctrl_c_is_answered_at_once(tmp_path):
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    with Run(tmp_path / "run", script, nproc=1) as run:
+        run.wait_for_output("ready")
+        run.signal(signal.SIGINT)
+        run.wait_for_output("SIGINT: ending the workers, at most 20 s; again to kill them")
+        run.signal(signal.SIGINT)
+
+        assert run.finish(10) == 130, run.said()
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_host_does_not_answer_ends_the_run_in_seconds(tmp_path, listener, number):
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{listener.getsockname()[1]}"
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-conf=is_host=0", "--rdzv-id=x", endpoint)
+    with Run(tmp_path, *flags, PLAIN, nproc=1) as run:
+        listener.settimeout(60)
+        connection, _address = listener.accept()
+        with connection:
+            run.signal(number)
+
+            assert run.finish(10) == 128 + number, run.said()
+
+    assert "Traceback" not in run.err.read_text()
+    (incident,) = run.incidents()
+    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+    assert run.payloads("run.ended")[0]["outcome"] == "cancelled"
+
+
+def test_a_signal_while_the_second_node_is_awaited_is_a_closed_incident(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    with Run(tmp_path, *flags, "--rdzv-id=x", PLAIN, nproc=1) as run:
+        process = psutil.Process(run.process.pid)
+        wait_until(lambda: process.net_connections("tcp"), what="the store of the rendezvous")
+        run.signal(signal.SIGTERM)
+
+        assert run.finish(20) == 143, run.said()
+
+    assert "Traceback" not in run.err.read_text()
+    (incident,) = run.incidents()
+    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")

@@ -1,13 +1,17 @@
 """``gpuops run`` as people type it, with scripts that need no torch."""
 
 import json
+import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 from support.runs import JOBS, Run
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 PLAIN = JOBS / "plain.py"
+ROOT = Path(__file__).parents[2]
 
 
 def argv_of(run):
@@ -83,3 +87,17 @@ def test_bad_input_ends_with_64_and_one_line_before_anything_starts(tmp_path, wo
     assert line.startswith("gpuops: ")
     assert not run.runs.exists() or run.directory is None
     assert sys.executable not in line
+
+
+def test_ctrl_c_during_the_imports_is_one_line_and_130(tmp_path):
+    """A module of the user's own stands for torch: its import takes as long as it likes."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("print('importing', flush=True)\nwhile 1: 0\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with Run(tmp_path / "run", PLAIN, env=env) as run:
+        run.wait_for_output("importing")
+        run.signal(signal.SIGINT)
+
+        assert run.finish(20) == 130, run.said()
+
+    assert run.err.read_text().split("\n") == ["", "gpuops: interrupted", ""]

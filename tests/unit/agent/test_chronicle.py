@@ -288,3 +288,33 @@ def test_an_attempt_ends_once(world):
     world.chronicle.cancelled("SIGTERM", [])
 
     assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed"]
+
+
+def test_a_signal_that_came_after_a_failure_does_not_hide_it(world):
+    world.start(0)
+    world.step(1)
+    exits = world.killed()
+    world.chronicle.cancelled("SIGINT", exits, seen_mono_ns=world.clock.mono_ns())
+
+    (incident,) = world.incidents()
+    assert incident["failure_class"] == "host_mem.sigkill_probable"
+    assert incident["state"] == "closed"
+
+
+def test_a_signal_that_came_first_is_what_ended_the_run(world):
+    world.start(0)
+    world.step(1)
+    seen_ns = world.clock.mono_ns()
+    world.clock.advance(0.1)
+    world.chronicle.cancelled("SIGINT", world.killed(), seen_mono_ns=seen_ns)
+
+    (incident,) = world.incidents()
+    assert incident["failure_class"] == "scheduler.cancelled"
+
+
+def test_a_run_cancelled_before_its_first_attempt_has_its_incident(world):
+    world.chronicle.cancelled("SIGINT", [])
+
+    (incident,) = world.incidents()
+    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+    assert world.of("attempt.ended") == []

@@ -43,6 +43,12 @@ _ASSIGNED = re.compile(
     rf"({_ALWAYS}|{_UNLESS_NUMBER})([\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?)([^\s\"'&,;)\]}}]{{1,4096}})",
     re.IGNORECASE,
 )
+# As in a usage error: `unrecognized arguments: --password hunter2`.
+_FLAGGED = re.compile(
+    rf"(?<![\w-])(--?[A-Za-z0-9_-]{{0,64}}?)({_ALWAYS}|{_UNLESS_NUMBER})"
+    r"([ \t]{1,3}[\"']?)([^\s\"'-][^\s\"']{0,4095})",
+    re.IGNORECASE,
+)
 _ALWAYS_KEY = re.compile(_ALWAYS, re.IGNORECASE)
 _SECRET_NAME = re.compile(rf"(?:.{{0,256}}(?:{_ALWAYS}|{_UNLESS_NUMBER}))", re.IGNORECASE)
 
@@ -60,7 +66,8 @@ def scrub(text: str) -> str:
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     text = _SIGNED.sub(rf"\1{HIDDEN}", text)
     text = _KEY_STYLES.sub(HIDDEN, text)
-    return _ASSIGNED.sub(_assigned, text)
+    text = _FLAGGED.sub(lambda match: match[1] + _hidden(*match.groups()[1:]), text)
+    return _ASSIGNED.sub(lambda match: _hidden(*match.groups()), text)
 
 
 def scrub_lines(lines: Sequence[str]) -> list[str]:
@@ -81,11 +88,10 @@ def _without_key(match: re.Match[str]) -> str:
     return match[1] + _KEY_LINE.sub(HIDDEN, match[2])
 
 
-def _assigned(match: re.Match[str]) -> str:
-    key, between, value = match.groups()
+def _hidden(key: str, between: str, value: str) -> str:
     # Training logs are full of `token: 4096`; a bare number after such a word is a count.
     if not _ALWAYS_KEY.fullmatch(key) and _NUMBER.fullmatch(value):
-        return match[0]
+        return f"{key}{between}{value}"
     return f"{key}{between}{HIDDEN}"
 
 

@@ -29,6 +29,10 @@ from gpuops.scrub import TEXT_MAX, scrub, scrub_lines, scrub_value
         ("hf_abcdefghijklmnopqrst", "hf_abcdefghijklmnopqrst"),
         ("ghp_abcdefghijklmnopqrstuvwxyz0123", "ghp_abcdefghijklmnopqrstuvwxyz0123"),
         ("https://b.s3.test/k?X-Amz-Signature=deadbeef&x=1", "deadbeef"),
+        ("unrecognized arguments: --password hunter2", "hunter2"),
+        ("prog --hf-token abc --lr 1", "abc"),
+        ("prog --db_passwd 'hunter2' x", "hunter2"),
+        ("prog --api-key abc123", "abc123"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijk", "eyJzdWIiOiIxMjM0In0"),
     ],
@@ -43,6 +47,7 @@ def test_a_secret_is_taken_out(text, secret):
     [
         "step 12: tokens=4096 tokens/s: 1234.5 pad_token_id=0",
         "max_token: 512",
+        "--max-token 512 --tokenizer bpe --token-file f --password -x",
         "https://example.org:8080/path?x=1",
         "sqlite:////var/lib/gpuops/gpuops.db",
         "postgresql://ada@db/x",

@@ -31,12 +31,14 @@ def _open_imports() -> bool:
 _ADDED = _open_imports()
 
 import contextlib  # noqa: E402 the path above comes first
+import errno  # noqa: E402
 import faulthandler  # noqa: E402
 import io  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 from gpuops.config import environ  # noqa: E402
 from gpuops.wire import RingHeader  # noqa: E402
@@ -59,7 +61,7 @@ def main() -> None:
     if env.get("GPUOPS_DISABLE", "") in {"", "0", "false"}:
         prepare(env, becomes_another_program=words[:1] == ["--exec"])
     if words[:1] == ["--exec"]:
-        os.execvp(words[1], words[1:])  # noqa: S606 the user's own program
+        become(words[1:])
     try:
         if words[:1] == ["-m"]:
             script.run_module(words[1], words[2:])
@@ -71,6 +73,17 @@ def main() -> None:
                 note(error, env)
         script.show_without_our_frames(_OUR_FILES)
         raise
+
+
+def become(words: list[str]) -> NoReturn:
+    """Become the program *words*; where that cannot be, say why and exit as a shell would."""
+    try:
+        os.execvp(words[0], words)  # noqa: S606 the user's own program
+    except OSError as error:
+        is_there = Path(words[0]).exists()
+        what = "its interpreter is not there" if is_there and error.errno == errno.ENOENT else ""
+        sys.stderr.write(f"cannot execute {words[0]}: {what or error.strerror}\n")
+        sys.exit(127 if error.errno == errno.ENOENT else 126)
 
 
 def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:

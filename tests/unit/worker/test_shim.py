@@ -193,3 +193,23 @@ def test_disabled_the_shim_prepares_nothing(tmp_path):
     assert shimmed == plain
     assert not ring.exists()
     assert Path(SHIM).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "why"),
+    [
+        (b"#!/nonexistent/sh\n", 127, "its interpreter is not there"),
+        (b"\x7fELF no program", 126, "Exec format error"),
+    ],
+    ids=["no interpreter", "corrupt"],
+)
+def test_a_program_that_cannot_be_executed_ends_as_in_a_shell(tmp_path, text, code, why):
+    program = tmp_path / "bad"
+    program.write_bytes(text)
+    program.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, SHIM, "--exec", str(program)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == code
+    assert done.stderr == f"cannot execute {program}: {why}\n"

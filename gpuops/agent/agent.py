@@ -55,6 +55,10 @@ class Parts:
     cancel_grace_s: float
 
 
+class WorkerStartError(Exception):
+    """The system refused to start a worker; the message says which program and why."""
+
+
 class GpuopsAgent(LocalElasticAgent):
     """One node's agent; ``session`` is None until the first rendezvous."""
 
@@ -103,7 +107,10 @@ class GpuopsAgent(LocalElasticAgent):
         folder = self._log_folder()
         self._parts.logs.prepare(Placement(folder, ranks, env))
         start_us = self._parts.clock.now_us()
-        pids: dict[int, int] = super()._start_workers(worker_group)
+        try:
+            pids: dict[int, int] = super()._start_workers(worker_group)
+        except OSError as exc:
+            raise WorkerStartError(f"cannot start the workers: {exc}") from exc
         self._parts.cancellation.install()
         if self._workers is not None:
             self._workers.close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpuops.agent.values import why_no_interpreter
 from gpuops.errors import UsageError
 
 RESTARTS_DEFAULT = 3
@@ -151,11 +152,14 @@ def _check_program(found: argparse.Namespace) -> None:
             raise UsageError("--no-python and --module exclude each other")
         return
     if found.no_python:
-        if shutil.which(script) is None:
+        place = shutil.which(script)
+        if place is None:
             raise UsageError(
                 f"the program {script!r} is not executable, or not there and not on "
                 "PATH; chmod +x it, or leave out --no-python if it is a Python script"
             )
+        if problem := why_no_interpreter(place):
+            raise UsageError(f"cannot execute {script}: {problem}")
         return
     path = Path(script)
     if path.is_dir():

@@ -153,16 +153,25 @@ class Chronicle:
 
     def rendezvous_failed(self, reason: str) -> None:
         """Record that the agents did not come together, for the attempt that was to begin."""
+        title = "the agents of the run did not come together"
+        self._not_begun(FailureClass.RENDEZVOUS, title, reason)
+
+    def start_failed(self, reason: str) -> None:
+        """Record that this node could not start its workers, for the attempt that was to begin."""
+        title = "the workers could not be started"
+        self._not_begun(FailureClass.UNRESOLVED, title, reason)
+
+    def _not_begun(self, failure_class: FailureClass, title: str, reason: str) -> None:
         attempt = 0 if self._attempt is None else self._attempt + 1
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
         self._close_pending(now_ns, "another failure came first")
         incident = Incident(
             id=incident_id(self._run_id, attempt),
-            failure_class=FailureClass.RENDEZVOUS,
+            failure_class=failure_class,
             side=Side.AMBIGUOUS,
             confidence=Confidence.CONFIRMED,
             state=IncidentState.OPEN,
-            title="the agents of the run did not come together",
+            title=title,
             first_us=now_us,
             detected_us=now_us,
             run_id=self._run_id,

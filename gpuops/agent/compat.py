@@ -52,7 +52,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "PContext.pids",
         "to_map",
     ),
-    f"{_ELASTIC}.rendezvous": ("RendezvousParameters",),
+    f"{_ELASTIC}.rendezvous": ("RendezvousParameters", "rendezvous_handler_registry"),
     f"{_ELASTIC}.rendezvous.api": (
         "RendezvousClosedError",
         "RendezvousError",

@@ -23,12 +23,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousParameters,
+    registry,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
-from gpuops.agent.agent import FAILURE_GRACE_S, GpuopsAgent, Parts
+from gpuops.agent.agent import FAILURE_GRACE_S, GpuopsAgent, Parts, WorkerStartError
 from gpuops.agent.arguments import Request
 from gpuops.agent.identity import Identity
 from gpuops.agent.logs import GenerationLogs
@@ -38,6 +42,7 @@ from gpuops.agent.rundir import folder_name
 from gpuops.agent.session import Session
 from gpuops.agent.signals import UNUSED_SIGNAL, Cancellation
 from gpuops.agent.surroundings import describe_run, surroundings
+from gpuops.agent.values import check_log_dir, check_startable, check_values
 from gpuops.config import Settings, export
 from gpuops.errors import EXIT_FAIL, EXIT_INTERNAL, EXIT_OK, UsageError
 from gpuops.host.clock import Clock
@@ -78,9 +83,11 @@ def launch(
         env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     )
     config, logs = _configure(request)
+    entry = command(request.torch, env, disabled=settings.disabled)
+    check_startable(entry[0])
     names = getattr(config, "signals_to_handle", SIGNALS_DEFAULT).split(",")
     prepare_environment(env)
-    name = request.run_name or _default_name(request.torch)
+    name = scrub(request.run_name or _default_name(request.torch))
     run_id = uuid7(clock.now_us(), os.urandom(10))
     describe = describe_run(
         name,
@@ -108,7 +115,7 @@ def launch(
         failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
         cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
     )
-    return _run(request, config, command(request.torch, env, disabled=settings.disabled), parts)
+    return _run(request, config, entry, parts)
 
 
 def prepare_environment(env: Mapping[str, str]) -> None:
@@ -147,12 +154,17 @@ def _configure(request: Request) -> tuple[LaunchConfig, GenerationLogs]:
         UsageError: torch's own checks refuse a value.
     """
     args = request.torch
+    check_values(args, getattr(rendezvous_handler_registry, "_registry", None))
+    if args.logs_specs is None:
+        check_log_dir(args.log_dir)
     log_dir, args.log_dir = args.log_dir, os.devnull  # else torch makes a directory of its own
     try:
         config, _entrypoint, _arguments = config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError) as exc:
         said = str(exc) or "a flag has a value that torch refuses"
         raise UsageError(said) from exc
+    if config.nproc_per_node < 1:
+        raise UsageError(f"--nproc-per-node={args.nproc_per_node}: this node has none")
     if request.is_private and config.min_nodes > 1:
         raise UsageError(
             f"--standalone is a run on one node, and --nnodes={args.nnodes} waits for "
@@ -220,6 +232,9 @@ def _supervise(agent: GpuopsAgent, parts: Parts) -> Outcome:
         if agent.session is None:
             agent.session = parts.open_session(parts.identity, True)
         return _no_rendezvous(agent.session, exc)
+    except WorkerStartError as exc:
+        events.record(agent.get_event_failed(), event_handler)
+        return _not_started(agent, scrub(str(exc)))
     events.record(agent.get_event_succeeded(), event_handler)
     handler.shutdown()
     if result is not None and result.is_failed():
@@ -269,6 +284,13 @@ def _no_rendezvous(session: Session, error: Exception) -> Outcome:
     session.safely(
         "recording the failed rendezvous", lambda: session.chronicle.rendezvous_failed(reason)
     )
+    return Outcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason)
+
+
+def _not_started(agent: GpuopsAgent, reason: str) -> Outcome:
+    session = agent.session
+    assert session is not None, "workers are started in a session"
+    session.safely("recording the failed start", lambda: session.chronicle.start_failed(reason))
     return Outcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason)
 
 

@@ -51,13 +51,13 @@ def writable_parent(wanted: Path, *, was_asked_for: bool, fallbacks: Iterable[Pa
     Raises:
         UsageError: The user named *wanted*, and it cannot be written; or nothing can.
     """
-    problem = _trouble(wanted)
+    problem = why_not_writable(wanted)
     if problem is None:
         return RunParent(wanted.absolute())
     if was_asked_for:
         raise UsageError(f"cannot write the run directory {wanted}: {problem}")
     for path in fallbacks:
-        if why_not_ours(path, private=True) is None and _trouble(path) is None:
+        if why_not_ours(path, private=True) is None and why_not_writable(path) is None:
             return RunParent(path.absolute(), problem)
     try:
         return RunParent(Path(tempfile.mkdtemp(prefix=f"gpuops-{os.geteuid()}-")), problem)
@@ -67,7 +67,8 @@ def writable_parent(wanted: Path, *, was_asked_for: bool, fallbacks: Iterable[Pa
         ) from None
 
 
-def _trouble(path: Path) -> str | None:
+def why_not_writable(path: Path) -> str | None:
+    """Return why no file can be made in *path*, which is made itself where it is not there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -71,11 +71,14 @@ def test_the_users_log_directory_and_streams_are_used(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["no_such_script.py"],
+        ["no-such-script.py"],
         ["--no-such-flag", PLAIN],
         ["--nnodes=x", PLAIN],
         ["--nproc-per-node=many", PLAIN],
         ["--tee=9", PLAIN],
+        ["--nproc-per-node=0", PLAIN],
+        ["--rdzv-backend=zzz", "--rdzv-endpoint=h:1", PLAIN],
+        ["--log-dir=/proc/no", PLAIN],
     ],
     ids=lambda words: str(words[0]),
 )
@@ -85,6 +88,7 @@ def test_bad_input_ends_with_64_and_one_line_before_anything_starts(tmp_path, wo
 
     (line,) = run.err.read_text().splitlines()
     assert line.startswith("gpuops: ")
+    assert str(words[0]).partition("=")[0].lstrip("-") in line.replace("_", "-")
     assert not run.runs.exists() or run.directory is None
     assert sys.executable not in line
 
@@ -101,3 +105,35 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(tmp_path):
         assert run.finish(20) == 130, run.said()
 
     assert run.err.read_text().split("\n") == ["", "gpuops: interrupted", ""]
+
+
+def test_a_python_that_is_not_there_is_one_line_before_anything_starts(tmp_path):
+    with Run(tmp_path, PLAIN, env={"PYTHON_EXEC": "/nonexistent"}) as run:
+        assert run.finish() == 64
+
+    (line,) = run.err.read_text().splitlines()
+    assert line == "gpuops: cannot start worker 0: /nonexistent: No such file or directory"
+    assert run.directory is None
+
+
+def test_workers_that_the_system_refuses_to_start_are_an_incident(tmp_path):
+    program = tmp_path / "python"
+    program.write_bytes(b"\x7fELF no program")
+    program.chmod(0o755)
+    with Run(tmp_path / "run", PLAIN, env={"PYTHON_EXEC": str(program)}) as run:
+        assert run.finish() == 1
+
+    said = run.err.read_text()
+    assert "Traceback" not in said
+    assert "cannot start the workers: [Errno 8] Exec format error" in said
+    (incident,) = run.incidents()
+    assert incident["title"] == "the workers could not be started"
+    assert incident["state"] == "closed"
+
+
+def test_a_secret_in_the_runs_name_is_in_no_name_of_a_folder(tmp_path):
+    with Run(tmp_path, "--run-name", "password=hunter2", PLAIN, nproc=1) as run:
+        assert run.finish() == 0
+
+    assert "hunter2" not in run.directory.name
+    assert "hunter2" not in str(run.events())

@@ -1,8 +1,10 @@
 """``gpuops run``."""
 
 import io
+import logging
 import shlex
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import click
@@ -16,6 +18,7 @@ from gpuops.host.clock import SystemClock
 from gpuops.log import printable
 
 LOOK_S = 3.0
+_log = logging.getLogger(__name__)
 
 
 class _TorchrunCommand(click.Command):
@@ -56,10 +59,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     settings = settings_of(
         ctx, store__url=request.store, spool__dir=request.spool, run__dir=request.run_dir
     )
-    # torch's tee writes the workers' lines to our stdout; buffered, a file or a pipe would get them
-    # in blocks, long after what happened.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    _outlast_readers()
     if not settings.store_is_default:
         from gpuops.store.url import parse_url
 
@@ -77,6 +77,22 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
             hint = f"not in the store yet; see `gpuops report --run-dir {where}`"
         click.echo(f"gpuops: {printable(hint)}", err=True)
     return ended.exit_code
+
+
+def _outlast_readers() -> None:
+    """Let the job go on when nobody reads its lines, which torch's tee writes to our streams.
+
+    By whole lines: in blocks, a file or a pipe would get them long after what happened.
+    """
+    from gpuops.agent.console import lasting
+
+    def lost(name: str, exc: OSError) -> None:
+        _log.warning("%s takes no more, the job goes on: %s", name, exc.strerror)
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = lasting(sys.stdout, partial(lost, "standard output"))
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = lasting(sys.stderr, lambda _exc: None)
 
 
 def _is_in_store(settings: Settings, run_id: str) -> bool:

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 
 import psutil
 import pytest
@@ -292,3 +293,21 @@ def test_a_signal_while_the_second_node_is_awaited_is_a_closed_incident(tmp_path
     assert "Traceback" not in run.err.read_text()
     (incident,) = run.incidents()
     assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+def test_a_reader_that_leaves_ends_neither_the_job_nor_its_output(tmp_path, both):
+    script = tmp_path / "talks.py"
+    script.write_text("for n in range(3000): print('line', n)\n")
+    streams = {"stdout": subprocess.PIPE} | ({"stderr": subprocess.STDOUT} if both else {})
+    with Run(tmp_path / "run", script, nproc=1, **streams) as run:
+        run.process.stdout.readline()
+        run.process.stdout.close()
+
+        assert run.finish() == 0, run.said()
+
+    said = run.err.read_text()
+    assert "Traceback" not in said
+    assert said.count("takes no more") == (0 if both else 1)
+    (log,) = run.directory.rglob("stdout.log")
+    assert len(log.read_text().splitlines()) == 3000

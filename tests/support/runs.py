@@ -35,7 +35,7 @@ def is_alive(pid):
 class Run:
     """One agent with its own store, spool and run directory below *folder*."""
 
-    def __init__(self, folder, *words, env=None, cwd=None, nproc=2):
+    def __init__(self, folder, *words, env=None, cwd=None, nproc=2, **streams):
         self.folder = folder
         self.runs = folder / "runs"
         self.out, self.err = folder / "out", folder / "err"
@@ -45,9 +45,8 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "gpuops", "run", *flags, *map(str, words)],
                 env=self._environment() | (env or {}),
-                stdout=out,
-                stderr=err,
                 cwd=cwd,
+                **{"stdout": out, "stderr": err, **streams},
             )
 
     def _environment(self):

@@ -250,7 +250,9 @@ def _supervise(agent: GpuopsAgent, parts: Parts) -> Outcome:
 def _say_what_follows(agent: GpuopsAgent, parts: Parts, number: Signals) -> None:
     if agent.has_workers():
         limit_s = parts.cancel_grace_s
-        parts.say(f"{number.name}: ending the workers, at most {limit_s:g} s; again to kill them")
+        parts.say(
+            f"{number.name}: ending the workers, at most {limit_s:g} s; again to kill them now"
+        )
 
 
 def _cancelled(agent: GpuopsAgent | None, parts: Parts, number: Signals) -> tuple[Session, Outcome]:

@@ -2,10 +2,15 @@
 
 import io
 import logging
+import os
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from types import FrameType
 
 import click
 
@@ -45,10 +50,11 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
             "It needs torch, which is not installed here; try: pip install 'gpuops[torch]'"
         )
         return 0
-    torch_version = require_torch()
-    from torch.distributed.run import get_args_parser
+    with _ctrl_c_ends_at_once():
+        torch_version = require_torch()
+        from torch.distributed.run import get_args_parser
 
-    from gpuops.agent.launch import launch
+        from gpuops.agent.launch import launch
 
     env = environ()
     try:
@@ -77,6 +83,24 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
             hint = f"not in the store yet; see `gpuops report --run-dir {where}`"
         click.echo(f"gpuops: {printable(hint)}", err=True)
     return ended.exit_code
+
+
+@contextmanager
+def _ctrl_c_ends_at_once() -> Iterator[None]:
+    """Take Ctrl-C while nothing has begun: some of what is imported swallows KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # ignored, as for a shell's background job, or somebody else's
+        return
+    signal.signal(signal.SIGINT, _end_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"gpuops: interrupted\n")
+    os._exit(128 + number)
 
 
 def _outlast_readers() -> None:

@@ -248,7 +248,7 @@ def test_the_first_ctrl_c_is_answered_at_once(tmp_path):
     with Run(tmp_path / "run", script, nproc=1) as run:
         run.wait_for_output("ready")
         run.signal(signal.SIGINT)
-        run.wait_for_output("SIGINT: ending the workers, at most 20 s; again to kill them")
+        run.wait_for_output("SIGINT: ending the workers, at most 20 s; again to kill them now")
         run.signal(signal.SIGINT)
 
         assert run.finish(10) == 130, run.said()

@@ -17,7 +17,8 @@ from gpuops.agent.rundir import RunDirectory, create_rings
 from gpuops.host.clock import Clock
 from gpuops.model import Event
 from gpuops.rules import LogRule
-from gpuops.store.recorder import Recorder, new_event
+from gpuops.store.new_event import new_event
+from gpuops.store.recorder import Recorder
 from gpuops.store.recorder_thread import QueuedRecorder
 
 log = logging.getLogger(__name__)

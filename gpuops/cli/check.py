@@ -190,7 +190,7 @@ def _summary_line(ran: CheckRun) -> str:
 
 def events_of(ran: CheckRun, trigger: str, clock: Clock) -> list[Event]:
     """Return what is recorded of *ran*: the run itself, and each failure of gpuops in it."""
-    from gpuops.store.recorder import new_event
+    from gpuops.store.new_event import new_event
 
     payload = {
         "suite": ran.suite,

@@ -13,9 +13,10 @@ from typing import Protocol
 
 from gpuops.errors import SpoolError
 from gpuops.host.clock import Clock
-from gpuops.model import Event, Json, Severity, uuid7
+from gpuops.model import Event, Severity
 from gpuops.store.journal import Journal
 from gpuops.store.lines import LineSource, cleaned
+from gpuops.store.new_event import dropped_event
 from gpuops.store.spool import SpoolWriter
 
 _log = logging.getLogger(__name__)
@@ -27,31 +28,6 @@ class Recorder(Protocol):
     def record(self, *events: Event) -> None: ...
 
     def close(self) -> None: ...
-
-
-def new_event(  # noqa: PLR0913 all but one are keywords
-    kind: str,
-    *,
-    node: str,
-    clock: Clock,
-    randomness: Callable[[int], bytes] = os.urandom,
-    severity: Severity = Severity.INFO,
-    run_id: str | None = None,
-    attempt: int | None = None,
-    payload: Json | None = None,
-) -> Event:
-    """Return an event of now, with a sortable id of its own."""
-    now_us = clock.now_us()
-    return Event(
-        id=uuid7(now_us, randomness(10)),
-        kind=kind,
-        t_us=now_us,
-        node=node,
-        severity=severity,
-        run_id=run_id,
-        attempt=attempt,
-        payload=payload or {},
-    )
 
 
 class NullRecorder:
@@ -166,18 +142,13 @@ class SpoolRecorder:
                     self._warn("close", f"cannot finish recording: {exc}")
 
     def _loss(self) -> Event:
-        return new_event(
-            "tool.failed",
+        return dropped_event(
+            "spool",
+            f"{self._unreported} events could not be written to the spool",
+            self._unreported,
             node=self._node,
             clock=self._clock,
             randomness=self._randomness,
-            severity=Severity.WARNING,
-            payload={
-                "what": "spool",
-                "error": f"{self._unreported} events could not be written to the spool",
-                "traceback": None,
-                "dropped": self._unreported,
-            },
         )
 
     def _warn(self, subject: str, message: str) -> None:

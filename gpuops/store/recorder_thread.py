@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from gpuops.host.clock import Clock
-from gpuops.model import Event, Severity
-from gpuops.store.recorder import Recorder, new_event
+from gpuops.model import Event
+from gpuops.store.new_event import dropped_event
+from gpuops.store.recorder import Recorder
 
 EVENTS_MAX = 8192  # a failure of 8 ranks with full log tails is about 12 events, 200 KB
 CLOSE_S = 10.0
@@ -103,16 +104,11 @@ class QueuedRecorder:
             _log.warning("a write for this run failed", exc_info=True)
 
     def _loss(self, count: int) -> Event:
-        return new_event(
-            "tool.failed",
+        return dropped_event(
+            "recorder",
+            f"{count} events were dropped: writing could not keep up",
+            count,
             node=self._node,
             clock=self._clock,
             randomness=self._randomness,
-            severity=Severity.WARNING,
-            payload={
-                "what": "recorder",
-                "error": f"{count} events were dropped: writing could not keep up",
-                "traceback": None,
-                "dropped": count,
-            },
         )

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from gpuops.errors import SpoolError
 from gpuops.host.clock import Clock
-from gpuops.model import Event, Severity, uuid7
+from gpuops.model import Event, Severity
 from gpuops.store.lines import LineSource
+from gpuops.store.new_event import dropped_event
 from gpuops.store.segments import drop_oldest, own_directory, spool_error
 
 SEGMENT_BYTES = 4 * 2**20
@@ -127,20 +128,14 @@ class SpoolWriter:
             raise spool_error(self._spool, exc.strerror or str(exc)) from exc
 
     def _dropped(self, lines: int, size_bytes: int) -> Event:
-        now_us = self._clock.now_us()
-        return Event(
-            id=uuid7(now_us, self._randomness(10)),
-            kind="tool.failed",
-            t_us=now_us,
+        return dropped_event(
+            "spool",
+            f"the spool {self._spool} was above {self._bytes_max} bytes: "
+            f"its oldest {lines} events ({size_bytes} bytes) were dropped",
+            lines,
             node=self._node,
-            severity=Severity.WARNING,
-            payload={
-                "what": "spool",
-                "error": f"the spool {self._spool} was above {self._bytes_max} bytes: "
-                f"its oldest {lines} events ({size_bytes} bytes) were dropped",
-                "traceback": None,
-                "dropped": lines,
-            },
+            clock=self._clock,
+            randomness=self._randomness,
         )
 
 

@@ -29,7 +29,8 @@ from gpuops.store import schema
 from gpuops.store.engine import open_store
 from gpuops.store.flush import flush
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.recorder import new_event, spool_recorder
+from gpuops.store.new_event import new_event
+from gpuops.store.recorder import spool_recorder
 
 PATIENCE_S = 300
 

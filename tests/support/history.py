@@ -1,8 +1,8 @@
 """Runs, attempts and incidents as the store gives them, built by hand."""
 
 from gpuops.incident.lifecycle import closed, mitigated, with_restart
+from gpuops.store.new_event import new_event
 from gpuops.store.queries import AttemptRow, RunRow
-from gpuops.store.recorder import new_event
 from support.exits import NODE, RUN, incident_of, killed, terminated
 
 T0 = 1_700_000_000_000_000

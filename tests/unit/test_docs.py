@@ -36,8 +36,13 @@ def test_every_option_the_readme_shows_exists():
         assert result.exit_code == 0, name
         for line in README.splitlines():
             if line.startswith(f"$ gpuops {name}"):
-                for option in re.findall(r"(?<= )--[a-z-]+", line.partition(" -- ")[0]):
+                for option in re.findall(r"(?<= )--[a-z-]+", _ours(line)):
                     assert option in _help_of(name, line), f"{option} in {line!r}"
+
+
+def _ours(line):
+    """Return the words of *line* before the user's own program and its arguments."""
+    return re.split(r" -m | \S+\.py\b| -- ", line)[0]
 
 
 def _help_of(name, line):
@@ -45,3 +50,8 @@ def _help_of(name, line):
     texts = [CliRunner().invoke(gpuops, [name, "--help"]).output]
     texts += [CliRunner().invoke(gpuops, [name, word, "--help"]).output for word in words[:1]]
     return "\n".join(texts)
+
+
+def test_no_page_holds_a_place_to_fill_in():
+    for page in PAGES:
+        assert "@@" not in page.read_text()

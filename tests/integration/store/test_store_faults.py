@@ -25,7 +25,8 @@ from gpuops.store.engine import open_store
 from gpuops.store.flush import flush
 from gpuops.store.ingest import ingest
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.recorder import new_event, spool_recorder
+from gpuops.store.new_event import new_event
+from gpuops.store.recorder import spool_recorder
 
 BOUND_S = 20
 

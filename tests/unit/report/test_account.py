@@ -15,7 +15,8 @@ from gpuops.store.engine import memory_store
 from gpuops.store.facts.envelope import Envelope
 from gpuops.store.ingest import ingest
 from gpuops.store.lines import Line
-from gpuops.store.recorder import ListRecorder, new_event
+from gpuops.store.new_event import new_event
+from gpuops.store.recorder import ListRecorder
 from gpuops.wire import Beat, StepSource
 from gpuops.wire import Phase as Beating
 

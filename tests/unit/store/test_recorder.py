@@ -9,7 +9,8 @@ from support.stories import Teller
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
 from gpuops.store.lines import decode
-from gpuops.store.recorder import ListRecorder, NullRecorder, new_event, spool_recorder
+from gpuops.store.new_event import new_event
+from gpuops.store.recorder import ListRecorder, NullRecorder, spool_recorder
 from gpuops.store.segments import find_segments
 
 

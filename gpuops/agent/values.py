@@ -7,6 +7,7 @@ import argparse
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,10 +51,13 @@ def check_log_dir(log_dir: str | None) -> None:
 def check_startable(program: str) -> None:
     """Refuse a program that no worker could become.
 
+    The interpreter that runs this needs no look. access(2) asks for the real user without the
+    capabilities that start programs below a closed folder, and would refuse it there.
+
     Raises:
         UsageError: It is not there, or not executable for this user.
     """
-    if shutil.which(program) is not None:
+    if program == sys.executable or shutil.which(program) is not None:
         return
     is_there = Path(program).exists()
     problem = "not an executable file" if is_there else "No such file or directory"
@@ -71,7 +75,7 @@ def why_no_interpreter(program: str) -> str | None:
     if not first.startswith(b"#!") or not words:
         return None
     interpreter = os.fsdecode(words[0])
-    if os.access(interpreter, os.X_OK):
+    if os.access(interpreter, os.X_OK, effective_ids=True):
         return None
     return f"its interpreter {interpreter!r} is not there or not executable"
 

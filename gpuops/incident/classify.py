@@ -186,16 +186,8 @@ def _by_exception(
         rule, line = hit
         return _ruled(worker, rule, line, Confidence.CONFIRMED, "the exception it raised", about)
     where = exception.place(worker)
-    return Verdict(
-        worker=worker,
-        role=Role.ROOT,
-        failure_class=FailureClass.USER_EXCEPTION,
-        side=Side.USER,
-        confidence=Confidence.PROBABLE,
-        by=f"known by the exception it raised{f' at {where}' if where else ''}",
-        lines=(lines[0],),
-        kernel_lines=about,
-    )
+    by = f"the exception it raised{f' at {where}' if where else ''}"
+    return _by_program(worker, by, (lines[0],), about)
 
 
 def _by_signal(
@@ -229,15 +221,7 @@ def _by_log(worker: WorkerExit, rules: Sequence[LogRule]) -> Verdict | None:
     printed = exception.printed_exception(tail)
     if printed is None:
         return None
-    return Verdict(
-        worker=worker,
-        role=Role.ROOT,
-        failure_class=FailureClass.USER_EXCEPTION,
-        side=Side.USER,
-        confidence=Confidence.PROBABLE,
-        by="known by the traceback in its log",
-        lines=(printed,),
-    )
+    return _by_program(worker, "the traceback in its log", (printed,))
 
 
 def _unexplained(worker: WorkerExit) -> Verdict:
@@ -245,14 +229,22 @@ def _unexplained(worker: WorkerExit) -> Verdict:
     left = (
         "no exception was left, but a last line" if words else "no exception and no hint was left"
     )
+    return _by_program(worker, f"its exit code {worker.exit_code}: {left}", words)
+
+
+def _by_program(
+    worker: WorkerExit, by: str, lines: tuple[str, ...], about: tuple[str, ...] = ()
+) -> Verdict:
+    """Return the verdict that the program itself failed, for all that is known."""
     return Verdict(
         worker=worker,
         role=Role.ROOT,
         failure_class=FailureClass.USER_EXCEPTION,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        by=f"known by its exit code {worker.exit_code}: {left}",
-        lines=words,
+        by=f"known by {by}",
+        lines=lines,
+        kernel_lines=about,
     )
 
 

@@ -36,7 +36,6 @@ class StepSource(IntEnum):
 
     UNKNOWN = 0
     OPTIMIZER_STATE = 1
-    PROGRESS_CALL = 2
 
 
 class Phase(IntEnum):

@@ -343,10 +343,3 @@ ingest_log = Table(
     Column("rows", BigInteger, nullable=False),
     PrimaryKeyConstraint("origin", "boot_id"),
 )
-
-meta = Table(
-    "meta",
-    metadata,
-    Column("key", Key, primary_key=True),
-    Column("value", Text, nullable=False),
-)

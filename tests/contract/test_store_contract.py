@@ -346,4 +346,4 @@ def test_the_same_stream_leaves_the_same_rows_on_both(tmp_path, postgres_url):
         rows = look(sqlite, dump)
 
         assert look(postgres, dump) == rows
-    assert min(len(found) for name, found in rows.items() if name != "meta") > 0
+    assert min(len(found) for found in rows.values()) > 0

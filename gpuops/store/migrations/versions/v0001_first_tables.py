@@ -65,13 +65,6 @@ sa.Table(
     sa.PrimaryKeyConstraint("origin", "boot_id", name="pk_ingest_log"),
 )
 sa.Table(
-    "meta",
-    _TABLES,
-    sa.Column("key", _KEY, nullable=False),
-    sa.Column("value", sa.Text(), nullable=False),
-    sa.PrimaryKeyConstraint("key", name="pk_meta"),
-)
-sa.Table(
     "incidents",
     _TABLES,
     sa.Column("id", _KEY, nullable=False),

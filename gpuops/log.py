@@ -12,7 +12,7 @@ _CONTROL = {code: "�" for code in [*range(32), *range(127, 160), *_BIDI] if ch
 def printable(text: str) -> str:
     """Return *text* safe for a terminal: no escape sequences, no carriage returns.
 
-    Log lines and file names come from processes that we do not trust (DESIGN §12).
+    Log lines and file names come from processes that we do not trust.
     """
     return text.translate(_CONTROL)
 

@@ -1,4 +1,4 @@
-"""Secrets taken out of text before it is stored or printed (DESIGN §12).
+"""Secrets taken out of text before it is stored or printed.
 
 Evidence is where secrets leak: tracebacks with URLs, dumped environments, command lines. A pattern
 that takes too much costs a word of a log line; one that takes too little costs a password, so these

@@ -32,7 +32,7 @@ assert _RECORD.size == RECORD_BYTES
 
 
 class StepSource(IntEnum):
-    """Where a step number is from; a hook's count alone is not a step (DESIGN §2)."""
+    """Where a step number is from; a hook's count alone is not a step."""
 
     UNKNOWN = 0
     OPTIMIZER_STATE = 1

@@ -20,7 +20,7 @@ from gpuops.model import Status, UnknownReason
 DEADLINE_MAX_S = 3600.0
 _SUITE_KEYS = ("about", "deadline_s", "unknown", "check")
 _CHECK_KEYS = ("name", "timeout_s")
-# Nothing that only says "I could not look" may fail a node (DESIGN §6).
+# Nothing that only says "I could not look" may fail a node.
 _POLICY_STATUSES = (Status.SKIP, Status.WARN, Status.UNKNOWN)
 
 

@@ -65,7 +65,7 @@ def gpuops(ctx: click.Context, config_file: str | None, *, verbose: bool) -> Non
 
 
 def run_command(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code (DESIGN §6); never raises."""
+    """Run one command line and return its exit code (`gpuops.errors`); never raises."""
     _open_closed_streams()
     try:
         result: Any = gpuops.main(args=list(args), prog_name="gpuops", standalone_mode=False)

@@ -1,6 +1,6 @@
 """Facts and parameters as frozen dataclasses: to JSON, and back with every type checked.
 
-Facts cross from a probe's child to its parent as JSON, never as pickles (DESIGN §12), and can be
+Facts cross from a probe's child to its parent as JSON, never as pickles, and can be
 kept to replay a verdict. The same reader takes a check's parameters from TOML.
 """
 

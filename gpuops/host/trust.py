@@ -1,4 +1,4 @@
-"""Which files root may believe (DESIGN §12): those that nobody else can have written."""
+"""Which files root may believe: those that nobody else can have written."""
 
 import os
 import stat

@@ -1,6 +1,6 @@
 """A run's journal: the lines of its spool, kept with the run and never deleted.
 
-With it a run directory alone is reportable (DESIGN §6), whatever became of spool and store.
+With it a run directory alone is reportable, whatever became of spool and store.
 """
 
 import os

@@ -55,3 +55,8 @@ def _help_of(name, line):
 def test_no_page_holds_a_place_to_fill_in():
     for page in PAGES:
         assert "@@" not in page.read_text()
+
+
+def test_no_line_of_code_cites_a_page_that_is_not_here():
+    for path in (ROOT / "gpuops").rglob("*.py"):
+        assert "DESIGN" not in path.read_text(), path

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.protocol import Check, Limit, Look
+from gpuops.checks.protocol import Case, Check, Limit, Look
 from gpuops.host.adjtimex import ClockState, read_clock_state
-from gpuops.model import Entity, FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_seconds
 
 
@@ -15,14 +15,14 @@ class Parameters:
     error_max_s: Limit
 
 
-def judge(facts: ClockState, parameters: Parameters, node: Entity) -> list[Finding]:
+def judge(facts: ClockState, parameters: Parameters, case: Case) -> list[Finding]:
     """Return one finding; the kernel's own verdict comes first, and warns only."""
     limit = parameters.error_max_s
     if not facts.synchronised:
         return [
             Finding(
                 check="clock_sync",
-                entity=node,
+                entity=case.node,
                 status=Status.WARN,
                 value="unsynchronised",
                 threshold="synchronised",
@@ -35,7 +35,7 @@ def judge(facts: ClockState, parameters: Parameters, node: Entity) -> list[Findi
     return [
         Finding(
             check="clock_sync",
-            entity=node,
+            entity=case.node,
             status=status,
             value=round(facts.error_max_s, 6),
             unit="s",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from gpuops.checks.protocol import Check, Limit, Look
+from gpuops.checks.protocol import Case, Check, Limit, Look
 from gpuops.host.filesystems import Filesystems, MountAnswer, Space, read_filesystems
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_bytes
@@ -26,7 +26,7 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: Filesystems, parameters: Parameters, node: Entity) -> list[Finding]:
+def judge(facts: Filesystems, parameters: Parameters, case: Case) -> list[Finding]:
     """Return a finding for each mount with a problem, else one for the fullest.
 
     A mount that gave no answer is the business of ``mount_alive``. Mounts that another machine
@@ -45,7 +45,7 @@ def judge(facts: Filesystems, parameters: Parameters, node: Entity) -> list[Find
                 tightest = percent, finding
     if findings:
         return findings
-    return [tightest[1] if tightest else _nothing_to_judge(node)]
+    return [tightest[1] if tightest else _nothing_to_judge(case.node)]
 
 
 def ignored(answer: MountAnswer, patterns: tuple[str, ...]) -> bool:

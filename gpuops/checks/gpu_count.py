@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from gpuops.checks.protocol import Check, Look
+from gpuops.checks.protocol import Case, Check, Look
+from gpuops.host.gpu_facts import GPU_IS_LOST, NO_PERMISSION, RESET_REQUIRED, NvmlGpu, NvmlStatus
 from gpuops.host.gpus import Gpus, read_gpus
-from gpuops.host.nvml import GPU_IS_LOST, NO_PERMISSION, RESET_REQUIRED, NvmlGpu, NvmlStatus
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 
 LOOK = Look("gpus", Gpus, lambda machine, budget_s: read_gpus(machine.root, budget_s))
@@ -22,14 +22,14 @@ class Parameters:
     source: str = "suite"
 
 
-def judge(facts: Gpus, parameters: Parameters, node: Entity) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
     """Return one finding about the count and one for each GPU that NVML cannot open."""
     if facts.nvml.status is NvmlStatus.OK:
-        broken = [_broken(gpu, node) for gpu in facts.nvml.gpus if gpu.error is not None]
-        return [_counted(facts, parameters, node), *broken]
+        broken = [_broken(gpu, case.node) for gpu in facts.nvml.gpus if gpu.error is not None]
+        return [_counted(facts, parameters, case.node), *broken]
     if facts.nvml.status is NvmlStatus.ABSENT:
-        return [_absent(facts, parameters, node)]
-    return [_unanswered(facts, parameters, node)]
+        return [_absent(facts, parameters, case.node)]
+    return [_unanswered(facts, parameters, case.node)]
 
 
 def _counted(facts: Gpus, parameters: Parameters, node: Entity) -> Finding:

@@ -1,29 +1,29 @@
 """Does every GPU on the PCI bus answer, and does NVML know it?"""
 
 from gpuops.checks.gpu_count import LOOK
-from gpuops.checks.protocol import Check, NoParameters
+from gpuops.checks.protocol import Case, Check, NoParameters
+from gpuops.host.gpu_facts import NvmlStatus
 from gpuops.host.gpus import Gpus
-from gpuops.host.nvml import NvmlStatus
 from gpuops.host.sysfs import PciGpu
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 _DRIVER = "nvidia"
 
 
-def judge(facts: Gpus, _parameters: NoParameters, node: Entity) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, case: Case) -> list[Finding]:
     """Return a finding for each GPU that is off the bus or unknown to NVML, else one for all.
 
     A device that reads as all ones has left the bus, which is a fact and fails. One that NVML does
     not list warns: a container or a job's cgroup may rightly hide it.
     """
     if not facts.pci:
-        return [_finding(node, Status.SKIP, "no NVIDIA GPU on the PCI bus")]
+        return [_finding(case.node, Status.SKIP, "no NVIDIA GPU on the PCI bus")]
     uuids = {gpu.address: gpu.uuid for gpu in facts.nvml.gpus if gpu.address and gpu.uuid}
     lost = [_lost(gpu, uuids) for gpu in facts.pci if gpu.answers is False]
-    hidden = _hidden(facts, node)
+    hidden = _hidden(facts, case.node)
     if lost or hidden:
         return lost + hidden
-    return [_all_well(facts, node)]
+    return [_all_well(facts, case.node)]
 
 
 def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:

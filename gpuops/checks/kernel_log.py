@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpuops.checks.protocol import Check, Look, Machine, NoParameters
+from gpuops.checks.protocol import Case, Check, Look, Machine, NoParameters
 from gpuops.errors import ProbeError
 from gpuops.host.kmsg import KernelRecord, parse_kmsg, read_kmsg
 from gpuops.host.procfs import read_text
@@ -139,18 +139,18 @@ def _uptime_us(root: Path) -> int | None:
         return None
 
 
-def judge(facts: KernelLog, _parameters: NoParameters, node: Entity) -> list[Finding]:
+def judge(facts: KernelLog, _parameters: NoParameters, case: Case) -> list[Finding]:
     """Return a finding for each rule and subject that was hit, the worst first, else one pass."""
-    findings = [_finding(hits, node) for hits in facts.hits]
+    findings = [_finding(hits, case.node) for hits in facts.hits]
     if facts.more:
-        findings.append(_too_many(facts.more, node))
+        findings.append(_too_many(facts.more, case.node))
     if findings:
         return sorted(findings, key=lambda finding: -finding.status)
     since = "since boot" if facts.complete else "in what is left of the log"
     return [
         Finding(
             check="kernel_log",
-            entity=node,
+            entity=case.node,
             status=Status.PASS,
             value=0,
             unit="hits",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from gpuops.checks.protocol import Check, Limit, Look
+from gpuops.checks.protocol import Case, Check, Limit, Look
 from gpuops.host.abandoned import is_probe
 from gpuops.host.procfs import Load, read_load
 from gpuops.model import Entity, FailureClass, Finding, Status
@@ -23,9 +23,12 @@ def without_probes(load: Load) -> Load:
     return replace(load, blocked=tuple(item for item in load.blocked if not is_probe(item)))
 
 
-def judge(facts: Load, parameters: Parameters, node: Entity) -> list[Finding]:
+def judge(facts: Load, parameters: Parameters, case: Case) -> list[Finding]:
     """Return one finding about load and one about blocked processes."""
-    return [_load(facts, parameters.per_cpu, node), _blocked(facts, parameters.blocked, node)]
+    return [
+        _load(facts, parameters.per_cpu, case.node),
+        _blocked(facts, parameters.blocked, case.node),
+    ]
 
 
 def _load(facts: Load, limit: Limit, node: Entity) -> Finding:

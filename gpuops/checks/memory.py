@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.protocol import Check, Limit, Look
+from gpuops.checks.protocol import Case, Check, Limit, Look
 from gpuops.host.procfs import Memory, read_memory
-from gpuops.model import Entity, FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
 
@@ -15,7 +15,7 @@ class Parameters:
     available_percent: Limit
 
 
-def judge(facts: Memory, parameters: Parameters, node: Entity) -> list[Finding]:
+def judge(facts: Memory, parameters: Parameters, case: Case) -> list[Finding]:
     """Return one finding about the node's available memory."""
     limit = parameters.available_percent
     percent = 100 * facts.available_bytes / facts.total_bytes
@@ -23,7 +23,7 @@ def judge(facts: Memory, parameters: Parameters, node: Entity) -> list[Finding]:
     return [
         Finding(
             check="memory",
-            entity=node,
+            entity=case.node,
             status=status,
             value=round(percent, 1),
             unit="%",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpuops.checks.disk_space import LOOK, ignored
-from gpuops.checks.protocol import Check, Limit
+from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.filesystems import Filesystems, MountAnswer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
@@ -23,7 +23,7 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: Filesystems, parameters: Parameters, node: Entity) -> list[Finding]:
+def judge(facts: Filesystems, parameters: Parameters, case: Case) -> list[Finding]:
     """Return a finding for each mount that is dead, silent or slow, else one for the slowest.
 
     Silence convicts a mount only where the asking process was stuck inside the kernel: a busy
@@ -32,15 +32,15 @@ def judge(facts: Filesystems, parameters: Parameters, node: Entity) -> list[Find
     answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
     findings = [found for item in answers if (found := _problem(item, parameters)) is not None]
     if facts.not_asked:
-        findings.append(_too_many(facts.not_asked, node))
+        findings.append(_too_many(facts.not_asked, case.node))
     if findings:
         return findings
     answered = [item for item in answers if item.space is not None]
     if not answered:
-        return [_finding(node, Status.SKIP, "no mount to ask")]
+        return [_finding(case.node, Status.SKIP, "no mount to ask")]
     slowest = max(answered, key=lambda item: item.elapsed_s)
     text = f"{len(answered)} mounts answer, {slowest.mount.point} last"
-    return [_timed(node, Status.PASS, slowest, parameters, text)]
+    return [_timed(case.node, Status.PASS, slowest, parameters, text)]
 
 
 def _problem(answer: MountAnswer, parameters: Parameters) -> Finding | None:

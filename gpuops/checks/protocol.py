@@ -4,12 +4,14 @@ Checks that name the same `Look` share one child and its facts. A judge reads no
 and no environment, so a verdict can be repeated from recorded facts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from gpuops.checks.profile import NO_PROFILE, Profile
 from gpuops.errors import ConfigError
+from gpuops.host.node_state import Counters, DriverHang, Repair, Strikes
 from gpuops.model import Entity, Finding, Status
 
 F = TypeVar("F")
@@ -18,10 +20,36 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where looks look: the root of the file system, and the folders of log rules."""
+    """Where looks look: the root of the file system, and the folders of log rules.
+
+    ``asked``: what the checks of this look want to know about (`Check.asks`).
+    """
 
     root: Path = Path("/")
     rule_dirs: tuple[Path, ...] = ()
+    asked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a judge knows besides the facts and its limits.
+
+    ``gpus``: the GPUs that are asked about, each by UUID, index or PCI address; None: all.
+    ``hangs``: calls into the GPU driver that gave no answer, of this boot, since it last answered.
+    ``persistence``: of the GPUs, when NVML last answered. ``repairs``: of this node, as
+    acknowledged; ``strikes``: of this node and its parts. ``boot_us``: when this node booted, by
+    the wall clock.
+    """
+
+    node: Entity
+    profile: Profile = NO_PROFILE
+    counters: Counters = field(default_factory=Counters)
+    gpus: frozenset[str] | None = None
+    hangs: tuple[DriverHang, ...] = ()
+    persistence: bool | None = None
+    repairs: tuple[Repair, ...] = ()
+    strikes: tuple[Strikes, ...] = ()
+    boot_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +65,30 @@ class Look(Generic[F]):
     read: Callable[[Machine, float], F]
 
 
+def _no_counters(_facts: object) -> Mapping[str, float]:
+    return {}
+
+
+def _asks_nothing(_parameters: object, _profile: Profile) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Check(Generic[F, P]):
-    """One check. ``parameters`` is the dataclass that a suite's table becomes."""
+    """One check. ``parameters`` is the dataclass that a suite's table becomes.
+
+    ``counters`` returns the values that the next run's judge will want to compare with, by name;
+    ``asks`` what the look must be told: names of units, paths. The names of counters are
+    ``CHECK:ENTITY:COUNTER``.
+    """
 
     name: str
     about: str
     look: Look[F]
     parameters: type[P]
-    judge: Callable[[F, P, Entity], list[Finding]]
+    judge: Callable[[F, P, Case], list[Finding]]
+    counters: Callable[[F], Mapping[str, float]] = _no_counters
+    asks: Callable[[P, Profile], tuple[str, ...]] = _asks_nothing
 
 
 AnyCheck = Check[Any, Any]

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuops.checks.protocol import Look, Machine
+from gpuops.checks.protocol import Case, Look, Machine
 from gpuops.checks.suites import Planned, Suite
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
 from gpuops.host.abandoned import Abandoned, abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.records import from_json, to_json
-from gpuops.model import Entity, EntityKind, Finding, Json, Status, UnknownReason
+from gpuops.model import Entity, Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc
 
 Tell = Callable[[Iterable[Finding]], None]
@@ -33,7 +33,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRun:
-    """What one run of a suite found. ``late``: checks that gave no answer in time."""
+    """What one run of a suite found. ``late``: checks that gave no answer in time.
+
+    ``counters``: what the next run will compare with (`gpuops.checks.protocol.Check.counters`).
+    """
 
     suite: str
     node: str
@@ -42,6 +45,7 @@ class CheckRun:
     findings: tuple[Finding, ...]
     late: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = field(default=())
+    counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Status:
@@ -64,7 +68,7 @@ def run_suite(
     suite: Suite,
     machine: Machine,
     *,
-    node: str,
+    case: Case,
     clock: Clock,
     tell: Tell = lambda _findings: None,
 ) -> CheckRun:
@@ -72,13 +76,15 @@ def run_suite(
 
     The caller must have a single thread (see `gpuops.host.probe`).
     """
-    start_us, entity = clock.now_us(), Entity(EntityKind.NODE, node)
+    start_us = clock.now_us()
+    counters: dict[str, float] = {}
     judged: dict[str, list[Finding]] = {}
     failures: list[Failure] = []
     late: set[str] = set()
-    for group, facts in _looked(suite, machine):
+    for group, facts in _looked(suite, machine, case):
         for planned in group:
-            findings, failure = _judged(planned, facts, entity)
+            findings, failure = _judged(planned, facts, case)
+            counters |= _counted(planned, facts)
             if failure is not None:
                 failures.append(failure)
             if any(finding.unknown_reason is UnknownReason.TIMEOUT for finding in findings):
@@ -87,12 +93,13 @@ def run_suite(
             tell(judged[planned.check.name])
     return CheckRun(
         suite=suite.name,
-        node=node,
+        node=case.node.id,
         start_us=start_us,
         end_us=clock.now_us(),
         findings=tuple(finding for name in suite.names for finding in judged[name]),
         late=tuple(name for name in suite.names if name in late),
         failures=tuple(failures),
+        counters=counters,
     )
 
 
@@ -107,7 +114,7 @@ def settled(finding: Finding, policy: Mapping[UnknownReason, Status]) -> Finding
 Looked = tuple[list[Planned], Any]
 
 
-def _looked(suite: Suite, machine: Machine) -> Iterable[Looked]:
+def _looked(suite: Suite, machine: Machine, case: Case) -> Iterable[Looked]:
     """Yield the checks that share a look with its facts, or the ProbeError that came instead."""
     groups: dict[str, list[Planned]] = {}
     for planned in suite.planned:
@@ -116,7 +123,7 @@ def _looked(suite: Suite, machine: Machine) -> Iterable[Looked]:
     for group in groups.values():
         budget_s = min(max(planned.timeout_s for planned in group), suite.deadline_s)
         try:
-            child = _start(group[0].check.look, machine, budget_s, left)
+            child = _start(group[0].check.look, _told(machine, group, case), budget_s, left)
         except ProbeError as exc:
             yield group, exc
         else:
@@ -124,6 +131,13 @@ def _looked(suite: Suite, machine: Machine) -> Iterable[Looked]:
     for child, outcome in probe.watch([child for child, _ in started.values()]):
         group = started[child.pid][1]
         yield group, _facts(group[0].check.look, outcome)
+
+
+def _told(machine: Machine, group: Iterable[Planned], case: Case) -> Machine:
+    asked = [
+        item for planned in group for item in planned.check.asks(planned.parameters, case.profile)
+    ]
+    return replace(machine, asked=tuple(dict.fromkeys(asked)))
 
 
 def _start(
@@ -149,7 +163,7 @@ def _facts(look: Look[Any], outcome: probe.Outcome) -> Any:  # noqa: ANN401 fact
 def _judged(
     planned: Planned,
     facts: Any,  # noqa: ANN401 facts differ by check
-    node: Entity,
+    case: Case,
 ) -> tuple[list[Finding], Failure | None]:
     check = planned.check
     if isinstance(facts, ProbeError):
@@ -157,14 +171,23 @@ def _judged(
         if facts.reason == UnknownReason.CRASH:
             notes = "".join(getattr(facts, "__notes__", ()))
             failure = Failure(f"look of check {check.name}", str(facts), notes)
-        return [_unknown(check.name, node, str(facts), UnknownReason(facts.reason))], failure
+        return [_unknown(check.name, case.node, str(facts), UnknownReason(facts.reason))], failure
     try:
-        return check.judge(facts, planned.parameters, node), None
+        return check.judge(facts, planned.parameters, case), None
     except Exception as exc:  # noqa: BLE001 boundary: our own bug must not fail the node
         error = f"{type(exc).__name__}: {exc}"
         failure = Failure(f"judge of check {check.name}", error, traceback.format_exc())
         text = f"a bug in gpuops, not a fault of the node: {error}"
-        return [_unknown(check.name, node, text, UnknownReason.CRASH)], failure
+        return [_unknown(check.name, case.node, text, UnknownReason.CRASH)], failure
+
+
+def _counted(planned: Planned, facts: Any) -> Mapping[str, float]:  # noqa: ANN401 as above
+    if isinstance(facts, ProbeError):
+        return {}
+    try:
+        return planned.check.counters(facts)
+    except Exception:  # noqa: BLE001 boundary: the judge of the same facts tells of the bug
+        return {}
 
 
 def _unknown(check: str, node: Entity, message: str, reason: UnknownReason) -> Finding:

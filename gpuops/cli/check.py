@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from gpuops.checks.protocol import Machine
+from gpuops.checks.protocol import Case, Machine
 from gpuops.checks.runner import CheckRun, run_suite
 from gpuops.checks.suites import Suite, load_suite, suite_paths
 from gpuops.cli.check_text import listing, nagios_line, table
@@ -26,7 +26,7 @@ from gpuops.host.commands import spawn_detached
 from gpuops.host.node import boot_id, node_name
 from gpuops.host.trust import check_folders, current_uid
 from gpuops.log import printable
-from gpuops.model import Event, Finding, Severity, Status, envelope
+from gpuops.model import Entity, EntityKind, Event, Finding, Severity, Status, envelope
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
 # Part of the sum in checks/suites/prolog.toml.
@@ -112,7 +112,8 @@ def check(
     clock = SystemClock()
     output = _Output()
     tell = _telling(plan, output) if as_jsonl else (lambda _findings: None)
-    ran = run_suite(plan.suite, plan.machine, node=plan.node, clock=clock, tell=tell)
+    case = Case(node=Entity(EntityKind.NODE, plan.node))
+    ran = run_suite(plan.suite, plan.machine, case=case, clock=clock, tell=tell)
     if as_json:
         output.say(json.dumps(envelope("gpuops.check/1", ran.to_json()), indent=2))
     elif as_jsonl:

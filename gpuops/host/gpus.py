@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.nvml import NvmlSnapshot, read_nvml
+from gpuops.host.gpu_facts import NvmlSnapshot
+from gpuops.host.nvml import read_nvml
 from gpuops.host.probe import STOP_S
 from gpuops.host.sysfs import PciGpu, read_pci_gpus
 

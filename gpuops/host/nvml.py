@@ -1,56 +1,14 @@
 """What NVML says of the GPUs, asked in a child: a sick driver blocks, and can crash its caller."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
 from gpuops.host.abandoned import abandoned
+from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.records import from_json, to_json
 from gpuops.host.sysfs import sysfs_address
-
-GPU_IS_LOST = 15
-RESET_REQUIRED = 16
-NO_PERMISSION = 4
-
-
-class NvmlStatus(StrEnum):
-    """How asking NVML went as a whole."""
-
-    OK = "ok"
-    ABSENT = "absent"
-    ERROR = "error"
-    TIMEOUT = "timeout"
-    CRASH = "crash"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmlGpu:
-    """One GPU as NVML lists it; ``error`` holds the first call that failed and NVML's code.
-
-    ``address`` is in sysfs' spelling.
-    """
-
-    index: int
-    uuid: str | None = None
-    address: str | None = None
-    name: str | None = None
-    error: str | None = None
-    error_code: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmlSnapshot:
-    """All that NVML said; ``state`` is the child's process state where it gave no answer."""
-
-    status: NvmlStatus
-    driver: str | None = None
-    gpus: tuple[NvmlGpu, ...] = ()
-    error: str | None = None
-    error_code: int | None = None
-    state: str | None = None
 
 
 def read_nvml(deadline_s: float) -> NvmlSnapshot:

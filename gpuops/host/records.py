@@ -15,13 +15,15 @@ T = TypeVar("T")
 
 
 def to_json(record: object) -> Any:  # noqa: ANN401 JSON is what json.dumps takes
-    """Return *record* (dataclasses, tuples, frozensets, scalars) as JSON values."""
+    """Return *record* (dataclasses, tuples, frozensets, mappings, scalars) as JSON values."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
     if isinstance(record, frozenset):
         return sorted(to_json(item) for item in record)
     if isinstance(record, tuple | list):
         return [to_json(item) for item in record]
+    if isinstance(record, Mapping):
+        return {str(key): to_json(item) for key, item in record.items()}
     return record
 
 
@@ -29,8 +31,8 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     """Return the dataclass *kind* that *data* describes.
 
     Args:
-        kind: A dataclass of scalars, ``X | None``, ``tuple[X, ...]``, ``frozenset[X]`` and
-            dataclasses.
+        kind: A dataclass of scalars, ``X | None``, ``tuple[X, ...]``, ``frozenset[X]``,
+            ``Mapping[str, X]`` and dataclasses.
         data: What `to_json`, ``json`` or ``tomllib`` gave.
         where: Names the place in error messages.
 
@@ -63,6 +65,11 @@ def _value(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by it
         if not isinstance(data, list | tuple):
             raise ValueError(f"{where} must be a list, got {data!r}")
         return origin(_value(get_args(hint)[0], item, where) for item in data)
+    if origin is Mapping:
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{where} must be a table, got {data!r}")
+        inner = get_args(hint)[1]
+        return {str(key): _value(inner, item, f"{key} of {where}") for key, item in data.items()}
     if dataclasses.is_dataclass(hint):
         return from_json(hint, data, where)  # type: ignore[arg-type]  # mypy takes it for an instance
     return _scalar(hint, data, where)

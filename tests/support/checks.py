@@ -1,9 +1,10 @@
 """What tests of checks share: a node, limits, and the one finding of a judge."""
 
-from gpuops.checks.protocol import Limit
+from gpuops.checks.protocol import Case, Limit
 from gpuops.model import Entity, EntityKind
 
 NODE = Entity(EntityKind.NODE, "n1")
+CASE = Case(node=NODE)
 
 
 def limit(warn=None, fail=None):

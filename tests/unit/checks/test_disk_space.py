@@ -1,7 +1,7 @@
 """The verdicts on space, inodes and writability of each mount."""
 
 import pytest
-from support.checks import NODE, limit, said
+from support.checks import CASE, limit, said
 
 from gpuops.checks.disk_space import Parameters, judge
 from gpuops.host.filesystems import Filesystems, MountAnswer, Space
@@ -25,7 +25,7 @@ def answer(
 
 
 def findings(*answers):
-    return said(judge(Filesystems(answers), LIMITS, NODE))
+    return said(judge(Filesystems(answers), LIMITS, CASE))
 
 
 def test_when_all_is_well_the_fullest_mount_speaks():

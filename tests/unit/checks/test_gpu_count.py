@@ -1,11 +1,11 @@
 """The verdicts on the number of GPUs and on each that NVML cannot open."""
 
 import pytest
-from support.checks import NODE, said
+from support.checks import CASE, said
 
 from gpuops.checks.gpu_count import Parameters, judge
+from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.gpus import Gpus
-from gpuops.host.nvml import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu
 
 ABSENT = NvmlSnapshot(status=NvmlStatus.ABSENT, error="nvmlInit: NVML Shared Library Not Found")
@@ -27,7 +27,7 @@ def nvml(count, broken=None):
 
 def findings(snapshot, *, on_bus=0, expected=None):
     parameters = Parameters(expected=expected, source="flag")
-    return said(judge(Gpus(bus(on_bus), snapshot), parameters, NODE))
+    return said(judge(Gpus(bus(on_bus), snapshot), parameters, CASE))
 
 
 def test_no_gpu_and_none_expected_is_skipped():
@@ -45,7 +45,7 @@ def test_no_gpu_as_expected_passes():
 
 
 def test_all_gpus_there_passes_and_shows_what_they_are():
-    (finding,) = judge(Gpus(bus(8), nvml(8)), Parameters(expected=8, source="flag"), NODE)
+    (finding,) = judge(Gpus(bus(8), nvml(8)), Parameters(expected=8, source="flag"), CASE)
 
     assert finding.status.word == "pass"
     assert (finding.value, finding.unit, finding.threshold, finding.source) == (
@@ -78,7 +78,7 @@ def test_gpus_without_a_driver_library_fail_only_where_they_are_expected():
     assert findings(ABSENT, on_bus=8, expected=8) == [("n1", "fail", "gpu_sw.driver")]
     assert findings(ABSENT, on_bus=8, expected=0) == [("n1", "pass", None)]
 
-    (finding,) = judge(Gpus(bus(8), ABSENT), Parameters(), NODE)
+    (finding,) = judge(Gpus(bus(8), ABSENT), Parameters(), CASE)
     assert (finding.status.word, finding.unknown_reason) == ("unknown", "missing_tool")
 
 
@@ -115,6 +115,6 @@ def test_an_nvml_that_will_not_start_fails_only_where_gpus_are_expected(expected
 )
 def test_an_nvml_that_says_nothing_convicts_nobody(status, code, reason):
     silent = NvmlSnapshot(status=status, error="NVML gave no answer in 7.0 s", error_code=code)
-    (finding,) = judge(Gpus(bus(8), silent), Parameters(expected=8, source="flag"), NODE)
+    (finding,) = judge(Gpus(bus(8), silent), Parameters(expected=8, source="flag"), CASE)
 
     assert (finding.status.word, finding.unknown_reason) == ("unknown", reason)

@@ -1,11 +1,11 @@
 """The verdicts on GPUs of the PCI bus, held against NVML."""
 
-from support.checks import NODE, said
+from support.checks import CASE, said
 
 from gpuops.checks.gpu_pci import judge
 from gpuops.checks.protocol import NoParameters
+from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.gpus import Gpus
-from gpuops.host.nvml import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu
 
 
@@ -19,7 +19,7 @@ def nvml(*numbers, status=NvmlStatus.OK):
 
 
 def findings(pci, snapshot):
-    return said(judge(Gpus(tuple(pci), snapshot), NoParameters(), NODE))
+    return said(judge(Gpus(tuple(pci), snapshot), NoParameters(), CASE))
 
 
 def test_a_machine_without_gpus_is_skipped():
@@ -52,7 +52,7 @@ def test_a_gpu_of_another_driver_is_nobodys_loss():
 
 
 def test_a_gpu_that_could_not_be_asked_is_told_and_convicted_of_nothing():
-    (finding,) = judge(Gpus((gpu(1, answers=None),), nvml(1)), NoParameters(), NODE)
+    (finding,) = judge(Gpus((gpu(1, answers=None),), nvml(1)), NoParameters(), CASE)
 
     assert finding.status.word == "pass"
     assert "1 could not be asked" in finding.message

@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checks import NODE, said
+from support.checks import CASE, said
 
 from gpuops.checks import kernel_log
 from gpuops.checks.kernel_log import KernelLog, judge, search
@@ -29,7 +29,7 @@ def records(*lines):
 
 
 def findings(*lines):
-    return judge(search(records(*lines), RULES), NoParameters(), NODE)
+    return judge(search(records(*lines), RULES), NoParameters(), CASE)
 
 
 def test_an_ordinary_log_passes():
@@ -192,10 +192,10 @@ def test_a_failure_of_hours_ago_warns_and_a_new_one_fails_again():
     old = search(records(line), RULES, 3 * HOUR_US)
     fresh = search([*records(line), KernelRecord(9, 4, 2 * HOUR_US, line)], RULES, 3 * HOUR_US)
 
-    (finding,) = judge(old, NoParameters(), NODE)
+    (finding,) = judge(old, NoParameters(), CASE)
     assert finding.status.word == "warn"
     assert "too long ago to judge what is now" in finding.message
-    assert judge(fresh, NoParameters(), NODE)[0].status.word == "fail"
+    assert judge(fresh, NoParameters(), CASE)[0].status.word == "fail"
 
 
 def test_two_devices_are_two_findings_and_the_worst_comes_first():
@@ -219,7 +219,7 @@ def test_a_log_whose_start_was_overwritten_says_so():
     log = search([KernelRecord(77, 6, 1, "ordinary")], RULES)
 
     assert log == KernelLog(records=1, complete=False)
-    assert "in what is left of the log" in judge(log, NoParameters(), NODE)[0].message
+    assert "in what is left of the log" in judge(log, NoParameters(), CASE)[0].message
 
 
 @given(st.lists(st.text(max_size=200), max_size=20))

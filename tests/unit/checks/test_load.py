@@ -1,6 +1,6 @@
 """The verdicts on load and on processes that stay inside the kernel."""
 
-from support.checks import NODE, limit, said
+from support.checks import CASE, limit, said
 
 from gpuops.checks.load import Parameters, judge, without_probes
 from gpuops.host.abandoned import name_of
@@ -15,17 +15,17 @@ def load(load1=0.0, cpus=4, blocked=0):
 
 
 def test_a_quiet_machine_passes():
-    assert said(judge(load(), LIMITS, NODE)) == [("n1", "pass", None), ("n1", "pass", None)]
+    assert said(judge(load(), LIMITS, CASE)) == [("n1", "pass", None), ("n1", "pass", None)]
 
 
 def test_load_is_judged_for_each_cpu():
-    assert judge(load(3.9, cpus=4), LIMITS, NODE)[0].status.word == "pass"
-    assert judge(load(4.0, cpus=4), LIMITS, NODE)[0].status.word == "warn"
-    assert judge(load(200.0, cpus=4), LIMITS, NODE)[0].status.word == "fail"
+    assert judge(load(3.9, cpus=4), LIMITS, CASE)[0].status.word == "pass"
+    assert judge(load(4.0, cpus=4), LIMITS, CASE)[0].status.word == "warn"
+    assert judge(load(200.0, cpus=4), LIMITS, CASE)[0].status.word == "fail"
 
 
 def test_stuck_processes_are_counted_and_the_first_are_named():
-    _, finding = judge(load(blocked=7), LIMITS, NODE)
+    _, finding = judge(load(blocked=7), LIMITS, CASE)
 
     assert (finding.status.word, finding.value) == ("warn", 7)
     assert finding.message.startswith("stuck inside the kernel: nfs io (100), nfs io (101)")
@@ -40,4 +40,4 @@ def test_our_own_hung_children_are_not_counted_as_stuck():
 
 
 def test_many_stuck_processes_fail_as_hung_tasks():
-    assert said(judge(load(blocked=8), LIMITS, NODE))[1] == ("n1", "fail", "kernel.hung_task")
+    assert said(judge(load(blocked=8), LIMITS, CASE))[1] == ("n1", "fail", "kernel.hung_task")

@@ -1,7 +1,7 @@
 """The verdicts on mounts that answer, err, or stay silent."""
 
 import pytest
-from support.checks import NODE, limit, said
+from support.checks import CASE, limit, said
 
 from gpuops.checks.mount_alive import Parameters, judge
 from gpuops.host.filesystems import Filesystems, MountAnswer, Space
@@ -17,7 +17,7 @@ def answer(point="/home", *, fs="nfs4", elapsed_s=0.01, **kwargs):
 
 
 def findings(*answers, not_asked=0):
-    return said(judge(Filesystems(answers, not_asked), LIMITS, NODE))
+    return said(judge(Filesystems(answers, not_asked), LIMITS, CASE))
 
 
 def test_when_all_answer_one_finding_says_so():
@@ -49,7 +49,7 @@ def test_silence_inside_the_kernel_fails():
 
 
 def test_silence_for_want_of_time_is_unknown():
-    (finding,) = judge(Filesystems((answer(silent="gave no answer"),)), LIMITS, NODE)
+    (finding,) = judge(Filesystems((answer(silent="gave no answer"),)), LIMITS, CASE)
 
     assert (finding.status.word, finding.unknown_reason) == ("unknown", "timeout")
 

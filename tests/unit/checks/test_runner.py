@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from support.checks import CASE
 
 from gpuops.checks.protocol import Check, Look, Machine, NoParameters
 from gpuops.checks.runner import run_suite
@@ -35,15 +36,17 @@ class Number:
 
 
 def verdict(status):
-    def judge(facts, _parameters, node):
+    def judge(facts, _parameters, case):
         failed = FailureClass.UNRESOLVED if status is Status.FAIL else None
         text = f"saw {facts.n}"
-        return [Finding(check="x", entity=node, status=status, message=text, failure_class=failed)]
+        return [
+            Finding(check="x", entity=case.node, status=status, message=text, failure_class=failed)
+        ]
 
     return judge
 
 
-def broken_judge(_facts, _parameters, _node):
+def broken_judge(_facts, _parameters, _case):
     return {}["a bug"]
 
 
@@ -62,7 +65,7 @@ def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, tell=lambda _findings: 
         planned=checks,
         path=Path("test.toml"),
     )
-    return run_suite(suite, Machine(), node="n1", clock=SystemClock(), tell=tell)
+    return run_suite(suite, Machine(), case=CASE, clock=SystemClock(), tell=tell)
 
 
 def raising(error):

@@ -1,0 +1,222 @@
+"""What NVML says of the GPUs, as plain values: the contract between the reader and the judges.
+
+None means that nobody asked or that nothing came back; never that all is well. A call that this
+device does not have is named in ``unsupported``, any other that failed in ``errors``.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+UNINITIALIZED = 1
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+CORRUPTED_INFOROM = 14
+GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+
+
+class NvmlStatus(StrEnum):
+    """How asking NVML went as a whole."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """A call of NVML that failed: its name, NVML's code and NVML's words."""
+
+    call: str
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemappedRows:
+    """`nvmlDeviceGetRemappedRows` (Ampere and later)."""
+
+    correctable: int
+    uncorrectable: int
+    pending: bool
+    failure: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetiredPages:
+    """`nvmlDeviceGetRetiredPages` and its pending status (Volta and earlier)."""
+
+    single_bit: int
+    double_bit: int
+    pending: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EccErrors:
+    """ECC errors. Volatile counts begin at the driver's load or the GPU's reset; aggregate last.
+
+    ``sram_threshold_exceeded`` is the driver's own flag (`nvmlDeviceGetSramEccErrorStatus`).
+    """
+
+    volatile_corrected: int | None = None
+    volatile_uncorrected: int | None = None
+    aggregate_corrected: int | None = None
+    aggregate_uncorrected: int | None = None
+    sram_volatile_uncorrected: int | None = None
+    sram_aggregate_uncorrected: int | None = None
+    sram_threshold_exceeded: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperatures:
+    """Degrees Celsius, and the limits that the device itself states."""
+
+    core_c: float | None = None
+    memory_c: float | None = None
+    slowdown_c: float | None = None
+    shutdown_c: float | None = None
+    memory_max_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """Watts: drawn now, the limit in force, the limit the board ships with, the greatest."""
+
+    drawn_w: float | None = None
+    limit_w: float | None = None
+    default_limit_w: float | None = None
+    max_limit_w: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """MHz. ``reasons`` is the bit mask of `nvmlDeviceGetCurrentClocksEventReasons`."""
+
+    sm_mhz: int | None = None
+    sm_max_mhz: int | None = None
+    memory_mhz: int | None = None
+    memory_max_mhz: int | None = None
+    sm_application_mhz: int | None = None
+    memory_application_mhz: int | None = None
+    reasons: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """The link of the GPU. ``generation`` falls at idle; ``width`` does not."""
+
+    generation: int | None = None
+    generation_max: int | None = None
+    width: int | None = None
+    width_max: int | None = None
+    replays: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvLink:
+    """One NVLink: up or not, and what it counted since the driver's load. None: not told."""
+
+    link: int
+    active: bool | None = None
+    crc_errors: int | None = None
+    replay_errors: int | None = None
+    recovery_errors: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """`nvmlDeviceGetGpuFabricInfoV`: state 0..3, status (an NVML code), health mask and summary."""
+
+    state: int
+    status: int
+    health_mask: int | None = None
+    health_summary: int | None = None
+    clique_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modes:
+    """The modes an administrator sets. ``compute`` is NVML's number (0: default, shared)."""
+
+    ecc: bool | None = None
+    ecc_pending: bool | None = None
+    mig: bool | None = None
+    mig_pending: bool | None = None
+    persistence: bool | None = None
+    compute: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """Bytes. ``reserved`` is the driver's own; it is not in ``used``."""
+
+    total_bytes: int
+    used_bytes: int
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that has a context on the GPU; the name comes from /proc where it is visible."""
+
+    pid: int
+    used_bytes: int | None = None
+    kind: str = "compute"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlGpu:
+    """One GPU as NVML lists it.
+
+    ``error``, ``error_code``: opening it, or the first call about its identity that failed.
+    ``address`` is in sysfs' spelling. ``hung_call``: the call that had given no answer when time
+    was up; what was asked before it is here.
+    """
+
+    index: int
+    minor: int | None = None
+    uuid: str | None = None
+    serial: str | None = None
+    address: str | None = None
+    name: str | None = None
+    vbios: str | None = None
+    error: str | None = None
+    error_code: int | None = None
+    errors: tuple[CallError, ...] = ()
+    unsupported: tuple[str, ...] = ()
+    hung_call: str | None = None
+    recovery_action: int | None = None
+    remapped: RemappedRows | None = None
+    retired: RetiredPages | None = None
+    ecc: EccErrors = EccErrors()
+    inforom_valid: bool | None = None
+    temperature: Temperatures = Temperatures()
+    power: Power = Power()
+    clocks: Clocks = Clocks()
+    pcie: PcieLink = PcieLink()
+    nvlinks: tuple[NvLink, ...] | None = None
+    fabric: Fabric | None = None
+    modes: Modes = Modes()
+    memory: GpuMemory | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    utilization_percent: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlSnapshot:
+    """All that NVML said; ``state`` is the child's process state where it gave no answer.
+
+    ``hung_call``: the call in which it was then, where it could still say so.
+    """
+
+    status: NvmlStatus
+    driver: str | None = None
+    nvml_version: str | None = None
+    gpus: tuple[NvmlGpu, ...] = ()
+    error: str | None = None
+    error_code: int | None = None
+    state: str | None = None
+    hung_call: str | None = None

@@ -1,0 +1,132 @@
+"""What a node remembers of itself between two checks, in one small file below the state folder.
+
+It holds what judges need and the database must not be asked for: earlier counters, driver calls
+that gave no answer, repairs that somebody acknowledged.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+WINDOW_S = 86400.0
+_RATE_SPAN_MIN_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterSample:
+    """Counters by name, as read at one time of one boot."""
+
+    boot_id: str
+    since_boot_s: float
+    t_us: int
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverHang:
+    """A call into the GPU driver that gave no answer. ``state``: of the process that made it."""
+
+    boot_id: str
+    t_us: int
+    call: str
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """An acknowledged repair: what was before it no longer counts against its entity.
+
+    ``entity_kind`` ``node`` clears the node and everything in it.
+    """
+
+    entity_kind: str
+    entity_id: str
+    t_us: int
+    by: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strikes:
+    """How often an entity failed of late, as the store last told this node."""
+
+    entity_kind: str
+    entity_id: str
+    count: int
+    last_us: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """The file's content. ``hangs`` are those since NVML last answered, oldest first.
+
+    ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
+    prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
+    ``strikes`` are what the store last told. ``incidents``: the id of each open incident of this
+    node, by what it is about.
+    """
+
+    samples: tuple[CounterSample, ...] = ()
+    jobs: Mapping[str, CounterSample] = field(default_factory=dict)
+    hangs: tuple[DriverHang, ...] = ()
+    persistence: bool | None = None
+    repairs: tuple[Repair, ...] = ()
+    strikes: tuple[Strikes, ...] = ()
+    incidents: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """By how much a counter grew, over how many seconds.
+
+    ``reset``: it had fallen, so a reset lies between, and ``grown`` counts from zero.
+    """
+
+    grown: float
+    elapsed_s: float
+    reset: bool = False
+
+    @property
+    def per_hour(self) -> float:
+        """Return the rate over at least an hour: one event in ten seconds is not 360 an hour."""
+        return self.grown / max(self.elapsed_s, _RATE_SPAN_MIN_S) * 3600.0
+
+    @property
+    def per_day(self) -> float:
+        """Return the rate over at least an hour, in events a day."""
+        return self.per_hour * 24.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Earlier values of this node's counters, as seen from one moment."""
+
+    boot_id: str = ""
+    since_boot_s: float = 0.0
+    t_us: int = 0
+    samples: tuple[CounterSample, ...] = ()
+
+    def since(self, name: str, value: float, *, window_s: float = WINDOW_S) -> Growth | None:
+        """Return how *name* grew to *value* since the oldest sample of this boot in the window.
+
+        For counters that a boot sets to zero. None: this boot has no earlier sample of it.
+        """
+        for sample in self.samples:
+            age_s = self.since_boot_s - sample.since_boot_s
+            if sample.boot_id == self.boot_id and name in sample.values and 0 <= age_s <= window_s:
+                return _growth(sample.values[name], value, age_s)
+        return None
+
+    def lasting(self, name: str, value: float, *, window_s: float = WINDOW_S) -> Growth | None:
+        """Return the same for a counter that outlives reboots, by the wall clock."""
+        for sample in self.samples:
+            age_s = (self.t_us - sample.t_us) / 1e6
+            if name in sample.values and 0 <= age_s <= window_s:
+                return _growth(sample.values[name], value, age_s)
+        return None
+
+
+def _growth(before: float, now: float, elapsed_s: float) -> Growth:
+    if now < before:
+        return Growth(now, elapsed_s, reset=True)
+    return Growth(now - before, elapsed_s)

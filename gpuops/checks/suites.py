@@ -1,9 +1,11 @@
 """Suites: which checks to run, with which limits, within which time. Data, in ``checks/suites``.
 
 A suite's name is its file's. A later folder (the site's own) replaces a shipped suite by name.
+One suite ``inherits`` another's checks, names in ``run`` those it keeps, and may change their keys.
 """
 
 import difflib
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from gpuops.host.records import from_json
 from gpuops.model import Status, UnknownReason
 
 DEADLINE_MAX_S = 3600.0
-_SUITE_KEYS = ("about", "deadline_s", "unknown", "check")
+_SUITE_KEYS = ("about", "deadline_s", "unknown", "check", "inherits", "run")
 _CHECK_KEYS = ("name", "timeout_s")
 # Nothing that only says "I could not look" may fail a node.
 _POLICY_STATUSES = (Status.SKIP, Status.WARN, Status.UNKNOWN)
@@ -112,7 +114,51 @@ def load_suite(name: str, directories: Iterable[Path]) -> Suite:
     paths = suite_paths(directories)
     if name not in paths:
         raise UsageError(unknown_name("suite", name, paths))
-    return parse_suite(name, read_toml(paths[name]), paths[name])
+    return parse_suite(name, _whole(name, paths, ()), paths[name])
+
+
+def _whole(name: str, paths: Mapping[str, Path], heirs: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the table of suite *name* with what it inherits in it; *heirs* came before it."""
+    table = read_toml(paths[name])
+    where = f"the suite {paths[name]}"
+    reject_unknown(table, _SUITE_KEYS, where)
+    base = table.get("inherits")
+    if base is None:
+        if "run" in table:
+            raise ConfigError(f"{where}: `run` picks from what a suite `inherits`; it does not")
+        return table
+    if base in (*heirs, name):
+        raise ConfigError(f"{where} inherits itself: {' > '.join((*heirs, name, str(base)))}")
+    if base not in paths:
+        raise ConfigError(f"{where}: {unknown_name('suite', str(base), paths)}")
+    return _inherited(table, _whole(base, paths, (*heirs, name)), where)
+
+
+def _inherited(own: Mapping[str, Any], base: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    changes = {str(entry.get("name")): entry for entry in _entries(own, where)}
+    given = {str(entry.get("name")): entry for entry in _entries(base, where)}
+    kept = _kept(own.get("run", ["*"]), tuple(given), where)
+    checks = [{**given[name], **changes.pop(name, {})} for name in kept]
+    unknown = {**base.get("unknown", {}), **own.get("unknown", {})}
+    return {**base, **own, "unknown": unknown, "check": [*checks, *changes.values()]}
+
+
+def _kept(patterns: object, names: Sequence[str], where: str) -> list[str]:
+    if not isinstance(patterns, list) or not all(isinstance(item, str) for item in patterns):
+        raise ConfigError(f"{where}: run is a list of names of checks, got {patterns!r}")
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"{where}: {unknown_name('check', pattern, names)}")
+    return [
+        name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
+def _entries(table: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    entries = table.get("check", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{where}: checks are written as [[check]] tables")
+    return entries
 
 
 def parse_suite(name: str, table: Mapping[str, Any], path: Path) -> Suite:
@@ -123,10 +169,7 @@ def parse_suite(name: str, table: Mapping[str, Any], path: Path) -> Suite:
     """
     where = f"the suite {path}"
     reject_unknown(table, _SUITE_KEYS, where)
-    entries = table.get("check", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{where}: checks are written as [[check]] tables")
-    planned = tuple(_planned(entry, where) for entry in entries)
+    planned = tuple(_planned(entry, where) for entry in _entries(table, where))
     names = [item.check.name for item in planned]
     for doubled in sorted({item for item in names if names.count(item) > 1}):
         raise ConfigError(f"{where} runs the check {doubled!r} twice")

@@ -9,7 +9,7 @@ import pytest
 from support.services import unavailable
 
 from gpuops.checks.suites import load_suite
-from gpuops.cli.check import RECORD_S
+from gpuops.gate.remember import RECORD_S
 from gpuops.host.probe import STOP_S
 from gpuops.resources import data_dir
 

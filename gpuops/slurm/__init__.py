@@ -1,0 +1,1 @@
+"""Slurm from the node's side: its environment, its host lists, its commands."""

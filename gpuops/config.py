@@ -11,17 +11,25 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from gpuops.errors import ConfigError
 from gpuops.scrub import scrub
-from gpuops.units import parse_bytes
+from gpuops.units import parse_bytes, parse_seconds
 
 _log = logging.getLogger(__name__)
 
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
+
+
+class Mode(StrEnum):
+    """Whether the gate only says what it would do, or does it."""
+
+    OBSERVE = "observe"
+    ENFORCE = "enforce"
 
 
 def environ() -> dict[str, str]:
@@ -69,6 +77,12 @@ class Settings:
     suite: str
     gpus_expected: int | None
     site_dir: Path | None
+    profile: str | None
+    mode: Mode
+    fuse_nodes: int
+    fuse_window_s: float
+    passes_to_resume: int
+    permit_deadline_s: float
     values: Mapping[str, Value]
     file: Path | None
 
@@ -107,6 +121,32 @@ def _flag(value: object) -> bool:
     if not isinstance(value, str) or value.lower() not in words:
         raise ValueError("1 or 0 is wanted")
     return words[value.lower()]
+
+
+def _mode(value: object) -> Mode:
+    if value not in list(Mode):
+        raise ValueError(f"one of {', '.join(Mode)} is wanted")
+    return Mode(str(value))
+
+
+def _at_least_one(value: object) -> int:
+    count = _count(value)
+    if not count:
+        raise ValueError("a number from 1 to 1024 is wanted")
+    return count
+
+
+def _seconds(longest_s: float) -> Callable[[object], float]:
+    def parse(value: object) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            seconds = float(value)
+        else:
+            seconds = parse_seconds(_text(value))
+        if not 0 < seconds <= longest_s:
+            raise ValueError(f"seconds above zero, up to {longest_s:g}, are wanted")
+        return seconds
+
+    return parse
 
 
 def _state_dir(env: Mapping[str, str], is_root: bool) -> Path:
@@ -158,7 +198,49 @@ SETTINGS = (
         "GPUOPS_SITE_DIR",
         _path,
         lambda _env, _root: None,
-        "the site's own suites and rules, which override the shipped ones by name",
+        "the site's own suites, rules, profiles, silences and checks",
+    ),
+    Setting(
+        "check.profile",
+        "GPUOPS_PROFILE",
+        _text,
+        lambda _env, _root: None,
+        "the hardware profile of this node; unset: the one that matches it",
+    ),
+    Setting(
+        "gate.mode",
+        "GPUOPS_MODE",
+        _mode,
+        lambda _env, _root: Mode.OBSERVE,
+        "observe: say what would be drained; enforce: drain it",
+    ),
+    Setting(
+        "gate.fuse_nodes",
+        "GPUOPS_FUSE_NODES",
+        _at_least_one,
+        lambda _env, _root: 3,
+        "the fuse blows when so many nodes fail the same check within the window",
+    ),
+    Setting(
+        "gate.fuse_window_s",
+        "GPUOPS_FUSE_WINDOW_S",
+        _seconds(7 * 86400),
+        lambda _env, _root: 600.0,
+        "the window of the fuse, in seconds",
+    ),
+    Setting(
+        "gate.passes_to_resume",
+        "GPUOPS_PASSES_TO_RESUME",
+        _at_least_one,
+        lambda _env, _root: 2,
+        "passes in a row after which our own drain is taken back",
+    ),
+    Setting(
+        "gate.permit_deadline_s",
+        "GPUOPS_PERMIT_DEADLINE_S",
+        _seconds(60),
+        lambda _env, _root: 1.0,
+        "how long a drain waits for the store's permit, in seconds",
     ),
 )
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
@@ -206,6 +288,12 @@ def resolve(
         suite=value["check.suite"],
         gpus_expected=value["check.gpus_expected"],
         site_dir=value["check.site_dir"],
+        profile=value["check.profile"],
+        mode=value["gate.mode"],
+        fuse_nodes=value["gate.fuse_nodes"],
+        fuse_window_s=value["gate.fuse_window_s"],
+        passes_to_resume=value["gate.passes_to_resume"],
+        permit_deadline_s=value["gate.permit_deadline_s"],
         values=found,
         file=file,
     )

@@ -89,6 +89,12 @@ def test_the_users_own_file_is_found_but_root_does_not_read_it(tmp_path):
         ({"GPUOPS_GPUS_EXPECTED": "many"}, "check.gpus_expected = 'many'"),
         ({"GPUOPS_SPOOL_BYTES_MAX": "big"}, "spool.bytes_max = 'big'"),
         ({"GPUOPS_DISABLE": "maybe"}, "worker.disable = 'maybe'"),
+        ({"GPUOPS_MODE": "enforced"}, "gate.mode = 'enforced'.*one of observe, enforce is wanted"),
+        ({"GPUOPS_FUSE_NODES": "0"}, "gate.fuse_nodes = '0'.*from 1 to 1024 is wanted"),
+        ({"GPUOPS_PASSES_TO_RESUME": "two"}, "gate.passes_to_resume = 'two'"),
+        ({"GPUOPS_FUSE_WINDOW_S": "0"}, "gate.fuse_window_s = '0'.*up to 604800, are wanted"),
+        ({"GPUOPS_FUSE_WINDOW_S": "8d"}, "gate.fuse_window_s = '8d'.*up to 604800, are wanted"),
+        ({"GPUOPS_PERMIT_DEADLINE_S": "61"}, "gate.permit_deadline_s = '61'.*up to 60, are wanted"),
     ],
 )
 def test_a_bad_value_names_the_key_the_value_and_its_origin(env, message):
@@ -96,6 +102,19 @@ def test_a_bad_value_names_the_key_the_value_and_its_origin(env, message):
         settings(env=env)
 
     assert f"environment {next(iter(env))}" in str(caught.value)
+
+
+def test_the_gate_only_observes_unless_it_is_told_to_enforce(tmp_path):
+    path = tmp_path / "gpuops.toml"
+    path.write_text('[gate]\nmode = "enforce"\nfuse_window_s = 300\n[check]\nprofile = "h100"\n')
+
+    told = settings(file=path, env={"GPUOPS_PERMIT_DEADLINE_S": "250ms"})
+
+    assert settings().mode == "observe"
+    assert (settings().fuse_nodes, settings().passes_to_resume) == (3, 2)
+    assert (settings().fuse_window_s, settings().permit_deadline_s) == (600, 1)
+    assert (told.mode, told.fuse_window_s, told.profile) == ("enforce", 300, "h100")
+    assert told.permit_deadline_s == 0.25
 
 
 def test_a_bad_value_in_the_file_is_said_even_where_the_environment_wins(tmp_path):

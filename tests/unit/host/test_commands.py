@@ -1,10 +1,137 @@
-"""A detached program outlives nothing of ours and holds nothing of ours."""
+"""Programs of others cannot hurt whoever asks them; a detached one holds nothing of ours."""
 
 import os
 import sys
 import time
+from pathlib import Path
 
-from gpuops.host.commands import spawn_detached
+import pytest
+
+from gpuops.errors import ProbeError
+from gpuops.host.commands import ask, find, spawn_detached
+from gpuops.host.procfs import process
+
+SHELL = "/bin/sh"
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def open_files():
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_what_a_program_prints_and_how_it_ends_is_the_answer():
+    answer = ask([SHELL, "-c", "echo out; echo err >&2; exit 3"], 10)
+
+    assert (answer.exit_code, answer.output, answer.errors) == (3, "out\n", "err\n")
+    assert (answer.timed_out, answer.cut, answer.stuck) == (False, False, False)
+    assert answer.ending == "exited with code 3"
+    assert answer.first_line() == "err"
+
+
+def test_a_program_reads_what_it_is_given_and_sees_no_environment_of_ours():
+    answer = ask([SHELL, "-c", "cat; echo $ONLY; env | cut -d= -f1 | sort"], 10, stdin="a\nb\n")
+
+    assert answer.output.splitlines()[:3] == ["a", "b", ""]
+    assert set(answer.output.splitlines()[3:]) <= {"HOME", "LC_ALL", "PATH", "PWD", "_", "SHLVL"}
+    assert ask([SHELL, "-c", "echo $ONLY"], 10, env={"ONLY": "this"}).output == "this\n"
+
+
+def test_a_program_that_prints_megabytes_ends_as_it_would_and_the_rest_is_dropped():
+    code = "head -c 20000000 /dev/zero | tr '\\0' x; echo end >&2; exit 1"
+    answer = ask([SHELL, "-c", code], 30, bytes_max=1000)
+
+    assert (answer.exit_code, answer.output, answer.cut) == (1, "x" * 1000, True)
+    assert answer.errors == "end\n"
+
+
+def test_exactly_as_much_as_is_kept_is_not_cut():
+    assert not ask([SHELL, "-c", "printf 12345"], 10, bytes_max=5).cut
+    assert ask([SHELL, "-c", "printf 123456"], 10, bytes_max=5).cut
+
+
+def test_a_program_that_prints_for_ever_is_stopped_in_time():
+    answer = ask(["/usr/bin/yes"], 0.3)
+
+    assert (answer.exit_code, answer.timed_out, answer.cut) == (None, True, True)
+    assert answer.elapsed_s < 5
+
+
+def test_a_program_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
+    note = tmp_path / "pid"
+    code = f"trap '' TERM; sleep 1000 & echo $! > {note}; wait; sleep 1000"
+    answer = ask([SHELL, "-c", code], 0.5)
+
+    assert (answer.timed_out, answer.stuck) == (True, False)
+    assert answer.ending.startswith("gave no answer in")
+    pid = int(note.read_text())
+    until(lambda: (found := process(pid)) is None or found.state == "Z")
+
+
+def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for_and_ends_too(tmp_path):
+    note = tmp_path / "pid"
+    answer = ask([SHELL, "-c", f"sleep 1000 & echo $! > {note}; echo done"], 60)
+
+    assert (answer.exit_code, answer.output) == (0, "done\n")
+    assert answer.elapsed_s < 30
+    pid = int(note.read_text())
+    until(lambda: (found := process(pid)) is None or found.state == "Z")
+
+
+def test_a_program_that_is_killed_has_a_negative_exit_code():
+    answer = ask([SHELL, "-c", "kill -9 $$"], 10)
+
+    assert (answer.exit_code, answer.ending) == (-9, "ended by SIGKILL")
+
+
+def test_output_that_is_no_text_is_kept_readable():
+    assert ask([SHELL, "-c", "printf '\\377ok'"], 10).output == "\ufffdok"
+
+
+def test_a_program_that_cannot_be_started_is_said_with_its_reason(tmp_path):
+    plain = tmp_path / "plain"
+    plain.write_text("#!/bin/sh\n")
+    nonsense = tmp_path / "nonsense"
+    nonsense.write_bytes(b"\x7fELF nonsense")
+    nonsense.chmod(0o755)
+    for path, reason in [
+        (tmp_path / "none", "missing_tool"),
+        (plain, "no_permission"),
+        (nonsense, "crash"),
+    ]:
+        with pytest.raises(ProbeError, match=str(path)) as caught:
+            ask([path], 10)
+        assert caught.value.reason == reason
+
+
+def test_asking_leaves_no_file_and_no_process_behind():
+    before = open_files()
+    for _ in range(3):
+        ask([SHELL, "-c", "echo x"], 10)
+        with pytest.raises(ProbeError):
+            ask(["/does/not/exist"], 10)
+
+    assert open_files() == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_programs_are_found_below_the_root_in_the_usual_folders(tmp_path):
+    tool = tmp_path / "usr/sbin/tool"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\n")
+    assert find(tmp_path, "tool") is None
+    tool.chmod(0o755)
+
+    assert find(tmp_path, "tool") == tool
+    assert find(tmp_path, "/usr/sbin/tool") == tool
+    assert find(tmp_path, "sbin") is None
+    assert find(tmp_path, "other") is None
 
 
 def test_a_detached_program_has_its_own_session_and_none_of_our_files(tmp_path):

@@ -57,12 +57,16 @@ class Look(Generic[F]):
     """A reader of facts; it runs in its own child.
 
     ``read`` gets the machine and the seconds it has; it raises ProbeError where the machine cannot
-    be read. ``facts`` is the dataclass that it returns.
+    be read. ``facts`` is the dataclass that it returns. ``locks`` names what it must have for
+    itself: looks that share one run one after another. ``sources`` are the files, calls and
+    commands that it reads, for people.
     """
 
     name: str
     facts: type[F]
     read: Callable[[Machine, float], F]
+    locks: frozenset[str] = frozenset()
+    sources: tuple[str, ...] = ()
 
 
 def _no_counters(_facts: object) -> Mapping[str, float]:

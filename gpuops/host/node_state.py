@@ -7,6 +7,8 @@ that gave no answer, repairs that somebody acknowledged.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpuops.model import Incident
+
 WINDOW_S = 86400.0
 _RATE_SPAN_MIN_S = 3600.0
 
@@ -57,13 +59,21 @@ class Strikes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenIncident:
+    """An incident of this node as it was last told, and the checks that find it."""
+
+    incident: Incident
+    checks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     """The file's content. ``hangs`` are those since NVML last answered, oldest first.
 
     ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
-    ``strikes`` are what the store last told. ``incidents``: the id of each open incident of this
-    node, by what it is about.
+    ``strikes`` are what the store last told. ``incidents``: the open ones of this node, by what
+    each is about (`gpuops.incident.node_incident.key_of`).
     """
 
     samples: tuple[CounterSample, ...] = ()
@@ -72,7 +82,7 @@ class NodeState:
     persistence: bool | None = None
     repairs: tuple[Repair, ...] = ()
     strikes: tuple[Strikes, ...] = ()
-    incidents: Mapping[str, str] = field(default_factory=dict)
+    incidents: Mapping[str, OpenIncident] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

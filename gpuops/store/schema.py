@@ -1,4 +1,4 @@
-"""The tables. ``events`` is the truth, append-only; every other table is kept from it.
+"""The tables. ``events`` is the truth, append-only; every other table but `LIVE` is kept from it.
 
 The same on SQLite and Postgres, to the very same rows: ids are text (UUIDv7 where a writer made
 them, UUIDv5 of the natural key where a row is derived), times are epoch microseconds UTC in
@@ -32,7 +32,7 @@ from sqlalchemy.types import TypeDecorator
 
 from gpuops.store.lines import canonical
 
-REVISION = "0001"
+REVISION = "0002"
 """The newest migration, which these tables are."""
 
 _NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
@@ -216,7 +216,11 @@ check_runs = Table(
     Column("end_us", BigInteger, nullable=False),
     Column("verdict", Text, nullable=False),
     Column("late", JsonText, nullable=False),
+    Column("job_id", Text),
+    Column("profile", Text),
+    Column("mode", Text),
     Index(None, "node_id", "start_us"),
+    Index(None, "job_id"),
 )
 
 check_results = Table(
@@ -268,6 +272,17 @@ incidents = Table(
     Index(None, "first_us"),
     Index(None, "run_id"),
     Index(None, "culprit_kind", "culprit_id", "first_us"),
+)
+
+# Every culprit that any account named; which of them stand, the incident's body says.
+incident_culprits = Table(
+    "incident_culprits",
+    metadata,
+    Column("incident_id", Key, ForeignKey("incidents.id"), nullable=False),
+    Column("entity_kind", Key, nullable=False),
+    Column("entity_id", Key, nullable=False),
+    PrimaryKeyConstraint("incident_id", "entity_kind", "entity_id"),
+    Index(None, "entity_kind", "entity_id"),
 )
 
 incident_attempts = Table(
@@ -332,6 +347,61 @@ actions = Table(
     Column("requested_key", Key, nullable=False),
 )
 
+# A GPU by its UUID or a network card by its GUID, on each node where it was seen.
+components = Table(
+    "components",
+    metadata,
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("kind", Key, nullable=False),
+    Column("component_id", Key, nullable=False),
+    Column("first_seen_us", BigInteger, nullable=False),
+    Column("last_seen_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("node_id", "kind", "component_id"),
+    Index(None, "kind", "component_id"),
+)
+
+strikes = Table(
+    "strikes",
+    metadata,
+    Column("incident_id", Key, ForeignKey("incidents.id"), nullable=False),
+    Column("entity_kind", Key, nullable=False),
+    Column("entity_id", Key, nullable=False),
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("failure_class", Text, nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("account_key", Key, nullable=False),
+    PrimaryKeyConstraint("incident_id", "entity_kind", "entity_id"),
+    Index(None, "entity_kind", "entity_id", "t_us"),
+    Index(None, "node_id", "t_us"),
+)
+
+repairs = Table(
+    "repairs",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("entity_kind", Text, nullable=False),
+    Column("entity_id", Text, nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("by", Text, nullable=False),
+    Column("what", Text, nullable=False),
+    Index(None, "node_id", "t_us"),
+)
+
+node_states = Table(
+    "node_states",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("job_id", Text),
+    Index(None, "node_id", "t_us"),
+)
+
 ingest_log = Table(
     "ingest_log",
     metadata,
@@ -343,3 +413,29 @@ ingest_log = Table(
     Column("rows", BigInteger, nullable=False),
     PrimaryKeyConstraint("origin", "boot_id"),
 )
+
+# Not history but a lock's memory: who asked of late to drain, and the fuse that stops too many.
+drain_permits = Table(
+    "drain_permits",
+    metadata,
+    Column("cluster", Key, nullable=False),
+    Column("check_name", Key, nullable=False),
+    Column("node", Key, nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("granted", Boolean, nullable=False),
+    Column("failure_class", Text, nullable=False),
+    PrimaryKeyConstraint("cluster", "check_name", "node"),
+)
+
+fuses = Table(
+    "fuses",
+    metadata,
+    Column("cluster", Key, nullable=False),
+    Column("check_name", Key, nullable=False),
+    Column("blown_us", BigInteger, nullable=False),
+    Column("refused_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("cluster", "check_name"),
+)
+
+LIVE = (drain_permits, fuses)
+"""The tables that no event makes: they cannot be built again, and need not be."""

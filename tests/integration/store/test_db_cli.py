@@ -12,6 +12,7 @@ from support.stories import Teller
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
 from gpuops.host.clock import SystemClock
 from gpuops.store.recorder import spool_recorder
+from gpuops.store.schema import REVISION
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,8 +57,8 @@ def test_upgrade_makes_the_tables_once(tmp_path):
     second = gpuops("db", "upgrade", tmp_path=tmp_path)
 
     assert (first.returncode, second.returncode) == (EXIT_OK, EXIT_OK)
-    assert "schema none -> 0001" in first.stdout
-    assert "already at schema 0001" in second.stdout
+    assert f"schema none -> {REVISION}" in first.stdout
+    assert f"already at schema {REVISION}" in second.stdout
 
 
 def test_status_counts_the_backlog_and_flush_sends_it(tmp_path):

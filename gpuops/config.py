@@ -22,6 +22,8 @@ from gpuops.units import parse_bytes, parse_seconds
 
 _log = logging.getLogger(__name__)
 
+Complain = Callable[[ConfigError], None]
+
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
 
 
@@ -30,6 +32,11 @@ class Mode(StrEnum):
 
     OBSERVE = "observe"
     ENFORCE = "enforce"
+
+
+def refuse(error: ConfigError) -> None:
+    """Raise *error*: what is done about a mistake where nobody collects them."""
+    raise error
 
 
 def environ() -> dict[str, str]:

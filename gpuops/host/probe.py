@@ -250,8 +250,13 @@ def _still_hung(earlier: Abandoned) -> Child:
     return Child(earlier.pid, 0.0, 0.0, -1, -1, _still=outcome)
 
 
-def watch(children: Iterable[Child]) -> Iterator[tuple[Child, Outcome]]:
-    """Yield each child with its outcome, as they come; ends `STOP_S` after the last deadline."""
+def watch(
+    children: Iterable[Child], more: Callable[[], Iterable[Child]] = tuple
+) -> Iterator[tuple[Child, Outcome]]:
+    """Yield each child with its outcome, as they come; ends `STOP_S` after the last deadline.
+
+    *more* is asked after each outcome for children that shall be watched as well.
+    """
     waiting = list(children)
     pause_s = _POLL_MIN_S
     while waiting:
@@ -261,10 +266,20 @@ def watch(children: Iterable[Child]) -> Iterator[tuple[Child, Outcome]]:
             if outcome is not None:
                 done.append((child, outcome))
         waiting = [child for child in waiting if all(child is not item[0] for item in done)]
-        yield from done
+        for item in done:
+            yield item
+            waiting.extend(more())
         if waiting and not done:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.2, _POLL_MAX_S)
+
+
+def within(child: Child, seconds: float) -> Outcome | None:
+    """Return the outcome of *child* if it comes within *seconds*, else None: it goes on alone."""
+    until_s = time.monotonic() + seconds
+    while (outcome := child.advance(time.monotonic())) is None and time.monotonic() < until_s:
+        time.sleep(_POLL_MIN_S)
+    return outcome
 
 
 def run(child: Child) -> Outcome:

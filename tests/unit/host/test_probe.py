@@ -329,3 +329,31 @@ except ProbeError as exc:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)
 
     assert run.stdout == b"crash cannot make a memory file: Too many open files\n"
+
+
+def test_a_child_may_join_those_that_are_watched():
+    first = probe.start_call(lambda: 1, deadline_s=20)
+    joined = []
+
+    def more():
+        if joined:
+            return []
+        joined.append(probe.start_call(lambda: 2, deadline_s=20))
+        return joined
+
+    answers = [probe.answer(outcome) for _, outcome in probe.watch([first], more)]
+
+    assert answers == [1, 2]
+
+
+def test_a_child_can_be_waited_for_shorter_than_it_may_take():
+    quick = probe.start_call(lambda: 7, deadline_s=20)
+    stuck = probe.start_call(lambda: 8, deadline_s=0.1, signaller=lambda _pid, _number: None)
+    os.kill(stuck.pid, signal.SIGSTOP)
+    started = time.monotonic()
+
+    assert probe.answer(probe.within(quick, 10)) == 7
+    assert probe.within(stuck, 0.2) is None
+    assert time.monotonic() - started < SLACK_S
+    os.kill(stuck.pid, signal.SIGKILL)
+    os.waitpid(stuck.pid, 0)

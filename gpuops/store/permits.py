@@ -130,7 +130,7 @@ def _lock(connection: Connection, request: _Request) -> None:
         )
 
 
-_Asked = dict[str, Row[Any]]
+_Asked = dict[str, Row[Any, Any, Any]]
 
 
 def _asked(connection: Connection, request: _Request) -> _Asked:
@@ -142,7 +142,7 @@ def _asked(connection: Connection, request: _Request) -> _Asked:
         .where(table.t_us > request.now_us - request.window_us)
         .where(table.t_us < request.now_us + request.window_us)
     )
-    return {row.node: row for row in connection.execute(query)}
+    return {row.node: row for row in connection.execute(query).all()}
 
 
 def _row(request: _Request, *, granted: bool) -> dict[str, object]:
@@ -166,13 +166,20 @@ def _write(
 def _blow(connection: Connection, request: _Request, asked: _Asked) -> Incident:
     """Keep that the fuse refused; return the incident of this blow, which lasts as it does."""
     table = schema.fuses.c
-    query = select(table.blown_us, table.refused_us).where(
-        table.cluster == request.cluster, table.check_name == request.check
+    query = select(table.blown_us, table.refusals).where(
+        table.cluster == request.cluster,
+        table.check_name == request.check,
+        table.refused_us > request.now_us - request.window_us,
+        table.refused_us < request.now_us + request.window_us,
     )
-    last = connection.execute(query).one_or_none()
-    lasts = last is not None and abs(request.now_us - last.refused_us) < request.window_us
-    blown_us = last.blown_us if last is not None and lasts else request.now_us
-    fuse = {**request.about, "blown_us": blown_us, "refused_us": request.now_us}
+    lasting = connection.execute(query).one_or_none()
+    blown_us, refusals = lasting or (request.now_us, 0)
+    fuse = {
+        **request.about,
+        "blown_us": blown_us,
+        "refused_us": request.now_us,
+        "refusals": refusals + 1,
+    }
     _write(connection, schema.fuses, (), fuse)
     nodes = sorted({*asked, request.node})
     more = f" and {len(nodes) - _NODES_SHOWN} more" if len(nodes) > _NODES_SHOWN else ""
@@ -187,8 +194,7 @@ def _blow(connection: Connection, request: _Request, asked: _Asked) -> Incident:
         first_us=blown_us,
         detected_us=blown_us,
         evidence=(Evidence(role=Role.ROOT, text=found),),
-        # Whoever sees it later has seen more.
-        rev=max((request.now_us - blown_us) // US_PER_S, 0) + 1,
+        rev=refusals + 1,
     )
 
 

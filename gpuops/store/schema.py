@@ -434,6 +434,7 @@ fuses = Table(
     Column("check_name", Key, nullable=False),
     Column("blown_us", BigInteger, nullable=False),
     Column("refused_us", BigInteger, nullable=False),
+    Column("refusals", BigInteger, nullable=False),
     PrimaryKeyConstraint("cluster", "check_name"),
 )
 

@@ -12,11 +12,10 @@ _KEY = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 def upgrade() -> None:
     """Add the tables and the columns."""
-    with op.batch_alter_table("check_runs") as table:
-        table.add_column(sa.Column("job_id", sa.Text()))
-        table.add_column(sa.Column("profile", sa.Text()))
-        table.add_column(sa.Column("mode", sa.Text()))
-        table.create_index("ix_check_runs_job_id", ["job_id"])
+    # Not in a batch: SQLite does these itself, while a copy would break the keys that lead here.
+    for name in ("job_id", "profile", "mode"):
+        op.add_column("check_runs", sa.Column(name, sa.Text()))
+    op.create_index("ix_check_runs_job_id", "check_runs", ["job_id"])
     _history()
     _permits()
 
@@ -107,6 +106,7 @@ def _permits() -> None:
         sa.Column("check_name", _KEY, nullable=False),
         sa.Column("blown_us", sa.BigInteger(), nullable=False),
         sa.Column("refused_us", sa.BigInteger(), nullable=False),
+        sa.Column("refusals", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("cluster", "check_name", name="pk_fuses"),
     )
 
@@ -123,8 +123,6 @@ def downgrade() -> None:
         "incident_culprits",
     ):
         op.drop_table(name)
-    with op.batch_alter_table("check_runs") as table:
-        table.drop_index("ix_check_runs_job_id")
-        table.drop_column("mode")
-        table.drop_column("profile")
-        table.drop_column("job_id")
+    op.drop_index("ix_check_runs_job_id", "check_runs")
+    for name in ("mode", "profile", "job_id"):
+        op.drop_column("check_runs", name)

@@ -391,8 +391,10 @@ def flatten(table: Mapping[str, Any]) -> dict[str, object]:
     return flat
 
 
-def reject_unknown(found: Iterable[str], valid: Iterable[str], where: str) -> None:
-    """Raise ConfigError naming the first unknown key, what was probably meant and the valid ones.
+def reject_unknown(
+    found: Iterable[str], valid: Iterable[str], where: str, complain: Complain = refuse
+) -> None:
+    """Complain of each unknown key: what was probably meant, and the valid ones.
 
     Raises:
         ConfigError: A key of *found* is not in *valid*.
@@ -402,4 +404,5 @@ def reject_unknown(found: Iterable[str], valid: Iterable[str], where: str) -> No
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{where} has unknown key {key!r}{hint} (valid: {', '.join(known)})")
+            valid_ones = f"(valid: {', '.join(known)})"
+            complain(ConfigError(f"{where} has unknown key {key!r}{hint} {valid_ones}"))

@@ -100,7 +100,7 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
     try:
         rule = LogRule(
             id=entry["id"],
-            pattern=_pattern(entry["pattern"]),
+            pattern=safe_pattern(entry["pattern"]),
             failure_class=FailureClass(entry["failure_class"]),
             source=LogSource(entry["source"]),
             role=Role(entry.get("role", "root")),
@@ -110,11 +110,11 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
             example=entry["example"],
             counter_example=entry.get("counter_example"),
             within_s=_seconds(entry.get("within_s")),
-            cleared_by=_pattern(entry["cleared_by"]) if "cleared_by" in entry else None,
+            cleared_by=safe_pattern(entry["cleared_by"]) if "cleared_by" in entry else None,
         )
     except KeyError as exc:
         raise ConfigError(f"{where}: missing or unknown {exc}") from exc
-    except (ValueError, TypeError, re.error) as exc:
+    except (ValueError, TypeError) as exc:
         raise ConfigError(f"{where}: {exc}") from exc
     if not rule.matches(rule.example):
         raise ConfigError(f"{where}: its pattern does not match its own example {rule.example!r}")
@@ -143,8 +143,16 @@ def _seconds(value: object) -> float | None:
     return float(value)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    pattern = re.compile(text)
+def safe_pattern(text: str) -> re.Pattern[str]:
+    """Return *text* compiled.
+
+    Raises:
+        ValueError: Not a pattern of Python's re, or one that can take minutes over one line.
+    """
+    try:
+        pattern = re.compile(text)
+    except (re.error, OverflowError) as exc:
+        raise ValueError(f"the pattern {text!r} cannot be read: {exc}") from exc
     if _repeats_a_repetition(text):
         raise ValueError(f"the pattern {text!r} repeats a repetition; bound one of the two")
     return pattern

@@ -33,7 +33,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """When a profile is a node's: all that is given must hold.
+    """When a profile is a node's: all that is given must hold. Where nothing is, it is only named.
 
     ``gpu`` is a regular expression of the whole NVML name; ``gpu_count`` counts NVIDIA GPUs on the
     PCI bus; ``nodes`` are patterns of node names (``gpu-a*``, ``gpu[001-128]``).
@@ -49,11 +49,12 @@ class Profile:
     """What is expected; None: nothing is, and the check judges by the device's own word or skips.
 
     ``services`` are systemd units that must be active; ``mounts`` are mount points that must be
-    there; ``kernel_modules`` must be loaded.
+    there; ``kernel_modules`` must be loaded. ``path`` is the file that it was read from.
     """
 
     name: str
     about: str = ""
+    path: str = ""
     match: Match = Match()
     gpu_count: Number | None = None
     gpu_memory_bytes_min: Number | None = None

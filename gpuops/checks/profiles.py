@@ -1,0 +1,230 @@
+"""Read hardware profiles (`gpuops.checks.profile`) from TOML, and find the one of this node."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
+
+from gpuops import hostlist
+from gpuops.checks.profile import NO_PROFILE, Flag, Match, Number, Profile, Words
+from gpuops.checks.suites import unknown_name
+from gpuops.config import Complain, read_toml, refuse, reject_unknown
+from gpuops.errors import ConfigError
+from gpuops.rules import safe_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number of a profile can be at all, and how to say so."""
+
+    unit: str
+    low: float
+    high: float
+    whole: bool = True
+
+    def check(self, value: object) -> float:
+        """Return *value* where it is a number that can be meant.
+
+        Raises:
+            ValueError: No number, or one that looks like another unit.
+        """
+        number = _number(value, whole=self.whole)
+        if number is None:
+            wanted = "whole number" if self.whole else "number"
+            raise ValueError(f"a {wanted} of {self.unit} is wanted, got {value!r}")
+        if not self.low <= number <= self.high:
+            raise ValueError(
+                f"{number:g} looks like another unit: {self.unit} are wanted,"
+                f" from {self.low:g} to {self.high:g}"
+            )
+        return number
+
+
+def _number(value: object, *, whole: bool) -> float | None:
+    kinds = int if whole else int | float
+    return float(value) if isinstance(value, kinds) and not isinstance(value, bool) else None
+
+
+# Wider than any machine, and narrow enough to tell bytes from GB and watts from milliwatts.
+BOUNDS: Mapping[str, Bounds] = MappingProxyType(
+    {
+        "gpu_count": Bounds("GPUs", 1, 128),
+        "gpu_memory_bytes_min": Bounds("bytes", 1e9, 1e13),
+        "nvlink_count": Bounds("links", 0, 64),
+        "pcie_generation": Bounds("PCIe generations", 1, 9),
+        "pcie_width": Bounds("PCIe lanes", 1, 32),
+        "power_limit_w": Bounds("watts", 10, 10_000, whole=False),
+        "sm_clock_mhz_min": Bounds("megahertz", 100, 10_000),
+        "nic_count": Bounds("ports", 0, 128),
+        "nic_rate_gbs": Bounds("gigabits a second", 1, 10_000),
+        "memory_bytes_min": Bounds("bytes", 1e9, 1e15),
+        "dimm_count": Bounds("DIMMs", 1, 512),
+        "dimm_bytes": Bounds("bytes", 1e9, 1e13),
+        "cpu_count": Bounds("CPUs", 1, 16_384),
+        "nvme_count": Bounds("drives", 0, 512),
+    }
+)
+_KINDS = {
+    name: next(kind for kind in get_args(hint) if kind is not type(None))
+    for name, hint in get_type_hints(Profile).items()
+    if {Number, Words, Flag} & set(get_args(hint))
+}
+_KEYS = ("about", "match", *_KINDS)
+_MATCH_KEYS = ("gpu", "gpu_count", "nodes")
+
+
+def load_profiles(directories: Iterable[Path], complain: Complain = refuse) -> dict[str, Profile]:
+    """Return each profile in *directories* by name; of several with one name the last folder's.
+
+    Raises:
+        ConfigError: Malformed TOML, an unknown key, a value of another type or unit, no source.
+    """
+    found = {}
+    for directory in directories:
+        for path in sorted(directory.glob("*.toml")):
+            try:
+                table = read_toml(path)
+            except ConfigError as exc:
+                complain(exc)
+            else:
+                found[path.stem] = parse_profile(path, table, complain)
+    return found
+
+
+def parse_profile(path: Path, table: Mapping[str, Any], complain: Complain = refuse) -> Profile:
+    """Return the profile that *table* (from *path*) describes, less what *complain* was told of.
+
+    Raises:
+        ConfigError: See `load_profiles`.
+    """
+    where = f"the profile {path}"
+    reject_unknown(table, _KEYS, where, complain)
+    expected: dict[str, Any] = {}
+    for key, kind in _KINDS.items():
+        if key in table:
+            try:
+                expected[key] = _expectation(kind, key, table[key])
+            except ValueError as exc:
+                complain(ConfigError(f"{key} of {where}: {exc}"))
+    match = _match(table.get("match", {}), f"match of {where}", complain)
+    about = str(table.get("about", ""))
+    return Profile(name=path.stem, path=str(path), about=about, match=match, **expected)
+
+
+def _expectation(
+    kind: type[Number | Words | Flag], key: str, given: object
+) -> Number | Words | Flag:
+    if not isinstance(given, dict) or not given.keys() <= {"value", "source"}:
+        raise ValueError(f'it is written {{ value = …, source = "…" }}, got {given!r}')
+    value, source = given.get("value"), given.get("source")
+    if not isinstance(source, str) or not source.strip():
+        raise ValueError('it must name where its value is from: source = "…"')
+    if kind is Number:
+        return Number(value=BOUNDS[key].check(value), source=source)
+    if kind is Flag:
+        if not isinstance(value, bool):
+            raise ValueError(f"true or false is wanted, got {value!r}")
+        return Flag(value=value, source=source)
+    return Words(value=_texts(value), source=source)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"a text or a list of texts is wanted, got {value!r}")
+    if not all(isinstance(item, str) and item for item in given):
+        raise ValueError(f"every item must be a text that is not empty, got {value!r}")
+    return tuple(given)
+
+
+def _match(table: object, where: str, complain: Complain) -> Match:
+    if not isinstance(table, dict):
+        complain(ConfigError(f"{where} is a table, got {table!r}"))
+        return Match()
+    reject_unknown(table, _MATCH_KEYS, where, complain)
+    readers = {"gpu": _gpu, "gpu_count": BOUNDS["gpu_count"].check, "nodes": _nodes}
+    found: dict[str, Any] = {}
+    for key, reader in readers.items():
+        if key in table:
+            try:
+                found[key] = reader(table[key])
+            except ValueError as exc:
+                complain(ConfigError(f"{key} of {where}: {exc}"))
+    if "gpu_count" in found:
+        found["gpu_count"] = int(found["gpu_count"])
+    return Match(**found)
+
+
+def _gpu(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"a pattern of the GPU's name is wanted, got {value!r}")
+    return safe_pattern(value).pattern
+
+
+def _nodes(value: object) -> tuple[str, ...]:
+    patterns = _texts(value)
+    for pattern in patterns:
+        hostlist.matches(pattern, "")
+    return patterns
+
+
+def profile_for(
+    profiles: Mapping[str, Profile],
+    *,
+    node: str,
+    gpu_names: Sequence[str],
+    gpu_count: int,
+    named: str | None = None,
+) -> tuple[Profile, str | None]:
+    """Return this node's profile, and what is wrong where none or several could be it.
+
+    Args:
+        profiles: From `load_profiles`.
+        node: Its name.
+        gpu_names: What NVML calls each GPU; empty where NVML did not tell.
+        gpu_count: NVIDIA GPUs on the PCI bus.
+        named: The profile to take whatever matches (``check.profile``).
+
+    Raises:
+        ConfigError: There is no profile called *named*.
+    """
+    if named is not None:
+        if named not in profiles:
+            raise ConfigError(f"check.profile: {unknown_name('profile', named, profiles)}")
+        return profiles[named], None
+    fitting = [item for item in profiles.values() if _fits(item.match, node, gpu_names, gpu_count)]
+    match fitting:
+        case [profile]:
+            return profile, None
+        case []:
+            return NO_PROFILE, _unmatched(gpu_names, gpu_count)
+        case _:
+            which = " and ".join(f"{item.name!r} ({item.path})" for item in fitting)
+            return NO_PROFILE, (
+                f"the profiles {which} all match this node, so none is applied: make one `match`"
+                " narrower, or name the right one in check.profile"
+            )
+
+
+def _fits(match: Match, node: str, gpu_names: Sequence[str], gpu_count: int) -> bool:
+    if match == Match():
+        return False  # It asks for nothing: it is there to be named.
+    if match.gpu is not None:
+        pattern = re.compile(match.gpu)
+        if not gpu_names or not all(pattern.fullmatch(name) for name in gpu_names):
+            return False
+    if match.gpu_count is not None and match.gpu_count != gpu_count:
+        return False
+    return not match.nodes or any(hostlist.matches(pattern, node) for pattern in match.nodes)
+
+
+def _unmatched(gpu_names: Sequence[str], gpu_count: int) -> str | None:
+    if not gpu_count and not gpu_names:
+        return None
+    models = ", ".join(sorted(set(gpu_names))) or "of a model that NVML does not tell"
+    return (
+        f"no profile matches this node ({gpu_count} GPUs, {models}): only what the devices say"
+        " themselves is judged"
+    )

@@ -1,0 +1,205 @@
+"""Hardware profiles: what a file becomes, what a mistake brings, which one is a node's."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from gpuops.checks.profile import NO_PROFILE, Flag, Match, Number, Profile, Words
+from gpuops.checks.profiles import BOUNDS, load_profiles, parse_profile, profile_for
+from gpuops.errors import ConfigError
+from gpuops.resources import data_dir
+
+H100 = "NVIDIA H100 80GB HBM3"
+FILE = Path("/etc/site/profiles/h100.toml")
+
+
+def told(value, source="a test"):
+    return {"value": value, "source": source}
+
+
+def profile(name, **match):
+    return Profile(name=name, path=f"/profiles/{name}.toml", match=Match(**match))
+
+
+def found(*profiles, node="gpu007", gpu_names=(H100,) * 8, gpu_count=8, named=None):
+    return profile_for(
+        {item.name: item for item in profiles},
+        node=node,
+        gpu_names=gpu_names,
+        gpu_count=gpu_count,
+        named=named,
+    )
+
+
+def test_a_profile_is_what_its_file_says(tmp_path):
+    (tmp_path / "h100.toml").write_text(
+        """
+        about = "eight of them"
+        power_limit_w = { value = 700, source = "data sheet" }
+        ecc = { value = true, source = "ours" }
+        driver = { value = ["570.1", "575.2"], source = "ours" }
+        clock_source = { value = "tsc", source = "ours" }
+        [match]
+        gpu = "NVIDIA H100 .*"
+        gpu_count = 8
+        nodes = ["gpu[001-128]", "dgx*"]
+        """
+    )
+
+    assert load_profiles([tmp_path]) == {
+        "h100": Profile(
+            name="h100",
+            path=str(tmp_path / "h100.toml"),
+            about="eight of them",
+            match=Match(gpu="NVIDIA H100 .*", gpu_count=8, nodes=("gpu[001-128]", "dgx*")),
+            power_limit_w=Number(value=700.0, source="data sheet"),
+            ecc=Flag(value=True, source="ours"),
+            driver=Words(value=("570.1", "575.2"), source="ours"),
+            clock_source=Words(value=("tsc",), source="ours"),
+        )
+    }
+
+
+def test_a_sites_profile_replaces_the_shipped_one_of_its_name(tmp_path):
+    for folder, watts in (("shipped", 700), ("site", 650)):
+        (tmp_path / folder).mkdir()
+        text = f'power_limit_w = {{ value = {watts}, source = "{folder}" }}'
+        (tmp_path / folder / "h100.toml").write_text(text)
+
+    profiles = load_profiles([tmp_path / "shipped", tmp_path / "site"])
+
+    assert profiles["h100"].power_limit_w == Number(value=650.0, source="site")
+
+
+def test_the_shipped_profiles_can_be_read_and_match_something():
+    for shipped in load_profiles([data_dir("checks") / "profiles"]).values():
+        assert shipped.match != Match(), shipped.name
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"power_limit": told(1)}, "unknown key 'power_limit'; did you mean 'power_limit_w'"),
+        ({"power_limit_w": 700}, r"written { value = …, source = \"…\" }, got 700"),
+        ({"power_limit_w": {**told(700), "unit": "W"}}, "it is written { value"),
+        ({"power_limit_w": {"value": 700}}, "must name where its value is from"),
+        ({"power_limit_w": told(700, "  ")}, "must name where its value is from"),
+        ({"power_limit_w": told("700 MW")}, "a number of watts is wanted, got '700 MW'"),
+        ({"power_limit_w": told(True)}, "a number of watts is wanted, got True"),
+        ({"power_limit_w": told(float("nan"))}, "nan looks like another unit: watts are wanted"),
+        ({"power_limit_w": told(700_000)}, "700000 looks like another unit: watts are wanted"),
+        ({"gpu_memory_bytes_min": told(80)}, "80 looks like another unit: bytes are wanted"),
+        ({"gpu_count": told(7.5)}, "a whole number of GPUs is wanted, got 7.5"),
+        ({"ecc": told("on")}, "ecc of the profile .*: true or false is wanted, got 'on'"),
+        ({"ecc": told(1)}, "true or false is wanted, got 1"),
+        ({"driver": told(570.86)}, "a text or a list of texts is wanted, got 570.86"),
+        ({"driver": told([])}, r"a text or a list of texts is wanted, got \[\]"),
+        ({"services": told(["munge", 3])}, "every item must be a text that is not empty"),
+        ({"match": "H100"}, "match of the profile .* is a table, got 'H100'"),
+        ({"match": {"gpus": 8}}, "unknown key 'gpus'; did you mean 'gpu'"),
+        ({"match": {"gpu": "H100("}}, r"gpu of match .*the pattern 'H100\(' cannot be read"),
+        ({"match": {"gpu": r"(\w+\s?)+"}}, "repeats a repetition"),
+        ({"match": {"gpu": ["H100"]}}, "a pattern of the GPU's name is wanted"),
+        ({"match": {"gpu_count": "8"}}, "a whole number of GPUs is wanted, got '8'"),
+        ({"match": {"nodes": "gpu[3-1]"}}, "nodes of match .*runs backwards"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_wanted(table, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_profile(FILE, table)
+
+    assert str(FILE) in str(caught.value)
+
+
+def test_whoever_collects_mistakes_gets_all_of_them_and_the_rest_of_the_profile():
+    mistakes = []
+    table = {"ecc": told(3), "gpu_cuont": told(8), "nic_count": told(8), "match": {"gpu": "("}}
+
+    kept = parse_profile(FILE, table, mistakes.append)
+
+    assert [str(item).split()[0] for item in mistakes] == ["the", "ecc", "gpu"]
+    assert (kept.nic_count, kept.ecc) == (Number(value=8.0, source="a test"), None)
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_number_is_believed_up_to_its_bounds_and_not_beyond(key):
+    bounds = BOUNDS[key]
+
+    assert bounds.check(int(bounds.low)) == bounds.low
+    assert bounds.check(int(bounds.high)) == bounds.high
+    for beyond in (int(bounds.low) - 1, int(bounds.high) + 1):
+        with pytest.raises(ValueError, match="another unit"):
+            bounds.check(beyond)
+
+
+def test_every_number_of_a_profile_has_bounds():
+    hints = get_type_hints(Profile)
+    numbers = {item.name for item in fields(Profile) if Number in get_args(hints[item.name])}
+
+    assert set(BOUNDS) == numbers
+
+
+def test_the_profile_that_matches_is_taken():
+    mine = profile("h100", gpu="NVIDIA H100 .*", gpu_count=8, nodes=("gpu[001-128]",))
+
+    assert found(mine, profile("h200", gpu="NVIDIA H200.*")) == (mine, None)
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        {"gpu": "NVIDIA H200.*"},
+        {"gpu": "H100"},  # the whole name is wanted
+        {"gpu_count": 4},
+        {"nodes": ("gpu[008-128]", "dgx*")},
+        {},
+    ],
+)
+def test_all_that_a_profile_asks_for_must_hold(match):
+    taken, problem = found(profile("other", **match))
+
+    assert taken is NO_PROFILE
+    assert problem == (
+        "no profile matches this node (8 GPUs, NVIDIA H100 80GB HBM3): only what the devices say"
+        " themselves is judged"
+    )
+
+
+def test_a_node_without_gpus_needs_no_profile():
+    mine = profile("h100", gpu="NVIDIA H100 .*")
+
+    assert found(mine, gpu_names=(), gpu_count=0) == (NO_PROFILE, None)
+
+
+def test_a_model_that_nvml_does_not_tell_matches_no_profile_that_asks_for_one():
+    by_model, by_node = profile("h100", gpu=".*"), profile("rack", nodes=("gpu*",))
+
+    assert found(by_model, gpu_names=())[0] is NO_PROFILE
+    assert "of a model that NVML does not tell" in found(by_model, gpu_names=())[1]
+    assert found(by_node, gpu_names=()) == (by_node, None)
+
+
+def test_a_node_of_two_models_is_no_profiles_of_one():
+    mine = profile("h100", gpu="NVIDIA H100 .*")
+
+    taken, problem = found(mine, gpu_names=(H100, "NVIDIA A100-SXM4-80GB"))
+
+    assert taken is NO_PROFILE
+    assert "NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3" in problem
+
+
+def test_of_two_that_match_none_is_applied_and_both_are_named_with_their_files():
+    taken, problem = found(profile("h100", gpu=".*H100.*"), profile("rack7", nodes=("gpu*",)))
+
+    assert taken is NO_PROFILE
+    assert "'h100' (/profiles/h100.toml) and 'rack7' (/profiles/rack7.toml) all match" in problem
+
+
+def test_a_profile_that_is_named_is_taken_whatever_matches():
+    mine, other = profile("h100", gpu=".*H100.*"), profile("lab")
+
+    assert found(mine, other, named="lab") == (other, None)
+    with pytest.raises(ConfigError, match=r"no profile 'h10'; did you mean 'h100'\? .*h100, lab"):
+        found(mine, other, named="h10")

@@ -1,0 +1,129 @@
+"""Network adapters for RDMA (InfiniBand, RoCE), from ``/sys/class/infiniband``.
+
+Documentation/ABI/stable/sysfs-class-infiniband of Linux names the files; a counter that the
+adapter does not have is not there or cannot be read.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpuops.host.small_files import entries_of, number_of, text_of
+
+_RATE = re.compile(r"([0-9.]+) Gb/sec")
+_BITS_PER_BYTE = 8
+ETHERNET = "Ethernet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One port of one adapter; None: not told.
+
+    ``guid`` is the adapter's node GUID. ``state`` and ``phys_state`` are words (``ACTIVE``,
+    ``LinkUp``); ``rate_gbs`` is in GB/s, and sysfs gives Gb/s. ``counters`` are error counts since
+    the driver was loaded, by the names of their files; ``carrier_downs`` among them says how often
+    the network interface lost its carrier.
+    """
+
+    device: str
+    number: int
+    guid: str
+    state: str | None = None
+    phys_state: str | None = None
+    rate_gbs: float | None = None
+    link_layer: str | None = None
+    firmware: str | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return ``"mlx5_0/1"``."""
+        return f"{self.device}/{self.number}"
+
+    @property
+    def is_active(self) -> bool:
+        """Say whether data can flow: the subnet manager or the network interface brought it up."""
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """All ports of this node's adapters, without those of virtual functions."""
+
+    ports: tuple[Port, ...] = ()
+
+
+def read_fabric(root: Path = Path("/")) -> Fabric:
+    """Return the ports; none where there is no RDMA driver."""
+    ports = []
+    for device in entries_of(root / "sys/class/infiniband"):
+        # A virtual function is lent to a guest, whose business its ports are.
+        if not (device / "device/physfn").exists():
+            ports += _ports(device)
+    return Fabric(tuple(ports))
+
+
+def _ports(device: Path) -> list[Port]:
+    guid, firmware = text_of(device / "node_guid"), text_of(device / "fw_ver")
+    ports = []
+    for folder in entries_of(device / "ports"):
+        if not folder.name.isdecimal():
+            continue
+        ports.append(
+            Port(
+                device=device.name,
+                number=int(folder.name),
+                guid=guid or device.name,
+                state=_word(folder / "state"),
+                phys_state=_word(folder / "phys_state"),
+                rate_gbs=_rate_gbs(folder / "rate"),
+                link_layer=text_of(folder / "link_layer"),
+                firmware=firmware or None,
+                counters=_counters(device, folder),
+            )
+        )
+    return ports
+
+
+def _word(path: Path) -> str | None:
+    """Return ``"ACTIVE"`` of ``"4: ACTIVE"``."""
+    said = text_of(path)
+    return said.rpartition(": ")[2] if said else None
+
+
+def _rate_gbs(path: Path) -> float | None:
+    match = _RATE.match(text_of(path) or "")
+    return None if match is None else float(match[1]) / _BITS_PER_BYTE
+
+
+def _counters(device: Path, port: Path) -> Mapping[str, int]:
+    counters = {}
+    for folder in (port / "counters", port / "hw_counters"):
+        for file in entries_of(folder):
+            if _is_traffic(file.name):
+                continue
+            value = number_of(file)
+            if value is not None:
+                counters[file.name] = value
+    downs = _carrier_downs(device, port)
+    if downs is not None:
+        counters["carrier_downs"] = downs
+    return counters
+
+
+def _is_traffic(name: str) -> bool:
+    return name.endswith(("_data", "_packets", "_requests", "lifespan", "_pkts")) or "cast" in name
+
+
+def _carrier_downs(device: Path, port: Path) -> int | None:
+    """Return the losses of carrier of the one network interface of *device*'s port."""
+    for interface in entries_of(device / "device/net"):
+        number = number_of(interface / "dev_port")
+        if number is None or number + 1 == int(port.name):
+            downs = number_of(interface / "carrier_down_count")
+            if downs is not None:
+                return downs
+            changes = number_of(interface / "carrier_changes")
+            return None if changes is None else changes // 2
+    return None

@@ -1,0 +1,85 @@
+"""What the kernel says of itself: taint, modules, swap; from ``/proc`` and ``/sys/module``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.errors import ProbeError
+from gpuops.host.procfs import read_text
+from gpuops.host.small_files import number_of
+from gpuops.model import UnknownReason
+
+
+@dataclass(frozen=True, slots=True)
+class Taint:
+    """The mask of ``/proc/sys/kernel/tainted``."""
+
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Which of the modules that were asked about are in the kernel, loaded or built in."""
+
+    present: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SwapArea:
+    """One line of ``/proc/swaps``."""
+
+    name: str
+    size_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """All swap areas in use."""
+
+    areas: tuple[SwapArea, ...] = ()
+
+
+def read_taint(root: Path = Path("/")) -> Taint:
+    """Return the kernel's taint.
+
+    Raises:
+        ProbeError: The kernel does not tell.
+    """
+    mask = number_of(root / "proc/sys/kernel/tainted")
+    if mask is None or mask < 0:
+        text = f"cannot read a number from {root / 'proc/sys/kernel/tainted'}"
+        raise ProbeError(text, UnknownReason.NOT_SUPPORTED)
+    return Taint(mask)
+
+
+def read_modules(root: Path, asked: tuple[str, ...]) -> Modules:
+    """Return which of the modules *asked* are there.
+
+    Raises:
+        ProbeError: ``/sys/module`` is not there, so that nothing can be said.
+    """
+    folder = root / "sys/module"
+    if asked and not folder.is_dir():
+        raise ProbeError(f"there is no {folder}", UnknownReason.NOT_SUPPORTED)
+    there = [name for name in asked if (folder / name.replace("-", "_")).is_dir()]
+    return Modules(tuple(there), tuple(name for name in asked if name not in there))
+
+
+def read_swap(root: Path = Path("/")) -> Swap:
+    """Return the swap areas.
+
+    Raises:
+        ProbeError: ``/proc/swaps`` cannot be read.
+    """
+    return parse_swaps(read_text(root / "proc/swaps"))
+
+
+def parse_swaps(text: str) -> Swap:
+    """Return the areas in ``/proc/swaps``; lines of another form are left out."""
+    areas = []
+    for line in text.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) >= 5 and fields[2].isdecimal() and fields[3].isdecimal():
+            areas.append(SwapArea(fields[0], int(fields[2]) * 1024, int(fields[3]) * 1024))
+    return Swap(tuple(areas))

@@ -1,7 +1,8 @@
-"""Run a suite: all looks at once, each in its own child, until the deadline; then judge.
+"""Run a suite: look at everything, then judge what was seen.
 
-Nothing here can wait past the deadline by more than `gpuops.host.probe.STOP_S`, and nothing that
-goes wrong in a look or a judge can fail the node.
+Judging is a pure function of what the looks gave, so that a recording of it (`gpuops facts`) gets
+the verdict that the node itself got. Nothing here can wait past the deadline by more than
+`gpuops.host.probe.STOP_S`, and nothing that goes wrong in a look or a judge can fail the node.
 """
 
 import traceback
@@ -9,17 +10,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpuops.checks.collect import Chooser, Looked, by_look, collect
 from gpuops.checks.protocol import Case, Look, Machine
 from gpuops.checks.suites import Planned, Suite
 from gpuops.errors import ConfigError, ProbeError
-from gpuops.host import probe
-from gpuops.host.abandoned import Abandoned, abandoned
 from gpuops.host.clock import Clock
-from gpuops.host.records import from_json, to_json
+from gpuops.host.records import from_json
 from gpuops.model import Entity, Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc
 
 Tell = Callable[[Iterable[Finding]], None]
+Amend = Callable[[list[Finding]], list[Finding]]
+
+NO_CHOICE = Chooser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class CheckRun:
     """What one run of a suite found. ``late``: checks that gave no answer in time.
 
     ``counters``: what the next run will compare with (`gpuops.checks.protocol.Check.counters`).
+    ``profile``: the name of the one that it was held against. ``facts``: what each look gave, by
+    its name, where it gave any.
     """
 
     suite: str
@@ -46,6 +51,8 @@ class CheckRun:
     late: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = field(default=())
     counters: Mapping[str, float] = field(default_factory=dict)
+    profile: str = "none"
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Status:
@@ -64,43 +71,80 @@ class CheckRun:
         }
 
 
-def run_suite(
-    suite: Suite,
-    machine: Machine,
-    *,
-    case: Case,
-    clock: Clock,
-    tell: Tell = lambda _findings: None,
-) -> CheckRun:
-    """Return what *suite* finds on *machine*; *tell* hears each check's findings as they come.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms a suite is judged: against what, and who hears of it.
 
-    The caller must have a single thread (see `gpuops.host.probe`).
+    ``chooser`` finds the profile; ``amend`` has the last word on a check's findings (silences);
+    ``tell`` hears them as they come.
     """
-    start_us = clock.now_us()
-    counters: dict[str, float] = {}
-    judged: dict[str, list[Finding]] = {}
-    failures: list[Failure] = []
-    late: set[str] = set()
-    for group, facts in _looked(suite, machine, case):
+
+    case: Case
+    chooser: Chooser = NO_CHOICE
+    amend: Amend = list
+    tell: Tell = lambda _findings: None
+
+
+def run_suite(suite: Suite, machine: Machine, terms: Terms, clock: Clock) -> CheckRun:
+    """Return what *suite* finds on *machine*; the caller must have a single thread."""
+    return judge(suite, collect(suite, machine, terms.chooser), terms, clock)
+
+
+def judge(suite: Suite, looks: Iterable[Looked], terms: Terms, clock: Clock) -> CheckRun:
+    """Return what *suite* makes of *looks*; that of ``terms.chooser.look`` has to come first.
+
+    *clock* dates the run and is read for nothing else.
+    """
+    start_us, case = clock.now_us(), replace(terms.case, profile=terms.chooser.first)
+    groups, bench = by_look(suite), _Bench()
+    for looked in looks:
+        group = groups.get(looked.look, [])
+        if looked.look == terms.chooser.look:
+            case = replace(case, profile=terms.chooser.choose(looked))
+        facts = _facts(group[0].check.look, looked) if group else None
         for planned in group:
-            findings, failure = _judged(planned, facts, case)
-            counters |= _counted(planned, facts)
-            if failure is not None:
-                failures.append(failure)
-            if any(finding.unknown_reason is UnknownReason.TIMEOUT for finding in findings):
-                late.add(planned.check.name)
-            judged[planned.check.name] = [settled(finding, suite.unknown) for finding in findings]
-            tell(judged[planned.check.name])
+            found = [settled(item, suite.unknown) for item in bench.judged(planned, facts, case)]
+            bench.findings[planned.check.name] = terms.amend(found)
+            terms.tell(bench.findings[planned.check.name])
     return CheckRun(
         suite=suite.name,
         node=case.node.id,
         start_us=start_us,
         end_us=clock.now_us(),
-        findings=tuple(finding for name in suite.names for finding in judged[name]),
-        late=tuple(name for name in suite.names if name in late),
-        failures=tuple(failures),
-        counters=counters,
+        findings=tuple(item for name in suite.names for item in bench.findings.get(name, ())),
+        late=tuple(name for name in suite.names if name in bench.late),
+        failures=tuple(bench.failures),
+        counters=bench.counters,
+        profile=case.profile.name,
+        facts=bench.facts,
     )
+
+
+@dataclass(slots=True)
+class _Bench:
+    """What has been judged so far; findings are by check."""
+
+    findings: dict[str, list[Finding]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+    failures: list[Failure] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def judged(
+        self,
+        planned: Planned,
+        facts: Any,  # noqa: ANN401 facts differ by check
+        case: Case,
+    ) -> list[Finding]:
+        findings, failure = _judged(planned, facts, case)
+        self.counters |= _counted(planned, facts)
+        if failure is not None:
+            self.failures.append(failure)
+        if any(finding.unknown_reason is UnknownReason.TIMEOUT for finding in findings):
+            self.late.add(planned.check.name)
+        if not isinstance(facts, ProbeError):
+            self.facts[planned.check.look.name] = facts
+        return findings
 
 
 def settled(finding: Finding, policy: Mapping[UnknownReason, Status]) -> Finding:
@@ -111,51 +155,14 @@ def settled(finding: Finding, policy: Mapping[UnknownReason, Status]) -> Finding
     return replace(finding, status=policy.get(reason, Status.UNKNOWN))
 
 
-Looked = tuple[list[Planned], Any]
-
-
-def _looked(suite: Suite, machine: Machine, case: Case) -> Iterable[Looked]:
-    """Yield the checks that share a look with its facts, or the ProbeError that came instead."""
-    groups: dict[str, list[Planned]] = {}
-    for planned in suite.planned:
-        groups.setdefault(planned.check.look.name, []).append(planned)
-    started, left = {}, abandoned()
-    for group in groups.values():
-        budget_s = min(max(planned.timeout_s for planned in group), suite.deadline_s)
-        try:
-            child = _start(group[0].check.look, _told(machine, group, case), budget_s, left)
-        except ProbeError as exc:
-            yield group, exc
-        else:
-            started[child.pid] = child, group
-    for child, outcome in probe.watch([child for child, _ in started.values()]):
-        group = started[child.pid][1]
-        yield group, _facts(group[0].check.look, outcome)
-
-
-def _told(machine: Machine, group: Iterable[Planned], case: Case) -> Machine:
-    asked = [
-        item for planned in group for item in planned.check.asks(planned.parameters, case.profile)
-    ]
-    return replace(machine, asked=tuple(dict.fromkeys(asked)))
-
-
-def _start(
-    look: Look[Any], machine: Machine, budget_s: float, left: Mapping[str, Abandoned]
-) -> probe.Child:
-    return probe.start_call(
-        lambda: to_json(look.read(machine, budget_s)),
-        deadline_s=budget_s,
-        question=f"look {look.name} {machine.root}",
-        left=left,
-    )
-
-
-def _facts(look: Look[Any], outcome: probe.Outcome) -> Any:  # noqa: ANN401 facts differ by look
+def _facts(look: Look[Any], looked: Looked) -> Any:  # noqa: ANN401 facts differ by look
+    if looked.error is not None:
+        error = ProbeError(looked.error, looked.reason or UnknownReason.CRASH)
+        if looked.notes:
+            error.add_note(looked.notes)
+        return error
     try:
-        return from_json(look.facts, probe.answer(outcome), f"the facts of {look.name!r}")
-    except ProbeError as exc:
-        return exc
+        return from_json(look.facts, looked.facts, f"the facts of {look.name!r}")
     except (ConfigError, ValueError) as exc:
         return ProbeError(f"the look gave something else: {exc}", UnknownReason.CRASH)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.checks.protocol import Case, Machine
-from gpuops.checks.runner import CheckRun, Tell, run_suite
+from gpuops.checks.runner import CheckRun, Tell, Terms, run_suite
 from gpuops.checks.suites import Suite, load_suite, suite_paths
 from gpuops.host.clock import Clock
 from gpuops.host.trust import check_folders
@@ -65,4 +65,4 @@ def check_node(plan: Plan, clock: Clock, tell: Tell = lambda _findings: None) ->
     """Return what the suite finds; the caller must have a single thread."""
     request = plan.request
     case = Case(node=Entity(EntityKind.NODE, request.node), gpus=request.gpus)
-    return run_suite(plan.suite, plan.machine, case=case, clock=clock, tell=tell)
+    return run_suite(plan.suite, plan.machine, Terms(case, tell=tell), clock)

@@ -3,15 +3,17 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 from support.checks import CASE
 
+from gpuops.checks.collect import Chooser
+from gpuops.checks.profile import Profile
 from gpuops.checks.protocol import Check, Look, Machine, NoParameters
-from gpuops.checks.runner import run_suite
+from gpuops.checks.runner import Terms, run_suite
 from gpuops.checks.suites import Planned, Suite
 from gpuops.errors import ProbeError
 from gpuops.host.clock import SystemClock
@@ -50,13 +52,20 @@ def broken_judge(_facts, _parameters, _case):
     return {}["a bug"]
 
 
-def planned(name, read=lambda _machine, _budget_s: Number(7), judge=None, timeout_s=20.0):
-    look = Look(f"look of {name}", Number, read)
-    check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS))
+def planned(
+    name,
+    read=lambda _machine, _budget_s: Number(7),
+    judge=None,
+    timeout_s=20.0,
+    locks=(),
+    asks=lambda _parameters, _profile: (),
+):
+    look = Look(f"look of {name}", Number, read, locks=frozenset(locks))
+    check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS), asks=asks)
     return Planned(check, NoParameters(), timeout_s)
 
 
-def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, tell=lambda _findings: None):
+def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, **terms):
     suite = Suite(
         name="test",
         about="",
@@ -65,7 +74,7 @@ def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, tell=lambda _findings: 
         planned=checks,
         path=Path("test.toml"),
     )
-    return run_suite(suite, Machine(), case=CASE, clock=SystemClock(), tell=tell)
+    return run_suite(suite, Machine(), Terms(CASE, **terms), SystemClock())
 
 
 def raising(error):
@@ -145,7 +154,7 @@ def test_the_deadline_of_the_suite_ends_them_all():
 
 def test_a_look_knows_how_long_it_has():
     (finding,) = run(
-        planned("a", lambda _machine, budget_s: Number(int(budget_s)), timeout_s=9), deadline_s=4
+        planned("a", lambda _machine, budget_s: Number(round(budget_s)), timeout_s=9), deadline_s=4
     ).findings
 
     assert finding.message == "saw 4"
@@ -210,3 +219,183 @@ def test_the_json_of_a_run_has_its_frozen_keys():
     ran = run(planned("a"))
 
     assert list(ran.to_json()) == ["node", "suite", "verdict", "start", "end", "late", "findings"]
+
+
+def spans(ran):
+    """Return the start and the end of each look, from what `timed` wrote into its message."""
+    return [tuple(float(word) for word in item.message.split()) for item in ran.findings]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a look started and ended."""
+
+    start_s: float
+    end_s: float
+
+
+def timed(name, locks, pause_s=0.05):
+    def read(_machine, _budget_s):
+        start_s = time.monotonic()
+        time.sleep(pause_s)
+        return Span(start_s, time.monotonic())
+
+    def judge(facts, _parameters, case):
+        text = f"{facts.start_s} {facts.end_s}"
+        return [Finding(check=name, entity=case.node, status=Status.PASS, message=text)]
+
+    look = Look(f"look of {name}", Span, read, locks=frozenset(locks))
+    return Planned(Check(name, "", look, NoParameters, judge), NoParameters(), 20.0)
+
+
+def test_looks_that_share_a_lock_run_one_after_another():
+    ran = run(timed("a", {"disk"}), timed("b", {"disk", "bus"}), timed("c", {"bus"}))
+    (_, a_end), (b_start, b_end), (c_start, c_end) = spans(ran)
+
+    assert a_end <= b_start
+    assert b_end <= c_start or c_end <= b_start
+
+
+def test_looks_of_different_locks_run_together():
+    ran = run(timed("a", {"disk"}, 0.5), timed("b", {"bus"}, 0.5), timed("c", (), 0.5))
+    times = spans(ran)
+
+    assert max(start for start, _ in times) < min(end for _, end in times)
+
+
+def test_a_check_whose_lock_never_became_free_is_late_and_says_so():
+    def sleep(_machine, _budget_s):
+        time.sleep(60)
+
+    ran = run(
+        planned("holder", sleep, locks={"disk"}),
+        planned("waiting", locks={"disk"}),
+        planned("free"),
+        deadline_s=0.3,
+    )
+
+    _, waiting, free = ran.findings
+    assert ran.late == ("holder", "waiting")
+    assert waiting.unknown_reason is UnknownReason.TIMEOUT
+    assert waiting.message == "not looked: it waited for disk until the 0.3 s were over"
+    assert free.status is Status.PASS
+
+
+def test_a_lock_is_free_again_when_its_holder_was_given_up():
+    def sleep(_machine, _budget_s):
+        time.sleep(60)
+
+    ran = run(
+        planned("holder", sleep, timeout_s=0.2, locks={"disk"}),
+        planned("waiting", locks={"disk"}),
+    )
+
+    assert ran.late == ("holder",)
+    assert ran.findings[1].status is Status.PASS
+
+
+BIG = Profile(name="big")
+
+
+def chooser(look, first=None):
+    first = first or Profile(name="first")
+    return Chooser(first, f"look of {look}", lambda looked: first if looked.error else BIG)
+
+
+def names_the_profile(facts, _parameters, case):
+    text = f"{case.profile.name}: {facts.n}"
+    return [Finding(check="x", entity=case.node, status=Status.PASS, message=text)]
+
+
+def counts_what_is_asked(machine, _budget_s):
+    return Number(len(machine.asked))
+
+
+def test_nothing_is_judged_before_the_profile_is_chosen():
+    def slow(_machine, _budget_s):
+        time.sleep(0.3)
+        return Number(1)
+
+    told = []
+    ran = run(
+        planned("quick", judge=names_the_profile),
+        planned("gpus", slow, judge=names_the_profile),
+        chooser=chooser("gpus"),
+        tell=told.extend,
+    )
+
+    assert [finding.message for finding in told] == ["big: 1", "big: 7"]
+    assert ran.profile == "big"
+
+
+def test_a_look_that_cannot_choose_leaves_the_first_profile():
+    ran = run(
+        planned("a", judge=names_the_profile),
+        planned("gpus", raising(ProbeError("hung", "timeout"))),
+        chooser=chooser("gpus"),
+    )
+
+    assert ran.findings[0].message == "first: 7"
+    assert ran.profile == "first"
+
+
+def test_a_suite_without_the_choosing_look_keeps_the_first_profile():
+    ran = run(planned("a", judge=names_the_profile), chooser=chooser("gpus"))
+
+    assert ran.findings[0].message == "first: 7"
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5], ids=["already looked", "still looking"])
+def test_what_the_chosen_profile_asks_for_is_looked_at_again(pause_s):
+    def services(machine, _budget_s):
+        time.sleep(pause_s)
+        return counts_what_is_asked(machine, _budget_s)
+
+    def gpus(_machine, _budget_s):
+        time.sleep(0.25)
+        return Number(1)
+
+    def asks(_parameters, profile):
+        return ("x",) if profile == BIG else ()
+
+    ran = run(
+        planned("services", services, judge=names_the_profile, asks=asks),
+        planned("gpus", gpus),
+        chooser=chooser("gpus"),
+    )
+
+    assert ran.findings[0].message == "big: 1"
+
+
+def test_what_both_profiles_ask_for_is_looked_at_once(tmp_path):
+    def services(machine, _budget_s):
+        (tmp_path / str(os.getpid())).touch()
+        return counts_what_is_asked(machine, _budget_s)
+
+    def gpus(_machine, _budget_s):
+        time.sleep(0.2)
+        return Number(1)
+
+    run(
+        planned("services", services, asks=lambda _p, _profile: ("a", "b")),
+        planned("gpus", gpus),
+        chooser=chooser("gpus"),
+    )
+
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_last_word_on_findings_is_the_callers():
+    def silence(findings):
+        return [replace(item, status=Status.SKIP) for item in findings]
+
+    told = []
+    ran = run(planned("a", judge=verdict(Status.FAIL)), amend=silence, tell=told.extend)
+
+    assert (ran.verdict, told[0].status) == (Status.SKIP, Status.SKIP)
+
+
+def test_the_facts_of_each_look_stay_with_the_run():
+    ran = run(planned("a"), planned("b", raising(ProbeError("may not", "no_permission"))))
+
+    assert ran.facts == {"look of a": Number(7)}

@@ -4,6 +4,7 @@ No verdict waits for it: a spool that hangs costs `RECORD_S`.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,9 +77,19 @@ def remember(ran: CheckRun, trigger: str, memory: Memory, clock: Clock) -> str |
 
     The caller must have a single thread.
     """
+    return record(lambda: events_of(ran, trigger, clock), ran.node, memory, clock)
+
+
+def record(
+    events: Callable[[], list[Event]], node: str, memory: Memory, clock: Clock
+) -> str | None:
+    """Spool what *events* makes and start a flusher; return what went wrong, None for nothing.
+
+    The caller must have a single thread.
+    """
     try:
         child = probe.start_call(
-            lambda: _spooled(memory, ran.node, events_of(ran, trigger, clock), clock),
+            lambda: _spooled(memory, node, events(), clock),
             deadline_s=RECORD_S,
             question=f"record {memory.spool_dir}",
             left=abandoned(),

@@ -5,7 +5,7 @@ known by its id and by its (origin, boot_id, seq), and what it adds is joined by
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gpuops.store import schema
-from gpuops.store.facts.envelope import Envelope
+from gpuops.store.facts.envelope import Envelope, Fact
 from gpuops.store.facts.kinds import TABLE_ORDER, facts_of
 from gpuops.store.lines import LineError
 from gpuops.store.merge import Merge, Row, write
@@ -46,16 +46,20 @@ def ingest(connection: Connection, envelopes: Sequence[Envelope], now_us: int) -
     first = {_number(envelope): envelope for envelope in reversed(envelopes)}
     facts = {number: facts_of(envelope) for number, envelope in first.items()}
     new = [first[number] for number in _insert_events(connection, list(first.values()), now_us)]
-    rows: dict[int, list[Row]] = {}
-    for envelope in new:
-        for merge, row in facts[_number(envelope)]:
-            rows.setdefault(id(merge), []).append(row)
-    for merge in TABLE_ORDER:
-        write(connection, merge, rows.get(id(merge), []))
+    write_facts(connection, [fact for envelope in new for fact in facts[_number(envelope)]])
     write(connection, INGEST_LOG, [_log_row(envelope) for envelope in new])
     written = set(map(id, new))
     clashing = _clashing(connection, [e for e in envelopes if id(e) not in written])
     return Counts(len(new), len(envelopes) - len(new) - len(clashing), tuple(clashing))
+
+
+def write_facts(connection: Connection, facts: Iterable[Fact]) -> None:
+    """Join *facts* into the derived tables."""
+    rows: dict[int, list[Row]] = {}
+    for merge, row in facts:
+        rows.setdefault(id(merge), []).append(row)
+    for merge in TABLE_ORDER:
+        write(connection, merge, rows.get(id(merge), []))
 
 
 _Number = tuple[str, str, int]

@@ -1,7 +1,7 @@
 """Bringing a store's schema up to this code: ``gpuops db upgrade``.
 
 One upgrade at a time (an advisory lock on Postgres, the write lock on SQLite), in one transaction;
-a SQLite file that holds anything is copied first.
+a SQLite file that holds anything is copied first. New tables are filled from the stored events.
 """
 
 import sqlite3
@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
 from gpuops.store.backends import check_directory, connect_engine
 from gpuops.store.engine import Store
+from gpuops.store.project import project
 from gpuops.store.schema import REVISION
 from gpuops.store.url import parse_url, shown, sqlite_path
 from gpuops.store.versions import Fit, judge, read_revision
@@ -68,6 +69,8 @@ def upgrade(store: Store, revision: str = "head") -> str | None:
                 if store.is_sqlite and has_tables:
                     _copy(sqlite_path(store.url), found)
                 command.upgrade(alembic_config(connection), revision)
+                if has_tables and revision == "head":
+                    project(connection)
     except CommandError as exc:
         raise SchemaMismatchError(f"cannot upgrade the store {name}: {exc}") from exc
     except DBAPIError as exc:

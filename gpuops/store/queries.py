@@ -16,6 +16,7 @@ __all__ = [
     "RunRow",
     "attempts",
     "check_runs",
+    "event_of",
     "events",
     "find_incident",
     "find_run",
@@ -228,19 +229,21 @@ def events(
         query = query.where(table.run_id == run_id)
     if kind is not None:
         query = query.where(table.kind == kind)
-    return [
-        Event(
-            id=row["id"],
-            kind=row["kind"],
-            t_us=row["t_us"],
-            node=row["node"],
-            severity=Severity(row["severity"]),
-            run_id=row["run_id"],
-            attempt=row["attempt"],
-            payload=row["payload"],
-        )
-        for row in connection.execute(query).mappings()
-    ]
+    return [event_of(row) for row in connection.execute(query).mappings()]
+
+
+def event_of(row: Mapping[Any, Any]) -> Event:
+    """Return the event in a row of ``events``."""
+    return Event(
+        id=row["id"],
+        kind=row["kind"],
+        t_us=row["t_us"],
+        node=row["node"],
+        severity=Severity(row["severity"]),
+        run_id=row["run_id"],
+        attempt=row["attempt"],
+        payload=row["payload"],
+    )
 
 
 def check_runs(

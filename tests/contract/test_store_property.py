@@ -18,7 +18,7 @@ from gpuops.store.lines import encode_line
 SEEDS = st.integers(0, 5)
 
 
-def rows_after(batches, uid=1000):
+def rows_after(batches, uid=0):
     with memory_store() as store, store.begin() as connection:
         for now_us, batch in enumerate(batches):
             ingest(connection, envelopes(batch, uid=uid), now_us)

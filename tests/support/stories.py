@@ -23,7 +23,7 @@ from gpuops.model import (
 )
 from gpuops.store.facts.envelope import Envelope
 from gpuops.store.lines import Line
-from gpuops.store.schema import metadata
+from gpuops.store.schema import LIVE, metadata
 
 START_US = 1_760_000_000_000_000
 VOLATILE = {"ingested_us"}
@@ -92,6 +92,25 @@ def incident(run_id, attempt, *, authority=2, rev=1, node="n1", **changes):
     return Incident(**{**values, **changes})
 
 
+def node_incident(node="n1", gpu="GPU-1", **changes):
+    """Return an incident of a node's GPU that a hook's check found."""
+    values = {
+        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{node}/{gpu}")),
+        "failure_class": FailureClass.GPU_FELL_OFF_BUS,
+        "side": Side.INFRA,
+        "confidence": Confidence.CONFIRMED,
+        "state": IncidentState.OPEN,
+        "title": f"gpu {gpu} on {node}: Xid 79",
+        "first_us": START_US,
+        "detected_us": START_US,
+        "culprits": (Entity(EntityKind.GPU, gpu), Entity(EntityKind.NODE, node)),
+        "culprit_how": "check kernel_log",
+        "evidence": (Evidence(role=Role.ROOT, text="Xid 79"),),
+        "actions": (ActionKind.DRAIN,),
+    }
+    return Incident(**{**values, **changes})
+
+
 def story(seed=0, *, nodes=("n1", "n2"), attempts=2, minutes=2):
     """Return the lines of one run on *nodes*: every kind of event, one failure an attempt."""
     teller = Teller(seed)
@@ -109,7 +128,9 @@ def story(seed=0, *, nodes=("n1", "n2"), attempts=2, minutes=2):
     for node in nodes:
         outcome = {"outcome": "completed", "exit_code": 0, "reason": "done"}
         teller.tell("run.ended", node=node, run_id=run, attempt=attempts - 1, **outcome)
-    teller.tell("tool.failed", node=nodes[0], what="nvml", error="no library", traceback=None)
+    _repair(teller, nodes[0])
+    for error in ("no library", "no library again"):
+        teller.tell("tool.failed", node=nodes[0], what="nvml", error=error, traceback=None)
     return teller.lines
 
 
@@ -142,14 +163,18 @@ def _check(teller):
         "unknown_reason": None,
     }
     late = {**finding, "check": "mounts", "value": "ro", "status": "unknown"}
+    gpu = {**finding, "check": "gpu_ecc", "entity": {"kind": "gpu", "id": "GPU-1"}}
     return {
         "suite": "prolog",
         "trigger": "prolog",
         "start_us": teller.now_us,
         "end_us": teller.now_us + 1000,
         "verdict": "unknown",
-        "findings": [finding, late],
+        "findings": [finding, late, gpu],
         "late": ["mounts"],
+        "job_id": "17",
+        "profile": "h100",
+        "mode": "observe",
     }
 
 
@@ -194,6 +219,17 @@ def _attempt(teller, run, ordinal, rank, node, minutes, *, failed):
     )
 
 
+def _repair(teller, node):
+    gpu = {"kind": "gpu", "id": "GPU-1"}
+    for rev, state in enumerate((IncidentState.OPEN, IncidentState.CLOSED), start=1):
+        told = node_incident(node, first_us=teller.now_us, rev=rev, state=state)
+        teller.tell("incident.recorded", told.to_json(), node=node, severity=40)
+    drain = {"reason": "gpuops:FAIL kernel_log GPU-1", "actor": "gpuops", "job_id": "17"}
+    teller.tell("node.drained", drain, node=node, severity=40)
+    teller.tell("node.repaired", node=node, entity=gpu, by="ada", what="a new GPU")
+    teller.tell("node.resumed", node=node, reason="two passes", actor="gpuops")
+
+
 def _incident(teller, run, ordinal, nodes):
     for authority, node in zip((2, 1), nodes, strict=False):
         for rev, state in enumerate((IncidentState.OPEN, IncidentState.CLOSED), start=1):
@@ -216,15 +252,15 @@ def _incident(teller, run, ordinal, nodes):
             )
 
 
-def envelopes(lines, *, cluster="c1", uid=1000):
+def envelopes(lines, *, cluster="c1", uid=0):
     """Return *lines* on their way into a store."""
     return [Envelope(line, cluster, uid) for line in lines]
 
 
 def dump(connection):
-    """Return every row of every table as a set of plain tuples, without times of arrival."""
+    """Return every row of the tables that events make, as plain tuples without times of arrival."""
     rows = {}
-    for table in metadata.sorted_tables:
+    for table in (t for t in metadata.sorted_tables if t not in LIVE):
         columns = [column for column in table.columns if column.name not in VOLATILE]
         found = connection.execute(select(*columns))
         rows[table.name] = sorted(repr(tuple(row)) for row in found)

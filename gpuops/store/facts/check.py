@@ -1,5 +1,6 @@
-"""A check run and the result of each of its checks: one event makes them all, and only once."""
+"""A check run, the result of each of its checks, and the parts of the node that root saw in it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from gpuops.store import schema
@@ -10,6 +11,13 @@ from gpuops.store.merge import Merge, Row
 
 CHECK_RUNS = Merge(table=schema.check_runs, key=("id",))
 CHECK_RESULTS = Merge(table=schema.check_results, key=("check_run_id", "ordinal"))
+COMPONENTS = Merge(
+    table=schema.components,
+    key=("node_id", "kind", "component_id"),
+    least=("first_seen_us",),
+    greatest=("last_seen_us",),
+)
+_COMPONENTS = ("gpu", "nic")
 
 
 def check_ran(envelope: Envelope) -> list[Fact]:
@@ -24,12 +32,33 @@ def check_ran(envelope: Envelope) -> list[Fact]:
         "end_us": fields.wanted_integer("end_us"),
         "verdict": fields.wanted_word("verdict"),
         "late": fields.texts("late"),
+        "job_id": fields.word("job_id"),
+        "profile": fields.text("profile"),
+        "mode": fields.text("mode"),
     }
     findings = event.payload.get("findings", [])
     if not isinstance(findings, list):
         raise fields.refuse("findings", "a list")
     results = [_result(event.id, n, finding) for n, finding in enumerate(findings)]
-    return [(CHECK_RUNS, run), *((CHECK_RESULTS, result) for result in results)]
+    return [
+        (CHECK_RUNS, run),
+        *((CHECK_RESULTS, result) for result in results),
+        *_components(envelope, results),
+    ]
+
+
+def _components(envelope: Envelope, results: list[Row]) -> Iterator[Fact]:
+    seen = {(row["entity_kind"], row["entity_id"]) for row in results}
+    for kind, component_id in sorted(seen):
+        if envelope.is_roots and kind in _COMPONENTS:
+            component = {
+                "node_id": envelope.node_id,
+                "kind": kind,
+                "component_id": component_id,
+                "first_seen_us": envelope.event.t_us,
+                "last_seen_us": envelope.event.t_us,
+            }
+            yield COMPONENTS, component
 
 
 def _result(run_id: str, ordinal: int, finding: Any) -> Row:  # noqa: ANN401 JSON of another process

@@ -24,6 +24,11 @@ class Envelope:
         return self.line.event
 
     @property
+    def is_roots(self) -> bool:
+        """Say whether root wrote it: a user can lie, and may do so only about their own runs."""
+        return self.uid == 0
+
+    @property
     def cluster_id(self) -> str:
         return derived_id("cluster", self.cluster)
 

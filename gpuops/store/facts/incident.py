@@ -1,12 +1,14 @@
 """Incidents from their snapshots: the best account's newest one stands, all are kept.
 
-Accounts are ordered by authority, then revision, then event id (`gpuops.model.Incident`).
+Accounts are ordered by authority, then revision, then event id (`gpuops.model.Incident`); root's
+account of an incident outweighs any user's. An incident of a node that root tells of is a strike
+against what it blames.
 """
 
 import hashlib
 from collections.abc import Iterator
 
-from gpuops.model import Evidence, Incident
+from gpuops.model import Confidence, Entity, EntityKind, Evidence, Incident, Side
 from gpuops.store import schema
 from gpuops.store.facts.envelope import Envelope, Fact, attempt_id
 from gpuops.store.facts.places import ATTEMPTS, RUNS, attempt_stub
@@ -31,6 +33,17 @@ INCIDENTS = Merge(
     least=("cluster_id",),
 )
 REVISIONS = Merge(table=schema.incident_revisions, key=("id",))
+CULPRITS = Merge(table=schema.incident_culprits, key=("incident_id", "entity_kind", "entity_id"))
+STRIKES = Merge(
+    table=schema.strikes,
+    key=("incident_id", "entity_kind", "entity_id"),
+    best={"account_key": ("node_id", "t_us", "failure_class", "weight")},
+)
+# How much an incident weighs; one without a known cause is no strike.
+_WEIGHTS = {Confidence.CONFIRMED: 1.0, Confidence.PROBABLE: 0.5}
+# What keeps its name when it moves to another node; the rest counts against its node.
+_MOVABLE = (EntityKind.GPU, EntityKind.NIC)
+
 INCIDENT_ATTEMPTS = Merge(
     table=schema.incident_attempts,
     key=("incident_id", "attempt_id"),
@@ -54,11 +67,15 @@ def incident_recorded(envelope: Envelope) -> list[Fact]:
     """Return the incident, this revision of it, and what hangs on it."""
     incident = _parse(envelope)
     body = incident.to_json()
-    rank = f"{incident.authority:010d}/{incident.rev:010d}/{envelope.event.id}"
+    rank = account_key(
+        envelope, f"{incident.authority:010d}/{incident.rev:010d}/{envelope.event.id}"
+    )
     facts: list[Fact] = [
-        (INCIDENTS, _row(incident, body, envelope.cluster_id, rank)),
+        (INCIDENTS, incident_row(incident, body, envelope.cluster_id, rank)),
         (REVISIONS, _revision(incident, body, envelope)),
     ]
+    facts.extend((CULPRITS, row) for row in _culprits(incident))
+    facts.extend((STRIKES, row) for row in _strikes(incident, envelope, rank))
     facts.extend(_attempt(incident, envelope, rank))
     for item in incident.evidence:
         facts.extend(_evidence(incident, item, envelope.event.t_us, rank))
@@ -86,7 +103,13 @@ def _parse(envelope: Envelope) -> Incident:
     return incident
 
 
-def _row(incident: Incident, body: Row, cluster_id: str, rank: str) -> Row:
+def account_key(envelope: Envelope, rank: str) -> str:
+    """Return the order of one account: any of root's is above those of users and of old."""
+    return f"root/{rank}" if envelope.is_roots else rank
+
+
+def incident_row(incident: Incident, body: Row, cluster_id: str, rank: str) -> Row:
+    """Return the row of *incident*, *body* being its JSON."""
     culprit = incident.culprits[0] if incident.culprits else None
     return {
         "id": incident.id,
@@ -124,9 +147,41 @@ def _revision(incident: Incident, body: Row, envelope: Envelope) -> Row:
         "authority": incident.authority,
         "rev": incident.rev,
         "t_us": envelope.event.t_us,
-        "actor": f"agent on {envelope.event.node}",
+        "actor": f"{'agent' if incident.run_id else 'gate'} on {envelope.event.node}",
         "state": incident.state.value,
         "body": body,
+    }
+
+
+def _culprits(incident: Incident) -> Iterator[Row]:
+    for entity in incident.culprits:
+        if len(entity.id) <= WORD_MAX:
+            yield _entity(incident, entity)
+
+
+def _strikes(incident: Incident, envelope: Envelope, rank: str) -> Iterator[Row]:
+    weight = _WEIGHTS.get(incident.confidence)
+    blames_hardware = incident.side is Side.INFRA and incident.run_id is None
+    if not (envelope.is_roots and blames_hardware and weight and incident.culprits):
+        return
+    culprit = incident.culprits[0]
+    if culprit.kind not in _MOVABLE or len(culprit.id) > WORD_MAX:
+        culprit = Entity(EntityKind.NODE, envelope.event.node)
+    yield {
+        **_entity(incident, culprit),
+        "node_id": envelope.node_id,
+        "t_us": incident.first_us,
+        "failure_class": incident.failure_class.value,
+        "weight": weight,
+        "account_key": rank,
+    }
+
+
+def _entity(incident: Incident, entity: Entity) -> Row:
+    return {
+        "incident_id": incident.id,
+        "entity_kind": entity.kind.value,
+        "entity_id": entity.id,
     }
 
 

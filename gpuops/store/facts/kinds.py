@@ -2,16 +2,25 @@
 
 from collections.abc import Callable
 
-from gpuops.store.facts.check import CHECK_RESULTS, CHECK_RUNS, check_ran
+from gpuops.store.facts.check import CHECK_RESULTS, CHECK_RUNS, COMPONENTS, check_ran
 from gpuops.store.facts.envelope import Envelope, Fact
 from gpuops.store.facts.incident import (
     ACTIONS,
+    CULPRITS,
     EVIDENCE,
     INCIDENT_ATTEMPTS,
     INCIDENT_EVIDENCE,
     INCIDENTS,
     REVISIONS,
+    STRIKES,
     incident_recorded,
+)
+from gpuops.store.facts.node import (
+    NODE_STATES,
+    REPAIRS,
+    node_drained,
+    node_repaired,
+    node_resumed,
 )
 from gpuops.store.facts.places import ATTEMPTS, BOOTS, CLUSTERS, NODES, RUNS, common, node_seen
 from gpuops.store.facts.run import (
@@ -25,7 +34,9 @@ from gpuops.store.facts.run import (
     run_ended,
     run_started,
 )
+from gpuops.store.facts.tool import tool_failed
 from gpuops.store.merge import Merge
+from gpuops.store.node_events import DRAINED, REPAIRED, RESUMED
 
 READERS: dict[str, Callable[[Envelope], list[Fact]]] = {
     "node.seen": node_seen,
@@ -38,6 +49,10 @@ READERS: dict[str, Callable[[Envelope], list[Fact]]] = {
     "attempt.ended": attempt_ended,
     "incident.recorded": incident_recorded,
     "check.ran": check_ran,
+    "tool.failed": tool_failed,
+    DRAINED: node_drained,
+    RESUMED: node_resumed,
+    REPAIRED: node_repaired,
 }
 
 # Parents before children; every writer writes tables in this order, so none waits in a circle.
@@ -45,6 +60,7 @@ TABLE_ORDER: tuple[Merge, ...] = (
     CLUSTERS,
     NODES,
     BOOTS,
+    COMPONENTS,
     RUNS,
     ATTEMPTS,
     ATTEMPT_NODES,
@@ -53,10 +69,14 @@ TABLE_ORDER: tuple[Merge, ...] = (
     CHECK_RESULTS,
     INCIDENTS,
     REVISIONS,
+    CULPRITS,
+    STRIKES,
     INCIDENT_ATTEMPTS,
     EVIDENCE,
     INCIDENT_EVIDENCE,
     ACTIONS,
+    REPAIRS,
+    NODE_STATES,
 )
 
 

@@ -164,3 +164,17 @@ def test_sqlite_is_kept_in_wal_with_foreign_keys(tmp_path):
 
         assert pragmas == ["wal", 1, 10_000, 1]
         assert inspect(connection).get_table_names()
+
+
+def test_the_tables_of_a_nodes_history_are_filled_from_the_events_of_before(url):
+    before = filled(url)
+    downgrade(url, "0001")
+
+    assert upgrade_store(url) == ("0001", REVISION)
+
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        after = dump(connection)
+    # The columns of check runs are told once and not again; nothing had written them before.
+    assert {**after, "check_runs": None} == {**before, "check_runs": None}
+    assert len(after["check_runs"]) == len(before["check_runs"])
+    assert after["strikes"]

@@ -4,6 +4,7 @@
 """
 
 import importlib
+from typing import TypeGuard
 
 from gpuops.checks.protocol import AnyCheck, Check
 
@@ -19,9 +20,22 @@ NAMES = (
 )
 
 
+def is_check(name: object) -> TypeGuard[str]:
+    """Say whether *name* is one of `NAMES`, or that of a site's own check (``site/…``)."""
+    return name in NAMES or (isinstance(name, str) and name.startswith("site/"))
+
+
 def check_named(name: str) -> AnyCheck:
-    """Return the check called *name*, one of `NAMES`."""
-    assert name in NAMES, name
+    """Return the check called *name*, for which `is_check` holds.
+
+    Raises:
+        ConfigError: A site's check whose name cannot be that of a file.
+    """
+    assert is_check(name), name
+    if name not in NAMES:
+        from gpuops.checks.site import site_check
+
+        return site_check(name)
     check = importlib.import_module(f"gpuops.checks.{name}").CHECK
     assert isinstance(check, Check)
     assert check.name == name

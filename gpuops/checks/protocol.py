@@ -20,14 +20,18 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where looks look: the root of the file system, and the folders of log rules.
+    """Where looks look: the root of the file system, the folders of log rules and of Xids.
 
-    ``asked``: what the checks of this look want to know about (`Check.asks`).
+    ``asked``: what the checks of this look want to know about (`Check.asks`). ``node``: its name;
+    ``site_checks``: the folder of the site's executables.
     """
 
     root: Path = Path("/")
     rule_dirs: tuple[Path, ...] = ()
     asked: tuple[str, ...] = ()
+    node: str = ""
+    site_checks: Path | None = None
+    xid_dirs: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

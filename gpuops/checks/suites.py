@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gpuops.checks import NAMES, check_named
+from gpuops.checks import NAMES, check_named, is_check
 from gpuops.checks.protocol import AnyCheck
 from gpuops.config import read_toml, reject_unknown
 from gpuops.errors import ConfigError, UsageError
@@ -60,7 +60,7 @@ class Suite:
         if not names:
             return self
         for name in names:
-            if name not in NAMES:
+            if not is_check(name):
                 raise UsageError(unknown_name("check", name, NAMES))
             if name not in self.names:
                 raise UsageError(
@@ -185,7 +185,7 @@ def parse_suite(name: str, table: Mapping[str, Any], path: Path) -> Suite:
 
 def _planned(entry: Mapping[str, Any], where: str) -> Planned:
     name = entry.get("name")
-    if name not in NAMES:
+    if not is_check(name):
         raise ConfigError(f"{where}: {unknown_name('check', str(name), NAMES)}")
     check = check_named(name)
     where = f"check {name!r} in {where}"

@@ -57,7 +57,13 @@ def plan_of(request: Request) -> Plan:
         request=request,
         suite=suite.expecting_gpus(request.gpus_expected, request.gpus_expected_origin),
         suites=suite_paths(folders.suites),
-        machine=Machine(request.root, folders.rules),
+        machine=Machine(
+            request.root,
+            folders.rules,
+            node=request.node,
+            site_checks=folders.site_checks,
+            xid_dirs=folders.xid,
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from gpuops.checks.protocol import Look, Machine
 from gpuops.checks.suites import Planned, Suite
 from gpuops.errors import ProbeError
 from gpuops.host import probe
-from gpuops.host.abandoned import abandoned
+from gpuops.host.abandoned import Abandoned
 from gpuops.host.records import to_json
 from gpuops.model import UnknownReason
 
@@ -62,14 +62,16 @@ def failed(look: str, exc: ProbeError) -> Looked:
     return Looked(look=look, error=str(exc), reason=UnknownReason(exc.reason), notes=notes)
 
 
-def collect(suite: Suite, machine: Machine, chooser: Chooser) -> Iterator[Looked]:
+def collect(
+    suite: Suite, machine: Machine, chooser: Chooser, left: Mapping[str, Abandoned]
+) -> Iterator[Looked]:
     """Yield what each look of *suite* gives, as they come; once for each look.
 
     That of ``chooser.look`` comes first, where the suite has it: nothing can be judged before the
     profile is known. A look that had been asked for what another profile names is asked again.
-    The caller must have a single thread (see `gpuops.host.probe`).
+    *left*: see `gpuops.host.probe.start_call`. The caller must have a single thread.
     """
-    desk = _Desk(suite, machine, chooser.first)
+    desk = _Desk(suite, machine, chooser.first, left)
     settled = chooser.look not in desk.groups
     held: list[Looked] = []
     for looked in desk.work():
@@ -87,7 +89,9 @@ def collect(suite: Suite, machine: Machine, chooser: Chooser) -> Iterator[Looked
 class _Desk:
     """Which looks wait, which run, and which locks those hold."""
 
-    def __init__(self, suite: Suite, machine: Machine, profile: Profile) -> None:
+    def __init__(
+        self, suite: Suite, machine: Machine, profile: Profile, left: Mapping[str, Abandoned]
+    ) -> None:
         self.groups = by_look(suite)
         self._machine = machine
         self._deadline_s = suite.deadline_s
@@ -96,7 +100,7 @@ class _Desk:
         self._running: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._refused: list[Looked] = []
         self._asked: dict[str, tuple[str, ...]] = {}
-        self._left = abandoned()
+        self._left = left
         self.ask_for(profile, again=set())
 
     def ask_for(self, profile: Profile, *, again: set[str]) -> set[str]:

@@ -14,7 +14,9 @@ from gpuops.checks.collect import Chooser, Looked, by_look, collect
 from gpuops.checks.protocol import Case, Look, Machine
 from gpuops.checks.suites import Planned, Suite
 from gpuops.errors import ConfigError, ProbeError
+from gpuops.host.abandoned import Abandoned
 from gpuops.host.clock import Clock
+from gpuops.host.node_state import Moment
 from gpuops.host.records import from_json
 from gpuops.model import Entity, Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc
@@ -40,7 +42,7 @@ class CheckRun:
 
     ``counters``: what the next run will compare with (`gpuops.checks.protocol.Check.counters`).
     ``profile``: the name of the one that it was held against. ``facts``: what each look gave, by
-    its name, where it gave any.
+    its name, where it gave any. ``moment``: the run's start; None where a recording was judged.
     """
 
     suite: str
@@ -53,6 +55,7 @@ class CheckRun:
     counters: Mapping[str, float] = field(default_factory=dict)
     profile: str = "none"
     facts: Mapping[str, Any] = field(default_factory=dict)
+    moment: Moment | None = None
 
     @property
     def verdict(self) -> Status:
@@ -85,9 +88,14 @@ class Terms:
     tell: Tell = lambda _findings: None
 
 
-def run_suite(suite: Suite, machine: Machine, terms: Terms, clock: Clock) -> CheckRun:
-    """Return what *suite* finds on *machine*; the caller must have a single thread."""
-    return judge(suite, collect(suite, machine, terms.chooser), terms, clock)
+def run_suite(
+    suite: Suite, machine: Machine, terms: Terms, clock: Clock, left: Mapping[str, Abandoned]
+) -> CheckRun:
+    """Return what *suite* finds on *machine*.
+
+    *left*: see `gpuops.host.probe.start_call`. The caller must have a single thread.
+    """
+    return judge(suite, collect(suite, machine, terms.chooser, left), terms, clock)
 
 
 def judge(suite: Suite, looks: Iterable[Looked], terms: Terms, clock: Clock) -> CheckRun:

@@ -1,6 +1,7 @@
 """Who this machine is: its name for Slurm, and its current boot."""
 
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,3 +17,16 @@ def boot_id(root: Path = Path("/")) -> str:
         return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return "unknown"
+
+
+def since_boot_s(root: Path = Path("/")) -> float:
+    """Return the seconds since boot, of sleep as well, as CLOCK_BOOTTIME counts them.
+
+    Under a fake root they are what its ``proc/uptime`` says, where it has one.
+    """
+    if root != Path("/"):
+        try:
+            return float((root / "proc/uptime").read_text(encoding="ascii").split()[0])
+        except (OSError, ValueError, IndexError):
+            pass
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

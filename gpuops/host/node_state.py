@@ -24,6 +24,21 @@ class CounterSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A time of one boot; ``boot_id`` is "" where it could not be told."""
+
+    boot_id: str
+    since_boot_s: float
+    t_us: int
+
+    def age_s(self, sample: CounterSample) -> float:
+        """Return the seconds since *sample*: by the boot's clock if it is of this boot."""
+        if sample.boot_id == self.boot_id:
+            return self.since_boot_s - sample.since_boot_s
+        return (self.t_us - sample.t_us) / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DriverHang:
     """A call into the GPU driver that gave no answer. ``state``: of the process that made it."""
 
@@ -73,7 +88,8 @@ class NodeState:
     ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
     ``strikes`` are what the store last told. ``incidents``: the open ones of this node, by what
-    each is about (`gpuops.incident.node_incident.key_of`).
+    each is about (`gpuops.incident.node_incident.key_of`). ``profile``: the name of the one that
+    the GPUs last spoke for.
     """
 
     samples: tuple[CounterSample, ...] = ()
@@ -83,6 +99,7 @@ class NodeState:
     repairs: tuple[Repair, ...] = ()
     strikes: tuple[Strikes, ...] = ()
     incidents: Mapping[str, OpenIncident] = field(default_factory=dict)
+    profile: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ kept to replay a verdict. The same reader takes a check's parameters from TOML.
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -42,9 +43,8 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must be a table, got {data!r}")  # noqa: TRY004 one error kind
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]  # bound to dataclasses by contract
+    fields, hints = _shape(kind)  # type: ignore[arg-type]  # every class is hashable
     reject_unknown(data, fields, where)
-    hints = get_type_hints(kind)
     values = {}
     for name, spec in fields.items():
         if name in data:
@@ -52,6 +52,12 @@ def from_json(kind: type[T], data: object, where: str) -> T:
         elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where} lacks {name!r}")
     return kind(**values)
+
+
+@functools.cache
+def _shape(kind: type) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    """Return the fields of *kind* and their types; a snapshot holds hundreds of the same kind."""
+    return {f.name: f for f in dataclasses.fields(kind)}, get_type_hints(kind)
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by its hint

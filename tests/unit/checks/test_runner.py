@@ -74,7 +74,7 @@ def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, **terms):
         planned=checks,
         path=Path("test.toml"),
     )
-    return run_suite(suite, Machine(), Terms(CASE, **terms), SystemClock())
+    return run_suite(suite, Machine(), Terms(CASE, **terms), SystemClock(), left={})
 
 
 def raising(error):

@@ -1,0 +1,247 @@
+"""The file in which a node remembers (`gpuops.host.node_state`): ``node.json``, its owner's alone.
+
+It is worth little and must cost nothing: what cannot be read or believed is left out with a note,
+a disk that hangs costs `READ_S` and `SAVE_S`, and no verdict depends on either. Nothing is synced:
+after a power cut an older or a torn file is found, and both are dealt with.
+"""
+
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpuops.errors import ConfigError, ProbeError
+from gpuops.host import probe
+from gpuops.host.abandoned import Abandoned
+from gpuops.host.directories import why_not_ours
+from gpuops.host.node import boot_id, since_boot_s
+from gpuops.host.node_state import NodeState
+from gpuops.host.records import from_json, to_json
+from gpuops.host.trust import refuse_foreign_file
+from gpuops.model import Json, UnknownReason
+
+READ_S = 0.3
+SAVE_S = 0.5
+LOCK_S = 0.3
+VERSION = 1
+_SCHEMA = "gpuops.node-state/"
+# Eight GPUs and eight ports come to 1 MB in a day; a probe's answer may be 8 MiB.
+_BYTES_MAX = 7 * 2**20
+_POLL_S = 0.005
+# What a child that SIGTERM can end needs for it.
+_STOP_S = 0.05
+
+Change = Callable[[NodeState], NodeState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """What a node knows of itself; ``boot_id`` as in `gpuops.host.node_state.Moment`.
+
+    ``note``: why there is less than there could be, None where all is well.
+    """
+
+    state: NodeState = field(default_factory=NodeState)
+    boot_id: str = ""
+    since_boot_s: float = 0.0
+    note: str | None = None
+
+
+class StateError(Exception):
+    """The file is there and must not be used, or cannot be written; says why."""
+
+
+class NewerStateError(StateError):
+    """A later gpuops wrote the file; it is left to that one."""
+
+
+def state_path(state_dir: Path) -> Path:
+    """Return the path of the file below *state_dir*."""
+    return state_dir / "node.json"
+
+
+def recall(state_dir: Path, root: Path, uid: int, left: Mapping[str, Abandoned]) -> Remembered:
+    """Return what the node remembers and which boot this is, within `READ_S`.
+
+    *left*: see `gpuops.host.probe.start_call`. The caller must have a single thread.
+    """
+    path = state_path(state_dir)
+    try:
+        boot, uptime_s, text, note = _asked(
+            f"read {path}", lambda: _read_all(path, root, uid), READ_S, left
+        )
+    except ProbeError as exc:
+        return Remembered(note=f"{path} is left out: {exc}")
+    state = NodeState()
+    if text is not None:
+        try:
+            state = parse_state(text)
+        except StateError as exc:
+            note = f"{path} is left out: {exc}"
+    return Remembered(state=state, boot_id=boot, since_boot_s=uptime_s, note=note)
+
+
+def _asked(
+    question: str, call: Callable[[], Any], deadline_s: float, left: Mapping[str, Abandoned]
+) -> Any:  # noqa: ANN401 JSON of whatever *call* returned
+    """Return what *call* gives in a child; one that no signal ends is not waited for."""
+    child = probe.start_call(call, deadline_s=deadline_s, question=question, left=left)
+    outcome = probe.within(child, deadline_s + _STOP_S)
+    if outcome is None:
+        raise ProbeError(f"no answer in {deadline_s:g} s", UnknownReason.TIMEOUT)
+    return probe.answer(outcome)
+
+
+def _read_all(path: Path, root: Path, uid: int) -> tuple[str, float, str | None, str | None]:
+    boot, uptime_s = boot_id(root), since_boot_s(root)
+    boot = "" if boot == "unknown" else boot
+    try:
+        return boot, uptime_s, _read(path, uid), None
+    except StateError as exc:
+        return boot, uptime_s, None, f"{path} is left out: {exc}"
+
+
+def read_state(state_dir: Path, uid: int) -> NodeState:
+    """Return what the file below *state_dir* holds, nothing where there is none.
+
+    Raises:
+        StateError: It may not be believed, or is not a state of this or an earlier gpuops.
+    """
+    text = _read(state_path(state_dir), uid)
+    return NodeState() if text is None else parse_state(text)
+
+
+def _read(path: Path, uid: int) -> str | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise StateError(exc.strerror or str(exc)) from exc
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise StateError("it is not a file")
+        if found.st_uid != uid:
+            raise StateError(f"it belongs to user {found.st_uid}, not to {uid}")
+        try:
+            refuse_foreign_file(path, uid=uid)
+            content = file.read(_BYTES_MAX + 1)
+        except (ConfigError, OSError) as exc:
+            raise StateError(str(exc)) from exc
+    if len(content) > _BYTES_MAX:
+        raise StateError(f"it is larger than {_BYTES_MAX} bytes")
+    return content.decode("utf-8", errors="replace")
+
+
+def parse_state(text: str) -> NodeState:
+    """Return the state that *text* holds.
+
+    Raises:
+        StateError: See `read_state`.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        raise StateError("it is no JSON: torn, or not ours") from None
+    if not isinstance(body, dict) or not str(body.get("schema", "")).startswith(_SCHEMA):
+        raise StateError("it is not a node's state")
+    version = str(body["schema"]).removeprefix(_SCHEMA)
+    if version != str(VERSION):
+        newer = version.isdecimal() and int(version) > VERSION
+        kind = NewerStateError if newer else StateError
+        raise kind(f"it is of version {version}; this gpuops knows {VERSION}")
+    try:
+        return from_json(NodeState, body.get("state"), "the state")
+    except (ConfigError, ValueError) as exc:
+        raise StateError(str(exc)) from exc
+
+
+def state_json(state: NodeState) -> Json:
+    """Return *state* as the file holds it."""
+    return {"schema": f"{_SCHEMA}{VERSION}", "state": to_json(state)}
+
+
+def change_state(state_dir: Path, uid: int, change: Change, *, lock_s: float = LOCK_S) -> NodeState:
+    """Write what *change* makes of the present state, and return that; two at once lose nothing.
+
+    A file that cannot be read as a state is replaced, except one of a later gpuops.
+
+    Raises:
+        StateError: It cannot be written, is a later gpuops', or others held its lock for *lock_s*.
+    """
+    problem = why_not_ours(state_dir, private=False)
+    if problem is not None:
+        raise StateError(f"{state_dir}: {problem}")
+    path = state_path(state_dir)
+    try:
+        with _locked(path.with_suffix(".lock"), lock_s):
+            try:
+                before = read_state(state_dir, uid)
+            except NewerStateError:
+                raise
+            except StateError:
+                before = NodeState()
+            after = change(before)
+            if after != before:
+                _replace(path, json.dumps(state_json(after), separators=(",", ":")))
+            return after
+    except OSError as exc:
+        raise StateError(f"{exc.filename or path}: {exc.strerror}") from exc
+
+
+@contextmanager
+def _locked(path: Path, lock_s: float) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        until_s = time.monotonic() + lock_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise StateError(f"{path} is locked by another for {lock_s:g} s") from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        draft.replace(path)
+    except BaseException:  # boundary: no draft stays behind, whatever ends this
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def keep(state_dir: Path, uid: int, change: Change, left: Mapping[str, Abandoned]) -> str | None:
+    """Do as `change_state` within `SAVE_S`; return what went wrong, None where nothing did.
+
+    *left*: see `gpuops.host.probe.start_call`. The caller must have a single thread.
+    """
+    question = f"keep {state_path(state_dir)}"
+    try:
+        trouble: str | None = _asked(question, lambda: _kept(state_dir, uid, change), SAVE_S, left)
+    except ProbeError as exc:
+        return str(exc)
+    return trouble
+
+
+def _kept(state_dir: Path, uid: int, change: Change) -> str | None:
+    try:
+        change_state(state_dir, uid, change)
+    except StateError as exc:
+        return str(exc)
+    return None

@@ -174,11 +174,13 @@ def test_a_child_that_stays_and_holds_the_output_delays_nobody(site):
 
 
 def test_a_child_that_left_for_its_own_session_delays_nobody(site):
-    site.script(f"setsid sh -c 'echo $$ > {site.path}/pid; exec sleep 60' & echo fine; exit 1")
+    left = site.path / "pid"
+    site.script(
+        f"setsid sh -c 'echo $$ > {left}; exec sleep 60' &\n"
+        f"while [ ! -s {left} ]; do :; done; echo fine; exit 1"
+    )
 
     _, found = site.finding()
-    left = site.path / "pid"
-    assert eventually(lambda: left.exists() and left.read_text().strip())
     os.kill(int(left.read_text()), signal.SIGKILL)
 
     assert (found["status"], found["message"]) == ("warn", "fine")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.host.procfs import Process, processes
+from gpuops.host.threads import process_state
 
 # The kernel keeps 15 bytes of a name.
 _NAME = re.compile(r"gpuops:[0-9a-f]{8}")
@@ -48,9 +49,13 @@ def abandoned(*, uid: int | None = None, now_s: float | None = None) -> Mapping[
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     found: dict[str, Abandoned] = {}
     for process in processes():
-        if not is_probe(process) or process.state in "ZX" or _owner(process.pid) != uid:
+        if not is_probe(process) or _owner(process.pid) != uid:
             continue
-        child = Abandoned(process.pid, process.state, now_s - process.start_ticks / ticks_per_s)
+        # Its main thread may have ended, and another be inside the kernel still.
+        now = process_state(process.pid)
+        if now is None or now.ended:
+            continue
+        child = Abandoned(process.pid, now.state, now_s - process.start_ticks / ticks_per_s)
         if process.name not in found or found[process.name].age_s < child.age_s:
             found[process.name] = child
     return found

@@ -13,6 +13,7 @@ NO_PERMISSION = 4
 CORRUPTED_INFOROM = 14
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
+UNREADABLE = -1
 
 
 class NvmlStatus(StrEnum):
@@ -27,7 +28,10 @@ class NvmlStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """A call of NVML that failed: its name, NVML's code and NVML's words."""
+    """A call (or field) of NVML that failed: its name, NVML's code and NVML's words.
+
+    The code is `UNREADABLE` where NVML answered and the answer made no sense.
+    """
 
     call: str
     code: int
@@ -71,13 +75,21 @@ class EccErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperatures:
-    """Degrees Celsius, and the limits that the device itself states."""
+    """Degrees Celsius, and the limits that the device itself states.
+
+    From Ada on the device states its limits as distances instead: ``margin_c`` is how far the core
+    is below its own limit now, and at a margin of ``slowdown_margin_c`` it slows down, at
+    ``shutdown_margin_c`` it shuts down (fields ``NVML_FI_DEV_TEMPERATURE_*_TLIMIT``, below zero).
+    """
 
     core_c: float | None = None
     memory_c: float | None = None
     slowdown_c: float | None = None
     shutdown_c: float | None = None
     memory_max_c: float | None = None
+    margin_c: float | None = None
+    slowdown_margin_c: float | None = None
+    shutdown_margin_c: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +128,17 @@ class PcieLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvLink:
-    """One NVLink: up or not, and what it counted since the driver's load. None: not told."""
+    """One NVLink: up or not, and what it counted since the driver's load. None: not told.
+
+    Blackwell counts ``receive_errors`` and recoveries, and no CRC errors or replays.
+    """
 
     link: int
     active: bool | None = None
     crc_errors: int | None = None
     replay_errors: int | None = None
     recovery_errors: int | None = None
+    receive_errors: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +187,10 @@ class GpuProcess:
 class NvmlGpu:
     """One GPU as NVML lists it.
 
-    ``error``, ``error_code``: opening it, or the first call about its identity that failed.
-    ``address`` is in sysfs' spelling. ``hung_call``: the call that had given no answer when time
-    was up; what was asked before it is here.
+    ``error``, ``error_code``: that it is lost, else opening it, else the first call about its
+    identity that failed. ``address`` is in sysfs' spelling. ``hung_call``: the call that had given
+    no answer when time was up, ``hung_s`` seconds after it was made; what was asked before it, and
+    at the same time, is here.
     """
 
     index: int
@@ -188,6 +205,7 @@ class NvmlGpu:
     errors: tuple[CallError, ...] = ()
     unsupported: tuple[str, ...] = ()
     hung_call: str | None = None
+    hung_s: float | None = None
     recovery_action: int | None = None
     remapped: RemappedRows | None = None
     retired: RetiredPages | None = None
@@ -207,9 +225,11 @@ class NvmlGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlSnapshot:
-    """All that NVML said; ``state`` is the child's process state where it gave no answer.
+    """All that NVML said.
 
-    ``hung_call``: the call in which it was then, where it could still say so.
+    ``hung_call``: a call that had given no answer when time was up, ``hung_s`` seconds after it
+    was made, where the child could still say so; ``state``: of the thread that made it (proc(5)),
+    else of the child. The status is ``timeout`` only where no GPU answered.
     """
 
     status: NvmlStatus
@@ -220,3 +240,15 @@ class NvmlSnapshot:
     error_code: int | None = None
     state: str | None = None
     hung_call: str | None = None
+    hung_s: float | None = None
+
+    @property
+    def hang(self) -> str | None:
+        """Return the call that gave no answer, ``"NVML"`` where nobody can say which."""
+        return self.hung_call or ("NVML" if self.status is NvmlStatus.TIMEOUT else None)
+
+    @property
+    def persistence(self) -> bool | None:
+        """Return whether every GPU keeps its driver loaded; None where not all of them tell."""
+        modes = [gpu.modes.persistence for gpu in self.gpus]
+        return None if not modes or None in modes else all(modes)

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from gpuops.errors import ProbeError
 from gpuops.host.abandoned import Abandoned, name_of
-from gpuops.host.procfs import process
+from gpuops.host.threads import ThreadState, process_state
 from gpuops.model import UnknownReason
 
 TERM_GRACE_S = 0.2
@@ -54,8 +54,9 @@ class Outcome:
     """What came of a child.
 
     ``exit_code`` is negative for a signal and None where nobody can say. ``state`` is the letter
-    of proc(5) at the deadline (``D``: inside the kernel) and ``wchan`` the kernel function it
-    waited in; both None for a child that ended in time.
+    of proc(5) at the deadline (``D``: inside the kernel, with any of its threads) and ``wchan``
+    the kernel function it waited in; both None for a child that ended in time. ``output`` is what
+    it had written, which can be a whole answer though the child did not end.
     """
 
     ending: Ending
@@ -122,7 +123,7 @@ class Child:
     signaller: Signaller = signal_group
     _stage: _Stage = _Stage.RUNNING
     _acted_s: float = 0.0
-    _seen: tuple[str | None, str | None] = (None, None)
+    _seen: ThreadState | None = None
     _ended: int | None = field(default=None)
     _still: Outcome | None = None
 
@@ -135,7 +136,7 @@ class Child:
             return self._outcome(Ending.ENDED if on_time else Ending.TIMEOUT, now_s)
         match self._stage:
             case _Stage.RUNNING if now_s >= self.started_s + self.deadline_s:
-                self._seen = (process_state(self.pid), process_wchan(self.pid))
+                self._seen = process_state(self.pid)
                 self._send(signal.SIGTERM, _Stage.ASKED, now_s)
             case _Stage.ASKED if now_s >= self._acted_s + TERM_GRACE_S:
                 self._send(signal.SIGKILL, _Stage.KILLED, now_s)
@@ -168,8 +169,8 @@ class Child:
             exit_code=self._ended,
             output=output,
             errors=errors,
-            state=self._seen[0],
-            wchan=self._seen[1],
+            state=self._seen and self._seen.state,
+            wchan=self._seen and self._seen.wchan,
         )
 
 
@@ -177,21 +178,6 @@ def _take(fd: int) -> bytes:
     with os.fdopen(fd, "rb", buffering=0) as file:
         file.seek(0)
         return file.read(OUTPUT_MAX) or b""
-
-
-def process_state(pid: int) -> str | None:
-    """Return the state letter of *pid* (proc(5)), None where it is gone."""
-    found = process(pid)
-    return None if found is None else found.state
-
-
-def process_wchan(pid: int) -> str | None:
-    """Return the kernel function in which *pid* waits, None where the kernel does not say."""
-    try:
-        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return None
-    return name if name not in {"", "0"} else None
 
 
 def _memory_files() -> tuple[int, int]:
@@ -240,12 +226,13 @@ def start_call(
 
 
 def _still_hung(earlier: Abandoned) -> Child:
+    now = process_state(earlier.pid)
     outcome = Outcome(
         ending=Ending.HUNG,
         pid=earlier.pid,
         elapsed_s=earlier.age_s,
         state=earlier.state,
-        wchan=process_wchan(earlier.pid),
+        wchan=now and now.wchan,
     )
     return Child(earlier.pid, 0.0, 0.0, -1, -1, _still=outcome)
 
@@ -297,9 +284,23 @@ def answer(outcome: Outcome) -> Any:  # noqa: ANN401 JSON of whatever the functi
     """
     if outcome.ending is not Ending.ENDED:
         raise ProbeError(outcome.describe(), UnknownReason.TIMEOUT)
+    return last_words(outcome)
+
+
+def last_words(outcome: Outcome) -> Any:  # noqa: ANN401 as above
+    """Return what the function of `start_call` returned, also from a process that did not end.
+
+    A function that returns while a thread of its process is inside the kernel has given its
+    answer, though the process then had to be killed or left behind.
+
+    Raises:
+        ProbeError: See `answer`.
+    """
     try:
         said = json.loads(outcome.output)
     except ValueError:
+        if outcome.ending is not Ending.ENDED:
+            raise ProbeError(outcome.describe(), UnknownReason.TIMEOUT) from None
         raise ProbeError(
             f"its process {outcome.describe()} without an answer", UnknownReason.CRASH
         ) from None

@@ -17,6 +17,7 @@ from gpuops.host import probe
 from gpuops.host.abandoned import abandoned, name_of
 from gpuops.host.filesystems import read_filesystems
 from gpuops.host.probe import Ending
+from gpuops.host.threads import process_state
 
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -39,7 +40,8 @@ def stops_itself():
 
 
 def is_alive(pid):
-    return probe.process_state(pid) not in {None, "Z"}
+    found = process_state(pid)
+    return found is not None and not found.ended
 
 
 def wait_until(condition, seconds=10):

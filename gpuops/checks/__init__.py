@@ -17,6 +17,7 @@ NAMES = (
     "kernel_log",
     "gpu_count",
     "gpu_pci",
+    "strikes",
 )
 
 

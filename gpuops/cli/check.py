@@ -12,15 +12,14 @@ from pathlib import Path
 import click
 
 from gpuops.checks.runner import CheckRun
+from gpuops.cli.check_request import request_of
 from gpuops.cli.check_text import listing, nagios_line, table
 from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
 from gpuops.gate.remember import Memory, remember
-from gpuops.gate.session import Plan, Request, check_node, plan_of
+from gpuops.gate.session import Plan, check_node, keep_state, plan_of
 from gpuops.host.clock import SystemClock
-from gpuops.host.node import node_name
-from gpuops.host.trust import current_uid
 from gpuops.model import Finding, Status, envelope
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
@@ -84,7 +83,7 @@ def check(
     if as_json + as_jsonl + nagios > 1:
         raise UsageError("--json, --jsonl and --nagios exclude each other")
     settings = settings_of(ctx, check__suite=suite, check__gpus_expected=gpus_expected)
-    plan = _plan(settings, only, deadline)
+    plan = plan_of(request_of(settings, environ(), only=only, deadline_s=deadline, trigger=trigger))
     if as_list:
         click.echo(listing(plan.suite, plan.suites, as_json=as_json))
         return EXIT_OK
@@ -102,28 +101,12 @@ def check(
         output.say(table(ran, width=_width()))
     if not no_record:
         trouble = remember(ran, trigger, _memory(ctx, settings), clock)
-        if trouble is not None:
-            click.echo(trouble, err=True)
+        for text in (trouble, keep_state(plan, ran)):
+            if text is not None:
+                click.echo(text, err=True)
     if output.error is not None:
         raise output.error
     return _NAGIOS_EXIT[ran.verdict] if nagios else _EXIT.get(ran.verdict, EXIT_OK)
-
-
-def _plan(settings: Settings, only: tuple[str, ...], deadline_s: float | None) -> Plan:
-    return plan_of(
-        Request(
-            suite=settings.suite,
-            node=node_name(environ()),
-            root=settings.root,
-            state_dir=settings.state_dir,
-            uid=current_uid(),
-            site_dir=settings.site_dir,
-            only=only,
-            deadline_s=deadline_s,
-            gpus_expected=settings.gpus_expected,
-            gpus_expected_origin=settings.values["check.gpus_expected"].origin,
-        )
-    )
 
 
 def _memory(ctx: click.Context, settings: Settings) -> Memory:

@@ -1,0 +1,93 @@
+"""What ``gpuops check`` and ``gpuops facts`` ask for, from their options and the environment."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpuops.config import Settings
+from gpuops.errors import UsageError
+from gpuops.gate.session import Request
+from gpuops.host.node import node_name
+from gpuops.host.trust import current_uid
+from gpuops.slurm.environment import job_of
+
+HOOKS = ("prolog", "epilog")
+_GPU = re.compile(
+    r"\d{1,4}|GPU-[0-9a-fA-F-]{4,64}|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d"
+)
+
+
+def request_of(
+    settings: Settings,
+    env: Mapping[str, str],
+    *,
+    only: tuple[str, ...] = (),
+    deadline_s: float | None = None,
+    gpus: str = "all",
+    trigger: str = "manual",
+    job_id: str | None = None,
+) -> Request:
+    """Return the request of a command line.
+
+    Raises:
+        UsageError: *gpus* names none.
+    """
+    hook = job_of(env) if trigger in HOOKS else None
+    return Request(
+        suite=settings.suite,
+        node=node_name(env),
+        root=settings.root,
+        state_dir=state_dir(settings),
+        uid=current_uid(),
+        site_dir=settings.site_dir,
+        only=only,
+        deadline_s=deadline_s,
+        gpus=gpus_of(gpus, trigger, env),
+        gpus_expected=settings.gpus_expected,
+        gpus_expected_origin=settings.values["check.gpus_expected"].origin,
+        profile=settings.profile,
+        trigger=trigger,
+        job_id=job_id if job_id is not None or hook is None else hook.id,
+    )
+
+
+def state_dir(settings: Settings) -> Path:
+    """Return where the node's state is: a fake root has its own, unless a folder was named."""
+    if settings.root == Path("/") or settings.values["state.dir"].origin != "default":
+        return settings.state_dir
+    return settings.root / settings.state_dir.relative_to("/")
+
+
+def gpus_of(text: str, trigger: str, env: Mapping[str, str]) -> frozenset[str] | None:
+    """Return the GPUs that *text* (``--gpus``) names, by UUID, index or PCI address; None: all.
+
+    ``auto`` is the job's GPUs for a prolog or epilog, as Slurm tells (``SLURM_JOB_GPUS``, else
+    ``CUDA_VISIBLE_DEVICES``); where it tells none, or in a way that is not understood, all.
+
+    Raises:
+        UsageError: It names something that is no GPU.
+    """
+    if text == "all":
+        return None
+    if text != "auto":
+        return _named(text)
+    if trigger not in HOOKS:
+        return None
+    told = job_of(env).gpus
+    if told is not None:
+        return told
+    try:
+        return _named(env.get("CUDA_VISIBLE_DEVICES", ""))
+    except UsageError:
+        return None
+
+
+def _named(text: str) -> frozenset[str]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if _GPU.fullmatch(word) is None:
+            raise UsageError(
+                f"--gpus {text!r}: {word!r} is no GPU; name auto, all, or indices, UUIDs (GPU-…)"
+                " and PCI addresses (0000:1b:00.0) with commas between"
+            )
+    return frozenset(words)

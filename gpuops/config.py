@@ -12,8 +12,9 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from gpuops.errors import ConfigError
@@ -22,6 +23,7 @@ from gpuops.units import parse_bytes, parse_seconds
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Complain = Callable[[ConfigError], None]
 
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
@@ -37,6 +39,15 @@ class Mode(StrEnum):
 def refuse(error: ConfigError) -> None:
     """Raise *error*: what is done about a mistake where nobody collects them."""
     raise error
+
+
+def heard(read: Callable[[], T], complain: Complain, otherwise: T) -> T:
+    """Return what *read* returns; *otherwise*, once *complain* was told of its mistake."""
+    try:
+        return read()
+    except ConfigError as exc:
+        complain(exc)
+        return otherwise
 
 
 def environ() -> dict[str, str]:
@@ -90,6 +101,7 @@ class Settings:
     fuse_window_s: float
     passes_to_resume: int
     permit_deadline_s: float
+    slurm_bin_dir: Path | None
     values: Mapping[str, Value]
     file: Path | None
 
@@ -249,6 +261,13 @@ SETTINGS = (
         lambda _env, _root: 1.0,
         "how long a drain waits for the store's permit, in seconds",
     ),
+    Setting(
+        "slurm.bin_dir",
+        "GPUOPS_SLURM_BIN_DIR",
+        _path,
+        lambda _env, _root: None,
+        "the folder of scontrol; unset: where Debian, RPMs and /opt/slurm have it",
+    ),
 )
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
@@ -260,6 +279,7 @@ def resolve(
     config_file: Path | None = None,
     is_root: bool,
     vet: Callable[[Path], None] = lambda _path: None,
+    complain: Complain = refuse,
 ) -> Settings:
     """Return every setting, from the most to the least specific place that has it.
 
@@ -269,18 +289,19 @@ def resolve(
         config_file: ``--config``; it must exist, as must the one in ``GPUOPS_CONFIG``.
         is_root: Root has system directories and trusts only system files.
         vet: Is shown the file before it is read; raises where it may not be believed.
+        complain: Is told of each mistake; where it raises nothing, the default takes its place.
 
     Raises:
         ConfigError: A file that is not there or not TOML, an unknown key, a bad value.
     """
-    file = find_file(config_file, env, is_root=is_root)
-    if file is not None:
-        vet(file)
-    table = flatten(read_toml(file)) if file is not None else {}
-    reject_unknown(table, _BY_KEY, f"the configuration {file}")
-    for key, raw in table.items():
-        _parsed(_BY_KEY[key], raw, f"file {file}")  # also where a flag or the environment wins
-    found = {s.key: _find(s, flags, env, table, file, is_root=is_root) for s in SETTINGS}
+    file = heard(lambda: find_file(config_file, env, is_root=is_root), complain, None)
+    nothing: Mapping[str, object] = {}
+    table = heard(lambda: _table(file, vet, complain), complain, nothing)
+    found = {}
+    for setting in SETTINGS:
+        default = Value(setting.default(env, is_root), "default")
+        place = partial(_find, setting, flags, env, table, file)
+        found[setting.key] = heard(place, complain, None) or default
     value = {key: item.value for key, item in found.items()}
     return Settings(
         store_url=value["store.url"],
@@ -301,9 +322,30 @@ def resolve(
         fuse_window_s=value["gate.fuse_window_s"],
         passes_to_resume=value["gate.passes_to_resume"],
         permit_deadline_s=value["gate.permit_deadline_s"],
+        slurm_bin_dir=value["slurm.bin_dir"],
         values=found,
         file=file,
     )
+
+
+def _table(
+    file: Path | None, vet: Callable[[Path], None], complain: Complain
+) -> Mapping[str, object]:
+    """Return the settings in *file* by key, each of which can be read."""
+    if file is None:
+        return {}
+    vet(file)
+    table = flatten(read_toml(file))
+    reject_unknown(table, _BY_KEY, f"the configuration {file}", complain)
+    good = {}
+    for key in [item for item in table if item in _BY_KEY]:
+        try:
+            _parsed(_BY_KEY[key], table[key], f"file {file}")
+        except ConfigError as exc:
+            complain(exc)  # also where a flag or the environment wins
+        else:
+            good[key] = table[key]
+    return good
 
 
 def _find(
@@ -312,16 +354,14 @@ def _find(
     env: Mapping[str, str],
     table: Mapping[str, object],
     file: Path | None,
-    *,
-    is_root: bool,
-) -> Value:
+) -> Value | None:
     if flags.get(setting.key) is not None:
         return _parsed(setting, flags[setting.key], "flag")
     if env.get(setting.env):
         return _parsed(setting, env[setting.env], f"environment {setting.env}")
     if setting.key in table:
         return _parsed(setting, table[setting.key], f"file {file}")
-    return Value(setting.default(env, is_root), "default")
+    return None
 
 
 def _parsed(setting: Setting, raw: object, origin: str) -> Value:

@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuops.config import read_toml, reject_unknown
+from gpuops.config import Complain, heard, read_toml, refuse, reject_unknown
 from gpuops.errors import ConfigError
 from gpuops.model import FailureClass, Role, Side, Status
 
@@ -71,7 +72,7 @@ class LogRule:
         return self.pattern.search(line[:LINE_MAX]) is not None
 
 
-def load_rules(directories: Iterable[Path]) -> tuple[LogRule, ...]:
+def load_rules(directories: Iterable[Path], complain: Complain = refuse) -> tuple[LogRule, ...]:
     """Return the rules of every ``*.toml`` in *directories*; a later one overrides by id.
 
     Raises:
@@ -81,12 +82,21 @@ def load_rules(directories: Iterable[Path]) -> tuple[LogRule, ...]:
     rules: dict[str, LogRule] = {}
     for directory in directories:
         for path in sorted(directory.glob("*.toml")):
-            table = read_toml(path)
-            reject_unknown(table, ("rule",), str(path))
-            for entry in table.get("rule", []):
-                rule = _parse(entry, path)
-                rules[rule.id] = rule
+            none: list[dict[str, Any]] = []
+            for entry in heard(partial(_entries, path, complain), complain, none):
+                rule = heard(partial(_parse, entry, path), complain, None)
+                if rule is not None:
+                    rules[rule.id] = rule
     return tuple(rules.values())
+
+
+def _entries(path: Path, complain: Complain) -> list[dict[str, Any]]:
+    table = read_toml(path)
+    reject_unknown(table, ("rule",), str(path), complain)
+    entries = table.get("rule", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path}: rules are written as [[rule]] tables")
+    return entries
 
 
 def first_match(rules: Sequence[LogRule], line: str, source: LogSource) -> LogRule | None:

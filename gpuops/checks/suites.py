@@ -1,20 +1,22 @@
 """Suites: which checks to run, with which limits, within which time. Data, in ``checks/suites``.
 
 A suite's name is its file's. A later folder (the site's own) replaces a shipped suite by name.
-One suite ``inherits`` another's checks, names in ``run`` those it keeps, and may change their keys.
+One suite ``inherits`` another's checks, names in ``run`` those it keeps (``!`` before a pattern
+takes away what others give), and may change their keys.
 """
 
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from gpuops.checks import NAMES, check_named, is_check
 from gpuops.checks.protocol import AnyCheck
-from gpuops.config import read_toml, reject_unknown
+from gpuops.config import Complain, heard, read_toml, refuse, reject_unknown
 from gpuops.errors import ConfigError, UsageError
 from gpuops.host.records import from_json
 from gpuops.model import Status, UnknownReason
@@ -104,8 +106,8 @@ def suite_paths(directories: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def load_suite(name: str, directories: Iterable[Path]) -> Suite:
-    """Return the suite called *name*.
+def load_suite(name: str, directories: Iterable[Path], complain: Complain = refuse) -> Suite:
+    """Return the suite called *name*, less what *complain* was told of.
 
     Raises:
         UsageError: There is none of that name; lists those there are.
@@ -114,7 +116,7 @@ def load_suite(name: str, directories: Iterable[Path]) -> Suite:
     paths = suite_paths(directories)
     if name not in paths:
         raise UsageError(unknown_name("suite", name, paths))
-    return parse_suite(name, _whole(name, paths, ()), paths[name])
+    return parse_suite(name, _whole(name, paths, ()), paths[name], complain)
 
 
 def _whole(name: str, paths: Mapping[str, Path], heirs: tuple[str, ...]) -> Mapping[str, Any]:
@@ -147,11 +149,15 @@ def _kept(patterns: object, names: Sequence[str], where: str) -> list[str]:
     if not isinstance(patterns, list) or not all(isinstance(item, str) for item in patterns):
         raise ConfigError(f"{where}: run is a list of names of checks, got {patterns!r}")
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not fnmatch.filter(names, pattern.removeprefix("!")):
             raise ConfigError(f"{where}: {unknown_name('check', pattern, names)}")
-    return [
-        name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
+    unwanted = [pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")]
+    return [name for name in names if _any(name, wanted) and not _any(name, unwanted)]
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _entries(table: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
@@ -161,24 +167,29 @@ def _entries(table: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     return entries
 
 
-def parse_suite(name: str, table: Mapping[str, Any], path: Path) -> Suite:
-    """Return the suite that *table* (from *path*) describes.
+def parse_suite(
+    name: str, table: Mapping[str, Any], path: Path, complain: Complain = refuse
+) -> Suite:
+    """Return the suite that *table* (from *path*) describes, less what *complain* was told of.
 
     Raises:
         ConfigError: See `load_suite`.
     """
     where = f"the suite {path}"
-    reject_unknown(table, _SUITE_KEYS, where)
-    planned = tuple(_planned(entry, where) for entry in _entries(table, where))
-    names = [item.check.name for item in planned]
+    reject_unknown(table, _SUITE_KEYS, where, complain)
+    none: list[Mapping[str, Any]] = []
+    entries = heard(lambda: _entries(table, where), complain, none)
+    planned = [heard(partial(_planned, entry, where), complain, None) for entry in entries]
+    names = [item.check.name for item in planned if item is not None]
     for doubled in sorted({item for item in names if names.count(item) > 1}):
-        raise ConfigError(f"{where} runs the check {doubled!r} twice")
+        complain(ConfigError(f"{where} runs the check {doubled!r} twice"))
+    limit, policy = table.get("deadline_s"), table.get("unknown", {})
     return Suite(
         name=name,
         about=str(table.get("about", "")),
-        deadline_s=_seconds(table.get("deadline_s"), f"deadline_s of {where}"),
-        unknown=_policy(table.get("unknown", {}), where),
-        planned=planned,
+        deadline_s=heard(lambda: _seconds(limit, f"deadline_s of {where}"), complain, 0.0),
+        unknown=heard(lambda: _policy(policy, where), complain, {}),
+        planned=tuple(item for item in planned if item is not None),
         path=path,
     )
 

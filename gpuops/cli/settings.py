@@ -5,12 +5,14 @@ from pathlib import Path
 
 import click
 
-from gpuops.config import Settings, environ, resolve
+from gpuops.config import Complain, Settings, environ, refuse, resolve
 from gpuops.host.trust import current_uid, refuse_foreign_file
 
 
-def settings_of(ctx: click.Context, **flags: object) -> Settings:
+def settings_of(ctx: click.Context, complain: Complain = refuse, **flags: object) -> Settings:
     """Return the settings in force; *flags* are by setting key with ``__`` for the dot.
+
+    *complain* is told of mistakes, as in `gpuops.config.resolve`.
 
     Raises:
         ConfigError: See `gpuops.config.resolve`; or this is root, and the file is not only root's.
@@ -23,6 +25,7 @@ def settings_of(ctx: click.Context, **flags: object) -> Settings:
         config_file=Path(named) if named else None,
         is_root=uid == 0,
         vet=partial(refuse_foreign_file, uid=uid),
+        complain=complain,
     )
 
 

@@ -8,10 +8,11 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuops.config import reject_unknown
+from gpuops.config import Complain, heard, refuse, reject_unknown
 from gpuops.errors import ConfigError, UsageError
 from gpuops.model import ActionKind, FailureClass, Side
 
@@ -51,7 +52,7 @@ class Runbook:
     text: str
 
 
-def load_runbooks(directory: Path) -> dict[FailureClass, Runbook]:
+def load_runbooks(directory: Path, complain: Complain = refuse) -> dict[FailureClass, Runbook]:
     """Return every runbook in *directory*, by failure class in the order of the enum.
 
     Raises:
@@ -60,9 +61,14 @@ def load_runbooks(directory: Path) -> dict[FailureClass, Runbook]:
     found = {}
     for path in sorted(directory.glob("*.md")):
         if path.name not in _NOT_RUNBOOKS:
-            runbook = parse(path.name, _read(path))
-            found[runbook.failure_class] = runbook
+            runbook = heard(partial(_parsed, path), complain, None)
+            if runbook is not None:
+                found[runbook.failure_class] = runbook
     return {kind: found[kind] for kind in FailureClass if kind in found}
+
+
+def _parsed(path: Path) -> Runbook:
+    return parse(path.name, _read(path))
 
 
 def parse(name: str, text: str) -> Runbook:

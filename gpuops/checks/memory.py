@@ -7,6 +7,13 @@ from gpuops.host.procfs import Memory, read_memory
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
+LOOK = Look(
+    "memory",
+    Memory,
+    lambda machine, _budget_s: read_memory(machine.root),
+    sources=("/proc/meminfo",),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
@@ -39,7 +46,7 @@ def judge(facts: Memory, parameters: Parameters, case: Case) -> list[Finding]:
 CHECK = Check(
     name="memory",
     about="available memory",
-    look=Look("memory", Memory, lambda machine, _budget_s: read_memory(machine.root)),
+    look=LOOK,
     parameters=Parameters,
     judge=judge,
 )

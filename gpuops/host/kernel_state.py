@@ -67,12 +67,13 @@ def read_modules(root: Path, asked: tuple[str, ...]) -> Modules:
 
 
 def read_swap(root: Path = Path("/")) -> Swap:
-    """Return the swap areas.
+    """Return the swap areas; none where the kernel was built without swap.
 
     Raises:
-        ProbeError: ``/proc/swaps`` cannot be read.
+        ProbeError: ``/proc/swaps`` is there and cannot be read.
     """
-    return parse_swaps(read_text(root / "proc/swaps"))
+    path = root / "proc/swaps"
+    return parse_swaps(read_text(path)) if path.exists() else Swap()
 
 
 def parse_swaps(text: str) -> Swap:

@@ -1,0 +1,116 @@
+"""Do the RDMA network ports count errors?"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpuops.checks.expected import Subject, skipped
+from gpuops.checks.ib_ports import LOOK, counter, nic
+from gpuops.checks.protocol import Case, Check, Limit
+from gpuops.errors import ConfigError
+from gpuops.host.infiniband import Fabric, Port
+from gpuops.host.node_state import Growth
+from gpuops.model import FailureClass, Finding, Status
+from gpuops.units import format_seconds
+
+# Files of counters/ (IBTA port counters) and hw_counters/ (mlx5) that tell of a bad link.
+KEPT = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "port_xmit_discards",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "out_of_sequence",
+    "packet_seq_err",
+    "local_ack_timeout_err",
+    "implied_nak_seq_err",
+    "roce_slow_restart",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``per_hour``: a limit for each counter, by the name of its file in sysfs (`KEPT`)."""
+
+    per_hour: Mapping[str, Limit]
+
+    def __post_init__(self) -> None:
+        for name in self.per_hour:
+            if name not in KEPT:
+                raise ConfigError(
+                    f"ib_errors keeps no counter {name!r} (it keeps: {', '.join(KEPT)})"
+                )
+
+
+def judge(facts: Fabric, parameters: Parameters, case: Case) -> list[Finding]:
+    """Return a finding for each counter that grows too fast, else one for all ports."""
+    subject = Subject(
+        check="ib_errors", entity=case.node, failure_class=FailureClass.NETWORK_ERRORS
+    )
+    if not facts.ports:
+        return [skipped(subject, "no RDMA network adapter")]
+    findings, compared = [], 0
+    for port in facts.ports:
+        for name, limit in parameters.per_hour.items():
+            growth = _growth(port, name, case)
+            if growth is None:
+                continue
+            compared += 1
+            status = limit.ceiling(growth.per_hour)
+            if status is not Status.PASS:
+                findings.append(_finding(port, name, growth, limit, status))
+    if findings:
+        return findings
+    if not compared:
+        return [skipped(subject, "no earlier count of this boot to compare with")]
+    return [
+        Finding(
+            check="ib_errors",
+            entity=case.node,
+            status=Status.PASS,
+            message=f"{compared} error counters of {len(facts.ports)} ports grow slowly or not",
+        )
+    ]
+
+
+def _growth(port: Port, name: str, case: Case) -> Growth | None:
+    value = port.counters.get(name)
+    if value is None:
+        return None
+    return case.counters.since(counter("ib_errors", port, name), value)
+
+
+def _finding(port: Port, name: str, growth: Growth, limit: Limit, status: Status) -> Finding:
+    return Finding(
+        check="ib_errors",
+        entity=nic(port),
+        status=status,
+        value=round(growth.per_hour, 2),
+        unit="per hour",
+        threshold=limit.text("<", "per hour"),
+        source=limit.source,
+        message=f"{port.name}: {name} grew by {growth.grown:g}"
+        f" in {format_seconds(growth.elapsed_s)}",
+        failure_class=FailureClass.NETWORK_ERRORS,
+    )
+
+
+def counters(facts: Fabric) -> Mapping[str, float]:
+    """Return the error counters of every port that a suite may limit."""
+    return {
+        counter("ib_errors", port, name): port.counters[name]
+        for port in facts.ports
+        for name in KEPT
+        if name in port.counters
+    }
+
+
+CHECK = Check(
+    name="ib_errors",
+    about="error counters of InfiniBand and RoCE ports, as rates",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+    counters=counters,
+)

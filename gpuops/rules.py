@@ -5,6 +5,9 @@ line of at most `LINE_MAX` characters, and a pattern that repeats a repetition i
 its time doubles with every character of a hostile line. What a pattern may still cost is a power of
 the line's length, by the repetitions that follow each other in it; alternatives that begin alike
 under one repetition are not found out.
+
+A line is searched only if it holds a text that the pattern cannot match without: most lines of a
+log are told apart by that alone, so that a storm of them is read in time.
 """
 
 import importlib
@@ -35,7 +38,9 @@ _KEYS = (
     "counter_example",
     "within_s",
     "cleared_by",
+    "check",
 )
+KERNEL_LOG = "kernel_log"
 
 
 class LogSource(StrEnum):
@@ -51,7 +56,9 @@ class LogRule:
 
     ``within_s``: a hit that is older only warns. ``cleared_by``: a later line that takes back the
     hits about its ``subject``, or all of the rule's where it names none. Both are for a log in
-    which a repair leaves the old lines: the kernel's.
+    which a repair leaves the old lines: the kernel's. ``check``: the check that judges such lines
+    of the kernel's log; others than `KERNEL_LOG` judge them by more than a rule can say.
+    ``literals``: a line that holds none of them is not matched; empty: not known.
     """
 
     id: str
@@ -66,10 +73,22 @@ class LogRule:
     counter_example: str | None = None
     within_s: float | None = None
     cleared_by: re.Pattern[str] | None = None
+    check: str = KERNEL_LOG
+    literals: tuple[str, ...] = ()
+
+    def search(self, line: str) -> re.Match[str] | None:
+        """Return where *line*, at most `LINE_MAX` characters of it, is what this rule is about."""
+        for literal in self.literals:
+            if literal in line:
+                break
+        else:
+            if self.literals:
+                return None
+        return self.pattern.search(line[:LINE_MAX])
 
     def matches(self, line: str) -> bool:
         """Say whether *line* is what this rule is about."""
-        return self.pattern.search(line[:LINE_MAX]) is not None
+        return self.search(line) is not None
 
 
 def load_rules(directories: Iterable[Path], complain: Complain = refuse) -> tuple[LogRule, ...]:
@@ -108,9 +127,10 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
     where = f"rule {entry.get('id', '?')!r} in {path}"
     reject_unknown(entry, _KEYS, where)
     try:
+        pattern = safe_pattern(entry["pattern"])
         rule = LogRule(
             id=entry["id"],
-            pattern=safe_pattern(entry["pattern"]),
+            pattern=pattern,
             failure_class=FailureClass(entry["failure_class"]),
             source=LogSource(entry["source"]),
             role=Role(entry.get("role", "root")),
@@ -121,6 +141,8 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
             counter_example=entry.get("counter_example"),
             within_s=_seconds(entry.get("within_s")),
             cleared_by=safe_pattern(entry["cleared_by"]) if "cleared_by" in entry else None,
+            check=str(entry.get("check", KERNEL_LOG)),
+            literals=needed_literals(pattern),
         )
     except KeyError as exc:
         raise ConfigError(f"{where}: missing or unknown {exc}") from exc
@@ -169,15 +191,55 @@ def safe_pattern(text: str) -> re.Pattern[str]:
 
 
 def _repeats_a_repetition(text: str) -> bool:
-    """Say whether *text* holds a repetition of a repetition, each of more than a few times.
+    """Say whether *text* holds a repetition of a repetition, each of more than a few times."""
+    return _nested(_tree(text), inside=False)
 
-    Python's own parser is asked; it is private, and where it is not there nothing is refused.
-    """
+
+def _tree(text: str) -> Any:  # noqa: ANN401 a private type of Python's
+    """Return what Python's own parser makes of *text*; it is private, and may not be there."""
     try:
-        tree = importlib.import_module("re._parser").parse(text)
+        return importlib.import_module("re._parser").parse(text)
     except (ImportError, AttributeError):
-        return False
-    return _nested(tree, inside=False)
+        return []
+
+
+def needed_literals(pattern: re.Pattern[str]) -> tuple[str, ...]:
+    """Return texts of which every match of *pattern* holds at least one; none where none is known.
+
+    Of several such sets the one whose shortest text is the longest.
+    """
+    if pattern.flags & (re.IGNORECASE | re.VERBOSE):
+        return ()
+    return _needed(_tree(pattern.pattern))
+
+
+def _needed(tree: Iterable[tuple[Any, Any]]) -> tuple[str, ...]:
+    found: list[tuple[str, ...]] = [()]
+    run = ""
+    for operator, argument in tree:
+        if str(operator) == "LITERAL":
+            run += chr(argument)
+            continue
+        found += [(run,), _needed_of(str(operator), argument)]
+        run = ""
+    found.append((run,))
+    return max(found, key=lambda texts: min((len(text) for text in texts), default=0))
+
+
+def _needed_of(operator: str, argument: Any) -> tuple[str, ...]:  # noqa: ANN401 as the parser's
+    match operator:
+        case "SUBPATTERN":
+            _group, added, _removed, body = argument
+            return () if added & re.IGNORECASE else _needed(body)
+        case "BRANCH":
+            each = [_needed(branch) for branch in argument[1]]
+            return tuple(text for texts in each for text in texts) if all(each) else ()
+        case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT" if argument[0] > 0:
+            return _needed(argument[2])
+        case "ATOMIC_GROUP":
+            return _needed(argument)
+        case _:
+            return ()
 
 
 def _nested(node: object, *, inside: bool) -> bool:

@@ -7,7 +7,7 @@ the monotonic clock that dates everything else here, and the two drift apart.
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.kmsg import KernelRecord, parse_kmsg, read_kmsg
+from gpuops.host.kmsg import KernelRecord, kernel_records
 
 LINES_MAX = 2000
 
@@ -34,6 +34,6 @@ class KernelLog:
 
     def _read(self) -> list[KernelRecord] | None:
         try:
-            return list(parse_kmsg(read_kmsg(self._root)))
+            return list(kernel_records(self._root))
         except ProbeError:
             return None

@@ -1,7 +1,8 @@
 """The kernel's log since boot, from ``/dev/kmsg`` (Documentation/ABI/testing/dev-kmsg).
 
 Under a fake root it is a plain file of such records. Times are microseconds of the kernel's own
-clock since boot: unlike ``dmesg -T`` they do not drift against each other.
+clock since boot: unlike ``dmesg -T`` they do not drift against each other. The log is read as it
+comes, in blocks: a storm of 170,000 lines must not hide the ten lines among them that matter.
 """
 
 import os
@@ -15,7 +16,10 @@ from gpuops.host.reasons import reason_of
 from gpuops.model import UnknownReason
 
 RECORD_MAX = 16384
-BYTES_MAX = 32 * 2**20
+# More than the largest log buffer of a kernel as distributions build it (32 MiB); a bound only
+# against a log that grows faster than it is read.
+BYTES_MAX = 256 * 2**20
+_BLOCK_BYTES = 2**18
 _PREFIX = re.compile(r"(\d{1,10}),(\d{1,20}),(\d{1,20}),[^;\n]{0,64};")
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 _FACILITY_SHIFT = 3
@@ -31,6 +35,16 @@ class KernelRecord:
     text: str
 
 
+def kernel_records(root: Path = Path("/")) -> Iterator[KernelRecord]:
+    """Yield what the kernel itself wrote, the oldest first, at most `BYTES_MAX` bytes of it.
+
+    Raises:
+        ProbeError: ``no_permission`` (``kernel.dmesg_restrict``), ``not_supported`` without a log.
+    """
+    for block in read_kmsg(root):
+        yield from parse_kmsg(block)
+
+
 def parse_kmsg(text: str) -> Iterator[KernelRecord]:
     """Yield the records in *text* that the kernel itself wrote.
 
@@ -39,13 +53,16 @@ def parse_kmsg(text: str) -> Iterator[KernelRecord]:
     """
     for line in text.split("\n"):
         match = _PREFIX.match(line)
-        if match is None or int(match[1]) >> _FACILITY_SHIFT:
+        if match is None:
+            continue
+        priority, sequence, since_boot_us = match.groups()
+        if int(priority) >> _FACILITY_SHIFT:
             continue
         yield KernelRecord(
-            sequence=int(match[2]),
-            level=int(match[1]) & 7,
-            since_boot_us=int(match[3]),
-            text=_unescape(line[match.end() :]),
+            int(sequence),
+            int(priority) & 7,
+            int(since_boot_us),
+            _unescape(line[match.end() :]),
         )
 
 
@@ -60,15 +77,23 @@ def _unescape(text: str) -> str:
         return raw
 
 
-def read_kmsg(root: Path = Path("/")) -> str:
-    """Return the whole log as text, at most `BYTES_MAX` bytes of it.
+def read_kmsg(root: Path = Path("/")) -> Iterator[str]:
+    """Yield the log's text in blocks of whole lines; a line beyond `RECORD_MAX` may be cut.
 
     Raises:
-        ProbeError: ``no_permission`` (``kernel.dmesg_restrict``), ``not_supported`` without it.
+        ProbeError: See `kernel_records`.
     """
     path = root / "dev/kmsg"
+    fd = _opened(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        yield from _blocks(_chunks(fd, path))
+    finally:
+        os.close(fd)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except PermissionError as exc:
         raise ProbeError(
             f"may not read {path} (root or CAP_SYSLOG may)", UnknownReason.NO_PERMISSION
@@ -77,10 +102,23 @@ def read_kmsg(root: Path = Path("/")) -> str:
         raise ProbeError(
             f"cannot open {path}: {exc.strerror}", UnknownReason.NOT_SUPPORTED
         ) from exc
-    try:
-        return b"".join(_chunks(fd, path)).decode("utf-8", errors="replace")
-    finally:
-        os.close(fd)
+
+
+def _blocks(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Join *chunks* to blocks that end with a line's end."""
+    kept: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        kept.append(chunk)
+        size += len(chunk)
+        if size >= _BLOCK_BYTES:
+            whole, newline, rest = b"".join(kept).rpartition(b"\n")
+            if not newline:
+                # A single line of more than a block: its beginning is all that is looked at.
+                whole, rest = rest, b""
+            yield whole.decode("utf-8", errors="replace")
+            kept, size = [rest], len(rest)
+    yield b"".join(kept).decode("utf-8", errors="replace")
 
 
 def _chunks(fd: int, path: Path) -> Iterator[bytes]:

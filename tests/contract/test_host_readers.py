@@ -10,7 +10,7 @@ from support.fake_root import FakeRoot
 from gpuops.errors import ProbeError
 from gpuops.host.adjtimex import read_clock_state
 from gpuops.host.filesystems import read_filesystems
-from gpuops.host.kmsg import parse_kmsg, read_kmsg
+from gpuops.host.kmsg import kernel_records
 from gpuops.host.procfs import boot_us, processes, read_load, read_memory
 from gpuops.host.records import from_json, to_json
 from gpuops.host.sysfs import read_pci_gpus
@@ -60,7 +60,7 @@ def test_the_clock_has_a_verdict(root):
 
 def test_the_kernel_log_has_rising_numbers(root):
     try:
-        records = list(parse_kmsg(read_kmsg(root)))
+        records = list(kernel_records(root))
     except ProbeError as exc:
         pytest.skip(f"the kernel log may not be read here: {exc}")
 

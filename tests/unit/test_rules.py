@@ -1,11 +1,15 @@
 """Log rules are data: bad data is refused with its file and rule."""
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpuops.errors import ConfigError
 from gpuops.model import FailureClass, Status
 from gpuops.resources import data_dir
-from gpuops.rules import LINE_MAX, LogSource, first_match, load_rules
+from gpuops.rules import LINE_MAX, LogSource, first_match, load_rules, needed_literals
 
 RULE = """
 [[rule]]
@@ -119,3 +123,36 @@ def test_a_pattern_that_repeats_a_repetition_is_refused(tmp_path, pattern):
 )
 def test_a_pattern_whose_time_is_bounded_is_taken(tmp_path, pattern):
     assert load_rules([write(tmp_path, with_pattern(pattern))])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "literals"),
+    [
+        ("Killed process", ("Killed process",)),
+        (r"EDAC MC(?P<subject>\d+): \d+ UE |machine check", ("EDAC MC", "machine check")),
+        (r"task (?P<subject>.{1,40}):\d+ blocked for more", (" blocked for more",)),
+        (r"(?:was lost)?in libnccl(?=x)", ("in libnccl",)),
+        (r"\d+|abc", ()),
+        (r"(?i)killed", ()),
+        (r"(?i:killed) \d", (" ",)),
+    ],
+)
+def test_what_a_pattern_cannot_match_without_is_known(pattern, literals):
+    assert needed_literals(re.compile(pattern)) == literals
+
+
+SHIPPED = load_rules([data_dir("checks") / "rules"])
+
+
+@given(st.data())
+def test_no_line_that_a_rule_matches_is_passed_over(data):
+    rule = data.draw(st.sampled_from(SHIPPED))
+    line = data.draw(st.from_regex(rule.pattern))[:LINE_MAX]
+
+    assert rule.matches(line) == (rule.pattern.search(line) is not None)
+
+
+def test_a_rule_may_leave_its_lines_to_another_check(tmp_path):
+    (rule,) = load_rules([write(tmp_path, RULE.replace('status = "warn"', 'check = "gpu_xid"'))])
+
+    assert rule.check == "gpu_xid"

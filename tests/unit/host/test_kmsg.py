@@ -9,7 +9,7 @@ from support.fake_root import FakeRoot
 
 from gpuops.errors import ProbeError
 from gpuops.host import probe
-from gpuops.host.kmsg import KernelRecord, parse_kmsg, read_kmsg
+from gpuops.host.kmsg import RECORD_MAX, KernelRecord, kernel_records, parse_kmsg
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -75,7 +75,7 @@ def test_a_log_that_may_not_be_read_is_a_lack_of_permission(tmp_path):
     def look():
         if os.geteuid() == 0:
             os.setuid(65534)
-        return read_kmsg(tmp_path)
+        return list(kernel_records(tmp_path))
 
     with pytest.raises(ProbeError, match="root or CAP_SYSLOG may") as caught:
         probe.answer(probe.run(probe.start_call(look, deadline_s=20)))
@@ -85,6 +85,26 @@ def test_a_log_that_may_not_be_read_is_a_lack_of_permission(tmp_path):
 
 def test_a_machine_without_a_log_does_not_support_it(tmp_path):
     with pytest.raises(ProbeError, match=r"cannot open .*dev/kmsg") as caught:
-        read_kmsg(tmp_path)
+        list(kernel_records(tmp_path))
 
     assert caught.value.reason == "not_supported"
+
+
+@given(st.lists(printable, max_size=40), st.integers(1, 400))
+def test_a_log_is_read_whole_however_it_lies_in_blocks(tmp_path_factory, lines, repeat):
+    """One block is 256 KiB, so that the longest of these logs takes many."""
+    root = tmp_path_factory.mktemp("root")
+    FakeRoot(root).kmsg(*lines * repeat)
+
+    assert [record.text for record in kernel_records(root)] == lines * repeat
+
+
+def test_a_hostile_log_is_read_in_bounded_pieces(tmp_path):
+    """A line without end, bytes that are no text, and what follows them."""
+    root = FakeRoot(tmp_path)
+    endless = b"4,1,1,-;" + b"A" * (40 * RECORD_MAX) + b"\n"
+    root.write("dev/kmsg", endless + bytes(range(256)) * 64 + b"\n4,3,3,-;after\n")
+    read = list(kernel_records(tmp_path))
+
+    assert read[-1] == KernelRecord(3, 4, 3, "after")
+    assert all(len(record.text) <= 2**18 + RECORD_MAX for record in read)

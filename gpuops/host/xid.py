@@ -1,0 +1,290 @@
+"""Xid and SXid lines of NVIDIA's driver: one line to its parts, many lines to a few.
+
+The lines differ by driver: ``pid='<unknown>'`` or none, a name, a channel, a MIG instance after
+the address, ``Fatal``/``Nonfatal`` with a link for NVLink 5, the recovery action of Xid 154. What
+programs can put into a line (their name) never stands before the code, so only a line's beginning
+is read for that.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gpuops.host.kmsg import KernelRecord
+from gpuops.host.sysfs import sysfs_address
+
+RECOVERY_ACTION = 154
+MINUTES_MAX = 64
+KINDS_MAX = 512
+LINE_SHOWN_MAX = 300
+US_PER_MINUTE = 60_000_000
+_NVLINK5 = range(144, 151)
+_DETAIL_MAX = 1024
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{5,20})[^)]{0,48}\): (\d{1,5})\b")
+_PROCESS = re.compile(r", pid=(?:'?<unknown>'?|'?(\d{1,10})'?)(?:, name=(.{0,64}?)(?=, |$))?")
+_SEVERITY = re.compile(r"\b(Fatal|Non-?fatal)\b")
+_LINK = re.compile(r"\bLink (\d{1,3})\b")
+_RECOVERY = re.compile(r"\bto 0x[0-9a-fA-F]{1,8} \(([^)]{1,80})\)")
+_SXID = re.compile(
+    r"nvidia-nvswitch\d{1,3}: SXid \(PCI:([0-9a-fA-F:.]{5,20})\): (\d{1,6}), (Fatal|Non-fatal)\b"
+)
+_UUID = re.compile(r"NVRM: GPU at PCI:([0-9a-fA-F:.]{5,20}): (GPU-[0-9a-fA-F-]{8,40})")
+_LOADED = re.compile(r"NVRM: loading NVIDIA UNIX\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xid:
+    """One Xid. ``fatal``: what an NVLink 5 line says of itself; None where a line does not say.
+
+    ``recovery``: the action that the driver wants from now on, as Xid 154 words it.
+    """
+
+    address: str
+    code: int
+    pid: int | None = None
+    name: str | None = None
+    fatal: bool | None = None
+    link: int | None = None
+    recovery: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sxid:
+    """One SXid of an NVSwitch."""
+
+    address: str
+    code: int
+    fatal: bool
+    link: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """Lines of one code about one device within one minute since boot; ``line`` is the first.
+
+    Of more minutes than `MINUTES_MAX` the oldest are joined into one.
+    """
+
+    address: str
+    code: int
+    minute: int
+    count: int
+    first_us: int
+    last_us: int
+    line: str
+    fatal: bool | None = None
+    link: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """The newest Xid 154 of a GPU: what the driver wants, and since when (µs since boot)."""
+
+    address: str
+    action: str
+    since_boot_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverLog:
+    """What NVIDIA's driver logged. ``loaded_us``: when it was last loaded, µs since boot.
+
+    ``more`` counts lines about further devices and codes than `KINDS_MAX`, of which nothing else
+    is kept.
+    """
+
+    xids: tuple[Burst, ...] = ()
+    sxids: tuple[Burst, ...] = ()
+    recovery: tuple[Recovery, ...] = ()
+    loaded_us: int | None = None
+    more: int = 0
+
+
+def parse_xid(text: str) -> Xid | None:
+    """Return the Xid that *text* (one kernel record) tells of, None where it tells of none."""
+    match = _XID.match(text)
+    if match is None:
+        return None
+    code, tail = int(match[2]), text[match.end() : match.end() + _DETAIL_MAX]
+    process = _PROCESS.match(tail)
+    severity = _SEVERITY.search(tail) if code in _NVLINK5 else None
+    link = _LINK.search(tail) if code in _NVLINK5 else None
+    wanted = _RECOVERY.search(tail) if code == RECOVERY_ACTION else None
+    pid = process and process[1]
+    return Xid(
+        address=pci_address(match[1]),
+        code=code,
+        pid=int(pid) if pid else None,
+        name=process[2] if process else None,
+        fatal=severity and severity[1] == "Fatal",
+        link=int(link[1]) if link else None,
+        recovery=wanted and wanted[1],
+    )
+
+
+def parse_sxid(text: str) -> Sxid | None:
+    """Return the SXid that *text* tells of; None for its further lines (``Severity``, ``Data``)."""
+    match = _SXID.match(text)
+    if match is None:
+        return None
+    link = _LINK.search(text, match.end(), match.end() + _DETAIL_MAX)
+    return Sxid(
+        address=pci_address(match[1]),
+        code=int(match[2]),
+        fatal=match[3] == "Fatal",
+        link=int(link[1]) if link else None,
+    )
+
+
+def pci_address(text: str) -> str:
+    """Return ``"0000:3b:00.0"`` for the driver's ``"0000:3b:00"``: a GPU is function 0."""
+    address = sysfs_address(text)
+    return address if "." in address else f"{address}.0"
+
+
+@dataclass(slots=True)
+class _Tally:
+    """A `Burst` that grows."""
+
+    minute: int
+    count: int
+    first_us: int
+    last_us: int
+    line: str
+    link: int | None
+
+
+@dataclass(slots=True)
+class _Series:
+    """The bursts of one code about one device, the oldest first."""
+
+    address: str
+    code: int
+    fatal: bool | None
+    tallies: list[_Tally] = field(default_factory=list)
+
+    def add(self, record: KernelRecord, link: int | None) -> None:
+        since_boot_us = record.since_boot_us
+        minute = since_boot_us // US_PER_MINUTE
+        # Records of two CPUs may stand in the log a little out of order, so two are looked at.
+        for tally in self.tallies[:-3:-1]:
+            if tally.minute == minute:
+                tally.count += 1
+                tally.first_us = min(tally.first_us, since_boot_us)
+                tally.last_us = max(tally.last_us, since_boot_us)
+                return
+        line = record.text[:LINE_SHOWN_MAX]
+        self.tallies.append(_Tally(minute, 1, since_boot_us, since_boot_us, line, link))
+        if len(self.tallies) > MINUTES_MAX:
+            self._join_the_oldest()
+
+    def _join_the_oldest(self) -> None:
+        first, second, *rest = self.tallies
+        second.count += first.count
+        second.first_us = min(first.first_us, second.first_us)
+        second.last_us = max(first.last_us, second.last_us)
+        self.tallies = [second, *rest]
+
+    def bursts(self) -> Iterator[Burst]:
+        for tally in self.tallies:
+            yield Burst(
+                address=self.address,
+                code=self.code,
+                minute=tally.minute,
+                count=tally.count,
+                first_us=tally.first_us,
+                last_us=tally.last_us,
+                line=tally.line,
+                fatal=self.fatal,
+                link=tally.link,
+            )
+
+
+class DriverLines:
+    """Collects the lines of NVIDIA's driver, record by record, in bounded memory."""
+
+    def __init__(self) -> None:
+        self.uuids: dict[str, str] = {}
+        self._xids: dict[tuple[str, int, bool | None], _Series] = {}
+        self._sxids: dict[tuple[str, int, bool | None], _Series] = {}
+        # By a line's beginning: what a storm repeats is taken apart once.
+        self._known: dict[str, _Series] = {}
+        self._recovery: dict[str, Recovery] = {}
+        self._loaded_us: int | None = None
+        self._more = 0
+
+    def add(self, record: KernelRecord) -> bool:
+        """Take *record*; say whether it is a line about an Xid or an SXid."""
+        text = record.text
+        if text.startswith("NVRM: "):
+            return self._add_xid(record) or self._add_remark(record)
+        if text.startswith("nvidia-nvswitch"):
+            return self._add_sxid(record)
+        return False
+
+    def log(self) -> DriverLog:
+        """Return what came together."""
+        return DriverLog(
+            xids=tuple(burst for series in self._xids.values() for burst in series.bursts()),
+            sxids=tuple(burst for series in self._sxids.values() for burst in series.bursts()),
+            recovery=tuple(self._recovery.values()),
+            loaded_us=self._loaded_us,
+            more=self._more,
+        )
+
+    def _add_xid(self, record: KernelRecord) -> bool:
+        match = _XID.match(record.text)
+        if match is None:
+            return False
+        series = self._known.get(match[0])
+        if series is not None:
+            series.add(record, None)
+            return True
+        xid = parse_xid(record.text)
+        assert xid is not None
+        series = self._series(self._xids, xid.address, xid.code, fatal=xid.fatal)
+        if series is not None:
+            series.add(record, xid.link)
+            if xid.recovery is not None:
+                self._recovery[xid.address] = Recovery(
+                    address=xid.address,
+                    action=xid.recovery,
+                    since_boot_us=record.since_boot_us,
+                )
+            elif xid.code not in _NVLINK5 and xid.code != RECOVERY_ACTION:
+                self._known[match[0]] = series
+        return True
+
+    def _add_sxid(self, record: KernelRecord) -> bool:
+        sxid = parse_sxid(record.text)
+        if sxid is None:
+            return False
+        series = self._series(self._sxids, sxid.address, sxid.code, fatal=sxid.fatal)
+        if series is not None:
+            series.add(record, sxid.link)
+        return True
+
+    def _series(
+        self,
+        found: dict[tuple[str, int, bool | None], _Series],
+        address: str,
+        code: int,
+        *,
+        fatal: bool | None,
+    ) -> _Series | None:
+        key = address, code, fatal
+        if key not in found:
+            if len(self._xids) + len(self._sxids) >= KINDS_MAX:
+                self._more += 1
+                return None
+            found[key] = _Series(address, code, fatal)
+        return found[key]
+
+    def _add_remark(self, record: KernelRecord) -> bool:
+        uuid = _UUID.match(record.text)
+        if uuid is not None and len(self.uuids) < KINDS_MAX:
+            self.uuids[pci_address(uuid[1])] = uuid[2]
+        elif _LOADED.match(record.text):
+            self._loaded_us = record.since_boot_us
+        return False

@@ -22,4 +22,4 @@ class Gpus:
 def read_gpus(root: Path, budget_s: float) -> Gpus:
     """Return both views within *budget_s* seconds."""
     pci = read_pci_gpus(root)
-    return Gpus(pci, read_nvml(max(budget_s - STOP_S - _MARGIN_S, 0.1)))
+    return Gpus(pci, read_nvml(max(budget_s - STOP_S - _MARGIN_S, 0.1), root))

@@ -1,21 +1,30 @@
 """What NVML says of the GPUs, asked in a child: a sick driver blocks, and can crash its caller."""
 
-from collections.abc import Callable
-from typing import Any
+import time
+from dataclasses import replace
+from pathlib import Path
 
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
 from gpuops.host.abandoned import abandoned
-from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
+from gpuops.host.gpu_facts import GpuProcess, NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.records import from_json, to_json
-from gpuops.host.sysfs import sysfs_address
+
+# Of the child's time, kept for writing what there is down while a call still hangs.
+_WRITE_S = 0.3
+_WRITE_SHARE = 0.25
 
 
-def read_nvml(deadline_s: float) -> NvmlSnapshot:
-    """Return what NVML says within *deadline_s*; never raises and never hangs."""
+def read_nvml(deadline_s: float, root: Path = Path("/")) -> NvmlSnapshot:
+    """Return what NVML says within *deadline_s*; never raises and never hangs.
+
+    A call that hangs keeps its thread, and with it the child; what the others were told is here
+    all the same. Names of processes are those of *root*.
+    """
+    until_s = time.monotonic() + deadline_s - min(_WRITE_S, _WRITE_SHARE * deadline_s)
     try:
         child = probe.start_call(
-            lambda: to_json(snapshot_here()),
+            lambda: to_json(snapshot_here(until_s)),
             deadline_s=deadline_s,
             question="nvml",
             left=abandoned(),
@@ -23,76 +32,48 @@ def read_nvml(deadline_s: float) -> NvmlSnapshot:
     except ProbeError as exc:
         return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
     outcome = probe.run(child)
-    if outcome.ending is not probe.Ending.ENDED:
-        return NvmlSnapshot(
-            status=NvmlStatus.TIMEOUT, error=f"NVML {outcome.describe()}", state=outcome.state
-        )
     try:
-        return from_json(NvmlSnapshot, probe.answer(outcome), "the NVML snapshot")
-    except (ProbeError, ConfigError, ValueError) as exc:
+        said = from_json(NvmlSnapshot, probe.last_words(outcome), "the NVML snapshot")
+    except ProbeError as exc:
+        late = outcome.ending is not probe.Ending.ENDED
+        return NvmlSnapshot(
+            status=NvmlStatus.TIMEOUT if late else NvmlStatus.CRASH,
+            error=f"NVML {exc}" if late else f"asking NVML: {exc}",
+            state=outcome.state,
+            hung_s=round(outcome.elapsed_s, 3) if late else None,
+        )
+    except (ConfigError, ValueError) as exc:
         return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
+    return _named(replace(said, state="D" if outcome.state == "D" else said.state), root)
 
 
-def snapshot_here() -> NvmlSnapshot:
-    """Return what NVML says to this very process; may hang, so call `read_nvml` instead."""
+def snapshot_here(until_s: float) -> NvmlSnapshot:
+    """Return what NVML says to this very process until *until_s* (monotonic).
+
+    Call it in a child: threads that hang outlive it, and loading the library can block.
+    """
     import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as exc:
-        absent = exc.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-        status = NvmlStatus.ABSENT if absent else NvmlStatus.ERROR
-        return NvmlSnapshot(status=status, error=f"nvmlInit: {exc}", error_code=exc.value)
-    try:
-        count = pynvml.nvmlDeviceGetCount()
-    except pynvml.NVMLError as exc:
-        return NvmlSnapshot(
-            status=NvmlStatus.ERROR, error=f"nvmlDeviceGetCount: {exc}", error_code=exc.value
-        )
-    return NvmlSnapshot(
-        status=NvmlStatus.OK,
-        driver=_driver(pynvml),
-        gpus=tuple(_gpu(pynvml, index) for index in range(count)),
-    )
+    from gpuops.host.nvml_session import Session
+
+    return Session(pynvml).run(until_s)
 
 
-def _driver(pynvml: Any) -> str | None:  # noqa: ANN401 a module without types
+def _named(snapshot: NvmlSnapshot, root: Path) -> NvmlSnapshot:
+    return replace(snapshot, gpus=tuple(_with_names(gpu, root) for gpu in snapshot.gpus))
+
+
+def _with_names(gpu: NvmlGpu, root: Path) -> NvmlGpu:
+    if not gpu.processes:
+        return gpu
+    named = tuple(replace(process, name=_name(process, root)) for process in gpu.processes)
+    return replace(gpu, processes=named)
+
+
+def _name(process: GpuProcess, root: Path) -> str | None:
+    """Return what the kernel calls it; a container sees no other processes, or all as pid 0."""
     try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
+        text = (root / f"proc/{process.pid}/comm").read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return None
-
-
-def _gpu(pynvml: Any, index: int) -> NvmlGpu:  # noqa: ANN401 a module without types
-    found: dict[str, str] = {}
-    error: tuple[str, int] | None = None
-
-    def ask(key: str, call: str, read: Callable[[], str]) -> None:
-        nonlocal error
-        try:
-            found[key] = read()
-        except pynvml.NVMLError as exc:
-            error = error or (f"{call}: {exc}", exc.value)
-
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    except pynvml.NVMLError as exc:
-        return NvmlGpu(
-            index=index, error=f"nvmlDeviceGetHandleByIndex: {exc}", error_code=exc.value
-        )
-    ask("uuid", "nvmlDeviceGetUUID", lambda: pynvml.nvmlDeviceGetUUID(handle))
-    ask("address", "nvmlDeviceGetPciInfo", lambda: _address(pynvml.nvmlDeviceGetPciInfo(handle)))
-    ask("name", "nvmlDeviceGetName", lambda: pynvml.nvmlDeviceGetName(handle))
-    return NvmlGpu(
-        index=index,
-        uuid=found.get("uuid"),
-        address=found.get("address"),
-        name=found.get("name"),
-        error=error and error[0],
-        error_code=error and error[1],
-    )
-
-
-def _address(info: Any) -> str:  # noqa: ANN401 a structure without types
-    bus_id = info.busId
-    return sysfs_address(bus_id.decode("ascii", "replace") if isinstance(bus_id, bytes) else bus_id)
+    return text.strip() or None

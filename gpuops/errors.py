@@ -8,6 +8,7 @@
     + SchemaMismatchError   75  the store's schema is newer or older than this code
     + NetworkFilesystemError 64 SQLite was asked for on a network file system
   x SpoolError              75  the spool directory cannot take or give lines
+  x SlurmError              75  Slurm's controller does not answer, or refuses
   x ProbeError              70  the machine could not be read (checks turn it into `unknown`)
   x MissingDataError        70  a shipped folder (checks, runbooks, slurm) is not there
   x UnsupportedTorchError   64  this torch lacks a name that `gpuops run` leans on
@@ -65,6 +66,12 @@ class NetworkFilesystemError(StoreError):
 
 class SpoolError(GpuopsError):
     """The spool directory cannot be written or read."""
+
+    exit_code = EXIT_TRY_LATER
+
+
+class SlurmError(GpuopsError):
+    """A command of Slurm is missing, failed, or got no answer from slurmctld."""
 
     exit_code = EXIT_TRY_LATER
 

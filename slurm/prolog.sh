@@ -1,11 +1,25 @@
 #!/bin/sh
-# Slurm Prolog, observe mode: checks the node and records what it finds; always lets the job start.
-# slurmd calls it as root without PATH or HOME, so every path here is absolute.
-GPUOPS=/opt/gpuops/bin/gpuops
+# Slurm Prolog: `gpuops slurm prolog` checks the node and decides; this script only obeys.
+# Whatever goes wrong, a mistake in this file included, the job starts: the trap sees to it.
+code=0
+trap 'exit "$code"' EXIT
 
-if [ -x "$GPUOPS" ]; then
-	# 8 s: the sum in checks/suites/prolog.toml has to stay below.
-	/usr/bin/timeout --kill-after=2 8 "$GPUOPS" check --suite prolog --trigger prolog --json \
-		>/dev/null 2>&1
+GPUOPS=/opt/gpuops/bin/gpuops
+# Environment of gpuops in the hooks, where it needs any: a shell file, writable by root only.
+HOOK_ENV=/etc/gpuops/hook.env
+VERDICTS=/run/gpuops
+# Slurm's MessageTimeout is 10 s.
+LIMIT_S=8
+
+read -r nonce </proc/sys/kernel/random/uuid
+verdict="$VERDICTS/prolog.${nonce:?}"
+# A shell of its own, with a time limit: a mistake in HOOK_ENV ends that one, not this.
+# shellcheck disable=SC2016
+/usr/bin/timeout --kill-after=1 "$LIMIT_S" /bin/sh -c '
+	if [ -e "$1" ]; then . "$1"; fi
+	exec "$2" slurm prolog --verdict "$3"
+' sh "$HOOK_ENV" "$GPUOPS" "$verdict" >&2
+if [ "$?" -eq 1 ] && [ -f "$verdict" ] && [ "$(/bin/cat "$verdict")" = refuse ]; then
+	code=1
 fi
-exit 0
+/bin/rm -f "$verdict"

@@ -31,6 +31,7 @@ COMMANDS = {
     "report": ("gpuops.cli.report:report", "Say where a run's time went, and who was to blame."),
     "run": ("gpuops.cli.run:run", "Run a training job: torchrun's flags, and it recovers."),
     "runbook": ("gpuops.cli.runbook:runbook", "Show what to do about a failure class."),
+    "slurm": ("gpuops.cli.slurm:slurm", "Prolog, epilog and health check of Slurm, and set-up."),
 }
 
 

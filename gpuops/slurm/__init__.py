@@ -1,1 +1,1 @@
-"""Slurm from the node's side: its environment, its host lists, its commands."""
+"""Slurm from the node's side: the environment of its hooks, its commands, reasons of drains."""

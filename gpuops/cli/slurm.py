@@ -1,0 +1,185 @@
+"""``gpuops slurm``: what the hooks in ``slurm/`` call, and how to install those.
+
+``prolog`` and ``epilog`` import no SQLAlchemy, but for the child that asks for a permit.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from gpuops.cli.settings import settings_of
+from gpuops.config import Settings, environ
+from gpuops.errors import EXIT_FAIL, EXIT_OK
+from gpuops.gate.errands import (
+    FOLLOW_UP_S,
+    HEALTH_LOOKS_S,
+    check_health,
+    follow_up,
+    publish_drain,
+)
+from gpuops.gate.hook import EPILOG_LOOKS_S, LOOKS_S, Scene, Settled, run_hook
+from gpuops.gate.permit import Gate
+from gpuops.gate.remember import Memory
+from gpuops.gate.session import Request, plan_of
+from gpuops.host.clock import SystemClock
+from gpuops.host.node import node_name
+from gpuops.host.trust import current_uid
+from gpuops.model import Status
+from gpuops.slurm.environment import HookJob, job_of
+from gpuops.slurm.nodes import Scontrol, find_scontrol
+
+verdict_option = click.option(
+    "--verdict",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="File to write where the node is refused; the hook names one anew each time.",
+)
+
+
+@click.group()
+def slurm() -> None:
+    """Hooks of Slurm: prolog, epilog, health check, and how to install them."""
+
+
+@slurm.command()
+@verdict_option
+@click.pass_context
+def prolog(ctx: click.Context, *, verdict: Path) -> int:
+    """Check this node before a job; exit 1 and write the verdict where it must not start here."""
+    job = job_of(environ())
+    scene = _scene(ctx, "prolog", "prolog", LOOKS_S, job)
+    return _said(run_hook(scene, verdict))
+
+
+@slurm.command()
+@verdict_option
+@click.pass_context
+def epilog(ctx: click.Context, *, verdict: Path) -> int:
+    """Check this node after a job; exit 1 and write the verdict where no other may start here.
+
+    A job that failed, or that claims with exit code 86 that the node is unhealthy, has the full
+    suite run; only what that finds counts.
+    """
+    job = job_of(environ())
+    suite = "full" if job.failed else "epilog"
+    return _said(run_hook(_scene(ctx, "epilog", suite, EPILOG_LOOKS_S, job), verdict))
+
+
+@slurm.command()
+@click.option(
+    "--jitter",
+    metavar="S",
+    type=click.FloatRange(0, 20),
+    default=10.0,
+    show_default=True,
+    help="Nodes spread their start over so many seconds.",
+)
+@click.pass_context
+def health(ctx: click.Context, *, jitter: float) -> int:
+    """Check this node from time to time; drain it, or take back our own drain."""
+    scene = _scene(ctx, "health", "health", HEALTH_LOOKS_S, HookJob())
+    settled, acted = check_health(scene, _scontrol(ctx), jitter)
+    click.echo(f"{acted.did}: {acted.why}", err=True)
+    _said(settled)
+    return EXIT_OK
+
+
+@slurm.command(hidden=True)
+@click.option("--id", "drain_id", required=True, help="Of the drain that a hook wants.")
+@click.pass_context
+def publish(ctx: click.Context, *, drain_id: str) -> int:
+    """Tell slurmctld why a hook of this node failed; the hooks start it."""
+    ended = publish_drain(
+        _scene(ctx, "publish", "prolog", LOOKS_S, HookJob()), drain_id, _scontrol(ctx)
+    )
+    click.echo(f"{ended.step or 'given up'}: {ended.trouble or drain_id}", err=True)
+    return EXIT_OK
+
+
+@slurm.command(hidden=True)
+@click.pass_context
+def followup(ctx: click.Context) -> int:
+    """Look once more, and longer, at a GPU driver that gave no answer; the hooks start it."""
+    settled = follow_up(_scene(ctx, "followup", "followup", FOLLOW_UP_S, HookJob()), _scontrol(ctx))
+    return EXIT_OK if settled is None else _said(settled)
+
+
+def _said(settled: Settled) -> int:
+    """Print what matters into slurmd's log; return the exit code."""
+    for finding in settled.ran.findings:
+        if finding.status in {Status.FAIL, Status.UNKNOWN}:
+            click.echo(f"{finding.status.word} {finding.check}: {finding.message}", err=True)
+    for line in settled.trouble:
+        click.echo(line, err=True)
+    if settled.cause is not None:
+        click.echo(f"{settled.decision.course}: {settled.decision.why}", err=True)
+    return EXIT_FAIL if settled.decision.drains else EXIT_OK
+
+
+def _scene(ctx: click.Context, hook: str, suite: str, looks_s: float, job: HookJob) -> Scene:
+    settings, env = settings_of(ctx), environ()
+    node = node_name(env)
+    request = Request(
+        suite=suite,
+        node=node,
+        root=settings.root,
+        state_dir=settings.state_dir,
+        uid=current_uid(),
+        site_dir=settings.site_dir,
+        gpus=job.gpus,
+        gpus_expected=settings.gpus_expected,
+        gpus_expected_origin=settings.values["check.gpus_expected"].origin,
+        job_id=job.id,
+    )
+    plan = plan_of(request)
+    bounded = plan.suite.within(min(plan.suite.deadline_s, looks_s))
+    return Scene(
+        hook=hook,
+        job_id=job.id,
+        plan=replace(plan, suite=bounded),
+        gate=_gate(settings, node),
+        memory=_memory(ctx, settings, env),
+        clock=SystemClock(),
+    )
+
+
+def _gate(settings: Settings, node: str) -> Gate:
+    return Gate(
+        node=node,
+        cluster=settings.cluster,
+        store_url=settings.store_url,
+        state_dir=settings.state_dir,
+        uid=current_uid(),
+        mode=settings.mode,
+        fuse_nodes=settings.fuse_nodes,
+        fuse_window_s=settings.fuse_window_s,
+        passes_to_resume=settings.passes_to_resume,
+        permit_deadline_s=settings.permit_deadline_s,
+    )
+
+
+def _memory(ctx: click.Context, settings: Settings, env: dict[str, str]) -> Memory:
+    named = (ctx.find_root().obj or {}).get("config_file")
+    return Memory(
+        spool_dir=settings.spool_dir,
+        spool_bytes_max=settings.spool_bytes_max,
+        root=settings.root,
+        config_file=Path(named).absolute() if named else None,
+        environ=env,
+        state_dir=settings.state_dir if current_uid() == 0 else None,
+    )
+
+
+class _Finder:
+    """Finds scontrol when it is needed: a prolog needs none."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __call__(self) -> Scontrol:
+        return find_scontrol(environ(), self._settings.slurm_bin_dir)
+
+
+def _scontrol(ctx: click.Context) -> _Finder:
+    return _Finder(settings_of(ctx))

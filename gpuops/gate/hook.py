@@ -1,0 +1,196 @@
+"""A prolog or an epilog: check the node, decide, record, and say whether the hook has to fail.
+
+No command of Slurm is called here: a prolog that waits for slurmctld holds up every job. The drain
+itself is slurmd's, which drains a node whose hook fails; its reason is written by a helper in its
+own session (`gpuops.gate.publish`).
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpuops.checks.runner import CheckRun
+from gpuops.config import Mode
+from gpuops.errors import ProbeError
+from gpuops.gate.drain_record import DrainRecord, write_drain
+from gpuops.gate.node_incidents import Occasion
+from gpuops.gate.permit import Gate, permission_of, start_asking
+from gpuops.gate.remember import Memory, record, remember
+from gpuops.gate.runbook_actions import actions_for
+from gpuops.gate.session import Plan, check_node
+from gpuops.gate.verdict import write_verdict
+from gpuops.host import probe
+from gpuops.host.clock import Clock
+from gpuops.host.commands import spawn_detached
+from gpuops.incident.gate import NOT_ASKED, Cause, Course, Decision, cause_of, decide
+from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
+from gpuops.resources import data_dir
+
+# Of the 8 s that slurm/prolog.sh grants; tests/integration/test_slurm_files.py holds the sum.
+LOOKS_S = 4.0
+EPILOG_LOOKS_S = 15.0
+WRITE_S = 0.3
+# Of these a look without an answer is a hung driver, of which a second look has to decide.
+_DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What every hook works with. ``hook``: its name; ``job_id``: of the job that it is for."""
+
+    hook: str
+    job_id: str | None
+    plan: Plan
+    gate: Gate
+    memory: Memory
+    clock: Clock
+
+    @property
+    def occasion(self) -> Occasion:
+        return Occasion(
+            trigger=self.hook,
+            job_id=self.job_id,
+            gpus=self.plan.request.gpus,
+            mode=self.gate.mode.value,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What came of one check of the gate. ``trouble``: what of it could not be done or recorded.
+
+    ``drain`` is the drain that is now wanted.
+    """
+
+    ran: CheckRun
+    decision: Decision
+    cause: Cause | None = None
+    drain: DrainRecord | None = None
+    trouble: tuple[str, ...] = ()
+
+
+def run_hook(scene: Scene, verdict: Path) -> Settled:
+    """Check the node; where it has to go out, write *verdict* and start the helper for the reason.
+
+    The caller must have a single thread.
+
+    Raises:
+        UsageError: The verdict cannot be written; the hook does not fail then.
+    """
+    settled = settle(scene, check_node(scene.plan, scene.clock))
+    helper = None
+    if settled.drain is not None:
+        write_verdict(verdict)
+        helper = ["publish", "--id", settled.drain.id]
+    elif hung(settled.ran):
+        helper = ["followup"]
+    if helper is None:
+        return settled
+    trouble = start_helper(scene.memory, helper)
+    return replace(settled, trouble=(*settled.trouble, *filter(None, [trouble])))
+
+
+def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
+    """Record *ran*, decide what becomes of the node, and keep the drain that it takes.
+
+    Nobody has told Slurm yet. *left*: see `gpuops.incident.gate.decide`. The caller must have a
+    single thread.
+    """
+    gate = scene.gate
+    cause = cause_of(ran.findings, actions_for(ran.findings, data_dir("runbooks")))
+    asks = cause is not None and gate.mode is Mode.ENFORCE and left is None
+    # The store thinks about it while the findings are written down.
+    asked = start_asking(gate, cause, scene.clock) if cause is not None and asks else None
+    trouble = [remember(ran, scene.occasion, scene.memory, scene.clock)]
+    decision = decide(cause, gate.mode, permission_of(asked) if asks else NOT_ASKED, left)
+    drain = None
+    if cause is not None:
+        drain = _wanted(scene, cause, decision)
+        # Of a drain the helper tells, as there is no time to lose.
+        told = not decision.drains and trouble[0] is None
+        trouble.append(
+            tell_decision(scene.memory, drain, decision.course, scene.clock)
+            if told
+            else keep(gate, drain)
+            if decision.drains
+            else None
+        )
+    return Settled(
+        ran=ran,
+        decision=decision,
+        cause=cause,
+        drain=drain if decision.drains else None,
+        trouble=tuple(line for line in trouble if line is not None),
+    )
+
+
+def keep(gate: Gate, drain: DrainRecord | None) -> str | None:
+    """Keep *drain* as this node's own; return what went wrong. A dead disk costs `WRITE_S`."""
+    try:
+        child = probe.start_call(lambda: write_drain(gate.state_dir, drain), deadline_s=WRITE_S)
+        probe.answer(probe.run(child))
+    except ProbeError as exc:
+        return f"gpuops: {exc}"
+    return None
+
+
+def tell_decision(memory: Memory, drain: DrainRecord, course: Course, clock: Clock) -> str | None:
+    """Record what was decided about the node of *drain*; return what went wrong."""
+    return record(lambda: [_decided(drain, course, clock)], drain.node, memory, clock)
+
+
+def start_helper(memory: Memory, words: list[str]) -> str | None:
+    """Start ``gpuops slurm WORDS`` in its own session, where slurmd cannot kill it with the hook.
+
+    Returns what went wrong.
+    """
+    config = ["--config", str(memory.config_file)] if memory.config_file else []
+    argv = [sys.executable, "-P", "-m", "gpuops", *config, "slurm", *words]
+    try:
+        spawn_detached(argv, memory.environ)
+    except OSError as exc:
+        return f"gpuops: cannot start `gpuops slurm {words[0]}`: {exc.strerror}"
+    return None
+
+
+def hung(ran: CheckRun) -> bool:
+    """Say whether a look at the GPU driver gave no answer."""
+    return any(
+        finding.check in _DRIVER_CHECKS and finding.unknown_reason is UnknownReason.TIMEOUT
+        for finding in ran.findings
+    )
+
+
+def _wanted(scene: Scene, cause: Cause, decision: Decision) -> DrainRecord:
+    now_us = scene.clock.now_us()
+    return DrainRecord(
+        id=uuid7(now_us, os.urandom(10)),
+        node=scene.gate.node,
+        hook=scene.hook,
+        reason=cause.reason(None),
+        check=cause.finding.check,
+        failure_class=cause.failure_class.value,
+        t_us=now_us,
+        why=decision.why,
+        job_id=scene.job_id,
+    )
+
+
+def _decided(drain: DrainRecord, course: Course, clock: Clock) -> Event:
+    from gpuops.store.new_event import new_event
+
+    payload: Json = {
+        "course": course.value,
+        "why": drain.why,
+        "hook": drain.hook,
+        "job_id": drain.job_id,
+        "check": drain.check,
+        "failure_class": drain.failure_class,
+        "incident": drain.incident,
+        "reason": drain.reason,
+    }
+    severity = Severity.ERROR if course is Course.DRAIN else Severity.WARNING
+    return new_event(
+        "gate.decided", node=drain.node, clock=clock, severity=severity, payload=payload
+    )

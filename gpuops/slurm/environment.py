@@ -1,0 +1,75 @@
+"""What slurmd tells its hooks in their environment.
+
+Source: Slurm's Prolog and Epilog Guide, "Environment variables". A hook gets neither PATH nor
+HOME, a HealthCheckProgram nothing but SLURMD_NODENAME.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpuops.errors import EXIT_NODE_UNHEALTHY
+
+_JOB_ID = "SLURM_JOB_ID"
+_GPUS = "SLURM_JOB_GPUS"
+_EXIT_STATUSES = ("SLURM_JOB_EXIT_CODE", "SLURM_JOB_DERIVED_EC")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookJob:
+    """The job that a hook is for.
+
+    ``gpus``: the indices of its GPUs on this node, None where Slurm does not tell. ``exit_codes``:
+    of the batch script and the worst of its steps, 128 + N for signal N; a prolog knows none.
+    """
+
+    id: str | None = None
+    gpus: frozenset[str] | None = None
+    exit_codes: tuple[int, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Say whether the job ended with anything but zero."""
+        return any(self.exit_codes)
+
+    @property
+    def hints_at_the_node(self) -> bool:
+        """Say whether the job claims that this node is unhealthy; anybody can claim that."""
+        return EXIT_NODE_UNHEALTHY in self.exit_codes
+
+
+def job_of(env: Mapping[str, str]) -> HookJob:
+    """Return the job that *env* of a prolog or epilog tells of."""
+    codes = tuple(
+        code for name in _EXIT_STATUSES if (code := _exit_code(env.get(name))) is not None
+    )
+    return HookJob(id=_number(env.get(_JOB_ID)), gpus=_indices(env.get(_GPUS)), exit_codes=codes)
+
+
+def _number(text: str | None) -> str | None:
+    return text if text and text.isascii() and text.isdecimal() else None
+
+
+def _indices(text: str | None) -> frozenset[str] | None:
+    """Return the indices in ``0,2-3``; None where there is anything else in it: all are meant."""
+    if not text:
+        return None
+    found: set[str] = set()
+    for word in text.split(","):
+        first, dash, last = word.partition("-")
+        low, high = _number(first), _number(last if dash else first)
+        if low is None or high is None or not 0 <= int(high) - int(low) < 1024:
+            return None
+        found.update(str(index) for index in range(int(low), int(high) + 1))
+    return frozenset(found)
+
+
+def _exit_code(text: str | None) -> int | None:
+    """Return the exit code in a status of wait(2)."""
+    number = _number(text)
+    if number is None or int(number) > 0xFFFF:
+        return None
+    status = int(number)
+    if os.WIFSIGNALED(status):
+        return 128 + os.WTERMSIG(status)
+    return os.WEXITSTATUS(status)

@@ -1,0 +1,25 @@
+#!/bin/sh
+# Slurm Epilog: `gpuops slurm epilog` looks at what the job left behind, and decides.
+# Whatever goes wrong, a mistake in this file included, the node stays in use: the trap sees to it.
+code=0
+trap 'exit "$code"' EXIT
+
+GPUOPS=/opt/gpuops/bin/gpuops
+# Environment of gpuops in the hooks, where it needs any: a shell file, writable by root only.
+HOOK_ENV=/etc/gpuops/hook.env
+VERDICTS=/run/gpuops
+# The node takes no new job meanwhile; below PrologEpilogTimeout.
+LIMIT_S=25
+
+read -r nonce </proc/sys/kernel/random/uuid
+verdict="$VERDICTS/epilog.${nonce:?}"
+# A shell of its own, with a time limit: a mistake in HOOK_ENV ends that one, not this.
+# shellcheck disable=SC2016
+/usr/bin/timeout --kill-after=1 "$LIMIT_S" /bin/sh -c '
+	if [ -e "$1" ]; then . "$1"; fi
+	exec "$2" slurm epilog --verdict "$3"
+' sh "$HOOK_ENV" "$GPUOPS" "$verdict" >&2
+if [ "$?" -eq 1 ] && [ -f "$verdict" ] && [ "$(/bin/cat "$verdict")" = refuse ]; then
+	code=1
+fi
+/bin/rm -f "$verdict"

@@ -1,0 +1,16 @@
+#!/bin/sh
+# Slurm HealthCheckProgram: `gpuops slurm health` drains the node and takes back its own drains;
+# slurmd ignores the exit code.
+trap 'exit 0' EXIT
+
+GPUOPS=/opt/gpuops/bin/gpuops
+# Environment of gpuops in the hooks, where it needs any: a shell file, writable by root only.
+HOOK_ENV=/etc/gpuops/hook.env
+# slurmd kills it after 60 s.
+LIMIT_S=54
+
+# shellcheck disable=SC2016
+/usr/bin/timeout --kill-after=1 "$LIMIT_S" /bin/sh -c '
+	if [ -e "$1" ]; then . "$1"; fi
+	exec "$2" slurm health
+' sh "$HOOK_ENV" "$GPUOPS" >&2

@@ -1,0 +1,424 @@
+"""A real Slurm of our own: munged, slurmctld and several slurmd on loopback, with our hooks.
+
+Every node is a folder: a fake root, a mock NVML scenario, a state folder and a spool. The hooks are
+the shipped ones with three paths changed, as slurm/README.md tells an operator to.
+"""
+
+import contextlib
+import os
+import pwd
+import re
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.fake_root import FakeRoot
+from support.mock_nvml import addresses, gpus
+from support.services import unavailable
+
+NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
+GPUS = 4
+HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
+SHIPPED = Path(__file__).parents[2] / "slurm"
+START_S = 20
+_TRIES = 4
+
+CONF = """\
+ClusterName=gpuops
+SlurmctldHost=localhost
+SlurmctldPort={ctld_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={home}/socket/munge,cred_expire=5
+StateSaveLocation={home}/state
+SlurmdSpoolDir={home}/slurmd/%n
+SlurmctldPidFile={home}/slurmctld.pid
+SlurmdPidFile={home}/%n.pid
+SlurmctldLogFile={home}/slurmctld.log
+SlurmdLogFile={home}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=nohold_on_prolog_fail,batch_sched_delay=0,sched_min_interval=0,\
+sched_interval=1,bf_interval=1
+Prolog={home}/hooks/prolog.sh
+Epilog={home}/hooks/epilog.sh
+PrologFlags=Alloc
+PrologEpilogTimeout=40
+HealthCheckProgram={home}/hooks/health_check.sh
+HealthCheckInterval=2
+HealthCheckNodeState=ANY
+RequeueExit=85
+JobRequeue=1
+KillWait=2
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+# The hooks' HOOK_ENV: what is particular to each node of this one machine. A health check runs only
+# while a test asks for it: six nodes would start Python every two seconds.
+HOOK_ENV = """\
+. {home}/nodes/$SLURMD_NODENAME/env
+export SLURM_CONF={home}/slurm.conf
+if [ -z "$SLURM_JOB_ID" ] && ! [ -e {home}/nodes/$SLURMD_NODENAME/health ]; then exit 0; fi
+"""
+
+
+def wait_until(condition, what, seconds=30):
+    """Return the first true value of *condition*; fail with *what* when there is none in time."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        told = what() if callable(what) else what
+        assert time.monotonic() < deadline, f"not within {seconds} s: {told}"
+        pause.wait(0.05)
+
+
+@dataclass
+class Node:
+    """One node: its machine, made of files, and the environment of its hooks."""
+
+    name: str
+    home: Path
+    mock: object
+    root: FakeRoot = None
+    env: dict = field(default_factory=dict)
+
+    def reset(self, store):
+        """Make it healthy and without a past."""
+        for name in ("root", "state", "spool", "path"):
+            shutil.rmtree(self.home / name, ignore_errors=True)
+        (self.home / "health").unlink(missing_ok=True)
+        self.root = FakeRoot(self.home / "root")
+        for address in addresses(GPUS):
+            self.root.gpu(address)
+        self.env = {
+            "GPUOPS_ROOT": str(self.root.path),
+            "GPUOPS_STATE": str(self.home / "state"),
+            "GPUOPS_SPOOL": str(self.home / "spool"),
+            "GPUOPS_STORE": store,
+            "GPUOPS_MODE": "enforce",
+        }
+        self.nvml(gpus(GPUS))
+
+    def nvml(self, scenario):
+        """Have NVML answer by *scenario* from now on."""
+        self.set(**self.mock.env(scenario))
+
+    def set(self, **env):
+        """Change the environment of this node's hooks."""
+        self.env |= env
+        text = "".join(f"export {name}='{value}'\n" for name, value in self.env.items())
+        partial = self.home / "env.partial"
+        partial.write_text(text)
+        partial.replace(self.home / "env")
+
+    def write_env(self, text):
+        """Put *text*, which may be nonsense, in the place of this node's environment."""
+        (self.home / "env").write_text(text)
+
+    def xid(self, code, index=0):
+        """Write an Xid of one GPU into the kernel's log."""
+        address = addresses(GPUS)[index].rpartition(".")[0]
+        self.root.kmsg(f"NVRM: Xid (PCI:{address}): {code}, pid=1, name=python, of a test.")
+
+    def checks_health(self):
+        """Let slurmd's health checks of this node run from now on."""
+        (self.home / "health").touch()
+
+    def spooled(self):
+        """Return every line that waits in this node's spool."""
+        files = sorted(path for path in (self.home / "spool").rglob("*") if path.is_file())
+        return "".join(path.read_text(errors="replace") for path in files)
+
+
+class Cluster:
+    """The daemons and what a user and an administrator type."""
+
+    def __init__(self, home, mock):
+        self.home = home
+        self.processes = []
+        self.nodes = {}
+        for name in NODES:
+            (home / "nodes" / name).mkdir(parents=True)
+            self.nodes[name] = Node(name, home / "nodes" / name, mock)
+        self.env = {**os.environ, "SLURM_CONF": str(home / "slurm.conf")}
+
+    def __getitem__(self, name):
+        return self.nodes[name]
+
+    def install_hooks(self):
+        """Copy the shipped hooks with this site's paths, and give them their environment."""
+        hooks = self.home / "hooks"
+        hooks.mkdir(exist_ok=True)
+        paths = {
+            "/opt/gpuops/bin/gpuops": str(self.home / "gpuops"),
+            "/etc/gpuops/hook.env": str(self.home / "hook.env"),
+            "/run/gpuops": str(self.home / "verdicts"),
+        }
+        for name in HOOKS:
+            text = (SHIPPED / name).read_text()
+            for shipped, ours in paths.items():
+                assert shipped in text or name == "health_check.sh"
+                text = text.replace(shipped, ours)
+            if name == "health_check.sh":
+                text = text.replace("slurm health", "slurm health --jitter 0")
+            (hooks / name).write_text(text)
+            (hooks / name).chmod(0o755)
+        (self.home / "hook.env").write_text(HOOK_ENV.format(home=self.home))
+        (self.home / "gpuops").write_text(f'#!/bin/sh\nexec {sys.executable} -m gpuops "$@"\n')
+        (self.home / "gpuops").chmod(0o755)
+
+    def configure(self):
+        """Write the configuration with ports that are free now."""
+        ports = free_ports(len(NODES) + 1)
+        lines = [
+            f"NodeName={name} NodeHostname=localhost Port={port} CPUs=4 RealMemory=1000"
+            f" Gres=gpu:{GPUS}"
+            for name, port in zip(NODES, ports[1:], strict=True)
+        ]
+        conf = CONF.format(home=self.home, ctld_port=ports[0], nodes="\n".join(lines))
+        (self.home / "slurm.conf").write_text(conf)
+        devices = gpu_devices(self.home / "dev")
+        files = "".join(f"NodeName={n} Name=gpu File={d}\n" for n in NODES for d in devices)
+        (self.home / "gres.conf").write_text(files)
+
+    def start(self):
+        """Start all daemons and return when every node is idle."""
+        for name in ("state", "slurmd", *(f"slurmd/{name}" for name in NODES)):
+            (self.home / name).mkdir(exist_ok=True)
+        self.start_controller(clean=True)
+        for name in NODES:
+            self._spawn("slurmd", "-D", "-N", name)
+        wait_until(self._all_idle, self._trouble, START_S)
+
+    def start_controller(self, *, clean=False):
+        self.controller = self._spawn("slurmctld", "-D", *(["-i", "-c"] if clean else []))
+
+    def stop_controller(self):
+        self.controller.send_signal(signal.SIGTERM)
+        self.controller.wait(timeout=20)
+        self.processes.remove(self.controller)
+
+    def _all_idle(self):
+        if any(process.poll() is not None for process in self.processes):
+            raise RuntimeError(f"a daemon ended: {self._trouble()}")
+        shown = self._run("sinfo", "-h", "-N", "-o", "%N %T", check=False).stdout.split("\n")
+        return sum(line.endswith(" idle") for line in shown) == len(NODES)
+
+    def _trouble(self):
+        logs = [self.home / "slurmctld.log", self.home / "n1.log"]
+        return "".join(log.read_text()[-1000:] for log in logs if log.exists())
+
+    def _spawn(self, *argv):
+        log = (self.home / "daemons.log").open("ab")
+        with log:
+            process = subprocess.Popen(
+                argv,
+                env={"PATH": os.environ["PATH"], "SLURM_CONF": self.env["SLURM_CONF"]},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def _run(self, *argv, check=True):
+        return subprocess.run(
+            argv, env=self.env, capture_output=True, text=True, timeout=30, check=check
+        )
+
+    def scontrol(self, *argv):
+        """Return what scontrol prints."""
+        return self._run("scontrol", *argv).stdout
+
+    def drain(self, name, reason):
+        """Drain a node as an administrator does."""
+        self.scontrol("update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}")
+
+    def state(self, name):
+        """Return a node's state and reason, as ``("IDLE+DRAIN", "Prolog error")``."""
+        text = self.scontrol("show", "node", name)
+        reason = re.search(r"Reason=(.*) \[.*\]$", text, re.MULTILINE)
+        return re.search(r"State=(\S+)", text)[1], reason and reason[1]
+
+    def submit(self, script="exit 0", *options):
+        """Submit a batch job of *script*; return its id."""
+        path = self.home / f"job-{secrets.token_hex(4)}.sh"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        out = ("-o", str(self.home / "job-%j.out"))
+        done = self._run("sbatch", "--parsable", *out, *options, str(path))
+        return done.stdout.strip()
+
+    def job(self, job_id):
+        """Return the fields of a job."""
+        text = self.scontrol("show", "job", job_id)
+        return dict(re.findall(r"(\w+)=(\S*)", text))
+
+    def finished(self, job_id, seconds=40):
+        """Return a job's fields when it has ended."""
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+        def ended():
+            fields = self.job(job_id)
+            return fields if fields["JobState"] in ends else None
+
+        return wait_until(ended, lambda: self.job(job_id), seconds)
+
+    def drained_for(self, name, wanted, seconds=30):
+        """Return a node's reason when it is drained and its reason holds *wanted*."""
+
+        def found():
+            state, reason = self.state(name)
+            return reason if "DRAIN" in state and wanted in (reason or "") else None
+
+        return wait_until(found, lambda: (self.state(name), self._tail(name)), seconds)
+
+    def in_use(self, name, seconds=30):
+        """Return when a node is neither drained nor down."""
+        wait_until(
+            lambda: self.state(name)[0].rstrip("*") in {"IDLE", "MIXED", "ALLOCATED"},
+            lambda: (self.state(name), self._tail(name)),
+            seconds,
+        )
+
+    def _tail(self, name):
+        log = self.home / f"{name}.log"
+        return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+    def log_of(self, name):
+        """Return what slurmd of a node has logged, the output of its hooks among it."""
+        return self._tail(name)
+
+    def reset(self, store):
+        """End every job, take back every drain, make every node healthy."""
+        self._run("scancel", "--user=root", check=False)
+        for node in self.nodes.values():
+            node.reset(store)
+        wait_until(lambda: not self._run("squeue", "-h").stdout.strip(), self._trouble, 60)
+        for name in NODES:
+            if "DRAIN" in self.state(name)[0] or "DOWN" in self.state(name)[0]:
+                self.scontrol("update", f"NodeName={name}", "State=RESUME")
+        wait_until(self._all_idle, self._trouble, 30)
+
+    def stop(self):
+        """End every daemon and its children; remove everything."""
+        for process in reversed(self.processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(timeout=10)
+        for pid in helpers_of(self.home):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def helpers_of(home):
+    """Return the processes that work in *home*, as our detached helpers do."""
+    needle, found = str(home).encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if needle in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def free_ports(count):
+    """Return loopback ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()
+
+
+def gpu_devices(folder):
+    """Return device files, which Slurm wants for GPUs; any character device will do."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for index in range(GPUS):
+        path = folder / f"gpu{index}"
+        if not path.exists():
+            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        found.append(path)
+    return found
+
+
+def start_munge(cluster):
+    """Start a munged with a key and a socket of its own, as the user that Debian gives it."""
+    user = pwd.getpwnam("munge")
+    for name in ("munge", "socket"):
+        folder = cluster.home / name
+        folder.mkdir()
+        os.chown(folder, user.pw_uid, user.pw_gid)
+    (cluster.home / "munge").chmod(0o700)
+    key = cluster.home / "munge" / "key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+    os.chown(key, user.pw_uid, user.pw_gid)
+    command = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    command += ["munged", "--foreground", f"--key-file={key}", "--num-threads=2"]
+    command += [f"--socket={cluster.home}/socket/munge", f"--pid-file={cluster.home}/socket/pid"]
+    command += [f"--log-file={cluster.home}/munge/log", f"--seed-file={cluster.home}/munge/seed"]
+    cluster._spawn(*command)
+    wait_until((cluster.home / "socket" / "munge").exists, "munged has no socket")
+
+
+@contextlib.contextmanager
+def running_cluster(mock):
+    """Yield a cluster for the time of a test session; skip where there cannot be one."""
+    programs = ("slurmctld", "slurmd", "scontrol", "sbatch", "munged", "setpriv")
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        unavailable(f"not installed: {', '.join(missing)} (Debian: slurm-wlm munge)")
+    if os.geteuid() != 0:
+        unavailable("slurmd needs root")
+    for attempt in range(_TRIES):
+        # Not below pytest's own: munged looks at every parent, and paths of sockets are short.
+        home = Path(tempfile.mkdtemp(prefix="gpuops-slurm-"))
+        home.chmod(0o755)
+        cluster = Cluster(home, mock)
+        try:
+            for node in cluster.nodes.values():
+                node.reset("sqlite:////nonexistent/gpuops.db")
+            cluster.install_hooks()
+            cluster.configure()
+            start_munge(cluster)
+            cluster.start()
+            break
+        except BaseException as exc:
+            cluster.stop()
+            # Another test may have taken a port in between.
+            if attempt == _TRIES - 1 or not isinstance(exc, RuntimeError):
+                raise
+    try:
+        yield cluster
+    finally:
+        cluster.stop()

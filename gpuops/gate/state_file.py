@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host import probe
@@ -23,8 +22,9 @@ from gpuops.host.directories import why_not_ours
 from gpuops.host.node import boot_id, since_boot_s
 from gpuops.host.node_state import NodeState
 from gpuops.host.records import from_json, to_json
+from gpuops.host.replacing import replace_file
 from gpuops.host.trust import refuse_foreign_file
-from gpuops.model import Json, UnknownReason
+from gpuops.model import Json
 
 READ_S = 0.3
 SAVE_S = 0.5
@@ -34,8 +34,6 @@ _SCHEMA = "gpuops.node-state/"
 # Eight GPUs and eight ports come to 1 MB in a day; a probe's answer may be 8 MiB.
 _BYTES_MAX = 7 * 2**20
 _POLL_S = 0.005
-# What a child that SIGTERM can end needs for it.
-_STOP_S = 0.05
 
 Change = Callable[[NodeState], NodeState]
 
@@ -73,8 +71,8 @@ def recall(state_dir: Path, root: Path, uid: int, left: Mapping[str, Abandoned])
     """
     path = state_path(state_dir)
     try:
-        boot, uptime_s, text, note = _asked(
-            f"read {path}", lambda: _read_all(path, root, uid), READ_S, left
+        boot, uptime_s, text, note = probe.ask(
+            lambda: _read_all(path, root, uid), READ_S, question=f"read {path}", left=left
         )
     except ProbeError as exc:
         return Remembered(note=f"{path} is left out: {exc}")
@@ -85,17 +83,6 @@ def recall(state_dir: Path, root: Path, uid: int, left: Mapping[str, Abandoned])
         except StateError as exc:
             note = f"{path} is left out: {exc}"
     return Remembered(state=state, boot_id=boot, since_boot_s=uptime_s, note=note)
-
-
-def _asked(
-    question: str, call: Callable[[], Any], deadline_s: float, left: Mapping[str, Abandoned]
-) -> Any:  # noqa: ANN401 JSON of whatever *call* returned
-    """Return what *call* gives in a child; one that no signal ends is not waited for."""
-    child = probe.start_call(call, deadline_s=deadline_s, question=question, left=left)
-    outcome = probe.within(child, deadline_s + _STOP_S)
-    if outcome is None:
-        raise ProbeError(f"no answer in {deadline_s:g} s", UnknownReason.TIMEOUT)
-    return probe.answer(outcome)
 
 
 def _read_all(path: Path, root: Path, uid: int) -> tuple[str, float, str | None, str | None]:
@@ -190,7 +177,8 @@ def change_state(state_dir: Path, uid: int, change: Change, *, lock_s: float = L
                 before = NodeState()
             after = change(before)
             if after != before:
-                _replace(path, json.dumps(state_json(after), separators=(",", ":")))
+                text = json.dumps(state_json(after), separators=(",", ":"))
+                replace_file(path, text.encode(), 0o600)
             return after
     except OSError as exc:
         raise StateError(f"{exc.filename or path}: {exc.strerror}") from exc
@@ -214,18 +202,6 @@ def _locked(path: Path, lock_s: float) -> Iterator[None]:
         os.close(fd)
 
 
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        draft.replace(path)
-    except BaseException:  # boundary: no draft stays behind, whatever ends this
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def keep(state_dir: Path, uid: int, change: Change, left: Mapping[str, Abandoned]) -> str | None:
     """Do as `change_state` within `SAVE_S`; return what went wrong, None where nothing did.
 
@@ -233,7 +209,9 @@ def keep(state_dir: Path, uid: int, change: Change, left: Mapping[str, Abandoned
     """
     question = f"keep {state_path(state_dir)}"
     try:
-        trouble: str | None = _asked(question, lambda: _kept(state_dir, uid, change), SAVE_S, left)
+        trouble: str | None = probe.ask(
+            lambda: _kept(state_dir, uid, change), SAVE_S, question=question, left=left
+        )
     except ProbeError as exc:
         return str(exc)
     return trouble

@@ -32,6 +32,8 @@ from gpuops.model import UnknownReason
 TERM_GRACE_S = 0.2
 KILL_GRACE_S = 0.3
 STOP_S = TERM_GRACE_S + KILL_GRACE_S
+# What a child that SIGTERM can end needs for it.
+_SIGTERM_S = 0.05
 _ORPHAN_S = 1.0
 OUTPUT_MAX = 8 * 2**20
 _NONE_LEFT: Mapping[str, Abandoned] = MappingProxyType({})
@@ -310,6 +312,27 @@ def last_words(outcome: Outcome) -> Any:  # noqa: ANN401 as above
     if said.get("traceback"):
         error.add_note(said["traceback"])
     raise error
+
+
+def ask(
+    function: Callable[[], Any],
+    deadline_s: float,
+    *,
+    question: str,
+    left: Mapping[str, Abandoned],
+) -> Any:  # noqa: ANN401 JSON of whatever the function returned
+    """Return what *function* gives in a child; one that no signal ends costs no more than others.
+
+    The caller must have a single thread. Arguments as of `start_call`.
+
+    Raises:
+        ProbeError: As of `answer`.
+    """
+    child = start_call(function, deadline_s=deadline_s, question=question, left=left)
+    outcome = within(child, deadline_s + _SIGTERM_S)
+    if outcome is None:
+        raise ProbeError(f"gave no answer in {deadline_s:g} s", UnknownReason.TIMEOUT)
+    return answer(outcome)
 
 
 def _be_the_child(

@@ -1,0 +1,132 @@
+"""The facts of one node at one time, to be judged elsewhere or later: schema ``gpuops.facts/1``.
+
+Besides what each look gave it holds what a judge knows of the node (`gpuops.host.node_state`), so
+that a recording gets the verdict that the node itself would have got.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuops.checks.collect import Looked, by_look
+from gpuops.checks.suites import Suite
+from gpuops.errors import ConfigError, UsageError
+from gpuops.host.node_state import Moment, NodeState
+from gpuops.host.records import from_json, to_json
+from gpuops.model import Json, UnknownReason, envelope
+from gpuops.scrub import scrub_value
+from gpuops.units import iso_utc
+
+_SCHEMA = "gpuops.facts/"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What was seen of ``node`` at ``moment`` by the looks of one suite.
+
+    ``profile`` and ``gpus_expected`` are what that node's configuration says.
+    """
+
+    node: str
+    moment: Moment
+    looks: Mapping[str, Looked]
+    state: NodeState = field(default_factory=NodeState)
+    profile: str | None = None
+    gpus_expected: int | None = None
+    gpuops_version: str = ""
+
+    def to_json(self) -> Json:
+        """Return the recording as JSON, without the secrets that facts may show."""
+        body = {
+            "node": self.node,
+            **to_json(self.moment),
+            "t": iso_utc(self.moment.t_us),
+            "profile": self.profile,
+            "gpus_expected": self.gpus_expected,
+            "looks": {name: _entry(looked) for name, looked in self.looks.items()},
+            "state": to_json(self.state),
+        }
+        scrubbed = scrub_value(envelope(f"{_SCHEMA}{VERSION}", body))
+        assert isinstance(scrubbed, dict)
+        return scrubbed
+
+    def looked(self, suite: Suite, first: str) -> Iterator[Looked]:
+        """Yield what each look of *suite* gave, that of the look called *first* before all others.
+
+        Raises:
+            UsageError: Facts have another form than this gpuops knows.
+        """
+        groups = by_look(suite)
+        for name in sorted(groups, key=lambda name: name != first):
+            looked = self.looks.get(name, _missing(name))
+            if looked.error is None:
+                try:
+                    from_json(groups[name][0].check.look.facts, looked.facts, f"look {name!r}")
+                except (ConfigError, ValueError) as exc:
+                    raise UsageError(
+                        f"the facts were recorded by gpuops {self.gpuops_version or '?'}, and this"
+                        f" one reads another form: {exc}"
+                    ) from exc
+            yield looked
+
+
+def _missing(name: str) -> Looked:
+    return Looked(
+        look=name, error=f"the recording has no {name!r}", reason=UnknownReason.NOT_SUPPORTED
+    )
+
+
+def _entry(looked: Looked) -> Json:
+    if looked.error is None:
+        return {"facts": looked.facts}
+    return {"error": looked.error, "reason": looked.reason}
+
+
+def parse_recording(text: str, where: str) -> Recording:
+    """Return the recording in *text*.
+
+    Raises:
+        UsageError: It is none, or a later gpuops made it; *where* names it.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise UsageError(f"{where} is no JSON, so no recording of `gpuops facts`: {exc}") from exc
+    if not isinstance(body, dict) or not str(body.get("schema", "")).startswith(_SCHEMA):
+        raise UsageError(f"{where} is no recording of `gpuops facts`: its schema is not {_SCHEMA}…")
+    version = str(body["schema"]).removeprefix(_SCHEMA)
+    if version != str(VERSION):
+        made_by = body.get("gpuops_version", "?")
+        raise UsageError(
+            f"{where} is of version {version}, made by gpuops {made_by}; this gpuops reads"
+            f" version {VERSION}: judge it with that one"
+        )
+    try:
+        return _parsed(body, where)
+    except (ConfigError, ValueError, KeyError, TypeError) as exc:
+        what = f"{exc} is missing" if isinstance(exc, KeyError) else str(exc)
+        raise UsageError(f"{where} is a broken recording: {what}") from exc
+
+
+def _parsed(body: Mapping[str, Any], where: str) -> Recording:
+    keys = ("boot_id", "since_boot_s", "t_us")
+    expected = body.get("gpus_expected")
+    if not isinstance(body["node"], str) or not isinstance(body["looks"], dict):
+        raise ValueError("node is a name and looks a table")  # noqa: TRY004 one error kind
+    return Recording(
+        node=body["node"],
+        moment=from_json(Moment, {key: body[key] for key in keys}, where),
+        looks={name: _looked(name, entry) for name, entry in body["looks"].items()},
+        state=from_json(NodeState, body["state"], f"state of {where}"),
+        profile=body.get("profile"),
+        gpus_expected=None if expected is None else int(expected),
+        gpuops_version=str(body.get("gpuops_version", "")),
+    )
+
+
+def _looked(name: str, entry: Mapping[str, Any]) -> Looked:
+    if "facts" in entry:
+        return Looked(look=name, facts=entry["facts"])
+    return Looked(look=name, error=str(entry["error"]), reason=UnknownReason(entry["reason"]))

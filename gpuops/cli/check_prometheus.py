@@ -1,0 +1,53 @@
+"""A check run as a Prometheus textfile, for the textfile collector of node_exporter.
+
+| metric | labels | value |
+|---|---|---|
+| gpuops_check_status | suite, check, entity_kind, entity_id | worst finding: 0 pass, 1 skip, 2 warn, 3 unknown, 4 fail |
+| gpuops_check_verdict | suite | the worst of all, as above |
+| gpuops_check_late | suite | checks that gave no answer in time |
+| gpuops_check_last_run_timestamp_seconds | suite | when the run ended, since the epoch |
+| gpuops_check_duration_seconds | suite | how long it took |
+
+Each suite needs a file of its own: a file is replaced as a whole.
+"""  # noqa: E501 a table's row is a line
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from gpuops.checks.runner import CheckRun
+from gpuops.log import printable
+
+
+def metrics(ran: CheckRun) -> bytes:
+    """Return *ran* in Prometheus' text format."""
+    registry = CollectorRegistry()
+    status = Gauge(
+        "gpuops_check_status",
+        "Worst finding of a check about an entity: 0 pass, 1 skip, 2 warn, 3 unknown, 4 fail.",
+        ("suite", "check", "entity_kind", "entity_id"),
+        registry=registry,
+    )
+    worst: dict[tuple[str, str, str, str], int] = {}
+    for finding in ran.findings:
+        entity = finding.entity
+        key = ran.suite, finding.check, entity.kind.value, printable(entity.id)
+        worst[key] = max(worst.get(key, 0), int(finding.status))
+    for key, value in worst.items():
+        status.labels(*key).set(value)
+    single = {
+        "gpuops_check_verdict": (
+            "Worst finding of the suite: 0 pass, 1 skip, 2 warn, 3 unknown, 4 fail.",
+            int(ran.verdict),
+        ),
+        "gpuops_check_late": ("Checks that gave no answer in time.", len(ran.late)),
+        "gpuops_check_last_run_timestamp_seconds": (
+            "When the suite last ended, in seconds since the epoch.",
+            ran.end_us / 1e6,
+        ),
+        "gpuops_check_duration_seconds": (
+            "How long the suite took, in seconds.",
+            (ran.end_us - ran.start_us) / 1e6,
+        ),
+    }
+    for name, (about, number) in single.items():
+        Gauge(name, about, ("suite",), registry=registry).labels(ran.suite).set(number)
+    return generate_latest(registry)

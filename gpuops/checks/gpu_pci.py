@@ -1,6 +1,6 @@
 """Does every GPU on the PCI bus answer, and does NVML know it?"""
 
-from gpuops.checks.gpu_count import LOOK
+from gpuops.checks.gpus import LOOK
 from gpuops.checks.protocol import Case, Check, NoParameters
 from gpuops.host.gpu_facts import NvmlStatus
 from gpuops.host.gpus import Gpus

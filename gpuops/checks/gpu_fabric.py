@@ -1,0 +1,134 @@
+"""Has each GPU joined the NVSwitch fabric, and is the fabric well?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.gpus import LOOK, Untold, Verdict, alone, counted, each_gpu
+from gpuops.checks.protocol import Case, Check, Limit
+from gpuops.host.gpu_facts import Fabric, NvmlGpu
+from gpuops.host.gpus import Gpus
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_fabric"
+
+# nvml.h: NVML_GPU_FABRIC_STATE_*, nvmlGpuFabricInfo_t.
+_NOT_SUPPORTED, _COMPLETED = 0, 3
+_STATES = {0: "not supported", 1: "not started", 2: "in progress"}
+# nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, words, verdict.
+_TRUE = 1
+_CONDITIONS = (
+    (0, "its bandwidth is degraded", Status.FAIL),
+    (2, "its routes are being recovered", Status.WARN),
+    (4, "its route is unhealthy", Status.FAIL),
+    (6, "an access time-out is being recovered", Status.WARN),
+)
+_CONFIGURATION_SHIFT, _CONFIGURATION_WIDTH = 8, 0xF
+_CONFIGURATIONS = {
+    2: "wrong system GUID",
+    3: "wrong chassis serial number",
+    4: "no partition",
+    5: "too few NVLinks",
+    6: "incompatible GPU firmware",
+    7: "wrong location",
+}
+# nvml.h: NVML_GPU_FABRIC_HEALTH_SUMMARY_*.
+_SUMMARIES = {2: ("unhealthy", Status.FAIL), 3: ("of limited capacity", Status.WARN)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``joining_s``: seconds after boot in which a GPU may still be joining the fabric."""
+
+    joining_s: Limit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
+    """Return a finding for each GPU that is not in the fabric, or whose fabric is not well.
+
+    CUDA cannot start (error 802) on a GPU that has not joined. That fails where the profile says
+    that there is a fabric; a failed registration and a bad health mask are the driver's verdict.
+    """
+    return each_gpu(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters, facts, case),
+        _well,
+        ("nvmlDeviceGetGpuFabricInfo",),
+    )
+
+
+def _one(
+    gpu: NvmlGpu, parameters: Parameters, facts: Gpus, case: Case
+) -> Sequence[Verdict] | Untold:
+    fabric, wanted = gpu.fabric, case.profile.fabric
+    expected = wanted is not None and wanted.value
+    if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
+        return Untold("" if fabric is None else "it has no fabric")
+    if fabric.state != _COMPLETED:
+        if alone(facts):
+            state = _STATES.get(fabric.state, str(fabric.state))
+            return Untold(f"the only GPU here needs no fabric (state: {state})")
+        return [_outside(fabric, parameters, case, expected=expected)]
+    if fabric.status:
+        return [_bad(f"joining the fabric failed (NVML code {fabric.status})", fabric.status)]
+    return _health(fabric)
+
+
+def _outside(fabric: Fabric, parameters: Parameters, case: Case, *, expected: bool) -> Verdict:
+    young = parameters.joining_s.ceiling(case.counters.since_boot_s) is not Status.FAIL
+    surely = expected and not young and fabric.state != _NOT_SUPPORTED
+    return Verdict(
+        status=Status.FAIL if surely else Status.WARN,
+        message=f"it has not joined the fabric: {_STATES.get(fabric.state, 'unknown state')}"
+        + (" (the node has only just booted)" if expected and young else ""),
+        value=fabric.state,
+        unit="fabric state",
+        threshold=f"= {_COMPLETED} (completed)",
+        source="nvml; CUDA error 802",
+        failure_class=FailureClass.GPU_FABRIC,
+    )
+
+
+def _health(fabric: Fabric) -> list[Verdict]:
+    mask = fabric.health_mask or 0
+    verdicts = [
+        _bad(words, f"{mask:#x}", status)
+        for shift, words, status in _CONDITIONS
+        if mask >> shift & 0x3 == _TRUE
+    ]
+    configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_WIDTH
+    if configuration > _TRUE:
+        words = _CONFIGURATIONS.get(configuration, f"code {configuration}")
+        verdicts.append(_bad(f"the fabric is configured wrongly: {words}", f"{mask:#x}"))
+    if not verdicts and fabric.health_summary in _SUMMARIES:
+        words, status = _SUMMARIES[fabric.health_summary]
+        verdicts.append(_bad(f"the fabric is {words}", fabric.health_summary, status))
+    return verdicts
+
+
+def _bad(message: str, value: float | str, status: Status = Status.FAIL) -> Verdict:
+    return Verdict(
+        status=status,
+        message=message,
+        value=value,
+        threshold="completed, success, healthy",
+        failure_class=FailureClass.GPU_FABRIC,
+    )
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> Verdict:
+    blind = sum(gpu.fabric is not None and gpu.fabric.health_mask is None for gpu in gpus)
+    untold = f"; {blind} do not tell the fabric's health" if blind else ""
+    return Verdict(
+        message=f"{counted(gpus)} in the fabric{untold}", value=_COMPLETED, unit="fabric state"
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="every GPU has joined the NVSwitch fabric, and the fabric is healthy",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,75 @@
+"""How often must a GPU's PCIe link send a packet again?"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, counter_name, each_gpu
+from gpuops.checks.protocol import Case, Check, Limit
+from gpuops.host.gpu_facts import NvmlGpu
+from gpuops.host.gpus import Gpus
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_pcie_replays"
+_COUNTER = "replays"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``per_hour``: replays of one GPU's link."""
+
+    per_hour: Limit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
+    """Return a finding for each GPU whose replays grow too fast; the count itself says nothing."""
+    return each_gpu(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters.per_hour, case),
+        _well,
+        ("nvmlDeviceGetPcieReplayCounter", "NVML_FI_DEV_PCIE_REPLAY"),
+    )
+
+
+def counters(facts: Gpus) -> Mapping[str, float]:
+    """Return the replays of each GPU since the driver's load."""
+    named = ((counter_name(_NAME, gpu, _COUNTER), gpu.pcie.replays) for gpu in facts.nvml.gpus)
+    return {name: float(count) for name, count in named if name and count is not None}
+
+
+def _one(gpu: NvmlGpu, limit: Limit, case: Case) -> Sequence[Verdict] | Untold:
+    name, count = counter_name(_NAME, gpu, _COUNTER), gpu.pcie.replays
+    if count is None:
+        return Untold()
+    growth = case.counters.since(name, count) if name else None
+    if growth is None:
+        return Untold("no earlier count of this boot to compare with")
+    status = limit.ceiling(growth.per_hour)
+    if status is Status.PASS:
+        return ()
+    return [
+        Verdict(
+            status=status,
+            message=f"{growth.grown:g} PCIe replays in {growth.elapsed_s / 60:.0f} min",
+            value=round(growth.per_hour, 1),
+            unit="replays/h",
+            threshold=limit.text("<", "replays/h"),
+            source=limit.source,
+            failure_class=FailureClass.HOST_PCIE,
+        )
+    ]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> Verdict:
+    return Verdict(message=f"few or no PCIe replays of late on {counted(gpus)}")
+
+
+CHECK = Check(
+    name=_NAME,
+    about="PCIe packets are rarely sent again",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+    counters=counters,
+)

@@ -1,0 +1,71 @@
+"""What the driver says must be done to a GPU before it can work on."""
+
+from collections.abc import Sequence
+
+from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu
+from gpuops.checks.protocol import Case, Check, NoParameters
+from gpuops.host.gpu_facts import NvmlGpu
+from gpuops.host.gpus import Gpus
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_recovery_action"
+_NONE = 0
+
+# nvml.h, nvmlDeviceGpuRecoveryAction_t; Xid 154 tells of the same.
+_ACTIONS = {
+    1: ("reset this GPU", FailureClass.GPU_DRIVER),
+    2: ("reboot the node", FailureClass.GPU_DRIVER),
+    3: ("drain it of peer-to-peer traffic", FailureClass.GPU_NVLINK),
+    4: ("drain it, then reset it", FailureClass.GPU_DRIVER),
+    5: ("recover the IMEX domain", FailureClass.GPU_FABRIC),
+    6: ("reset its bus", FailureClass.HOST_PCIE),
+    7: ("reboot the system", FailureClass.GPU_DRIVER),
+}
+
+
+def judge(facts: Gpus, _parameters: NoParameters, case: Case) -> list[Finding]:
+    """Return a finding for each GPU that wants something done to it.
+
+    The driver itself decides: any action fails, one that this table does not know too. A driver
+    before R570 tells none, which is not health.
+    """
+    return each_gpu(_NAME, facts, case, _one, _well, ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",))
+
+
+def _one(gpu: NvmlGpu) -> Sequence[Verdict] | Untold:
+    action = gpu.recovery_action
+    if action is None:
+        return Untold("" if gpu.hung_call or gpu.error else "the driver tells no recovery action")
+    if action == _NONE:
+        return ()
+    text, failure_class = _ACTIONS.get(
+        action, ("an action that gpuops does not know", FailureClass.GPU_DRIVER)
+    )
+    return [
+        Verdict(
+            status=Status.FAIL,
+            message=f"the driver asks: {text}",
+            value=action,
+            unit="recovery action",
+            threshold="= 0 (none)",
+            failure_class=failure_class,
+        )
+    ]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> Verdict:
+    return Verdict(
+        message=f"the driver asks for nothing to be done to {counted(gpus)}",
+        value=_NONE,
+        unit="recovery action",
+        threshold="= 0 (none)",
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="the driver asks for no reset, reboot or drain of a GPU",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

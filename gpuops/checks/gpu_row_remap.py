@@ -1,0 +1,89 @@
+"""Has a GPU rows of memory to remap, or failed to remap one (Ampere and later)?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu
+from gpuops.checks.protocol import Case, Check, Limit
+from gpuops.host.gpu_facts import NvmlGpu
+from gpuops.host.gpus import Gpus
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_row_remap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``failed`` and ``pending``: 1 where the driver's flag is set. ``uncorrectable``: rows."""
+
+    failed: Limit
+    pending: Limit
+    uncorrectable: Limit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
+    """Return a finding for each GPU with a failed or pending remap, or with very many of them.
+
+    A failed remap means that the bank has no spare rows left; a pending one is done by the next
+    reset, and until then the bad row is still in use (NVIDIA, GPU memory error management, row
+    remapping).
+    """
+    return each_gpu(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters),
+        _well,
+        ("nvmlDeviceGetRemappedRows",),
+    )
+
+
+def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[Verdict] | Untold:
+    rows = gpu.remapped
+    if rows is None:
+        return Untold() if gpu.retired is None else ()
+    held = (
+        (rows.failure, parameters.failed, "a row could not be remapped: no spare is left", ""),
+        (rows.pending, parameters.pending, "a row waits for a reset to be remapped", ""),
+        (
+            rows.uncorrectable,
+            parameters.uncorrectable,
+            f"{rows.uncorrectable} rows remapped after uncorrectable errors",
+            "rows",
+        ),
+    )
+    return [
+        Verdict(
+            status=limit.ceiling(value),
+            message=text,
+            value=int(value),
+            unit=unit or "flag",
+            threshold=limit.text("<", unit),
+            source=limit.source,
+            failure_class=FailureClass.GPU_ROW_REMAP,
+        )
+        for value, limit, text, unit in held
+        if limit.ceiling(value) is not Status.PASS
+    ]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> Verdict:
+    remapped = [gpu.remapped for gpu in gpus if gpu.remapped is not None]
+    if not remapped:
+        return Verdict(message=f"{counted(gpus)} retire pages instead (see gpu_retired_pages)")
+    rows = sum(item.correctable + item.uncorrectable for item in remapped)
+    return Verdict(
+        message=f"no remap pending or failed on {counted(gpus)}; {rows} rows remapped so far",
+        value=rows,
+        unit="rows",
+        threshold="none pending, none failed",
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="no GPU memory row waits to be remapped or could not be",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,100 @@
+"""Is a GPU or its memory near the temperature at which the device itself slows down or stops?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu, span
+from gpuops.checks.protocol import Case, Check, Limit
+from gpuops.host.gpu_facts import NvmlGpu, Temperatures
+from gpuops.host.gpus import Gpus
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_temperature"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``margin_c`` below the device's own limit, in degrees Celsius."""
+
+    margin_c: Limit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
+    """Return a finding for each GPU whose core or memory is at its own limit or near it.
+
+    The core is held against where it slows down (where it shuts down, if that is not told), by
+    `nvmlDeviceGetTemperatureThreshold` or by the margins of newer devices
+    (`nvmlDeviceGetMarginTemperature`, NVML_FI_DEV_TEMPERATURE_*_TLIMIT); the memory against its
+    maximum.
+    """
+    return each_gpu(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters.margin_c),
+        _well,
+        ("nvmlDeviceGetTemperature", "NVML_FI_DEV_TEMPERATURE"),
+    )
+
+
+def _one(gpu: NvmlGpu, limit: Limit) -> Sequence[Verdict] | Untold:
+    t = gpu.temperature
+    margins = [*_core(t), *_memory(t)]
+    if not margins:
+        known = t.core_c is not None
+        return Untold("the device states no limit of its own" if known else "")
+    return [
+        Verdict(
+            status=limit.floor(margin_c),
+            message=text,
+            value=round(margin_c, 1),
+            unit="°C of margin",
+            threshold=limit.text(">", "°C"),
+            source=limit.source,
+            failure_class=FailureClass.GPU_THERMAL_POWER,
+        )
+        for margin_c, text in margins
+        if limit.floor(margin_c) is not Status.PASS
+    ]
+
+
+def _core(t: Temperatures) -> list[tuple[float, str]]:
+    """Return the smallest of the core's margins with its words; none where none is told."""
+    margins = []
+    limit_c = t.shutdown_c if t.slowdown_c is None else t.slowdown_c
+    if t.core_c is not None and limit_c is not None:
+        margins.append(
+            (limit_c - t.core_c, f"core at {t.core_c:g} °C, its limit is {limit_c:g} °C")
+        )
+    offset_c = t.shutdown_margin_c if t.slowdown_margin_c is None else t.slowdown_margin_c
+    if t.margin_c is not None and offset_c is not None:
+        left_c = t.margin_c - offset_c
+        margins.append((left_c, f"core {left_c:g} °C below where it slows down"))
+    return [min(margins)] if margins else []
+
+
+def _memory(t: Temperatures) -> list[tuple[float, str]]:
+    if t.memory_c is None or t.memory_max_c is None:
+        return []
+    text = f"memory at {t.memory_c:g} °C, its limit is {t.memory_max_c:g} °C"
+    return [(t.memory_max_c - t.memory_c, text)]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> Verdict:
+    core = [gpu.temperature.core_c for gpu in gpus]
+    memory = [gpu.temperature.memory_c for gpu in gpus]
+    told = [value for value in core if value is not None]
+    return Verdict(
+        message=f"{counted(gpus)}: core {span(core)} °C, memory {span(memory)} °C",
+        value=max(told, default=None),
+        unit="°C",
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="GPU and memory are cooler than the device's own limits",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,123 @@
+"""Do NVLinks count errors?"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, counter_name, each_gpu
+from gpuops.checks.protocol import Case, Check, Limit
+from gpuops.host.gpu_facts import NvLink, NvmlGpu
+from gpuops.host.gpus import Gpus
+from gpuops.host.node_state import Growth
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "nvlink_errors"
+
+_KINDS: dict[str, Callable[[NvLink], int | None]] = {
+    "recovery": lambda link: link.recovery_errors,
+    "replay": lambda link: link.replay_errors,
+    "crc": lambda link: link.crc_errors,
+    "receive": lambda link: link.receive_errors,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Errors of all links of one GPU in an hour, by kind.
+
+    Blackwell counts receive errors where others count CRC errors: one limit holds for both.
+    """
+
+    recovery_per_hour: Limit
+    replay_per_hour: Limit
+    crc_per_hour: Limit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
+    """Return a finding for each GPU and kind of error that grows too fast.
+
+    A link has two ends: the fault may be the other end's.
+    """
+    return each_gpu(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters, case),
+        _well,
+        ("NVML_FI_DEV_NVLINK",),
+    )
+
+
+def counters(facts: Gpus) -> Mapping[str, float]:
+    """Return the errors of each GPU's links since the driver's load, by kind."""
+    return {
+        name: float(count)
+        for gpu in facts.nvml.gpus
+        for kind, count in _counted(gpu).items()
+        if (name := counter_name(_NAME, gpu, kind))
+    }
+
+
+def _counted(gpu: NvmlGpu) -> dict[str, int]:
+    """Return the errors of all links by kind; a kind that no link tells is left out."""
+    told = {
+        kind: [count for link in gpu.nvlinks or () if (count := read(link)) is not None]
+        for kind, read in _KINDS.items()
+    }
+    return {kind: sum(counts) for kind, counts in told.items() if counts}
+
+
+def _one(gpu: NvmlGpu, parameters: Parameters, case: Case) -> Sequence[Verdict] | Untold:
+    told = _counted(gpu)
+    if not told:
+        return Untold("it has no NVLink" if gpu.nvlinks == () else "")
+    limits = {
+        "recovery": parameters.recovery_per_hour,
+        "replay": parameters.replay_per_hour,
+        "crc": parameters.crc_per_hour,
+        "receive": parameters.crc_per_hour,
+    }
+    growths = {
+        kind: growth
+        for kind, count in told.items()
+        if (name := counter_name(_NAME, gpu, kind))
+        and (growth := case.counters.since(name, count)) is not None
+    }
+    if not growths:
+        return Untold("no earlier count of this boot to compare with")
+    return [
+        _verdict(kind, growth, limits[kind], _worst(gpu, kind))
+        for kind, growth in growths.items()
+        if limits[kind].ceiling(growth.per_hour) is not Status.PASS
+    ]
+
+
+def _worst(gpu: NvmlGpu, kind: str) -> int:
+    read = _KINDS[kind]
+    return max(gpu.nvlinks or (), key=lambda link: read(link) or 0).link
+
+
+def _verdict(kind: str, growth: Growth, limit: Limit, worst: int) -> Verdict:
+    return Verdict(
+        status=limit.ceiling(growth.per_hour),
+        message=f"{growth.grown:g} {kind} errors on its NVLinks in "
+        f"{growth.elapsed_s / 60:.0f} min; link {worst} has counted most",
+        value=round(growth.per_hour, 1),
+        unit="errors/h",
+        threshold=limit.text("<", "errors/h"),
+        source=limit.source,
+        failure_class=FailureClass.GPU_NVLINK,
+    )
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> Verdict:
+    return Verdict(message=f"few or no NVLink errors of late on {counted(gpus)}")
+
+
+CHECK = Check(
+    name=_NAME,
+    about="NVLinks count few errors",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+    counters=counters,
+)

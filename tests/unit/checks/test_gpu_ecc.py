@@ -1,0 +1,59 @@
+"""The verdicts on memory errors that ECC could not correct."""
+
+import pytest
+from support.checks import CASE, limit, said
+from support.gpus import gpu, node, part
+
+from gpuops.checks.gpu_ecc import Parameters, judge
+from gpuops.host.gpu_facts import EccErrors
+
+LIMITS = Parameters(volatile=limit(fail=1), sram_aggregate=limit(fail=5))
+
+
+def findings(ecc, **changes):
+    return judge(node(gpu(0), gpu(1, ecc=ecc, **changes)), LIMITS, CASE)
+
+
+@pytest.mark.parametrize(
+    ("ecc", "status"),
+    [
+        (EccErrors(volatile_uncorrected=0), "pass"),
+        (EccErrors(volatile_uncorrected=1), "fail"),
+        (EccErrors(volatile_uncorrected=2), "fail"),
+        (EccErrors(sram_volatile_uncorrected=1), "fail"),
+        (EccErrors(sram_aggregate_uncorrected=4), "pass"),
+        (EccErrors(sram_aggregate_uncorrected=5), "fail"),
+        (EccErrors(sram_aggregate_uncorrected=6), "fail"),
+        (EccErrors(sram_threshold_exceeded=False), "pass"),
+        (EccErrors(sram_threshold_exceeded=True), "fail"),
+        (EccErrors(volatile_uncorrected=0, aggregate_uncorrected=9), "pass"),
+    ],
+)
+def test_uncorrected_errors_are_judged(ecc, status):
+    (verdict,) = said(findings(ecc))
+
+    assert verdict[1] == status
+    if status == "fail":
+        assert verdict == ("GPU-1", "fail", "gpu_hw.ecc_uncorrectable")
+
+
+def test_each_kind_of_error_is_told():
+    bad = EccErrors(
+        volatile_uncorrected=1, sram_aggregate_uncorrected=5, sram_threshold_exceeded=True
+    )
+
+    assert [finding.value for finding in findings(bad)] == [1, 5, 1]
+
+
+def test_a_flag_that_is_not_told_is_said():
+    (finding,) = findings(EccErrors(volatile_uncorrected=0))
+
+    assert finding.message.endswith("1 do not tell the SRAM flag")
+
+
+def test_errors_that_are_not_counted_are_skipped():
+    off = part(gpu(1), "modes", ecc=False).modes
+    untold = findings(EccErrors(), unsupported=("nvmlDeviceGetTotalEccErrors",))
+
+    assert said(untold) == [("n1", "pass", None), ("n1", "skip", None)]
+    assert findings(EccErrors(), modes=off)[1].message == "not told by GPU 1: ECC is off"

@@ -1,0 +1,62 @@
+"""The verdicts on PCIe width and generation."""
+
+from dataclasses import replace
+
+import pytest
+from support.checks import CASE, said
+from support.gpus import gpu, node, part
+
+from gpuops.checks.gpu_pcie_link import Parameters, judge
+from gpuops.checks.profile import NO_PROFILE, Number
+from gpuops.host.gpu_facts import PcieLink
+
+LIMITS = Parameters(busy_percent=50, source="a test")
+PROFILED = replace(
+    CASE,
+    profile=replace(
+        NO_PROFILE,
+        pcie_width=Number(value=16, source="us"),
+        pcie_generation=Number(value=5, source="us"),
+    ),
+)
+
+
+def findings(case=CASE, *, busy=0, **link):
+    changed = replace(part(gpu(1), "pcie", **link), utilization_percent=busy)
+    return judge(node(gpu(0), changed), LIMITS, case)
+
+
+@pytest.mark.parametrize(("width", "bad"), [(8, True), (15, True), (16, False)])
+def test_the_width_is_always_judged(width, bad):
+    for case, status in ((PROFILED, "fail"), (CASE, "warn")):
+        wanted = ("GPU-1", status, "host_hw.pcie") if bad else ("n1", "pass", None)
+        assert said(findings(case, width=width)) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("busy", "bad"), [(None, False), (0, False), (49, False), (50, True), (100, True)]
+)
+def test_the_generation_is_judged_only_under_load(busy, bad):
+    for case, status in ((PROFILED, "fail"), (CASE, "warn")):
+        wanted = ("GPU-1", status, "host_hw.pcie") if bad else ("n1", "pass", None)
+        assert said(findings(case, busy=busy, generation=4)) == [wanted]
+
+
+def test_a_slot_that_can_do_less_than_the_profile_fails_at_rest_too():
+    assert said(findings(PROFILED, generation=1, generation_max=4)) == [
+        ("GPU-1", "fail", "host_hw.pcie")
+    ]
+    assert said(findings(PROFILED, width=16, width_max=8)) == [("GPU-1", "fail", "host_hw.pcie")]
+    assert said(findings(CASE, generation=1, generation_max=4)) == [("n1", "pass", None)]
+
+
+def test_the_passing_finding_says_what_was_not_judged():
+    (finding,) = findings(PROFILED)
+
+    assert "the generation in use judged on 0, the others are idle" in finding.message
+
+
+def test_a_link_that_is_not_told_is_skipped():
+    facts = node(gpu(0, pcie=PcieLink(width_max=16)))
+
+    assert said(judge(facts, LIMITS, PROFILED)) == [("n1", "skip", None)]

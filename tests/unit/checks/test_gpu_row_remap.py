@@ -1,0 +1,62 @@
+"""The verdicts on remapped rows of GPU memory."""
+
+import pytest
+from support.checks import CASE, limit, said
+from support.gpus import gpu, node
+
+from gpuops.checks.gpu_row_remap import Parameters, judge
+from gpuops.host.gpu_facts import RemappedRows, RetiredPages
+
+LIMITS = Parameters(failed=limit(fail=1), pending=limit(fail=1), uncorrectable=limit(warn=513))
+
+
+def remapped(uncorrectable=0, *, pending=False, failure=False):
+    return RemappedRows(
+        correctable=2, uncorrectable=uncorrectable, pending=pending, failure=failure
+    )
+
+
+def findings(*gpus, parameters=LIMITS):
+    return judge(node(*gpus), parameters, CASE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [
+        (remapped(), "pass"),
+        (remapped(512), "pass"),
+        (remapped(513), "warn"),
+        (remapped(514), "warn"),
+        (remapped(pending=True), "fail"),
+        (remapped(failure=True), "fail"),
+    ],
+)
+def test_rows_are_judged(rows, status):
+    (verdict,) = said(findings(gpu(0), gpu(1, remapped=rows)))
+
+    assert verdict[1] == status
+    if status != "pass":
+        assert verdict == ("GPU-1", status, "gpu_hw.row_remap")
+
+
+def test_a_site_may_let_jobs_start_while_a_remap_is_pending():
+    lenient = Parameters(failed=limit(fail=1), pending=limit(warn=1), uncorrectable=limit(warn=513))
+
+    assert said(findings(gpu(0, remapped=remapped(pending=True)), parameters=lenient)) == [
+        ("GPU-0", "warn", "gpu_hw.row_remap")
+    ]
+
+
+def test_a_gpu_that_retires_pages_has_no_rows_to_remap():
+    old = gpu(0, remapped=None, retired=RetiredPages(single_bit=0, double_bit=0, pending=False))
+    (finding,) = findings(old)
+
+    assert finding.status.word == "pass"
+    assert "gpu_retired_pages" in finding.message
+
+
+def test_rows_that_are_not_told_are_skipped():
+    (finding,) = findings(gpu(0, remapped=None, unsupported=("nvmlDeviceGetRemappedRows",)))
+
+    assert finding.status.word == "skip"
+    assert "not supported" in finding.message

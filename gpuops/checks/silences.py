@@ -103,27 +103,27 @@ def load_silences(paths: Iterable[Path], complain: Complain = refuse) -> tuple[S
 
 
 def faults(silence: Silence, now_us: int) -> list[str]:
-    """Return what is wrong with *silence* at *now_us*: it is over, or names no check."""
+    """Return what is wrong with *silence* at *now_us*: it is over."""
+    if silence.until_us > now_us:
+        return []
+    return [f"{_about(silence)} ended {_shown(silence.until_us)}: take it out, or renew it"]
+
+
+def doubts(silence: Silence, now_us: int) -> list[str]:
+    """Return what is doubtful about *silence* at *now_us*: its length, or what it names."""
     found = []
-    if silence.until_us <= now_us:
-        found.append(
-            f"{silence.where} ({silence.check} on {silence.node}, by {silence.owner}) ended"
-            f" {_shown(silence.until_us)}: take it out, or give it another end"
-        )
+    if silence.until_us - now_us > LONG_S * US_PER_S:
+        end = _shown(silence.until_us)
+        found.append(f"{_about(silence)} lasts until {end}, more than {LONG_S / 86400:g} days")
     if not silence.check.startswith("site/") and not fnmatch.filter(NAMES, silence.check):
         close = difflib.get_close_matches(silence.check, NAMES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        found.append(f"{silence.where}: no check is called {silence.check!r}{hint}")
+        found.append(f"{silence.where}: no suite runs a check called {silence.check!r}{hint}")
     return found
 
 
-def warnings(silence: Silence, now_us: int) -> list[str]:
-    """Return what is doubtful about *silence* at *now_us*: it is for more than `LONG_S`."""
-    if silence.until_us - now_us <= LONG_S * US_PER_S:
-        return []
-    what = f"{silence.where} ({silence.check} on {silence.node}, by {silence.owner})"
-    end = _shown(silence.until_us)
-    return [f"{what} lasts until {end}, more than {LONG_S / 86400:g} days from now"]
+def _about(silence: Silence) -> str:
+    return f"{silence.where} ({silence.check} on {silence.node}, by {silence.owner})"
 
 
 def _parsed(entry: Mapping[str, Any], where: str) -> Silence:

@@ -77,13 +77,18 @@ def site_check(name: str) -> AnyCheck:
         look=Look(name, SiteAnswer, _read, sources=(f"checks.d/{file}",)),
         parameters=Parameters,
         judge=partial(judge, name),
-        asks=partial(_asks, file),
+        asks=partial(_asks, name),
     )
+
+
+def file_of(name: str, parameters: Parameters) -> str:
+    """Return the file in ``checks.d`` that the site's check *name* runs."""
+    return parameters.run or name.removeprefix(PREFIX)
 
 
 def fault(name: str, parameters: Parameters, folder: Path | None) -> str | None:
     """Return why the site's check *name* cannot be run from *folder*, None where it can be."""
-    path = _path(folder, parameters.run or name.removeprefix(PREFIX))
+    path = _path(folder, file_of(name, parameters))
     if path is None:
         return "no site folder is set (check.site_dir)"
     if not path.is_file():
@@ -111,9 +116,9 @@ def judge(name: str, facts: SiteAnswer, _parameters: Parameters, case: Case) -> 
     ]
 
 
-def _asks(file: str, parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+def _asks(name: str, parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
     # One text: what is asked for is made unique, and an argument may come twice.
-    return (json.dumps([parameters.run or file, *parameters.arguments]),)
+    return (json.dumps([file_of(name, parameters), *parameters.arguments]),)
 
 
 def _path(folder: Path | None, file: str) -> Path | None:

@@ -4,12 +4,15 @@ import json
 
 import click
 
-from gpuops.checks.suites import load_suite, suite_paths
 from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import SETTINGS
-from gpuops.host.trust import check_folders, current_uid
+from gpuops.errors import EXIT_OK, EXIT_USAGE
+from gpuops.gate.validation import Validation
+from gpuops.gate.validation import validate as validate_all
+from gpuops.host.clock import SystemClock
+from gpuops.host.trust import current_uid
+from gpuops.log import printable
 from gpuops.model import envelope
-from gpuops.rules import load_rules
 from gpuops.scrub import scrub
 
 
@@ -48,13 +51,20 @@ def _shown(value: object) -> str | None:
 
 @config.command()
 @click.pass_context
-def validate(ctx: click.Context) -> None:
-    """Read the configuration, every suite and every rule; exit 64 at the first mistake."""
-    settings = settings_of(ctx)
-    folders = check_folders(settings.site_dir, uid=current_uid())
-    rules = load_rules(folders.rules)
-    suites = [load_suite(name, folders.suites).name for name in suite_paths(folders.suites)]
+def validate(ctx: click.Context) -> int:
+    """Read all that an operator writes, and say every mistake in it; exit 64 where there is one.
+
+    That is the configuration, suites, profiles, log rules, Xids, silences, the site's own checks,
+    and the front matter of runbooks. Which profile is a node's can only be seen on the node.
+    """
+    found = Validation()
+    settings = settings_of(ctx, found.complain)
+    validate_all(settings, found, uid=current_uid(), now_us=SystemClock().now_us())
+    for word, texts in (("doubtful", found.doubts), ("mistake", found.mistakes)):
+        for text in texts:
+            click.echo(f"{word}: {' '.join(printable(scrub(text)).split())}", err=True)
+    if found.mistakes:
+        return EXIT_USAGE
     origin = settings.file or "no file, defaults only"
-    click.echo(
-        f"valid: configuration ({origin}), {len(rules)} log rules, suites {', '.join(suites)}"
-    )
+    click.echo(f"valid: configuration ({origin}); {'; '.join(found.read)}")
+    return EXIT_OK

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuops.checks.silences import Silence, faults, load_silences, silenced, warnings
+from gpuops.checks.silences import Silence, doubts, faults, load_silences, silenced
 from gpuops.errors import ConfigError
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import parse_iso_utc
@@ -150,19 +150,23 @@ def test_whoever_collects_mistakes_gets_all_of_them_and_the_good_silences(tmp_pa
 
 
 def test_a_silence_that_is_over_is_a_fault_and_a_long_one_is_doubtful():
-    over, long = replace(SWAP, until_us=NOW_US), NOW_US + 90 * DAY_US
+    over, end_us = replace(SWAP, until_us=NOW_US), NOW_US + 90 * DAY_US
 
-    assert faults(over, NOW_US)[0].startswith(
-        "silence 1 of s.toml (nic_* on gpu[001-008], by ann) ended 2026-03-02T12:00Z: take it out"
+    assert faults(SWAP, NOW_US) == []
+    (fault,) = faults(over, NOW_US)
+    assert fault == (
+        "silence 1 of s.toml (nic_* on gpu[001-008], by ann) ended 2026-03-02T12:00Z:"
+        " take it out, or renew it"
     )
-    assert warnings(replace(SWAP, until_us=long), NOW_US) == []
-    assert "more than 90 days" in warnings(replace(SWAP, until_us=long + 1), NOW_US)[0]
+    assert doubts(replace(SWAP, check="*", until_us=end_us), NOW_US) == []
+    (doubt,) = doubts(replace(SWAP, check="*", until_us=end_us + 1), NOW_US)
+    assert doubt.endswith("lasts until 2026-05-31T12:00Z, more than 90 days")
 
 
-def test_a_silence_of_a_check_that_does_not_exist_is_a_fault():
+def test_a_silence_of_a_check_that_does_not_exist_is_doubtful():
     mistyped, site = replace(SWAP, check="gpu_cuont"), replace(SWAP, check="site/fan")
 
-    assert faults(mistyped, NOW_US) == [
-        "silence 1 of s.toml: no check is called 'gpu_cuont'; did you mean 'gpu_count'?"
+    assert doubts(mistyped, NOW_US) == [
+        "silence 1 of s.toml: no suite runs a check called 'gpu_cuont'; did you mean 'gpu_count'?"
     ]
-    assert faults(site, NOW_US) == faults(replace(SWAP, check="gpu_*"), NOW_US) == []
+    assert doubts(site, NOW_US) == doubts(replace(SWAP, check="gpu_*"), NOW_US) == []

@@ -1,0 +1,89 @@
+"""Read everything that an operator writes, and say all that is wrong with it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpuops.checks import silences, site
+from gpuops.checks.profiles import load_profiles
+from gpuops.checks.suites import Suite, load_suite, suite_paths, unknown_name
+from gpuops.checks.xid_catalogue import load_sxids, load_xids
+from gpuops.config import Settings, heard
+from gpuops.errors import ConfigError
+from gpuops.host.trust import CheckFolders, check_folders
+from gpuops.incident.runbook import load_runbooks
+from gpuops.resources import data_dir
+from gpuops.rules import load_rules
+
+
+@dataclass(slots=True)
+class Validation:
+    """What was read, what is wrong with it and what is only doubtful; each a line."""
+
+    read: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+    def complain(self, error: ConfigError) -> None:
+        """Take down *error*, once: a suite and its heirs make the same mistake."""
+        self.mistake(str(error))
+
+    def mistake(self, text: str) -> None:
+        """Take down what is wrong."""
+        if text not in self.mistakes:
+            self.mistakes.append(text)
+
+
+def validate(settings: Settings, found: Validation, *, uid: int, now_us: int) -> None:
+    """Add to *found* what *uid* would believe of all that *settings* lead to, at *now_us*."""
+    complain = found.complain
+    folders = check_folders(settings.site_dir, uid=uid, complain=complain)
+    suites = list(_suites(folders, settings.suite, found))
+    profiles = load_profiles(folders.profiles, complain)
+    if settings.profile is not None and settings.profile not in profiles:
+        found.mistake(f"check.profile: {unknown_name('profile', settings.profile, profiles)}")
+    found.read.append(f"suites: {', '.join(suite.name for suite in suites)}")
+    found.read.append(f"profiles: {', '.join(profiles) or 'none'}")
+    found.read.append(f"log rules: {len(load_rules(folders.rules, complain))}")
+    xids = heard(lambda: len(load_xids(folders.xid)), complain, 0)
+    sxids = heard(lambda: len(load_sxids(folders.xid)), complain, 0)
+    found.read.append(f"Xids: {xids}, SXids: {sxids}")
+    found.read.append(f"runbooks: {len(load_runbooks(data_dir('runbooks'), complain))}")
+    _silences(folders.silences, found, now_us)
+    _site_checks(suites, folders.site_checks, found)
+
+
+def _suites(folders: CheckFolders, chosen: str, found: Validation) -> Iterable[Suite]:
+    paths = suite_paths(folders.suites)
+    if chosen not in paths:
+        found.mistake(f"check.suite: {unknown_name('suite', chosen, paths)}")
+    for name in paths:
+        try:
+            yield load_suite(name, folders.suites, found.complain)
+        except ConfigError as exc:
+            found.complain(exc)
+
+
+def _silences(paths: Iterable[Path], found: Validation, now_us: int) -> None:
+    read = silences.load_silences(paths, found.complain)
+    for silence in read:
+        for text in silences.faults(silence, now_us):
+            found.mistake(text)
+        found.doubts.extend(silences.doubts(silence, now_us))
+    found.read.append(f"silences: {len(read)}")
+
+
+def _site_checks(suites: Iterable[Suite], folder: Path | None, found: Validation) -> None:
+    used = set()
+    for suite in suites:
+        for planned in suite.planned:
+            check, parameters = planned.check, planned.parameters
+            if isinstance(parameters, site.Parameters):
+                used.add(site.file_of(check.name, parameters))
+                fault = site.fault(check.name, parameters, folder)
+                if fault is not None:
+                    found.mistake(f"check {check.name!r} in the suite {suite.path}: {fault}")
+    found.read.append(f"site checks: {len(used)}")
+    for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
+        if path.name not in used:
+            found.doubts.append(f"{path} is run by no suite: name it as [[check]] site/{path.name}")

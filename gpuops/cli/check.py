@@ -17,9 +17,11 @@ from gpuops.cli.check_text import listing, nagios_line, table
 from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
+from gpuops.gate.node_incidents import Occasion
 from gpuops.gate.remember import Memory, remember
 from gpuops.gate.session import Plan, check_node, keep_state, plan_of
 from gpuops.host.clock import SystemClock
+from gpuops.host.trust import current_uid
 from gpuops.model import Finding, Status, envelope
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
@@ -100,7 +102,8 @@ def check(
     else:
         output.say(table(ran, width=_width()))
     if not no_record:
-        trouble = remember(ran, trigger, _memory(ctx, settings), clock)
+        occasion = Occasion(trigger=trigger, gpus=plan.request.gpus, mode=settings.mode.value)
+        trouble = remember(ran, occasion, _memory(ctx, settings), clock)
         for text in (trouble, keep_state(plan, ran)):
             if text is not None:
                 click.echo(text, err=True)
@@ -117,6 +120,7 @@ def _memory(ctx: click.Context, settings: Settings) -> Memory:
         root=settings.root,
         config_file=Path(named).absolute() if named else None,
         environ=environ(),
+        state_dir=settings.state_dir if current_uid() == 0 else None,
     )
 
 

@@ -1,22 +1,23 @@
-"""Record a check run: one event in the spool, and a detached flusher that takes it to the store.
+"""Record a check run: events in the spool, and a detached flusher that takes them to the store.
 
 No verdict waits for it: a spool that hangs costs `RECORD_S`.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.checks.runner import CheckRun
 from gpuops.errors import ProbeError
+from gpuops.gate.node_incidents import Occasion, changed_incidents
 from gpuops.host import probe
 from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.commands import spawn_detached
 from gpuops.host.node import boot_id
 from gpuops.log import printable
-from gpuops.model import Event, Severity, Status
+from gpuops.model import Event, Incident, IncidentState, Severity, Status
 
 # Part of the sum in checks/suites/prolog.toml.
 RECORD_S = 1.0
@@ -28,22 +29,33 @@ _SEVERITY = {Status.FAIL: Severity.ERROR, Status.UNKNOWN: Severity.WARNING} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Where records go. ``config_file``: the one named on the command line, for the flusher."""
+    """Where records go. ``config_file``: the one named on the command line, for the flusher.
+
+    ``state_dir``: where the node keeps its open incidents, *uid* being whose file is believed.
+    None: this is a user's own check, which makes no incidents of the node.
+    """
 
     spool_dir: Path
     spool_bytes_max: int
     root: Path
     config_file: Path | None
     environ: dict[str, str]
+    state_dir: Path | None = None
+    uid: int = 0
 
 
-def events_of(ran: CheckRun, trigger: str, clock: Clock) -> list[Event]:
+def events_of(ran: CheckRun, occasion: Occasion, clock: Clock) -> list[Event]:
     """Return what is recorded of *ran*: the run itself, and each failure of gpuops in it."""
     from gpuops.store.new_event import new_event
 
     payload = {
         "suite": ran.suite,
-        "trigger": trigger,
+        "trigger": occasion.trigger,
+        "job_id": occasion.job_id,
+        "gpus": None if occasion.gpus is None else sorted(occasion.gpus),
+        "profile": ran.profile,
+        "mode": occasion.mode,
+        "boot_us": _boot_us(ran),
         "start_us": ran.start_us,
         "end_us": ran.end_us,
         "verdict": ran.verdict.word,
@@ -72,12 +84,41 @@ def events_of(ran: CheckRun, trigger: str, clock: Clock) -> list[Event]:
     return events
 
 
-def remember(ran: CheckRun, trigger: str, memory: Memory, clock: Clock) -> str | None:
-    """Spool *ran* and start a flusher; return what went wrong, None where nothing did.
+def _boot_us(ran: CheckRun) -> int | None:
+    moment = ran.moment
+    return None if moment is None else moment.t_us - round(moment.since_boot_s * 1e6)
 
-    The caller must have a single thread.
+
+def remember(ran: CheckRun, occasion: Occasion, memory: Memory, clock: Clock) -> str | None:
+    """Spool *ran* with what it makes of the node's incidents, and start a flusher.
+
+    Returns what went wrong, None where nothing did. The caller must have a single thread.
     """
-    return record(lambda: events_of(ran, trigger, clock), ran.node, memory, clock)
+
+    def events() -> list[Event]:
+        found = events_of(ran, occasion, clock)
+        if memory.state_dir is None:
+            return found
+        incidents = changed_incidents(ran, occasion, memory.state_dir, memory.uid)
+        return [*found, *incident_events(incidents, ran.node, clock)]
+
+    return record(events, ran.node, memory, clock)
+
+
+def incident_events(incidents: Iterable[Incident], node: str, clock: Clock) -> list[Event]:
+    """Return the events that tell of *incidents* of *node*."""
+    from gpuops.store.new_event import new_event
+
+    return [
+        new_event(
+            "incident.recorded",
+            node=node,
+            clock=clock,
+            severity=Severity.ERROR if item.state is IncidentState.OPEN else Severity.INFO,
+            payload=item.to_json(),
+        )
+        for item in incidents
+    ]
 
 
 def record(

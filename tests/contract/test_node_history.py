@@ -192,3 +192,17 @@ def test_telling_all_events_again_changes_nothing(store):
         project(connection)
 
         assert dump(connection) == before
+
+
+def test_a_boot_is_known_from_the_first_check_in_it_until_more_is_told(store):
+    teller = Teller()
+    run = {"suite": "s", "trigger": "prolog", "start_us": 1, "end_us": 2, "verdict": "pass"}
+    for boot_us in (50, 51):
+        teller.tell("check.ran", run, boot_us=boot_us, findings=[])
+    put(store, list(reversed(teller.lines)))
+    first = rows(store, schema.boots, "boot_id", "boot_us", "kernel")
+    teller.tell("node.seen", boot_us=49, kernel="6.1")
+    put(store, teller.lines)
+
+    assert first == [("boot-n1", 50, None)]
+    assert rows(store, schema.boots, "boot_id", "boot_us", "kernel") == [("boot-n1", 49, "6.1")]

@@ -175,6 +175,7 @@ def _check(teller):
         "job_id": "17",
         "profile": "h100",
         "mode": "observe",
+        "boot_us": teller.now_us - 99,
     }
 
 

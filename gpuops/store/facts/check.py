@@ -5,6 +5,7 @@ from typing import Any
 
 from gpuops.store import schema
 from gpuops.store.facts.envelope import Envelope, Fact
+from gpuops.store.facts.places import BOOTS
 from gpuops.store.fields import Fields
 from gpuops.store.lines import LineError
 from gpuops.store.merge import Merge, Row
@@ -42,9 +43,22 @@ def check_ran(envelope: Envelope) -> list[Fact]:
     results = [_result(event.id, n, finding) for n, finding in enumerate(findings)]
     return [
         (CHECK_RUNS, run),
+        *_boot(envelope, fields),
         *((CHECK_RESULTS, result) for result in results),
         *_components(envelope, results),
     ]
+
+
+def _boot(envelope: Envelope, fields: Fields) -> Iterator[Fact]:
+    boot = {
+        "node_id": envelope.node_id,
+        "boot_id": envelope.line.boot_id,
+        "boot_us": fields.integer("boot_us"),
+        # Below every key of a node.seen, which tells more; of check runs the first one's counts.
+        "seen_key": f"-{envelope.earliest_key}",
+    }
+    if envelope.is_roots and boot["boot_us"] is not None:
+        yield BOOTS, boot
 
 
 def _components(envelope: Envelope, results: list[Row]) -> Iterator[Fact]:

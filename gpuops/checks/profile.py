@@ -49,12 +49,14 @@ class Profile:
     """What is expected; None: nothing is, and the check judges by the device's own word or skips.
 
     ``services`` are systemd units that must be active; ``mounts`` are mount points that must be
-    there; ``kernel_modules`` must be loaded. ``path`` is the file that it was read from.
+    there; ``kernel_modules`` must be loaded. ``path`` is the file that it was read from, and
+    ``inherits`` the profile whose expectations it took over.
     """
 
     name: str
     about: str = ""
     path: str = ""
+    inherits: str = ""
     match: Match = Match()
     gpu_count: Number | None = None
     gpu_memory_bytes_min: Number | None = None

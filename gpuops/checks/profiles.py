@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -58,7 +58,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "power_limit_w": Bounds("watts", 10, 10_000, whole=False),
         "sm_clock_mhz_min": Bounds("megahertz", 100, 10_000),
         "nic_count": Bounds("ports", 0, 128),
-        "nic_rate_gbs": Bounds("gigabits a second", 1, 10_000),
+        "nic_rate_gbs": Bounds("gigabytes a second", 0.1, 150, whole=False),
         "memory_bytes_min": Bounds("bytes", 1e9, 1e15),
         "dimm_count": Bounds("DIMMs", 1, 512),
         "dimm_bytes": Bounds("bytes", 1e9, 1e13),
@@ -71,30 +71,38 @@ _KINDS = {
     for name, hint in get_type_hints(Profile).items()
     if {Number, Words, Flag} & set(get_args(hint))
 }
-_KEYS = ("about", "match", *_KINDS)
+_KEYS = ("about", "inherits", "match", *_KINDS)
 _MATCH_KEYS = ("gpu", "gpu_count", "nodes")
 
 
 def load_profiles(directories: Iterable[Path], complain: Complain = refuse) -> dict[str, Profile]:
     """Return each profile in *directories* by name; of several with one name the last folder's.
 
+    A profile ``inherits`` from one of an earlier folder, which may have its own name.
+
     Raises:
         ConfigError: Malformed TOML, an unknown key, a value of another type or unit, no source.
     """
-    found = {}
+    found: dict[str, Profile] = {}
     for directory in directories:
+        earlier = dict(found)
         for path in sorted(directory.glob("*.toml")):
             try:
-                table = read_toml(path)
+                found[path.stem] = parse_profile(path, read_toml(path), earlier, complain)
             except ConfigError as exc:
                 complain(exc)
-            else:
-                found[path.stem] = parse_profile(path, table, complain)
     return found
 
 
-def parse_profile(path: Path, table: Mapping[str, Any], complain: Complain = refuse) -> Profile:
+def parse_profile(
+    path: Path,
+    table: Mapping[str, Any],
+    earlier: Mapping[str, Profile],
+    complain: Complain = refuse,
+) -> Profile:
     """Return the profile that *table* (from *path*) describes, less what *complain* was told of.
+
+    It may inherit from one of *earlier*.
 
     Raises:
         ConfigError: See `load_profiles`.
@@ -108,9 +116,16 @@ def parse_profile(path: Path, table: Mapping[str, Any], complain: Complain = ref
                 expected[key] = _expectation(kind, key, table[key])
             except ValueError as exc:
                 complain(ConfigError(f"{key} of {where}: {exc}"))
-    match = _match(table.get("match", {}), f"match of {where}", complain)
-    about = str(table.get("about", ""))
-    return Profile(name=path.stem, path=str(path), about=about, match=match, **expected)
+    if "match" in table:
+        expected["match"] = _match(table["match"], f"match of {where}", complain)
+    if "about" in table:
+        expected["about"] = str(table["about"])
+    base = table.get("inherits")
+    if base is not None and (not isinstance(base, str) or base not in earlier):
+        complain(ConfigError(f"inherits of {where}: {unknown_name('profile', str(base), earlier)}"))
+        base = None
+    begun = Profile(name=path.stem) if base is None else earlier[base]
+    return replace(begun, name=path.stem, path=str(path), inherits=base or "", **expected)
 
 
 def _expectation(
@@ -180,6 +195,8 @@ def profile_for(
 ) -> tuple[Profile, str | None]:
     """Return this node's profile, and what is wrong where none or several could be it.
 
+    Of a profile and one that inherits from it, the heir is taken.
+
     Args:
         profiles: From `load_profiles`.
         node: Its name.
@@ -195,6 +212,8 @@ def profile_for(
             raise ConfigError(f"check.profile: {unknown_name('profile', named, profiles)}")
         return profiles[named], None
     fitting = [item for item in profiles.values() if _fits(item.match, node, gpu_names, gpu_count)]
+    inherited = {item.inherits for item in fitting if item.inherits != item.name}
+    fitting = [item for item in fitting if item.name not in inherited]
     match fitting:
         case [profile]:
             return profile, None

@@ -97,6 +97,9 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
         ({"driver": told(570.86)}, "a text or a list of texts is wanted, got 570.86"),
         ({"driver": told([])}, r"a text or a list of texts is wanted, got \[\]"),
         ({"services": told(["munge", 3])}, "every item must be a text that is not empty"),
+        ({"nic_rate_gbs": told(400)}, "400 looks like another unit: gigabytes a second are wanted"),
+        ({"inherits": "h10"}, r"inherits of .*: there is no profile 'h10'; did you mean 'h100'"),
+        ({"inherits": ["h100"]}, "there is no profile"),
         ({"match": "H100"}, "match of the profile .* is a table, got 'H100'"),
         ({"match": {"gpus": 8}}, "unknown key 'gpus'; did you mean 'gpu'"),
         ({"match": {"gpu": "H100("}}, r"gpu of match .*the pattern 'H100\(' cannot be read"),
@@ -108,7 +111,7 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
 )
 def test_a_mistake_is_answered_with_what_is_wanted(table, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        parse_profile(FILE, table)
+        parse_profile(FILE, table, {"h100": Profile(name="h100")})
 
     assert str(FILE) in str(caught.value)
 
@@ -117,19 +120,42 @@ def test_whoever_collects_mistakes_gets_all_of_them_and_the_rest_of_the_profile(
     mistakes = []
     table = {"ecc": told(3), "gpu_cuont": told(8), "nic_count": told(8), "match": {"gpu": "("}}
 
-    kept = parse_profile(FILE, table, mistakes.append)
+    kept = parse_profile(FILE, table, {}, mistakes.append)
 
     assert [str(item).split()[0] for item in mistakes] == ["the", "ecc", "gpu"]
     assert (kept.nic_count, kept.ecc) == (Number(value=8.0, source="a test"), None)
+
+
+def test_a_sites_profile_takes_over_what_it_inherits_and_is_the_one_that_is_taken(tmp_path):
+    files = {
+        "shipped/h100": 'match = { gpu = ".*" }\necc = { value = true, source = "shipped" }',
+        "site/ours": 'inherits = "h100"\nnic_count = { value = 8, source = "ours" }',
+        "site/h100": 'inherits = "h100"\nnic_count = { value = 4, source = "ours" }',
+    }
+    for name, text in files.items():
+        path = tmp_path / f"{name}.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    folders = [tmp_path / "shipped", tmp_path / "site"]
+    profiles = load_profiles(folders)
+    (folders[1] / "ours.toml").unlink()
+
+    taken, problem = found(*profiles.values())
+    alone, _ = found(*load_profiles(folders).values())
+
+    assert (taken.name, taken.nic_count.value, taken.ecc.source) == ("ours", 8, "shipped")
+    assert problem is None
+    assert (alone.name, alone.nic_count.value, alone.ecc.source) == ("h100", 4, "shipped")
 
 
 @pytest.mark.parametrize("key", BOUNDS)
 def test_a_number_is_believed_up_to_its_bounds_and_not_beyond(key):
     bounds = BOUNDS[key]
 
-    assert bounds.check(int(bounds.low)) == bounds.low
-    assert bounds.check(int(bounds.high)) == bounds.high
-    for beyond in (int(bounds.low) - 1, int(bounds.high) + 1):
+    low, high = (int(end) if bounds.whole else end for end in (bounds.low, bounds.high))
+
+    assert (bounds.check(low), bounds.check(high)) == (low, high)
+    for beyond in (low - 1, high + 1):
         with pytest.raises(ValueError, match="another unit"):
             bounds.check(beyond)
 

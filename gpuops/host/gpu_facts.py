@@ -246,9 +246,3 @@ class NvmlSnapshot:
     def hang(self) -> str | None:
         """Return the call that gave no answer, ``"NVML"`` where nobody can say which."""
         return self.hung_call or ("NVML" if self.status is NvmlStatus.TIMEOUT else None)
-
-    @property
-    def persistence(self) -> bool | None:
-        """Return whether every GPU keeps its driver loaded; None where not all of them tell."""
-        modes = [gpu.modes.persistence for gpu in self.gpus]
-        return None if not modes or None in modes else all(modes)

@@ -171,8 +171,8 @@ class Child:
             exit_code=self._ended,
             output=output,
             errors=errors,
-            state=self._seen and self._seen.state,
-            wchan=self._seen and self._seen.wchan,
+            state=None if self._seen is None else self._seen.state,
+            wchan=None if self._seen is None else self._seen.wchan,
         )
 
 
@@ -234,7 +234,7 @@ def _still_hung(earlier: Abandoned) -> Child:
         pid=earlier.pid,
         elapsed_s=earlier.age_s,
         state=earlier.state,
-        wchan=now and now.wchan,
+        wchan=None if now is None else now.wchan,
     )
     return Child(earlier.pid, 0.0, 0.0, -1, -1, _still=outcome)
 

@@ -1,0 +1,172 @@
+"""The verdicts on the GPU driver as a whole, and on calls into it that give no answer."""
+
+from dataclasses import replace
+
+import pytest
+from support.checks import CASE, said
+
+from gpuops.checks.gpu_driver import judge
+from gpuops.checks.profile import Number, Profile
+from gpuops.checks.protocol import NoParameters
+from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
+from gpuops.host.gpus import Gpus
+from gpuops.host.node_state import DriverHang
+from gpuops.host.sysfs import PciGpu
+
+EIGHT = replace(CASE, profile=Profile(name="x", gpu_count=Number(value=8, source="a test")))
+NONE = replace(CASE, profile=Profile(name="x", gpu_count=Number(value=0, source="a test")))
+ABSENT = NvmlSnapshot(
+    status=NvmlStatus.ABSENT, error="nvmlInit: NVML Shared Library Not Found", error_code=12
+)
+
+
+def bus(count, driver="nvidia"):
+    return tuple(PciGpu(f"0000:{n:02x}:00.0", answers=True, driver=driver) for n in range(count))
+
+
+def refused(code):
+    return NvmlSnapshot(status=NvmlStatus.ERROR, error="nvmlInit: no", error_code=code)
+
+
+def silent(call="nvmlInit", state="S"):
+    return NvmlSnapshot(status=NvmlStatus.TIMEOUT, hung_call=call, hung_s=4.2, state=state)
+
+
+def with_a_hung_gpu(state="S"):
+    gpus = (
+        NvmlGpu(index=0, uuid="GPU-0"),
+        NvmlGpu(index=1, uuid="GPU-1", hung_call="nvmlDeviceGetPowerUsage", hung_s=4.2),
+    )
+    return NvmlSnapshot(
+        status=NvmlStatus.OK,
+        gpus=gpus,
+        hung_call="nvmlDeviceGetPowerUsage",
+        hung_s=4.2,
+        state=state,
+    )
+
+
+def case(hangs=(), persistence=None):
+    earlier = tuple(
+        DriverHang(boot_id="b", t_us=n, call="nvmlInit", state=s) for n, s in enumerate(hangs)
+    )
+    return replace(CASE, hangs=earlier, persistence=persistence)
+
+
+def findings(snapshot, *, on_bus=8, case=CASE, driver="nvidia"):
+    return judge(Gpus(bus(on_bus, driver), snapshot), NoParameters(), case)
+
+
+def verdict(*args, **kwargs):
+    (finding,) = findings(*args, **kwargs)
+    return finding.status.word, finding.unknown_reason or (
+        finding.failure_class and finding.failure_class.value
+    )
+
+
+def test_a_driver_that_answers_passes_and_tells_its_versions():
+    nvml = NvmlSnapshot(status=NvmlStatus.OK, driver="550.1", nvml_version="12.550.1")
+    (finding,) = findings(nvml)
+
+    assert finding.status.word == "pass"
+    assert finding.message == "NVML answers about 0 GPUs (driver 550.1, NVML 12.550.1)"
+
+
+def test_a_machine_that_needs_no_gpus_needs_no_driver():
+    for nvml in (ABSENT, refused(9)):
+        assert verdict(nvml, on_bus=0) == ("skip", None)
+        assert verdict(nvml, on_bus=0, case=NONE) == ("skip", None)
+        assert verdict(nvml, on_bus=8, case=NONE) == ("skip", None)
+
+
+def test_a_missing_library_fails_only_where_the_profile_expects_gpus():
+    assert verdict(ABSENT) == ("unknown", "missing_tool")
+    assert verdict(ABSENT, case=EIGHT) == ("fail", "gpu_sw.driver")
+    assert verdict(ABSENT, on_bus=0, case=EIGHT) == ("fail", "gpu_sw.driver")
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 9, 10, 11, 14, 15, 16, 18, 20, 999, 12345])
+def test_an_nvml_that_does_not_start_fails_only_where_the_profile_expects_gpus(code):
+    assert verdict(refused(code), driver=None) == ("warn", "gpu_sw.driver")
+    assert verdict(refused(code), driver=None, case=EIGHT) == ("fail", "gpu_sw.driver")
+
+
+def test_that_library_and_module_differ_is_the_loaded_modules_own_verdict():
+    assert verdict(refused(18)) == ("fail", "gpu_sw.driver")
+    assert verdict(refused(18), driver="vfio-pci") == ("warn", "gpu_sw.driver")
+    assert verdict(refused(9)) == ("warn", "gpu_sw.driver")
+
+
+@pytest.mark.parametrize("code", [4, 17], ids=["no permission", "kept out by a cgroup"])
+def test_who_may_not_ask_convicts_nobody(code):
+    for on_bus in (0, 8):
+        assert verdict(refused(code), on_bus=on_bus, case=EIGHT) == ("unknown", "no_permission")
+
+
+def test_an_nvml_that_crashes_convicts_nobody():
+    nvml = NvmlSnapshot(status=NvmlStatus.CRASH, error="asking NVML: ended by SIGSEGV")
+
+    assert verdict(nvml, case=EIGHT) == ("unknown", "crash")
+
+
+@pytest.mark.parametrize("nvml", [silent(), silent(state="D"), with_a_hung_gpu("D")])
+@pytest.mark.parametrize("persistence", [None, False, True])
+def test_a_first_hang_is_not_known_to_be_a_fault(nvml, persistence):
+    assert verdict(nvml, case=case((), persistence)) == ("unknown", "timeout")
+
+
+@pytest.mark.parametrize(
+    ("then", "persistence", "now", "status"),
+    [
+        ("S", None, "S", "unknown"),
+        ("S", False, "S", "unknown"),
+        (None, None, None, "unknown"),
+        ("S", True, "S", "fail"),
+        (None, True, None, "fail"),
+        ("S", None, "D", "fail"),
+        ("D", None, "S", "fail"),
+        ("S", False, "D", "fail"),
+        ("D", True, "D", "fail"),
+    ],
+)
+def test_a_second_hang_fails_with_persistence_mode_or_a_call_inside_the_kernel(
+    then, persistence, now, status
+):
+    for nvml in (silent(state=now), with_a_hung_gpu(now)):
+        word, why = verdict(nvml, case=case([then], persistence))
+
+        assert word == status
+        assert why == ("gpu_sw.driver_hang" if status == "fail" else "timeout")
+
+
+def test_a_hang_says_which_call_how_long_and_which_try():
+    (first,) = findings(silent(state="D"))
+    (third,) = findings(silent(), case=case(["S", "S"], persistence=True))
+    (cold,) = findings(silent(), case=case(["S"], persistence=False))
+
+    assert first.message == (
+        "nvmlInit gave no answer in 4.2 s, inside the kernel (state D); try 1 of this boot:"
+        " a cold driver takes 10 to 20 s to initialise, so another try decides"
+    )
+    assert third.message == (
+        "nvmlInit gave no answer in 4.2 s; try 3 of this boot;"
+        " the driver is not cold: persistence mode keeps it loaded"
+    )
+    assert (third.value, third.threshold) == (3, "< 2")
+    assert "persistence mode is off" in cold.message
+
+
+def test_a_gpu_that_hangs_is_named_and_the_others_are_not():
+    nvml = with_a_hung_gpu()
+    (finding,) = findings(nvml, case=case(["S"], persistence=True))
+
+    assert said([finding]) == [("GPU-1", "fail", "gpu_sw.driver_hang")]
+    assert finding.message.startswith("GPU 1: nvmlDeviceGetPowerUsage gave no answer in 4.2 s")
+
+
+def test_a_child_that_could_not_even_say_its_call_is_judged_as_well():
+    nvml = NvmlSnapshot(status=NvmlStatus.TIMEOUT, error="NVML gave no answer", state="D")
+    (finding,) = findings(nvml, case=case(["S"]))
+
+    assert finding.status.word == "fail"
+    assert finding.message.startswith("NVML gave no answer, inside the kernel (state D); try 2")

@@ -125,15 +125,19 @@ def test_an_ordinary_log_passes():
             "host_hw.pcie",
         ),
         (
-            "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 1): "
-            "Detected insufficient power on the PCIe slot (27W).",
+            (
+                "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 1): "
+                "Detected insufficient power on the PCIe slot (27W)."
+            ),
             "nic_power",
             "warn",
             "host_hw.pcie",
         ),
         (
-            "mlx5_core 0000:5c:00.1: Port module event[error]: module 1, Cable error, "
-            "High Temperature",
+            (
+                "mlx5_core 0000:5c:00.1: Port module event[error]: module 1, Cable error, "
+                "High Temperature"
+            ),
             "nic_module",
             "warn",
             "network.link_errors",

@@ -16,8 +16,10 @@ MINUTE_US = 60_000_000
     ("line", "parts"),
     [
         (
-            "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, "
-            "GPU has fallen off the bus.",
+            (
+                "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, "
+                "GPU has fallen off the bus."
+            ),
             Xid(address="0000:3b:00.0", code=79, name="<unknown>"),
         ),
         (
@@ -49,13 +51,17 @@ MINUTE_US = 60_000_000
             Xid(address="0018:01:00.0", code=145, fatal=True, link=5),
         ),
         (
-            "NVRM: Xid (PCI:0000:0a:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 "
-            "(Node Reboot Required)",
+            (
+                "NVRM: Xid (PCI:0000:0a:00): 154, GPU recovery action changed from 0x0 (None) "
+                "to 0x2 (Node Reboot Required)"
+            ),
             Xid(address="0000:0a:00.0", code=154, recovery="Node Reboot Required"),
         ),
         (
-            "NVRM: Xid (PCI:0000:0a:00): 154, pid='<unknown>', name=<unknown>, GPU recovery action "
-            "changed from 0x1 (GPU Reset Required) to 0x0 (None)",
+            (
+                "NVRM: Xid (PCI:0000:0a:00): 154, pid='<unknown>', name=<unknown>, GPU recovery "
+                "action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+            ),
             Xid(address="0000:0a:00.0", code=154, name="<unknown>", recovery="None"),
         ),
     ],
@@ -87,8 +93,10 @@ def test_a_line_that_only_looks_like_an_xid_is_none(line):
             Sxid(address="0000:c1:00.0", code=20034, fatal=True, link=30),
         ),
         (
-            "nvidia-nvswitch0: SXid (PCI:0000:06:00.0): 12028, Non-fatal, Link 32 egress "
-            "non-posted PRIV error (First)",
+            (
+                "nvidia-nvswitch0: SXid (PCI:0000:06:00.0): 12028, Non-fatal, Link 32 egress "
+                "non-posted PRIV error (First)"
+            ),
             Sxid(address="0000:06:00.0", code=12028, fatal=False, link=32),
         ),
         (
@@ -115,9 +123,7 @@ names = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=15)
     st.integers(0, 2**22),
     names,
 )
-def test_an_xid_is_read_back_whatever_a_program_calls_itself(  # noqa: PLR0913 parts of one line
-    domain, bus, device, code, pid, name
-):
+def test_an_xid_is_read_back_whatever_a_program_calls_itself(domain, bus, device, code, pid, name):
     where = f"{domain:04x}:{bus:02x}:{device:02x}"
     found = parse_xid(f"NVRM: Xid (PCI:{where}): {code}, pid={pid}, name={name}, Ch 00000001")
 
@@ -218,6 +224,13 @@ def test_no_line_is_lost_however_many_minutes_there_are(minutes):
     if entries:
         assert min(burst.first_us for burst in log.xids) == entries[0][0]
         assert max(burst.last_us for burst in log.xids) == entries[-1][0]
+
+
+def test_of_many_minutes_the_oldest_are_joined_into_one():
+    log = collected(*[(n * MINUTE_US, line(45)) for n in range(xid.MINUTES_MAX + 36)])
+
+    assert [burst.count for burst in log.xids] == [37] + [1] * (xid.MINUTES_MAX - 1)
+    assert (log.xids[0].first_us, log.xids[0].last_us) == (0, 36 * MINUTE_US)
 
 
 def test_a_flood_of_codes_is_bounded_and_counted():

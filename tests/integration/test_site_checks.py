@@ -223,6 +223,51 @@ def test_a_link_to_a_file_in_somebody_elses_folder_is_not_run(site, tmp_path):
     assert f"root does not read {site.file}: {home} belongs to uid 12345" in run.stderr
 
 
+def test_a_silence_turns_its_failure_into_a_skip_until_it_ends(site):
+    silence = """
+    [[silence]]
+    check = "site/*"
+    node = "n[1-3]"
+    until = {until}
+    owner = "ann"
+    reason = "fan swap CHG7"
+    """
+    site.script("echo slow; exit 2")
+    (site.path / "silences.toml").write_text(silence.format(until="2099-01-01"))
+    silent, found = site.finding()
+    (site.path / "silences.toml").write_text(silence.format(until="2020-01-01"))
+    over, heard = site.finding()
+
+    assert (silent.returncode, found["status"], found["failure_class"]) == (0, "skip", None)
+    assert found["message"] == (
+        "silenced until 2099-01-02T00:00Z by ann: fan swap CHG7 (was fail: slow)"
+    )
+    assert (over.returncode, heard["status"]) == (1, "fail")
+
+
+def test_a_profile_that_is_named_and_not_there_is_a_mistake_of_the_configuration(site):
+    (site.path / "profiles").mkdir()
+    (site.path / "profiles" / "blue.toml").write_text("")
+    site.script("exit 0")
+
+    assert site.check(env={"GPUOPS_PROFILE": "blue"}).returncode == 0
+    run = site.check(env={"GPUOPS_PROFILE": "bleu"})
+
+    assert run.returncode == 64
+    assert "check.profile: there is no profile 'bleu'; did you mean 'blue'?" in run.stderr
+
+
+def test_a_sites_check_can_be_picked_and_is_listed(site):
+    site.script("echo fine")
+
+    picked = site.check("--only", "site/mine", "--json")
+    listed = site.check("--list")
+
+    assert [item["check"] for item in json.loads(picked.stdout)["findings"]] == ["site/mine"]
+    assert listed.returncode == 0
+    assert "site/mine" in listed.stdout
+
+
 def eventually(condition, seconds=10):
     deadline = time.monotonic() + seconds
     while not condition():

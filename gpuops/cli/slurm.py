@@ -130,6 +130,8 @@ def _scene(ctx: click.Context, hook: str, suite: str, looks_s: float, job: HookJ
         gpus=job.gpus,
         gpus_expected=settings.gpus_expected,
         gpus_expected_origin=settings.values["check.gpus_expected"].origin,
+        profile=settings.profile,
+        trigger=hook,
         job_id=job.id,
     )
     plan = plan_of(request)

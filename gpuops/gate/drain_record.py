@@ -4,13 +4,13 @@ It is what makes a drain ours: a reason in Slurm is only text that anybody can t
 """
 
 import json
-import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.records import from_json, to_json
+from gpuops.host.replacing import replace_file
 from gpuops.host.trust import refuse_foreign_file
 from gpuops.model import UnknownReason
 
@@ -74,15 +74,12 @@ def write_drain(state_dir: Path, record: DrainRecord | None) -> None:
         ProbeError: It cannot be written.
     """
     path = state_dir / _NAME
-    partial = path.with_name(f".{_NAME}.{os.getpid()}")
     try:
         if record is None:
             path.unlink(missing_ok=True)
             return
         state_dir.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(to_json(record)), encoding="utf-8")
-        partial.chmod(0o600)
-        partial.replace(path)
+        replace_file(path, json.dumps(to_json(record)).encode(), 0o600)
     except OSError as exc:
         text = f"cannot write the drain record {path}: {exc.strerror}"
         raise ProbeError(text, UnknownReason.CRASH) from exc

@@ -9,8 +9,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from gpuops.checks.runner import CheckRun
 from gpuops.config import Mode
 from gpuops.errors import SlurmError
 from gpuops.gate.drain_record import DrainRecord
@@ -18,7 +20,8 @@ from gpuops.gate.health import Acted, Bench, Did, act, reason_to_leave
 from gpuops.gate.hook import Scene, Settled, settle, tell_decision
 from gpuops.gate.publish import Patience, Published, conclude, publish, recorded
 from gpuops.gate.remember import record
-from gpuops.gate.session import check_node
+from gpuops.gate.session import check_node, keep_state
+from gpuops.gate.sync import sync
 from gpuops.incident.gate import Course, Step
 from gpuops.model import Event, FailureClass
 from gpuops.slurm.nodes import NodeView, Scontrol
@@ -57,6 +60,7 @@ def follow_up(scene: Scene, find: FindScontrol) -> Settled | None:
         if not alone:
             return None
         settled = settle(scene, check_node(scene.plan, scene.clock))
+        keep_state(scene.plan, settled.ran)
         if settled.drain is not None:
             tell_decision(scene.memory, settled.drain, Course.DRAIN, scene.clock)
             _publish(scene, settled.drain, find)
@@ -69,7 +73,14 @@ def check_health(scene: Scene, find: FindScontrol, jitter_s: float) -> tuple[Set
     slurmd starts all nodes' health checks at the same instant: their shares differ.
     """
     time.sleep(jitter_s * share(scene.gate.node))
+    trouble = sync(scene.gate, scene.clock)
     ran = check_node(scene.plan, scene.clock)
+    settled, acted = _settled_and_acted(scene, ran, find)
+    trouble = "; ".join(filter(None, [trouble, keep_state(scene.plan, ran)]))
+    return replace(settled, trouble=(*settled.trouble, trouble)) if trouble else settled, acted
+
+
+def _settled_and_acted(scene: Scene, ran: CheckRun, find: FindScontrol) -> tuple[Settled, Acted]:
     if scene.gate.mode is Mode.OBSERVE:
         return settle(scene, ran), Acted(Did.NOTHING, "gate.mode is observe")
     try:

@@ -18,12 +18,16 @@ from gpuops.gate.node_incidents import Occasion
 from gpuops.gate.permit import Gate, permission_of, start_asking
 from gpuops.gate.remember import Memory, record, remember
 from gpuops.gate.runbook_actions import actions_for
-from gpuops.gate.session import Plan, check_node
+from gpuops.gate.session import Plan, check_node, keep_state
+from gpuops.gate.state_file import StateError, read_state
 from gpuops.gate.verdict import write_verdict
 from gpuops.host import probe
+from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.commands import spawn_detached
+from gpuops.host.records import from_json, to_json
 from gpuops.incident.gate import NOT_ASKED, Cause, Course, Decision, cause_of, decide
+from gpuops.incident.node_incident import key_of
 from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
 from gpuops.resources import data_dir
 
@@ -31,6 +35,8 @@ from gpuops.resources import data_dir
 LOOKS_S = 4.0
 EPILOG_LOOKS_S = 15.0
 WRITE_S = 0.3
+# What the node remembers is kept after the verdict, where the hook's time allows it.
+REMEMBER_BY_S = 6.5
 # Of these a look without an answer is a hung driver, of which a second look has to decide.
 _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
@@ -78,17 +84,17 @@ def run_hook(scene: Scene, verdict: Path) -> Settled:
     Raises:
         UsageError: The verdict cannot be written; the hook does not fail then.
     """
+    begun_ns = scene.clock.mono_ns()
     settled = settle(scene, check_node(scene.plan, scene.clock))
-    helper = None
+    trouble = list(settled.trouble)
     if settled.drain is not None:
         write_verdict(verdict)
-        helper = ["publish", "--id", settled.drain.id]
-    elif hung(settled.ran):
-        helper = ["followup"]
-    if helper is None:
-        return settled
-    trouble = start_helper(scene.memory, helper)
-    return replace(settled, trouble=(*settled.trouble, *filter(None, [trouble])))
+        trouble.append(start_helper(scene.memory, ["publish", "--id", settled.drain.id]) or "")
+    if (scene.clock.mono_ns() - begun_ns) / 1e9 < REMEMBER_BY_S:
+        trouble.append(keep_state(scene.plan, settled.ran) or "")
+    if settled.drain is None and hung(settled.ran):
+        trouble.append(start_helper(scene.memory, ["followup"]) or "")
+    return replace(settled, trouble=tuple(filter(None, trouble)))
 
 
 def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
@@ -106,16 +112,11 @@ def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
     decision = decide(cause, gate.mode, permission_of(asked) if asks else NOT_ASKED, left)
     drain = None
     if cause is not None:
-        drain = _wanted(scene, cause, decision)
+        drain, amiss = _wanted(scene, cause, decision)
+        trouble.append(amiss)
         # Of a drain the helper tells, as there is no time to lose.
-        told = not decision.drains and trouble[0] is None
-        trouble.append(
-            tell_decision(scene.memory, drain, decision.course, scene.clock)
-            if told
-            else keep(gate, drain)
-            if decision.drains
-            else None
-        )
+        if not decision.drains and trouble[0] is None:
+            trouble.append(tell_decision(scene.memory, drain, decision.course, scene.clock))
     return Settled(
         ran=ran,
         decision=decision,
@@ -127,12 +128,56 @@ def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
 
 def keep(gate: Gate, drain: DrainRecord | None) -> str | None:
     """Keep *drain* as this node's own; return what went wrong. A dead disk costs `WRITE_S`."""
+    question = f"drain record {gate.state_dir}"
+
+    def written() -> None:
+        write_drain(gate.state_dir, drain)
+
     try:
-        child = probe.start_call(lambda: write_drain(gate.state_dir, drain), deadline_s=WRITE_S)
-        probe.answer(probe.run(child))
+        probe.ask(written, WRITE_S, question=question, left=abandoned())
     except ProbeError as exc:
         return f"gpuops: {exc}"
     return None
+
+
+def _wanted(scene: Scene, cause: Cause, decision: Decision) -> tuple[DrainRecord, str | None]:
+    """Return the drain for *cause*, kept where it is to be done, and what went wrong with that."""
+    gate, now_us = scene.gate, scene.clock.now_us()
+    drain = DrainRecord(
+        id=uuid7(now_us, os.urandom(10)),
+        node=gate.node,
+        hook=scene.hook,
+        reason=cause.reason(None),
+        check=cause.finding.check,
+        failure_class=cause.failure_class.value,
+        t_us=now_us,
+        why=decision.why,
+        job_id=scene.job_id,
+    )
+
+    def completed() -> Json:
+        incident = _incident(gate, cause)
+        full = replace(drain, incident=incident, reason=cause.reason(incident))
+        if decision.drains:
+            write_drain(gate.state_dir, full)
+        return to_json(full)  # type: ignore[no-any-return]  # a dataclass is a table
+
+    question = f"drain record {gate.state_dir}"
+    try:
+        kept = probe.ask(completed, WRITE_S, question=question, left=abandoned())
+    except ProbeError as exc:
+        return drain, f"gpuops: {exc}"
+    return from_json(DrainRecord, kept, "the drain record"), None
+
+
+def _incident(gate: Gate, cause: Cause) -> str | None:
+    """Return the id of the open incident that *cause* belongs to, where this node knows one."""
+    try:
+        incidents = read_state(gate.state_dir, gate.uid).incidents
+    except StateError:
+        return None
+    found = incidents.get(key_of(cause.failure_class, cause.finding.entity))
+    return None if found is None else found.incident.id
 
 
 def tell_decision(memory: Memory, drain: DrainRecord, course: Course, clock: Clock) -> str | None:
@@ -159,21 +204,6 @@ def hung(ran: CheckRun) -> bool:
     return any(
         finding.check in _DRIVER_CHECKS and finding.unknown_reason is UnknownReason.TIMEOUT
         for finding in ran.findings
-    )
-
-
-def _wanted(scene: Scene, cause: Cause, decision: Decision) -> DrainRecord:
-    now_us = scene.clock.now_us()
-    return DrainRecord(
-        id=uuid7(now_us, os.urandom(10)),
-        node=scene.gate.node,
-        hook=scene.hook,
-        reason=cause.reason(None),
-        check=cause.finding.check,
-        failure_class=cause.failure_class.value,
-        t_us=now_us,
-        why=decision.why,
-        job_id=scene.job_id,
     )
 
 

@@ -50,8 +50,11 @@ def permission_of(child: probe.Child | None) -> Permission:
     """Return what the store said; whatever went wrong, it is no answer."""
     if child is None:
         return Permission(None, "no process to ask the store with")
+    outcome = probe.within(child, child.deadline_s)
+    if outcome is None:
+        return Permission(None, f"the store gave no answer in {child.deadline_s:g} s")
     try:
-        said = probe.answer(probe.run(child))
+        said = probe.answer(outcome)
     except ProbeError as exc:
         return Permission(None, f"the store: {exc}")
     if "error" in said:

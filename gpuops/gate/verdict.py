@@ -5,11 +5,11 @@ broken environment. The hook names the file with a number that it just drew; onl
 came to its own verdict in this very invocation writes it.
 """
 
-import os
 from pathlib import Path
 
 from gpuops.errors import UsageError
 from gpuops.host.directories import why_not_ours
+from gpuops.host.replacing import replace_file
 
 REFUSE = "refuse"
 
@@ -23,13 +23,7 @@ def write_verdict(path: Path) -> None:
     trouble = why_not_ours(path.parent, private=True)
     if trouble is not None:
         raise UsageError(f"cannot write a verdict into {path.parent}: {trouble}")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(file, f"{REFUSE}\n".encode())
-        finally:
-            os.close(file)
-        partial.replace(path)
+        replace_file(path, f"{REFUSE}\n".encode(), 0o600)
     except OSError as exc:
         raise UsageError(f"cannot write the verdict {path}: {exc.strerror}") from exc

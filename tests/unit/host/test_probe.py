@@ -1,11 +1,14 @@
 """A probe ends, is ended or is abandoned; nothing waits for it without a bound."""
 
+import ctypes
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from gpuops.errors import ProbeError
 from gpuops.host import probe
 from gpuops.host.abandoned import abandoned, name_of
 from gpuops.host.filesystems import read_filesystems
-from gpuops.host.probe import Ending
+from gpuops.host.probe import Ending, Outcome
 from gpuops.host.threads import process_state
 
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
@@ -152,6 +155,49 @@ def test_a_child_that_no_signal_reaches_is_abandoned_and_reported_as_hung():
     assert is_alive(outcome.pid)
     probe.signal_group(outcome.pid, signal.SIGKILL)
     os.waitpid(outcome.pid, 0)
+
+
+def loses_its_main_thread():
+    """End the main thread alone, as when a process ends while another thread is in the kernel."""
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+
+
+def test_a_child_whose_main_thread_has_ended_is_not_taken_for_one_that_has():
+    child = probe.start_call(
+        loses_its_main_thread,
+        deadline_s=0.3,
+        question="gpu",
+        signaller=lambda _pid, _number: None,
+    )
+    try:
+        outcome = probe.run(child)
+        left = left_after(0)[name_of("gpu")]
+
+        assert (outcome.ending, outcome.state) == (Ending.HUNG, "S")
+        assert (left.pid, left.state) == (child.pid, "S")
+    finally:
+        probe.signal_group(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+
+
+@pytest.mark.parametrize("ending", [Ending.TIMEOUT, Ending.HUNG])
+def test_a_child_that_answered_and_did_not_end_has_answered(ending):
+    outcome = Outcome(ending=ending, pid=71, elapsed_s=2.0, output=b'{"value": [7]}', state="D")
+
+    assert probe.last_words(outcome) == [7]
+    with pytest.raises(ProbeError, match="gave no answer"):
+        probe.answer(outcome)
+
+
+@pytest.mark.parametrize("output", [b"", b'{"value": [7'])
+def test_a_child_that_did_not_end_and_has_not_said_all_gave_no_answer(output):
+    outcome = Outcome(ending=Ending.HUNG, pid=71, elapsed_s=2.0, output=output, state="D")
+
+    with pytest.raises(ProbeError, match="state D") as caught:
+        probe.last_words(outcome)
+
+    assert caught.value.reason == "timeout"
 
 
 @pytest.fixture
@@ -350,8 +396,9 @@ def test_a_child_may_join_those_that_are_watched():
 
 def test_a_child_can_be_waited_for_shorter_than_it_may_take():
     quick = probe.start_call(lambda: 7, deadline_s=20)
-    stuck = probe.start_call(lambda: 8, deadline_s=0.1, signaller=lambda _pid, _number: None)
-    os.kill(stuck.pid, signal.SIGSTOP)
+    stuck = probe.start_call(
+        lambda: time.sleep(60), deadline_s=0.1, signaller=lambda _pid, _number: None
+    )
     started = time.monotonic()
 
     assert probe.answer(probe.within(quick, 10)) == 7

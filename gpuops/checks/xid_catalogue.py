@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from gpuops.config import read_toml, reject_unknown
+from gpuops.config import Complain, heard, read_toml, refuse, reject_unknown
 from gpuops.errors import ConfigError
 from gpuops.model import FailureClass, Status
 
@@ -88,37 +89,49 @@ class SxidKind:
         return cls(code=code, name=name, sxid_class=sxid_class, source="checks/xid")
 
 
-def load_xids(directories: Iterable[Path]) -> dict[int, XidKind]:
+def load_xids(directories: Iterable[Path], complain: Complain = refuse) -> dict[int, XidKind]:
     """Return the Xids that the files in *directories* list, by code; a later one overrides.
 
     Raises:
         ConfigError: Malformed TOML, an unknown key, a code twice in one file, no source, or a
             hardware class without a failure class.
     """
-    return {code: kind for code, kind in _listed(directories, "xid") if isinstance(kind, XidKind)}
+    listed = _listed(directories, "xid", complain)
+    return {kind.code: kind for kind in listed if isinstance(kind, XidKind)}
 
 
-def load_sxids(directories: Iterable[Path]) -> dict[int, SxidKind]:
+def load_sxids(directories: Iterable[Path], complain: Complain = refuse) -> dict[int, SxidKind]:
     """Return the SXids that the files in *directories* list, by code; a later one overrides.
 
     Raises:
         ConfigError: See `load_xids`.
     """
-    return {code: kind for code, kind in _listed(directories, "sxid") if isinstance(kind, SxidKind)}
+    listed = _listed(directories, "sxid", complain)
+    return {kind.code: kind for kind in listed if isinstance(kind, SxidKind)}
 
 
-def _listed(directories: Iterable[Path], word: str) -> Iterator[tuple[int, XidKind | SxidKind]]:
+def _listed(
+    directories: Iterable[Path], word: str, complain: Complain
+) -> Iterator[XidKind | SxidKind]:
     for directory in directories:
         for path in sorted(directory.glob("*.toml")):
-            table = read_toml(path)
-            reject_unknown(table, ("source", "xid", "sxid"), str(path))
-            seen: set[int] = set()
-            for entry in _entries(table, word, path):
-                for kind in _kinds(entry, table.get("source"), word, path):
-                    if kind.code in seen:
-                        raise ConfigError(f"{path} lists the {word} {kind.code} twice")
-                    seen.add(kind.code)
-                    yield kind.code, kind
+            try:
+                yield from _in_file(path, word, complain)
+            except ConfigError as exc:
+                complain(exc)
+
+
+def _in_file(path: Path, word: str, complain: Complain) -> Iterator[XidKind | SxidKind]:
+    table = read_toml(path)
+    reject_unknown(table, ("source", "xid", "sxid"), str(path), complain)
+    seen: set[int] = set()
+    none: list[XidKind | SxidKind] = []
+    for entry in _entries(table, word, path):
+        for kind in heard(partial(_kinds, entry, table.get("source"), word, path), complain, none):
+            if kind.code in seen:
+                complain(ConfigError(f"{path} lists the {word} {kind.code} twice"))
+            seen.add(kind.code)
+            yield kind
 
 
 def _entries(table: Mapping[str, Any], word: str, path: Path) -> list[dict[str, Any]]:
@@ -130,7 +143,7 @@ def _entries(table: Mapping[str, Any], word: str, path: Path) -> list[dict[str, 
 
 def _kinds(
     entry: dict[str, Any], source: object, word: str, path: Path
-) -> Iterator[XidKind | SxidKind]:
+) -> list[XidKind | SxidKind]:
     where = f"{word} {entry.get('codes', '?')} in {path}"
     reject_unknown(entry, _XID_KEYS if word == "xid" else _SXID_KEYS, where)
     if not isinstance(source, str) or not source.strip():
@@ -139,8 +152,9 @@ def _kinds(
     if not isinstance(codes, list) or not all(_is_code(code) for code in codes):
         raise ConfigError(f"{where}: codes is a list of whole numbers, got {codes!r}")
     try:
-        for code in codes:
-            yield _xid(code, entry, source) if word == "xid" else _sxid(code, entry, source)
+        if word == "xid":
+            return [_xid(code, entry, source) for code in codes]
+        return [_sxid(code, entry, source) for code in codes]
     except KeyError as exc:
         raise ConfigError(f"{where}: missing {exc}") from exc
     except ValueError as exc:

@@ -8,7 +8,7 @@ from gpuops.checks import silences, site
 from gpuops.checks.profiles import load_profiles
 from gpuops.checks.suites import Suite, load_suite, suite_paths, unknown_name
 from gpuops.checks.xid_catalogue import load_sxids, load_xids
-from gpuops.config import Settings, heard
+from gpuops.config import Settings
 from gpuops.errors import ConfigError
 from gpuops.host.trust import CheckFolders, check_folders
 from gpuops.incident.runbook import load_runbooks
@@ -45,9 +45,8 @@ def validate(settings: Settings, found: Validation, *, uid: int, now_us: int) ->
     found.read.append(f"suites: {', '.join(suite.name for suite in suites)}")
     found.read.append(f"profiles: {', '.join(profiles) or 'none'}")
     found.read.append(f"log rules: {len(load_rules(folders.rules, complain))}")
-    xids = heard(lambda: len(load_xids(folders.xid)), complain, 0)
-    sxids = heard(lambda: len(load_sxids(folders.xid)), complain, 0)
-    found.read.append(f"Xids: {xids}, SXids: {sxids}")
+    found.read.append(f"Xids: {len(load_xids(folders.xid, complain))}")
+    found.read.append(f"SXids: {len(load_sxids(folders.xid, complain))}")
     found.read.append(f"runbooks: {len(load_runbooks(data_dir('runbooks'), complain))}")
     _silences(folders.silences, found, now_us)
     _site_checks(suites, folders.site_checks, found)

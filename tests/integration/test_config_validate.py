@@ -91,6 +91,7 @@ def test_every_mistake_of_every_file_is_said_in_one_line_each(site):
     site.write("suites/own.toml", SUITE.replace("fan", "fin") + "[[check]]\nname = 'memroy'\n")
     site.write("suites/other.toml", "deadline_s = '8s'\n[unknown]\ncrashed = 'warn'\n")
     site.write("profiles/lab.toml", 'power_limit_w = { value = "700 MW", source = "x" }\n')
+    site.write("xid/own.toml", "source = 'x'\n[[xid]]\ncodes = 1\n[[xid]]\ncodes = [1]\n")
     site.write("rules/own.toml", "[[rule]]\nid = 'a'\n[[rule]]\nid = 'b'\n")
     site.write(
         "silences.toml",
@@ -107,13 +108,15 @@ def test_every_mistake_of_every_file_is_said_in_one_line_each(site):
         "unknown key 'crashed'; did you mean 'crash'",
         "a number of watts is wanted, got '700 MW'",
         "no profile 'labb'; did you mean 'lab'",
+        "xid 1 in ",
+        "xid [1] in ",
         "rule 'a' in",
         "rule 'b' in",
         "by ann) ended 2020-01-02T00:00Z: take it out, or renew it",
         "a time needs its offset",
     ):
         assert [line for line in told if wanted in line], wanted
-    assert len(told) == 12
+    assert len(told) == 14
 
 
 def test_a_file_that_is_no_toml_does_not_hide_the_others(site):

@@ -54,7 +54,7 @@ class Suite:
         return tuple(planned.check.name for planned in self.planned)
 
     def only(self, names: Sequence[str]) -> "Suite":
-        """Return this suite reduced to the checks called *names*; all of them where it is empty.
+        """Return this suite reduced to what *names* (patterns) are; all of it where none is given.
 
         Raises:
             UsageError: There is no such check, or this suite does not run it.
@@ -62,14 +62,15 @@ class Suite:
         if not names:
             return self
         for name in names:
-            if not is_check(name):
+            if fnmatch.filter(self.names, name):
+                continue
+            if not is_check(name) and not fnmatch.filter(NAMES, name):
                 raise UsageError(unknown_name("check", name, NAMES))
-            if name not in self.names:
-                raise UsageError(
-                    f"suite {self.name!r} does not run the check {name!r}"
-                    f" (it runs {', '.join(self.names)})"
-                )
-        kept = tuple(planned for planned in self.planned if planned.check.name in names)
+            raise UsageError(
+                f"suite {self.name!r} does not run the check {name!r}"
+                f" (it runs {', '.join(self.names)})"
+            )
+        kept = tuple(item for item in self.planned if _any(item.check.name, names))
         return replace(self, planned=kept)
 
     def within(self, deadline_s: float | None) -> "Suite":

@@ -12,19 +12,24 @@ from pathlib import Path
 import click
 
 from gpuops.checks.runner import CheckRun
-from gpuops.cli.check_request import request_of
+from gpuops.cli.check_request import for_recording, read_recording, request_of
 from gpuops.cli.check_text import listing, nagios_line, table
 from gpuops.cli.settings import json_option, settings_of
 from gpuops.config import Settings, environ
-from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.node_incidents import Occasion
 from gpuops.gate.remember import Memory, remember
 from gpuops.gate.session import Plan, check_node, keep_state, plan_of
-from gpuops.host.clock import SystemClock
+from gpuops.host import probe
+from gpuops.host.abandoned import abandoned
+from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.replacing import replace_file
 from gpuops.host.trust import current_uid
 from gpuops.model import Finding, Status, envelope
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
+METRICS_S = 1.0
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _EXIT = {Status.FAIL: EXIT_FAIL, Status.UNKNOWN: EXIT_UNKNOWN}
 # The plugin API of Nagios: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN.
 _NAGIOS_EXIT = {
@@ -38,7 +43,16 @@ _NAGIOS_EXIT = {
 
 @click.command()
 @click.option("--suite", metavar="NAME", help="The suite to run; see --list.")
-@click.option("--only", metavar="CHECK", multiple=True, help="Of the suite, only this; repeatable.")
+@click.option(
+    "--only", metavar="CHECK", multiple=True, help="Of the suite, only this; repeatable; a pattern."
+)
+@click.option(
+    "--gpus",
+    metavar="auto|all|GPUS",
+    default="auto",
+    show_default=True,
+    help="GPUs to judge: indices, UUIDs or PCI addresses; auto: in a prolog or epilog the job's.",
+)
 @click.option(
     "--deadline",
     metavar="S",
@@ -53,66 +67,160 @@ _NAGIOS_EXIT = {
     show_default=True,
     help="Who asks; it is recorded.",
 )
+@click.option("--job", "job_id", metavar="ID", help="The Slurm job that this check is for.")
+@click.option("--facts", metavar="FILE", type=_FILE, help="Judge this recording of `gpuops facts`.")
 @json_option
 @click.option(
     "--jsonl", "as_jsonl", is_flag=True, help="Print one JSON object a line, as they come."
 )
 @click.option("--nagios", is_flag=True, help="Print one line; exit 0/1/2/3 as Nagios wants it.")
+@click.option("--prom", metavar="FILE", type=_FILE, help="Also write a Prometheus textfile.")
 @click.option("--no-record", is_flag=True, help="Do not remember the result.")
 @click.option(
     "--list", "as_list", is_flag=True, help="Show the suites, and the limits of this one."
 )
+@click.option("--explain", metavar="CHECK", help="Show what a check reads, and its limits.")
 @click.pass_context
 def check(
     ctx: click.Context,
     *,
     suite: str | None,
     only: tuple[str, ...],
+    gpus: str,
     deadline: float | None,
     gpus_expected: int | None,
     trigger: str,
+    job_id: str | None,
+    facts: Path | None,
     as_json: bool,
     as_jsonl: bool,
     nagios: bool,
+    prom: Path | None,
     no_record: bool,
     as_list: bool,
+    explain: str | None,
 ) -> int:
     """Check this node; exit 0 if it may run a job.
 
     Exit codes: 0 it may (pass, warn, skip); 1 a check failed; 3 it could not be judged; 64 a
     mistake on the command line or in a file; 70 gpuops itself failed.
     """
-    if as_json + as_jsonl + nagios > 1:
-        raise UsageError("--json, --jsonl and --nagios exclude each other")
+    _refuse_contradictions(ctx)
     settings = settings_of(ctx, check__suite=suite, check__gpus_expected=gpus_expected)
-    plan = plan_of(request_of(settings, environ(), only=only, deadline_s=deadline, trigger=trigger))
+    request = request_of(
+        settings,
+        environ(),
+        only=only,
+        deadline_s=deadline,
+        gpus=gpus,
+        trigger=trigger,
+        job_id=job_id,
+    )
+    recording = None if facts is None else read_recording(facts)
+    if recording is not None:
+        request = for_recording(request, recording)
+    if explain is not None:
+        from gpuops.cli.check_explain import explained
+
+        click.echo(explained(request, explain, as_json=as_json))
+        return EXIT_OK
+    plan = plan_of(request)
     if as_list:
         click.echo(listing(plan.suite, plan.suites, as_json=as_json))
         return EXIT_OK
-    clock = SystemClock()
-    output = _Output()
+    clock, output = SystemClock(), _Output()
     tell = _telling(plan, output) if as_jsonl else (lambda _findings: None)
-    ran = check_node(plan, clock, tell)
-    if as_json:
-        output.say(json.dumps(envelope("gpuops.check/1", ran.to_json()), indent=2))
-    elif as_jsonl:
-        output.say(_summary_line(ran))
-    elif nagios:
-        output.say(nagios_line(ran))
+    if recording is None:
+        ran = check_node(plan, clock, tell)
     else:
-        output.say(table(ran, width=_width()))
-    if not no_record:
-        occasion = Occasion(trigger=trigger, gpus=plan.request.gpus, mode=settings.mode.value)
-        trouble = remember(ran, occasion, _memory(ctx, settings), clock)
-        for text in (trouble, keep_state(plan, ran)):
-            if text is not None:
-                click.echo(text, err=True)
+        from gpuops.gate.replay import judge_recording
+
+        ran = judge_recording(plan, recording, tell)
+    output.say(_shown(ran, as_json=as_json, as_jsonl=as_jsonl, nagios=nagios))
+    _leave_behind(ctx, plan, ran, settings, prom, clock, record=not (no_record or facts))
     if output.error is not None:
         raise output.error
     return _NAGIOS_EXIT[ran.verdict] if nagios else _EXIT.get(ran.verdict, EXIT_OK)
 
 
-def _memory(ctx: click.Context, settings: Settings) -> Memory:
+def _refuse_contradictions(ctx: click.Context) -> None:
+    """Raise UsageError where options that were given say things that do not go together."""
+    given = {
+        name
+        for name in ctx.params
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
+    for group, text in (
+        ({"as_json", "as_jsonl", "nagios"}, "--json, --jsonl and --nagios exclude each other"),
+        ({"as_list", "explain"}, "--list and --explain exclude each other"),
+        ({"facts", "deadline"}, "--deadline is for looks, and with --facts nothing is looked at"),
+    ):
+        if len(group & given) > 1:
+            raise UsageError(text)
+    for option in ("as_list", "explain"):
+        other = given - {option, "as_json", "suite", "only", "gpus_expected", "no_record"}
+        if option in given and other:
+            names = ", ".join(
+                sorted(param.opts[0] for param in ctx.command.params if param.name in other)
+            )
+            raise UsageError(f"--list and --explain check nothing; leave out {names}")
+
+
+def _shown(ran: CheckRun, *, as_json: bool, as_jsonl: bool, nagios: bool) -> str:
+    if as_json:
+        return json.dumps(envelope("gpuops.check/1", ran.to_json()), indent=2)
+    if as_jsonl:
+        return _summary_line(ran)
+    return nagios_line(ran) if nagios else table(ran, width=_width())
+
+
+def _leave_behind(
+    ctx: click.Context,
+    plan: Plan,
+    ran: CheckRun,
+    settings: Settings,
+    prom: Path | None,
+    clock: Clock,
+    *,
+    record: bool,
+) -> None:
+    """Write the metrics and what is remembered; trouble with either changes no verdict."""
+    trouble = [] if prom is None else [_write_metrics(ran, prom)]
+    if record:
+        request = plan.request
+        occasion = Occasion(
+            trigger=request.trigger,
+            job_id=request.job_id,
+            gpus=request.gpus,
+            mode=settings.mode.value,
+        )
+        memory = _memory(ctx, settings, request.state_dir)
+        trouble += [remember(ran, occasion, memory, clock), keep_state(plan, ran)]
+    for text in trouble:
+        if text is not None:
+            click.echo(text, err=True)
+
+
+def _write_metrics(ran: CheckRun, path: Path) -> str | None:
+    """Return what went wrong; the folder may be on a disk that hangs."""
+
+    def write() -> str | None:
+        from gpuops.cli.check_prometheus import metrics
+
+        try:
+            replace_file(path, metrics(ran), 0o644)
+        except OSError as exc:
+            return exc.strerror
+        return None
+
+    try:
+        problem = probe.ask(write, METRICS_S, question=f"metrics {path}", left=abandoned())
+    except ProbeError as exc:
+        problem = str(exc)
+    return problem and f"gpuops: cannot write {path}: {problem}"
+
+
+def _memory(ctx: click.Context, settings: Settings, state_dir: Path) -> Memory:
     named = (ctx.find_root().obj or {}).get("config_file")
     return Memory(
         spool_dir=settings.spool_dir,
@@ -120,7 +228,7 @@ def _memory(ctx: click.Context, settings: Settings) -> Memory:
         root=settings.root,
         config_file=Path(named).absolute() if named else None,
         environ=environ(),
-        state_dir=settings.state_dir if current_uid() == 0 else None,
+        state_dir=state_dir if current_uid() == 0 else None,
     )
 
 

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpuops.config import Settings
 from gpuops.errors import UsageError
@@ -10,6 +12,9 @@ from gpuops.gate.session import Request
 from gpuops.host.node import node_name
 from gpuops.host.trust import current_uid
 from gpuops.slurm.environment import job_of
+
+if TYPE_CHECKING:
+    from gpuops.checks.recording import Recording
 
 HOOKS = ("prolog", "epilog")
 _GPU = re.compile(
@@ -30,8 +35,10 @@ def request_of(
     """Return the request of a command line.
 
     Raises:
-        UsageError: *gpus* names none.
+        UsageError: *gpus* names none, or *job_id* is no number.
     """
+    if job_id is not None and not job_id.isdecimal():
+        raise UsageError(f"--job {job_id!r}: the id of a Slurm job is a number (SLURM_JOB_ID)")
     hook = job_of(env) if trigger in HOOKS else None
     return Request(
         suite=settings.suite,
@@ -48,6 +55,36 @@ def request_of(
         profile=settings.profile,
         trigger=trigger,
         job_id=job_id if job_id is not None or hook is None else hook.id,
+    )
+
+
+def read_recording(path: Path) -> "Recording":
+    """Return the recording in *path*.
+
+    Raises:
+        UsageError: It cannot be read, or is none.
+    """
+    from gpuops.checks.recording import parse_recording
+
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as exc:
+        raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
+    return parse_recording(text, str(path))
+
+
+def for_recording(request: Request, recording: "Recording") -> Request:
+    """Return *request* about the recorded node: its name, and what its configuration said.
+
+    What this machine's own configuration says of this machine is left out; a flag counts.
+    """
+    by_flag = request.gpus_expected_origin == "flag"
+    return replace(
+        request,
+        node=recording.node,
+        profile=recording.profile,
+        gpus_expected=request.gpus_expected if by_flag else recording.gpus_expected,
+        gpus_expected_origin="flag" if by_flag else "recording",
     )
 
 

@@ -108,22 +108,28 @@ def listing(suite: Suite, suites: Mapping[str, Path], *, as_json: bool) -> str:
         return json.dumps(envelope("gpuops.check-list/1", body), indent=2)
     lines = [f"suites: {', '.join(suites)}", "", f"{suite.name}: {suite.about}"]
     for item in suite.planned:
-        lines.append(f"  {item.check.name:<12} {item.check.about} (up to {item.timeout_s:g} s)")
-        lines.extend(f"  {'':<12}   {text}" for text in _parameters(item.parameters))
+        lines.append(f"  {item.check.name:<20} {item.check.about} (up to {item.timeout_s:g} s)")
+        lines.extend(f"  {'':<20}   {text}" for text in parameters(item.parameters).values())
     return "\n".join(lines)
 
 
-def _parameters(parameters: object) -> list[str]:
-    texts = []
-    for name in getattr(parameters, "__dataclass_fields__", ()):
-        value = getattr(parameters, name)
-        if isinstance(value, Limit):
-            limits = [f"{word} at {n:g}" for word, n in _limits(value) if n is not None]
-            texts.append(f"{name}: {', '.join(limits)}  [{value.source}]")
-        elif value not in (None, ()):
-            texts.append(f"{name}: {', '.join(value) if isinstance(value, tuple) else value}")
+def parameters(record: object) -> Mapping[str, str]:
+    """Return what the parameters in *record* are, by their key: ``"width: warn at 8  [nvml]"``."""
+    texts = {}
+    for name in getattr(record, "__dataclass_fields__", ()):
+        value = getattr(record, name)
+        if value not in (None, (), {}):
+            texts[name] = f"{name}: {_parameter(value)}"
     return texts
 
 
-def _limits(limit: Limit) -> tuple[tuple[str, float | None], ...]:
-    return ("warn", limit.warn), ("fail", limit.fail)
+def _parameter(value: object) -> str:
+    if isinstance(value, Limit):
+        given = (("warn", value.warn), ("fail", value.fail))
+        limits = [f"{word} at {number:g}" for word, number in given if number is not None]
+        return f"{', '.join(limits)}  [{value.source}]"
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} {_parameter(item)}" for key, item in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(str(item) for item in value)
+    return str(value)

@@ -71,27 +71,32 @@ class _Gpu:
 
 
 def judge(facts: KernelFacts, parameters: Parameters, case: Case) -> list[Finding]:
-    """Return one finding for each GPU of which the driver said something that counts, or a pass."""
+    """Return one finding for each GPU of which the driver said something that counts.
+
+    Where none of them fails or passes one more says that the log was read and no GPU fails.
+    """
     addresses = sorted({burst.address for burst in facts.driver.xids})
     gpus = [_gpu(address, facts, case) for address in addresses]
     findings = [_finding(gpu, parameters, case) for gpu in gpus if gpu.told]
     if facts.driver.more:
         findings.append(_too_many(facts.driver.more, case.node))
-    if findings:
-        return sorted(findings, key=lambda finding: -finding.status)
-    cleared = f"; {len(gpus)} GPUs have older ones, which no longer count" if gpus else ""
-    return [
-        Finding(
-            check="gpu_xid",
-            entity=case.node,
-            status=Status.PASS,
-            value=0,
-            unit="Xids",
-            threshold="= 0",
-            source="checks/xid",
-            message=f"no Xid that counts {since(facts, repaired_us(case))}{cleared}",
-        )
-    ]
+    if all(finding.status is Status.WARN for finding in findings):
+        findings.append(_well(sum(not gpu.told for gpu in gpus), facts, case))
+    return sorted(findings, key=lambda finding: -finding.status)
+
+
+def _well(cleared: int, facts: KernelFacts, case: Case) -> Finding:
+    older = f"; {cleared} GPUs have older ones, which no longer count" if cleared else ""
+    return Finding(
+        check="gpu_xid",
+        entity=case.node,
+        status=Status.PASS,
+        value=0,
+        unit="Xids",
+        threshold="= 0",
+        source="checks/xid",
+        message=f"no Xid that fails a GPU {since(facts, repaired_us(case))}{older}",
+    )
 
 
 def _gpu(address: str, facts: KernelFacts, case: Case) -> _Gpu:

@@ -37,7 +37,9 @@ def look(tmp_path):
 
 
 def findings(facts, case=CASE, **parameters):
-    return judge(facts, Parameters(**parameters), case)
+    """Return what is said of GPUs, or of the node where nothing is said of any."""
+    found = judge(facts, Parameters(**parameters), case)
+    return [item for item in found if item.entity != NODE] or found
 
 
 def repaired(since_boot_us, kind="node", name="n1"):
@@ -92,7 +94,17 @@ def test_no_xid_passes_and_says_how_far_back_the_log_goes(look):
     (finding,) = findings(look("Linux version 6.1.0", "NVRM: nothing of note"))
 
     assert said([finding]) == [("n1", "pass", None)]
-    assert finding.message == "no Xid that counts since boot"
+    assert finding.message == "no Xid that fails a GPU since boot"
+
+
+@pytest.mark.parametrize(
+    ("code", "statuses"), [(94, ["warn", "pass"]), (79, ["fail"]), (31, ["pass"])]
+)
+def test_a_node_of_which_no_gpu_fails_has_a_pass(look, code, statuses):
+    """A warning alone could also mean that the log was not read, and ends no drain."""
+    found = judge(look(xid(code)), Parameters(), CASE)
+
+    assert [finding.status.word for finding in found] == statuses
 
 
 @pytest.mark.parametrize(("word", "status"), [("Fatal", "fail"), ("Nonfatal", "warn")])

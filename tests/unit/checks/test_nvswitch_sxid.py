@@ -26,7 +26,9 @@ def look(tmp_path):
 
 
 def findings(facts, case=CASE, **parameters):
-    return judge(facts, Parameters(**parameters), case)
+    """Return what is said of switches, or of the node where nothing is said of any."""
+    found = judge(facts, Parameters(**parameters), case)
+    return [item for item in found if item.entity != NODE] or found
 
 
 VERDICTS = {
@@ -70,6 +72,21 @@ def test_the_catalogue_says_what_nvidia_published(codes, sxid_class):
 
 def test_no_sxid_passes(look):
     assert said(findings(look("Linux version 6.1.0"))) == [("n1", "pass", None)]
+
+
+@pytest.mark.parametrize(
+    ("line", "statuses"),
+    [
+        (sxid(12028), ["warn", "pass"]),
+        (sxid(20034, "Fatal"), ["fail"]),
+        (sxid(20001), ["pass"]),
+    ],
+)
+def test_a_node_of_which_no_switch_fails_has_a_pass(look, line, statuses):
+    """A warning alone could also mean that the log was not read, and ends no drain."""
+    found = judge(look(line), Parameters(), CASE)
+
+    assert [finding.status.word for finding in found] == statuses
 
 
 def test_the_further_lines_of_an_sxid_are_not_counted(look):

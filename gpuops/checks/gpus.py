@@ -89,7 +89,10 @@ def each_gpu(
             fine.append(gpu)
     if fine and not findings:
         findings.append(finding(check, case.node, well(fine)))
-    findings += [_not_judged(check, case.node, reason, gpus) for reason, gpus in untold.items()]
+    everywhere = not fine and not findings and len(untold) == 1
+    for reason, gpus in untold.items():
+        who = "any GPU" if everywhere and len(gpus) > 1 else listed(gpus)
+        findings.append(_not_judged(check, case.node, reason, who))
     return findings + not_found(check, facts, case)
 
 
@@ -241,11 +244,11 @@ def _reason(gpu: NvmlGpu, said: Untold, calls: tuple[str, ...]) -> _Reason:
     return "no answer", None
 
 
-def _not_judged(check: str, node: Entity, reason: _Reason, gpus: Sequence[NvmlGpu]) -> Finding:
+def _not_judged(check: str, node: Entity, reason: _Reason, who: str) -> Finding:
     why, unknown = reason
     verdict = Verdict(
         status=Status.SKIP if unknown is None else Status.UNKNOWN,
-        message=f"not told by {listed(gpus)}: {why}",
+        message=f"not judged on {who}: {why}",
         unknown_reason=unknown,
     )
     return finding(check, node, verdict)

@@ -56,4 +56,4 @@ def test_errors_that_are_not_counted_are_skipped():
     untold = findings(EccErrors(), unsupported=("nvmlDeviceGetTotalEccErrors",))
 
     assert said(untold) == [("n1", "pass", None), ("n1", "skip", None)]
-    assert findings(EccErrors(), modes=off)[1].message == "not told by GPU 1: ECC is off"
+    assert findings(EccErrors(), modes=off)[1].message == "not judged on GPU 1: ECC is off"

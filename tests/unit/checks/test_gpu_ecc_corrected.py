@@ -49,7 +49,7 @@ def test_the_count_of_the_gpus_life_is_compared_across_a_boot():
 def test_the_volatile_count_is_compared_within_a_boot_only():
     assert said(findings(errors(None, 2000), {VOLATILE: 0}))[0][1] == "warn"
     (finding,) = findings(errors(None, 2000), {VOLATILE: 0}, boot_id="before")
-    assert finding.message == "not told by GPU 0: no earlier count to compare with"
+    assert finding.message == "not judged on GPU 0: no earlier count to compare with"
 
 
 def test_a_count_that_fell_was_reset_and_starts_at_zero():

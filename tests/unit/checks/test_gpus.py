@@ -94,9 +94,15 @@ def test_those_that_say_nothing_are_never_among_the_well():
 
     assert [(item.status.word, item.message) for item in findings] == [
         ("pass", "1 well"),
-        ("skip", "not told by GPUs 1, 2: no answer"),
-        ("skip", "not told by GPU 3: it is a test"),
+        ("skip", "not judged on GPUs 1, 2: no answer"),
+        ("skip", "not judged on GPU 3: it is a test"),
     ]
+
+
+def test_a_reason_that_all_share_does_not_list_them():
+    (finding,) = judged(node(gpu(0), gpu(1)), untold={0: "it is a test", 1: "it is a test"})
+
+    assert finding.message == "not judged on any GPU: it is a test"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_a_gpu_that_says_nothing_is_told_with_the_reason(changes, status, reason
     (finding,) = judged(facts, untold={3: ""}, calls=("nvmlA",))
 
     assert (finding.status.word, finding.unknown_reason) == (status, reason)
-    assert finding.message == f"not told by GPU 3: {why}"
+    assert finding.message == f"not judged on GPU 3: {why}"
 
 
 def test_without_gpus_everything_is_skipped():

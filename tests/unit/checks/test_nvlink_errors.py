@@ -76,7 +76,7 @@ def test_a_first_look_and_one_after_a_boot_judge_nothing():
 def test_links_that_are_not_told_and_cards_without_links_are_skipped():
     assert said(findings(gpu(0, nvlinks=None))) == [("n1", "skip", None)]
     (finding,) = findings(gpu(0, nvlinks=()))
-    assert finding.message == "not told by GPU 0: it has no NVLink"
+    assert finding.message == "not judged on GPU 0: it has no NVLink"
 
 
 def test_the_next_look_compares_with_the_sums_over_all_links():

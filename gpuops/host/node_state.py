@@ -116,12 +116,12 @@ class Growth:
     @property
     def per_hour(self) -> float:
         """Return the rate over at least an hour: one event in ten seconds is not 360 an hour."""
-        return self.grown / max(self.elapsed_s, _RATE_SPAN_MIN_S) * 3600.0
+        return self.grown * 3600.0 / max(self.elapsed_s, _RATE_SPAN_MIN_S)
 
     @property
     def per_day(self) -> float:
         """Return the rate over at least an hour, in events a day."""
-        return self.per_hour * 24.0
+        return self.grown * 86400.0 / max(self.elapsed_s, _RATE_SPAN_MIN_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

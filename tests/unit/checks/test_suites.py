@@ -150,6 +150,14 @@ timeout_s = 1
     assert {reason.value for reason in suite.unknown} == {"crash", "timeout"}
 
 
+def test_an_exclamation_mark_takes_checks_away_from_the_others(tmp_path):
+    heir = 'inherits = "base"\nrun = ["*", "!gpu_p*"]'
+    suite = load_suite("heir", written(tmp_path, base=BASE, heir=heir))
+
+    assert "gpu_count" in suite.names
+    assert "gpu_pci" not in suite.names
+
+
 @pytest.mark.parametrize(
     ("heir", "message"),
     [
@@ -157,6 +165,7 @@ timeout_s = 1
         ('inherits = "heir"', "inherits itself: heir > heir"),
         ('inherits = "base"\nrun = ["gpu_pcie"]', "no check 'gpu_pcie'; did you mean 'gpu_pci'"),
         ('inherits = "base"\nrun = "gpu_pci"', "run is a list of names"),
+        ('inherits = "base"\nrun = ["*", "!gpu_pcie"]', "no check '!gpu_pcie'"),
         ('run = ["memory"]\ndeadline_s = 1', "picks from what a suite `inherits`"),
     ],
 )

@@ -1,0 +1,33 @@
+"""Kernel modules against the profile."""
+
+from support.checks import CASE, NODE, said
+
+from gpuops.checks.kernel_modules import asks, judge
+from gpuops.checks.profile import NO_PROFILE, Profile, Words
+from gpuops.checks.protocol import Case, NoParameters
+from gpuops.host.kernel_state import Modules
+
+PROFILE = Profile(
+    name="p", kernel_modules=Words(value=("nvidia_peermem", "mlx5_ib"), source="site")
+)
+WITH = Case(node=NODE, profile=PROFILE)
+
+
+def test_each_module_that_is_absent_fails():
+    facts = Modules(present=("mlx5_ib",), absent=("nvidia_peermem",))
+    (finding,) = judge(facts, NoParameters(), WITH)
+
+    assert said([finding]) == [("n1", "fail", "host_sw.config")]
+    assert (finding.message, finding.source) == ("nvidia_peermem is not loaded", "site")
+
+
+def test_all_there_passes():
+    facts = Modules(present=("nvidia_peermem", "mlx5_ib"))
+
+    assert said(judge(facts, NoParameters(), WITH)) == [("n1", "pass", None)]
+
+
+def test_only_what_the_profile_names_is_asked_and_judged():
+    assert asks(NoParameters(), PROFILE) == ("nvidia_peermem", "mlx5_ib")
+    assert asks(NoParameters(), NO_PROFILE) == ()
+    assert said(judge(Modules(absent=("zfs",)), NoParameters(), CASE)) == [("n1", "skip", None)]

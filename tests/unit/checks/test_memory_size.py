@@ -1,0 +1,39 @@
+"""Memory against the profile."""
+
+import pytest
+from support.checks import NODE, said
+
+from gpuops.checks.memory_size import judge
+from gpuops.checks.profile import Number, Profile
+from gpuops.checks.protocol import Case, NoParameters
+from gpuops.host.procfs import Memory
+
+GB = 10**9
+
+
+def verdict(total_bytes, expected=None):
+    minimum = None if expected is None else Number(value=expected, source="order 7")
+    case = Case(node=NODE, profile=Profile(name="p", memory_bytes_min=minimum))
+    return judge(Memory(total_bytes, total_bytes), NoParameters(), case)
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "status"),
+    [(2000 * GB - 1, "fail"), (2000 * GB, "pass"), (2000 * GB + 1, "pass")],
+)
+def test_less_than_the_profile_says_fails(total_bytes, status):
+    (finding,) = verdict(total_bytes, 2000 * GB)
+
+    assert finding.status.word == status
+    assert (finding.threshold, finding.source, finding.unit) == (">= 2000", "order 7", "GB")
+
+
+def test_a_failure_is_one_of_memory_modules():
+    assert said(verdict(1, 2)) == [("n1", "fail", "host_hw.dimm")]
+
+
+def test_without_a_profile_nothing_is_held_against_the_node():
+    (finding,) = verdict(5 * GB)
+
+    assert (finding.status.word, finding.value) == ("skip", 5.0)
+    assert finding.message == "5.0 GB of memory; no profile tells what is expected"

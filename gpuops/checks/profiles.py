@@ -211,7 +211,7 @@ def profile_for(
         if named not in profiles:
             raise ConfigError(f"check.profile: {unknown_name('profile', named, profiles)}")
         return profiles[named], None
-    fitting = [item for item in profiles.values() if _fits(item.match, node, gpu_names, gpu_count)]
+    fitting = [item for item in profiles.values() if fits(item.match, node, gpu_names, gpu_count)]
     inherited = {item.inherits for item in fitting if item.inherits != item.name}
     fitting = [item for item in fitting if item.name not in inherited]
     match fitting:
@@ -227,7 +227,8 @@ def profile_for(
             )
 
 
-def _fits(match: Match, node: str, gpu_names: Sequence[str], gpu_count: int) -> bool:
+def fits(match: Match, node: str, gpu_names: Sequence[str], gpu_count: int) -> bool:
+    """Say whether a profile of *match* is this node's; the arguments are those of `profile_for`."""
     if match == Match():
         return False  # It asks for nothing: it is there to be named.
     if match.gpu is not None:

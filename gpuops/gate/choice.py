@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.collect import Chooser, Looked
 from gpuops.checks.profile import Profile
-from gpuops.checks.profiles import profile_for
+from gpuops.checks.profiles import fits, profile_for
 from gpuops.errors import ConfigError
 from gpuops.gate.state import GPUS_LOOK
 from gpuops.host.gpus import Gpus
@@ -38,14 +38,35 @@ class Choice:
             return self.profiles[str(self.remembered)]
         return self._fitting((), 0)[0]
 
-    def by(self, gpus: Gpus) -> tuple[Profile, str | None]:
-        """Return the profile that *gpus* speak for, and what is wrong with the choice."""
-        names = tuple(gpu.name for gpu in gpus.nvml.gpus if gpu.name)
+    def by(self, gpus: Gpus) -> Profile:
+        """Return the profile that *gpus* speak for."""
+        return self._speak_for(gpus)[0]
+
+    def problem(self, gpus: object) -> Finding | None:
+        """Return the finding about a choice that went wrong, given the facts of the GPUs.
+
+        Hardware that nobody described is judged by its own word; only a contradiction warns.
+        """
+        text = self._speak_for(gpus)[1] if isinstance(gpus, Gpus) else None
+        if text is None or not isinstance(gpus, Gpus):
+            return None
+        names, count = _seen(gpus)
+        several = sum(fits(item.match, self.node, names, count) for item in self.profiles.values())
+        return Finding(
+            check="profile",
+            entity=Entity(EntityKind.NODE, self.node),
+            status=Status.WARN if several > 1 else Status.SKIP,
+            message=text,
+            source="checks/profiles",
+        )
+
+    def _speak_for(self, gpus: Gpus) -> tuple[Profile, str | None]:
+        names, count = _seen(gpus)
         first = self.first()
         wanted = first.match.gpu_count
-        if not names or (wanted is not None and len(gpus.pci) < wanted):
+        if not names or (wanted is not None and count < wanted):
             return first, None
-        return self._fitting(names, len(gpus.pci))
+        return self._fitting(names, count)
 
     def _fitting(self, names: tuple[str, ...], count: int) -> tuple[Profile, str | None]:
         return profile_for(
@@ -60,19 +81,11 @@ class Choice:
         if looked.error is not None:
             return self.first()
         try:
-            return self.by(from_json(Gpus, looked.facts, "the GPUs"))[0]
+            return self.by(from_json(Gpus, looked.facts, "the GPUs"))
         except (ConfigError, ValueError):
             return self.first()
 
-    def problem(self, gpus: object) -> Finding | None:
-        """Return the finding about a choice that went wrong, given the facts of the GPUs."""
-        problem = self.by(gpus)[1] if isinstance(gpus, Gpus) else None
-        if problem is None:
-            return None
-        return Finding(
-            check="profile",
-            entity=Entity(EntityKind.NODE, self.node),
-            status=Status.WARN,
-            message=problem,
-            source="checks/profiles",
-        )
+
+def _seen(gpus: Gpus) -> tuple[tuple[str, ...], int]:
+    """Return what NVML calls each GPU, and how many are on the bus."""
+    return tuple(gpu.name for gpu in gpus.nvml.gpus if gpu.name), len(gpus.pci)

@@ -1,55 +1,56 @@
-"""Bring what the store knows of this node into the node's own file: repairs and strikes.
+"""Bring what the store knows of this node into its file: repairs and strikes. For a health check.
 
-A health check does it, so that no prolog has to ask the database.
+In a child with a deadline; what went wrong is said, and the file stays as it was.
 """
 
 from dataclasses import replace
-from functools import reduce
+from pathlib import Path
 
 from gpuops.errors import GpuopsError, ProbeError
 from gpuops.gate.node_incidents import with_repair
-from gpuops.gate.permit import START_S, Gate
 from gpuops.gate.state_file import StateError, change_state
 from gpuops.host import probe
-from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import NodeState, Repair, Strikes
 
-FETCH_S = 2.0
+SYNC_S = 3.0
+_STORE_S = 2.0
 
 
-def sync(gate: Gate, clock: Clock) -> str | None:
-    """Fetch and keep them; return what went wrong. The caller must have a single thread."""
+def sync(
+    store_url: str, *, cluster: str, node: str, state_dir: Path, uid: int, clock: Clock
+) -> str | None:
+    """Ask the store and keep its answer; return what went wrong, None where nothing did.
+
+    The caller must have a single thread.
+    """
     now_us = clock.now_us()
+
+    def ask() -> str | None:
+        from gpuops.store.node_sync import fetch
+
+        try:
+            repairs, strikes = fetch(
+                store_url, cluster=cluster, node=node, now_us=now_us, deadline_s=_STORE_S
+            )
+            change_state(state_dir, uid, lambda state: with_news(state, repairs, strikes))
+        except (GpuopsError, StateError) as exc:
+            return str(exc)
+        return None
+
     try:
-        said: str | None = probe.ask(
-            lambda: _sync(gate, now_us),
-            START_S + FETCH_S,
-            question=f"sync {gate.state_dir}",
-            left=abandoned(),
-        )
+        child = probe.start_call(ask, deadline_s=SYNC_S)
+        trouble: str | None = probe.answer(probe.run(child))
     except ProbeError as exc:
-        said = str(exc)
-    return said and f"gpuops: repairs and strikes are as they were: {said}"
+        trouble = str(exc)
+    return trouble and f"gpuops: repairs and strikes were not asked of the store: {trouble}"
 
 
-def _sync(gate: Gate, now_us: int) -> str | None:
-    from gpuops.store.node_sync import fetch
-
-    try:
-        repairs, strikes = fetch(
-            gate.store_url,
-            cluster=gate.cluster,
-            node=gate.node,
-            now_us=now_us,
-            deadline_s=FETCH_S,
-        )
-        change_state(gate.state_dir, gate.uid, lambda state: _told(state, repairs, strikes))
-    except (GpuopsError, StateError) as exc:
-        return str(exc)
-    return None
-
-
-def _told(state: NodeState, repairs: tuple[Repair, ...], strikes: tuple[Strikes, ...]) -> NodeState:
-    """Return *state* with *repairs* besides its own, which the store may not have yet."""
-    return replace(state, repairs=reduce(with_repair, repairs, state.repairs), strikes=strikes)
+def with_news(
+    state: NodeState, repairs: tuple[Repair, ...], strikes: tuple[Strikes, ...]
+) -> NodeState:
+    """Return *state* with what the store told; a repair that it has not heard of yet stays."""
+    known = state.repairs
+    for item in repairs:
+        known = with_repair(known, item)
+    return replace(state, repairs=known, strikes=strikes)

@@ -113,3 +113,12 @@ def test_a_report_without_any_run_is_one_line_and_a_usage_error(user):
     assert (done.returncode, done.stdout) == (64, "")
     (line,) = done.stderr.splitlines()
     assert "no run yet" in line
+
+
+def test_a_user_repairs_no_node(user):
+    gpuops, _temporary = user
+
+    done = gpuops("repair", "n1", "--what", "a new GPU")
+
+    assert done.returncode == 64
+    assert "must be run by root" in done.stderr

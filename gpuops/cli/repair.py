@@ -1,0 +1,153 @@
+"""``gpuops repair``."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import click
+
+from gpuops.cli.settings import json_option, settings_of, store_option
+from gpuops.config import Settings, environ
+from gpuops.errors import GpuopsError, UsageError
+from gpuops.gate.repair import Done, Order, acknowledge_repair
+from gpuops.host.clock import SystemClock
+from gpuops.host.node import boot_id, node_name
+from gpuops.host.trust import current_uid
+from gpuops.log import printable
+from gpuops.model import Entity, EntityKind, Event, envelope
+from gpuops.report.text import short
+from gpuops.store.flush import flush
+from gpuops.store.recorder import spool_recorder
+from gpuops.units import iso_utc
+
+FLUSH_S = 10.0
+WORDS_MAX = 500
+
+
+@click.command()
+@click.argument("node")
+@click.option("--gpu", metavar="UUID", help="Only this GPU was repaired.")
+@click.option("--nic", metavar="GUID", help="Only this network card was repaired.")
+@click.option("--what", required=True, metavar="TEXT", help="What was done.")
+@click.option("--by", metavar="NAME", help="Who did it; default: who calls this.")
+@store_option
+@json_option
+@click.pass_context
+def repair(
+    ctx: click.Context,
+    *,
+    node: str,
+    gpu: str | None,
+    nic: str | None,
+    what: str,
+    by: str | None,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Record that NODE was repaired: what was before no longer counts against it.
+
+    Its open incidents are closed, and its strikes and old kernel messages are forgiven. On the
+    node itself this works without the store.
+    """
+    uid = current_uid()
+    if uid != 0:
+        raise UsageError(
+            f"gpuops repair must be run by root, not by uid {uid}: users' words about a node do "
+            "not count; try sudo"
+        )
+    settings, env = settings_of(ctx, store__url=store), environ()
+    order = Order(
+        node=node,
+        entity=_entity(node, gpu, nic),
+        by=_text("--by", by or _caller(env)),
+        what=_text("--what", what),
+        is_here=node == node_name(env),
+        state_dir=settings.state_dir,
+        uid=uid,
+    )
+    clock = SystemClock()
+    done = acknowledge_repair(order, settings.store_url, settings.cluster, clock)
+    notes = [*done.notes, *_record(settings, node, done.events, clock)]
+    if as_json:
+        click.echo(json.dumps(envelope("gpuops.repair/1", _body(node, done, notes)), indent=2))
+        return
+    click.echo(_said(node, done))
+    for note in notes:
+        click.echo(f"gpuops: {printable(note)}", err=True)
+
+
+def _entity(node: str, gpu: str | None, nic: str | None) -> Entity:
+    if gpu is not None and nic is not None:
+        raise UsageError("--gpu and --nic exclude each other: name one part, or none for all")
+    if gpu is not None:
+        return Entity(EntityKind.GPU, _text("--gpu", gpu))
+    if nic is not None:
+        return Entity(EntityKind.NIC, _text("--nic", nic))
+    return Entity(EntityKind.NODE, node)
+
+
+def _text(option: str, value: str) -> str:
+    text = " ".join(value.split())
+    if not text or len(text) > WORDS_MAX or not text.isprintable():
+        raise UsageError(f"{option} wants 1 to {WORDS_MAX} printable characters, got {value!r:.80}")
+    return text
+
+
+def _caller(env: Mapping[str, str]) -> str:
+    return env.get("SUDO_USER") or env.get("USER") or "root"
+
+
+def _record(
+    settings: Settings, node: str, events: Sequence[Event], clock: SystemClock
+) -> list[str]:
+    """Send *events* to the store by way of the spool; return what did not come about.
+
+    Raises:
+        GpuopsError: The spool does not take them.
+    """
+    recorder = spool_recorder(
+        settings.spool_dir,
+        node=node,
+        boot_id=boot_id(settings.root),
+        bytes_max=settings.spool_bytes_max,
+        clock=clock,
+    )
+    recorder.record(*events)
+    recorder.close()
+    if recorder.lost:
+        raise GpuopsError(f"the store will not hear of it: {settings.spool_dir} takes no events")
+    report = flush(
+        settings.spool_dir,
+        settings.store_url,
+        deadline_s=FLUSH_S,
+        cluster=settings.cluster,
+        clock=clock,
+        root=settings.root,
+    )
+    return [] if report.note is None else [f"the store will hear of it later: {report.note}"]
+
+
+def _body(node: str, done: Done, notes: Sequence[str]) -> dict[str, object]:
+    repair = done.repair
+    return {
+        "node": node,
+        "repair": {
+            "entity": {"kind": repair.entity_kind, "id": repair.entity_id},
+            "time": iso_utc(repair.t_us),
+            "by": repair.by,
+            "what": repair.what,
+        },
+        "incidents": [item.to_json() for item in done.closed],
+        "notes": list(notes),
+    }
+
+
+def _said(node: str, done: Done) -> str:
+    repair = done.repair
+    about = (
+        ""
+        if repair.entity_kind == EntityKind.NODE
+        else f", {repair.entity_kind} {repair.entity_id}"
+    )
+    lines = [printable(f"node {node}{about}: repaired by {repair.by}: {repair.what}")]
+    lines += [f"closed incident {short(item.id)}: {printable(item.title)}" for item in done.closed]
+    return "\n".join(lines if done.closed else [*lines, "no incident was open"])

@@ -1,0 +1,124 @@
+"""A repair that somebody acknowledges: what was before it no longer counts against its entity.
+
+On the node itself it needs no database: the node's file takes it, and the store hears of it when
+it can. Another node hears of it from the store, with its next health check.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.errors import GpuopsError, StoreError, UsageError
+from gpuops.gate.node_incidents import acknowledge
+from gpuops.gate.remember import incident_events
+from gpuops.gate.state_file import StateError
+from gpuops.host.clock import Clock
+from gpuops.host.node_state import Repair
+from gpuops.incident.node_incident import covers, ended_by
+from gpuops.model import Entity, EntityKind, Event, Incident, IncidentState
+from gpuops.store.engine import open_store
+from gpuops.store.node_events import repaired
+from gpuops.store.node_queries import ROWS_MAX, components_of, find_node, incidents_of
+
+STORE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What was repaired. ``is_here``: this is the node, whose file is in ``state_dir``."""
+
+    node: str
+    entity: Entity
+    by: str
+    what: str
+    is_here: bool
+    state_dir: Path
+    uid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What came of it. ``events`` are to be recorded; ``notes``: what could not be done."""
+
+    repair: Repair
+    closed: tuple[Incident, ...]
+    events: tuple[Event, ...]
+    notes: tuple[str, ...] = ()
+
+
+def acknowledge_repair(order: Order, store_url: str, cluster: str, clock: Clock) -> Done:
+    """Return what *order* comes to; on the node itself its file has taken it.
+
+    Raises:
+        UsageError: The store knows no such node, or no such part of it.
+        StoreError: The node is another one, and the store gives no answer.
+        GpuopsError: This is the node, and neither its file nor the store could be used.
+    """
+    event = repaired(order.node, order.entity, by=order.by, what=order.what, clock=clock)
+    repair = Repair(
+        entity_kind=order.entity.kind.value,
+        entity_id=order.entity.id,
+        t_us=event.t_us,
+        by=order.by,
+        what=order.what,
+    )
+    notes: list[str] = []
+    closed: dict[str, Incident] = {}
+    try:
+        closed |= _by_id(_closed_in_store(order, repair, store_url, cluster))
+    except StoreError as exc:
+        if not order.is_here:
+            raise
+        notes.append(f"the store was not asked: {exc}")
+    if order.is_here:
+        try:
+            closed |= _by_id(acknowledge(order.state_dir, order.uid, repair))
+        except StateError as exc:
+            if notes:
+                raise GpuopsError(
+                    f"this repair is not recorded: this node's file: {exc}; {notes[0]}"
+                ) from exc
+            notes.append(f"this node's file does not have it: {exc}")
+    told = incident_events(closed.values(), order.node, clock)
+    return Done(
+        repair=repair,
+        closed=tuple(closed.values()),
+        events=(event, *told),
+        notes=tuple(notes),
+    )
+
+
+def _by_id(incidents: Iterable[Incident]) -> dict[str, Incident]:
+    return {incident.id: incident for incident in incidents}
+
+
+def _closed_in_store(order: Order, repair: Repair, store_url: str, cluster: str) -> list[Incident]:
+    """Return the open incidents that the store has of the node, as closed by *repair*."""
+    with (
+        open_store(store_url, mode="read", deadline_s=STORE_S) as store,
+        store.begin() as connection,
+    ):
+        try:
+            node = find_node(connection, order.node, cluster=cluster)
+        except UsageError:
+            if order.is_here:
+                return []
+            raise
+        _check_part(order, components_of(connection, node.id, order.entity.kind.value))
+        found = incidents_of(connection, node.id, node.name, ROWS_MAX)
+    is_open = (IncidentState.OPEN, IncidentState.MITIGATED)
+    return [
+        ended_by(item, repair)
+        for item in found
+        if item.state in is_open and item.run_id is None and covers(repair, item)
+    ]
+
+
+def _check_part(order: Order, known: list[str]) -> None:
+    entity = order.entity
+    if entity.kind is EntityKind.NODE or not known or entity.id in known:
+        return
+    raise UsageError(
+        f"node {order.node} never had a {entity.kind.value} {entity.id!r}; "
+        f"on record are {', '.join(known)}"
+    )

@@ -111,17 +111,19 @@ def _read(path: Path, uid: int) -> str | None:
         return None
     except OSError as exc:
         raise StateError(exc.strerror or str(exc)) from exc
-    with os.fdopen(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise StateError("it is not a file")
         if found.st_uid != uid:
             raise StateError(f"it belongs to user {found.st_uid}, not to {uid}")
-        try:
-            refuse_foreign_file(path, uid=uid)
+        refuse_foreign_file(path, uid=uid)
+        with os.fdopen(fd, "rb", closefd=False) as file:
             content = file.read(_BYTES_MAX + 1)
-        except (ConfigError, OSError) as exc:
-            raise StateError(str(exc)) from exc
+    except (ConfigError, OSError) as exc:
+        raise StateError(str(exc)) from exc
+    finally:
+        os.close(fd)
     if len(content) > _BYTES_MAX:
         raise StateError(f"it is larger than {_BYTES_MAX} bytes")
     return content.decode("utf-8", errors="replace")

@@ -26,7 +26,7 @@ def read_nvml(deadline_s: float, root: Path = Path("/")) -> NvmlSnapshot:
         child = probe.start_call(
             lambda: to_json(snapshot_here(until_s)),
             deadline_s=deadline_s,
-            question="nvml",
+            question=f"nvml {root}",
             left=abandoned(),
         )
     except ProbeError as exc:

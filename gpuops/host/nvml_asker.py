@@ -101,6 +101,9 @@ class Asker:
             return function(*args)
         except self.nvml.NVMLError as exc:
             raise Refused(exc.value, str(exc)) from exc
+        except self.nvml.NVMLLibraryMismatchError as exc:
+            # So pynvml calls it where the driver lacks the newest form of a function.
+            raise Refused(_FUNCTION_NOT_FOUND, str(exc)) from exc
         except ValueError as exc:
             # A sick board's strings: UnicodeDecodeError.
             raise Refused(UNREADABLE, f"{type(exc).__name__}: {exc}") from exc

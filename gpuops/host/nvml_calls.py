@@ -6,6 +6,7 @@ decides how long a slow driver makes a node wait.
 
 from collections.abc import Callable
 from ctypes import byref
+from functools import partial
 from typing import Any
 
 from gpuops.host.gpu_facts import CORRUPTED_INFOROM, Fabric, GpuMemory, GpuProcess, RemappedRows
@@ -183,7 +184,10 @@ def _memory(gpu: Asker) -> None:
 
 def _processes(gpu: Asker) -> None:
     """Ask who has a context; without the list of compute processes nothing is told."""
-    lists = {kind: gpu.answer(call) for kind, call in _PROCESSES.items()}
+    lists = {
+        kind: gpu.answer(call, instead=partial(gpu.answer, f"{call}_v2"))
+        for kind, call in _PROCESSES.items()
+    }
     if lists["compute"] is None:
         return
     gpu.found["processes"] = tuple(

@@ -348,8 +348,13 @@ static int running(const char *function, struct gpu *gpu, const char *kind, unsi
 	return SUCCESS;
 }
 
+#ifdef OLD_DRIVER
+#define NEWEST(name) name##_v2
+#else
+#define NEWEST(name) name##_v3
+#endif
 #define RUNNING(name, kind)                                                                       \
-	int name##_v3(struct gpu *gpu, unsigned *count, struct process_info *infos)                \
+	int NEWEST(name)(struct gpu *gpu, unsigned *count, struct process_info *infos)                \
 	{                                                                                          \
 		return running(#name, gpu, kind, count, infos);                                    \
 	}

@@ -1,0 +1,132 @@
+"""What is asked of NVML, and what becomes of answers that make no sense."""
+
+import time
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from gpuops.host.gpu_facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
+from gpuops.host.nvml_answers import snapshot_of
+from gpuops.host.nvml_asker import Asker, GpuLostError, Refused
+from gpuops.host.nvml_fields import IDS
+from gpuops.host.nvml_session import Session
+
+SOON_S = 10.0
+
+
+def nvml(**calls):
+    """A pynvml with nothing in it but *calls*."""
+    return SimpleNamespace(
+        NVMLError=pynvml.NVMLError,
+        NVMLLibraryMismatchError=pynvml.NVMLLibraryMismatchError,
+        **calls,
+    )
+
+
+def raising(error):
+    def call(*_args):
+        raise error
+
+    return call
+
+
+def finished(**found):
+    asker = Asker(nvml())
+    asker.found.update(found)
+    asker.finished = True
+    return asker
+
+
+def test_our_numbers_of_fields_are_those_of_pynvml():
+    assert {name: getattr(pynvml, name) for name in IDS} == IDS
+
+
+def test_an_answer_is_put_in_its_place():
+    asker = Asker(nvml(nvmlDeviceGetPowerUsage=lambda handle: handle * 1000), handle=7)
+    asker.tell("power.drawn_w", "nvmlDeviceGetPowerUsage", made=lambda watts: watts / 1000)
+
+    assert asker.found == {"power.drawn_w": 7.0}
+    assert (asker.errors, asker.unsupported) == ([], [])
+
+
+def test_a_call_that_pynvml_is_too_old_for_is_not_supported():
+    asker = Asker(nvml())
+    asker.tell("uuid", "nvmlDeviceGetUUID")
+
+    assert (asker.found, asker.errors, asker.unsupported) == ({}, [], ["nvmlDeviceGetUUID"])
+
+
+def test_what_the_driver_does_not_have_is_asked_in_another_way():
+    asker = Asker(nvml(old=lambda _handle: 3, new=raising(pynvml.NVMLError(NOT_SUPPORTED))))
+    asker.tell("minor", "new", instead=lambda: asker.answer("old"))
+
+    assert (asker.found, asker.unsupported) == ({"minor": 3}, [])
+
+
+def test_another_way_is_not_tried_after_an_error():
+    asker = Asker(nvml(old=raising(AssertionError), new=raising(pynvml.NVMLError(999))))
+    asker.tell("minor", "new", instead=lambda: asker.answer("old"))
+
+    assert asker.errors == [CallError("new", 999, "Unknown Error")]
+
+
+def test_a_string_that_cannot_be_read_is_an_error_of_its_call():
+    garbled = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    asker = Asker(nvml(nvmlDeviceGetName=raising(garbled)))
+    asker.tell("name", "nvmlDeviceGetName")
+
+    (error,) = asker.errors
+    assert (error.call, error.code) == ("nvmlDeviceGetName", UNREADABLE)
+    assert "invalid start byte" in error.text
+
+
+def test_a_lost_gpu_is_noted_and_asked_no_more():
+    asker = Asker(nvml(nvmlDeviceGetName=raising(pynvml.NVMLError(GPU_IS_LOST))))
+
+    with pytest.raises(GpuLostError):
+        asker.tell("name", "nvmlDeviceGetName")
+    assert [error.code for error in asker.errors] == [GPU_IS_LOST]
+
+
+def test_what_is_not_supported_is_noted_once():
+    asker = Asker(nvml())
+    for _link in range(18):
+        asker.note("NVML_FI_DEV_NVLINK_GET_STATE", Refused(NOT_SUPPORTED, "no"))
+
+    assert asker.unsupported == ["NVML_FI_DEV_NVLINK_GET_STATE"]
+
+
+def test_a_bug_in_one_reader_is_an_error_of_the_gpu_and_the_snapshot_is_made():
+    """Without its constants and structures pynvml breaks every reader that wants one."""
+    broken = nvml(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda _handle: "GPU-0",
+    )
+    snapshot = Session(broken).run(time.monotonic() + SOON_S)
+
+    (gpu,) = snapshot.gpus
+    assert (snapshot.status, gpu.uuid, gpu.hung_call) == ("ok", "GPU-0", None)
+    assert UNREADABLE in {error.code for error in gpu.errors}
+    assert any("AttributeError" in error.text for error in gpu.errors)
+
+
+def test_an_asker_that_never_came_to_a_call_hangs_too():
+    """On a machine that is that busy, a GPU that was not asked is not one that is missing."""
+    waiting = Asker(nvml())
+    snapshot = snapshot_of(finished(), finished(), [[waiting], [finished(uuid="GPU-1")]], 1e9)
+
+    assert [gpu.hung_call for gpu in snapshot.gpus] == ["no call yet", None]
+    assert snapshot.status == "ok"
+
+
+@pytest.mark.parametrize(("told", "status"), [({}, "timeout"), ({"uuid": "GPU-0"}, "ok")])
+def test_only_gpus_that_say_nothing_at_all_are_an_nvml_without_an_answer(told, status):
+    hung = Asker(nvml())
+    hung.call = "nvmlDeviceGetName"
+    snapshot = snapshot_of(finished(), finished(), [[finished(**told), hung]], 1e9)
+
+    assert (snapshot.status, snapshot.hung_call) == (status, "nvmlDeviceGetName")
+    assert snapshot.hang == "nvmlDeviceGetName"

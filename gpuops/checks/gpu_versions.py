@@ -104,9 +104,8 @@ def _vbios(gpu: NvmlGpu, facts: Gpus, case: Case) -> Sequence[Verdict] | Untold:
         wrong, expected = gpu.vbios not in profile.vbios.value, " or ".join(profile.vbios.value)
         status, source = Status.FAIL, f"profile {profile.name}: {profile.vbios.source}"
     else:
-        versions = {peer.vbios for peer in peers_of(gpu, facts) if peer.vbios}
         usual = majority(peer.vbios for peer in peers_of(gpu, facts))
-        wrong = len(versions) > 1 and gpu.vbios != usual
+        wrong = gpu.vbios != usual
         expected = usual or "the same on all"
         status, source = Status.WARN, "the GPUs of this model here"
     if not wrong:

@@ -121,7 +121,7 @@ def judge(suite: Suite, looks: Iterable[Looked], terms: Terms, clock: Clock) -> 
         end_us=clock.now_us(),
         findings=tuple(item for name in suite.names for item in bench.findings.get(name, ())),
         late=tuple(name for name in suite.names if name in bench.late),
-        failures=tuple(bench.failures),
+        failures=tuple(bench.failures[name] for name in suite.names if name in bench.failures),
         counters=bench.counters,
         profile=case.profile.name,
         facts=bench.facts,
@@ -130,11 +130,11 @@ def judge(suite: Suite, looks: Iterable[Looked], terms: Terms, clock: Clock) -> 
 
 @dataclass(slots=True)
 class _Bench:
-    """What has been judged so far; findings are by check."""
+    """What has been judged so far; findings and failures are by check."""
 
     findings: dict[str, list[Finding]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
-    failures: list[Failure] = field(default_factory=list)
+    failures: dict[str, Failure] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class _Bench:
         findings, failure = _judged(planned, facts, case)
         self.counters |= _counted(planned, facts)
         if failure is not None:
-            self.failures.append(failure)
+            self.failures[planned.check.name] = failure
         if any(finding.unknown_reason is UnknownReason.TIMEOUT for finding in findings):
             self.late.add(planned.check.name)
         if not isinstance(facts, ProbeError):

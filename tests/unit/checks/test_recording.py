@@ -1,0 +1,191 @@
+"""A recording gets the verdict that the node got, and a broken one an error that says why."""
+
+import contextlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checks import CASE
+
+from gpuops.checks.collect import Looked
+from gpuops.checks.protocol import Check, Look, NoParameters
+from gpuops.checks.recording import Recording, parse_recording
+from gpuops.checks.runner import Terms, judge
+from gpuops.checks.suites import Planned, Suite
+from gpuops.errors import UsageError
+from gpuops.gate.state import Errand, case_of
+from gpuops.host.clock import FakeClock
+from gpuops.host.node_state import CounterSample, DriverHang, Moment, NodeState
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+
+MOMENT = Moment(boot_id="b", since_boot_s=7200.0, t_us=1_700_000_000_000_000)
+POLICY = MappingProxyType({UnknownReason.NOT_SUPPORTED: Status.SKIP})
+
+
+@dataclass(frozen=True)
+class Count:
+    """The facts of these tests."""
+
+    n: int
+    words: tuple[str, ...] = ()
+    ratio: float | None = None
+
+
+def verdict(facts, _parameters, case):
+    """Fail for a negative number, warn for a grown one: facts and memory both decide."""
+    grown = case.counters.since("n", facts.n)
+    status = Status.FAIL if facts.n < 0 else Status.PASS
+    if status is Status.PASS and grown is not None and grown.grown > 0:
+        status = Status.WARN
+    return [
+        Finding(
+            check="x",
+            entity=case.node,
+            status=status,
+            message=" ".join(facts.words),
+            value=facts.ratio,
+            failure_class=FailureClass.UNRESOLVED if status is Status.FAIL else None,
+        )
+    ]
+
+
+def suite(*names):
+    checks = [
+        Check(name, "", Look(name, Count, lambda _m, _b: Count(0)), NoParameters, verdict)
+        for name in names
+    ]
+    return Suite(
+        name="test",
+        about="",
+        deadline_s=5,
+        unknown=POLICY,
+        planned=tuple(Planned(check, NoParameters(), 5.0) for check in checks),
+        path=Path("test.toml"),
+    )
+
+
+def recording(*looks, state=None):
+    return Recording(
+        node="n1",
+        moment=MOMENT,
+        looks={item.look: item for item in looks},
+        state=state or NodeState(),
+    )
+
+
+def again(made):
+    return parse_recording(json.dumps(made.to_json()), "it")
+
+
+def found(looks, state, names):
+    case = case_of(state, node=CASE.node, moment=MOMENT, errand=Errand())
+    return judge(suite(*names), looks, Terms(case), FakeClock(MOMENT.t_us))
+
+
+looked = st.builds(
+    lambda n, texts, ratio: {"n": n, "words": texts, "ratio": ratio},
+    st.integers(-3, 3),
+    st.lists(st.sampled_from(["GPU-1", "nvidia", "ok", "ä"]), max_size=3),
+    st.none() | st.floats(allow_nan=False, allow_infinity=False),
+).map(lambda facts: ("facts", facts)) | st.sampled_from(list(UnknownReason)).map(
+    lambda reason: ("error", reason)
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), looked, min_size=1), st.integers(-3, 3))
+def test_the_verdict_of_a_recording_is_that_of_the_node(given_looks, before):
+    looks = [
+        Looked(look=name, facts=value)
+        if kind == "facts"
+        else Looked(look=name, error="could not look", reason=value)
+        for name, (kind, value) in given_looks.items()
+    ]
+    sample = CounterSample(boot_id="b", since_boot_s=10.0, t_us=0, values={"n": float(before)})
+    state = NodeState(samples=(sample,))
+    names = sorted(given_looks)
+    live = found(looks, state, names)
+    made = again(recording(*looks, state=state))
+    replayed = found(made.looked(suite(*names), "a"), made.state, names)
+
+    assert replayed == live
+
+
+def test_what_a_node_knew_of_itself_is_in_it():
+    state = NodeState(persistence=True, hangs=(DriverHang(boot_id="b", t_us=1, call="c"),))
+    made = replace(recording(state=state), profile="h100", gpus_expected=8)
+    read = again(made)
+
+    assert (read.node, read.moment, read.state) == ("n1", MOMENT, state)
+    assert (read.profile, read.gpus_expected) == ("h100", 8)
+
+
+def test_a_look_that_was_not_recorded_could_not_be_looked_at():
+    (looked,) = again(recording()).looked(suite("a"), "gpus")
+
+    assert (looked.error, looked.reason) == ("the recording has no 'a'", "not_supported")
+
+
+def test_the_look_that_chooses_the_profile_comes_first():
+    made = recording(*(Looked(look=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
+
+    assert [item.look for item in made.looked(suite("a", "b", "gpus"), "gpus")] == [
+        "gpus",
+        "a",
+        "b",
+    ]
+
+
+def test_secrets_that_facts_show_are_not_in_it():
+    made = recording(Looked(look="a", facts={"words": ["password=hunter2"]}))
+
+    assert "hunter2" not in json.dumps(made.to_json())
+
+
+GOOD = recording(Looked(look="a", facts={"n": 1})).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no JSON, so no recording of `gpuops facts`"),
+        ("[]", "its schema is not gpuops.facts/"),
+        ('{"schema": "gpuops.check/1"}', "its schema is not gpuops.facts/"),
+        (json.dumps({**GOOD, "schema": "gpuops.facts/2"}), "is of version 2, made by gpuops"),
+        (json.dumps({**GOOD, "node": 3}), "node is a name and looks a table"),
+        (json.dumps({**GOOD, "looks": []}), "node is a name and looks a table"),
+        (json.dumps({**GOOD, "state": {"x": 1}}), "unknown key 'x'"),
+        (json.dumps({**GOOD, "looks": {"a": {}}}), "'error' is missing"),
+        (json.dumps({**GOOD, "looks": {"a": {"error": "x", "reason": "odd"}}}), "odd"),
+        (json.dumps({key: GOOD[key] for key in GOOD if key != "t_us"}), "'t_us' is missing"),
+    ],
+)
+def test_what_is_no_recording_is_said_to_be_none(text, message):
+    with pytest.raises(UsageError) as raised:
+        parse_recording(text, "n1.json")
+
+    assert message in str(raised.value)
+    assert "n1.json" in str(raised.value)
+
+
+def test_facts_of_another_form_are_refused_with_who_made_them():
+    made = again(recording(Looked(look="a", facts={"m": 1})))
+
+    with pytest.raises(UsageError, match=r"recorded by gpuops 0\..*unknown key 'm'"):
+        list(made.looked(suite("a"), "gpus"))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(GOOD)), values)
+def test_any_key_may_be_anything_and_the_error_is_ours(key, value):
+    with contextlib.suppress(UsageError):
+        assert isinstance(parse_recording(json.dumps({**GOOD, key: value}), "it"), Recording)

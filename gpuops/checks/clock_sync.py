@@ -51,7 +51,12 @@ def judge(facts: ClockState, parameters: Parameters, case: Case) -> list[Finding
 CHECK = Check(
     name="clock_sync",
     about="clock synchronised, by the kernel's own account",
-    look=Look("clock", ClockState, lambda machine, _budget_s: read_clock_state(machine.root)),
+    look=Look(
+        "clock",
+        ClockState,
+        lambda machine, _budget_s: read_clock_state(machine.root),
+        sources=("adjtimex(2)",),
+    ),
     parameters=Parameters,
     judge=judge,
 )

@@ -12,6 +12,7 @@ LOOK = Look(
     "filesystems",
     Filesystems,
     lambda machine, budget_s: read_filesystems(machine.root, budget_s),
+    sources=("/proc/self/mountinfo", "statvfs(2) of each mount"),
 )
 # A medium that cannot be written is no fault, whatever the mount's own flag says.
 _NEVER_WRITABLE = frozenset({"cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"})

@@ -69,7 +69,12 @@ def _blocked(facts: Load, limit: Limit, node: Entity) -> Finding:
 CHECK = Check(
     name="load",
     about="load average and processes stuck in state D",
-    look=Look("load", Load, lambda machine, _budget_s: without_probes(read_load(machine.root))),
+    look=Look(
+        "load",
+        Load,
+        lambda machine, _budget_s: without_probes(read_load(machine.root)),
+        sources=("/proc/loadavg", "/proc/stat", "/proc/*/stat"),
+    ),
     parameters=Parameters,
     judge=judge,
 )

@@ -1,6 +1,8 @@
 """Programs of others cannot hurt whoever asks them; a detached one holds nothing of ours."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -87,6 +89,46 @@ def test_a_program_that_is_killed_has_a_negative_exit_code():
     answer = ask([SHELL, "-c", "kill -9 $$"], 10)
 
     assert (answer.exit_code, answer.ending) == (-9, "ended by SIGKILL")
+
+
+# Whoever calls vfork(2) waits in state D until its child ends or becomes another program.
+IN_THE_KERNEL = "import ctypes; libc = ctypes.CDLL(None); libc.vfork(); libc.sleep(1000)"
+
+
+def test_a_program_inside_the_kernel_is_told_from_one_that_is_slow():
+    answer = ask([sys.executable, "-c", IN_THE_KERNEL], 1.0)
+
+    assert (answer.timed_out, answer.stuck) == (True, True)
+    assert "state D" in answer.ending
+
+
+def test_while_one_is_stuck_inside_the_kernel_no_other_like_it_is_started():
+    argv = [sys.executable, "-c", IN_THE_KERNEL]
+    first = subprocess.Popen(argv, start_new_session=True)
+    try:
+        until(lambda: process(first.pid).state == "D")
+        answer = ask(argv, 60, unless_stuck=True)
+        other = ask([SHELL, "-c", "echo fine"], 60, unless_stuck=True)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+
+    assert (answer.timed_out, answer.stuck, answer.elapsed_s) == (True, True, 0.0)
+    assert answer.ending == f"is stuck inside the kernel since an earlier run (pid {first.pid})"
+    assert other.output == "fine\n"
+
+
+def test_a_program_whose_asker_was_killed_ends_soon_too(tmp_path):
+    note = tmp_path / "pid"
+    argv = [SHELL, "-c", f"echo $$ > {note}; exec sleep 1000"]
+    code = f"from gpuops.host.commands import ask; ask({argv!r}, 0.5)"
+    asker = subprocess.Popen([sys.executable, "-c", code])
+    until(lambda: note.exists() and note.read_text().endswith("\n"))
+    asker.kill()
+    asker.wait()
+    pid = int(note.read_text())
+
+    until(lambda: (found := process(pid)) is None or found.state == "Z")
 
 
 def test_output_that_is_no_text_is_kept_readable():

@@ -53,7 +53,8 @@ def _wanted(parameters: Parameters, case: Case) -> _Wanted:
 
 
 def _counted(facts: Gpus, wanted: _Wanted) -> Verdict:
-    count = sum(gpu.uuid is not None for gpu in facts.nvml.gpus)
+    # A GPU that gave no answer is there; `gpu_driver` judges its silence.
+    count = sum(gpu.uuid is not None or gpu.hung_call is not None for gpu in facts.nvml.gpus)
     driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
     names = sorted({gpu.name for gpu in facts.nvml.gpus if gpu.name})
     text = f"{count} GPUs" + (f" ({', '.join(names)})" if names else "") + driver

@@ -31,7 +31,14 @@ def read_nvml(deadline_s: float, root: Path = Path("/")) -> NvmlSnapshot:
         )
     except ProbeError as exc:
         return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
-    outcome = probe.run(child)
+    return snapshot_from(probe.run(child), root)
+
+
+def snapshot_from(outcome: probe.Outcome, root: Path) -> NvmlSnapshot:
+    """Return what the child of *outcome* said of NVML, or what its silence means.
+
+    What it said counts although it could not end: a thread in the kernel keeps its process.
+    """
     try:
         said = from_json(NvmlSnapshot, probe.last_words(outcome), "the NVML snapshot")
     except ProbeError as exc:

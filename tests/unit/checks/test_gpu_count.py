@@ -76,6 +76,14 @@ def test_a_gpu_that_nvml_cannot_open_is_missing():
     assert findings(node(*gpus(8, lost=[3])), expected=8) == [("n1", "fail", "gpu_hw.missing")]
 
 
+def test_a_gpu_that_gives_no_answer_is_not_missing():
+    """Its first hang convicts nobody, and the second is judged by gpu_driver."""
+    hung = replace(gpu(7), uuid=None, hung_call="nvmlDeviceGetHandleByIndex")
+    seven = tuple(gpu(index) for index in range(7))
+
+    assert findings(node(*seven, hung), expected=8) == [("n1", "pass", None)]
+
+
 def test_without_a_view_of_the_bus_the_count_of_nvml_stands():
     assert findings(node(*gpus(2), on_bus=0)) == [("n1", "pass", None)]
 

@@ -1,5 +1,6 @@
 """What is asked of NVML, and what becomes of answers that make no sense."""
 
+import json
 import time
 from types import SimpleNamespace
 
@@ -7,10 +8,12 @@ import pynvml
 import pytest
 
 from gpuops.host.gpu_facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
+from gpuops.host.nvml import snapshot_from
 from gpuops.host.nvml_answers import snapshot_of
 from gpuops.host.nvml_asker import Asker, GpuLostError, Refused
 from gpuops.host.nvml_fields import IDS
 from gpuops.host.nvml_session import Session
+from gpuops.host.probe import Ending, Outcome
 
 SOON_S = 10.0
 
@@ -130,3 +133,40 @@ def test_only_gpus_that_say_nothing_at_all_are_an_nvml_without_an_answer(told, s
 
     assert (snapshot.status, snapshot.hung_call) == (status, "nvmlDeviceGetName")
     assert snapshot.hang == "nvmlDeviceGetName"
+
+
+def outcome(ending, said, state=None):
+    return Outcome(
+        ending=ending, pid=71, elapsed_s=2.0, exit_code=0, output=said.encode(), state=state
+    )
+
+
+SAID = json.dumps(
+    {"value": {"status": "ok", "hung_call": "nvmlDeviceGetName", "hung_s": 1.5, "state": "S"}}
+)
+
+
+@pytest.mark.parametrize("ending", [Ending.TIMEOUT, Ending.HUNG])
+def test_a_child_that_could_not_end_has_told_what_it_could(ending, tmp_path):
+    snapshot = snapshot_from(outcome(ending, SAID, "D"), tmp_path)
+
+    assert (snapshot.status, snapshot.hung_call, snapshot.hung_s) == (
+        "ok",
+        "nvmlDeviceGetName",
+        1.5,
+    )
+    assert snapshot.state == "D"
+    assert snapshot_from(outcome(Ending.ENDED, SAID), tmp_path).state == "S"
+
+
+def test_a_child_that_said_nothing_is_an_nvml_without_an_answer(tmp_path):
+    snapshot = snapshot_from(outcome(Ending.HUNG, "", "D"), tmp_path)
+
+    assert (snapshot.status, snapshot.hang, snapshot.state) == ("timeout", "NVML", "D")
+    assert snapshot.hung_s == 2.0
+    assert snapshot.error.startswith("NVML gave no answer in 2.0 s (pid 71, state D)")
+
+
+@pytest.mark.parametrize("said", ["", '{"value": 7}', '{"value": {"status": "fine"}}'])
+def test_a_child_that_ended_and_made_no_sense_has_crashed(said, tmp_path):
+    assert snapshot_from(outcome(Ending.ENDED, said), tmp_path).status == "crash"

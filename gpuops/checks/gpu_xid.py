@@ -158,7 +158,7 @@ def _finding(gpu: _Gpu, parameters: Parameters, case: Case) -> Finding:
     if status is Status.FAIL:
         text += (
             "; counts until a reboot, a reset that the driver reports, or"
-            f" `gpuops repair {case.node.id}`"
+            f" `gpuops repair {case.node.id} --what TEXT`"
         )
     return Finding(
         check="gpu_xid",

@@ -102,7 +102,9 @@ def _finding(
     if lines > 1:
         text += f"; {lines} lines about this switch in all"
     if status is Status.FAIL:
-        text += f"; counts until a reboot, the driver's reload or `gpuops repair {node.id}`"
+        text += (
+            f"; counts until a reboot, the driver's reload or `gpuops repair {node.id} --what TEXT`"
+        )
     return Finding(
         check="nvswitch_sxid",
         entity=entity,

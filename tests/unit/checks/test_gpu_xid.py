@@ -189,7 +189,7 @@ def test_a_failure_says_how_to_end_it_and_does_not_fade(look):
     (finding,) = findings(month_old)
 
     assert finding.status.word == "fail"
-    assert "`gpuops repair n1`" in finding.message
+    assert "`gpuops repair n1 --what TEXT`" in finding.message
 
 
 def test_the_drivers_loading_ends_what_was_before_it(look):

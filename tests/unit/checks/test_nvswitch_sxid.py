@@ -133,7 +133,7 @@ def test_a_fatal_sxid_counts_for_every_job_and_says_how_to_end_it(look):
 
     assert finding.status.word == "fail"
     assert "link 30, fatal" in finding.message
-    assert "`gpuops repair n1`" in finding.message
+    assert "`gpuops repair n1 --what TEXT`" in finding.message
 
 
 def test_each_switch_is_a_finding_and_the_worst_comes_first(look):

@@ -19,6 +19,9 @@ _WORDS = {
 }
 # What a process in a container, or without root, is told of a driver that is well.
 _KEPT_OUT = (NO_PERMISSION, _OPERATING_SYSTEM)
+# Below this a call is only slow, or this run had little time left for it: healthy ones answer
+# within a tenth of it, and one that hangs gets the rest of the look's time.
+_HANG_S = 1.0
 _COLD = "a cold driver takes 10 to 20 s to initialise"
 
 
@@ -27,7 +30,8 @@ def judge(facts: Gpus, _parameters: NoParameters, case: Case) -> list[Finding]:
 
     A hang is evidence against the node from its second time in a boot on, and only where the
     driver was kept loaded (persistence mode) or the call was inside the kernel (state D): a first
-    call to a cold driver may rightly take longer than a prolog has. Codes about single GPUs are
+    call to a cold driver may rightly take longer than a prolog has. A call that was waited for
+    less than a second is no evidence at all. Codes about single GPUs are
     judged by `gpu_lost`.
     """
     nvml = facts.nvml
@@ -113,6 +117,8 @@ def _verdict(nvml: NvmlSnapshot, call: str | None, waited_s: float | None, case:
     told = f" in {waited_s:.1f} s" if waited_s is not None else ""
     inside = ", inside the kernel (state D)" if nvml.state == "D" else ""
     text = f"{call} gave no answer{told}{inside}; try {len(case.hangs) + 1} of this boot"
+    if waited_s is not None and waited_s < _HANG_S:
+        return _undecided(f"{text}: the driver is slow, or this run had too little time for it")
     if not case.hangs:
         return _undecided(f"{text}: {_COLD}, so another try decides")
     in_kernel = nvml.state == "D" or any(hang.state == "D" for hang in case.hangs)

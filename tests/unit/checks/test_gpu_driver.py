@@ -156,6 +156,13 @@ def test_a_hang_says_which_call_how_long_and_which_try():
     assert "persistence mode is off" in cold.message
 
 
+@pytest.mark.parametrize(("waited_s", "status"), [(0.9, "unknown"), (1.0, "fail"), (1.1, "fail")])
+def test_a_call_that_was_not_waited_for_is_only_slow(waited_s, status):
+    nvml = replace(silent(state="D"), hung_s=waited_s)
+
+    assert verdict(nvml, case=case(["D"], persistence=True))[0] == status
+
+
 def test_a_gpu_that_hangs_is_named_and_the_others_are_not():
     nvml = with_a_hung_gpu()
     (finding,) = findings(nvml, case=case(["S"], persistence=True))

@@ -19,7 +19,7 @@ from gpuops.config import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.node_incidents import Occasion
 from gpuops.gate.remember import Memory, remember
-from gpuops.gate.session import Plan, check_node, keep_state, plan_of
+from gpuops.gate.session import Plan, check_node, keeping, plan_of
 from gpuops.host import probe
 from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock, SystemClock
@@ -195,7 +195,8 @@ def _leave_behind(
             mode=settings.mode.value,
         )
         memory = _memory(ctx, settings, request.state_dir)
-        trouble += [remember(ran, occasion, memory, clock), keep_state(plan, ran)]
+        kept = keeping(plan, ran)
+        trouble += [remember(ran, occasion, memory, clock), kept()]
     for text in trouble:
         if text is not None:
             click.echo(text, err=True)

@@ -6,7 +6,7 @@ is settled (`gpuops.gate.choice`), looks that it would have asked otherwise are 
 judging begins. `keep_state` writes the state file, after the verdict is out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -157,9 +157,19 @@ def keep_state(plan: Plan, ran: CheckRun) -> str | None:
     Where the boot could not be told nothing is written: what is below the same root hangs. The
     caller must have a single thread.
     """
+    return keeping(plan, ran)()
+
+
+def keeping(plan: Plan, ran: CheckRun) -> Callable[[], str | None]:
+    """Begin to do as `keep_state`; call what is returned for what went wrong."""
     request, moment = plan.request, ran.moment
     if moment is None or not moment.boot_id:
-        return None
+        return lambda: None
     change = partial(state_after, ran=ran, moment=moment, errand=request.errand)
     trouble = keep(request.state_dir, request.uid, change, abandoned())
-    return trouble and f"gpuops: what this node remembers is not kept: {trouble}"
+
+    def told() -> str | None:
+        text = trouble()
+        return text and f"gpuops: what this node remembers is not kept: {text}"
+
+    return told

@@ -204,18 +204,32 @@ def _locked(path: Path, lock_s: float) -> Iterator[None]:
         os.close(fd)
 
 
-def keep(state_dir: Path, uid: int, change: Change, left: Mapping[str, Abandoned]) -> str | None:
-    """Do as `change_state` within `SAVE_S`; return what went wrong, None where nothing did.
+def keep(
+    state_dir: Path, uid: int, change: Change, left: Mapping[str, Abandoned]
+) -> Callable[[], str | None]:
+    """Begin to do as `change_state`; call what is returned for what went wrong, None for nothing.
 
-    *left*: see `gpuops.host.probe.start_call`. The caller must have a single thread.
+    By then at most `SAVE_S` have gone by. *left*: see `gpuops.host.probe.start_call`. The caller
+    must have a single thread.
     """
-    question = f"keep {state_path(state_dir)}"
     try:
-        trouble: str | None = probe.ask(
-            lambda: _kept(state_dir, uid, change), SAVE_S, question=question, left=left
+        child = probe.start_call(
+            lambda: _kept(state_dir, uid, change),
+            deadline_s=SAVE_S,
+            question=f"keep {state_path(state_dir)}",
+            left=left,
         )
     except ProbeError as exc:
-        return str(exc)
+        text = str(exc)
+        return lambda: text
+
+    def trouble() -> str | None:
+        try:
+            said: str | None = probe.answer_of(child)
+        except ProbeError as exc:
+            return str(exc)
+        return said
+
     return trouble
 
 

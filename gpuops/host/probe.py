@@ -321,17 +321,26 @@ def ask(
     question: str,
     left: Mapping[str, Abandoned],
 ) -> Any:  # noqa: ANN401 JSON of whatever the function returned
-    """Return what *function* gives in a child; one that no signal ends costs no more than others.
+    """Return what *function* gives in a child; the arguments are those of `start_call`.
 
-    The caller must have a single thread. Arguments as of `start_call`.
+    The caller must have a single thread.
+
+    Raises:
+        ProbeError: As of `start_call` and `answer`.
+    """
+    return answer_of(start_call(function, deadline_s=deadline_s, question=question, left=left))
+
+
+def answer_of(child: Child) -> Any:  # noqa: ANN401 JSON of whatever its function returned
+    """Return the answer of *child*; one that no signal ends costs no more than others.
 
     Raises:
         ProbeError: As of `answer`.
     """
-    child = start_call(function, deadline_s=deadline_s, question=question, left=left)
-    outcome = within(child, deadline_s + _SIGTERM_S)
+    ends_s = child.started_s + child.deadline_s + _SIGTERM_S
+    outcome = within(child, max(ends_s - time.monotonic(), _SIGTERM_S))
     if outcome is None:
-        raise ProbeError(f"gave no answer in {deadline_s:g} s", UnknownReason.TIMEOUT)
+        raise ProbeError(f"gave no answer in {child.deadline_s:g} s", UnknownReason.TIMEOUT)
     return answer(outcome)
 
 

@@ -175,7 +175,7 @@ def test_the_file_of_a_later_gpuops_is_left_alone(tmp_path):
     with pytest.raises(NewerStateError):
         change_state(tmp_path, UID, lambda _state: STATE)
     assert state_path(tmp_path).read_text() == text
-    assert "version 2" in keep(tmp_path, UID, lambda _state: STATE, {})
+    assert "version 2" in keep(tmp_path, UID, lambda _state: STATE, {})()
 
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a file away")
@@ -235,7 +235,7 @@ def test_a_write_that_nothing_can_end_costs_little_more_than_its_half_second(tmp
         time.sleep(60)
 
     started = time.monotonic()
-    trouble = keep(tmp_path, UID, deaf, {})
+    trouble = keep(tmp_path, UID, deaf, {})()
 
     assert time.monotonic() - started < state_file.SAVE_S + 0.4
     assert "gave no answer in 0.5 s" in trouble
@@ -267,7 +267,7 @@ def test_a_lock_that_is_held_is_not_waited_for_long(tmp_path):
     with (tmp_path / "node.lock").open("r+b") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         started = time.monotonic()
-        trouble = keep(tmp_path, UID, lambda _state: NodeState(), {})
+        trouble = keep(tmp_path, UID, lambda _state: NodeState(), {})()
         took_s = time.monotonic() - started
 
     assert "node.lock is locked by another for 0.3 s" in trouble
@@ -286,4 +286,4 @@ def test_nothing_is_written_where_nothing_changed(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
 
-    assert "File exists" in keep(tmp_path / "file", UID, lambda _state: STATE, {})
+    assert "File exists" in keep(tmp_path / "file", UID, lambda _state: STATE, {})()

@@ -40,7 +40,7 @@ def incident_block(incident: Incident, *, indent: int = 2, whole: bool = False) 
         row("culprits", who(incident.culprits) or "none"),
         row("seen", _times(incident)),
         row("cost", _cost(incident)),
-        row("actions", ", ".join(action.value for action in incident.actions) or "none"),
+        row("actions" if incident.run_id else "advice", _actions(incident)),
         row("state", state(incident)),
     ]
     lines += _evidence(incident.evidence, indent, whole=whole)
@@ -104,6 +104,13 @@ def cost(lost_s: Mapping[str, float]) -> str:
 def _cost(incident: Incident) -> str:
     nothing = incident.state is IncidentState.CLOSED and not incident.lost_s
     return "nothing" if nothing else cost(incident.lost_s)
+
+
+def _actions(incident: Incident) -> str:
+    named = ", ".join(action.value for action in incident.actions)
+    if incident.run_id is None and named:
+        return f"{named}, says the runbook"
+    return named or "none"
 
 
 def _times(incident: Incident) -> str:

@@ -206,3 +206,11 @@ def test_a_boot_is_known_from_the_first_check_in_it_until_more_is_told(store):
 
     assert first == [("boot-n1", 50, None)]
     assert rows(store, schema.boots, "boot_id", "boot_us", "kernel") == [("boot-n1", 49, "6.1")]
+
+
+def test_what_a_node_needs_is_the_runbooks_advice_and_no_act(store):
+    put(store, told("incident.recorded", node_incident().to_json()))
+    put(store, told("incident.recorded", incident("r1", 0).to_json(), seed=1))
+
+    found = rows(store, schema.actions, "kind", "actor", "dry_run")
+    assert found == [("drain", "runbook", True), ("restart", "policy", False)]

@@ -236,8 +236,10 @@ def _actions(incident: Incident, envelope: Envelope) -> Iterator[Row]:
             "node_id": envelope.node_id,
             "kind": kind.value,
             "requested_us": envelope.event.t_us,
-            "actor": "policy",
-            "dry_run": False,
+            # Of a node the gate only says what its runbook asks for; what was done is in
+            # node_states.
+            "actor": "policy" if incident.run_id else "runbook",
+            "dry_run": incident.run_id is None,
             "idem_key": idem_key,
             "requested_key": envelope.earliest_key,
         }

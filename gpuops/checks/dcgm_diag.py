@@ -148,7 +148,14 @@ def _read(machine: Machine, budget_s: float) -> DcgmDiagnostic:
 CHECK = Check(
     name="dcgm_diag",
     about="NVIDIA's DCGM diagnostic, where installed: every entity, every error",
-    look=Look("dcgm", DcgmDiagnostic, _read, sources=("dcgmi diag -j",)),
+    # Alone on the GPUs: its own processes must not be taken for somebody's leftovers.
+    look=Look(
+        "dcgm",
+        DcgmDiagnostic,
+        _read,
+        locks=frozenset({"gpus"}),
+        sources=("dcgmi diag -j",),
+    ),
     parameters=Parameters,
     judge=judge,
     asks=asks,

@@ -21,6 +21,7 @@ LOOK = Look(
     "gpus",
     Gpus,
     lambda machine, budget_s: read_gpus(machine.root, budget_s),
+    locks=frozenset({"gpus"}),
     sources=("libnvidia-ml.so.1 (NVML)", "/sys/bus/pci/devices"),
 )
 

@@ -91,6 +91,8 @@ enum { TYPE_UINT = 1, TYPE_ULL = 3, TYPE_INT = 5, EVENT_XID = 8, LINKS_MAX = 36,
 /* 2 (false) for each way of being degraded, 1 (none) for an incorrect configuration. */
 enum { FABRIC_HEALTHY = 0x1AA };
 
+#define DRIVER "550.163.01"
+
 static struct gpu gpus[GPUS_MAX];
 
 #define ENTER(name, gpu)                                                                          \
@@ -160,13 +162,19 @@ const char *nvmlErrorString(int code)
 int nvmlSystemGetDriverVersion(char *to, unsigned size)
 {
 	ENTER("nvmlSystemGetDriverVersion", NO_GPU);
-	return text(&call, "driver", "550.163.01", to, size);
+	return text(&call, "driver", DRIVER, to, size);
 }
 
 int nvmlSystemGetNVMLVersion(char *to, unsigned size)
 {
+	char driver[64], version[80];
+
 	ENTER("nvmlSystemGetNVMLVersion", NO_GPU);
-	return text(&call, "nvml_version", "12.550.163.01", to, size);
+	code = text(&call, "driver", DRIVER, driver, sizeof driver);
+	if (code)
+		return code;
+	snprintf(version, sizeof version, "12.%s", driver);
+	return text(&call, "nvml_version", version, to, size);
 }
 
 int nvmlDeviceGetCount_v2(unsigned *count)

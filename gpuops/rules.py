@@ -76,15 +76,13 @@ class LogRule:
     check: str = KERNEL_LOG
     literals: tuple[str, ...] = ()
 
+    def may_match(self, text: str) -> bool:
+        """Say whether any line of *text* could be what this rule is about; False is sure."""
+        return not self.literals or any(literal in text for literal in self.literals)
+
     def search(self, line: str) -> re.Match[str] | None:
         """Return where *line*, at most `LINE_MAX` characters of it, is what this rule is about."""
-        for literal in self.literals:
-            if literal in line:
-                break
-        else:
-            if self.literals:
-                return None
-        return self.pattern.search(line[:LINE_MAX])
+        return self.pattern.search(line[:LINE_MAX]) if self.may_match(line) else None
 
     def matches(self, line: str) -> bool:
         """Say whether *line* is what this rule is about."""

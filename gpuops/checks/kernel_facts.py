@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gpuops.checks.kernel_rules import KernelLog, Search
+from gpuops.checks.kernel_rules import KernelLog, Search, batches
 from gpuops.checks.protocol import Case, Look, Machine
 from gpuops.checks.xid_catalogue import SxidKind, XidKind, load_sxids, load_xids
 from gpuops.errors import ProbeError
@@ -62,9 +62,10 @@ def gather(
         ConfigError: The catalogue of Xids is malformed.
     """
     search, lines = Search(rules), DriverLines()
-    for record in records:
-        lines.add(record)
-        search.add(record)
+    for batch in batches(records):
+        search.add(batch)
+        for record in batch:
+            lines.add(record)
     driver = lines.log()
     known, known_switch = load_xids(machine.xid_dirs), load_sxids(machine.xid_dirs)
     codes = sorted({burst.code for burst in driver.xids})

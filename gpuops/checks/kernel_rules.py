@@ -1,14 +1,17 @@
 """What log rules find in the kernel's log: one hit for each rule and subject."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from gpuops.host.kmsg import KernelRecord
 from gpuops.model import Status
-from gpuops.rules import KERNEL_LOG, LINE_MAX, LogRule, LogSource
+from gpuops.rules import KERNEL_LOG, LINE_MAX, LogRule, LogSource, needed_literals
 
 SUBJECTS_MAX = 64
 LINE_SHOWN_MAX = 300
+_BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +64,39 @@ class Search:
     def __init__(self, rules: Sequence[LogRule]) -> None:
         kernel = [rule for rule in rules if rule.source is LogSource.KERNEL]
         self._rules = [rule for rule in kernel if rule.check == KERNEL_LOG]
-        self._clearing = [rule for rule in self._rules if rule.cleared_by is not None]
+        self._clearing = [
+            (rule.id, rule.cleared_by, needed_literals(rule.cleared_by))
+            for rule in self._rules
+            if rule.cleared_by is not None
+        ]
         self._found: dict[tuple[str, str | None], _Tally] = {}
         self._first: int | None = None
         self._count = self._more = 0
         self.last_us = 0
 
-    def add(self, record: KernelRecord) -> None:
-        """Try the rules on *record*."""
-        self._count += 1
+    def add(self, batch: Sequence[KernelRecord]) -> None:
+        """Try the rules on the records of *batch*, which come after those before."""
+        if not batch:
+            return
+        self._count += len(batch)
         if self._first is None:
-            self._first = record.sequence
-        self.last_us = record.since_boot_us
-        if self._clearing and self._found:
-            self._clear(record)
-        for rule in self._rules:
+            self._first = batch[0].sequence
+        self.last_us = batch[-1].since_boot_us
+        # Most rules are out for a thousand lines at once, and all of them in a storm of others.
+        text = "\n".join(record.text for record in batch)
+        rules = [rule for rule in self._rules if rule.may_match(text)]
+        clearing = [
+            (name, pattern)
+            for name, pattern, literals in self._clearing
+            if not literals or any(literal in text for literal in literals)
+        ]
+        if rules or clearing:
+            for record in batch:
+                self._clear(record, clearing)
+                self._try(record, rules)
+
+    def _try(self, record: KernelRecord, rules: Sequence[LogRule]) -> None:
+        for rule in rules:
             match = rule.search(record.text)
             if match is not None:
                 self._hit(rule, match.groupdict().get("subject"), record)
@@ -101,13 +122,13 @@ class Search:
         else:
             self._more += 1
 
-    def _clear(self, record: KernelRecord) -> None:
+    def _clear(self, record: KernelRecord, clearing: Sequence[tuple[str, re.Pattern[str]]]) -> None:
         """Forget what the line of *record* takes back."""
-        for rule in self._clearing:
-            match = rule.cleared_by and rule.cleared_by.search(record.text[:LINE_MAX])
+        for name, pattern in clearing:
+            match = pattern.search(record.text[:LINE_MAX])
             if match:
                 subject = match.groupdict().get("subject")
-                for key in [(name, about) for name, about in self._found if name == rule.id]:
+                for key in [found for found in self._found if found[0] == name]:
                     if subject in (None, key[1]):
                         del self._found[key]
 
@@ -117,9 +138,16 @@ def search(
 ) -> KernelLog:
     """Return what *rules* find in *records*; see `Search`."""
     searched = Search(rules)
-    for record in records:
-        searched.add(record)
+    for batch in batches(records):
+        searched.add(batch)
     return searched.log(now_us)
+
+
+def batches(records: Iterable[KernelRecord]) -> Iterator[list[KernelRecord]]:
+    """Yield *records* by the thousand."""
+    left = iter(records)
+    while batch := list(islice(left, _BATCH)):
+        yield batch
 
 
 def _hits(subject: str | None, tally: _Tally, now_us: int) -> Hits:

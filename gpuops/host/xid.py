@@ -164,7 +164,8 @@ class _Series:
     fatal: bool | None
     tallies: list[_Tally] = field(default_factory=list)
 
-    def add(self, record: KernelRecord, link: int | None) -> None:
+    def count(self, record: KernelRecord) -> bool:
+        """Count *record* in the burst of its minute; False where there is none yet."""
         since_boot_us = record.since_boot_us
         minute = since_boot_us // US_PER_MINUTE
         # Records of two CPUs may stand in the log a little out of order, so two are looked at.
@@ -173,9 +174,14 @@ class _Series:
                 tally.count += 1
                 tally.first_us = min(tally.first_us, since_boot_us)
                 tally.last_us = max(tally.last_us, since_boot_us)
-                return
-        line = record.text[:LINE_SHOWN_MAX]
-        self.tallies.append(_Tally(minute, 1, since_boot_us, since_boot_us, line, link))
+                return True
+        return False
+
+    def add(self, record: KernelRecord, link: int | None) -> None:
+        if self.count(record):
+            return
+        when_us, line = record.since_boot_us, record.text[:LINE_SHOWN_MAX]
+        self.tallies.append(_Tally(when_us // US_PER_MINUTE, 1, when_us, when_us, line, link))
         if len(self.tallies) > MINUTES_MAX:
             self._join_the_oldest()
 
@@ -234,14 +240,18 @@ class DriverLines:
         )
 
     def _add_xid(self, record: KernelRecord) -> bool:
-        match = _XID.match(record.text)
+        text = record.text
+        match = _XID.match(text)
         if match is None:
             return False
-        series = self._known.get(match[0])
-        if series is not None:
-            series.add(record, None)
+        head = match[0]
+        if int(match[2]) in _NVLINK5:
+            severity = _SEVERITY.search(text, match.end(), match.end() + _DETAIL_MAX)
+            head += severity[1] if severity else ""
+        known = self._known.get(head)
+        if known is not None and known.count(record):
             return True
-        xid = parse_xid(record.text)
+        xid = parse_xid(text)
         assert xid is not None
         series = self._series(self._xids, xid.address, xid.code, fatal=xid.fatal)
         if series is not None:
@@ -252,17 +262,23 @@ class DriverLines:
                     action=xid.recovery,
                     since_boot_us=record.since_boot_us,
                 )
-            elif xid.code not in _NVLINK5 and xid.code != RECOVERY_ACTION:
-                self._known[match[0]] = series
+            elif xid.code != RECOVERY_ACTION:
+                self._known[head] = series
         return True
 
     def _add_sxid(self, record: KernelRecord) -> bool:
-        sxid = parse_sxid(record.text)
-        if sxid is None:
+        match = _SXID.match(record.text)
+        if match is None:
             return False
+        known = self._known.get(match[0])
+        if known is not None and known.count(record):
+            return True
+        sxid = parse_sxid(record.text)
+        assert sxid is not None
         series = self._series(self._sxids, sxid.address, sxid.code, fatal=sxid.fatal)
         if series is not None:
             series.add(record, sxid.link)
+            self._known[match[0]] = series
         return True
 
     def _series(

@@ -327,3 +327,12 @@ def test_no_pattern_takes_long_over_a_hostile_line():
             rule.matches((filler * (LINE_MAX // len(filler) + 1))[:LINE_MAX])
 
     assert time.process_time() - started < 5
+
+
+def test_a_line_is_found_wherever_it_stands_among_thousands():
+    """Rules are narrowed for a thousand lines at once; none may be lost at the seams."""
+    for place in (0, 1, 998, 999, 1000, 1001, 2499):
+        lines = ["audit: type=1400"] * 2500
+        lines[place] = "nfs: server filer not responding"
+
+        assert findings(*lines)[0].message.startswith("fileserver_silent"), place

@@ -4,17 +4,19 @@ In a child with a deadline; what went wrong is said, and the file stays as it wa
 """
 
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 from gpuops.errors import GpuopsError, ProbeError
 from gpuops.gate.node_incidents import with_repair
+from gpuops.gate.permit import START_S
 from gpuops.gate.state_file import StateError, change_state
 from gpuops.host import probe
+from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import NodeState, Repair, Strikes
 
-SYNC_S = 3.0
-_STORE_S = 2.0
+FETCH_S = 2.0
 
 
 def sync(
@@ -31,7 +33,7 @@ def sync(
 
         try:
             repairs, strikes = fetch(
-                store_url, cluster=cluster, node=node, now_us=now_us, deadline_s=_STORE_S
+                store_url, cluster=cluster, node=node, now_us=now_us, deadline_s=FETCH_S
             )
             change_state(state_dir, uid, lambda state: with_news(state, repairs, strikes))
         except (GpuopsError, StateError) as exc:
@@ -39,8 +41,9 @@ def sync(
         return None
 
     try:
-        child = probe.start_call(ask, deadline_s=SYNC_S)
-        trouble: str | None = probe.answer(probe.run(child))
+        trouble: str | None = probe.ask(
+            ask, START_S + FETCH_S, question=f"sync {state_dir}", left=abandoned()
+        )
     except ProbeError as exc:
         trouble = str(exc)
     return trouble and f"gpuops: repairs and strikes were not asked of the store: {trouble}"
@@ -50,7 +53,5 @@ def with_news(
     state: NodeState, repairs: tuple[Repair, ...], strikes: tuple[Strikes, ...]
 ) -> NodeState:
     """Return *state* with what the store told; a repair that it has not heard of yet stays."""
-    known = state.repairs
-    for item in repairs:
-        known = with_repair(known, item)
+    known = reduce(with_repair, repairs, state.repairs)
     return replace(state, repairs=known, strikes=strikes)

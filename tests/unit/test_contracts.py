@@ -62,10 +62,14 @@ def test_the_commands_are_frozen():
         "config",
         "db",
         "demo",
+        "facts",
         "incident",
+        "node",
+        "repair",
         "report",
         "run",
         "runbook",
+        "slurm",
     }
 
 

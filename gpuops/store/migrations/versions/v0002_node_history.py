@@ -16,11 +16,12 @@ def upgrade() -> None:
     for name in ("job_id", "profile", "mode"):
         op.add_column("check_runs", sa.Column(name, sa.Text()))
     op.create_index("ix_check_runs_job_id", "check_runs", ["job_id"])
+    _blame()
     _history()
     _permits()
 
 
-def _history() -> None:
+def _blame() -> None:
     op.create_table(
         "incident_culprits",
         sa.Column("incident_id", _KEY, nullable=False),
@@ -33,17 +34,6 @@ def _history() -> None:
             ["incident_id"], ["incidents.id"], name="fk_incident_culprits_incident_id"
         ),
         sa.Index("ix_incident_culprits_entity_kind_entity_id", "entity_kind", "entity_id"),
-    )
-    op.create_table(
-        "components",
-        sa.Column("node_id", _KEY, nullable=False),
-        sa.Column("kind", _KEY, nullable=False),
-        sa.Column("component_id", _KEY, nullable=False),
-        sa.Column("first_seen_us", sa.BigInteger(), nullable=False),
-        sa.Column("last_seen_us", sa.BigInteger(), nullable=False),
-        sa.PrimaryKeyConstraint("node_id", "kind", "component_id", name="pk_components"),
-        sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name="fk_components_node_id"),
-        sa.Index("ix_components_kind_component_id", "kind", "component_id"),
     )
     op.create_table(
         "strikes",
@@ -60,6 +50,20 @@ def _history() -> None:
         sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name="fk_strikes_node_id"),
         sa.Index("ix_strikes_entity_kind_entity_id_t_us", "entity_kind", "entity_id", "t_us"),
         sa.Index("ix_strikes_node_id_t_us", "node_id", "t_us"),
+    )
+
+
+def _history() -> None:
+    op.create_table(
+        "components",
+        sa.Column("node_id", _KEY, nullable=False),
+        sa.Column("kind", _KEY, nullable=False),
+        sa.Column("component_id", _KEY, nullable=False),
+        sa.Column("first_seen_us", sa.BigInteger(), nullable=False),
+        sa.Column("last_seen_us", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("node_id", "kind", "component_id", name="pk_components"),
+        sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name="fk_components_node_id"),
+        sa.Index("ix_components_kind_component_id", "kind", "component_id"),
     )
     op.create_table(
         "repairs",

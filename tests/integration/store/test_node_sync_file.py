@@ -1,0 +1,67 @@
+"""What the store knows of a node comes into the node's file, within a deadline."""
+
+import os
+
+import pytest
+from support.stories import Teller, envelopes, node_incident
+
+from gpuops.gate.node_incidents import acknowledge
+from gpuops.gate.state_file import read_state
+from gpuops.gate.sync import sync
+from gpuops.host.clock import SystemClock
+from gpuops.host.node_state import Repair
+from gpuops.store.engine import open_store
+from gpuops.store.ingest import ingest
+from gpuops.store.migrate import upgrade_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+UID = os.geteuid()
+NOW_US = SystemClock().now_us()
+OWN = Repair(entity_kind="gpu", entity_id="GPU-2", t_us=NOW_US, by="ada", what="reseated")
+
+
+@pytest.fixture
+def state_dir(tmp_path):
+    made = tmp_path / "state"
+    made.mkdir(mode=0o700)
+    acknowledge(made, UID, OWN)
+    return made
+
+
+@pytest.fixture
+def url(tmp_path):
+    made = f"sqlite:///{tmp_path}/store.db"
+    upgrade_store(made)
+    teller = Teller()
+    finding = {"check": "x", "entity": {"kind": "gpu", "id": "GPU-1"}, "status": "fail"}
+    run = {"suite": "s", "trigger": "t", "start_us": 1, "end_us": 2, "verdict": "fail"}
+    teller.tell("check.ran", {**run, "findings": [{**finding, "message": "lost"}]})
+    told = node_incident(first_us=NOW_US, detected_us=NOW_US)
+    teller.tell("incident.recorded", told.to_json())
+    node = {"entity": {"kind": "node", "id": "n1"}, "by": "bob", "what": "a new board"}
+    teller.tell("node.repaired", node)
+    with open_store(made, mode="write") as store, store.begin() as connection:
+        ingest(connection, envelopes(teller.lines), 1)
+    return made
+
+
+def synced(url, state_dir):
+    return sync(url, cluster="c1", node="n1", state_dir=state_dir, uid=UID, clock=SystemClock())
+
+
+def test_repairs_and_strikes_come_into_the_nodes_file_besides_its_own(url, state_dir):
+    assert synced(url, state_dir) is None
+
+    state = read_state(state_dir, UID)
+    assert [(item.entity_id, item.count) for item in state.strikes] == [("GPU-1", 1)]
+    assert [item.entity_id for item in state.repairs] == ["GPU-2", "n1"]
+
+
+def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path, state_dir):
+    before = read_state(state_dir, UID)
+
+    said = synced(f"sqlite:///{tmp_path}/none.db", state_dir)
+
+    assert "were not asked of the store: cannot open the store" in said
+    assert read_state(state_dir, UID) == before

@@ -74,6 +74,8 @@ def test_an_incident_that_only_users_tell_of_is_no_strike(store):
         ({"side": Side.USER}, []),
         ({"side": Side.AMBIGUOUS}, []),
         ({"run_id": "r1"}, []),
+        ({"failure_class": FailureClass.GPU_CONFIG}, []),
+        ({"failure_class": FailureClass.STORAGE_SHARED_FS}, []),
         ({"culprits": ()}, []),
         ({"culprits": (Entity(EntityKind.NIC, "0x1"),)}, [("nic", "0x1", 1.0)]),
         ({"culprits": (Entity(EntityKind.DISK, "/dev/sda"),)}, [("node", "n1", 1.0)]),

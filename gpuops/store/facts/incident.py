@@ -8,7 +8,7 @@ against what it blames.
 import hashlib
 from collections.abc import Iterator
 
-from gpuops.model import Confidence, Entity, EntityKind, Evidence, Incident, Side
+from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Incident, Side
 from gpuops.store import schema
 from gpuops.store.facts.envelope import Envelope, Fact, attempt_id
 from gpuops.store.facts.places import ATTEMPTS, RUNS, attempt_stub
@@ -41,6 +41,19 @@ STRIKES = Merge(
 )
 # How much an incident weighs; one without a known cause is no strike.
 _WEIGHTS = {Confidence.CONFIRMED: 1.0, Confidence.PROBABLE: 0.5}
+# What a person wrote down wrong, a job left behind or all nodes share says nothing about a part.
+_NO_STRIKE = frozenset(
+    {
+        FailureClass.GPU_CONFIG,
+        FailureClass.GPU_LEAKED_MEMORY,
+        FailureClass.HOST_CONFIG,
+        FailureClass.HOST_LEFTOVERS,
+        FailureClass.SITE_CHECK,
+        FailureClass.STORAGE_NO_SPACE,
+        FailureClass.STORAGE_SHARED_FS,
+        FailureClass.TOOL,
+    }
+)
 # What keeps its name when it moves to another node; the rest counts against its node.
 _MOVABLE = (EntityKind.GPU, EntityKind.NIC)
 
@@ -161,8 +174,9 @@ def _culprits(incident: Incident) -> Iterator[Row]:
 
 def _strikes(incident: Incident, envelope: Envelope, rank: str) -> Iterator[Row]:
     weight = _WEIGHTS.get(incident.confidence)
-    blames_hardware = incident.side is Side.INFRA and incident.run_id is None
-    if not (envelope.is_roots and blames_hardware and weight and incident.culprits):
+    is_of_node = incident.side is Side.INFRA and incident.run_id is None
+    counts = is_of_node and incident.failure_class not in _NO_STRIKE
+    if not (envelope.is_roots and counts and weight and incident.culprits):
         return
     culprit = incident.culprits[0]
     if culprit.kind not in _MOVABLE or len(culprit.id) > WORD_MAX:

@@ -29,6 +29,7 @@ class Stage(StrEnum):
 class DrainRecord:
     """One drain. ``hook``: what found the cause; ``why``: it was decided to drain.
 
+    ``replaces``: reasons that its own may take the place of (`gpuops.incident.gate.replaceable`);
     ``passes``: health checks passed in a row since.
 
     ``node`` is the name that Slurm has for it, ``stage`` a `Stage`.
@@ -42,6 +43,7 @@ class DrainRecord:
     failure_class: str
     t_us: int
     why: str = ""
+    replaces: tuple[str, ...] = ()
     incident: str | None = None
     job_id: str | None = None
     stage: str = Stage.WANTED.value

@@ -20,7 +20,7 @@ from gpuops.gate.health import Acted, Bench, Did, act, reason_to_leave
 from gpuops.gate.hook import Scene, Settled, settle, tell_decision
 from gpuops.gate.publish import Patience, Published, conclude, publish, recorded
 from gpuops.gate.remember import record
-from gpuops.gate.session import check_node, keep_state
+from gpuops.gate.session import check_node, keeping
 from gpuops.gate.sync import sync
 from gpuops.incident.gate import Course, Step
 from gpuops.model import Event, FailureClass
@@ -59,8 +59,10 @@ def follow_up(scene: Scene, find: FindScontrol) -> Settled | None:
     with _alone(scene.gate.state_dir / "followup.lock") as alone:
         if not alone:
             return None
-        settled = settle(scene, check_node(scene.plan, scene.clock))
-        keep_state(scene.plan, settled.ran)
+        ran = check_node(scene.plan, scene.clock)
+        kept = keeping(scene.plan, ran)
+        settled = settle(scene, ran)
+        kept()
         if settled.drain is not None:
             tell_decision(scene.memory, settled.drain, Course.DRAIN, scene.clock)
             _publish(scene, settled.drain, find)
@@ -73,11 +75,20 @@ def check_health(scene: Scene, find: FindScontrol, jitter_s: float) -> tuple[Set
     slurmd starts all nodes' health checks at the same instant: their shares differ.
     """
     time.sleep(jitter_s * share(scene.gate.node))
-    trouble = sync(scene.gate, scene.clock)
+    gate = scene.gate
+    amiss = sync(
+        gate.store_url,
+        cluster=gate.cluster,
+        node=gate.node,
+        state_dir=gate.state_dir,
+        uid=gate.uid,
+        clock=scene.clock,
+    )
     ran = check_node(scene.plan, scene.clock)
+    kept = keeping(scene.plan, ran)
     settled, acted = _settled_and_acted(scene, ran, find)
-    trouble = "; ".join(filter(None, [trouble, keep_state(scene.plan, ran)]))
-    return replace(settled, trouble=(*settled.trouble, trouble)) if trouble else settled, acted
+    trouble = (*settled.trouble, *filter(None, [amiss, kept()]))
+    return replace(settled, trouble=trouble), acted
 
 
 def _settled_and_acted(scene: Scene, ran: CheckRun, find: FindScontrol) -> tuple[Settled, Acted]:

@@ -84,9 +84,13 @@ def _counted(recorded: DrainRecord, bench: Bench, *, healthy: bool) -> Acted:
 
 
 def _again(recorded: DrainRecord, view: NodeView, bench: Bench) -> Acted:
-    """Bring the reason of *recorded* to slurmctld, unless the node has got somebody else's."""
+    """Bring the reason of *recorded* to slurmctld, unless the node has got somebody else's.
+
+    Once slurmctld knew our reason, any other is one that somebody gave.
+    """
     was_set = recorded.stage == Stage.SET
-    step = next_step(view, recorded.reason, hook=recorded.hook, was_set=was_set)
+    replaces = () if was_set else recorded.replaces
+    step = next_step(view, recorded.reason, replaces=replaces, was_set=was_set)
     if step is Step.SET:
         return _publish(recorded, bench)
     if step is Step.YIELD:

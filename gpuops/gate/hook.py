@@ -13,12 +13,12 @@ from pathlib import Path
 from gpuops.checks.runner import CheckRun
 from gpuops.config import Mode
 from gpuops.errors import ProbeError
-from gpuops.gate.drain_record import DrainRecord, write_drain
+from gpuops.gate.drain_record import DrainRecord, read_drain, write_drain
 from gpuops.gate.node_incidents import Occasion
 from gpuops.gate.permit import Gate, permission_of, start_asking
 from gpuops.gate.remember import Memory, record, remember
 from gpuops.gate.runbook_actions import actions_for
-from gpuops.gate.session import Plan, check_node, keep_state
+from gpuops.gate.session import Plan, check_node, keeping
 from gpuops.gate.state_file import StateError, read_state
 from gpuops.gate.verdict import write_verdict
 from gpuops.host import probe
@@ -26,7 +26,7 @@ from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.commands import spawn_detached
 from gpuops.host.records import from_json, to_json
-from gpuops.incident.gate import NOT_ASKED, Cause, Course, Decision, cause_of, decide
+from gpuops.incident.gate import NOT_ASKED, Cause, Course, Decision, cause_of, decide, replaceable
 from gpuops.incident.node_incident import key_of
 from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
 from gpuops.resources import data_dir
@@ -35,8 +35,8 @@ from gpuops.resources import data_dir
 LOOKS_S = 4.0
 EPILOG_LOOKS_S = 15.0
 WRITE_S = 0.3
-# What the node remembers is kept after the verdict, where the hook's time allows it.
-REMEMBER_BY_S = 6.5
+# A drain of ours that is older has been told to slurmctld, or given up.
+EARLIER_S = 900.0
 # Of these a look without an answer is a hung driver, of which a second look has to decide.
 _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
@@ -84,15 +84,15 @@ def run_hook(scene: Scene, verdict: Path) -> Settled:
     Raises:
         UsageError: The verdict cannot be written; the hook does not fail then.
     """
-    begun_ns = scene.clock.mono_ns()
-    settled = settle(scene, check_node(scene.plan, scene.clock))
+    ran = check_node(scene.plan, scene.clock)
+    kept = keeping(scene.plan, ran)
+    settled = settle(scene, ran)
     trouble = list(settled.trouble)
     if settled.drain is not None:
         write_verdict(verdict)
         trouble.append(start_helper(scene.memory, ["publish", "--id", settled.drain.id]) or "")
-    if (scene.clock.mono_ns() - begun_ns) / 1e9 < REMEMBER_BY_S:
-        trouble.append(keep_state(scene.plan, settled.ran) or "")
-    if settled.drain is None and hung(settled.ran):
+    trouble.append(kept() or "")
+    if settled.drain is None and hung(ran):
         trouble.append(start_helper(scene.memory, ["followup"]) or "")
     return replace(settled, trouble=tuple(filter(None, trouble)))
 
@@ -152,12 +152,18 @@ def _wanted(scene: Scene, cause: Cause, decision: Decision) -> tuple[DrainRecord
         failure_class=cause.failure_class.value,
         t_us=now_us,
         why=decision.why,
+        replaces=tuple(replaceable(scene.hook, None, ())),
         job_id=scene.job_id,
     )
 
     def completed() -> Json:
-        incident = _incident(gate, cause)
-        full = replace(drain, incident=incident, reason=cause.reason(incident))
+        incident, earlier = _incident(gate, cause), _earlier(gate, now_us)
+        if earlier is not None:
+            words = replaceable(scene.hook, earlier.reason, earlier.replaces)
+        else:
+            words = replaceable(scene.hook, None, ())
+        reason = cause.reason(incident)
+        full = replace(drain, incident=incident, reason=reason, replaces=tuple(words))
         if decision.drains:
             write_drain(gate.state_dir, full)
         return to_json(full)  # type: ignore[no-any-return]  # a dataclass is a table
@@ -168,6 +174,16 @@ def _wanted(scene: Scene, cause: Cause, decision: Decision) -> tuple[DrainRecord
     except ProbeError as exc:
         return drain, f"gpuops: {exc}"
     return from_json(DrainRecord, kept, "the drain record"), None
+
+
+def _earlier(gate: Gate, now_us: int) -> DrainRecord | None:
+    """Return the drain that this node wanted a short while ago."""
+    try:
+        found = read_drain(gate.state_dir, uid=gate.uid)
+    except ProbeError:
+        return None
+    recent = found is not None and 0 <= now_us - found.t_us <= EARLIER_S * 1e6
+    return found if recent else None
 
 
 def _incident(gate: Gate, cause: Cause) -> str | None:

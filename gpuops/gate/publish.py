@@ -72,7 +72,7 @@ def publish(
 def _one(drain: DrainRecord, scontrol: Scontrol, *, was_set: bool) -> tuple[Step, str | None]:
     try:
         view = scontrol.node(drain.node)
-        step = next_step(view, drain.reason, hook=drain.hook, was_set=was_set)
+        step = next_step(view, drain.reason, replaces=drain.replaces, was_set=was_set)
         if step is Step.SET:
             scontrol.drain(drain.node, drain.reason)
     except SlurmError as exc:

@@ -3,7 +3,7 @@
 Pure: the findings, the mode, the fuse's answer and what slurmctld says are arguments.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -145,26 +145,37 @@ class Step(StrEnum):
     LIFTED = "lifted"
 
 
-def next_step(view: NodeView, reason: str, *, hook: str, was_set: bool) -> Step:
+def next_step(view: NodeView, reason: str, *, replaces: Collection[str], was_set: bool) -> Step:
     """Return what to do so that *view* is drained for *reason*, and never over somebody else's.
 
     Args:
         view: The node as slurmctld sees it now.
         reason: Ours.
-        hook: The hook of this node that failed for it; slurmd's word for that may be replaced.
+        replaces: The reasons that ours may take the place of, to the letter.
         was_set: It has been set before: where it is gone, somebody took it back.
     """
     if view.drained:
         if view.reason == reason:
             return Step.DONE
-        replaceable = is_ours(view.reason) or view.reason == OF_SLURMD.get(hook, reason)
-        return Step.SET if replaceable else Step.YIELD
+        return Step.SET if view.reason in replaces else Step.YIELD
     if was_set:
         return Step.LIFTED
     if view.reason is None:
         return Step.SET
     # A node that is down keeps slurmctld's reason; it is asked again when it is back.
     return Step.WAIT if not view.registered else Step.YIELD
+
+
+def replaceable(hook: str, earlier: str | None, earlier_replaces: Collection[str]) -> list[str]:
+    """Return the reasons that a drain wanted by *hook* may take the place of.
+
+    That is slurmd's word for our own failed hook, and *earlier*, the reason of a drain that we
+    wanted shortly before, with slurmd's words that this one might replace: after a prolog that
+    fails, the epilog runs, and fails as well.
+    """
+    words = [OF_SLURMD[hook]] if hook in OF_SLURMD else []
+    words += [word for word in earlier_replaces if word in OF_SLURMD.values()]
+    return list(dict.fromkeys([*words, *([earlier] if earlier else [])]))
 
 
 def may_resume(view: NodeView, reason: str) -> bool:

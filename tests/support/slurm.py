@@ -5,6 +5,7 @@ the shipped ones with three paths changed, as slurm/README.md tells an operator 
 """
 
 import contextlib
+import json
 import os
 import pwd
 import re
@@ -22,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.fake_root import FakeRoot
-from support.mock_nvml import addresses, gpus
+from support.mock_nvml import UUIDS, addresses, shape
 from support.services import unavailable
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
-GPUS = 4
+GPUS = 8
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 SHIPPED = Path(__file__).parents[2] / "slurm"
 START_S = 20
@@ -108,8 +109,10 @@ class Node:
             shutil.rmtree(self.home / name, ignore_errors=True)
         (self.home / "health").unlink(missing_ok=True)
         self.root = FakeRoot(self.home / "root")
-        for address in addresses(GPUS):
+        for address, uuid in zip(addresses(GPUS), UUIDS, strict=True):
             self.root.gpu(address)
+            file = f"proc/driver/nvidia/gpus/{address}/information"
+            self.root.write(file, f"GPU UUID: \t {uuid}\n")
         self.env = {
             "GPUOPS_ROOT": str(self.root.path),
             "GPUOPS_STATE": str(self.home / "state"),
@@ -117,7 +120,7 @@ class Node:
             "GPUOPS_STORE": store,
             "GPUOPS_MODE": "enforce",
         }
-        self.nvml(gpus(GPUS))
+        self.reset_nvml()
 
     def nvml(self, scenario):
         """Have NVML answer by *scenario* from now on."""
@@ -135,6 +138,18 @@ class Node:
         """Put *text*, which may be nonsense, in the place of this node's environment."""
         (self.home / "env").write_text(text)
 
+    def reset_nvml(self):
+        """Have NVML find every GPU well again."""
+        self.nvml(shape("h100", GPUS))
+
+    def lose_gpu(self, index=2):
+        """Have NVML say that a GPU is lost: the driver's own verdict."""
+        self.nvml(shape("h100", GPUS, broken={index: 15}))
+
+    def lack_gpus(self):
+        """Have fewer GPUs than somebody expects: a verdict by a limit of ours."""
+        self.set(GPUOPS_GPUS_EXPECTED=str(GPUS + 1))
+
     def xid(self, code, index=0):
         """Write an Xid of one GPU into the kernel's log."""
         address = addresses(GPUS)[index].rpartition(".")[0]
@@ -144,10 +159,18 @@ class Node:
         """Let slurmd's health checks of this node run from now on."""
         (self.home / "health").touch()
 
-    def spooled(self):
-        """Return every line that waits in this node's spool."""
-        files = sorted(path for path in (self.home / "spool").rglob("*") if path.is_file())
-        return "".join(path.read_text(errors="replace") for path in files)
+    def use_scontrol(self, script):
+        """Have the hooks of this node call *script* in place of scontrol."""
+        program = self.home / "path" / "scontrol"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        self.set(GPUOPS_SLURM_BIN_DIR=str(program.parent))
+
+    def drain_record(self):
+        """Return the drain that this node records as its own, None where there is none."""
+        path = self.home / "state" / "drain.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
 
 class Cluster:
@@ -309,41 +332,56 @@ class Cluster:
         """Return what slurmd of a node has logged, the output of its hooks among it."""
         return self._tail(name)
 
+    def run_hook(self, name, hook="prolog", **env):
+        """Run a node's hook as slurmd does, without a job; return what came of it."""
+        return subprocess.run(
+            [str(self.home / "hooks" / f"{hook}.sh")],
+            env={"SLURMD_NODENAME": name, "SLURM_JOB_ID": "4242", **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            start_new_session=True,
+        )
+
     def reset(self, store):
         """End every job, take back every drain, make every node healthy."""
         self._run("scancel", "--user=root", check=False)
         for node in self.nodes.values():
-            node.reset(store)
+            (node.home / "health").unlink(missing_ok=True)
         wait_until(lambda: not self._run("squeue", "-h").stdout.strip(), self._trouble, 60)
+        self.end_helpers()
+        for node in self.nodes.values():
+            node.reset(store)
         for name in NODES:
             if "DRAIN" in self.state(name)[0] or "DOWN" in self.state(name)[0]:
                 self.scontrol("update", f"NodeName={name}", "State=RESUME")
         wait_until(self._all_idle, self._trouble, 30)
 
+    def end_helpers(self):
+        """End what our hooks left running: of an earlier test, it would go on in this one."""
+        for pid in processes_of(self.home):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def stop(self):
         """End every daemon and its children; remove everything."""
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in self.processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=10)
-        for pid in helpers_of(self.home):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            process.wait(timeout=10)
+        self.end_helpers()
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-def helpers_of(home):
-    """Return the processes that work in *home*, as our detached helpers do."""
+def processes_of(home):
+    """Return the processes of gpuops that work in *home*."""
     needle, found = str(home).encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if needle in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
+            program = (folder / "cmdline").read_bytes().split(b"\0")
+            ours = b"gpuops" in program or b"slurm_script" in program[-1]
+            if ours and needle in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
     return found
 
 

@@ -1,23 +1,172 @@
-"""Our prolog in a real Slurm: who runs, who is drained, and what can go wrong without draining."""
+"""Our prolog in a real Slurm: who runs, who is drained, and what may go wrong without draining."""
+
+import time
 
 import pytest
-from support.mock_nvml import gpus
-from support.slurm import GPUS
+from support.command import gpuops
+from support.slurm import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.cc]
 
 
-def test_a_healthy_node_runs_the_job(cluster):
-    job = cluster.finished(cluster.submit("exit 0", "-w", "n1", "--gres=gpu:2"))
+def test_a_healthy_node_runs_the_job(cluster, history):
+    job_id = cluster.submit("exit 0", "-w", "n1", "--gres=gpu:2")
+    job = cluster.finished(job_id)
+    ran = history.wait("check.ran", "n1", trigger="prolog")
 
     assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n1")
     assert cluster.state("n1") == ("IDLE", None)
+    assert (ran["job_id"], ran["gpus"], ran["mode"]) == (job_id, ["0", "1"], "enforce")
 
 
-def test_a_node_with_a_lost_gpu_is_drained_for_our_reason_and_the_job_runs_elsewhere(cluster):
-    cluster["n1"].nvml(gpus(GPUS, broken={2: 15}))
-    job = cluster.finished(cluster.submit("exit 0", "--exclude=n[3-6]"))
+def test_an_injected_xid_79_drains_its_node_for_our_reason_and_the_job_runs_elsewhere(
+    cluster, history
+):
+    cluster["n1"].xid(79)
+    job_id = cluster.submit("exit 0", "--exclude=n[3-6]")
     reason = cluster.drained_for("n1", "gpuops: ")
+    job = cluster.finished(job_id)
+    drained = history.wait("node.drained", "n1")
+    incident = history.wait("incident.recorded", "n1")
 
     assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n2")
-    assert reason.startswith("gpuops: fail ")
+    assert reason == f"gpuops: fail gpu_xid GPU-0000 79 -> drain #{incident['id'][-8:]}"
+    assert incident["failure_class"] == "gpu_hw.fell_off_bus"
+    assert (drained["reason"], drained["job_id"], drained["check"]) == (reason, job_id, "gpu_xid")
+    assert cluster.state("n2") == ("IDLE", None)
+
+
+def test_observing_says_what_would_be_drained_and_lets_the_job_start(cluster, history):
+    cluster["n1"].lose_gpu()
+    cluster["n1"].set(GPUOPS_MODE="observe")
+    job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+    decided = history.wait("gate.decided", "n1")
+
+    assert job["JobState"] == "COMPLETED"
+    assert decided["course"] == "would_drain"
+    assert decided["reason"].startswith("gpuops: fail gpu_lost n1 15 -> drain")
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+BROKEN_CLICK = "raise ImportError('no module named click')"
+FAULTS = {
+    "a typing mistake in the hooks' environment": "if then fi ((",
+    "an environment that ends the shell": "exit 1",
+    "a setting that does not exist": "export GPUOPS_MODE=enforced",
+    "a dependency that is not installed": "export PYTHONPATH={home}/broken",
+    "a crash of ours": "kill -SEGV $$",
+    "a verdict of another invocation": 'echo refuse >"${{3%.*}}.other"; exit 1',
+    "a verdict but another exit code": 'echo refuse >"$3"; exit 70',
+    "a time-out": "case $3 in *prolog*) exec /bin/sleep 60 ;; *) exit ;; esac",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_is_wrong_with_gpuops_itself_the_job_starts(cluster, fault):
+    node = cluster["n1"]
+    node.lose_gpu()
+    package = node.home / "broken" / "click"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(BROKEN_CLICK)
+    with (node.home / "env").open("a") as file:
+        file.write(FAULTS[fault].format(home=node.home) + "\n")
+    job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+
+    assert job["JobState"] == "COMPLETED"
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+def test_a_gpuops_that_is_not_there_drains_nothing(cluster):
+    program = cluster.home / "gpuops"
+    hidden = program.rename(cluster.home / "gpuops.hidden")
+    try:
+        job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+    finally:
+        hidden.rename(program)
+
+    assert job["JobState"] == "COMPLETED"
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+def test_a_mistake_in_the_prolog_itself_drains_nothing(cluster):
+    script = cluster.home / "hooks" / "prolog.sh"
+    whole = script.read_text()
+    script.write_text(whole.replace("code=1", 'if [ "${oops" then'))
+    try:
+        job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+    finally:
+        script.write_text(whole)
+
+    assert job["JobState"] == "COMPLETED"
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+NOWHERE = "postgresql+psycopg://u@127.0.0.1:1/none"
+
+
+def test_without_a_database_a_limit_of_ours_drains_nothing(cluster):
+    cluster["n1"].lack_gpus()
+    cluster["n1"].set(GPUOPS_STORE=NOWHERE)
+    job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+
+    assert job["JobState"] == "COMPLETED"
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+def test_without_a_database_the_drivers_own_verdict_drains(cluster):
+    cluster["n1"].lose_gpu()
+    cluster["n1"].set(GPUOPS_STORE=NOWHERE)
+    refused = cluster.run_hook("n1")
+
+    assert refused.returncode == 1
+    assert "Connection refused" in refused.stderr
+    assert cluster.drained_for("n1", "gpuops: fail gpu_lost")
+
+
+def test_the_fuse_lets_the_job_start_on_the_third_node_that_fails_the_same_way(
+    cluster, postgres_url
+):
+    for name in ("n1", "n2", "n3"):
+        cluster[name].lack_gpus()
+        cluster[name].set(GPUOPS_STORE=postgres_url)
+    gpuops("db", "upgrade", "--store", postgres_url)
+    job = cluster.finished(cluster.submit("exit 0", "--exclude=n[4-6]"), seconds=60)
+
+    assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n3")
+    assert cluster.drained_for("n1", "gpuops: fail gpu_count")
+    assert cluster.drained_for("n2", "gpuops: fail gpu_count")
+    assert cluster.state("n3") == ("IDLE", None)
+
+
+def test_no_command_of_slurm_is_in_the_way_of_a_job(cluster):
+    calls = cluster.home / "calls"
+    cluster["n1"].use_scontrol(f"echo called >>{calls}; exec /bin/sleep 30")
+    job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+    assert job["JobState"] == "COMPLETED"
+    assert not calls.exists()
+
+    cluster["n1"].lose_gpu()
+    begun = time.monotonic()
+    refused = cluster.run_hook("n1")
+
+    assert refused.returncode == 1
+    assert time.monotonic() - begun < 8
+
+
+def test_the_helper_outlives_its_hooks_process_group_and_a_slurmctld_that_is_down(cluster):
+    """Here slurmctld is gone when slurmd wants to tell it that the prolog failed."""
+    cluster["n1"].lose_gpu()
+    cluster["n1"].write_env(
+        (cluster["n1"].home / "env").read_text() + f"touch {cluster.home}/begun; /bin/sleep 1\n"
+    )
+    begun = cluster.home / "begun"
+    begun.unlink(missing_ok=True)
+    cluster.submit("exit 0", "-w", "n1", "--no-requeue")
+    wait_until(begun.exists, "no prolog began")
+    cluster.stop_controller()
+    try:
+        wait_until(cluster["n1"].drain_record, "the prolog did not fail")
+    finally:
+        cluster.start_controller()
+
+    assert cluster.drained_for("n1", "gpuops: fail gpu_lost", seconds=60)

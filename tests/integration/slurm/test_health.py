@@ -1,0 +1,90 @@
+"""Our HealthCheckProgram in a real Slurm: it drains, and takes back what it drained itself."""
+
+import pytest
+from support.command import gpuops
+from support.slurm import wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.cc]
+
+
+def checks(history, name):
+    return len([run for run in history.events("check.ran", name) if run["trigger"] == "health"])
+
+
+def test_an_idle_node_that_fails_is_drained_and_comes_back_after_its_repair(
+    cluster, history, tmp_path
+):
+    node = cluster["n1"]
+    node.xid(79)
+    node.checks_health()
+    assert cluster.drained_for("n1", "gpuops: fail gpu_xid GPU-0000 79")
+
+    told = gpuops("repair", "n1", "--what", "swapped GPU 0", "--by", "ann", env=node.env)
+    assert (told.returncode, told.stderr) == (0, "")
+
+    cluster.in_use("n1")
+    assert history.wait("node.resumed", "n1")["actor"] == "gpuops"
+    assert node.drain_record() is None
+
+
+def test_a_manual_drain_is_never_undone(cluster, history):
+    cluster.drain("n1", "ann: swapping a cable")
+    cluster["n1"].checks_health()
+    wait_until(lambda: checks(history, "n1") >= 3, "no health checks")
+
+    assert cluster.state("n1") == ("IDLE+DRAIN", "ann: swapping a cable")
+
+
+def test_our_drain_is_an_administrators_once_they_changed_its_reason(cluster, history):
+    node = cluster["n1"]
+    node.lose_gpu()
+    node.checks_health()
+    reason = cluster.drained_for("n1", "gpuops: fail gpu_lost")
+    cluster.drain("n1", f"{reason}; ann keeps it")
+    node.reset_nvml()
+    seen = checks(history, "n1")
+    wait_until(lambda: checks(history, "n1") >= seen + 3, "no health checks")
+
+    assert cluster.state("n1") == ("IDLE+DRAIN", f"{reason}; ann keeps it")
+
+
+def test_observing_drains_nothing(cluster, history):
+    cluster["n1"].set(GPUOPS_MODE="observe")
+    cluster["n1"].lose_gpu()
+    cluster["n1"].checks_health()
+
+    assert history.wait("gate.decided", "n1")["course"] == "would_drain"
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+def test_the_reason_is_brought_by_a_health_check_where_the_helper_could_not(cluster):
+    """The node has slurmd's own reason: our record says that we failed that very hook."""
+    node = cluster["n1"]
+    node.lose_gpu()
+    node.use_scontrol("exit 1")
+    cluster.submit("exit 0", "-w", "n1", "--no-requeue")
+    assert cluster.drained_for("n1", "Prolog error")
+
+    node.env.pop("GPUOPS_SLURM_BIN_DIR")
+    node.set()
+    node.checks_health()
+
+    assert cluster.drained_for("n1", "gpuops: fail gpu_lost")
+
+
+def test_a_prolog_error_that_is_not_ours_keeps_its_reason(cluster, history):
+    cluster.drain("n1", "Prolog error")
+    cluster["n1"].checks_health()
+    wait_until(lambda: checks(history, "n1") >= 3, "no health checks")
+
+    assert cluster.state("n1") == ("IDLE+DRAIN", "Prolog error")
+
+
+def test_a_scontrol_that_hangs_ends_no_health_check_late(cluster):
+    cluster["n1"].use_scontrol("trap '' TERM; exec /bin/sleep 600")
+    cluster["n1"].lose_gpu()
+    cluster["n1"].checks_health()
+    done = cluster.run_hook("n1", "health_check")
+
+    assert done.returncode == 0
+    assert "scontrol show node n1 gave no answer" in done.stderr

@@ -2,7 +2,7 @@
 
 from gpuops.checks.gpus import LOOK, Verdict, entity_of, finding
 from gpuops.checks.protocol import Case, Check, NoParameters
-from gpuops.host.gpu_facts import NO_PERMISSION, NvmlSnapshot, NvmlStatus
+from gpuops.host.gpu_facts import HANG_S, NO_PERMISSION, NvmlSnapshot, NvmlStatus
 from gpuops.host.gpus import Gpus
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
@@ -19,9 +19,6 @@ _WORDS = {
 }
 # What a process in a container, or without root, is told of a driver that is well.
 _KEPT_OUT = (NO_PERMISSION, _OPERATING_SYSTEM)
-# Below this a call is only slow, or this run had little time left for it: healthy ones answer
-# within a tenth of it, and one that hangs gets the rest of the look's time.
-_HANG_S = 1.0
 _COLD = "a cold driver takes 10 to 20 s to initialise"
 
 
@@ -117,7 +114,7 @@ def _verdict(nvml: NvmlSnapshot, call: str | None, waited_s: float | None, case:
     told = f" in {waited_s:.1f} s" if waited_s is not None else ""
     inside = ", inside the kernel (state D)" if nvml.state == "D" else ""
     text = f"{call} gave no answer{told}{inside}; try {len(case.hangs) + 1} of this boot"
-    if waited_s is not None and waited_s < _HANG_S:
+    if waited_s is not None and waited_s < HANG_S:
         return _undecided(f"{text}: the driver is slow, or this run had too little time for it")
     if not case.hangs:
         return _undecided(f"{text}: {_COLD}, so another try decides")

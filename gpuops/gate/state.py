@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpuops.checks.protocol import Case
 from gpuops.checks.runner import CheckRun
-from gpuops.host.gpu_facts import NvmlSnapshot, NvmlStatus
+from gpuops.host.gpu_facts import HANG_S, NvmlSnapshot, NvmlStatus
 from gpuops.host.gpus import Gpus
 from gpuops.host.node_state import Counters, CounterSample, DriverHang, Moment, NodeState
 from gpuops.model import Entity
@@ -126,20 +126,16 @@ def _jobs(
 
 def _after_nvml(state: NodeState, nvml: NvmlSnapshot, moment: Moment) -> NodeState:
     """Return *state* with one more hang of the driver, or with none: it answered."""
-    hung = nvml.status is NvmlStatus.TIMEOUT or any(gpu.hung_call for gpu in nvml.gpus)
     told = [gpu.modes.persistence for gpu in nvml.gpus if gpu.modes.persistence is not None]
     if told:
         state = replace(state, persistence=all(told))
+    silent = [(nvml.hang, nvml.hung_s), *((gpu.hung_call, gpu.hung_s) for gpu in nvml.gpus)]
+    calls = [(call, waited_s) for call, waited_s in silent if call is not None]
+    hung = [call for call, waited_s in calls if waited_s is None or waited_s >= HANG_S]
     if hung:
-        calls = [nvml.hung_call, *(gpu.hung_call for gpu in nvml.gpus), "nvml"]
-        hang = DriverHang(
-            boot_id=moment.boot_id,
-            t_us=moment.t_us,
-            call=next(call for call in calls if call),
-            state=nvml.state,
-        )
+        hang = DriverHang(boot_id=moment.boot_id, t_us=moment.t_us, call=hung[0], state=nvml.state)
         earlier = tuple(item for item in state.hangs if item.boot_id == moment.boot_id)
         return replace(state, hangs=(*earlier, hang)[-HANGS_MAX:])
-    if nvml.status in {NvmlStatus.OK, NvmlStatus.ERROR}:
+    if not calls and nvml.status in {NvmlStatus.OK, NvmlStatus.ERROR}:
         return replace(state, hangs=())
     return state

@@ -13,6 +13,10 @@ NO_PERMISSION = 4
 CORRUPTED_INFOROM = 14
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
+
+# Below this a call is only slow, or this run had little time left for it: healthy ones answer
+# within a tenth of it, and one that hangs gets the rest of the look's time.
+HANG_S = 1.0
 UNREADABLE = -1
 
 

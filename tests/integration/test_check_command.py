@@ -217,6 +217,24 @@ def test_only_runs_what_is_named(node):
     assert [item["check"] for item in node.findings("--only", "memory")] == ["memory"]
 
 
+def test_only_takes_patterns(node):
+    names = {item["check"] for item in node.findings("--only", "mount_*", "--only", "load")}
+
+    assert names == {"mount_alive", "mount_state", "mount_writable", "load"}
+
+
+def test_gpus_that_are_not_asked_about_are_not_judged(node):
+    node.gpus(4)
+    node.scenario = mock_nvml.shape("h100", 4, per_gpu={3: {"remapped_pending": 1}})
+    judged = ["--only", "gpu_row_remap", "--json"]
+    all_of_them = node.check(*judged)
+    others = node.check(*judged, "--gpus", f"0,{UUIDS[1]}")
+    its_job = node.check(*judged, "--trigger", "prolog", env={"SLURM_JOB_GPUS": "3"})
+    other_job = node.check(*judged, "--trigger", "epilog", env={"SLURM_JOB_GPUS": "0-2"})
+
+    assert [run.returncode for run in (all_of_them, others, its_job, other_job)] == [1, 0, 1, 0]
+
+
 def test_text_from_the_kernel_cannot_drive_the_terminal(node):
     node.root.kmsg("nfs: server a\\x1b[2Jb not responding", "nfs: server x not responding \x1b[31m")
     run = node.check("--only", "kernel_log")
@@ -234,6 +252,15 @@ def test_text_from_the_kernel_cannot_drive_the_terminal(node):
         (["--gpus-expected", "-1"], "a number from 0 to 1024 is wanted"),
         (["--json", "--nagios"], "--json, --jsonl and --nagios exclude each other"),
         (["--sweet"], "No such option"),
+        (["--only", "memroy*"], "there is no check 'memroy*'"),
+        (["--suite", "followup", "--only", "memory"], "does not run the check 'memory'"),
+        (["--gpus", "first"], "'first' is no GPU; name auto, all, or indices"),
+        (["--job", "latest"], "the id of a Slurm job is a number"),
+        (["--list", "--explain", "memory"], "--list and --explain exclude each other"),
+        (["--list", "--nagios"], "check nothing; leave out --nagios"),
+        (["--explain", "memory", "--prom", "x"], "check nothing; leave out --prom"),
+        (["--explain", "memroy"], "there is no check 'memroy'; did you mean 'memory'?"),
+        (["--facts", "x", "--deadline", "3"], "with --facts nothing is looked at"),
         (["--trigger", "whim"], "is not one of"),
     ],
 )
@@ -466,3 +493,150 @@ def test_the_uuid_of_a_gpu_names_it_where_nvml_knows_it(node):
     found = [item for item in node.findings("--only", "gpu_pci") if item["status"] == "fail"]
 
     assert [item["entity"] for item in found] == [{"kind": "gpu", "id": UUIDS[1]}]
+
+
+def test_explaining_a_check_shows_its_limits_with_their_files_and_its_runbooks(node, tmp_path):
+    suites = tmp_path / "site" / "suites"
+    suites.mkdir(parents=True)
+    (suites / "own.toml").write_text(
+        'inherits = "full"\ndeadline_s = 9\n[[check]]\nname = "memory"\n'
+        'available_percent = { warn = 20, source = "ops" }\n'
+    )
+    env = {"GPUOPS_SITE_DIR": str(tmp_path / "site")}
+    run = node.check("--explain", "memory", "--suite", "own", env=env)
+
+    assert (run.returncode, run.stderr) == (0, "")
+    assert f"available_percent: warn at 20  [ops]  ({suites}/own.toml)" in run.stdout
+    assert "/proc/meminfo" in run.stdout
+    assert "gpuops runbook host_mem.low" in run.stdout
+
+
+def test_explaining_shows_what_the_profile_expects_once_the_gpus_were_seen(node):
+    node.gpus(8)
+    node.scenario = mock_nvml.shape("h100")
+    before = json.loads(node.check("--explain", "gpu_pcie_link", "--json").stdout)
+    node.check("--suite", "prolog", record=True)
+    after = json.loads(node.check("--explain", "gpu_pcie_link", "--json").stdout)
+
+    assert before["profile"]["name"] == "none"
+    assert after["profile"] == {
+        "name": "h100-sxm",
+        "because": "this node's GPUs last spoke for it",
+    }
+    assert after["expectations"]["pcie_width"]["value"] == 16
+
+
+def test_a_check_that_the_suite_does_not_run_is_explained_all_the_same(node):
+    run = node.check("--explain", "dcgm_diag", "--suite", "prolog")
+
+    assert run.returncode == 0
+    assert "suite     full" in run.stdout
+
+
+def test_metrics_are_replaced_as_a_whole_and_readable_by_all(node, tmp_path):
+    path = tmp_path / "gpuops.prom"
+    path.write_text("old")
+    run = node.check("--suite", "prolog", "--prom", str(path))
+    text = path.read_text()
+
+    assert run.returncode == 0
+    assert 'gpuops_check_status{check="memory",entity_id="n1",entity_kind="node"' in text
+    assert 'gpuops_check_verdict{suite="prolog"} 1.0' in text
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert [item.name for item in tmp_path.glob("*gpuops.prom*")] == ["gpuops.prom"]
+
+
+def test_metrics_that_cannot_be_written_change_no_verdict(node):
+    run = node.check("--gpus-expected", "1", "--prom", "/nowhere/gpuops.prom")
+
+    assert run.returncode == 1
+    assert run.stderr == "gpuops: cannot write /nowhere/gpuops.prom: No such file or directory\n"
+
+
+def state_file(tmp_path):
+    return tmp_path / "default" / "state" / "node.json"
+
+
+def test_a_driver_that_hangs_is_unknown_once_and_a_failure_the_second_time(node):
+    """Persistence mode was on when it last answered, so it is no cold start."""
+    node.gpus(2)
+    node.scenario = mock_nvml.shape("h100", 2, persistence=1)
+    node.check("--only", "gpu_driver", record=True)
+    node.scenario = "deaf\ndelay_ms 600000\n" + node.scenario
+    short = ["--only", "gpu_driver", "--deadline", "3", "--json"]
+    codes = [node.check(*short, record=True).returncode for _ in range(2)]
+    (found,) = json.loads(node.check(*short).stdout)["findings"]
+
+    assert codes == [3, 1]
+    assert found["failure_class"] == "gpu_sw.driver_hang"
+
+
+def test_a_driver_that_answered_in_between_has_not_hung_twice(node):
+    node.gpus(2)
+    well = mock_nvml.shape("h100", 2, persistence=1)
+    hung = "deaf\ndelay_ms 600000\n" + well
+    codes = []
+    for scenario in (well, hung, well, hung):
+        node.scenario = scenario
+        run = node.check("--only", "gpu_driver", "--deadline", "3", record=True)
+        codes.append(run.returncode)
+
+    assert codes == [0, 3, 0, 3]
+
+
+def test_a_check_that_is_not_recorded_remembers_nothing(node, tmp_path):
+    node.check("--suite", "prolog")
+
+    assert not state_file(tmp_path).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema": "gpuops.node-state/9"}'])
+def test_a_state_file_that_is_none_warns_and_fails_nothing(node, tmp_path, text):
+    path = state_file(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    run = node.check("--suite", "prolog", "--json")
+    (finding,) = (
+        item for item in json.loads(run.stdout)["findings"] if item["check"] == "node_state"
+    )
+
+    assert (run.returncode, run.stderr) == (0, "")
+    assert finding["status"] == "warn"
+    assert f"{path} is left out: it is" in finding["message"]
+
+
+def test_a_state_folder_that_cannot_be_written_is_said_and_changes_no_verdict(node, tmp_path):
+    (tmp_path / "state").write_text("in the way")
+    run = node.check("--gpus-expected", "1", record=True, env={"GPUOPS_STATE": f"{tmp_path}/state"})
+
+    assert run.returncode == 1
+    assert "what this node remembers is not kept" in run.stderr
+
+
+def test_two_profiles_that_match_warn_and_name_their_files(node, tmp_path):
+    node.gpus(8)
+    node.scenario = mock_nvml.shape("h100")
+    profiles = tmp_path / "site" / "profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "twin.toml").write_text("match = { gpu = 'NVIDIA H100.*' }\n")
+    env = {"GPUOPS_SITE_DIR": str(tmp_path / "site")}
+    (finding,) = (item for item in node.findings(env=env) if item["check"] == "profile")
+
+    assert finding["status"] == "warn"
+    assert str(profiles / "twin.toml") in finding["message"]
+
+
+def test_a_silenced_failure_lets_the_job_start_and_says_who_silenced_it(node, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "silences.toml").write_text(
+        '[[silence]]\ncheck = "gpu_count"\nnode = "n1"\nuntil = 2099-01-01\n'
+        'owner = "ann"\nreason = "two GPUs are out"\n'
+    )
+    run = node.check(
+        "--only", "gpu_count", "--gpus-expected", "1", "--json", env={"GPUOPS_SITE_DIR": str(site)}
+    )
+    (finding,) = json.loads(run.stdout)["findings"]
+
+    assert (run.returncode, finding["status"]) == (0, "skip")
+    assert "by ann: two GPUs are out (was fail: " in finding["message"]

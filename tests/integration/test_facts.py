@@ -71,7 +71,7 @@ def judged(run):
 SCENARIOS = {
     "healthy": (shape("h100"), ()),
     "a GPU that fell off the bus": (shape("h100", broken={2: 15}), (XID_79,)),
-    "rows to remap": (shape("a100", per_gpu={1: {"remap_pending": 1}}), ()),
+    "rows to remap": (shape("a100", per_gpu={1: {"remapped_pending": 1}}), ()),
     "no driver": ("init 12", ()),
     "a crash": ("segfault", ()),
     "an unknown model": (mock_nvml.gpus(8), ()),

@@ -230,6 +230,13 @@ def test_one_gpu_that_hangs_among_others_that_answer_is_a_hang():
     assert [hang.call for hang in state.hangs] == ["nvmlDeviceGetPowerUsage"]
 
 
+@pytest.mark.parametrize(("waited_s", "hangs"), [(0.99, 1), (1.0, 2), (None, 2)])
+def test_a_call_that_was_waited_for_less_than_a_second_neither_hung_nor_answered(waited_s, hangs):
+    once = after(NodeState(), run(hung()), at(10))
+
+    assert len(after(once, run(replace(hung(), hung_s=waited_s)), at(20)).hangs) == hangs
+
+
 def test_hangs_of_an_earlier_boot_are_no_evidence():
     once = after(NodeState(), run(hung()), at(10))
     case = case_of(once, node=NODE, moment=at(5, boot="boot-2"), errand=MANUAL)

@@ -196,7 +196,9 @@ def _leave_behind(
         )
         memory = _memory(ctx, settings, request.state_dir)
         kept = keeping(plan, ran)
-        trouble += [remember(ran, occasion, memory, clock), kept()]
+        recorded, remembered = remember(ran, occasion, memory, clock), kept()
+        # As a rule both have one cause: a user who may write neither place.
+        trouble.append(recorded or remembered)
     for text in trouble:
         if text is not None:
             click.echo(text, err=True)

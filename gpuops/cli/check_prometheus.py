@@ -1,15 +1,7 @@
 """A check run as a Prometheus textfile, for the textfile collector of node_exporter.
 
-| metric | labels | value |
-|---|---|---|
-| gpuops_check_status | suite, check, entity_kind, entity_id | worst finding: 0 pass, 1 skip, 2 warn, 3 unknown, 4 fail |
-| gpuops_check_verdict | suite | the worst of all, as above |
-| gpuops_check_late | suite | checks that gave no answer in time |
-| gpuops_check_last_run_timestamp_seconds | suite | when the run ended, since the epoch |
-| gpuops_check_duration_seconds | suite | how long it took |
-
-Each suite needs a file of its own: a file is replaced as a whole.
-"""  # noqa: E501 a table's row is a line
+The metrics are listed in checks/README.md.
+"""
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 

@@ -11,6 +11,8 @@ else
   command -v cc >/dev/null || missing+=(gcc libc6-dev)
   command -v setpriv >/dev/null || missing+=(util-linux)
   command -v shellcheck >/dev/null || missing+=(shellcheck)
+  command -v slurmctld >/dev/null && command -v slurmd >/dev/null || missing+=(slurm-wlm)
+  command -v munged >/dev/null || missing+=(munge)
 fi
 [ ${#missing[@]} -eq 0 ] && exit 0
 
@@ -20,6 +22,13 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
   # A cluster of the distribution's own is not wanted: the tests start a private server.
   mkdir -p /etc/postgresql-common/createcluster.d
   echo "create_main_cluster = false" >/etc/postgresql-common/createcluster.d/gpuops-tests.conf
+  # Nor are daemons of the distribution's own: the tests start a private munged and Slurm.
+  policy=/usr/sbin/policy-rc.d
+  if [ ! -e "$policy" ]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 755 "$policy"
+    trap 'rm -f "$policy"' EXIT
+  fi
   apt-get update -qq
   apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 else

@@ -3,6 +3,7 @@
 ``prolog`` and ``epilog`` import no SQLAlchemy, but for the child that asks for a permit.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gpuops.gate.errands import (
     publish_drain,
 )
 from gpuops.gate.hook import EPILOG_LOOKS_S, LOOKS_S, Scene, Settled, run_hook
+from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
 from gpuops.gate.permit import Gate
 from gpuops.gate.remember import Memory
 from gpuops.gate.session import Request, plan_of
@@ -26,6 +28,7 @@ from gpuops.host.clock import SystemClock
 from gpuops.host.node import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import Status
+from gpuops.resources import data_dir
 from gpuops.slurm.environment import HookJob, job_of
 from gpuops.slurm.nodes import Scontrol, find_scontrol
 
@@ -103,6 +106,36 @@ def followup(ctx: click.Context) -> int:
     """Look once more, and longer, at a GPU driver that gave no answer; the hooks start it."""
     settled = follow_up(_scene(ctx, "followup", "followup", FOLLOW_UP_S, HookJob()), _scontrol(ctx))
     return EXIT_OK if settled is None else _said(settled)
+
+
+@slurm.command()
+@click.option("--print", "only_print", is_flag=True, help="Show everything, write nothing.")
+@click.option(
+    "--dir",
+    "hooks_dir",
+    type=click.Path(path_type=Path),
+    default=Path(SHIPPED_HOOKS),
+    show_default=True,
+    help="The folder of the hooks, on every node.",
+)
+@click.option(
+    "--gpuops",
+    "program",
+    type=click.Path(path_type=Path),
+    help="The gpuops that the hooks call; default: this one.",
+)
+def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
+    """Write the hooks, and show the lines that slurm.conf needs."""
+    program = program or Path(sys.executable).parent / "gpuops"
+    found = installation(data_dir("slurm"), hooks_dir, program)
+    if only_print:
+        for name, text in found.hooks.items():
+            click.echo(f"# ---- {hooks_dir / name} (mode 755, root's) ----\n{text}")
+    else:
+        write_hooks(found.hooks, hooks_dir)
+        click.echo(f"# written into {hooks_dir}: {', '.join(found.hooks)}\n")
+    click.echo(f"# ---- slurm.conf ----\n{found.conf}", nl=False)
+    return EXIT_OK
 
 
 def _said(settled: Settled) -> int:

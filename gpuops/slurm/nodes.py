@@ -13,7 +13,7 @@ from gpuops.host.commands import Answer, ask, find
 
 # Where sites put Slurm besides the usual places; a hook has no PATH to tell.
 _PLACES = ("scontrol", "/opt/slurm/bin/scontrol", "/usr/local/slurm/bin/scontrol")
-_TIMEOUT_S = 8.0
+TIMEOUT_S = 4.0
 _PASSED_ON = ("SLURM_CONF", "SLURM_CONF_SERVER")
 # `State=IDLE*+DRAIN`: signs after a state say what else is going on with the node.
 _SIGNS = "*~#!%$@^-"
@@ -78,7 +78,7 @@ class Scontrol:
 
     program: Path
     env: Mapping[str, str]
-    timeout_s: float = _TIMEOUT_S
+    timeout_s: float = TIMEOUT_S
 
     def node(self, name: str) -> NodeView:
         """Return what slurmctld says of the node *name*.

@@ -1,4 +1,4 @@
-"""The files that an admin copies: they parse, and the prolog always lets the job start."""
+"""The files that an operator copies parse; a hook fails only with a verdict of its own."""
 
 import re
 import shutil
@@ -6,31 +6,49 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.command import gpuops
 from support.services import unavailable
 
 from gpuops.checks.suites import load_suite
+from gpuops.config import SETTINGS
+from gpuops.gate import errands, hook, sync
+from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, installation
+from gpuops.gate.permit import START_S
 from gpuops.gate.remember import RECORD_S
 from gpuops.gate.state_file import READ_S
 from gpuops.host.probe import STOP_S
 from gpuops.resources import data_dir
+from gpuops.slurm.nodes import TIMEOUT_S
 
 SLURM = Path(__file__).parents[2] / "slurm"
 SCRIPTS = sorted(path for path in SLURM.iterdir() if path.suffix in {".sh", ".sbatch"})
+# Python and its imports; see tests/benchmarks/bench_check_startup.py.
+STARTING_S = 0.4
 
 
-def prolog_with(tmp_path, body):
-    """Return the shipped prolog, calling a program that does *body* in place of gpuops."""
+def hook_with(tmp_path, name, body):
+    """Return a shipped hook, calling a program that does *body* in place of gpuops."""
     program = tmp_path / "gpuops"
     if body is not None:
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
-    text = (SLURM / "prolog.sh").read_text().replace("/opt/gpuops/bin/gpuops", str(program))
-    script = tmp_path / "prolog.sh"
-    script.write_text(text.replace("LIMIT_S=8", "LIMIT_S=1"))
+    (tmp_path / "verdicts").mkdir(exist_ok=True)
+    text = (SLURM / f"{name}.sh").read_text().replace(SHIPPED_GPUOPS, str(program))
+    text = text.replace("/etc/gpuops/hook.env", str(tmp_path / "hook.env"))
+    text = text.replace("/run/gpuops", str(tmp_path / "verdicts"))
+    script = tmp_path / f"{name}.sh"
+    script.write_text(re.sub(r"LIMIT_S=\d+", "LIMIT_S=1", text))
     script.chmod(0o755)
     return script
 
 
+def run(script, *shell):
+    return subprocess.run(
+        ["/usr/bin/env", "-i", *shell, str(script)], check=False, capture_output=True, timeout=30
+    )
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -42,28 +60,87 @@ def prolog_with(tmp_path, body):
         "exit 70",
         "kill -9 $$",
         "trap '' TERM; exec sleep 60",
+        'echo refuse >"$4"; exit 70',
+        'echo refuse >"$4"; kill -9 $$',
+        'echo refuse >"$4"; exec sleep 60',
+        'echo refuses >"$4"; exit 1',
+        'echo refuse >"$4.other"; exit 1',
+        'mkdir "$4"; exit 1',
     ],
     ids=str,
 )
-def test_the_prolog_lets_the_job_start_whatever_happens(tmp_path, body):
-    ended = subprocess.run(
-        ["/usr/bin/env", "-i", str(prolog_with(tmp_path, body))],
-        check=False,
-        capture_output=True,
-        timeout=30,
-    )
+def test_a_hook_fails_for_nothing_that_may_go_wrong(tmp_path, name, body):
+    ended = run(hook_with(tmp_path, name, body))
 
     assert (ended.returncode, ended.stdout) == (0, b"")
 
 
-def test_the_check_ends_by_itself_before_the_prolog_would_kill_it():
-    starting_s = 0.4  # python and its imports; see tests/benchmarks/bench_check_startup.py
-    suite = load_suite("prolog", [data_dir("checks") / "suites"])
-    granted = re.search(r"^LIMIT_S=(\d+)$", (SLURM / "prolog.sh").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+def test_a_hook_fails_with_exit_code_1_and_the_verdict_that_it_named(tmp_path, name):
+    script = hook_with(tmp_path, name, 'echo refuse >"$4"; exit 1')
 
-    # The state file is written while the run is recorded.
-    worst_s = starting_s + READ_S + suite.deadline_s + STOP_S + RECORD_S + STOP_S
-    assert worst_s < float(granted[1])
+    assert run(script).returncode == 1
+    assert list((tmp_path / "verdicts").iterdir()) == []
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+@pytest.mark.parametrize(
+    "typo", ["if then fi ((", 'echo "', "set -u; $nope", ". /nonexistent", "}"]
+)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_mistake_in_a_hook_itself_fails_nothing(tmp_path, name, typo, shell):
+    if shutil.which(shell) is None:
+        unavailable(f"{shell} is not installed")
+    script = hook_with(tmp_path, name.removesuffix(".sh"), "exit 1")
+    lines = script.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("GPUOPS="))
+    script.write_text("\n".join([*lines[: at + 1], typo, *lines[at + 1 :]]) + "\n")
+
+    assert run(script, shutil.which(shell)).returncode == 0
+
+
+@pytest.mark.parametrize("env", ["if then fi ((", "exit 1", "exec sleep 60", "nonsense"])
+def test_a_mistake_in_the_hooks_environment_fails_nothing(tmp_path, env):
+    script = hook_with(tmp_path, "prolog", "exit 1")
+    (tmp_path / "hook.env").write_text(env + "\n")
+
+    assert run(script).returncode == 0
+
+
+def limit_s(name):
+    return float(re.search(r"^LIMIT_S=(\d+)$", (SLURM / name).read_text(), re.MULTILINE)[1])
+
+
+def permit_s():
+    (setting,) = (item for item in SETTINGS if item.key == "gate.permit_deadline_s")
+    return START_S + setting.default({}, True)
+
+
+def test_a_prolog_comes_to_its_verdict_before_its_hook_would_kill_it():
+    looks_s = min(load_suite("prolog", [data_dir("checks") / "suites"]).deadline_s, hook.LOOKS_S)
+    decided_s = max(permit_s(), RECORD_S + STOP_S) + hook.WRITE_S
+
+    assert STARTING_S + READ_S + looks_s + STOP_S + decided_s < limit_s("prolog.sh")
+    assert limit_s("prolog.sh") < 10  # Slurm's MessageTimeout
+
+
+def test_an_epilog_comes_to_its_verdict_before_its_hook_would_kill_it():
+    decided_s = max(permit_s(), RECORD_S + STOP_S) + hook.WRITE_S
+    conf = (SLURM / "slurm.conf.example").read_text()
+    timeout_s = float(re.search(r"PrologEpilogTimeout=(\d+)", conf)[1])
+
+    assert STARTING_S + READ_S + hook.EPILOG_LOOKS_S + STOP_S + decided_s < limit_s("epilog.sh")
+    assert limit_s("epilog.sh") < timeout_s
+
+
+def test_a_health_check_ends_before_its_hook_would_kill_it():
+    jitter_s = 10.0
+    asked_s = sync.FETCH_S + STOP_S + TIMEOUT_S + STOP_S
+    looks_s = READ_S + errands.HEALTH_LOOKS_S + STOP_S
+    acted_s = permit_s() + hook.WRITE_S + errands.HEALTH_PUBLISH_S + TIMEOUT_S + STOP_S
+
+    assert STARTING_S + jitter_s + asked_s + looks_s + acted_s < limit_s("health_check.sh")
+    assert limit_s("health_check.sh") < 60  # slurmd's own limit
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -74,3 +151,39 @@ def test_shellcheck_finds_nothing(script):
     shown = subprocess.run(["shellcheck", str(script)], check=False, capture_output=True, text=True)
 
     assert (shown.returncode, shown.stdout) == (0, "")
+
+
+def test_install_fills_in_the_paths_of_this_machine(tmp_path):
+    hooks = tmp_path / "hooks"
+    done = gpuops("slurm", "install", "--dir", str(hooks), "--gpuops", "/srv/venv/bin/gpuops")
+
+    assert done.returncode == 0
+    assert sorted(path.name for path in hooks.iterdir()) == sorted(HOOKS)
+    for name in HOOKS:
+        assert "\nGPUOPS=/srv/venv/bin/gpuops\n" in (hooks / name).read_text()
+        assert (hooks / name).stat().st_mode & 0o777 == 0o755
+        assert f"={hooks}/{name}\n" in done.stdout
+
+
+def test_install_prints_all_and_writes_nothing_when_asked_to(tmp_path):
+    hooks = tmp_path / "hooks"
+    done = gpuops("slurm", "install", "--print", "--dir", str(hooks))
+
+    assert not hooks.exists()
+    assert "PrologFlags=Alloc" in done.stdout
+    assert all(f"{hooks}/{name}" in done.stdout for name in HOOKS)
+
+
+@pytest.mark.parametrize("path", ["relative/gpuops", "/opt/my gpuops", "/opt/$(id)", "/opt/a'b"])
+def test_install_refuses_a_path_that_a_shell_would_read_otherwise(path):
+    done = gpuops("slurm", "install", "--print", "--gpuops", path)
+
+    assert done.returncode == 64
+    assert "an absolute path of letters" in done.stderr
+
+
+def test_the_shipped_files_name_the_paths_that_install_replaces():
+    found = installation(SLURM, Path("/a/hooks"), Path("/b/gpuops"))
+
+    assert SHIPPED_HOOKS not in found.conf
+    assert all(SHIPPED_GPUOPS not in text for text in found.hooks.values())

@@ -336,6 +336,7 @@ class Cluster:
         """Run a node's hook as slurmd does, without a job; return what came of it."""
         return subprocess.run(
             [str(self.home / "hooks" / f"{hook}.sh")],
+            check=False,
             env={"SLURMD_NODENAME": name, "SLURM_JOB_ID": "4242", **env},
             capture_output=True,
             text=True,
@@ -349,7 +350,8 @@ class Cluster:
         for node in self.nodes.values():
             (node.home / "health").unlink(missing_ok=True)
         wait_until(lambda: not self._run("squeue", "-h").stdout.strip(), self._trouble, 60)
-        self.end_helpers()
+        # What our hooks left running in an earlier test would go on in this one.
+        end_all(lambda: processes_of(self.home, b"gpuops"))
         for node in self.nodes.values():
             node.reset(store)
         for name in NODES:
@@ -357,32 +359,47 @@ class Cluster:
                 self.scontrol("update", f"NodeName={name}", "State=RESUME")
         wait_until(self._all_idle, self._trouble, 30)
 
-    def end_helpers(self):
-        """End what our hooks left running: of an earlier test, it would go on in this one."""
-        for pid in processes_of(self.home):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     def stop(self):
         """End every daemon and its children; remove everything."""
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=10)
-        self.end_helpers()
+        end_all(lambda: processes_of(self.home))
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-def processes_of(home):
-    """Return the processes of gpuops that work in *home*."""
+def processes_of(home, program=None):
+    """Return the processes that work in *home*; only those of *program* where one is named."""
     needle, found = str(home).encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            program = (folder / "cmdline").read_bytes().split(b"\0")
-            ours = b"gpuops" in program or b"slurm_script" in program[-1]
-            if ours and needle in (folder / "environ").read_bytes():
+            words = (folder / "cmdline").read_bytes()
+            ours = program is None or program in words.split(b"\0")
+            if ours and needle in words + (folder / "environ").read_bytes():
                 found.append(int(folder.name))
-    return found
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def end_all(find):
+    """End every process that *find* returns, and those that they start meanwhile."""
+
+    def none_left():
+        pids = [pid for pid in find() if state_of(pid) != "Z"]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    wait_until(none_left, find)
+
+
+def state_of(pid):
+    """Return the letter of a process' state, ``Z`` where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 def free_ports(count):

@@ -59,8 +59,11 @@ class CheckRun:
 
     @property
     def verdict(self) -> Status:
-        """Return the worst status; pass where there was nothing to find."""
-        return max((finding.status for finding in self.findings), default=Status.PASS)
+        """Return the worst status; pass where anything passed and the rest had nothing to see."""
+        statuses = {finding.status for finding in self.findings} or {Status.PASS}
+        if Status.PASS in statuses:
+            statuses.discard(Status.SKIP)
+        return max(statuses)
 
     def to_json(self) -> Json:
         return {

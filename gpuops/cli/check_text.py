@@ -1,8 +1,9 @@
 """How a check run looks on a terminal: a table, a Nagios line, the list of suites."""
 
+import itertools
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gpuops.checks.protocol import Limit
@@ -14,7 +15,9 @@ from gpuops.model import Entity, EntityKind, Finding, Status, envelope
 from gpuops.units import format_seconds
 
 _WIDTH = 120
-_MESSAGE_MIN = 32
+_MESSAGE_MIN = 40
+# The most columns that each cell but the last may have.
+_MOST = (7, 20, 18, 24, 24)
 _HEAD = ("STATUS", "CHECK", "VALUE", "WANTED", "SOURCE", "WHAT WAS SEEN")
 _NAGIOS_WORD = {
     Status.PASS: "OK",
@@ -26,18 +29,45 @@ _NAGIOS_WORD = {
 
 
 def table(ran: CheckRun, *, width: int | None) -> str:
-    """Return the findings as an aligned table of at most *width* columns, and the verdict."""
-    rows = [_HEAD, *(_row(finding) for finding in ran.findings)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
-    indent = sum(widths) + 2 * len(widths)
-    room = max((width or _WIDTH) - indent, _MESSAGE_MIN)
+    """Return the findings as a table of about *width* columns, and the verdict below it.
+
+    Checks that had nothing to see share a line where they give the same reason. What is wrong
+    stands last, above the verdict.
+    """
+    seen = [finding for finding in ran.findings if finding.status is not Status.SKIP]
+    rows = [_HEAD, *(_row(finding) for finding in sorted(seen, key=_urgency))]
+    widths = [min(max(len(row[column]) for row in rows), most) for column, most in enumerate(_MOST)]
+    room = max((width or _WIDTH) - sum(widths) - 2 * len(widths), _MESSAGE_MIN)
+    lines = [line for row in rows for line in _wrapped(row, [*widths, room])]
+    return "\n".join([*lines, *_skipped(ran.findings, width or _WIDTH), "", summary(ran)])
+
+
+def _urgency(finding: Finding) -> Status:
+    return finding.status
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    cells = [textwrap.wrap(cell, size) or [""] for cell, size in zip(row, widths, strict=True)]
+    return [
+        "  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip()
+        for parts in itertools.zip_longest(*cells, fillvalue="")
+    ]
+
+
+def _skipped(findings: Iterable[Finding], width: int) -> list[str]:
+    """Return one entry for each reason to skip, with the checks that gave it."""
+    reasons: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.status is Status.SKIP:
+            text = printable(_about(finding.entity) + finding.message).replace("\n", " ")
+            reasons.setdefault(text, []).append(finding.check)
     lines = []
-    for row in rows:
-        first, *rest = textwrap.wrap(row[-1], room) or [""]
-        cells = [cell.ljust(size) for cell, size in zip(row[:-1], widths, strict=True)]
-        lines.append("  ".join([*cells, first]).rstrip())
-        lines.extend(" " * indent + more for more in rest)
-    return "\n".join([*lines, "", summary(ran)])
+    for text, checks in reasons.items():
+        named = ", ".join(dict.fromkeys(checks))
+        lines += textwrap.wrap(
+            f"{named}: {text}", width, initial_indent="skip  ", subsequent_indent="      "
+        )
+    return ["", *lines] if lines else []
 
 
 def _row(finding: Finding) -> Sequence[str]:

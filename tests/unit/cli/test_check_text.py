@@ -1,0 +1,69 @@
+"""What a person reads of a check run: what is wrong last, and each reason to skip once."""
+
+from support.checks import NODE
+
+from gpuops.checks.runner import CheckRun
+from gpuops.cli.check_text import table
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+
+
+def finding(check, status, message="seen", **more):
+    reason = UnknownReason.TIMEOUT if status is Status.UNKNOWN else None
+    failed = FailureClass.UNRESOLVED if status is Status.FAIL else None
+    return Finding(
+        check=check,
+        entity=NODE,
+        status=status,
+        message=message,
+        failure_class=failed,
+        unknown_reason=reason,
+        **more,
+    )
+
+
+def ran(*findings):
+    return CheckRun(suite="s", node="n1", start_us=0, end_us=1000, findings=findings)
+
+
+def test_what_is_wrong_stands_last_above_the_verdict():
+    lines = table(
+        ran(finding("a", Status.FAIL), finding("b", Status.PASS), finding("c", Status.WARN)),
+        width=None,
+    ).splitlines()
+
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["pass", "b"],
+        ["warn", "c"],
+        ["fail", "a"],
+    ]
+    assert lines[-1] == "n1: fail (suite s, 0.00 s): a: seen"
+
+
+def test_checks_with_the_same_reason_to_skip_share_a_line():
+    text = table(
+        ran(
+            finding("a", Status.SKIP, "no GPU"),
+            finding("b", Status.SKIP, "no NIC"),
+            finding("c", Status.SKIP, "no GPU"),
+            finding("d", Status.PASS),
+        ),
+        width=None,
+    )
+
+    assert "skip  a, c: no GPU\nskip  b: no NIC\n" in text
+
+
+def test_long_cells_are_wrapped_within_their_column():
+    text = table(
+        ran(finding("a", Status.PASS, "m" * 10, threshold="a threshold of very many words " * 3)),
+        width=100,
+    )
+
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_run_in_which_anything_passed_is_not_skipped():
+    assert ran(finding("a", Status.SKIP), finding("b", Status.PASS)).verdict is Status.PASS
+    assert ran(finding("a", Status.SKIP)).verdict is Status.SKIP
+    assert ran().verdict is Status.PASS
+    assert ran(finding("a", Status.UNKNOWN), finding("b", Status.WARN)).verdict is Status.UNKNOWN

@@ -1,6 +1,5 @@
 """Is a GPU that is handed out free: no process, no memory left behind?"""
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import GpuMemory, GpuProcess, NvmlGpu
 from gpuops.host.gpus import Gpus
+from gpuops.host.procfs import is_named
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
@@ -35,7 +35,8 @@ def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
     """Return a finding for each GPU with left-over processes, or memory that no process owns.
 
     It fails only where somebody named the GPUs that must be idle: others of this node may well be
-    in another job's use. A container may hide the processes that own the memory.
+    in another job's use, as may the other parts of a GPU that is divided (MIG). A container may
+    hide the processes that own the memory.
     """
     surely = parameters.idle and case.gpus is not None
     return each_gpu(
@@ -55,17 +56,19 @@ def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
 def _one(gpu: NvmlGpu, parameters: Parameters, *, surely: bool) -> Sequence[Verdict] | Untold:
     if gpu.processes is None and gpu.memory is None:
         return Untold()
+    if gpu.modes.mig:
+        return Untold("MIG is on: each of its parts may be another job's")
     left = [item for item in gpu.processes or () if not _ignored(item, parameters)]
     verdicts = _left(left, parameters.processes, surely=surely) if parameters.idle else []
     owned = bool(gpu.processes) or (gpu.processes is None and not parameters.idle)
-    if gpu.memory is None or owned or gpu.modes.mig:
+    if gpu.memory is None or owned:
         return verdicts
     return [*verdicts, *_leaked(gpu.memory, parameters, surely=surely)]
 
 
 def _ignored(process: GpuProcess, parameters: Parameters) -> bool:
     name = (process.name or "").rpartition("/")[2]
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in parameters.ignore)
+    return is_named(name, parameters.ignore)
 
 
 def _left(left: Sequence[GpuProcess], limit: Limit, *, surely: bool) -> list[Verdict]:

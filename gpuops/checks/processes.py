@@ -5,10 +5,10 @@ Those that are stuck inside the kernel are for `load` to tell.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from gpuops.checks.protocol import Case, Check, Limit, Look
 from gpuops.host.leftovers import Leftovers, UserProcess, read_leftovers
+from gpuops.host.procfs import is_named
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
 
@@ -50,8 +50,7 @@ def judge(facts: Leftovers, parameters: Parameters, case: Case) -> list[Finding]
 
 
 def _counts(item: UserProcess, parameters: Parameters) -> bool:
-    named = any(fnmatchcase(item.name, pattern) for pattern in parameters.ignore)
-    return item.age_s >= parameters.age_s and not named
+    return item.age_s >= parameters.age_s and not is_named(item.name, parameters.ignore)
 
 
 def _named(items: list[UserProcess], beyond: int) -> str:

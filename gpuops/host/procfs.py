@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gpuops.errors import ProbeError
@@ -14,6 +15,8 @@ _MEMINFO = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _CPU = re.compile(r"^cpu\d+ ", re.MULTILINE)
 _BTIME = re.compile(r"^btime (\d+)$", re.MULTILINE)
 _CONFIRM_S = 0.2
+# TASK_COMM_LEN of linux/sched.h without the zero at the end: the kernel cuts longer names.
+_NAME_MAX = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,15 @@ def parse_stat(text: str) -> Process | None:
     if not pid.isdecimal() or len(fields) < 20 or not fields[19].isdecimal():
         return None
     return Process(int(pid), name, fields[0], int(fields[19]))
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Say whether one of *patterns* means the process *name*, which the kernel may have cut."""
+    cut = len(name) == _NAME_MAX
+    return any(
+        fnmatchcase(name, pattern) or (cut and fnmatchcase(name, pattern[:_NAME_MAX]))
+        for pattern in patterns
+    )
 
 
 def process(pid: int, root: Path = Path("/")) -> Process | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.checks import CASE, limit, said
-from support.gpus import gpu, node, part
+from support.gpus import gpu, node, part, shipped
 
 from gpuops.checks.gpu_processes import Parameters, judge
 from gpuops.host.gpu_facts import GpuMemory, GpuProcess
@@ -59,6 +59,25 @@ def test_processes_that_may_stay_are_ignored_by_name():
     assert said(findings(IDLE, HANDED_OUT, processes=stay)) == [("n1", "pass", None)]
 
 
+def test_the_shipped_names_are_known_as_the_kernel_cuts_them():
+    idle = shipped("gpu_processes", suite="prolog")["gpu_processes"]
+    stay = (
+        GpuProcess(pid=1, name="nvidia-cuda-mps"),
+        GpuProcess(pid=2, name="nv-hostengine"),
+        GpuProcess(pid=3, name="Xorg"),
+    )
+
+    assert said(findings(idle, HANDED_OUT, processes=stay)) == [("n1", "pass", None)]
+
+
+def test_the_parts_of_a_divided_gpu_may_be_other_jobs():
+    divided = part(gpu(0), "modes", mig=True).modes
+    found = findings(IDLE, HANDED_OUT, modes=divided, processes=(TRAIN,), memory=used(900 * MIB))
+
+    assert said(found) == [("n1", "skip", None)]
+    assert "MIG is on" in found[0].message
+
+
 def test_a_process_whose_name_is_hidden_is_still_there():
     (finding,) = findings(IDLE, HANDED_OUT, processes=(GpuProcess(pid=9),) * 5)
 
@@ -92,14 +111,6 @@ def test_memory_may_be_anothers_where_a_container_hides_processes():
 
 def test_memory_is_not_judged_where_the_drivers_own_part_is_in_it():
     assert said(findings(IDLE, HANDED_OUT, memory=used(900 * MIB, reserved=None))) == [
-        ("n1", "pass", None)
-    ]
-
-
-def test_the_memory_of_a_divided_gpu_is_its_instances():
-    mig = part(gpu(0), "modes", mig=True).modes
-
-    assert said(findings(IDLE, HANDED_OUT, memory=used(900 * MIB), modes=mig)) == [
         ("n1", "pass", None)
     ]
 

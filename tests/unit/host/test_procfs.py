@@ -86,3 +86,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 def test_the_boot_time_is_the_kernels(tmp_path):
     assert procfs.boot_us(FakeRoot(tmp_path).path) == 1_700_000_000_000_000
     assert procfs.boot_us(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("nvidia-cuda-mps", True),
+        ("nvidia-cuda-mps-server", True),
+        ("nvidia-cuda-mp", False),
+        ("nvidia-cuda-xyz", False),
+        ("Xorg", True),
+        ("python3", False),
+    ],
+)
+def test_a_name_that_the_kernel_cut_is_known_by_the_whole_pattern(name, known):
+    assert procfs.is_named(name, ("Xorg", "nvidia-cuda-mps-server")) == known

@@ -7,6 +7,9 @@ from pathlib import Path
 _HEAD = re.compile(r"^(md\S*) : (\S+)(.*)$")
 _MEMBERS = re.compile(r"\[(\d+)/(\d+)\] \[[U_]+\]")
 _FAILED = re.compile(r"(\S+?)\[\d+\]\(F\)")
+# The metadata that arrays of firmware (Intel VROC, DDF) share is an array of its own for md, which
+# is never started: mdadm(8), CONTAINER. Their members name it as ``external:/md127/0``.
+_CONTAINER = re.compile(r"\bsuper external:[^/\s-]")
 _WORK = re.compile(r"(resync|recovery|reshape|check) *= *([0-9.]+%)")
 
 
@@ -45,14 +48,18 @@ def read_mdraid(root: Path = Path("/")) -> MdRaid:
 
 
 def parse_mdstat(text: str) -> MdRaid:
-    """Return the arrays in ``/proc/mdstat``; what has another form is left out."""
+    """Return the arrays in ``/proc/mdstat``, without containers; other text is left out."""
     blocks: list[list[str]] = []
     for line in text.splitlines():
         if _HEAD.match(line):
             blocks.append([line])
         elif blocks and line.startswith(" "):
             blocks[-1].append(line)
-    return MdRaid(tuple(_array(block) for block in blocks))
+    return MdRaid(tuple(_array(block) for block in blocks if not _is_container(block)))
+
+
+def _is_container(block: list[str]) -> bool:
+    return any(_CONTAINER.search(line) for line in block[1:])
 
 
 def _array(block: list[str]) -> Array:

@@ -46,6 +46,19 @@ def test_arrays_of_every_state_are_read():
     )
 
 
+def test_the_container_of_firmware_raid_is_no_array():
+    text = """md126 : active raid1 nvme1n1[1] nvme0n1[0]
+      937692160 blocks super external:/md127/0 [2/2] [UU]
+
+md127 : inactive nvme1n1[1](S) nvme0n1[0](S)
+      10402 blocks super external:imsm
+"""
+
+    assert parse_mdstat(text).arrays == (
+        Array(name="md126", state="active", level="raid1", wanted=2, working=2),
+    )
+
+
 def test_a_kernel_without_the_driver_has_no_arrays(tmp_path):
     assert read_mdraid(tmp_path) == MdRaid()
     assert parse_mdstat("Personalities : \nunused devices: <none>\n") == MdRaid()

@@ -13,6 +13,8 @@ _NAME = "gpu_fabric"
 
 # nvml.h: NVML_GPU_FABRIC_STATE_*, nvmlGpuFabricInfo_t.
 _NOT_SUPPORTED, _COMPLETED = 0, 3
+# HGX boards of four GPUs link each to each; those of eight have NVSwitches (NVIDIA HGX data sheets).
+_SWITCHLESS_MAX = 4
 _STATES = {0: "not supported", 1: "not started", 2: "in progress"}
 # nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, words, verdict.
 _TRUE = 1
@@ -47,6 +49,7 @@ def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
 
     CUDA cannot start (error 802) on a GPU that has not joined. That fails where the profile says
     that there is a fabric; a failed registration and a bad health mask are the driver's verdict.
+    A board of four GPUs joins them without a switch, and one that is divided (MIG) needs none.
     """
     return each_gpu(
         _NAME,
@@ -66,13 +69,21 @@ def _one(
     if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
         return Untold("" if fabric is None else "it has no fabric")
     if fabric.state != _COMPLETED:
+        state = _STATES.get(fabric.state, str(fabric.state))
         if alone(facts):
-            state = _STATES.get(fabric.state, str(fabric.state))
             return Untold(f"the only GPU here needs no fabric (state: {state})")
-        return [_outside(fabric, parameters, case, expected=expected)]
+        if gpu.modes.mig:
+            return Untold(f"MIG is on, it needs no fabric (state: {state})")
+        if fabric.state == _NOT_SUPPORTED and not _has_switches(facts):
+            return Untold("it has no fabric, as on a board of four GPUs")
+        return [_outside(fabric, parameters, case, expected=expected and _has_switches(facts))]
     if fabric.status:
         return [_bad(f"joining the fabric failed (NVML code {fabric.status})", fabric.status)]
     return _health(fabric)
+
+
+def _has_switches(facts: Gpus) -> bool:
+    return max(len(facts.pci), len(facts.nvml.gpus)) > _SWITCHLESS_MAX
 
 
 def _outside(fabric: Fabric, parameters: Parameters, case: Case, *, expected: bool) -> Verdict:

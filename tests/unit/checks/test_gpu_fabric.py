@@ -15,8 +15,8 @@ BOOTED = replace(CASE, counters=Counters(since_boot_s=3600.0))
 PROFILED = replace(BOOTED, profile=shipped_profile())
 
 
-def findings(fabric, case=PROFILED):
-    return judge(node(gpu(0), gpu(1, fabric=fabric)), LIMITS, case)
+def findings(fabric, case=PROFILED, *, count=8, **changes):
+    return judge(node(gpu(0), gpu(1, fabric=fabric, **changes), on_bus=count), LIMITS, case)
 
 
 def test_a_completed_fabric_passes():
@@ -47,6 +47,25 @@ def test_a_board_without_a_fabric_is_skipped_or_warns_where_one_is_expected():
 
     assert said(findings(none, BOOTED))[1:] == [("n1", "skip", None)]
     assert said(findings(none)) == [("GPU-1", "warn", "gpu_sw.fabric")]
+
+
+@pytest.mark.parametrize(
+    ("count", "joining", "none"), [(4, "warn", "skip"), (5, "fail", "warn"), (8, "fail", "warn")]
+)
+def test_a_board_of_four_gpus_has_no_switch_to_join(count, joining, none):
+    assert said(findings(Fabric(state=2, status=0), count=count))[0][1] == joining
+    assert said(findings(Fabric(state=0, status=0), count=count))[-1][1] == none
+
+
+def test_a_divided_gpu_needs_no_fabric():
+    divided = replace(gpu(1).modes, mig=True)
+    found = findings(Fabric(state=1, status=0), modes=divided)
+
+    assert [item[1] for item in said(found)] == ["pass", "skip"]
+    assert (
+        found[1].message
+        == "not judged on GPU 1: MIG is on, it needs no fabric (state: not started)"
+    )
 
 
 def test_a_failed_registration_fails():

@@ -11,13 +11,16 @@ from gpuops.host.gpus import Gpus
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_pcie_link"
+# nvml.h, nvmlClocksEventReasonGpuIdle.
+_IDLE = 0x1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """``busy_percent``: at this utilization and above, the link must run at its full generation.
 
-    An idle link falls to a lower generation to save power, and that is no fault.
+    An idle link falls to a lower generation to save power, and that is no fault. Utilization is of
+    up to a second ago, so a GPU whose clocks are down because it idles is not busy.
     """
 
     busy_percent: float
@@ -59,8 +62,9 @@ def _one(gpu: NvmlGpu, parameters: Parameters, case: Case) -> Sequence[Verdict] 
 
 
 def _busy(gpu: NvmlGpu, parameters: Parameters) -> bool:
-    used = gpu.utilization_percent
-    return used is not None and used >= parameters.busy_percent
+    used, reasons = gpu.utilization_percent, gpu.clocks.reasons
+    idle = reasons is not None and bool(reasons & _IDLE)
+    return used is not None and used >= parameters.busy_percent and not idle
 
 
 def _lacking(held: _Held, profile: str) -> list[Verdict]:

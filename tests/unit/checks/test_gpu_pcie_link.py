@@ -21,8 +21,9 @@ PROFILED = replace(
 )
 
 
-def findings(case=CASE, *, busy=0, **link):
+def findings(case=CASE, *, busy=0, reasons=0, **link):
     changed = replace(part(gpu(1), "pcie", **link), utilization_percent=busy)
+    changed = part(changed, "clocks", reasons=reasons)
     return judge(node(gpu(0), changed), LIMITS, case)
 
 
@@ -40,6 +41,13 @@ def test_the_generation_is_judged_only_under_load(busy, bad):
     for case, status in ((PROFILED, "fail"), (CASE, "warn")):
         wanted = ("GPU-1", status, "host_hw.pcie") if bad else ("n1", "pass", None)
         assert said(findings(case, busy=busy, generation=4)) == [wanted]
+
+
+def test_a_gpu_that_was_busy_a_moment_ago_and_idles_now_is_not_under_load():
+    found = findings(PROFILED, busy=100, reasons=0x1, generation=1)
+
+    assert said(found) == [("n1", "pass", None)]
+    assert said(findings(PROFILED, busy=100, reasons=None, generation=1))[0][1] == "fail"
 
 
 def test_a_slot_that_can_do_less_than_the_profile_fails_at_rest_too():

@@ -225,6 +225,11 @@ class Finding:
         if self.status is Status.UNKNOWN and self.unknown_reason is None:
             raise ValueError(f"an unknown {self.check} finding must say why")
 
+    @property
+    def headline(self) -> str:
+        """Return the message up to its first semicolon: what is wrong, without what follows."""
+        return self.message.partition("; ")[0]
+
     def to_json(self) -> Json:
         return {
             "check": self.check,

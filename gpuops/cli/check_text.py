@@ -108,7 +108,7 @@ def _why(ran: CheckRun) -> str:
         return ""
     first = worst[0]
     more = f" (and {len(worst) - 1} more)" if len(worst) > 1 else ""
-    return f"{first.check}: {_about(first.entity)}{first.message}{more}"
+    return f"{first.check}: {_about(first.entity)}{first.headline}{more}"
 
 
 def nagios_line(ran: CheckRun) -> str:

@@ -169,7 +169,7 @@ def _opened(
         # Only the device's own verdict or a written expectation fails a check.
         confidence=Confidence.CONFIRMED,
         state=IncidentState.OPEN,
-        title=f"{where}{node}: {first.message}",
+        title=f"{where}{node}: {first.headline}",
         first_us=ran.start_us,
         detected_us=ran.end_us,
         culprits=(node,) if first.entity == node else (first.entity, node),

@@ -67,3 +67,9 @@ def test_a_run_in_which_anything_passed_is_not_skipped():
     assert ran(finding("a", Status.SKIP)).verdict is Status.SKIP
     assert ran().verdict is Status.PASS
     assert ran(finding("a", Status.UNKNOWN), finding("b", Status.WARN)).verdict is Status.UNKNOWN
+
+
+def test_the_last_line_says_what_is_wrong_and_not_all_that_follows_from_it():
+    run = ran(finding("gpu_xid", Status.FAIL, "Xid 79; NVIDIA: RESTART_BM; counts until a reboot"))
+
+    assert table(run, width=None).splitlines()[-1].endswith("gpu_xid: Xid 79")

@@ -21,7 +21,7 @@ def reason_text(
     tail = f" -> {action}" + (f" #{incident[-_SHOWN_ID:]}" if incident else "")
     words = ["fail", check, _short(entity_id), value or ""]
     for kept in (words, words[:3], words[:2]):
-        text = PREFIX + _plain(" ".join(word for word in kept if word)) + tail
+        text = PREFIX + _plain(" ".join(word for word in kept if word) + tail)
         if len(text) <= LENGTH_MAX:
             return text
     return text[:LENGTH_MAX]

@@ -1,0 +1,87 @@
+"""A failing node asks the store for leave to drain: granted, refused, or no answer in time."""
+
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+from support.checks import NODE
+from support.command import gpuops
+
+from gpuops.config import Mode
+from gpuops.gate.permit import START_S, Gate, permission_of, start_asking
+from gpuops.host.clock import FakeClock
+from gpuops.incident.gate import Cause
+from gpuops.model import ActionKind, FailureClass, Finding, Status
+
+CAUSE = Cause(
+    finding=Finding(
+        check="gpu_count",
+        entity=NODE,
+        status=Status.FAIL,
+        message="of a test",
+        failure_class=FailureClass.GPU_MISSING,
+    ),
+    failure_class=FailureClass.GPU_MISSING,
+    action=ActionKind.DRAIN,
+)
+
+
+def gate(tmp_path, store_url, node="n1"):
+    return Gate(
+        node=node,
+        cluster="c",
+        store_url=store_url,
+        state_dir=tmp_path,
+        uid=1,
+        mode=Mode.ENFORCE,
+        fuse_nodes=3,
+        fuse_window_s=600.0,
+        passes_to_resume=2,
+        permit_deadline_s=1.0,
+    )
+
+
+def asked(gate):
+    return permission_of(start_asking(gate, CAUSE, FakeClock()))
+
+
+def test_the_third_node_is_refused_and_told_why(tmp_path):
+    url = f"sqlite:///{tmp_path}/store.db"
+    gpuops("db", "upgrade", "--store", url)
+    # Of a busy test machine; a hook has a second.
+    gates = [replace(gate(tmp_path, url, n), permit_deadline_s=20.0) for n in ("n1", "n2", "n3")]
+    answers = [asked(item) for item in gates]
+
+    assert [answer.granted for answer in answers] == [True, True, False]
+    assert answers[2].why.startswith("3 nodes of c fail check gpu_count within 600 s (limit 3)")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("postgresql+psycopg://u@127.0.0.1:1/none", "Connection refused"),
+        ("oracle://nonsense", "oracle"),
+    ],
+)
+def test_a_store_that_cannot_be_asked_is_no_answer_and_says_why(tmp_path, url, why):
+    answer = asked(gate(tmp_path, url))
+
+    assert answer.granted is None
+    assert why in answer.why
+
+
+def test_a_store_that_never_answers_costs_its_deadline_and_no_more(tmp_path):
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        url = f"postgresql+psycopg://u@127.0.0.1:{deaf.getsockname()[1]}/none"
+        begun = time.monotonic()
+        answer = asked(gate(tmp_path, url))
+
+    assert answer.granted is None
+    assert time.monotonic() - begun < START_S + 1.0 + 1.0
+
+
+def test_without_a_process_to_ask_with_there_is_no_answer():
+    assert permission_of(None).granted is None

@@ -1,0 +1,65 @@
+"""What slurmd's hooks are told, as slurmd 22.05 tells it, and as nobody should."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuops.slurm.environment import HookJob, job_of
+
+# Of a real epilog on slurmd 22.05; the status is that of wait(2), 86 << 8.
+EPILOG = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_GPUS": "0,2-3",
+    "SLURM_JOB_EXIT_CODE": "22016",
+    "SLURM_JOB_DERIVED_EC": "0",
+}
+
+
+def test_an_epilog_is_told_the_job_its_gpus_and_how_it_ended():
+    job = job_of(EPILOG)
+
+    assert job == HookJob(id="17", gpus=frozenset({"0", "2", "3"}), exit_codes=(86, 0))
+    assert job.failed
+    assert job.hints_at_the_node
+
+
+@pytest.mark.parametrize(
+    ("env", "failed", "hints"),
+    [
+        ({}, False, False),
+        ({"SLURM_JOB_EXIT_CODE": "0"}, False, False),
+        ({"SLURM_JOB_EXIT_CODE": "256"}, True, False),
+        ({"SLURM_JOB_EXIT_CODE": "9"}, True, False),
+        ({"SLURM_JOB_EXIT_CODE": "0", "SLURM_JOB_DERIVED_EC": "22016"}, True, True),
+        ({"SLURM_JOB_EXIT_CODE": "86"}, True, False),
+    ],
+    ids=str,
+)
+def test_how_a_job_ended_is_read_from_the_status_of_wait(env, failed, hints):
+    job = job_of(env)
+
+    assert (job.failed, job.hints_at_the_node) == (failed, hints)
+
+
+def test_a_job_that_was_killed_has_128_and_its_signal():
+    assert job_of({"SLURM_JOB_EXIT_CODE": "9"}).exit_codes == (137,)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "0-99999", "1;2", "(null)", "٣"])
+def test_gpus_that_cannot_be_read_are_none_told_so_that_all_are_meant(text):
+    assert job_of({"SLURM_JOB_GPUS": text}).gpus is None
+
+
+@given(st.dictionaries(st.sampled_from(sorted(EPILOG)), st.text(max_size=20)))
+def test_no_environment_breaks_a_hook(env):
+    job = job_of(env)
+
+    assert job.id is None or job.id.isdecimal()
+    assert all(0 <= code < 256 for code in job.exit_codes)
+
+
+@given(st.sets(st.integers(0, 127), min_size=1))
+def test_a_list_of_indices_is_read_as_it_is_written(indices):
+    text = ",".join(str(index) for index in sorted(indices))
+
+    assert job_of({"SLURM_JOB_GPUS": text}).gpus == {str(index) for index in indices}

@@ -6,7 +6,7 @@ import pytest
 from support.fake_slurm import FakeSlurm
 
 from gpuops.gate.drain_record import DrainRecord, Stage, read_drain, write_drain
-from gpuops.gate.publish import Patience, Published, conclude, publish
+from gpuops.gate.publish import SETTLE_S, Patience, Published, conclude, publish
 from gpuops.host.clock import FakeClock
 from gpuops.incident.gate import Step
 
@@ -41,9 +41,10 @@ def slurmd_drains(slurm):
 
 def test_slurmds_word_is_replaced_by_our_reason():
     slurm = FakeSlurm(script=[slurmd_drains])
-    published, _ = ended(slurm)
+    published, waited_s = ended(slurm)
 
     assert published == Published(Step.DONE)
+    assert waited_s >= SETTLE_S
     assert (slurm.reason, slurm.calls) == (DRAIN.reason, [("drain", DRAIN.reason)])
 
 

@@ -16,11 +16,13 @@ class Parameters:
     """``expected`` GPUs and who said so; None: the profile's, else as many as the PCI bus shows.
 
     Only an expectation that a person wrote down can fail a node. One inferred from the bus warns:
-    inside a container or a job's cgroup NVML rightly shows fewer.
+    inside a container or a job's cgroup NVML rightly shows fewer. ``inside_job``: the suite runs
+    there, so that a GPU which the bus shows and NVML does not is at most a warning.
     """
 
     expected: int | None = None
     source: str = "suite"
+    inside_job: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
         silent = unanswered(_NAME, facts, case)
         assert silent is not None
         return [silent]
-    counted = finding(_NAME, case.node, _counted(facts, wanted))
+    counted = finding(_NAME, case.node, _counted(facts, wanted, inside_job=parameters.inside_job))
     return [counted, *not_found(_NAME, facts, case)]
 
 
@@ -52,7 +54,7 @@ def _wanted(parameters: Parameters, case: Case) -> _Wanted:
     return _Wanted(None, "PCI bus")
 
 
-def _counted(facts: Gpus, wanted: _Wanted) -> Verdict:
+def _counted(facts: Gpus, wanted: _Wanted, *, inside_job: bool) -> Verdict:
     # A GPU that gave no answer is there; `gpu_driver` judges its silence.
     count = sum(gpu.uuid is not None or gpu.hung_call is not None for gpu in facts.nvml.gpus)
     driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
@@ -69,12 +71,18 @@ def _counted(facts: Gpus, wanted: _Wanted) -> Verdict:
         return there
     if count > expected:
         return replace(there, status=Status.WARN, message=f"{text}: more than expected")
+    hidden = inside_job and _alive_on_bus(facts) >= expected
     return replace(
         there,
-        status=Status.WARN if wanted.count is None else Status.FAIL,
-        message=f"{text}: {expected - count} missing",
+        status=Status.WARN if wanted.count is None or hidden else Status.FAIL,
+        message=f"{text}: {expected - count} missing"
+        + (", or hidden from this job: the PCI bus shows all" if hidden else ""),
         failure_class=FailureClass.GPU_MISSING,
     )
+
+
+def _alive_on_bus(facts: Gpus) -> int:
+    return sum(gpu.answers is not False for gpu in facts.pci)
 
 
 def _absent(facts: Gpus, expected: int, source: str) -> Verdict:

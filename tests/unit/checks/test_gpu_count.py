@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.checks import CASE, said
-from support.gpus import gpu, node, silent
+from support.gpus import gpu, node, shipped, silent
 
 from gpuops.checks.gpu_count import Parameters, judge
 from gpuops.checks.profile import NO_PROFILE, Number
@@ -70,6 +70,23 @@ def test_the_flag_goes_before_the_profile():
 def test_fewer_than_the_bus_shows_only_warns():
     """A container or a job's cgroup rightly hides GPUs from NVML, and not from sysfs."""
     assert findings(node(*gpus(7), on_bus=8)) == [("n1", "warn", "gpu_hw.missing")]
+
+
+@pytest.mark.parametrize(("on_bus", "status"), [(7, "fail"), (8, "warn"), (9, "warn")])
+def test_inside_a_job_gpus_that_the_bus_shows_may_be_hidden(on_bus, status):
+    inside = Parameters(inside_job=True)
+    (finding,) = judge(node(*gpus(4), on_bus=on_bus), inside, PROFILED)
+
+    assert finding.status.word == status
+    assert shipped("gpu_count", suite="preflight")["gpu_count"] == inside
+    assert not shipped("gpu_count", suite="prolog")["gpu_count"].inside_job
+
+
+def test_a_gpu_that_fell_off_the_bus_is_not_hidden():
+    facts = node(*gpus(7), on_bus=8)
+    fallen = replace(facts, pci=(*facts.pci[:7], replace(facts.pci[7], answers=False)))
+
+    assert judge(fallen, Parameters(inside_job=True), PROFILED)[0].status.word == "fail"
 
 
 def test_a_gpu_that_nvml_cannot_open_is_missing():

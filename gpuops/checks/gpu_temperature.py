@@ -25,7 +25,7 @@ def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
     The core is held against where it slows down (where it shuts down, if that is not told), by
     `nvmlDeviceGetTemperatureThreshold` or by the margins of newer devices
     (`nvmlDeviceGetMarginTemperature`, NVML_FI_DEV_TEMPERATURE_*_TLIMIT); the memory against its
-    maximum.
+    maximum. A limit of 0 °C is none: so a virtual GPU answers.
     """
     return each_gpu(
         _NAME,
@@ -61,8 +61,8 @@ def _one(gpu: NvmlGpu, limit: Limit) -> Sequence[Verdict] | Untold:
 def _core(t: Temperatures) -> list[tuple[float, str]]:
     """Return the smallest of the core's margins with its words; none where none is told."""
     margins = []
-    limit_c = t.shutdown_c if t.slowdown_c is None else t.slowdown_c
-    if t.core_c is not None and limit_c is not None:
+    limit_c = t.slowdown_c or t.shutdown_c
+    if t.core_c is not None and limit_c:
         margins.append(
             (limit_c - t.core_c, f"core at {t.core_c:g} °C, its limit is {limit_c:g} °C")
         )
@@ -74,7 +74,7 @@ def _core(t: Temperatures) -> list[tuple[float, str]]:
 
 
 def _memory(t: Temperatures) -> list[tuple[float, str]]:
-    if t.memory_c is None or t.memory_max_c is None:
+    if t.memory_c is None or not t.memory_max_c:
         return []
     text = f"memory at {t.memory_c:g} °C, its limit is {t.memory_max_c:g} °C"
     return [(t.memory_max_c - t.memory_c, text)]

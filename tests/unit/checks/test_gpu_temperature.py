@@ -56,3 +56,10 @@ def test_a_temperature_without_a_limit_is_no_pass():
     (finding,) = findings(core_c=60)
     assert finding.message == "not judged on GPU 0: the device states no limit of its own"
     assert said(findings(core_c=60, margin_c=20)) == [("n1", "skip", None)]
+
+
+def test_a_limit_of_zero_is_none():
+    none = {"slowdown_c": 0, "shutdown_c": 0, "memory_max_c": 0}
+
+    assert said(findings(core_c=60, memory_c=70, **none)) == [("n1", "skip", None)]
+    assert said(findings(core_c=60, slowdown_c=0, shutdown_c=92)) == [("n1", "pass", None)]

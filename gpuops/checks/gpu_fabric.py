@@ -13,7 +13,7 @@ _NAME = "gpu_fabric"
 
 # nvml.h: NVML_GPU_FABRIC_STATE_*, nvmlGpuFabricInfo_t.
 _NOT_SUPPORTED, _COMPLETED = 0, 3
-# HGX boards of four GPUs link each to each; those of eight have NVSwitches (NVIDIA HGX data sheets).
+# HGX boards of four GPUs link each to each, those of eight through NVSwitches (NVIDIA HGX).
 _SWITCHLESS_MAX = 4
 _STATES = {0: "not supported", 1: "not started", 2: "in progress"}
 # nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, words, verdict.
@@ -69,17 +69,24 @@ def _one(
     if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
         return Untold("" if fabric is None else "it has no fabric")
     if fabric.state != _COMPLETED:
-        state = _STATES.get(fabric.state, str(fabric.state))
-        if alone(facts):
-            return Untold(f"the only GPU here needs no fabric (state: {state})")
-        if gpu.modes.mig:
-            return Untold(f"MIG is on, it needs no fabric (state: {state})")
-        if fabric.state == _NOT_SUPPORTED and not _has_switches(facts):
-            return Untold("it has no fabric, as on a board of four GPUs")
+        why = _not_needed(gpu, fabric.state, facts)
+        if why is not None:
+            return Untold(f"{why} (state: {_STATES.get(fabric.state, fabric.state)})")
         return [_outside(fabric, parameters, case, expected=expected and _has_switches(facts))]
     if fabric.status:
         return [_bad(f"joining the fabric failed (NVML code {fabric.status})", fabric.status)]
     return _health(fabric)
+
+
+def _not_needed(gpu: NvmlGpu, state: int, facts: Gpus) -> str | None:
+    """Return why *gpu* works outside of the fabric; None where it should be inside."""
+    if alone(facts):
+        return "the only GPU here needs no fabric"
+    if gpu.modes.mig:
+        return "MIG is on, it needs no fabric"
+    if state == _NOT_SUPPORTED and not _has_switches(facts):
+        return "a board of four GPUs has no fabric"
+    return None
 
 
 def _has_switches(facts: Gpus) -> bool:

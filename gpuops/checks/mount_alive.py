@@ -1,5 +1,6 @@
 """Does every mount answer? A dead file server blocks jobs inside the kernel."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from gpuops.checks.disk_space import LOOK, ignored
@@ -27,10 +28,15 @@ def judge(facts: Filesystems, parameters: Parameters, case: Case) -> list[Findin
     """Return a finding for each mount that is dead, silent or slow, else one for the slowest.
 
     Silence convicts a mount only where the asking process was stuck inside the kernel: a busy
-    machine may merely not have run it.
+    machine may merely not have run it. A FUSE mount that neither fstab nor the profile names may
+    be any user's own, and a dead one only warns.
     """
     answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
-    findings = [found for item in answers if (found := _problem(item, parameters)) is not None]
+    mounts = case.profile.mounts
+    wanted = frozenset(mounts.value if mounts is not None else ())
+    findings = [
+        found for item in answers if (found := _problem(item, parameters, wanted)) is not None
+    ]
     if facts.not_asked:
         findings.append(_too_many(facts.not_asked, case.node))
     if findings:
@@ -43,7 +49,9 @@ def judge(facts: Filesystems, parameters: Parameters, case: Case) -> list[Findin
     return [_timed(case.node, Status.PASS, slowest, parameters, text)]
 
 
-def _problem(answer: MountAnswer, parameters: Parameters) -> Finding | None:
+def _problem(
+    answer: MountAnswer, parameters: Parameters, wanted: AbstractSet[str]
+) -> Finding | None:
     mount, entity = answer.mount, Entity(EntityKind.MOUNT, answer.mount.point)
     what = f"{mount.source} ({mount.filesystem})"
     if answer.silent is not None and answer.stuck:
@@ -58,12 +66,18 @@ def _problem(answer: MountAnswer, parameters: Parameters) -> Finding | None:
         )
     if answer.error in _DEAD:
         text = f"{what}: statvfs came back with {answer.error}"
-        return _finding(entity, Status.FAIL, text, mount_class(answer))
+        status = Status.WARN if _is_a_users(answer, wanted) else Status.FAIL
+        return _finding(entity, status, text, mount_class(answer))
     status = parameters.answer_s.ceiling(answer.elapsed_s)
     if answer.space is not None and status is not Status.PASS:
         took = format_seconds(answer.elapsed_s)
         return _timed(entity, status, answer, parameters, f"{what} answered after {took}")
     return None
+
+
+def _is_a_users(answer: MountAnswer, wanted: AbstractSet[str]) -> bool:
+    named = answer.writable_in_fstab is not None or answer.mount.point in wanted
+    return answer.mount.filesystem.startswith("fuse.") and not named
 
 
 def mount_class(answer: MountAnswer) -> FailureClass:

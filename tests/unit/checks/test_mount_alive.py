@@ -1,9 +1,12 @@
 """The verdicts on mounts that answer, err, or stay silent."""
 
+from dataclasses import replace
+
 import pytest
 from support.checks import CASE, limit, said
 
 from gpuops.checks.mount_alive import Parameters, judge
+from gpuops.checks.profile import NO_PROFILE, Words
 from gpuops.host.filesystems import Filesystems, MountAnswer, Space
 from gpuops.host.mounts import Mount
 
@@ -31,6 +34,16 @@ def test_a_slow_answer_warns():
 @pytest.mark.parametrize("error", ["ESTALE", "EIO", "ENOTCONN", "ETIMEDOUT"])
 def test_an_error_that_means_a_dead_server_fails(error):
     assert findings(answer(error=error)) == [("/home", "fail", "storage.shared_fs")]
+
+
+def test_a_dead_fuse_mount_may_be_a_users_own_unless_it_is_expected():
+    dead = answer("/scratch", fs="fuse.sshfs", error="ENOTCONN")
+    profile = replace(NO_PROFILE, mounts=Words(value=("/scratch",), source="us"))
+    (profiled,) = judge(Filesystems((dead,)), LIMITS, replace(CASE, profile=profile))
+
+    assert findings(dead) == [("/scratch", "warn", "storage.shared_fs")]
+    assert findings(replace(dead, writable_in_fstab=True))[0][1] == "fail"
+    assert profiled.status.word == "fail"
 
 
 def test_a_dead_local_disk_is_the_disks_failure():

@@ -7,7 +7,7 @@ from gpuops.checks.expected import Subject, skipped
 from gpuops.checks.ib_ports import LOOK, counter, nic
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.errors import ConfigError
-from gpuops.host.infiniband import Fabric, Port
+from gpuops.host.infiniband import Fabric, Port, is_full
 from gpuops.host.node_state import Growth
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_seconds
@@ -44,41 +44,45 @@ class Parameters:
 
 
 def judge(facts: Fabric, parameters: Parameters, case: Case) -> list[Finding]:
-    """Return a finding for each counter that grows too fast, else one for all ports."""
+    """Return a finding for each counter that grows too fast, else one for all ports.
+
+    One more names the counters that are full and so tell nothing.
+    """
     subject = Subject(
         check="ib_errors", entity=case.node, failure_class=FailureClass.NETWORK_ERRORS
     )
     if not facts.ports:
         return [skipped(subject, "no RDMA network adapter")]
-    findings, compared = [], 0
+    findings, compared, full = list[Finding](), 0, list[str]()
     for port in facts.ports:
         for name, limit in parameters.per_hour.items():
             growth = _growth(port, name, case)
+            if is_full(port, name) and not (growth and growth.grown):
+                full.append(f"{name} of {port.name}")
+                continue
             if growth is None:
                 continue
             compared += 1
             status = limit.ceiling(growth.per_hour)
             if status is not Status.PASS:
                 findings.append(_finding(port, name, growth, limit, status))
-    if findings:
+    if full:
+        stuck = f"not judged, at the greatest value there is: {', '.join(full)}"
+        findings.append(skipped(subject, f"{stuck}; `perfquery -R` clears them"))
+    if any(finding.status is not Status.SKIP for finding in findings):
         return findings
     if not compared:
-        return [skipped(subject, "no earlier count of this boot to compare with")]
-    return [
-        Finding(
-            check="ib_errors",
-            entity=case.node,
-            status=Status.PASS,
-            message=f"{compared} error counters of {len(facts.ports)} ports grow slowly or not",
-        )
-    ]
+        return findings or [skipped(subject, "no earlier count of this boot to compare with")]
+    text = f"{compared} error counters of {len(facts.ports)} ports grow slowly or not"
+    well = Finding(check="ib_errors", entity=case.node, status=Status.PASS, message=text)
+    return [well, *findings]
 
 
 def _growth(port: Port, name: str, case: Case) -> Growth | None:
     value = port.counters.get(name)
     if value is None:
         return None
-    return case.counters.since(counter("ib_errors", port, name), value)
+    return case.counters.lately(counter("ib_errors", port, name), value)
 
 
 def _finding(port: Port, name: str, growth: Growth, limit: Limit, status: Status) -> Finding:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpuops.checks.expected import Subject, at_least, one_of, skipped
 from gpuops.checks.profile import Number
 from gpuops.checks.protocol import Case, Check, Limit, Look
-from gpuops.host.infiniband import Fabric, Port, read_fabric
+from gpuops.host.infiniband import Fabric, Port, is_full, read_fabric
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 
@@ -143,6 +143,12 @@ def _downs(ports: Iterable[Port], limit: Limit, case: Case) -> list[Finding]:
             if value is None:
                 continue
             growth = case.counters.since(counter("ib_ports", port, name), value)
+            if is_full(port, name) and not (growth and growth.grown):
+                subject = Subject(
+                    check="ib_ports", entity=nic(port), failure_class=FailureClass.NETWORK_FLAP
+                )
+                text = f"{port.name}: {name} is at the greatest value there is"
+                findings.append(skipped(subject, f"{text}; `perfquery -R` clears it", value))
             status = Status.PASS if growth is None else limit.ceiling(growth.grown)
             if growth is None or status is Status.PASS:
                 continue

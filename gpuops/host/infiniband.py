@@ -14,6 +14,18 @@ from gpuops.host.small_files import entries_of, number_of, text_of
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 _BITS_PER_BYTE = 8
 ETHERNET = "Ethernet"
+# Counters of the port itself stop at their greatest value until somebody clears them (InfiniBand
+# Architecture Specification, volume 1, PortCounters attribute); those of hw_counters/ go on.
+_FULL = {
+    "link_downed": 0xFF,
+    "symbol_error": 0xFFFF,
+    "link_error_recovery": 0xFF,
+    "port_rcv_errors": 0xFFFF,
+    "port_rcv_remote_physical_errors": 0xFFFF,
+    "port_xmit_discards": 0xFFFF,
+    "local_link_integrity_errors": 0xF,
+    "excessive_buffer_overrun_errors": 0xF,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,11 @@ class Port:
     def is_active(self) -> bool:
         """Say whether data can flow: the subnet manager or the network interface brought it up."""
         return self.state == "ACTIVE"
+
+
+def is_full(port: Port, name: str) -> bool:
+    """Say whether the counter *name* of *port* stands where it counts no further."""
+    return name in _FULL and port.counters.get(name) == _FULL[name]
 
 
 @dataclass(frozen=True, slots=True)

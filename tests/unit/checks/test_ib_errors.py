@@ -50,6 +50,34 @@ def test_a_counter_that_fell_counts_from_zero():
     ]
 
 
+@pytest.mark.parametrize(("value", "status"), [(65534, "pass"), (65535, "skip"), (65536, "pass")])
+def test_a_counter_that_is_full_tells_nothing(value, status):
+    found = judge(
+        fabric(symbol_error=value), LIMITS, case({"ib_errors:g0:1/symbol_error": float(value)})
+    )
+
+    assert [finding.status.word for finding in found] == [status]
+    assert ("symbol_error of mlx5_0/1; `perfquery -R`" in found[0].message) == (status == "skip")
+
+
+def test_a_counter_that_has_just_become_full_is_judged_once_more():
+    found = judge(
+        fabric(symbol_error=65535), LIMITS, case({"ib_errors:g0:1/symbol_error": 60000.0})
+    )
+
+    assert said(found) == [("g0", "fail", "network.link_errors")]
+
+
+def test_a_full_counter_does_not_hide_those_that_still_count():
+    limits = Parameters(per_hour={"symbol_error": limit(warn=10), "out_of_sequence": limit(warn=9)})
+    earlier = {"ib_errors:g0:1/symbol_error": 65535.0, "ib_errors:g0:1/out_of_sequence": 0.0}
+    quiet = judge(fabric(symbol_error=65535, out_of_sequence=8), limits, case(earlier))
+    loud = judge(fabric(symbol_error=65535, out_of_sequence=9), limits, case(earlier))
+
+    assert [finding.status.word for finding in quiet] == ["pass", "skip"]
+    assert [finding.status.word for finding in loud] == ["warn", "skip"]
+
+
 def test_a_first_look_and_a_node_without_adapters_are_skipped():
     assert said(judge(fabric(symbol_error=10**6), LIMITS, CASE)) == [("n1", "skip", None)]
     assert said(judge(Fabric(), LIMITS, CASE)) == [("n1", "skip", None)]

@@ -128,3 +128,11 @@ def test_lost_links_of_before_the_first_look_count_nothing():
 def test_a_node_without_adapters_is_skipped_unless_some_are_expected():
     assert said(judge(Fabric(), LIMITS, CASE)) == [("n1", "skip", None)]
     assert said(judge(Fabric(), LIMITS, case(count=8))) == [("n1", "fail", "network.port_down")]
+
+
+@pytest.mark.parametrize(("value", "status"), [(254, None), (255, "skip"), (256, None)])
+def test_a_count_of_lost_links_that_is_full_tells_nothing(value, status):
+    facts = fabric(port(2, counters={"link_downed": value}))
+    _count, *found = judge(facts, LIMITS, case(earlier={"ib_ports:guid2:1/link_downed": value}))
+
+    assert [finding.status.word for finding in found] == ([status] if status else [])

@@ -48,7 +48,7 @@ def test_an_ordinary_log_passes():
         (
             "Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB",
             "oom_in_cgroup",
-            "warn",
+            "pass",
             "host_mem.cgroup_oom",
         ),
         (

@@ -3,10 +3,12 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from support.command import gpuops
+from support.fake_root import FakeRoot
 from support.services import unavailable
 
 from gpuops.checks.suites import load_suite
@@ -189,3 +191,32 @@ def test_the_shipped_files_name_the_paths_that_install_replaces():
 
     assert SHIPPED_HOOKS not in found.conf
     assert all(SHIPPED_GPUOPS not in text for text in found.hooks.values())
+
+
+WHAT_IS_IMPORTED = """
+import sys
+from gpuops.cli.main import run_command
+code = run_command(sys.argv[1:])
+heavy = {"torch", "sqlalchemy", "alembic", "numpy", "rich", "psutil"} & set(sys.modules)
+print(f"code {code} heavy {sorted(heavy)}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+def test_a_hook_of_a_healthy_node_imports_nothing_heavy_and_writes_no_verdict(tmp_path, name):
+    verdict = tmp_path / "verdicts" / "n"
+    env = {
+        "GPUOPS_ROOT": str(FakeRoot(tmp_path / "root").path),
+        "GPUOPS_STATE": str(tmp_path / "state"),
+        "GPUOPS_SPOOL": str(tmp_path / "spool"),
+        "GPUOPS_STORE": f"sqlite:///{tmp_path}/store.db",
+        "GPUOPS_MODE": "enforce",
+        "SLURM_JOB_ID": "17",
+    }
+    argv = ["-c", WHAT_IS_IMPORTED, "slurm", name, "--verdict", str(verdict)]
+    done = subprocess.run(
+        [sys.executable, *argv], env=env, capture_output=True, text=True, timeout=30, check=True
+    )
+
+    assert done.stderr.splitlines()[-1] == "code 0 heavy []"
+    assert not verdict.exists()

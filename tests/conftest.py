@@ -1,11 +1,19 @@
 """Every test starts without the user's gpuops settings and writes below its own directory."""
 
+import resource
+
 import pytest
 from support.postgres import (  # noqa: F401 fixtures for every test
     guarded_postgres,
     postgres_server,
     postgres_url,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_core_files():
+    # Some tests crash a process on purpose, in the checkout.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 @pytest.fixture(autouse=True)

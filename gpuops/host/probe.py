@@ -14,6 +14,7 @@ needs a disk, which may be the thing that hangs.
 
 import json
 import os
+import resource
 import signal
 import time
 import traceback
@@ -354,6 +355,8 @@ def _be_the_child(
             Path("/proc/self/comm").write_text(name, encoding="ascii")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
+        # A driver's crash must not fill the disk of the job whose folder this is.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # Should the parent die first, the child still ends soon after its own deadline.
         signal.setitimer(signal.ITIMER_REAL, max(deadline_s, 0.0) + STOP_S + _ORPHAN_S)
         _leave_only(output, errors)

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -406,3 +407,9 @@ def test_a_child_can_be_waited_for_shorter_than_it_may_take():
     assert time.monotonic() - started < SLACK_S
     os.kill(stuck.pid, signal.SIGKILL)
     os.waitpid(stuck.pid, 0)
+
+
+def test_a_child_that_crashes_leaves_no_core_file():
+    child = probe.start_call(lambda: resource.getrlimit(resource.RLIMIT_CORE), deadline_s=10)
+
+    assert probe.answer(probe.run(child)) == [0, 0]

@@ -10,7 +10,16 @@ LIMITS = Parameters(error_max_s=limit(warn=1, fail=10))
 
 
 @pytest.mark.parametrize(
-    ("error_max_s", "status"), [(0.001, "pass"), (1.0, "warn"), (16.0, "fail")]
+    ("error_max_s", "status"),
+    [
+        (0.001, "pass"),
+        (0.999, "pass"),
+        (1.0, "warn"),
+        (1.001, "warn"),
+        (9.999, "warn"),
+        (10.0, "fail"),
+        (16.0, "fail"),
+    ],
 )
 def test_a_synchronised_clock_is_judged_by_the_bound_on_its_error(error_max_s, status):
     (finding,) = judge(ClockState(True, 0.0, error_max_s), LIMITS, CASE)

@@ -1,5 +1,6 @@
 """The verdicts on load and on processes that stay inside the kernel."""
 
+import pytest
 from support.checks import CASE, limit, said
 
 from gpuops.checks.load import Parameters, judge, without_probes
@@ -18,10 +19,26 @@ def test_a_quiet_machine_passes():
     assert said(judge(load(), LIMITS, CASE)) == [("n1", "pass", None), ("n1", "pass", None)]
 
 
-def test_load_is_judged_for_each_cpu():
-    assert judge(load(3.9, cpus=4), LIMITS, CASE)[0].status.word == "pass"
-    assert judge(load(4.0, cpus=4), LIMITS, CASE)[0].status.word == "warn"
-    assert judge(load(200.0, cpus=4), LIMITS, CASE)[0].status.word == "fail"
+@pytest.mark.parametrize(
+    ("load1", "status"),
+    [
+        (3.9, "pass"),
+        (4.0, "warn"),
+        (4.1, "warn"),
+        (199.9, "warn"),
+        (200.0, "fail"),
+        (200.1, "fail"),
+    ],
+)
+def test_load_is_judged_for_each_cpu(load1, status):
+    assert judge(load(load1, cpus=4), LIMITS, CASE)[0].status.word == status
+
+
+@pytest.mark.parametrize(
+    ("blocked", "status"), [(0, "pass"), (1, "warn"), (2, "warn"), (7, "warn"), (9, "fail")]
+)
+def test_stuck_processes_are_judged_by_their_number(blocked, status):
+    assert judge(load(blocked=blocked), LIMITS, CASE)[1].status.word == status
 
 
 def test_stuck_processes_are_counted_and_the_first_are_named():

@@ -27,8 +27,16 @@ def test_when_all_answer_one_finding_says_so():
     assert findings(answer("/a", space=SPACE), answer("/b", space=SPACE)) == [("n1", "pass", None)]
 
 
-def test_a_slow_answer_warns():
-    assert findings(answer(space=SPACE, elapsed_s=2.5)) == [("/home", "warn", "storage.shared_fs")]
+@pytest.mark.parametrize(
+    ("elapsed_s", "found"),
+    [
+        (1.999, ("n1", "pass", None)),
+        (2.0, ("/home", "warn", "storage.shared_fs")),
+        (2.001, ("/home", "warn", "storage.shared_fs")),
+    ],
+)
+def test_a_slow_answer_warns(elapsed_s, found):
+    assert findings(answer(space=SPACE, elapsed_s=elapsed_s)) == [found]
 
 
 @pytest.mark.parametrize("error", ["ESTALE", "EIO", "ENOTCONN", "ETIMEDOUT"])

@@ -42,7 +42,7 @@ def _one(gpu: NvmlGpu, limit: Limit, case: Case) -> Sequence[Verdict] | Untold:
     name, count = counter_name(_NAME, gpu, _COUNTER), gpu.pcie.replays
     if count is None:
         return Untold()
-    growth = case.counters.since(name, count) if name else None
+    growth = case.counters.lately(name, count) if name else None
     if growth is None:
         return Untold("no earlier count of this boot to compare with")
     status = limit.ceiling(growth.per_hour)

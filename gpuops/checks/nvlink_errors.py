@@ -80,7 +80,7 @@ def _one(gpu: NvmlGpu, parameters: Parameters, case: Case) -> Sequence[Verdict] 
         kind: growth
         for kind, count in told.items()
         if (name := counter_name(_NAME, gpu, kind))
-        and (growth := case.counters.since(name, count)) is not None
+        and (growth := case.counters.lately(name, count)) is not None
     }
     if not growths:
         return Untold("no earlier count of this boot to compare with")

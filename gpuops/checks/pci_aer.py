@@ -43,7 +43,7 @@ def judge(facts: AerBus, parameters: Parameters, case: Case) -> list[Finding]:
     findings, compared = [], 0
     for device in facts.devices:
         for severity, total in device.totals.items():
-            growth = case.counters.since(_name(device, severity), total)
+            growth = case.counters.lately(_name(device, severity), total)
             if growth is None:
                 continue
             compared += 1

@@ -136,13 +136,36 @@ class Counters:
     def since(self, name: str, value: float, *, window_s: float = WINDOW_S) -> Growth | None:
         """Return how *name* grew to *value* since the oldest sample of this boot in the window.
 
-        For counters that a boot sets to zero. None: this boot has no earlier sample of it.
+        For counters that a boot sets to zero. Where there is only an older one (the prolog of a
+        job of days), since that. None: this boot has no earlier sample of it.
         """
-        for sample in self.samples:
-            age_s = self.since_boot_s - sample.since_boot_s
-            if sample.boot_id == self.boot_id and name in sample.values and 0 <= age_s <= window_s:
-                return _growth(sample.values[name], value, age_s)
-        return None
+        found = self._of_this_boot(name)
+        if not found:
+            return None
+        age_s, before = next((item for item in found if item[0] <= window_s), found[-1])
+        return _growth(before, value, age_s)
+
+    def lately(self, name: str, value: float) -> Growth | None:
+        """Return the same since the newest sample that is an hour old, else since the oldest.
+
+        For rates per hour: over a day, an hour full of errors would look like a quiet one.
+        """
+        found = self._of_this_boot(name)
+        if not found:
+            return None
+        hour = (item for item in reversed(found) if item[0] >= _RATE_SPAN_MIN_S)
+        age_s, before = next(hour, found[0])
+        return _growth(before, value, age_s)
+
+    def _of_this_boot(self, name: str) -> list[tuple[float, float]]:
+        """Return age and value of each sample of *name* in this boot, the oldest first."""
+        return [
+            (age_s, sample.values[name])
+            for sample in self.samples
+            if sample.boot_id == self.boot_id
+            and name in sample.values
+            and (age_s := self.since_boot_s - sample.since_boot_s) >= 0
+        ]
 
     def lasting(self, name: str, value: float, *, window_s: float = WINDOW_S) -> Growth | None:
         """Return the same for a counter that outlives reboots, by the wall clock."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.checks import CASE, limit, said
 from support.counters import HOUR_S, grown_from
-from support.gpus import gpu, node
+from support.gpus import gpu, node, shipped
 
 from gpuops.checks.nvlink_errors import Parameters, counters, judge
 from gpuops.host.gpu_facts import NvLink
@@ -85,3 +85,12 @@ def test_the_next_look_compares_with_the_sums_over_all_links():
         NAMES["replay"]: 3.0,
         NAMES["crc"]: 0.0,
     }
+
+
+@pytest.mark.parametrize(("recoveries", "status"), [(0, "pass"), (1, "warn"), (2, "warn")])
+def test_as_shipped_a_single_recovery_warns_even_after_a_day(recoveries, status):
+    case = replace(CASE, counters=grown_from(NONE, 24 * HOUR_S))
+    facts = node(linked(recovery_errors=recoveries))
+    (finding,) = judge(facts, shipped("nvlink_errors")["nvlink_errors"], case)
+
+    assert finding.status.word == status

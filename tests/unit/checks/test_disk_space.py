@@ -2,6 +2,7 @@
 
 import pytest
 from support.checks import CASE, limit, said
+from support.gpus import shipped
 
 from gpuops.checks.disk_space import Parameters, judge
 from gpuops.host.filesystems import Filesystems, MountAnswer, Space
@@ -34,7 +35,16 @@ def test_when_all_is_well_the_fullest_mount_speaks():
 
 @pytest.mark.parametrize(
     ("space", "inodes", "status"),
-    [(15, 80, "warn"), (0, 80, "fail"), (80, 10, "warn"), (80, 0, "fail")],
+    [
+        (14, 80, "warn"),
+        (15, 80, "warn"),
+        (0, 80, "fail"),
+        (1, 80, "warn"),
+        (80, 9, "warn"),
+        (80, 10, "warn"),
+        (80, 0, "fail"),
+        (80, 1, "warn"),
+    ],
 )
 def test_space_and_inodes_are_judged_apart(space, inodes, status):
     found = findings(answer("/"), answer("/tmp", space=space, inodes=inodes))
@@ -81,3 +91,16 @@ def test_a_file_system_without_inodes_is_judged_by_its_space_only():
     item = MountAnswer(mount=item.mount, elapsed_s=0, space=Space(100, 50, 0, 0))
 
     assert findings(item) == [("/", "pass", None)]
+
+
+def test_just_above_the_limits_there_is_room():
+    assert findings(answer("/tmp", space=16, inodes=80)) == [("/tmp", "pass", None)]
+    assert findings(answer("/tmp", space=80, inodes=11)) == [("/tmp", "pass", None)]
+
+
+@pytest.mark.parametrize("point", ["/run/user/1000", "/var/lib/kubelet/pods/a/volumes/b"])
+def test_what_a_user_or_a_container_fills_is_not_the_nodes(point):
+    parameters = shipped("disk_space", suite="prolog")["disk_space"]
+    full = answer(point, space=0, fs="tmpfs")
+
+    assert said(judge(Filesystems((full,)), parameters, CASE)) == [("n1", "skip", None)]

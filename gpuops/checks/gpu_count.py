@@ -16,7 +16,8 @@ class Parameters:
     """``expected`` GPUs and who said so; None: the profile's, else as many as the PCI bus shows.
 
     Only an expectation that a person wrote down can fail a node. One inferred from the bus warns:
-    inside a container or a job's cgroup NVML rightly shows fewer. ``inside_job``: the suite runs
+    inside a container or a job's cgroup NVML rightly shows fewer. GPUs that Slurm hands out are an
+    expectation where NVML lists none at all. ``inside_job``: the suite runs
     there, so that a GPU which the bus shows and NVML does not is at most a warning.
     """
 
@@ -33,7 +34,7 @@ class _Wanted:
 
 def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
     """Return one finding about the count, and a warning about GPUs asked for that are not there."""
-    wanted = _wanted(parameters, case)
+    wanted = _wanted(parameters, facts, case)
     absent = facts.nvml.status is NvmlStatus.ABSENT
     if absent and wanted.count is not None:
         return [finding(_NAME, case.node, _absent(facts, wanted.count, wanted.source))]
@@ -45,12 +46,15 @@ def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
     return [counted, *not_found(_NAME, facts, case)]
 
 
-def _wanted(parameters: Parameters, case: Case) -> _Wanted:
+def _wanted(parameters: Parameters, facts: Gpus, case: Case) -> _Wanted:
     if parameters.expected is not None:
         return _Wanted(parameters.expected, parameters.source)
     expected = case.profile.gpu_count
     if expected is not None:
         return _Wanted(int(expected.value), f"profile {case.profile.name}: {expected.source}")
+    if case.gpus and facts.nvml.status is NvmlStatus.OK and not facts.nvml.gpus:
+        # Single names may be MIG's; that there is nothing at all of what was handed out is plain.
+        return _Wanted(len(case.gpus), "the GPUs asked about (--gpus, SLURM_JOB_GPUS)")
     return _Wanted(None, "PCI bus")
 
 

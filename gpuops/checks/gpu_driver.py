@@ -2,7 +2,14 @@
 
 from gpuops.checks.gpus import LOOK, Verdict, entity_of, finding
 from gpuops.checks.protocol import Case, Check, NoParameters
-from gpuops.host.gpu_facts import HANG_S, NO_PERMISSION, NvmlSnapshot, NvmlStatus
+from gpuops.host.gpu_facts import (
+    GPU_IS_LOST,
+    HANG_S,
+    NO_PERMISSION,
+    RESET_REQUIRED,
+    NvmlSnapshot,
+    NvmlStatus,
+)
 from gpuops.host.gpus import Gpus
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
@@ -19,6 +26,8 @@ _WORDS = {
 }
 # What a process in a container, or without root, is told of a driver that is well.
 _KEPT_OUT = (NO_PERMISSION, _OPERATING_SYSTEM)
+# What the loaded module itself says of its library and its GPUs.
+_VERDICTS = (_MISMATCH, GPU_IS_LOST, RESET_REQUIRED)
 _COLD = "a cold driver takes 10 to 20 s to initialise"
 
 
@@ -69,7 +78,8 @@ def _crashed(nvml: NvmlSnapshot) -> Verdict:
 def _refused(facts: Gpus, *, wanted: bool) -> Verdict:
     """Return what an NVML that does not start says of the node.
 
-    That library and module differ is the loaded module's own verdict. Whether a driver must be
+    That library and module differ, or that a GPU is lost or must be reset, is the loaded module's
+    own verdict. Whether a driver must be
     there at all is for the profile to say: the GPUs may be another's, as a virtual machine's.
     """
     nvml, code = facts.nvml, facts.nvml.error_code
@@ -89,7 +99,7 @@ def _refused(facts: Gpus, *, wanted: bool) -> Verdict:
         )
     loaded = any(gpu.driver == "nvidia" for gpu in facts.pci)
     return Verdict(
-        status=Status.FAIL if wanted or (code == _MISMATCH and loaded) else Status.WARN,
+        status=Status.FAIL if wanted or (code in _VERDICTS and loaded) else Status.WARN,
         message=text,
         value=code,
         unit="NVML code",

@@ -114,6 +114,15 @@ def test_gpus_without_a_driver_library_fail_only_where_they_are_expected():
     assert (finding.status.word, finding.unknown_reason) == ("unknown", "missing_tool")
 
 
+@pytest.mark.parametrize(("listed", "status"), [(0, "fail"), (1, "warn"), (2, "pass")])
+def test_gpus_that_slurm_hands_out_are_missing_where_nvml_lists_none_at_all(listed, status):
+    case = replace(CASE, gpus=frozenset({"0", "1"}))
+
+    assert findings(node(*gpus(listed), on_bus=2), case=case)[0][1] == status
+    assert findings(node(), case=case)[0][1] == "fail"
+    assert findings(silent(**ABSENT), case=case)[0][1] == "unknown"
+
+
 def test_gpus_asked_for_by_name_that_are_not_listed_warn():
     case = replace(CASE, gpus=frozenset({"0", "GPU-9"}))
 

@@ -91,9 +91,10 @@ def test_an_nvml_that_does_not_start_fails_only_where_the_profile_expects_gpus(c
     assert verdict(refused(code), driver=None, case=EIGHT) == ("fail", "gpu_sw.driver")
 
 
-def test_that_library_and_module_differ_is_the_loaded_modules_own_verdict():
-    assert verdict(refused(18)) == ("fail", "gpu_sw.driver")
-    assert verdict(refused(18), driver="vfio-pci") == ("warn", "gpu_sw.driver")
+@pytest.mark.parametrize("code", [15, 16, 18], ids=["lost", "reset required", "mismatch"])
+def test_what_the_loaded_module_says_itself_is_its_own_verdict(code):
+    assert verdict(refused(code)) == ("fail", "gpu_sw.driver")
+    assert verdict(refused(code), driver="vfio-pci") == ("warn", "gpu_sw.driver")
     assert verdict(refused(9)) == ("warn", "gpu_sw.driver")
 
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu
+from gpuops.checks.gpus import LOOK, Untold, Verdict, beyond, counted, each_gpu
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import EccErrors, NvmlGpu
 from gpuops.host.gpus import Gpus
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_ecc"
+_beyond = partial(beyond, failure_class=FailureClass.GPU_ECC_UNCORRECTABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +56,10 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[Verdict] | Untold:
     verdicts = []
     if volatile is not None:
         text = f"{volatile} uncorrected errors since the driver's load or the last reset"
-        verdicts += _held(volatile, parameters.volatile, text)
+        verdicts += _beyond(parameters.volatile, volatile, text, unit="errors")
     if aggregate is not None:
         text = f"{aggregate} uncorrected SRAM errors in its life"
-        verdicts += _held(aggregate, parameters.sram_aggregate, text)
+        verdicts += _beyond(parameters.sram_aggregate, aggregate, text, unit="errors")
     if ecc.sram_threshold_exceeded:
         verdicts.append(
             Verdict(
@@ -79,23 +81,6 @@ def _volatile(ecc: EccErrors) -> int | None:
         if count is not None
     ]
     return max(told, default=None)
-
-
-def _held(count: int, limit: Limit, text: str) -> list[Verdict]:
-    status = limit.ceiling(count)
-    if status is Status.PASS:
-        return []
-    return [
-        Verdict(
-            status=status,
-            message=text,
-            value=count,
-            unit="errors",
-            threshold=limit.text("<", "errors"),
-            source=limit.source,
-            failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-        )
-    ]
 
 
 def _well(gpus: Sequence[NvmlGpu]) -> Verdict:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, counter_name, each_gpu
+from gpuops.checks.gpus import LOOK, Untold, Verdict, beyond, counted, counter_name, each_gpu
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import NvmlGpu
 from gpuops.host.gpus import Gpus
 from gpuops.host.node_state import Growth
-from gpuops.model import FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_ecc_corrected"
 _AGGREGATE = "aggregate"
@@ -58,20 +58,10 @@ def _one(gpu: NvmlGpu, limit: Limit, case: Case) -> Sequence[Verdict] | Untold:
     growth = _growth(gpu, case)
     if growth is None:
         return Untold("no earlier count to compare with")
-    status = limit.ceiling(growth.per_day)
-    if status is Status.PASS:
-        return ()
-    return [
-        Verdict(
-            status=status,
-            message=f"{growth.grown:g} errors corrected in {growth.elapsed_s / 3600:.1f} h",
-            value=round(growth.per_day, 1),
-            unit="errors/day",
-            threshold=limit.text("<", "errors/day"),
-            source=limit.source,
-            failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-        )
-    ]
+    text = f"{growth.grown:g} errors corrected in {growth.elapsed_s / 3600:.1f} h"
+    return beyond(
+        limit, growth.per_day, text, FailureClass.GPU_ECC_UNCORRECTABLE, unit="errors/day"
+    )
 
 
 def _growth(gpu: NvmlGpu, case: Case) -> Growth | None:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, counter_name, each_gpu
+from gpuops.checks.gpus import LOOK, Untold, Verdict, beyond, counted, counter_name, each_gpu
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import NvmlGpu
 from gpuops.host.gpus import Gpus
-from gpuops.model import FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_pcie_replays"
 _COUNTER = "replays"
@@ -45,20 +45,8 @@ def _one(gpu: NvmlGpu, limit: Limit, case: Case) -> Sequence[Verdict] | Untold:
     growth = case.counters.lately(name, count) if name else None
     if growth is None:
         return Untold("no earlier count of this boot to compare with")
-    status = limit.ceiling(growth.per_hour)
-    if status is Status.PASS:
-        return ()
-    return [
-        Verdict(
-            status=status,
-            message=f"{growth.grown:g} PCIe replays in {growth.elapsed_s / 60:.0f} min",
-            value=round(growth.per_hour, 1),
-            unit="replays/h",
-            threshold=limit.text("<", "replays/h"),
-            source=limit.source,
-            failure_class=FailureClass.HOST_PCIE,
-        )
-    ]
+    text = f"{growth.grown:g} PCIe replays in {growth.elapsed_s / 60:.0f} min"
+    return beyond(limit, growth.per_hour, text, FailureClass.HOST_PCIE, unit="replays/h")
 
 
 def _well(gpus: Sequence[NvmlGpu]) -> Verdict:

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu, span
+from gpuops.checks.gpus import LOOK, Untold, Verdict, beyond, counted, each_gpu, span
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import NvmlGpu, RetiredPages
 from gpuops.host.gpus import Gpus
-from gpuops.model import FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_retired_pages"
+_beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +39,9 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[Verdict] | Untold:
     if pages is None:
         return Untold() if gpu.remapped is None else ()
     total = _total(pages)
-    held = (
-        (total, parameters.pages, f"{total} pages retired", "pages"),
-        (pages.pending, parameters.pending, "a page waits for a reset to be retired", ""),
-    )
     return [
-        Verdict(
-            status=limit.ceiling(value),
-            message=text,
-            value=int(value),
-            unit=unit or "flag",
-            threshold=limit.text("<", unit),
-            source=limit.source,
-            failure_class=FailureClass.GPU_ROW_REMAP,
-        )
-        for value, limit, text, unit in held
-        if limit.ceiling(value) is not Status.PASS
+        *_beyond(parameters.pages, total, f"{total} pages retired", unit="pages"),
+        *_beyond(parameters.pending, pages.pending, "a page waits for a reset to be retired"),
     ]
 
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu
+from gpuops.checks.gpus import LOOK, Untold, Verdict, beyond, counted, each_gpu
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import NvmlGpu
 from gpuops.host.gpus import Gpus
-from gpuops.model import FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_row_remap"
+_beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +44,11 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[Verdict] | Untold:
     rows = gpu.remapped
     if rows is None:
         return Untold() if gpu.retired is None else ()
-    held = (
-        (rows.failure, parameters.failed, "a row could not be remapped: no spare is left", ""),
-        (rows.pending, parameters.pending, "a row waits for a reset to be remapped", ""),
-        (
-            rows.uncorrectable,
-            parameters.uncorrectable,
-            f"{rows.uncorrectable} rows remapped after uncorrectable errors",
-            "rows",
-        ),
-    )
+    remapped = f"{rows.uncorrectable} rows remapped after uncorrectable errors"
     return [
-        Verdict(
-            status=limit.ceiling(value),
-            message=text,
-            value=int(value),
-            unit=unit or "flag",
-            threshold=limit.text("<", unit),
-            source=limit.source,
-            failure_class=FailureClass.GPU_ROW_REMAP,
-        )
-        for value, limit, text, unit in held
-        if limit.ceiling(value) is not Status.PASS
+        *_beyond(parameters.failed, rows.failure, "a row could not be remapped: no spare is left"),
+        *_beyond(parameters.pending, rows.pending, "a row waits for a reset to be remapped"),
+        *_beyond(parameters.uncorrectable, rows.uncorrectable, remapped, unit="rows"),
     ]
 
 

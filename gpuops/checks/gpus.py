@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gpuops.checks.protocol import Case, Look
+from gpuops.checks.protocol import Case, Limit, Look
 from gpuops.host.gpu_facts import NO_PERMISSION, NvmlGpu, NvmlStatus
 from gpuops.host.gpus import Gpus, read_gpus
 from gpuops.host.sysfs import sysfs_address
@@ -95,6 +95,29 @@ def each_gpu(
         who = "any GPU" if everywhere and len(gpus) > 1 else listed(gpus)
         findings.append(_not_judged(check, case.node, reason, who))
     return findings + not_found(check, facts, case)
+
+
+def beyond(
+    limit: Limit, value: float, message: str, failure_class: FailureClass, unit: str = ""
+) -> list[Verdict]:
+    """Return a verdict where *value* is at *limit* or above it, and nothing where it is below.
+
+    Without a *unit* the value is a flag of the driver's: 1 where it is set.
+    """
+    status = limit.ceiling(value)
+    if status is Status.PASS:
+        return []
+    return [
+        Verdict(
+            status=status,
+            message=message,
+            value=round(value, 1) if isinstance(value, float) else int(value),
+            unit=unit or "flag",
+            threshold=limit.text("<", unit),
+            source=limit.source,
+            failure_class=failure_class,
+        )
+    ]
 
 
 def unanswered(check: str, facts: Gpus, case: Case) -> Finding | None:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, counter_name, each_gpu
+from gpuops.checks.gpus import LOOK, Untold, Verdict, beyond, counted, counter_name, each_gpu
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import NvLink, NvmlGpu
 from gpuops.host.gpus import Gpus
 from gpuops.host.node_state import Growth
-from gpuops.model import FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding
 
 _NAME = "nvlink_errors"
+_beyond = partial(beyond, failure_class=FailureClass.GPU_NVLINK, unit="errors/h")
 
 _KINDS: dict[str, Callable[[NvLink], int | None]] = {
     "recovery": lambda link: link.recovery_errors,
@@ -85,9 +87,9 @@ def _one(gpu: NvmlGpu, parameters: Parameters, case: Case) -> Sequence[Verdict] 
     if not growths:
         return Untold("no earlier count of this boot to compare with")
     return [
-        _verdict(kind, growth, limits[kind], _worst(gpu, kind))
+        verdict
         for kind, growth in growths.items()
-        if limits[kind].ceiling(growth.per_hour) is not Status.PASS
+        for verdict in _beyond(limits[kind], growth.per_hour, _words(gpu, kind, growth))
     ]
 
 
@@ -96,16 +98,10 @@ def _worst(gpu: NvmlGpu, kind: str) -> int:
     return max(gpu.nvlinks or (), key=lambda link: read(link) or 0).link
 
 
-def _verdict(kind: str, growth: Growth, limit: Limit, worst: int) -> Verdict:
-    return Verdict(
-        status=limit.ceiling(growth.per_hour),
-        message=f"{growth.grown:g} {kind} errors on its NVLinks in "
-        f"{growth.elapsed_s / 60:.0f} min; link {worst} has counted most",
-        value=round(growth.per_hour, 1),
-        unit="errors/h",
-        threshold=limit.text("<", "errors/h"),
-        source=limit.source,
-        failure_class=FailureClass.GPU_NVLINK,
+def _words(gpu: NvmlGpu, kind: str, growth: Growth) -> str:
+    return (
+        f"{growth.grown:g} {kind} errors on its NVLinks in {growth.elapsed_s / 60:.0f} min;"
+        f" link {_worst(gpu, kind)} has counted most"
     )
 
 

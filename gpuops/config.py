@@ -8,6 +8,7 @@ The file is TOML: ``--config``, else ``GPUOPS_CONFIG``, else the first that exis
 import difflib
 import logging
 import os
+import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ T = TypeVar("T")
 Complain = Callable[[ConfigError], None]
 
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
+# A hundred times more than the largest that is shipped.
+TOML_BYTES_MAX = 4 * 2**20
 
 
 class Mode(StrEnum):
@@ -415,9 +418,25 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: Unreadable or malformed; says where.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        return tomllib.loads(_content(path).decode())
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path} as TOML: {exc.strerror}") from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"cannot read {path} as TOML: {exc}") from exc
+    except RecursionError:
+        raise ConfigError(f"cannot read {path} as TOML: it is nested too deeply") from None
+
+
+def _content(path: Path) -> bytes:
+    # A fifo would be waited for, and a device read, for ever.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"cannot read {path} as TOML: it is not a file")
+        content = file.read(TOML_BYTES_MAX + 1)
+    if len(content) > TOML_BYTES_MAX:
+        raise ConfigError(f"cannot read {path} as TOML: it has more than {TOML_BYTES_MAX} bytes")
+    return content
 
 
 def flatten(table: Mapping[str, Any]) -> dict[str, object]:

@@ -1,10 +1,11 @@
 """Settings: flag > environment > file > default, and nothing unknown."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from gpuops.config import SETTINGS, resolve
+from gpuops.config import SETTINGS, TOML_BYTES_MAX, read_toml, resolve
 from gpuops.errors import ConfigError
 
 HOME = {"HOME": "/home/ann"}
@@ -64,6 +65,32 @@ def test_malformed_toml_names_the_file_and_the_place(tmp_path):
 
     with pytest.raises(ConfigError, match=rf"{path}.*line 1"):
         settings(file=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a = " + b"[" * 50_000, "it is nested too deeply"),
+        (b"\xff\xfe", "invalid start byte"),
+        (b"#" * (TOML_BYTES_MAX + 1), f"it has more than {TOML_BYTES_MAX} bytes"),
+    ],
+)
+def test_a_file_that_no_one_can_have_meant_is_one_clear_error(tmp_path, content, message):
+    path = tmp_path / "gpuops.toml"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=rf"cannot read {path} as TOML: .*{message}"):
+        read_toml(path)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo.toml")
+
+    for path in (tmp_path / "fifo.toml", Path(os.devnull)):
+        with pytest.raises(ConfigError, match="it is not a file"):
+            read_toml(path)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_toml(tmp_path)
 
 
 def test_a_file_that_was_named_must_exist(tmp_path):

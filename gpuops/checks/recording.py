@@ -20,6 +20,10 @@ from gpuops.units import iso_utc
 
 _SCHEMA = "gpuops.facts/"
 VERSION = 1
+# The end of the year 9999, and more seconds than any machine runs.
+_END_US = 253_402_300_800_000_000
+_UPTIME_MAX_S = 1e10
+_GPUS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +116,37 @@ def parse_recording(text: str, where: str) -> Recording:
 
 def _parsed(body: Mapping[str, Any], where: str) -> Recording:
     keys = ("boot_id", "since_boot_s", "t_us")
-    expected = body.get("gpus_expected")
     if not isinstance(body["node"], str) or not isinstance(body["looks"], dict):
         raise ValueError("node is a name and looks a table")  # noqa: TRY004 one error kind
+    if not body["node"].strip():
+        raise ValueError("it names no node")
+    moment = from_json(Moment, {key: body[key] for key in keys}, where)
+    if not 0 <= moment.t_us < _END_US or not 0 <= moment.since_boot_s < _UPTIME_MAX_S:
+        raise ValueError("no node can have its t_us and since_boot_s")
     return Recording(
         node=body["node"],
-        moment=from_json(Moment, {key: body[key] for key in keys}, where),
+        moment=moment,
         looks={name: _looked(name, entry) for name, entry in body["looks"].items()},
         state=from_json(NodeState, body["state"], f"state of {where}"),
-        profile=body.get("profile"),
-        gpus_expected=None if expected is None else int(expected),
         gpuops_version=str(body.get("gpuops_version", "")),
+        **_configured(body),
     )
 
 
-def _looked(name: str, entry: Mapping[str, Any]) -> Looked:
+def _configured(body: Mapping[str, Any]) -> Json:
+    """Return what the node's configuration said, of the types that it can have."""
+    profile, expected = body.get("profile"), body.get("gpus_expected")
+    if profile is not None and not isinstance(profile, str):
+        raise ValueError(f"profile is a name, got {profile!r}")
+    whole = isinstance(expected, int) and not isinstance(expected, bool)
+    if expected is not None and not (whole and 0 <= expected <= _GPUS_MAX):
+        raise ValueError(f"gpus_expected is a number from 0 to {_GPUS_MAX}, got {expected!r}")
+    return {"profile": profile, "gpus_expected": expected}
+
+
+def _looked(name: str, entry: object) -> Looked:
+    if not isinstance(entry, dict):
+        raise ValueError(f"look {name!r} must be a table, got {entry!r}")  # noqa: TRY004 one error kind
     if "facts" in entry:
         return Looked(look=name, facts=entry["facts"])
     return Looked(look=name, error=str(entry["error"]), reason=UnknownReason(entry["reason"]))

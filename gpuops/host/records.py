@@ -6,6 +6,7 @@ kept to replay a verdict. The same reader takes a check's parameters from TOML.
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -82,13 +83,22 @@ def _value(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by it
 
 
 def _scalar(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by its hint
-    if hint is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+    if hint in {int, float} and isinstance(data, int | float) and not isinstance(data, bool):
+        _refuse_odd(data, where)
+        data = hint(data) if isinstance(data, int) else data
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool):
         if isinstance(data, str) and issubclass(hint, str):
             return hint(data)
         raise ValueError(f"{where} must be {_WORDS.get(hint, hint.__name__)}, got {data!r}")
     return data
+
+
+def _refuse_odd(data: float, where: str) -> None:
+    # NaN is above no limit and below none, so it would pass wherever it is judged.
+    if isinstance(data, float) and not math.isfinite(data):
+        raise ValueError(f"{where} must be a finite number, got {data!r}")
+    if isinstance(data, int) and abs(data) >= 2**64:
+        raise ValueError(f"{where} must be a number of at most 64 bits")
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

@@ -41,11 +41,13 @@ STATE = NodeState(persistence=True)
 
 names = st.text(max_size=8)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
+# A time or a count has 64 bits at the most.
+whole = st.integers(-(2**64) + 1, 2**64 - 1)
 samples = st.builds(
     CounterSample,
     boot_id=names,
     since_boot_s=numbers,
-    t_us=st.integers(),
+    t_us=whole,
     values=st.dictionaries(names, numbers, max_size=3),
 )
 states = st.builds(
@@ -56,7 +58,7 @@ states = st.builds(
         st.builds(
             DriverHang,
             boot_id=names,
-            t_us=st.integers(),
+            t_us=whole,
             call=names,
             state=st.none() | names,
         ),
@@ -64,9 +66,7 @@ states = st.builds(
     ).map(tuple),
     persistence=st.none() | st.booleans(),
     repairs=st.lists(
-        st.builds(
-            Repair, entity_kind=names, entity_id=names, t_us=st.integers(), by=names, what=names
-        ),
+        st.builds(Repair, entity_kind=names, entity_id=names, t_us=whole, by=names, what=names),
         max_size=2,
     ).map(tuple),
     strikes=st.lists(
@@ -74,8 +74,8 @@ states = st.builds(
             Strikes,
             entity_kind=names,
             entity_id=names,
-            count=st.integers(),
-            last_us=st.integers(),
+            count=whole,
+            last_us=whole,
             why=names,
         ),
         max_size=2,

@@ -1,6 +1,7 @@
 """Facts survive JSON, and parameters of another type are refused with their place."""
 
 import json
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,7 +31,7 @@ class Outer:
     words: frozenset[str] = field(default_factory=frozenset)
 
 
-inners = st.builds(Inner, st.text(), st.none() | st.integers())
+inners = st.builds(Inner, st.text(), st.none() | st.integers(-(2**64) + 1, 2**64 - 1))
 outers = st.builds(
     Outer,
     st.booleans(),
@@ -68,6 +69,10 @@ def test_a_whole_number_may_stand_for_a_real_one():
             "many of it must be a list",
         ),
         ([], "it must be a table"),
+        ({"flag": True, "ratio": math.nan, "inner": {"name": "a"}}, "finite number, got nan"),
+        ({"flag": True, "ratio": -math.inf, "inner": {"name": "a"}}, "finite number, got -inf"),
+        ({"flag": True, "ratio": 2**64, "inner": {"name": "a"}}, "of at most 64 bits"),
+        ({"flag": True, "ratio": 1, "inner": {"name": "a", "size": 2**64}}, "of at most 64 bits"),
     ],
 )
 def test_another_type_is_refused_with_its_place(data, message):

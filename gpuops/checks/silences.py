@@ -158,9 +158,11 @@ def _end_us(value: object, where: str) -> int:
             raise ConfigError(
                 f"until of {where}: a time needs its offset, as in {value.isoformat()}Z"
             )
+        if value.year < 1970:
+            raise ConfigError(f"until of {where}: {value} is no end")
         return int(value.timestamp()) * US_PER_S
     if isinstance(value, date):
-        if value == date.max:
+        if value == date.max or value.year < 1970:
             raise ConfigError(f"until of {where}: {value} is no end")
         end = datetime.combine(value + timedelta(days=1), time(), tzinfo=UTC)
         return int(end.timestamp()) * US_PER_S

@@ -180,6 +180,8 @@ def parse_suite(
     reject_unknown(table, _SUITE_KEYS, where, complain)
     none: list[Mapping[str, Any]] = []
     entries = heard(lambda: _entries(table, where), complain, none)
+    if not table.get("check"):
+        complain(ConfigError(f"{where} runs no check, and would pass every node"))
     planned = [heard(partial(_planned, entry, where), complain, None) for entry in entries]
     names = [item.check.name for item in planned if item is not None]
     for doubled in sorted({item for item in names if names.count(item) > 1}):

@@ -105,6 +105,7 @@ def test_every_mistake_of_every_file_is_said_in_one_line_each(site):
         "no check 'memroy'; did you mean 'memory'",
         f"there is no file {site.path}/checks.d/fin",
         "deadline_s of the suite",
+        "suites/other.toml runs no check",
         "unknown key 'crashed'; did you mean 'crash'",
         "a number of watts is wanted, got '700 MW'",
         "no profile 'labb'; did you mean 'lab'",
@@ -116,7 +117,7 @@ def test_every_mistake_of_every_file_is_said_in_one_line_each(site):
         "a time needs its offset",
     ):
         assert [line for line in told if wanted in line], wanted
-    assert len(told) == 14
+    assert len(told) == 15
 
 
 def test_a_file_that_is_no_toml_does_not_hide_the_others(site):

@@ -126,6 +126,8 @@ def test_a_date_lasts_to_its_end_and_a_time_to_its_moment(tmp_path, until, end):
         ("until = 2026-03-02", 'until = "2026-03-02"', "without quotes, got '2026-03-02'"),
         ("until = 2026-03-02", "until = 2026-03-02T18:00:00", "a time needs its offset"),
         ("until = 2026-03-02", "until = 9999-12-31", "9999-12-31 is no end"),
+        ("until = 2026-03-02", "until = 0001-01-01", "0001-01-01 is no end"),
+        ("until = 2026-03-02", "until = 0001-01-01T00:00:00+14:00", "is no end"),
         ('check = "nic_*"', "", "needs check"),
         ('node = "gpu[001-008]"', 'node = "gpu[8-1]"', "node of silence 1 .*runs backwards"),
         ('node = "gpu[001-008]"', 'nodes = "gpu1"', "unknown key 'nodes'; did you mean 'node'"),

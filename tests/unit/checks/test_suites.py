@@ -1,5 +1,6 @@
 """Suites from TOML: what they become, and what each mistake in one is answered with."""
 
+import math
 import re
 
 import pytest
@@ -15,6 +16,14 @@ MEMORY = {
     "timeout_s": 3,
     "available_percent": {"warn": 10, "source": "a test"},
 }
+
+OWN = """
+deadline_s = 1
+[[check]]
+name = "processes"
+timeout_s = 1
+zombies = { warn = 100, source = "a test" }
+"""
 
 
 @pytest.fixture
@@ -39,9 +48,9 @@ def test_a_suite_is_what_its_file_says(tmp_path):
 
 
 def test_a_sites_suite_replaces_the_shipped_one_of_its_name(site):
-    suite = load_suite("prolog", site("deadline_s = 1\n", name="prolog"))
+    suite = load_suite("prolog", site(OWN, name="prolog"))
 
-    assert (suite.deadline_s, suite.names) == (1.0, ())
+    assert (suite.deadline_s, suite.names) == (1.0, ("processes",))
 
 
 def test_an_unknown_suite_lists_those_there_are():
@@ -75,6 +84,12 @@ def test_a_malformed_file_is_named_with_the_place_of_the_mistake(site):
             "warn of available_percent of check 'memory' .* must be a number, got '10'",
         ),
         ({"check": [{**MEMORY, "available_percent": {"warn": 10}}]}, "lacks 'source'"),
+        (
+            {"check": [{**MEMORY, "available_percent": {"warn": math.nan, "source": "x"}}]},
+            "warn of available_percent of check 'memory' .* a finite number, got nan",
+        ),
+        ({"deadline_s": math.nan}, "must be seconds up to 3600, got nan"),
+        ({"check": []}, "the suite .* runs no check"),
         ({"check": [{"name": "memory", "timeout_s": 1}]}, "lacks 'available_percent'"),
         ({"unknown": "warn"}, "unknown is a table of reasons, got 'warn'"),
         ({"unknown": {"crashed": "warn"}}, "unknown key 'crashed'; did you mean 'crash'"),

@@ -3,10 +3,13 @@
 import logging
 import sys
 
-# C0, DEL, C1; and the marks that turn the reading direction, with which a log line can make the
-# rest of a report read backwards (Unicode Bidirectional Algorithm, UAX #9 §2).
+# C0, DEL, C1; halves of a surrogate pair, which cannot be encoded; and the marks that turn the
+# reading direction, with which a log line can make the rest of a report read backwards (Unicode
+# Bidirectional Algorithm, UAX #9 §2).
 _BIDI = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_CONTROL = {code: "�" for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"}
+_HALVES = range(0xD800, 0xE000)
+_CODES = [*range(32), *range(127, 160), *_HALVES, *_BIDI]
+_CONTROL = {code: "�" for code in _CODES if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:

@@ -15,6 +15,7 @@ def why_not_ours(path: Path, *, private: bool) -> str | None:
         path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
         found = path.lstat()
         writable = os.access(path, os.W_OK | os.X_OK)
+        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
     except OSError as exc:
         return exc.strerror or str(exc)
     if not stat.S_ISDIR(found.st_mode):
@@ -23,4 +24,6 @@ def why_not_ours(path: Path, *, private: bool) -> str | None:
         return f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
     if private and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "other users may write into it (chmod 700 it)"
+    if read_only:
+        return "its file system is read-only"
     return None if writable else "no permission to write"

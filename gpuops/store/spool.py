@@ -160,6 +160,9 @@ class _OpenSegment:
         except FileNotFoundError:
             directory.mkdir(mode=0o700, exist_ok=True)  # a flusher removed it while it was empty
             fd = os.open(hidden, flags, 0o600)
+        except OSError:
+            _remove_if_empty(directory)
+            raise
         try:
             with contextlib.suppress(OSError):  # a file system without locks: see writer_lives
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,6 +194,7 @@ class _OpenSegment:
                     self._open_path.rename(self._ready_path)
                 else:
                     self._open_path.unlink()
+                    _remove_if_empty(self._open_path.parent)
         finally:
             os.close(self._fd)
 
@@ -200,6 +204,12 @@ class _OpenSegment:
             _sync_directory(self._open_path.parent)
             _sync_directory(self._open_path.parent.parent)
             self._entry_synced = True
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Remove *directory* where nothing is in it: on a full disk each run would leave one more."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _sync_directory(path: Path) -> None:

@@ -224,3 +224,38 @@ def test_a_full_disk_is_said_and_spoils_no_line(tmp_path):
     assert int(refused) > 0
     assert int(taken) == len(lines_in(tmp_path / "spool"))
     assert os.strerror(errno.EFBIG) in message
+
+
+NO_ROOM = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from gpuops.errors import SpoolError
+from gpuops.host.clock import SystemClock
+from gpuops.store.spool import SpoolWriter
+from support.stories import Teller
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+spool = SpoolWriter(
+    Path(sys.argv[1]), node="n1", boot_id="b1", bytes_max=2**26, clock=SystemClock()
+)
+try:
+    spool.append([Teller().event("tool.failed")])
+except SpoolError:
+    print("refused")
+"""
+
+
+def test_a_run_on_a_full_disk_leaves_no_empty_folder_behind(tmp_path):
+    tests = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ROOM, str(tmp_path / "spool"), str(tests)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert done.stdout == "refused\n"
+    assert list((tmp_path / "spool").iterdir()) == []

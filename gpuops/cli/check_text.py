@@ -31,19 +31,34 @@ _NAGIOS_WORD = {
 def table(ran: CheckRun, *, width: int | None) -> str:
     """Return the findings as a table of about *width* columns, and the verdict below it.
 
-    Checks that had nothing to see share a line where they give the same reason. What is wrong
-    stands last, above the verdict.
+    Checks that say the same share a row, and those that had nothing to see share a line for each
+    reason. What is wrong stands last, above the verdict.
     """
     seen = [finding for finding in ran.findings if finding.status is not Status.SKIP]
-    rows = [_HEAD, *(_row(finding) for finding in sorted(seen, key=_urgency))]
+    rows = [_HEAD, *_rows(sorted(seen, key=lambda finding: finding.status))]
     widths = [min(max(len(row[column]) for row in rows), most) for column, most in enumerate(_MOST)]
     room = max((width or _WIDTH) - sum(widths) - 2 * len(widths), _MESSAGE_MIN)
-    lines = [line for row in rows for line in _wrapped(row, [*widths, room])]
-    return "\n".join([*lines, *_skipped(ran.findings, width or _WIDTH), "", summary(ran)])
+    well = [row for row in rows if row[0] in (_HEAD[0], Status.PASS.word)]
+    parts = [
+        [line for row in well for line in _wrapped(row, [*widths, room])],
+        _skipped(ran.findings, width or _WIDTH),
+        [line for row in rows[len(well) :] for line in _wrapped(row, [*widths, room])],
+        [summary(ran)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _urgency(finding: Finding) -> Status:
-    return finding.status
+def _rows(findings: Iterable[Finding]) -> list[Sequence[str]]:
+    """Return a row for each finding; those that differ in nothing but their check share one."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for finding in findings:
+        status, check, *rest = _row(finding)
+        shared.setdefault((status, *rest), []).append(check)
+    rows: list[Sequence[str]] = []
+    for (status, *rest, message), checks in shared.items():
+        more = f" (so say also {', '.join(checks[1:])})" if len(checks) > 1 else ""
+        rows.append([status, checks[0], *rest, message + more])
+    return rows
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -67,7 +82,7 @@ def _skipped(findings: Iterable[Finding], width: int) -> list[str]:
         lines += textwrap.wrap(
             f"{named}: {text}", width, initial_indent="skip  ", subsequent_indent="      "
         )
-    return ["", *lines] if lines else []
+    return lines
 
 
 def _row(finding: Finding) -> Sequence[str]:

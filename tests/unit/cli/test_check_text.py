@@ -31,8 +31,9 @@ def test_what_is_wrong_stands_last_above_the_verdict():
         width=None,
     ).splitlines()
 
-    assert [line.split()[:2] for line in lines[1:4]] == [
+    assert [line.split()[:2] for line in lines[1:5]] == [
         ["pass", "b"],
+        [],
         ["warn", "c"],
         ["fail", "a"],
     ]
@@ -73,3 +74,11 @@ def test_the_last_line_says_what_is_wrong_and_not_all_that_follows_from_it():
     run = ran(finding("gpu_xid", Status.FAIL, "Xid 79; NVIDIA: RESTART_BM; counts until a reboot"))
 
     assert table(run, width=None).splitlines()[-1].endswith("gpu_xid: Xid 79")
+
+
+def test_checks_that_say_the_same_share_a_row():
+    same = "NVML gave no answer"
+    text = table(ran(finding("a", Status.WARN, same), finding("b", Status.WARN, same)), width=None)
+
+    assert "NVML gave no answer (so say also b)" in text
+    assert text.count(same) == 2  # in the row and in the last line

@@ -5,10 +5,12 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 
+from gpuops.checks import NAMES, is_check
 from gpuops.checks.explain import Explanation, explain
 from gpuops.checks.profile import NO_PROFILE, Flag, Number, Profile, Words
-from gpuops.checks.suites import Suite
+from gpuops.checks.suites import Suite, unknown_name
 from gpuops.cli.check_text import parameters
+from gpuops.errors import UsageError
 from gpuops.gate.choice import Choice
 from gpuops.gate.session import Request, plan_of
 from gpuops.gate.state_file import recall
@@ -30,6 +32,8 @@ def explained(request: Request, name: str, *, as_json: bool) -> str:
     Raises:
         UsageError: There is no such check.
     """
+    if not is_check(name):
+        raise UsageError(unknown_name("check", name, NAMES))
     plan = plan_of(request)
     if name not in plan.suite.names:
         plan = plan_of(replace(request, suite="full", only=()))

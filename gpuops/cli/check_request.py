@@ -1,5 +1,6 @@
 """What ``gpuops check`` and ``gpuops facts`` ask for, from their options and the environment."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,8 @@ from gpuops.slurm.environment import job_of
 if TYPE_CHECKING:
     from gpuops.checks.recording import Recording
 
+# Each look may give `gpuops.host.probe.OUTPUT_MAX`, and as a rule gives a hundredth of that.
+RECORDING_BYTES_MAX = 128 * 2**20
 HOOKS = ("prolog", "epilog")
 _GPU = re.compile(
     r"\d{1,4}|GPU-[0-9a-fA-F-]{4,64}|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d"
@@ -35,10 +38,12 @@ def request_of(
     """Return the request of a command line.
 
     Raises:
-        UsageError: *gpus* names none, or *job_id* is no number.
+        UsageError: *gpus* names none, or *job_id* or *deadline_s* is no number.
     """
-    if job_id is not None and not job_id.isdecimal():
+    if job_id is not None and not (job_id.isascii() and job_id.isdecimal()):
         raise UsageError(f"--job {job_id!r}: the id of a Slurm job is a number (SLURM_JOB_ID)")
+    if deadline_s is not None and math.isnan(deadline_s):
+        raise UsageError("--deadline nan: a number of seconds is wanted")
     hook = job_of(env) if trigger in HOOKS else None
     return Request(
         suite=settings.suite,
@@ -67,10 +72,13 @@ def read_recording(path: Path) -> "Recording":
     from gpuops.checks.recording import parse_recording
 
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            content = file.read(RECORDING_BYTES_MAX + 1)
     except OSError as exc:
         raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
-    return parse_recording(text, str(path))
+    if len(content) > RECORDING_BYTES_MAX:
+        raise UsageError(f"{path} is no recording: it has more than {RECORDING_BYTES_MAX} bytes")
+    return parse_recording(content.decode("utf-8", errors="replace"), str(path))
 
 
 def for_recording(request: Request, recording: "Recording") -> Request:

@@ -259,6 +259,8 @@ def test_text_from_the_kernel_cannot_drive_the_terminal(node):
         (["--list", "--explain", "memory"], "--list and --explain exclude each other"),
         (["--list", "--nagios"], "check nothing; leave out --nagios"),
         (["--explain", "memory", "--prom", "x"], "check nothing; leave out --prom"),
+        (["--deadline", "nan"], "a number of seconds is wanted"),
+        (["--explain", "mem*"], "there is no check 'mem*'"),
         (["--explain", "memroy"], "there is no check 'memroy'; did you mean 'memory'?"),
         (["--facts", "x", "--deadline", "3"], "with --facts nothing is looked at"),
         (["--trigger", "whim"], "is not one of"),

@@ -1,8 +1,17 @@
 """Which GPUs and which job a command line means."""
 
+import math
+from pathlib import Path
+
 import pytest
 
-from gpuops.cli.check_request import for_recording, gpus_of, request_of
+from gpuops.cli.check_request import (
+    RECORDING_BYTES_MAX,
+    for_recording,
+    gpus_of,
+    read_recording,
+    request_of,
+)
 from gpuops.config import resolve
 from gpuops.errors import UsageError
 
@@ -55,10 +64,20 @@ def test_a_hook_tells_its_job_and_a_flag_goes_before_it():
     assert request_of(settings(), env).job_id is None
 
 
-@pytest.mark.parametrize("job_id", ["", "12.0", "twelve", "-1"])
+@pytest.mark.parametrize("job_id", ["", "12.0", "twelve", "-1", "٣"])
 def test_a_job_is_a_number(job_id):
     with pytest.raises(UsageError, match="the id of a Slurm job is a number"):
         request_of(settings(), {}, job_id=job_id)
+
+
+def test_a_deadline_is_a_number():
+    with pytest.raises(UsageError, match="a number of seconds is wanted"):
+        request_of(settings(), {}, deadline_s=math.nan)
+
+
+def test_a_recording_without_an_end_is_not_read_to_it():
+    with pytest.raises(UsageError, match=f"more than {RECORDING_BYTES_MAX} bytes"):
+        read_recording(Path("/dev/zero"))
 
 
 def test_a_fake_root_has_a_state_of_its_own(tmp_path):

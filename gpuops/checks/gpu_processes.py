@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu
+from gpuops.checks.gpus import LOOK, Untold, Verdict, counted, each_gpu, surely_selected
 from gpuops.checks.protocol import Case, Check, Limit
 from gpuops.host.gpu_facts import GpuMemory, GpuProcess, NvmlGpu
 from gpuops.host.gpus import Gpus
@@ -34,11 +34,11 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, case: Case) -> list[Finding]:
     """Return a finding for each GPU with left-over processes, or memory that no process owns.
 
-    It fails only where somebody named the GPUs that must be idle: others of this node may well be
-    in another job's use, as may the other parts of a GPU that is divided (MIG). A container may
-    hide the processes that own the memory.
+    It fails only where somebody named the GPUs that must be idle, and it is sure which those are
+    (`surely_selected`): others of this node may well be in another job's use, as may the other
+    parts of a GPU that is divided (MIG). A container may hide the processes that own the memory.
     """
-    surely = parameters.idle and case.gpus is not None
+    surely = parameters.idle and surely_selected(facts, case)
     return each_gpu(
         _NAME,
         facts,

@@ -16,6 +16,7 @@ from gpuops.host.gpu_names import GpuName
 from gpuops.host.sysfs import sysfs_address
 from gpuops.host.xid import RECOVERY_ACTION, Burst
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+from gpuops.slurm.environment import NUMBERED
 from gpuops.units import format_seconds
 
 CLEANED_UP = 45
@@ -143,7 +144,9 @@ def _is_asked(address: str, known: GpuName | None, case: Case) -> bool:
         return bool(asked)
     if known.uuid is None and any(name.startswith("gpu-") for name in asked):
         return True
-    return not asked.isdisjoint({str(known.index), (known.uuid or "").lower()})
+    minor = known.index if known.minor is None else known.minor
+    numbers = {f"{NUMBERED}{known.index}", f"{NUMBERED}{minor}"}
+    return not asked.isdisjoint({str(known.index), (known.uuid or "").lower(), *numbers})
 
 
 def _finding(gpu: _Gpu, parameters: Parameters, case: Case) -> Finding:

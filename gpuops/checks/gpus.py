@@ -14,6 +14,7 @@ from gpuops.host.gpu_facts import NO_PERMISSION, NvmlGpu, NvmlStatus
 from gpuops.host.gpus import Gpus, read_gpus
 from gpuops.host.sysfs import sysfs_address
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
+from gpuops.slurm.environment import NUMBERED
 
 V = TypeVar("V", bound=Hashable)
 
@@ -145,16 +146,39 @@ def unanswered(check: str, facts: Gpus, case: Case) -> Finding | None:
 
 
 def selected(facts: Gpus, case: Case) -> tuple[NvmlGpu, ...]:
-    """Return the GPUs that *case* asks about, in NVML's order."""
-    return tuple(
-        gpu for gpu in facts.nvml.gpus if case.gpus is None or _names(gpu) & _asked(case.gpus)
-    )
+    """Return the GPUs that *case* asks about, in NVML's order.
+
+    A number of Slurm's (``slurm:3``, see `gpuops.slurm.environment`) is a place in a list of device
+    files or of PCI addresses: the GPUs of that minor number and of that index are returned, of that
+    index alone where NVML tells no minor number. Where a GPU is divided (MIG) such numbers count
+    its parts: all GPUs are returned.
+    """
+    if case.gpus is None or _counts_parts(facts, case.gpus):
+        return facts.nvml.gpus
+    asked = _asked(case.gpus)
+    return tuple(gpu for gpu in facts.nvml.gpus if _names(gpu) & asked)
+
+
+def surely_selected(facts: Gpus, case: Case) -> bool:
+    """Say whether somebody named the GPUs, and none of those `selected` may be another job's.
+
+    So it is where the numbers of Slurm name the same GPUs as indices and as minor numbers.
+    """
+    if case.gpus is None or _counts_parts(facts, case.gpus):
+        return False
+    gpus, asked = facts.nvml.gpus, _asked(case.gpus)
+    by_index = {gpu.index for gpu in gpus if f"{NUMBERED}{gpu.index}" in asked}
+    by_minor = {gpu.index for gpu in gpus if f"{NUMBERED}{_minor(gpu)}" in asked}
+    return by_index == by_minor
 
 
 def not_found(check: str, facts: Gpus, case: Case) -> list[Finding]:
     """Return one warning about the GPUs that *case* asks about and NVML does not list."""
+    asked = case.gpus or frozenset()
+    if _counts_parts(facts, asked):
+        asked = frozenset(_without_numbers(asked))
     known = {name for gpu in facts.nvml.gpus for name in _names(gpu)}
-    missing = sorted(name for name in case.gpus or () if not known & _asked([name]))
+    missing = sorted(name for name in asked if not known & _asked([name]))
     if not missing:
         return []
     text = f"asked about {', '.join(missing)}, which NVML does not list"
@@ -241,8 +265,21 @@ def _skip(message: str) -> Verdict:
     return Verdict(status=Status.SKIP, message=message, source=None)
 
 
+def _minor(gpu: NvmlGpu) -> int:
+    return gpu.index if gpu.minor is None else gpu.minor
+
+
+def _without_numbers(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith(NUMBERED)]
+
+
+def _counts_parts(facts: Gpus, names: Iterable[str]) -> bool:
+    numbered = any(name.startswith(NUMBERED) for name in names)
+    return numbered and any(gpu.modes.mig for gpu in facts.nvml.gpus)
+
+
 def _names(gpu: NvmlGpu) -> set[str]:
-    names = {str(gpu.index)}
+    names = {str(gpu.index), f"{NUMBERED}{gpu.index}", f"{NUMBERED}{_minor(gpu)}"}
     return names | {name.lower() for name in (gpu.uuid, gpu.address) if name}
 
 

@@ -38,7 +38,8 @@ class Machine:
 class Case:
     """What a judge knows besides the facts and its limits.
 
-    ``gpus``: the GPUs that are asked about, each by UUID, index or PCI address; None: all.
+    ``gpus``: the GPUs that are asked about, each by UUID, index, PCI address or Slurm's number
+    (`gpuops.checks.gpus.selected`); None: all.
     ``hangs``: calls into the GPU driver that gave no answer, of this boot, since it last answered.
     ``persistence``: of the GPUs, when NVML last answered. ``repairs``: of this node, as
     acknowledged; ``strikes``: of this node and its parts. ``boot_us``: when this node booted, by

@@ -12,18 +12,20 @@ from pathlib import Path
 from gpuops.host.sysfs import read_pci_gpus, sysfs_address
 
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{8,40})\s*$", re.MULTILINE)
+_MINOR = re.compile(r"^Device Minor:\s*([0-9]{1,4})\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuName:
     """One GPU. ``index``: its place by PCI address, which is NVML's order.
 
-    ``uuid``: None where the driver has not read it yet.
+    ``uuid``: None where the driver has not read it yet. ``minor``: of ``/dev/nvidia3``.
     """
 
     index: int
     address: str
     uuid: str | None = None
+    minor: int | None = None
 
 
 def read_gpu_names(root: Path, told: Mapping[str, str]) -> tuple[GpuName, ...]:
@@ -31,26 +33,31 @@ def read_gpu_names(root: Path, told: Mapping[str, str]) -> tuple[GpuName, ...]:
     folder = root / "proc/driver/nvidia/gpus"
     try:
         found = {
-            sysfs_address(entry.name): _uuid(entry / "information") for entry in folder.iterdir()
+            sysfs_address(entry.name): _text(entry / "information") for entry in folder.iterdir()
         }
     except OSError:
         found = {}
     if not found:
-        found = {gpu.address: None for gpu in read_pci_gpus(root)}
+        found = {gpu.address: "" for gpu in read_pci_gpus(root)}
     addresses = sorted({*found, *told})
     return tuple(
         GpuName(
             index=index,
             address=address,
-            uuid=found.get(address) or told.get(address),
+            uuid=_found(_UUID, found.get(address)) or told.get(address),
+            minor=None if (minor := _found(_MINOR, found.get(address))) is None else int(minor),
         )
         for index, address in enumerate(addresses)
     )
 
 
-def _uuid(path: Path) -> str | None:
+def _text(path: Path) -> str:
     try:
-        match = _UUID.search(path.read_text(encoding="utf-8", errors="replace"))
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
+        return ""
+
+
+def _found(pattern: re.Pattern[str], text: str | None) -> str | None:
+    match = pattern.search(text or "")
     return match and match[1]

@@ -2,6 +2,10 @@
 
 Source: Slurm's Prolog and Epilog Guide, "Environment variables". A hook gets neither PATH nor
 HOME, a HealthCheckProgram nothing but SLURMD_NODENAME.
+
+``SLURM_JOB_GPUS`` counts the GPUs of this node from 0: the device files in the order of gres.conf,
+or the GPUs by PCI address with ``AutoDetect=nvml``. Where the driver gave out the minor numbers in
+another order, the same number is one GPU here and another there (gres.conf(5), "Links").
 """
 
 import os
@@ -9,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuops.errors import EXIT_NODE_UNHEALTHY
+
+# Before a number that Slurm gave a GPU.
+NUMBERED = "slurm:"
 
 _JOB_ID = "SLURM_JOB_ID"
 _GPUS = "SLURM_JOB_GPUS"
@@ -19,8 +26,9 @@ _EXIT_STATUSES = ("SLURM_JOB_EXIT_CODE", "SLURM_JOB_DERIVED_EC")
 class HookJob:
     """The job that a hook is for.
 
-    ``gpus``: the indices of its GPUs on this node, None where Slurm does not tell. ``exit_codes``:
-    of the batch script and the worst of its steps, 128 + N for signal N; a prolog knows none.
+    ``gpus``: its GPUs on this node as ``slurm:3``, None where Slurm does not tell: a job without
+    GPUs looks like one of a site whose gres.conf names no device files. ``exit_codes``: of the
+    batch script and the worst of its steps, 128 + N for signal N; a prolog knows none.
     """
 
     id: str | None = None
@@ -43,15 +51,15 @@ def job_of(env: Mapping[str, str]) -> HookJob:
     codes = tuple(
         code for name in _EXIT_STATUSES if (code := _exit_code(env.get(name))) is not None
     )
-    return HookJob(id=_number(env.get(_JOB_ID)), gpus=_indices(env.get(_GPUS)), exit_codes=codes)
+    return HookJob(id=_number(env.get(_JOB_ID)), gpus=_numbers(env.get(_GPUS)), exit_codes=codes)
 
 
 def _number(text: str | None) -> str | None:
     return text if text and text.isascii() and text.isdecimal() else None
 
 
-def _indices(text: str | None) -> frozenset[str] | None:
-    """Return the indices in ``0,2-3``; None where there is anything else in it: all are meant."""
+def _numbers(text: str | None) -> frozenset[str] | None:
+    """Return the numbers in ``0,2-3``; None where there is anything else in it: all are meant."""
     if not text:
         return None
     found: set[str] = set()
@@ -60,7 +68,7 @@ def _indices(text: str | None) -> frozenset[str] | None:
         low, high = _number(first), _number(last if dash else first)
         if low is None or high is None or not 0 <= int(high) - int(low) < 1024:
             return None
-        found.update(str(index) for index in range(int(low), int(high) + 1))
+        found.update(f"{NUMBERED}{number}" for number in range(int(low), int(high) + 1))
     return frozenset(found)
 
 

@@ -32,8 +32,9 @@ def write_kmsg(root, lines):
             file.write(f"4,{number},{when_us},-;{text}\n")
 
 
-def gpu_information(root, address, uuid):
+def gpu_information(root, address, uuid, minor=None):
     """Write what ``/proc/driver/nvidia`` tells of a GPU."""
     path = root / f"proc/driver/nvidia/gpus/{address}/information"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\nGPU UUID: \t {uuid}\n")
+    text = f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\nGPU UUID: \t {uuid}\n"
+    path.write_text(text if minor is None else f"{text}Device Minor: \t {minor}\n")

@@ -28,6 +28,8 @@ from support.services import unavailable
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 GPUS = 8
+# The numbers of this node's device files are not their places in gres.conf.
+SHIFTED, SHIFTED_BY = "n6", 10
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 SHIPPED = Path(__file__).parents[2] / "slurm"
 START_S = 20
@@ -220,8 +222,11 @@ class Cluster:
         ]
         conf = CONF.format(home=self.home, ctld_port=ports[0], nodes="\n".join(lines))
         (self.home / "slurm.conf").write_text(conf)
-        devices = gpu_devices(self.home / "dev")
-        files = "".join(f"NodeName={n} Name=gpu File={d}\n" for n in NODES for d in devices)
+        files = ""
+        for name in NODES:
+            first = SHIFTED_BY if name == SHIFTED else 0
+            devices = gpu_devices(self.home / "dev", range(first, first + GPUS))
+            files += "".join(f"NodeName={name} Name=gpu File={path}\n" for path in devices)
         (self.home / "gres.conf").write_text(files)
 
     def start(self):
@@ -414,12 +419,12 @@ def free_ports(count):
             item.close()
 
 
-def gpu_devices(folder):
+def gpu_devices(folder, numbers):
     """Return device files, which Slurm wants for GPUs; any character device will do."""
     folder.mkdir(exist_ok=True)
     found = []
-    for index in range(GPUS):
-        path = folder / f"gpu{index}"
+    for number in numbers:
+        path = folder / f"gpu{number}"
         if not path.exists():
             os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         found.append(path)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 from support.command import gpuops
-from support.slurm import wait_until
+from support.slurm import SHIFTED, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.cc]
 
@@ -16,7 +16,18 @@ def test_a_healthy_node_runs_the_job(cluster, history):
 
     assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n1")
     assert cluster.state("n1") == ("IDLE", None)
-    assert (ran["job_id"], ran["gpus"], ran["mode"]) == (job_id, ["0", "1"], "enforce")
+    assert (ran["job_id"], ran["gpus"], ran["mode"]) == (job_id, ["slurm:0", "slurm:1"], "enforce")
+
+
+def test_slurm_numbers_gpus_by_their_place_in_gres_conf_and_not_by_their_device_file(
+    cluster, tmp_path
+):
+    told = tmp_path / "told"
+    node = cluster[SHIFTED]
+    node.write_env((node.home / "env").read_text() + f'echo "$SLURM_JOB_GPUS" >>{told}\n')
+    cluster.finished(cluster.submit("exit 0", "-w", SHIFTED, "--gres=gpu:3"))
+
+    assert set(told.read_text().split()) == {"0,1,2"}
 
 
 def test_an_injected_xid_79_drains_its_node_for_our_reason_and_the_job_runs_elsewhere(

@@ -44,6 +44,16 @@ def test_a_process_that_may_belong_to_another_job_only_warns():
     assert said(findings(IDLE, CASE, processes=(TRAIN,)))[0][1] == "warn"
 
 
+def test_a_process_only_warns_where_the_number_of_its_gpu_may_mean_another():
+    swapped = node(gpu(0, minor=1, processes=(TRAIN,)), gpu(1, minor=0))
+    some, all_ = (
+        replace(CASE, gpus=frozenset(names)) for names in (["slurm:0"], ["slurm:0", "slurm:1"])
+    )
+
+    assert said(judge(swapped, IDLE, some)) == [("GPU-0", "warn", "host_sw.leftovers")]
+    assert said(judge(swapped, IDLE, all_)) == [("GPU-0", "fail", "host_sw.leftovers")]
+
+
 def test_where_gpus_may_be_in_use_a_process_is_no_fault():
     busy = {"processes": (TRAIN,), "memory": used(900 * MIB)}
 

@@ -268,6 +268,15 @@ def test_a_gpu_that_a_job_does_not_get_only_warns(tmp_path, look, asked, status)
     assert said([finding]) == [(UUID, status, "gpu_hw.fell_off_bus")]
 
 
+@pytest.mark.parametrize(("number", "status"), [(0, "warn"), (1, "fail"), (3, "fail"), (2, "warn")])
+def test_a_number_of_slurms_is_a_place_by_address_or_a_device_file(tmp_path, look, number, status):
+    log.gpu_information(tmp_path, "0000:1a:00.0", "GPU-0a1b2c3d-0000-0000-0000-000000000000", 2)
+    log.gpu_information(tmp_path, ADDRESS, UUID, 3)
+    (finding,) = findings(look(xid(79)), Case(node=NODE, gpus=frozenset({f"slurm:{number}"})))
+
+    assert finding.status.word == status
+
+
 def test_a_gpu_that_cannot_be_told_from_others_counts_as_asked_about(tmp_path, look):
     assert findings(look(xid(79)), Case(node=NODE, gpus=frozenset({UUID})))[0].status.word == "fail"
     log.gpu_information(tmp_path, ADDRESS, "GPU-????????-????-????-????-????????????")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.checks import CASE, NODE, said
-from support.gpus import address, gpu, node, silent
+from support.gpus import address, gpu, node, part, silent
 
 from gpuops.checks.gpus import (
     Untold,
@@ -18,6 +18,7 @@ from gpuops.checks.gpus import (
     peers_of,
     selected,
     span,
+    surely_selected,
 )
 from gpuops.host.gpu_facts import CallError, NvmlStatus
 from gpuops.model import FailureClass, Status
@@ -54,6 +55,53 @@ def test_all_gpus_are_asked_about_unless_some_are_named():
 
     assert selected(facts, CASE) == (gpu(0), gpu(1))
     assert selected(facts, asking("0", "GPU-1")) == (gpu(0), gpu(1))
+
+
+# As NVML lists them; the driver gave out the numbers of the device files in another order.
+SHUFFLED = node(*(gpu(index, minor=minor) for index, minor in enumerate((2, 3, 1, 0))))
+
+
+def numbered(*numbers):
+    return asking(*(f"slurm:{number}" for number in numbers))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "indices", "surely"),
+    [
+        ({0}, [0, 3], False),
+        ({1}, [1, 2], False),
+        ({0, 3}, [0, 1, 3], False),
+        ({0, 1, 2, 3}, [0, 1, 2, 3], True),
+    ],
+    ids=str,
+)
+def test_a_number_of_slurms_is_an_index_or_a_device_file_and_both_are_judged(
+    numbers, indices, surely
+):
+    assert [it.index for it in selected(SHUFFLED, numbered(*numbers))] == indices
+    assert surely_selected(SHUFFLED, numbered(*numbers)) == surely
+
+
+@pytest.mark.parametrize("minor", [1, None])
+def test_a_number_of_slurms_is_sure_where_both_orders_are_one_or_no_minor_is_told(minor):
+    facts = node(gpu(0), gpu(1, minor=minor))
+
+    assert selected(facts, numbered(1)) == facts.nvml.gpus[1:]
+    assert surely_selected(facts, numbered(1))
+
+
+def test_an_index_or_a_uuid_is_sure_and_nothing_asked_about_is_not():
+    assert surely_selected(SHUFFLED, asking("0", "GPU-1"))
+    assert not surely_selected(SHUFFLED, CASE)
+
+
+def test_numbers_of_slurms_count_the_parts_of_a_divided_gpu_so_that_all_are_judged():
+    divided = part(gpu(0), "modes", mig=True)
+    facts = node(divided, gpu(1))
+
+    assert selected(facts, numbered(9)) == facts.nvml.gpus
+    assert not surely_selected(facts, numbered(9))
+    assert said(judged(facts, numbered(9))) == [("n1", "pass", None)]
 
 
 def test_a_gpu_that_is_asked_about_and_not_listed_warns():

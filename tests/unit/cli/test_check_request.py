@@ -29,8 +29,8 @@ def test_all_are_all_and_so_is_auto_outside_a_hook():
 @pytest.mark.parametrize(
     ("env", "gpus"),
     [
-        ({"SLURM_JOB_GPUS": "0,2"}, {"0", "2"}),
-        ({"SLURM_JOB_GPUS": "0,2-3", "CUDA_VISIBLE_DEVICES": "7"}, {"0", "2", "3"}),
+        ({"SLURM_JOB_GPUS": "0,2"}, {"slurm:0", "slurm:2"}),
+        ({"SLURM_JOB_GPUS": "2-3", "CUDA_VISIBLE_DEVICES": "7"}, {"slurm:2", "slurm:3"}),
         ({"CUDA_VISIBLE_DEVICES": f"1,{UUID}"}, {"1", UUID}),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
         ({"CUDA_VISIBLE_DEVICES": ""}, None),

@@ -18,7 +18,9 @@ EPILOG = {
 def test_an_epilog_is_told_the_job_its_gpus_and_how_it_ended():
     job = job_of(EPILOG)
 
-    assert job == HookJob(id="17", gpus=frozenset({"0", "2", "3"}), exit_codes=(86, 0))
+    assert job == HookJob(
+        id="17", gpus=frozenset({"slurm:0", "slurm:2", "slurm:3"}), exit_codes=(86, 0)
+    )
     assert job.failed
     assert job.hints_at_the_node
 
@@ -59,7 +61,7 @@ def test_no_environment_breaks_a_hook(env):
 
 
 @given(st.sets(st.integers(0, 127), min_size=1))
-def test_a_list_of_indices_is_read_as_it_is_written(indices):
-    text = ",".join(str(index) for index in sorted(indices))
+def test_a_list_of_numbers_is_read_as_it_is_written(numbers):
+    text = ",".join(str(number) for number in sorted(numbers))
 
-    assert job_of({"SLURM_JOB_GPUS": text}).gpus == {str(index) for index in indices}
+    assert job_of({"SLURM_JOB_GPUS": text}).gpus == {f"slurm:{number}" for number in numbers}

@@ -1,13 +1,15 @@
 """What a check reads, what it holds that against, and what it can fail as, for people.
 
 What it can fail as and which keys of the profile it uses is read from its source, where every
-`FailureClass` and every expectation stands by name: a list kept by hand would go out of date.
+`FailureClass` and every expectation stands by name, and from the files of Xids and log rules: a
+list kept by hand would go out of date.
 """
 
 import ast
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -15,11 +17,14 @@ from types import ModuleType
 from typing import Any
 
 from gpuops.checks.profile import Flag, Number, Profile, Words
-from gpuops.checks.protocol import AnyCheck
+from gpuops.checks.protocol import AnyCheck, Machine
 from gpuops.checks.suites import Planned
+from gpuops.checks.xid_catalogue import load_xids
 from gpuops.config import read_toml
 from gpuops.model import FailureClass
+from gpuops.rules import LogSource, load_rules
 
+_GPU_XID = "gpu_xid"
 _EXPECTATIONS = frozenset(
     item.name
     for item in fields(Profile)
@@ -50,10 +55,12 @@ def explain(
     paths: Mapping[str, Path],
     profile: Profile,
     settings: Mapping[str, str],
+    catalogued: AbstractSet[FailureClass] = frozenset(),
 ) -> Explanation:
     """Return what *planned* is, a check of the suite called *suite* (one of *paths*).
 
     *settings*: the parameters that a flag or the configuration sets, and which of them does.
+    *catalogued*: see `catalogued_for`.
     """
     check = planned.check
     words = frozenset(_words(check))
@@ -63,7 +70,26 @@ def explain(
         sources=check.look.sources,
         origins={**origins(check.name, suite, paths), **settings},
         expectations={name: getattr(profile, name) for name in sorted(words & _EXPECTATIONS)},
-        failure_classes=tuple(item for item in FailureClass if item.name in words),
+        failure_classes=tuple(
+            item for item in FailureClass if item.name in words or item in catalogued
+        ),
+    )
+
+
+def catalogued_for(check: str, machine: Machine) -> frozenset[FailureClass]:
+    """Return what *check* can fail as by the Xids and log rules of *machine*'s folders.
+
+    Raises:
+        ConfigError: A file in them is malformed.
+    """
+    if check == _GPU_XID:
+        kinds = load_xids(machine.xid_dirs).values()
+        return frozenset(kind.failure_class for kind in kinds if kind.failure_class is not None)
+    rules = load_rules(machine.rule_dirs)
+    return frozenset(
+        rule.failure_class
+        for rule in rules
+        if rule.source is LogSource.KERNEL and rule.check == check
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpuops.checks import NAMES, is_check
-from gpuops.checks.explain import Explanation, explain
+from gpuops.checks.explain import Explanation, catalogued_for, explain
 from gpuops.checks.profile import NO_PROFILE, Flag, Number, Profile, Words
 from gpuops.checks.suites import Suite, unknown_name
 from gpuops.cli.check_text import parameters
@@ -43,7 +43,8 @@ def explained(request: Request, name: str, *, as_json: bool) -> str:
     profile = choice.first()
     given = request.gpus_expected is not None and planned.check.name == "gpu_count"
     settings = dict.fromkeys(("expected", "source"), request.gpus_expected_origin) if given else {}
-    it = explain(planned, plan.suite.name, plan.suites, profile, settings)
+    classes = catalogued_for(planned.check.name, plan.machine)
+    it = explain(planned, plan.suite.name, plan.suites, profile, settings, classes)
     if as_json:
         return explanation_json(it, plan.suite, profile, _because(choice, profile))
     runbooks = load_runbooks(data_dir("runbooks"))

@@ -5,6 +5,7 @@ a disk that hangs costs `READ_S` and `SAVE_S`, and no verdict depends on either.
 after a power cut an older or a torn file is found, and both are dealt with.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -110,7 +111,7 @@ def _read(path: Path, uid: int) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as exc:
-        raise StateError(exc.strerror or str(exc)) from exc
+        raise StateError(_why(exc)) from exc
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -127,6 +128,11 @@ def _read(path: Path, uid: int) -> str | None:
     if len(content) > _BYTES_MAX:
         raise StateError(f"it is larger than {_BYTES_MAX} bytes")
     return content.decode("utf-8", errors="replace")
+
+
+def _why(error: OSError) -> str:
+    # What O_NOFOLLOW says of a link.
+    return "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
 def parse_state(text: str) -> NodeState:

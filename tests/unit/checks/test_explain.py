@@ -3,8 +3,9 @@
 import pytest
 
 from gpuops.checks import NAMES
-from gpuops.checks.explain import explain, origins
+from gpuops.checks.explain import catalogued_for, explain, origins
 from gpuops.checks.profile import NO_PROFILE, Number, Profile
+from gpuops.checks.protocol import Machine
 from gpuops.checks.suites import load_suite, suite_paths
 from gpuops.model import FailureClass
 from gpuops.resources import data_dir
@@ -27,6 +28,19 @@ def test_a_class_that_a_check_has_from_another_is_told_too():
     """disk_space takes the class of a mount from mount_alive's module, or the other way round."""
     assert FailureClass.HOST_DISK in told("mount_alive").failure_classes
     assert FailureClass.STORAGE_SHARED_FS in told("mount_writable").failure_classes
+
+
+def test_the_classes_of_xids_and_log_rules_are_told_with_those_of_the_source():
+    machine = Machine(
+        rule_dirs=(data_dir("checks") / "rules",), xid_dirs=(data_dir("checks") / "xid",)
+    )
+
+    assert FailureClass.GPU_FELL_OFF_BUS in catalogued_for("gpu_xid", machine)
+    assert FailureClass.STORAGE_SHARED_FS in catalogued_for("kernel_log", machine)
+    assert catalogued_for("memory", machine) == frozenset()
+    (planned,) = FULL.only(("memory",)).planned
+    it = explain(planned, "full", PATHS, NO_PROFILE, {}, {FailureClass.HOST_DISK})
+    assert set(it.failure_classes) == {FailureClass.HOST_MEM_LOW, FailureClass.HOST_DISK}
 
 
 def test_the_profiles_expectations_are_told_with_what_is_in_force():

@@ -198,12 +198,15 @@ def make_link(path):
     path.symlink_to("/etc/passwd")
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_link])
-def test_what_is_no_plain_file_is_left_out(tmp_path, make):
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(os.mkfifo, "it is not a file"), (os.mkdir, "it is not a file"), (make_link, "it is a link")],
+)
+def test_what_is_no_plain_file_is_left_out(tmp_path, make, why):
     make(state_path(tmp_path))
     known = remembered(tmp_path)
 
-    assert known.note.startswith(f"{state_path(tmp_path)} is left out: ")
+    assert known.note == f"{state_path(tmp_path)} is left out: {why}"
     assert known.boot_id == BOOT
 
 

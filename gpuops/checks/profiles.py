@@ -2,50 +2,18 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from gpuops import hostlist
+from gpuops.checks.bounds import Bounds
 from gpuops.checks.profile import NO_PROFILE, Flag, Match, Number, Profile, Words
 from gpuops.checks.suites import unknown_name
 from gpuops.config import Complain, read_toml, refuse, reject_unknown
 from gpuops.errors import ConfigError
 from gpuops.rules import safe_pattern
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a number of a profile can be at all, and how to say so."""
-
-    unit: str
-    low: float
-    high: float
-    whole: bool = True
-
-    def check(self, value: object) -> float:
-        """Return *value* where it is a number that can be meant.
-
-        Raises:
-            ValueError: No number, or one that looks like another unit.
-        """
-        number = _number(value, whole=self.whole)
-        if number is None:
-            wanted = "whole number" if self.whole else "number"
-            raise ValueError(f"a {wanted} of {self.unit} is wanted, got {value!r}")
-        if not self.low <= number <= self.high:
-            raise ValueError(
-                f"{number:g} looks like another unit: {self.unit} are wanted,"
-                f" from {self.low:g} to {self.high:g}"
-            )
-        return number
-
-
-def _number(value: object, *, whole: bool) -> float | None:
-    kinds = int if whole else int | float
-    return float(value) if isinstance(value, kinds) and not isinstance(value, bool) else None
-
 
 # Wider than any machine, and narrow enough to tell bytes from GB and watts from milliwatts.
 BOUNDS: Mapping[str, Bounds] = MappingProxyType(

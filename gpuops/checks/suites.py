@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpuops.checks import NAMES, check_named, is_check
+from gpuops.checks.bounds import refuse_other_units
 from gpuops.checks.protocol import AnyCheck
 from gpuops.config import Complain, heard, read_toml, refuse, reject_unknown
 from gpuops.errors import ConfigError, UsageError
@@ -210,6 +211,7 @@ def _planned(entry: Mapping[str, Any], where: str) -> Planned:
         parameters = from_json(check.parameters, table, where)
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
+    refuse_other_units(parameters, where)
     return Planned(check, parameters, _seconds(entry.get("timeout_s"), f"timeout_s of {where}"))
 
 

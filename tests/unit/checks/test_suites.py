@@ -88,6 +88,14 @@ def test_a_malformed_file_is_named_with_the_place_of_the_mistake(site):
             {"check": [{**MEMORY, "available_percent": {"warn": math.nan, "source": "x"}}]},
             "warn of available_percent of check 'memory' .* a finite number, got nan",
         ),
+        (
+            {"check": [{**MEMORY, "available_percent": {"fail": 100.5, "source": "x"}}]},
+            "fail of available_percent of check 'memory' .*: 100.5 looks like another unit",
+        ),
+        (
+            {"check": [{**MEMORY, "available_percent": {"warn": -1, "source": "x"}}]},
+            "-1 looks like another unit: percent are wanted, from 0 to 100",
+        ),
         ({"deadline_s": math.nan}, "must be seconds up to 3600, got nan"),
         ({"check": []}, "the suite .* runs no check"),
         ({"check": [{"name": "memory", "timeout_s": 1}]}, "lacks 'available_percent'"),

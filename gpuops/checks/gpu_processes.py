@@ -134,4 +134,5 @@ CHECK = Check(
     look=LOOK,
     parameters=Parameters,
     judge=judge,
+    passing=True,
 )

@@ -86,6 +86,7 @@ def _asks_nothing(_parameters: object, _profile: Profile) -> tuple[str, ...]:
 class Check(Generic[F, P]):
     """One check. ``parameters`` is the dataclass that a suite's table becomes.
 
+    ``passing``: what it fails for may pass by itself within a second; a hook looks twice.
     ``counters`` returns the values that the next run's judge will want to compare with, by name;
     ``asks`` what the look must be told: names of units, paths. The names of counters are
     ``CHECK:ENTITY:COUNTER``.
@@ -98,6 +99,7 @@ class Check(Generic[F, P]):
     judge: Callable[[F, P, Case], list[Finding]]
     counters: Callable[[F], Mapping[str, float]] = _no_counters
     asks: Callable[[P, Profile], tuple[str, ...]] = _asks_nothing
+    passing: bool = False
 
 
 AnyCheck = Check[Any, Any]

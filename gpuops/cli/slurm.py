@@ -4,7 +4,7 @@
 """
 
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 
 import click
@@ -12,14 +12,8 @@ import click
 from gpuops.cli.settings import settings_of
 from gpuops.config import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK
-from gpuops.gate.errands import (
-    FOLLOW_UP_S,
-    HEALTH_LOOKS_S,
-    check_health,
-    follow_up,
-    publish_drain,
-)
-from gpuops.gate.hook import EPILOG_LOOKS_S, LOOKS_S, Scene, Settled, run_hook
+from gpuops.gate.errands import check_health, follow_up, publish_drain
+from gpuops.gate.hook import Scene, Settled, bounded, run_hook
 from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
 from gpuops.gate.permit import Gate
 from gpuops.gate.remember import Memory
@@ -51,8 +45,7 @@ def slurm() -> None:
 def prolog(ctx: click.Context, *, verdict: Path) -> int:
     """Check this node before a job; exit 1 and write the verdict where it must not start here."""
     job = job_of(environ())
-    scene = _scene(ctx, "prolog", "prolog", LOOKS_S, job)
-    return _said(run_hook(scene, verdict))
+    return _said(run_hook(_scene(ctx, "prolog", job), verdict))
 
 
 @slurm.command()
@@ -66,7 +59,7 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
     """
     job = job_of(environ())
     suite = "full" if job.failed else "epilog"
-    return _said(run_hook(_scene(ctx, "epilog", suite, EPILOG_LOOKS_S, job), verdict))
+    return _said(run_hook(_scene(ctx, "epilog", job, suite), verdict))
 
 
 @slurm.command()
@@ -81,7 +74,7 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
 @click.pass_context
 def health(ctx: click.Context, *, jitter: float) -> int:
     """Check this node from time to time; drain it, or take back our own drain."""
-    scene = _scene(ctx, "health", "health", HEALTH_LOOKS_S, HookJob())
+    scene = _scene(ctx, "health")
     settled, acted = check_health(scene, _scontrol(ctx), jitter)
     click.echo(f"{acted.did}: {acted.why}", err=True)
     _said(settled)
@@ -93,9 +86,7 @@ def health(ctx: click.Context, *, jitter: float) -> int:
 @click.pass_context
 def publish(ctx: click.Context, *, drain_id: str) -> int:
     """Tell slurmctld why a hook of this node failed; the hooks start it."""
-    ended = publish_drain(
-        _scene(ctx, "publish", "prolog", LOOKS_S, HookJob()), drain_id, _scontrol(ctx)
-    )
+    ended = publish_drain(_scene(ctx, "prolog"), drain_id, _scontrol(ctx))
     click.echo(f"{ended.step or 'given up'}: {ended.trouble or drain_id}", err=True)
     return EXIT_OK
 
@@ -104,7 +95,7 @@ def publish(ctx: click.Context, *, drain_id: str) -> int:
 @click.pass_context
 def followup(ctx: click.Context) -> int:
     """Look once more, and longer, at a GPU driver that gave no answer; the hooks start it."""
-    settled = follow_up(_scene(ctx, "followup", "followup", FOLLOW_UP_S, HookJob()), _scontrol(ctx))
+    settled = follow_up(_scene(ctx, "followup"), _scontrol(ctx))
     return EXIT_OK if settled is None else _said(settled)
 
 
@@ -150,11 +141,14 @@ def _said(settled: Settled) -> int:
     return EXIT_FAIL if settled.decision.drains else EXIT_OK
 
 
-def _scene(ctx: click.Context, hook: str, suite: str, looks_s: float, job: HookJob) -> Scene:
+def _scene(
+    ctx: click.Context, hook: str, job: HookJob | None = None, suite: str | None = None
+) -> Scene:
+    job = HookJob() if job is None else job
     settings, env = settings_of(ctx), environ()
     node = node_name(env)
     request = Request(
-        suite=suite,
+        suite=suite or hook,
         node=node,
         root=settings.root,
         state_dir=settings.state_dir,
@@ -168,14 +162,15 @@ def _scene(ctx: click.Context, hook: str, suite: str, looks_s: float, job: HookJ
         job_id=job.id,
     )
     plan = plan_of(request)
-    bounded = plan.suite.within(min(plan.suite.deadline_s, looks_s))
     return Scene(
         hook=hook,
         job_id=job.id,
-        plan=replace(plan, suite=bounded),
+        job_uid=job.uid,
+        plan=bounded(plan, hook),
         gate=_gate(settings, node),
         memory=_memory(ctx, settings, env),
         clock=SystemClock(),
+        pause=time.sleep,
     )
 
 

@@ -26,10 +26,7 @@ from gpuops.incident.gate import Course, Step
 from gpuops.model import Event, FailureClass
 from gpuops.slurm.nodes import NodeView, Scontrol
 
-HEALTH_LOOKS_S = 15.0
 HEALTH_PUBLISH_S = 6.0
-# A cold driver takes 10 to 20 s to initialise where persistence mode is off.
-FOLLOW_UP_S = 40.0
 _JITTER_STEPS = 1000
 
 FindScontrol = Callable[[], Scontrol]

@@ -7,13 +7,16 @@ own session (`gpuops.gate.publish`).
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuops.checks.runner import CheckRun
-from gpuops.config import Mode
+from gpuops.config import Mode, read_toml
 from gpuops.errors import ProbeError
+from gpuops.gate.confirm import confirmed
 from gpuops.gate.drain_record import DrainRecord, read_drain, write_drain
+from gpuops.gate.leftovers import with_owners
 from gpuops.gate.node_incidents import Occasion
 from gpuops.gate.permit import Gate, permission_of, start_asking
 from gpuops.gate.remember import Memory, record, remember
@@ -31,10 +34,9 @@ from gpuops.incident.node_incident import key_of
 from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
 from gpuops.resources import data_dir
 
-# Of the 8 s that slurm/prolog.sh grants; tests/integration/test_slurm_files.py holds the sum.
-LOOKS_S = 4.0
-EPILOG_LOOKS_S = 15.0
+# tests/integration/test_slurm_files.py holds the sum of what a hook may take.
 WRITE_S = 0.3
+TELL_S = 0.5
 # A drain of ours that is older has been told to slurmctld, or given up.
 EARLIER_S = 900.0
 # Of these a look without an answer is a hung driver, of which a second look has to decide.
@@ -43,14 +45,19 @@ _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What every hook works with. ``hook``: its name; ``job_id``: of the job that it is for."""
+    """What every hook works with. ``hook``: its name; ``job_id``: of the job that it is for.
+
+    ``job_uid``: of that job's user.
+    """
 
     hook: str
     job_id: str | None
+    job_uid: int | None
     plan: Plan
     gate: Gate
     memory: Memory
     clock: Clock
+    pause: Callable[[float], None]
 
     @property
     def occasion(self) -> Occasion:
@@ -84,7 +91,7 @@ def run_hook(scene: Scene, verdict: Path) -> Settled:
     Raises:
         UsageError: The verdict cannot be written; the hook does not fail then.
     """
-    ran = check_node(scene.plan, scene.clock)
+    ran = _looked_at(scene)
     kept = keeping(scene.plan, ran)
     settled = settle(scene, ran)
     trouble = list(settled.trouble)
@@ -95,6 +102,25 @@ def run_hook(scene: Scene, verdict: Path) -> Settled:
     if settled.drain is None and hung(ran):
         trouble.append(start_helper(scene.memory, ["followup"]) or "")
     return replace(settled, trouble=tuple(filter(None, trouble)))
+
+
+def _looked_at(scene: Scene) -> CheckRun:
+    """Return what was found, within the deadline of the suite, and looked at again in doubt."""
+    begun_ns = scene.clock.mono_ns()
+    ran = check_node(scene.plan, scene.clock)
+    left_s = scene.plan.suite.deadline_s - (scene.clock.mono_ns() - begun_ns) / 1e9
+    ran = confirmed(scene.plan, ran, left_s, scene.pause, scene.clock)
+    return with_owners(ran, scene.plan.request.root, scene.job_uid)
+
+
+def bounded(plan: Plan, name: str) -> Plan:
+    """Return *plan* within the deadline of the shipped suite *name*.
+
+    What the hook's script grants is reckoned with that one; a site's own suite may take less.
+    """
+    shipped = read_toml(data_dir("checks") / "suites" / f"{name}.toml")
+    deadline_s = min(plan.suite.deadline_s, float(shipped["deadline_s"]))
+    return replace(plan, suite=plan.suite.within(deadline_s))
 
 
 def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
@@ -198,7 +224,11 @@ def _incident(gate: Gate, cause: Cause) -> str | None:
 
 def tell_decision(memory: Memory, drain: DrainRecord, course: Course, clock: Clock) -> str | None:
     """Record what was decided about the node of *drain*; return what went wrong."""
-    return record(lambda: [_decided(drain, course, clock)], drain.node, memory, clock)
+
+    def events() -> list[Event]:
+        return [_decided(drain, course, clock)]
+
+    return record(events, drain.node, memory, clock, deadline_s=TELL_S)
 
 
 def start_helper(memory: Memory, words: list[str]) -> str | None:

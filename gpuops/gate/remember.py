@@ -19,7 +19,7 @@ from gpuops.host.node import boot_id
 from gpuops.log import printable
 from gpuops.model import Event, Incident, IncidentState, Severity, Status
 
-# Part of the sum in checks/suites/prolog.toml.
+# tests/integration/test_slurm_files.py holds the sum of what a hook may take.
 RECORD_S = 1.0
 
 _SEVERITY = {Status.FAIL: Severity.ERROR, Status.UNKNOWN: Severity.WARNING} | {
@@ -122,16 +122,21 @@ def incident_events(incidents: Iterable[Incident], node: str, clock: Clock) -> l
 
 
 def record(
-    events: Callable[[], list[Event]], node: str, memory: Memory, clock: Clock
+    events: Callable[[], list[Event]],
+    node: str,
+    memory: Memory,
+    clock: Clock,
+    *,
+    deadline_s: float = RECORD_S,
 ) -> str | None:
     """Spool what *events* makes and start a flusher; return what went wrong, None for nothing.
 
-    The caller must have a single thread.
+    A spool that hangs costs *deadline_s*. The caller must have a single thread.
     """
     try:
         child = probe.start_call(
             lambda: _spooled(memory, node, events(), clock),
-            deadline_s=RECORD_S,
+            deadline_s=deadline_s,
             question=f"record {memory.spool_dir}",
             left=abandoned(),
         )

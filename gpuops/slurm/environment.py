@@ -18,6 +18,7 @@ from gpuops.errors import EXIT_NODE_UNHEALTHY
 NUMBERED = "slurm:"
 
 _JOB_ID = "SLURM_JOB_ID"
+_USER_ID = "SLURM_JOB_UID"
 _GPUS = "SLURM_JOB_GPUS"
 _EXIT_STATUSES = ("SLURM_JOB_EXIT_CODE", "SLURM_JOB_DERIVED_EC")
 
@@ -32,6 +33,7 @@ class HookJob:
     """
 
     id: str | None = None
+    uid: int | None = None
     gpus: frozenset[str] | None = None
     exit_codes: tuple[int, ...] = ()
 
@@ -51,7 +53,13 @@ def job_of(env: Mapping[str, str]) -> HookJob:
     codes = tuple(
         code for name in _EXIT_STATUSES if (code := _exit_code(env.get(name))) is not None
     )
-    return HookJob(id=_number(env.get(_JOB_ID)), gpus=_numbers(env.get(_GPUS)), exit_codes=codes)
+    user = _number(env.get(_USER_ID))
+    return HookJob(
+        id=_number(env.get(_JOB_ID)),
+        uid=None if user is None else int(user[:10]),
+        gpus=_numbers(env.get(_GPUS)),
+        exit_codes=codes,
+    )
 
 
 def _number(text: str | None) -> str | None:

@@ -1,5 +1,11 @@
 """``gpuops slurm prolog`` and ``epilog`` over NVML's real structs, without a Slurm."""
 
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +14,9 @@ from support import mock_nvml
 from support.command import gpuops
 from support.fake_root import FakeRoot
 from support.mock_nvml import addresses, shape
+from support.slurm import wait_until
+
+from gpuops.host.abandoned import name_of
 
 pytestmark = pytest.mark.cc
 
@@ -27,14 +36,15 @@ class Hook:
 
     home: Path
     mock: object
+    root: FakeRoot = None
     env: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        root = FakeRoot(self.home / "root")
+        self.root = FakeRoot(self.home / "root")
         for address in addresses(GPUS):
-            root.gpu(address)
+            self.root.gpu(address)
         self.env = {
-            "GPUOPS_ROOT": str(root.path),
+            "GPUOPS_ROOT": str(self.root.path),
             "GPUOPS_STATE": str(self.home / "state"),
             "GPUOPS_SPOOL": str(self.home / "spool"),
             "GPUOPS_STORE": f"sqlite:///{self.home}/store.db",
@@ -42,11 +52,32 @@ class Hook:
             "SLURM_JOB_ID": "17",
         }
 
+    def env_of(self, scenario, **env):
+        return {**self.env, **self.mock.env(scenario), **env}
+
+    def words(self, name):
+        return ["slurm", name, "--verdict", str(self.home / "verdicts" / "v")]
+
     def run(self, name, scenario, **env):
         """Return what `gpuops slurm NAME` came to where NVML answers by *scenario*."""
-        env = {**self.env, **self.mock.env(scenario), **env}
-        verdict = self.home / "verdicts" / "v"
-        return gpuops("slurm", name, "--verdict", str(verdict), env=env)
+        return gpuops(*self.words(name), env=self.env_of(scenario, **env))
+
+    def recorded(self, check):
+        """Return the findings of *check* in the one run that is recorded."""
+        gpuops("db", "flush", "--quiet", env=self.env)
+        with sqlite3.connect(f"file:{self.home}/store.db?mode=ro", uri=True) as connection:
+            query = "SELECT payload FROM events WHERE kind = 'check.ran'"
+            ((payload,),) = connection.execute(query).fetchall()
+        return [item for item in json.loads(payload)["findings"] if item["check"] == check]
+
+
+def names():
+    """Return the names of all processes."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            found.add(path.read_bytes())
+    return found
 
 
 @pytest.fixture
@@ -70,3 +101,39 @@ def test_a_process_refuses_a_job_only_where_slurm_surely_named_its_gpu(hook, min
     done = hook.run("prolog", busy, SLURM_JOB_GPUS=numbers)
 
     assert (done.returncode, "processes are still on it" in done.stderr) == (code, code == 1)
+
+
+BUSY = shape("h100", GPUS) + "\nprocess 0 4242 2000000000"
+
+
+def said_of_processes(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("fail gpu_processes")]
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+def test_a_process_that_stays_is_named_with_its_job_after_a_second_look(hook, name):
+    hook.root.write("proc/4242/cgroup", "0::/system.slice/slurmstepd.scope/job_16/step_0\n")
+    done = hook.run(name, BUSY, SLURM_JOB_GPUS="0-3")
+
+    assert done.returncode == 1
+    (told,) = said_of_processes(done)
+    assert told.endswith(
+        "still on it: 4242 (name not visible), at a second look 1.5 s later too; 4242 is of job 16"
+    )
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+def test_a_process_that_exits_meanwhile_refuses_nothing(hook, name):
+    env = hook.env_of(f"{BUSY}\ndelay_ms 10", SLURM_JOB_GPUS="0-3")
+    look = name_of(f"look gpus {hook.root.path}").encode() + b"\n"
+    with subprocess.Popen(
+        [sys.executable, "-m", "gpuops", *hook.words(name)], env={**os.environ, **env}
+    ) as running:
+        wait_until(lambda: look in names(), "NVML is not asked")
+        wait_until(lambda: look not in names(), "NVML gives no answer")
+        mock_nvml.change(env, shape("h100", GPUS))
+
+    assert running.returncode == 0
+    (finding,) = hook.recorded("gpu_processes")
+    assert finding["status"] == "warn"
+    assert finding["message"].endswith("; not any more at a second look 1.5 s later")

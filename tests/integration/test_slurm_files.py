@@ -15,8 +15,10 @@ from gpuops.checks.suites import load_suite
 from gpuops.config import SETTINGS
 from gpuops.gate import errands, hook, sync
 from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, installation
+from gpuops.gate.leftovers import OWNERS_S
 from gpuops.gate.permit import START_S
 from gpuops.gate.remember import RECORD_S
+from gpuops.gate.session import Request, plan_of
 from gpuops.gate.state_file import READ_S
 from gpuops.host.probe import STOP_S
 from gpuops.resources import data_dir
@@ -118,27 +120,39 @@ def permit_s():
     return START_S + setting.default({}, True)
 
 
-def test_a_prolog_comes_to_its_verdict_before_its_hook_would_kill_it():
-    looks_s = min(load_suite("prolog", [data_dir("checks") / "suites"]).deadline_s, hook.LOOKS_S)
-    decided_s = max(permit_s(), RECORD_S + STOP_S) + hook.WRITE_S
+def deadline_s(suite):
+    return load_suite(suite, [data_dir("checks") / "suites"]).deadline_s
 
-    assert STARTING_S + READ_S + looks_s + STOP_S + decided_s < limit_s("prolog.sh")
+
+def hook_s(suite, *, state_hangs):
+    """Return what a hook may take: its node fails, and what can hang does, but for one thing.
+
+    Where the state folder hangs, so does what is recorded from it, and no decision is told.
+    """
+    looks_s = STARTING_S + READ_S + deadline_s(suite) + STOP_S
+    decided_s = max(permit_s(), RECORD_S + STOP_S) + OWNERS_S + hook.WRITE_S
+    return looks_s + decided_s + (2 * STOP_S if state_hangs else hook.TELL_S + STOP_S)
+
+
+@pytest.mark.parametrize("state_hangs", [False, True])
+def test_a_prolog_ends_before_its_hook_would_kill_it(state_hangs):
+    assert hook_s("prolog", state_hangs=state_hangs) < limit_s("prolog.sh")
     assert limit_s("prolog.sh") < 10  # Slurm's MessageTimeout
 
 
-def test_an_epilog_comes_to_its_verdict_before_its_hook_would_kill_it():
-    decided_s = max(permit_s(), RECORD_S + STOP_S) + hook.WRITE_S
+@pytest.mark.parametrize("state_hangs", [False, True])
+def test_an_epilog_ends_before_its_hook_would_kill_it(state_hangs):
     conf = (SLURM / "slurm.conf.example").read_text()
     timeout_s = float(re.search(r"PrologEpilogTimeout=(\d+)", conf)[1])
 
-    assert STARTING_S + READ_S + hook.EPILOG_LOOKS_S + STOP_S + decided_s < limit_s("epilog.sh")
+    assert hook_s("epilog", state_hangs=state_hangs) < limit_s("epilog.sh")
     assert limit_s("epilog.sh") < timeout_s
 
 
 def test_a_health_check_ends_before_its_hook_would_kill_it():
     jitter_s = 10.0
     asked_s = START_S + sync.FETCH_S + STOP_S + TIMEOUT_S + STOP_S
-    looks_s = READ_S + errands.HEALTH_LOOKS_S + STOP_S
+    looks_s = READ_S + deadline_s("health") + STOP_S
     acted_s = permit_s() + hook.WRITE_S + errands.HEALTH_PUBLISH_S + TIMEOUT_S + STOP_S
     told_s = 3 * (RECORD_S + STOP_S)
     limit = limit_s("health_check.sh")
@@ -220,3 +234,15 @@ def test_a_hook_of_a_healthy_node_imports_nothing_heavy_and_writes_no_verdict(tm
 
     assert done.stderr.splitlines()[-1] == "code 0 heavy []"
     assert not verdict.exists()
+
+
+@pytest.mark.parametrize(("deadline", "taken"), [(60.0, 3.5), (1.0, 1.0)])
+def test_a_sites_suite_takes_no_longer_than_the_hook_has_time_for(tmp_path, deadline, taken):
+    suite = tmp_path / "suites" / "prolog.toml"
+    suite.parent.mkdir()
+    suite.write_text(f'inherits = "full"\nrun = ["memory"]\ndeadline_s = {deadline}\n')
+    request = Request(
+        suite="prolog", node="n1", root=tmp_path, state_dir=tmp_path, uid=0, site_dir=tmp_path
+    )
+
+    assert hook.bounded(plan_of(request), "prolog").suite.deadline_s == taken

@@ -1,0 +1,116 @@
+"""A failure that may pass by itself counts when it was seen twice; others count at once."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from gpuops.checks.protocol import Check, Look, NoParameters
+from gpuops.checks.suites import Planned
+from gpuops.errors import ProbeError
+from gpuops.gate.confirm import AGAIN_AFTER_S, LEAST_S, confirmed
+from gpuops.gate.session import Request, check_node, plan_of
+from gpuops.gate.state_file import READ_S
+from gpuops.host.clock import SystemClock
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+
+ENOUGH_S = AGAIN_AFTER_S + READ_S + LEAST_S
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the GPU says."""
+
+    text: str
+
+
+def read(machine, _budget_s):
+    path = machine.root / "gpu"
+    if not path.exists():
+        raise ProbeError("no answer", UnknownReason.TIMEOUT)
+    return Said(path.read_text())
+
+
+def judge(facts, _parameters, case):
+    found = Finding(check="a", entity=case.node, status=Status.PASS, message=facts.text)
+    if facts.text == "free":
+        return [found]
+    return [replace(found, status=Status.FAIL, failure_class=FailureClass.HOST_LEFTOVERS)]
+
+
+class Node:
+    """A node with one check; what its GPU says is a file."""
+
+    def __init__(self, home, *, passing):
+        self.file, self.paused = home / "gpu", []
+        self.says("busy")
+        check = Check(
+            name="a",
+            about="",
+            look=Look("a", Said, read),
+            parameters=NoParameters,
+            judge=judge,
+            passing=passing,
+        )
+        plan = plan_of(
+            Request(suite="prolog", node="n1", root=home, state_dir=home / "state", uid=0)
+        )
+        planned = (Planned(check, NoParameters(), 5.0),)
+        self.plan = replace(plan, suite=replace(plan.suite, planned=planned))
+
+    def says(self, text):
+        self.file.write_text(text)
+
+    def confirmed(self, *, then=lambda: None, left_s=ENOUGH_S + 0.01):
+        """Return the finding, of which *then* is what happens between the two looks."""
+
+        def pause(seconds):
+            self.paused.append(seconds)
+            then()
+
+        ran = check_node(self.plan, SystemClock())
+        found = confirmed(self.plan, ran, left_s, pause, SystemClock()).findings
+        (finding,) = [item for item in found if item.check == "a"]
+        return finding.status.word, finding.message
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path, passing=True)
+
+
+def test_what_is_seen_twice_fails(node):
+    told = "busy, at a second look 1.5 s later too"
+
+    assert node.confirmed() == ("fail", told)
+    assert node.paused == [AGAIN_AFTER_S]
+
+
+def test_what_passes_meanwhile_only_warns_and_both_looks_are_told(node):
+    told = "busy; not any more at a second look 1.5 s later"
+
+    assert node.confirmed(then=lambda: node.says("free")) == ("warn", told)
+
+
+def test_where_the_second_look_gives_no_answer_the_first_alone_refuses_nothing(node):
+    told = "busy; at a second look 1.5 s later, without an answer"
+
+    assert node.confirmed(then=node.file.unlink) == ("warn", told)
+
+
+def test_where_no_time_is_left_the_first_alone_refuses_nothing(node):
+    told = "busy; no time was left for a second look"
+
+    assert node.confirmed(left_s=ENOUGH_S - 0.01) == ("warn", told)
+    assert node.paused == []
+
+
+def test_what_passes_or_never_passes_by_itself_is_looked_at_once(node, tmp_path):
+    node.says("free")
+
+    assert node.confirmed() == ("pass", "free")
+    assert node.paused == []
+
+    lasting = Node(tmp_path, passing=False)
+
+    assert lasting.confirmed() == ("fail", "busy")
+    assert lasting.paused == []

@@ -9,11 +9,12 @@ from gpuops.checks.profiles import load_profiles
 from gpuops.checks.suites import Suite, load_suite, suite_paths, unknown_name
 from gpuops.checks.xid_catalogue import load_sxids, load_xids
 from gpuops.config import Settings
-from gpuops.errors import ConfigError
+from gpuops.errors import ConfigError, UsageError
 from gpuops.host.trust import CheckFolders, check_folders
 from gpuops.incident.runbook import load_runbooks
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
+from gpuops.store.url import parse_url
 
 
 @dataclass(slots=True)
@@ -37,6 +38,10 @@ class Validation:
 def validate(settings: Settings, found: Validation, *, uid: int, now_us: int) -> None:
     """Add to *found* what *uid* would believe of all that *settings* lead to, at *now_us*."""
     complain = found.complain
+    try:
+        parse_url(settings.store_url)
+    except UsageError as exc:
+        found.mistake(f"store.url: {exc}")
     folders = check_folders(settings.site_dir, uid=uid, complain=complain)
     suites = list(_suites(folders, settings.suite, found))
     profiles = load_profiles(folders.profiles, complain)

@@ -134,6 +134,15 @@ def test_a_file_that_is_no_toml_does_not_hide_the_others(site):
     ]
 
 
+def test_a_store_of_an_unknown_kind_is_a_mistake_that_shows_no_password(site):
+    """A check only spools, and its flusher has nobody to complain to."""
+    (told,) = site.mistakes({"GPUOPS_STORE": "mysql://ann:hunter2@db/gpuops"})
+
+    assert "store.url: the store URL" in told
+    assert "is of kind 'mysql', which is not known" in told
+    assert "hunter2" not in told
+
+
 def test_a_configuration_that_cannot_be_read_is_one_mistake_of_many(site):
     site.config.write_text("[check\n")
     site.write("profiles/lab.toml", "[[")

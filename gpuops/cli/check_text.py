@@ -16,6 +16,7 @@ from gpuops.units import format_seconds
 
 _WIDTH = 120
 _MESSAGE_MIN = 40
+_LATE_MAX = 3
 # The most columns that each cell but the last may have.
 _MOST = (7, 20, 18, 24, 24)
 _HEAD = ("STATUS", "CHECK", "VALUE", "WANTED", "SOURCE", "WHAT WAS SEEN")
@@ -113,8 +114,7 @@ def summary(ran: CheckRun) -> str:
     took = format_seconds((ran.end_us - ran.start_us) / 1e6)
     head = f"{ran.node}: {ran.verdict.word} (suite {ran.suite}, {took})"
     why = _why(ran)
-    late = f"; late: {', '.join(ran.late)}" if ran.late else ""
-    return printable(f"{head}{why and ': ' + why}{late}").replace("\n", " ")
+    return printable(f"{head}{why and ': ' + why}{_late(ran)}").replace("\n", " ")
 
 
 def _why(ran: CheckRun) -> str:
@@ -126,11 +126,18 @@ def _why(ran: CheckRun) -> str:
     return f"{first.check}: {_about(first.entity)}{first.headline}{more}"
 
 
+def _late(ran: CheckRun) -> str:
+    """Return the first checks that were late, and how many more: a hung driver makes twenty."""
+    if not ran.late:
+        return ""
+    more = f" and {len(ran.late) - _LATE_MAX} more" if len(ran.late) > _LATE_MAX else ""
+    return f"; late: {', '.join(ran.late[:_LATE_MAX])}{more}"
+
+
 def nagios_line(ran: CheckRun) -> str:
     """Return the one line that Nagios shows; ``|`` would start its performance data."""
     text = _why(ran) or f"{len(ran.findings)} findings"
-    late = f"; late: {', '.join(ran.late)}" if ran.late else ""
-    line = f"GPUOPS {_NAGIOS_WORD[ran.verdict]} - {text}{late}"
+    line = f"GPUOPS {_NAGIOS_WORD[ran.verdict]} - {text}{_late(ran)}"
     return printable(line).replace("|", "/").replace("\n", " ")
 
 

@@ -299,9 +299,9 @@ def test_validating_the_configuration_reads_every_suite(tmp_path):
     suites = tmp_path / "site" / "suites"
     suites.mkdir(parents=True)
     env = {"GPUOPS_SITE_DIR": str(tmp_path / "site")}
-    (suites / "own.toml").write_text("deadline_s = 1\n")
+    (suites / "own.toml").write_text("inherits = 'full'\ndeadline_s = 1\n")
     valid = gpuops("config", "validate", env=env)
-    (suites / "own.toml").write_text("deadline_s = 1\nx = 1\n")
+    (suites / "own.toml").write_text("inherits = 'full'\ndeadline_s = 1\nx = 1\n")
     broken = gpuops("config", "validate", env=env)
 
     assert valid.returncode == 0

@@ -1,9 +1,11 @@
 """What a person reads of a check run: what is wrong last, and each reason to skip once."""
 
+from dataclasses import replace
+
 from support.checks import NODE
 
 from gpuops.checks.runner import CheckRun
-from gpuops.cli.check_text import table
+from gpuops.cli.check_text import nagios_line, table
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
 
@@ -82,3 +84,13 @@ def test_checks_that_say_the_same_share_a_row():
 
     assert "NVML gave no answer (so say also b)" in text
     assert text.count(same) == 2  # in the row and in the last line
+
+
+def test_the_last_line_names_three_late_checks_and_counts_the_others():
+    late = ("gpu_driver", "gpu_count", "gpu_lost", "gpu_ecc", "gpu_power")
+    run = replace(ran(finding("gpu_driver", Status.UNKNOWN)), late=late)
+
+    for line in (table(run, width=None).splitlines()[-1], nagios_line(run)):
+        assert line.endswith("; late: gpu_driver, gpu_count, gpu_lost and 2 more")
+    three = replace(run, late=late[:3])
+    assert nagios_line(three).endswith("; late: gpu_driver, gpu_count, gpu_lost")

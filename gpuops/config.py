@@ -103,6 +103,7 @@ class Settings:
     fuse_nodes: int
     fuse_window_s: float
     passes_to_resume: int
+    resumes_max_per_day: int
     permit_deadline_s: float
     slurm_bin_dir: Path | None
     values: Mapping[str, Value]
@@ -258,6 +259,13 @@ SETTINGS = (
         "passes in a row after which our own drain is taken back",
     ),
     Setting(
+        "gate.resumes_max_per_day",
+        "GPUOPS_RESUMES_MAX_PER_DAY",
+        _count,
+        lambda _env, _root: 3,
+        "so often in 24 h our own drains for the same check are taken back; 0: never",
+    ),
+    Setting(
         "gate.permit_deadline_s",
         "GPUOPS_PERMIT_DEADLINE_S",
         _seconds(60),
@@ -324,6 +332,7 @@ def resolve(
         fuse_nodes=value["gate.fuse_nodes"],
         fuse_window_s=value["gate.fuse_window_s"],
         passes_to_resume=value["gate.passes_to_resume"],
+        resumes_max_per_day=value["gate.resumes_max_per_day"],
         permit_deadline_s=value["gate.permit_deadline_s"],
         slurm_bin_dir=value["slurm.bin_dir"],
         values=found,

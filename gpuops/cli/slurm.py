@@ -185,6 +185,7 @@ def _gate(settings: Settings, node: str) -> Gate:
         fuse_nodes=settings.fuse_nodes,
         fuse_window_s=settings.fuse_window_s,
         passes_to_resume=settings.passes_to_resume,
+        resumes_max_per_day=settings.resumes_max_per_day,
         permit_deadline_s=settings.permit_deadline_s,
     )
 

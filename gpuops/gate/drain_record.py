@@ -30,7 +30,8 @@ class DrainRecord:
     """One drain. ``hook``: what found the cause; ``why``: it was decided to drain.
 
     ``replaces``: reasons that its own may take the place of (`gpuops.incident.gate.replaceable`);
-    ``passes``: health checks passed in a row since.
+    ``passes``: health checks passed in a row since; ``kept``: why it is not taken back though
+    there were enough of them.
 
     ``node`` is the name that Slurm has for it, ``stage`` a `Stage`.
     """
@@ -48,6 +49,7 @@ class DrainRecord:
     job_id: str | None = None
     stage: str = Stage.WANTED.value
     passes: int = 0
+    kept: str | None = None
 
 
 def read_drain(state_dir: Path, *, uid: int) -> DrainRecord | None:

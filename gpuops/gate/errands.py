@@ -116,6 +116,9 @@ def _act(scene: Scene, settled: Settled, view: NodeView, scontrol: Scontrol) -> 
     except SlurmError as exc:
         return Acted(Did.NOTHING, str(exc))
     drain = acted.drain
+    if drain is not None and acted.did is Did.KEPT:
+        told = replace(drain, why=acted.why)
+        tell_decision(scene.memory, told, Course.KEPT, scene.clock)
     if drain is not None and acted.did in {Did.DRAINED, Did.RESUMED}:
         tell = _drained if acted.did is Did.DRAINED else _resumed
         record(lambda: [tell(scene, drain, acted.why)], drain.node, scene.memory, scene.clock)

@@ -4,15 +4,25 @@ slurmd runs it on idle nodes too, and before it has registered; it drains nothin
 So this one calls scontrol, but acts only on a node that slurmctld knows and hears from.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from gpuops.errors import ProbeError, SlurmError
 from gpuops.gate.drain_record import DrainRecord, Stage
 from gpuops.gate.hook import Settled, keep
 from gpuops.gate.permit import Gate
 from gpuops.gate.publish import Patience, publish
+from gpuops.gate.resumes import read_resumes, write_resumes
+from gpuops.gate.state_file import StateError, read_state
 from gpuops.host.clock import Clock
-from gpuops.incident.gate import Step, may_resume, next_step, proves_healthy
+from gpuops.incident.gate import (
+    Step,
+    came_back_too_often,
+    may_resume,
+    next_step,
+    proves_healthy,
+)
 from gpuops.slurm.nodes import NodeView, Scontrol
 
 
@@ -22,6 +32,7 @@ class Did(StrEnum):
     NOTHING = "nothing"
     DRAINED = "drained"
     RESUMED = "resumed"
+    KEPT = "kept"
     FORGOTTEN = "forgotten"
 
 
@@ -73,14 +84,59 @@ def act(settled: Settled, recorded: DrainRecord | None, view: NodeView, bench: B
 
 
 def _counted(recorded: DrainRecord, bench: Bench, *, healthy: bool) -> Acted:
-    """Count a pass of a node that our drain keeps out; take that back after enough in a row."""
+    """Count a pass of a node that our drain keeps out; take that back after enough in a row.
+
+    Not where that was done too often already: then somebody has to look at the node.
+    """
     passes, needed = recorded.passes + 1 if healthy else 0, bench.gate.passes_to_resume
     if passes < needed:
         keep(bench.gate, replace(recorded, passes=passes, stage=Stage.SET.value))
         return Acted(Did.NOTHING, f"our drain stands: {passes} of {needed} passes in a row")
-    bench.scontrol.resume(recorded.node)
+    why = _resumed(recorded, bench)
+    if why is not None:
+        kept = replace(recorded, passes=passes, stage=Stage.SET.value, kept=why)
+        keep(bench.gate, kept)
+        return Acted(Did.NOTHING if recorded.kept else Did.KEPT, f"our drain stands: {why}", kept)
     keep(bench.gate, None)
     return Acted(Did.RESUMED, f"{passes} health checks passed in a row", recorded)
+
+
+def _resumed(recorded: DrainRecord, bench: Bench) -> str | None:
+    """Take the drain back and count that; return why not, where it was done too often already.
+
+    What cannot be counted is not taken back.
+
+    Raises:
+        SlurmError: slurmctld does not answer or refuses.
+    """
+    gate, now_us = bench.gate, bench.clock.now_us()
+    try:
+        before = read_resumes(gate.state_dir, uid=gate.uid)
+    except ProbeError as exc:
+        return str(exc)
+    try:
+        repairs = read_state(gate.state_dir, gate.uid).repairs
+    except StateError:
+        repairs = ()
+    why = came_back_too_often(
+        before.of(recorded.check),
+        [repair.t_us for repair in repairs],
+        now_us,
+        gate.resumes_max_per_day,
+    )
+    if why is not None:
+        return why
+    try:
+        write_resumes(gate.state_dir, before.with_one(recorded.check, now_us))
+    except ProbeError as exc:
+        return str(exc)
+    try:
+        bench.scontrol.resume(recorded.node)
+    except SlurmError:
+        with contextlib.suppress(ProbeError):
+            write_resumes(gate.state_dir, before)
+        raise
+    return None
 
 
 def _again(recorded: DrainRecord, view: NodeView, bench: Bench) -> Acted:

@@ -29,6 +29,7 @@ class Gate:
     fuse_nodes: int
     fuse_window_s: float
     passes_to_resume: int
+    resumes_max_per_day: int
     permit_deadline_s: float
 
 

@@ -12,6 +12,8 @@ from gpuops.model import ActionKind, FailureClass, Finding, Status
 from gpuops.slurm.nodes import NodeView
 from gpuops.slurm.reason import OF_SLURMD, is_ours, reason_text
 
+RESUMES_WINDOW_S = 86400.0
+
 # Actions for which the node must not run jobs. Of other classes a finding is on record, no more.
 TAKES_NODE_OUT = frozenset(
     {
@@ -79,7 +81,10 @@ def cause_of(findings: Iterable[Finding], actions: dict[FailureClass, ActionKind
 
 
 class Course(StrEnum):
-    """What becomes of a node with a cause to drain it."""
+    """What becomes of a node with a cause to drain it.
+
+    ``kept``: it passes again, but has come back too often.
+    """
 
     START = "start"
     LEFT = "left"
@@ -87,6 +92,7 @@ class Course(StrEnum):
     FUSED = "fused"
     NO_PERMIT = "no_permit"
     DRAIN = "drain"
+    KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,26 @@ def replaceable(hook: str, earlier: str | None, earlier_replaces: Collection[str
 def may_resume(view: NodeView, reason: str) -> bool:
     """Say whether the drain of *view* is ours alone to take back: the very reason we recorded."""
     return view.drained and not view.down and is_ours(reason) and view.reason == reason
+
+
+def came_back_too_often(
+    resumed_us: Iterable[int], repaired_us: Iterable[int], now_us: int, most: int
+) -> str | None:
+    """Return why a drain is not taken back once more; None: it may be.
+
+    Args:
+        resumed_us: When earlier drains for the same check were taken back.
+        repaired_us: When somebody repaired the node: what was before counts no longer.
+        now_us: Now.
+        most: So many may be taken back within `RESUMES_WINDOW_S`.
+    """
+    since_us = max([now_us - round(RESUMES_WINDOW_S * 1e6), *repaired_us])
+    count = sum(since_us < item <= now_us for item in resumed_us)
+    if count < most:
+        return None
+    times = "once" if count == 1 else f"{count} times"
+    told = f"taken back {times} in {RESUMES_WINDOW_S / 3600:g} h for the same check"
+    return f"{told}; `gpuops repair` or a resume by hand ends it"
 
 
 def proves_healthy(findings: Iterable[Finding], check: str) -> bool:

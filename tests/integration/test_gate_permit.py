@@ -38,6 +38,7 @@ def gate(tmp_path, store_url, node="n1"):
         fuse_nodes=3,
         fuse_window_s=600.0,
         passes_to_resume=2,
+        resumes_max_per_day=3,
         permit_deadline_s=1.0,
     )
 

@@ -15,6 +15,7 @@ class FakeSlurm:
     down: bool = False
     script: list = field(default_factory=list)
     calls: list = field(default_factory=list)
+    refuses_to_resume: bool = False
 
     def node(self, name):
         if self.script:
@@ -31,6 +32,8 @@ class FakeSlurm:
 
     def resume(self, name):
         self._answer()
+        if self.refuses_to_resume:
+            raise SlurmError("Access/permission denied")
         self.calls.append(("resume", self.reason))
         self.taken_back()
 

@@ -119,6 +119,7 @@ def test_the_users_own_file_is_found_but_root_does_not_read_it(tmp_path):
         ({"GPUOPS_MODE": "enforced"}, "gate.mode = 'enforced'.*one of observe, enforce is wanted"),
         ({"GPUOPS_FUSE_NODES": "0"}, "gate.fuse_nodes = '0'.*from 1 to 1024 is wanted"),
         ({"GPUOPS_PASSES_TO_RESUME": "two"}, "gate.passes_to_resume = 'two'"),
+        ({"GPUOPS_RESUMES_MAX_PER_DAY": "-1"}, "gate.resumes_max_per_day = '-1'"),
         ({"GPUOPS_FUSE_WINDOW_S": "0"}, "gate.fuse_window_s = '0'.*up to 604800, are wanted"),
         ({"GPUOPS_FUSE_WINDOW_S": "8d"}, "gate.fuse_window_s = '8d'.*up to 604800, are wanted"),
         ({"GPUOPS_PERMIT_DEADLINE_S": "61"}, "gate.permit_deadline_s = '61'.*up to 60, are wanted"),
@@ -139,6 +140,7 @@ def test_the_gate_only_observes_unless_it_is_told_to_enforce(tmp_path):
 
     assert settings().mode == "observe"
     assert (settings().fuse_nodes, settings().passes_to_resume) == (3, 2)
+    assert settings().resumes_max_per_day == 3
     assert (settings().fuse_window_s, settings().permit_deadline_s) == (600, 1)
     assert (told.mode, told.fuse_window_s, told.profile) == ("enforce", 300, "h100")
     assert told.permit_deadline_s == 0.25

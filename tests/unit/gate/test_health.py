@@ -1,5 +1,6 @@
 """What a health check does about a node: drain it, take our drain back, or leave it."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,15 @@ from support.fake_slurm import FakeSlurm
 
 from gpuops.checks.runner import CheckRun
 from gpuops.config import Mode
+from gpuops.errors import SlurmError
 from gpuops.gate.drain_record import DrainRecord, Stage, read_drain, write_drain
 from gpuops.gate.health import Bench, Did, act, reason_to_leave
 from gpuops.gate.hook import Settled
 from gpuops.gate.permit import Gate
 from gpuops.gate.publish import Patience
+from gpuops.gate.state_file import change_state
 from gpuops.host.clock import FakeClock
+from gpuops.host.node_state import Repair
 from gpuops.incident.gate import Course, Decision
 from gpuops.model import FailureClass, Finding, Status
 
@@ -30,21 +34,25 @@ DRAIN = DrainRecord(
 )
 
 
+UID = os.getuid()
+
+
 class Node:
     """A node whose drain is recorded in a folder, and a slurmctld that knows it."""
 
     def __init__(self, folder):
-        self.folder, self.slurm = folder, FakeSlurm()
+        self.folder, self.slurm, self.clock = folder, FakeSlurm(), FakeClock()
         self.gate = Gate(
             node="n1",
             cluster="c",
             store_url="sqlite://",
             state_dir=folder,
-            uid=1,
+            uid=UID,
             mode=Mode.ENFORCE,
             fuse_nodes=3,
             fuse_window_s=600.0,
             passes_to_resume=2,
+            resumes_max_per_day=3,
             permit_deadline_s=1.0,
         )
 
@@ -55,13 +63,18 @@ class Node:
 
     @property
     def record(self):
-        return read_drain(self.folder, uid=1)
+        return read_drain(self.folder, uid=UID)
+
+    def comes_and_goes(self, drain=DRAIN):
+        """Return what is done in the end about a node that is drained and then is well again."""
+        self.ours(drain)
+        self.checked()
+        return self.checked()
 
     def checked(self, status=Status.PASS, drain=None):
         """Return what is done after a check of that status; *drain* is what it wants."""
-        clock = FakeClock()
         finding = Finding(
-            check="gpu_lost",
+            check=self.record.check if self.record else "gpu_lost",
             entity=NODE,
             status=status,
             message="of a test",
@@ -72,8 +85,8 @@ class Node:
         bench = Bench(
             gate=self.gate,
             scontrol=self.slurm,
-            patience=Patience(limit_s=6.0, pause=clock.advance),
-            clock=clock,
+            patience=Patience(limit_s=6.0, pause=self.clock.advance),
+            clock=self.clock,
         )
         return act(settled, self.record, self.slurm.node("n1"), bench).did
 
@@ -99,6 +112,53 @@ def test_our_drain_is_taken_back_after_enough_passes_in_a_row(node):
     assert node.record.passes == 1
     assert node.checked() is Did.RESUMED
     assert (node.slurm.states, node.record) == ({"IDLE"}, None)
+
+
+def test_a_node_that_came_back_three_times_in_a_day_stays_out_and_that_is_told_once(node):
+    assert [node.comes_and_goes() for _ in range(4)] == [*[Did.RESUMED] * 3, Did.KEPT]
+    assert node.record.kept.startswith("taken back 3 times in 24 h for the same check")
+    assert node.checked() is Did.NOTHING
+    assert "DRAIN" in node.slurm.states
+
+
+def test_other_checks_and_earlier_days_do_not_count(node):
+    other = replace(DRAIN, check="gpu_ecc", reason="gpuops: fail gpu_ecc n1 -> drain")
+    assert [node.comes_and_goes() for _ in range(3)] == [Did.RESUMED] * 3
+    assert node.comes_and_goes(other) is Did.RESUMED
+    node.clock.advance(86399)
+    assert node.comes_and_goes() is Did.KEPT
+    node.clock.advance(1)
+
+    assert node.comes_and_goes() is Did.RESUMED
+
+
+def test_what_was_before_a_repair_does_not_count(node):
+    assert [node.comes_and_goes() for _ in range(4)][-1] is Did.KEPT
+    now_us = node.clock.now_us()
+    repair = Repair(entity_kind="node", entity_id="n1", t_us=now_us, by="ann", what="card")
+    change_state(node.folder, UID, lambda state: replace(state, repairs=(repair,)))
+
+    assert node.checked() is Did.RESUMED
+
+
+def test_what_slurmctld_did_not_hear_of_does_not_count(node):
+    node.ours()
+    node.checked()
+    for _ in range(5):
+        node.slurm.refuses_to_resume = True
+        with pytest.raises(SlurmError):
+            node.checked()
+    node.slurm.refuses_to_resume = False
+
+    assert node.checked() is Did.RESUMED
+
+
+@pytest.mark.parametrize("text", ["", "{}x", '{"items": [{"check": 1}]}'])
+def test_a_drain_is_not_taken_back_where_that_cannot_be_counted(node, text):
+    (node.folder / "resumes.json").write_text(text)
+
+    assert node.comes_and_goes() is Did.KEPT
+    assert "cannot use the record of resumes" in node.record.kept
 
 
 @pytest.mark.parametrize("between", [Status.FAIL, Status.WARN, Status.SKIP])

@@ -14,7 +14,6 @@ from gpuops.host.trust import CheckFolders, check_folders
 from gpuops.incident.runbook import load_runbooks
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
-from gpuops.store.url import parse_url
 
 
 @dataclass(slots=True)
@@ -37,6 +36,8 @@ class Validation:
 
 def validate(settings: Settings, found: Validation, *, uid: int, now_us: int) -> None:
     """Add to *found* what *uid* would believe of all that *settings* lead to, at *now_us*."""
+    from gpuops.store.url import parse_url
+
     complain = found.complain
     try:
         parse_url(settings.store_url)

@@ -22,9 +22,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support import slurm_processes
 from support.fake_root import FakeRoot
 from support.mock_nvml import UUIDS, addresses, shape
 from support.services import unavailable
+from support.slurm_processes import end_all, processes_of
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 GPUS = 8
@@ -178,11 +180,12 @@ class Node:
 class Cluster:
     """The daemons and what a user and an administrator type."""
 
-    def __init__(self, home, mock):
+    def __init__(self, home, mock, names=NODES):
         self.home = home
+        self.guard = self._guard()
         self.processes = []
         self.nodes = {}
-        for name in NODES:
+        for name in names:
             (home / "nodes" / name).mkdir(parents=True)
             self.nodes[name] = Node(name, home / "nodes" / name, mock)
         self.env = {**os.environ, "SLURM_CONF": str(home / "slurm.conf")}
@@ -214,16 +217,16 @@ class Cluster:
 
     def configure(self):
         """Write the configuration with ports that are free now."""
-        ports = free_ports(len(NODES) + 1)
+        ports = free_ports(len(self.nodes) + 1)
         lines = [
             f"NodeName={name} NodeHostname=localhost Port={port} CPUs=4 RealMemory=1000"
             f" Gres=gpu:{GPUS}"
-            for name, port in zip(NODES, ports[1:], strict=True)
+            for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         conf = CONF.format(home=self.home, ctld_port=ports[0], nodes="\n".join(lines))
         (self.home / "slurm.conf").write_text(conf)
         files = ""
-        for name in NODES:
+        for name in self.nodes:
             first = SHIFTED_BY if name == SHIFTED else 0
             devices = gpu_devices(self.home / "dev", range(first, first + GPUS))
             files += "".join(f"NodeName={name} Name=gpu File={path}\n" for path in devices)
@@ -231,10 +234,10 @@ class Cluster:
 
     def start(self):
         """Start all daemons and return when every node is idle."""
-        for name in ("state", "slurmd", *(f"slurmd/{name}" for name in NODES)):
+        for name in ("state", "slurmd", *(f"slurmd/{name}" for name in self.nodes)):
             (self.home / name).mkdir(exist_ok=True)
         self.start_controller(clean=True)
-        for name in NODES:
+        for name in self.nodes:
             self._spawn("slurmd", "-D", "-N", name)
         wait_until(self._all_idle, self._trouble, START_S)
 
@@ -250,7 +253,7 @@ class Cluster:
         if any(process.poll() is not None for process in self.processes):
             raise RuntimeError(f"a daemon ended: {self._trouble()}")
         shown = self._run("sinfo", "-h", "-N", "-o", "%N %T", check=False).stdout.split("\n")
-        return sum(line.endswith(" idle") for line in shown) == len(NODES)
+        return sum(line.endswith(" idle") for line in shown) == len(self.nodes)
 
     def _trouble(self):
         logs = [self.home / "slurmctld.log", self.home / "n1.log"]
@@ -359,52 +362,30 @@ class Cluster:
         end_all(lambda: processes_of(self.home, b"gpuops"))
         for node in self.nodes.values():
             node.reset(store)
-        for name in NODES:
+        for name in self.nodes:
             if "DRAIN" in self.state(name)[0] or "DOWN" in self.state(name)[0]:
                 self.scontrol("update", f"NodeName={name}", "State=RESUME")
         wait_until(self._all_idle, self._trouble, 30)
 
     def stop(self):
-        """End every daemon and its children; remove everything."""
+        """End every daemon and its children, the jobs and the hooks' helpers; remove everything."""
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=10)
         end_all(lambda: processes_of(self.home))
-        shutil.rmtree(self.home, ignore_errors=True)
+        shutil.rmtree(self.home)
+        self.guard.stdin.close()
+        self.guard.wait(timeout=10)
 
-
-def processes_of(home, program=None):
-    """Return the processes that work in *home*; only those of *program* where one is named."""
-    needle, found = str(home).encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes()
-            ours = program is None or program in words.split(b"\0")
-            if ours and needle in words + (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def end_all(find):
-    """End every process that *find* returns, and those that they start meanwhile."""
-
-    def none_left():
-        pids = [pid for pid in find() if state_of(pid) != "Z"]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return not pids
-
-    wait_until(none_left, find)
-
-
-def state_of(pid):
-    """Return the letter of a process' state, ``Z`` where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    def _guard(self):
+        """Return a process that ends all of this when the test session ends without doing so."""
+        return subprocess.Popen(
+            [sys.executable, slurm_processes.__file__, str(self.home)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def free_ports(count):
@@ -452,8 +433,8 @@ def start_munge(cluster):
 
 
 @contextlib.contextmanager
-def running_cluster(mock):
-    """Yield a cluster for the time of a test session; skip where there cannot be one."""
+def running_cluster(mock, names=NODES):
+    """Yield a cluster of *names* for the time of a test session; skip where there can be none."""
     programs = ("slurmctld", "slurmd", "scontrol", "sbatch", "munged", "setpriv")
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
@@ -464,7 +445,7 @@ def running_cluster(mock):
         # Not below pytest's own: munged looks at every parent, and paths of sockets are short.
         home = Path(tempfile.mkdtemp(prefix="gpuops-slurm-"))
         home.chmod(0o755)
-        cluster = Cluster(home, mock)
+        cluster = Cluster(home, mock, names)
         try:
             for node in cluster.nodes.values():
                 node.reset("sqlite:////nonexistent/gpuops.db")

@@ -20,7 +20,7 @@ from support.mock_nvml import MockNvml
 from support.slurm import running_cluster, wait_until
 
 with running_cluster(MockNvml(Path(sys.argv[1])), names=("n1", "n2", "n3")) as cluster:
-    cluster.reset("sqlite:////nonexistent/gpuops.db")
+    cluster.reset("sqlite:////proc/nonexistent/gpuops.db")
     job = cluster.submit("sleep 600", "-w", "n1")
     wait_until(lambda: cluster.job(job)["JobState"] == "RUNNING", "no job runs")
     hung = cluster["n2"].home / "env"

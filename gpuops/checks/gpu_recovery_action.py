@@ -26,8 +26,9 @@ _ACTIONS = {
 def judge(facts: Gpus, _parameters: NoParameters, case: Case) -> list[Finding]:
     """Return a finding for each GPU that wants something done to it.
 
-    The driver itself decides: any action fails, one that this table does not know too. A driver
-    before R570 tells none, which is not health.
+    The driver itself decides: any action fails. One that this table does not know only warns, as
+    nobody can say what a newer driver means by it. A driver before R570 tells none, which is not
+    health.
     """
     return each_gpu(_NAME, facts, case, _one, _well, ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",))
 
@@ -43,7 +44,7 @@ def _one(gpu: NvmlGpu) -> Sequence[Verdict] | Untold:
     )
     return [
         Verdict(
-            status=Status.FAIL,
+            status=Status.FAIL if action in _ACTIONS else Status.WARN,
             message=f"the driver asks: {text}",
             value=action,
             unit="recovery action",

@@ -10,6 +10,8 @@ from gpuops.host.gpu_facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallEr
 _FUNCTION_NOT_FOUND = 13
 _ARGUMENT_VERSION_MISMATCH = 25
 _DEPRECATED = 26
+# What NVML writes where a number is not to be had (NVML_VALUE_NOT_AVAILABLE).
+NOT_AVAILABLE = frozenset({2**64 - 1, 2**32 - 1})
 # What a driver says that never had, or no longer has, what was asked for.
 UNSUPPORTED = {NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
 
@@ -98,7 +100,7 @@ class Asker:
         self.since_s = time.monotonic()
         self.call = call
         try:
-            return function(*args)
+            answer = function(*args)
         except self.nvml.NVMLError as exc:
             raise Refused(exc.value, str(exc)) from exc
         except self.nvml.NVMLLibraryMismatchError as exc:
@@ -107,6 +109,9 @@ class Asker:
         except ValueError as exc:
             # A sick board's strings: UnicodeDecodeError.
             raise Refused(UNREADABLE, f"{type(exc).__name__}: {exc}") from exc
+        if isinstance(answer, int) and answer in NOT_AVAILABLE:
+            raise Refused(NOT_SUPPORTED, "not available")
+        return answer
 
     def note(self, call: str, refused: Refused) -> None:
         """Keep that *call* was refused.

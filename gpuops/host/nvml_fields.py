@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuops.host.gpu_facts import NOT_SUPPORTED, UNREADABLE, NvLink, RetiredPages
-from gpuops.host.nvml_asker import UNSUPPORTED, Asker, Refused
+from gpuops.host.nvml_asker import NOT_AVAILABLE, UNSUPPORTED, Asker, Refused
 
 _CALL = "nvmlDeviceGetFieldValues"
 _INVALID_ARGUMENT = 2
@@ -117,7 +117,10 @@ def _read(gpu: Asker, asked: Sequence[Field]) -> Values:
 def _value(gpu: Asker, value: Any) -> int | Refused:  # noqa: ANN401 a structure without types
     code, kind = value.nvmlReturn, value.valueType
     if code == 0 and kind < len(_MEMBERS):
-        return int(getattr(value.value, _MEMBERS[kind]))
+        told = int(getattr(value.value, _MEMBERS[kind]))
+        if told not in NOT_AVAILABLE:
+            return told
+        code = NOT_SUPPORTED
     # A driver that is older than a field calls its number an invalid argument.
     code = NOT_SUPPORTED if code == _INVALID_ARGUMENT or code in UNSUPPORTED else code
     return Refused(code or UNREADABLE, str(gpu.nvml.NVMLError(code)) if code else f"type {kind}")

@@ -588,3 +588,12 @@ def test_the_mock_changes_at_the_nth_call_and_when_its_scenario_does(mock):
     scenario = shape("h100", 1, temperature_c=40) + "\nset 0@2 temperature_c 50"
 
     assert python(mock, scenario, CHANGES) == "40 50 50\n99\n"
+
+
+def test_a_number_that_nvml_says_is_not_available_is_no_number(ask):
+    (gpu,) = ask(shape("h100", 1, ecc_volatile_uncorrected=-1, pcie_width=-1)).gpus
+
+    assert gpu.ecc.volatile_uncorrected is None
+    assert gpu.pcie.width is None
+    assert gpu.ecc.aggregate_uncorrected == 0
+    assert gpu.errors == ()

@@ -57,6 +57,10 @@ def test_a_board_of_four_gpus_has_no_switch_to_join(count, joining, none):
     assert said(findings(Fabric(state=0, status=0), count=count))[-1][1] == none
 
 
+def test_a_state_that_only_a_newer_driver_knows_warns():
+    assert said(findings(Fabric(state=4, status=0)))[0][1] == "warn"
+
+
 def test_a_divided_gpu_needs_no_fabric():
     divided = replace(gpu(1).modes, mig=True)
     found = findings(Fabric(state=1, status=0), modes=divided)

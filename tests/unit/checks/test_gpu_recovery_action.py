@@ -22,13 +22,20 @@ def findings(*gpus):
         (5, "gpu_sw.fabric"),
         (6, "host_hw.pcie"),
         (7, "gpu_sw.driver"),
-        (8, "gpu_sw.driver"),
     ],
 )
-def test_every_action_fails_unknown_ones_too(action, failure_class):
+def test_every_action_fails(action, failure_class):
     assert said(findings(gpu(0), gpu(1, recovery_action=action))) == [
         ("GPU-1", "fail", failure_class)
     ]
+
+
+def test_an_action_that_only_a_newer_driver_knows_warns():
+    assert said(findings(gpu(0), gpu(1, recovery_action=8)))[0] == (
+        "GPU-1",
+        "warn",
+        "gpu_sw.driver",
+    )
 
 
 def test_no_action_passes():

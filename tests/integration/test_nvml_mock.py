@@ -591,7 +591,7 @@ def test_the_mock_changes_at_the_nth_call_and_when_its_scenario_does(mock):
 
 
 def test_a_number_that_nvml_says_is_not_available_is_no_number(ask):
-    (gpu,) = ask(shape("h100", 1, ecc_volatile_uncorrected=-1, pcie_width=-1)).gpus
+    (gpu,) = ask(shape("h100", 1, ecc_volatile_uncorrected=2**32 - 1, pcie_width=-1)).gpus
 
     assert gpu.ecc.volatile_uncorrected is None
     assert gpu.pcie.width is None

@@ -6,6 +6,7 @@ trap 'exit 0' EXIT
 GPUOPS=/opt/gpuops/bin/gpuops
 # Environment of gpuops in the hooks, where it needs any: a shell file, writable by root only.
 HOOK_ENV=/etc/gpuops/hook.env
+LOGGER=/usr/bin/logger
 # slurmd kills it after 60 s.
 LIMIT_S=54
 
@@ -14,3 +15,9 @@ LIMIT_S=54
 	if [ -e "$1" ]; then . "$1"; fi
 	exec "$2" slurm health
 ' sh "$HOOK_ENV" "$GPUOPS" >&2
+ended=$?
+if [ "$ended" -ne 0 ]; then
+	# slurmd shows nothing of it: a gate out of order would never be noticed.
+	/usr/bin/timeout --signal=KILL 0.5 "$LOGGER" -p daemon.err -t gpuops \
+		"health: gpuops ended with $ended and judged nothing; see: gpuops config validate"
+fi

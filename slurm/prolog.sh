@@ -7,6 +7,7 @@ trap 'exit "$code"' EXIT
 GPUOPS=/opt/gpuops/bin/gpuops
 # Environment of gpuops in the hooks, where it needs any: a shell file, writable by root only.
 HOOK_ENV=/etc/gpuops/hook.env
+LOGGER=/usr/bin/logger
 VERDICTS=/run/gpuops
 # Slurm's MessageTimeout is 10 s.
 LIMIT_S=8
@@ -19,7 +20,12 @@ verdict="$VERDICTS/prolog.${nonce:?}"
 	if [ -e "$1" ]; then . "$1"; fi
 	exec "$2" slurm prolog --verdict "$3"
 ' sh "$HOOK_ENV" "$GPUOPS" "$verdict" >&2
-if [ "$?" -eq 1 ] && [ -f "$verdict" ] && [ "$(/bin/cat "$verdict")" = refuse ]; then
+ended=$?
+if [ "$ended" -eq 1 ] && [ -f "$verdict" ] && [ "$(/bin/cat "$verdict")" = refuse ]; then
 	code=1
+elif [ "$ended" -ne 0 ]; then
+	# slurmd shows nothing of a hook that fails no job: a gate out of order would never be noticed.
+	/usr/bin/timeout --signal=KILL 0.5 "$LOGGER" -p daemon.err -t gpuops \
+		"prolog: gpuops ended with $ended and judged nothing; see: gpuops config validate"
 fi
 /bin/rm -f "$verdict"

@@ -100,7 +100,7 @@ def require_torch() -> str:
     if find_spec("torch") is None:
         raise UnsupportedTorchError(
             "`gpuops run` needs torch, which is not installed here; "
-            "try: pip install 'gpuops[torch]'"
+            "try: pip install 'torch>=2.8' numpy"
         )
     missing = missing_names(NAMES)
     version = str(importlib.import_module("torch").__version__)

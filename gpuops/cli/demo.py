@@ -24,7 +24,7 @@ def demo(folder: Path | None, seed: int, steps: int) -> int:
     if find_spec("torch") is None:
         raise UnsupportedTorchError(
             "the demo trains with torch, which is not installed here; "
-            "try: pip install 'gpuops[torch]'"
+            "try: pip install 'torch>=2.8' numpy"
         )
     folder = Path(tempfile.mkdtemp(prefix="gpuops-demo-")) if folder is None else _fresh(folder)
     (folder / MARKER).touch()

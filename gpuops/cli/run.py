@@ -47,7 +47,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     if find_spec("torch") is None and set(words) & {"-h", "--help"}:
         click.echo(
             "gpuops run [torchrun's flags] SCRIPT [args]: run a training job; it recovers.\n"
-            "It needs torch, which is not installed here; try: pip install 'gpuops[torch]'"
+            "It needs torch, which is not installed here; try: pip install 'torch>=2.8' numpy"
         )
         return 0
     with _ctrl_c_ends_at_once():

@@ -176,7 +176,7 @@ def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> 
     except ModuleNotFoundError as exc:
         raise UsageError(
             f"the store URL {shown(url)!r} needs the driver {exc.name}, which is not installed: "
-            "pip install 'gpuops[postgres]'"
+            "pip install 'psycopg[binary]'"
         ) from exc
     # It logs what it could not clean up after a server that went away; the error itself says so.
     logging.getLogger("psycopg").setLevel(logging.ERROR)

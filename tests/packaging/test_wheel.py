@@ -91,7 +91,7 @@ def test_without_torch_a_training_command_says_what_to_install(gpuops, args):
     shown = gpuops(*args)
 
     assert shown.returncode == 64
-    assert "pip install 'gpuops[torch]'" in shown.stderr
+    assert "pip install 'torch>=2.8' numpy" in shown.stderr
 
 
 def test_the_store_works_from_the_wheel_alone(gpuops):

@@ -192,7 +192,7 @@ def test_a_missing_driver_says_what_to_install():
     )
 
     assert done.stdout.startswith("64 ")
-    assert "pip install 'gpuops[postgres]'" in done.stdout
+    assert "pip install 'psycopg[binary]'" in done.stdout
     assert "hunter2" not in done.stdout
 
 

@@ -99,4 +99,4 @@ def test_without_torch_the_command_says_what_to_install(tmp_path):
 
     assert done.returncode == 64
     (line,) = done.stderr.splitlines()
-    assert "pip install 'gpuops[torch]'" in line
+    assert "pip install 'torch>=2.8' numpy" in line

@@ -257,13 +257,16 @@ class Cluster:
 
     def _trouble(self):
         logs = [self.home / "slurmctld.log", self.home / "n1.log"]
-        return "".join(log.read_text()[-1000:] for log in logs if log.exists())
+        shown = self._run("sinfo", "-N", "-o", "%N %T %E", check=False).stdout
+        return shown + "".join(log.read_text()[-1000:] for log in logs if log.exists())
 
     def _spawn(self, *argv):
         log = (self.home / "daemons.log").open("ab")
         with log:
             process = subprocess.Popen(
                 argv,
+                # A hook that crashes on purpose leaves its core file there.
+                cwd=self.home,
                 env={"PATH": os.environ["PATH"], "SLURM_CONF": self.env["SLURM_CONF"]},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -354,9 +357,11 @@ class Cluster:
 
     def reset(self, store):
         """End every job, take back every drain, make every node healthy."""
-        self._run("scancel", "--user=root", check=False)
         for node in self.nodes.values():
             (node.home / "health").unlink(missing_ok=True)
+            # The epilog of a job that is cancelled now would wait for a driver that hangs.
+            node.reset_nvml()
+        self._run("scancel", "--user=root", check=False)
         wait_until(lambda: not self._run("squeue", "-h").stdout.strip(), self._trouble, 60)
         # What our hooks left running in an earlier test would go on in this one.
         end_all(lambda: processes_of(self.home, b"gpuops"))
@@ -448,7 +453,7 @@ def running_cluster(mock, names=NODES):
         cluster = Cluster(home, mock, names)
         try:
             for node in cluster.nodes.values():
-                node.reset("sqlite:////nonexistent/gpuops.db")
+                node.reset("sqlite:////proc/nonexistent/gpuops.db")
             cluster.install_hooks()
             cluster.configure()
             start_munge(cluster)

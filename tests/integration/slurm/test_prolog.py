@@ -1,5 +1,6 @@
 """Our prolog in a real Slurm: who runs, who is drained, and what may go wrong without draining."""
 
+import contextlib
 import time
 
 import pytest
@@ -65,11 +66,22 @@ FAULTS = {
     "an environment that ends the shell": "exit 1",
     "a setting that does not exist": "export GPUOPS_MODE=enforced",
     "a dependency that is not installed": "export PYTHONPATH={home}/broken",
-    "a crash of ours": "kill -SEGV $$",
+    "a crash of ours": "ulimit -c 0; kill -SEGV $$",
     "a verdict of another invocation": 'echo refuse >"${{3%.*}}.other"; exit 1',
     "a verdict but another exit code": 'echo refuse >"$3"; exit 70',
-    "a time-out": "case $3 in *prolog*) exec /bin/sleep 60 ;; *) exit ;; esac",
 }
+
+
+@contextlib.contextmanager
+def changed(script, old, new):
+    """Have *new* in the place of *old* in a hook for a while."""
+    whole = script.read_text()
+    assert old in whole
+    script.write_text(whole.replace(old, new))
+    try:
+        yield
+    finally:
+        script.write_text(whole)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -82,6 +94,15 @@ def test_whatever_is_wrong_with_gpuops_itself_the_job_starts(cluster, fault):
     with (node.home / "env").open("a") as file:
         file.write(FAULTS[fault].format(home=node.home) + "\n")
     job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
+
+    assert job["JobState"] == "COMPLETED"
+    assert cluster.state("n1") == ("IDLE", None)
+
+
+def test_a_prolog_that_takes_too_long_drains_nothing(cluster):
+    cluster["n1"].write_env("case $3 in *prolog*) exec /bin/sleep 60 ;; *) exit ;; esac\n")
+    with changed(cluster.home / "hooks" / "prolog.sh", "LIMIT_S=8", "LIMIT_S=1"):
+        job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
 
     assert job["JobState"] == "COMPLETED"
     assert cluster.state("n1") == ("IDLE", None)
@@ -100,13 +121,8 @@ def test_a_gpuops_that_is_not_there_drains_nothing(cluster):
 
 
 def test_a_mistake_in_the_prolog_itself_drains_nothing(cluster):
-    script = cluster.home / "hooks" / "prolog.sh"
-    whole = script.read_text()
-    script.write_text(whole.replace("code=1", 'if [ "${oops" then'))
-    try:
+    with changed(cluster.home / "hooks" / "prolog.sh", "code=1", 'if [ "${oops" then'):
         job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
-    finally:
-        script.write_text(whole)
 
     assert job["JobState"] == "COMPLETED"
     assert cluster.state("n1") == ("IDLE", None)
@@ -141,7 +157,8 @@ def test_the_fuse_lets_the_job_start_on_the_third_node_that_fails_the_same_way(
         cluster[name].lack_gpus()
         cluster[name].set(GPUOPS_STORE=postgres_url)
     gpuops("db", "upgrade", "--store", postgres_url)
-    job = cluster.finished(cluster.submit("exit 0", "--exclude=n[4-6]"), seconds=60)
+    assert [cluster.run_hook(name).returncode for name in ("n1", "n2")] == [1, 1]
+    job = cluster.finished(cluster.submit("exit 0", "-w", "n3"))
 
     assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n3")
     assert cluster.drained_for("n1", "gpuops: fail gpu_count")

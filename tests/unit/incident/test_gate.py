@@ -141,7 +141,6 @@ def view(reason=None, *states):
         (view("Not responding", "DOWN", "NOT_RESPONDING"), (), False, Step.WAIT),
         (view("ann: cable", "DOWN"), (), False, Step.YIELD),
     ],
-    ids=str,
 )
 def test_a_drain_of_ours_never_goes_over_somebody_elses(seen, replaces, was_set, step):
     assert next_step(seen, OURS, replaces=replaces, was_set=was_set) is step

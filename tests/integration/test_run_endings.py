@@ -298,7 +298,8 @@ def test_a_signal_while_the_second_node_is_awaited_is_a_closed_incident(tmp_path
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
 def test_a_reader_that_leaves_ends_neither_the_job_nor_its_output(tmp_path, both):
     script = tmp_path / "talks.py"
-    script.write_text("for n in range(3000): print('line', n)\n")
+    # More than a pipe holds: the agent must meet the closed end.
+    script.write_text("for n in range(30000): print('line', n)\n")
     streams = {"stdout": subprocess.PIPE} | ({"stderr": subprocess.STDOUT} if both else {})
     with Run(tmp_path / "run", script, nproc=1, **streams) as run:
         run.process.stdout.readline()

@@ -59,7 +59,6 @@ class Profile:
     inherits: str = ""
     match: Match = Match()
     gpu_count: Number | None = None
-    gpu_memory_bytes_min: Number | None = None
     nvlink_count: Number | None = None
     pcie_generation: Number | None = None
     pcie_width: Number | None = None

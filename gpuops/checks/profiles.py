@@ -19,7 +19,6 @@ from gpuops.rules import safe_pattern
 BOUNDS: Mapping[str, Bounds] = MappingProxyType(
     {
         "gpu_count": Bounds("GPUs", 1, 128),
-        "gpu_memory_bytes_min": Bounds("bytes", 1e9, 1e13),
         "nvlink_count": Bounds("links", 0, 64),
         "pcie_generation": Bounds("PCIe generations", 1, 9),
         "pcie_width": Bounds("PCIe lanes", 1, 32),

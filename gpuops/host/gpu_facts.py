@@ -7,7 +7,6 @@ device does not have is named in ``unsupported``, any other that failed in ``err
 from dataclasses import dataclass
 from enum import StrEnum
 
-UNINITIALIZED = 1
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 CORRUPTED_INFOROM = 14

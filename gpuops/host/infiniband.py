@@ -13,7 +13,6 @@ from gpuops.host.small_files import entries_of, number_of, text_of
 
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 _BITS_PER_BYTE = 8
-ETHERNET = "Ethernet"
 # Counters of the port itself stop at their greatest value until somebody clears them (InfiniBand
 # Architecture Specification, volume 1, PortCounters attribute); those of hw_counters/ go on.
 _FULL = {

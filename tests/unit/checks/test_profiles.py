@@ -90,7 +90,7 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
         ({"power_limit_w": told(True)}, "a number of watts is wanted, got True"),
         ({"power_limit_w": told(float("nan"))}, "nan looks like another unit: watts are wanted"),
         ({"power_limit_w": told(700_000)}, "700000 looks like another unit: watts are wanted"),
-        ({"gpu_memory_bytes_min": told(80)}, "80 looks like another unit: bytes are wanted"),
+        ({"dimm_bytes": told(80)}, "80 looks like another unit: bytes are wanted"),
         ({"gpu_count": told(7.5)}, "a whole number of GPUs is wanted, got 7.5"),
         ({"ecc": told("on")}, "ecc of the profile .*: true or false is wanted, got 'on'"),
         ({"ecc": told(1)}, "true or false is wanted, got 1"),

@@ -18,9 +18,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from gpuops.config_run import RUN_SETTINGS
+from gpuops.config_values import (
+    Setting,
+    Value,
+    to_count,
+    to_flag,
+    to_path,
+    to_positive,
+    to_seconds,
+    to_size,
+    to_text,
+)
 from gpuops.errors import ConfigError
 from gpuops.scrub import scrub
-from gpuops.units import parse_bytes, parse_seconds
 
 _log = logging.getLogger(__name__)
 
@@ -63,23 +74,10 @@ def export(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One key: how to read it and what it means."""
-
-    key: str
-    env: str
-    parse: Callable[[object], Any]
-    default: Callable[[Mapping[str, str], bool], Any]
-    help: str
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A setting's value and where it was found."""
-
-    value: Any
-    origin: str
+def conceal(names: Iterable[str]) -> None:
+    """Remove from this process' environment what its children must not inherit."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,66 +108,10 @@ class Settings:
     file: Path | None
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a non-empty string is wanted")
-    return value
-
-
-def _path(value: object) -> Path:
-    return Path(_text(value)).expanduser()
-
-
-def _size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    size = parse_bytes(_text(value))
-    if size <= 0:
-        raise ValueError("a size above zero is wanted")
-    return size
-
-
-def _count(value: object) -> int | None:
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1024:
-        raise ValueError("a number from 0 to 1024 is wanted")
-    return value
-
-
-def _flag(value: object) -> bool:
-    words = {"1": True, "true": True, "0": False, "false": False, "": False}
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, str) or value.lower() not in words:
-        raise ValueError("1 or 0 is wanted")
-    return words[value.lower()]
-
-
 def _mode(value: object) -> Mode:
     if value not in list(Mode):
         raise ValueError(f"one of {', '.join(Mode)} is wanted")
     return Mode(str(value))
-
-
-def _at_least_one(value: object) -> int:
-    count = _count(value)
-    if not count:
-        raise ValueError("a number from 1 to 1024 is wanted")
-    return count
-
-
-def _seconds(longest_s: float) -> Callable[[object], float]:
-    def parse(value: object) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            seconds = float(value)
-        else:
-            seconds = parse_seconds(_text(value))
-        if not 0 < seconds <= longest_s:
-            raise ValueError(f"seconds above zero, up to {longest_s:g}, are wanted")
-        return seconds
-
-    return parse
 
 
 def _state_dir(env: Mapping[str, str], is_root: bool) -> Path:
@@ -188,45 +130,51 @@ def _default_spool(env: Mapping[str, str], is_root: bool) -> Path:
 
 
 SETTINGS = (
-    Setting("store.url", "GPUOPS_STORE", _text, _default_store, "where incidents live"),
-    Setting("spool.dir", "GPUOPS_SPOOL", _path, _default_spool, "where events wait for the store"),
+    Setting("store.url", "GPUOPS_STORE", to_text, _default_store, "where incidents live"),
+    Setting(
+        "spool.dir", "GPUOPS_SPOOL", to_path, _default_spool, "where events wait for the store"
+    ),
     Setting(
         "spool.bytes_max",
         "GPUOPS_SPOOL_BYTES_MAX",
-        _size,
+        to_size,
         lambda _env, _root: 256 * 2**20,
         "oldest events go first above this size",
     ),
-    Setting("state.dir", "GPUOPS_STATE", _path, _state_dir, "files that gpuops keeps on this node"),
+    Setting(
+        "state.dir", "GPUOPS_STATE", to_path, _state_dir, "files that gpuops keeps on this node"
+    ),
     Setting(
         "run.dir",
         "GPUOPS_RUN_DIR",
-        _path,
+        to_path,
         lambda _env, _root: Path("gpuops-runs"),
         "one folder a run: its logs and its journal",
     ),
-    Setting("cluster.name", "GPUOPS_CLUSTER", _text, lambda _e, _r: "default", "this cluster"),
-    Setting("host.root", "GPUOPS_ROOT", _path, lambda _e, _r: Path("/"), "a fake root, for tests"),
-    Setting("worker.disable", "GPUOPS_DISABLE", _flag, lambda _e, _r: False, "1: no worker shim"),
-    Setting("check.suite", "GPUOPS_SUITE", _text, lambda _e, _r: "default", "suite to run"),
+    Setting("cluster.name", "GPUOPS_CLUSTER", to_text, lambda _e, _r: "default", "this cluster"),
+    Setting(
+        "host.root", "GPUOPS_ROOT", to_path, lambda _e, _r: Path("/"), "a fake root, for tests"
+    ),
+    Setting("worker.disable", "GPUOPS_DISABLE", to_flag, lambda _e, _r: False, "1: no worker shim"),
+    Setting("check.suite", "GPUOPS_SUITE", to_text, lambda _e, _r: "default", "suite to run"),
     Setting(
         "check.gpus_expected",
         "GPUOPS_GPUS_EXPECTED",
-        _count,
+        to_count,
         lambda _env, _root: None,
         "GPUs this node must have; unset: what the PCI bus shows",
     ),
     Setting(
         "check.site_dir",
         "GPUOPS_SITE_DIR",
-        _path,
+        to_path,
         lambda _env, _root: None,
         "the site's own suites, rules, profiles, silences and checks",
     ),
     Setting(
         "check.profile",
         "GPUOPS_PROFILE",
-        _text,
+        to_text,
         lambda _env, _root: None,
         "the hardware profile of this node; unset: the one that matches it",
     ),
@@ -240,45 +188,46 @@ SETTINGS = (
     Setting(
         "gate.fuse_nodes",
         "GPUOPS_FUSE_NODES",
-        _at_least_one,
+        to_positive,
         lambda _env, _root: 3,
         "the fuse blows when so many nodes fail the same check within the window",
     ),
     Setting(
         "gate.fuse_window_s",
         "GPUOPS_FUSE_WINDOW_S",
-        _seconds(7 * 86400),
+        to_seconds(7 * 86400),
         lambda _env, _root: 600.0,
         "the window of the fuse, in seconds",
     ),
     Setting(
         "gate.passes_to_resume",
         "GPUOPS_PASSES_TO_RESUME",
-        _at_least_one,
+        to_positive,
         lambda _env, _root: 2,
         "passes in a row after which our own drain is taken back",
     ),
     Setting(
         "gate.resumes_max_per_day",
         "GPUOPS_RESUMES_MAX_PER_DAY",
-        _count,
+        to_count,
         lambda _env, _root: 3,
         "so often in 24 h our own drains for the same check are taken back; 0: never",
     ),
     Setting(
         "gate.permit_deadline_s",
         "GPUOPS_PERMIT_DEADLINE_S",
-        _seconds(60),
+        to_seconds(60),
         lambda _env, _root: 1.0,
         "how long a drain waits for the store's permit, in seconds",
     ),
     Setting(
         "slurm.bin_dir",
         "GPUOPS_SLURM_BIN_DIR",
-        _path,
+        to_path,
         lambda _env, _root: None,
         "the folder of scontrol; unset: where Debian, RPMs and /opt/slurm have it",
     ),
+    *RUN_SETTINGS,
 )
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 

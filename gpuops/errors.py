@@ -12,6 +12,7 @@
   x ProbeError              70  the machine could not be read (checks turn it into `unknown`)
   x MissingDataError        70  a shipped folder (checks, runbooks, slurm) is not there
   x UnsupportedTorchError   64  this torch lacks a name that `gpuops run` leans on
+  x DrillError               1  a fault that cannot be injected here
 
 A message says what was tried, on what, what came back, and what to do. Bad hardware is a
 finding, never an exception.
@@ -93,3 +94,9 @@ class MissingDataError(GpuopsError):
 
 class UnsupportedTorchError(UsageError):
     """The installed torch is absent, too old, or lacks a private name that we lean on."""
+
+
+class DrillError(GpuopsError):
+    """This fault cannot be injected here, or not into this; nothing was broken."""
+
+    exit_code = EXIT_FAIL

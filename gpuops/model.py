@@ -10,6 +10,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, Self
 
 from gpuops import __version__
+from gpuops.failure_class import FailureClass as FailureClass  # noqa: PLC0414 given on from here
 from gpuops.units import iso_utc, parse_iso_utc
 
 Json = dict[str, Any]
@@ -79,63 +80,6 @@ class Entity:
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.id}"
-
-
-class FailureClass(StrEnum):
-    """Stable id ``category.subcause`` of a known kind of failure; each has a runbook."""
-
-    GPU_MISSING = "gpu_hw.missing"
-    GPU_FELL_OFF_BUS = "gpu_hw.fell_off_bus"
-    GPU_ECC_UNCORRECTABLE = "gpu_hw.ecc_uncorrectable"
-    GPU_ROW_REMAP = "gpu_hw.row_remap"
-    GPU_NVLINK = "gpu_hw.nvlink"
-    GPU_NVSWITCH = "gpu_hw.nvswitch"
-    GPU_THERMAL_POWER = "gpu_hw.thermal_power"
-    GPU_INFOROM = "gpu_hw.inforom"
-    GPU_GSP = "gpu_hw.gsp"
-    GPU_DIAGNOSTIC = "gpu_hw.diagnostic"
-    GPU_DRIVER = "gpu_sw.driver"
-    GPU_DRIVER_HANG = "gpu_sw.driver_hang"
-    GPU_FABRIC = "gpu_sw.fabric"
-    GPU_CONFIG = "gpu_sw.config"
-    GPU_ILLEGAL_ACCESS = "gpu_fault.illegal_access"
-    GPU_LEAKED_MEMORY = "gpu_mem.leaked_memory"
-    CUDA_OOM = "gpu_mem.cuda_oom"
-    HOST_DIMM = "host_hw.dimm"
-    HOST_PCIE = "host_hw.pcie"
-    HOST_DISK = "host_hw.disk"
-    HOST_CLOCK = "host_sw.clock_unsynchronised"
-    HOST_SERVICE = "host_sw.service"
-    HOST_CONFIG = "host_sw.config"
-    HOST_LEFTOVERS = "host_sw.leftovers"
-    HOST_MEM_LOW = "host_mem.low"
-    CGROUP_OOM = "host_mem.cgroup_oom"
-    KERNEL_OOM = "host_mem.kernel_oom"
-    SIGKILL_PROBABLE = "host_mem.sigkill_probable"
-    KERNEL_FAULT = "kernel.fault"
-    HUNG_TASK = "kernel.hung_task"
-    STORAGE_NO_SPACE = "storage.no_space"
-    STORAGE_READ_ONLY = "storage.read_only"
-    STORAGE_SHARED_FS = "storage.shared_fs"
-    SEGFAULT = "crash.segfault"
-    ABORT = "crash.abort"
-    NETWORK_PORT = "network.port_down"
-    NETWORK_FLAP = "network.link_flap"
-    NETWORK_ERRORS = "network.link_errors"
-    PEER_CLOSED = "collective.peer_closed"
-    COLLECTIVE_TIMEOUT = "collective.timeout"
-    USER_EXCEPTION = "user_code.exception"
-    USER_EARLY_EXIT = "user_code.early_exit"
-    RENDEZVOUS = "launcher.rendezvous"
-    CANCELLED = "scheduler.cancelled"
-    SITE_CHECK = "site.check"
-    TOOL = "tool.failure"
-    UNRESOLVED = "unresolved.unknown"
-
-    @property
-    def category(self) -> str:
-        """Return the part before the dot."""
-        return self.value.partition(".")[0]
 
 
 class Side(StrEnum):
@@ -367,9 +311,11 @@ class Incident:
     """One root cause, its symptoms, its culprits and what it cost.
 
     ``authority`` orders accounts of the same incident by different agents: one that saw the root
-    (2) beats one that saw only symptoms (1) beats one that saw nothing but an end (0).
+    (2) beats one that saw only symptoms or heard of it (1) beats one that saw nothing but an end
+    (0). The account of whoever decided over all nodes (3) stands above those of single nodes.
     ``rev`` counts snapshots by one account; the store keeps the best account's newest snapshot.
-    ``lost_s`` holds seconds by phase (``detect``, ``restart``, ``redo``).
+    ``lost_s`` holds seconds by phase (``detect``, ``decide``, ``rendezvous``, ``init``,
+    ``restore``, ``redo``; in old ones ``restart`` for all between detect and redo).
     """
 
     id: str

@@ -8,6 +8,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 US_PER_S = 1_000_000
+NS_PER_S = 1_000_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ONE_US = timedelta(microseconds=1)
 

@@ -5,17 +5,21 @@ worker's death too) map the same small file. No lock and no system call: a beat 
 copy. A record carries its sequence number at both ends; a reader that sees two different numbers
 has met a half-written record and leaves it for the next poll.
 
-Layout, little endian: a 64-byte header (magic, version, slots, rank, generation, pid, start, head)
-and then ``slots`` records of 64 bytes. ``head`` is the number of beats written so far; beat *n*
-(1-based) lies in slot ``(n - 1) % slots``.
+Layout, little endian: a 64-byte header (magic, version, slots, rank, generation, pid, start, head,
+request, flags, stop step) and then ``slots`` records of 64 bytes. ``head`` is the number of beats
+written so far; beat *n* (1-based) lies in slot ``(n - 1) % slots``.
+
+Two words of the header go the other way or beside the beats. ``request`` and ``stop step`` are
+written by the agent only, ``flags`` by the worker only; each byte of ``flags`` has a writer of its
+own there (the beat, `should_stop`, a signal handler), so that none undoes what another wrote.
 """
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 MAGIC = b"GPUOPSHB"
-VERSION = 1
+VERSION = 2
 SLOTS = 1024
 SLOTS_MAX = 1 << 16
 RECORD_BYTES = 64
@@ -23,10 +27,17 @@ HEADER_BYTES = 64
 RING_BYTES = HEADER_BYTES + SLOTS * RECORD_BYTES
 STEP_UNKNOWN = -1
 
-_HEADER = struct.Struct("<8sIIIIQQQ16x")
+NAME_BYTES = 16
+
+_HEADER = struct.Struct("<8sIIIIQQQIIq")
 HEAD_OFFSET = 40
+REQUEST_OFFSET = 48
+FLAGS_OFFSET = 52
+STOP_STEP_OFFSET = 56
 _HEAD = struct.Struct("<Q")
-_RECORD = struct.Struct("<QqQIIQ16xQ")
+_WORD = struct.Struct("<I")
+_STEP = struct.Struct("<q")
+_RECORD = struct.Struct("<QqQIIQ16sQ")
 assert _HEADER.size == HEADER_BYTES
 assert _RECORD.size == RECORD_BYTES
 
@@ -36,15 +47,44 @@ class StepSource(IntEnum):
 
     UNKNOWN = 0
     OPTIMIZER_STATE = 1
+    REPORTED = 2  # by `gpuops.progress`
 
 
 class Phase(IntEnum):
-    """What the worker is doing."""
+    """What the worker is doing, from this beat on. Only `STEPPING` beats are steps."""
 
     STARTING = 0
     STEPPING = 1
-    FINISHED = 2
+    FINISHED = 2  # the program came to its end; the process may have things to tidy up
     RAISED = 3
+    EVAL = 4
+    CHECKPOINT = 5
+    RESTORE = 6
+    OTHER = 7  # its name says what
+    RESUMED = 8  # a phase has ended, a step is next
+
+
+class Request(IntEnum):
+    """What the agent wants of the worker."""
+
+    NONE = 0
+    DRAIN = 1  # finish the step, save, stop
+    ENDING = 2  # the group is being ended: SIGTERM means now
+
+
+class Flag(IntFlag):
+    """What the worker says of itself beside its beats; one byte for each writer.
+
+    The first two are known from the first beat on only, and looked at again every few beats:
+    before it a script may still install a handler of its own.
+    """
+
+    TERM_IS_OURS = 1 << 0  # SIGTERM only sets `SIGNALLED`: nothing is lost by SIGKILL in its place
+    USR1_IS_OURS = 1 << 1
+    USR2_IS_OURS = 1 << 2  # SIGUSR2 writes the stacks of all threads to ``GPUOPS_STACKS``
+    ASKED = 1 << 8  # the script has called `gpuops.should_stop`
+    SIGNALLED = 1 << 16  # SIGTERM or SIGUSR1 reached the worker itself while `Request.NONE`
+    HANDLED = 1 << 17  # a signal met our handler: the script has none of its own
 
 
 class RingError(ValueError):
@@ -73,6 +113,7 @@ class Beat:
     phase: Phase
     source: StepSource
     optimizer_calls: int
+    name: str = ""  # of the phase, as the script says it, cut to `NAME_BYTES`
 
 
 def write_header(buffer: bytearray | memoryview, header: RingHeader) -> None:
@@ -88,6 +129,9 @@ def write_header(buffer: bytearray | memoryview, header: RingHeader) -> None:
         header.pid,
         header.start_mono_ns,
         header.head,
+        Request.NONE,
+        0,
+        STEP_UNKNOWN,
     )
 
 
@@ -99,7 +143,7 @@ def read_header(buffer: bytes | memoryview) -> RingHeader:
     """
     if len(buffer) < HEADER_BYTES:
         raise RingError(f"{len(buffer)} bytes are too few for a heartbeat ring")
-    magic, version, slots, rank, generation, pid, start, head = _HEADER.unpack_from(buffer, 0)
+    magic, version, slots, rank, generation, pid, start, head, *_ = _HEADER.unpack_from(buffer, 0)
     if magic != MAGIC or version != VERSION:
         raise RingError(f"not a heartbeat ring of version {VERSION}: {magic!r} {version}")
     if not 0 < slots <= SLOTS_MAX or len(buffer) < HEADER_BYTES + slots * RECORD_BYTES:
@@ -119,6 +163,7 @@ def write_beat(buffer: bytearray | memoryview, beat: Beat, slots: int = SLOTS) -
         beat.phase,
         beat.source,
         beat.optimizer_calls,
+        beat.name.encode()[:NAME_BYTES] if beat.name else b"",
         beat.seq,
     )
     _HEAD.pack_into(buffer, HEAD_OFFSET, beat.seq)
@@ -135,7 +180,44 @@ def read_beats(buffer: bytes | memoryview, after: int = 0) -> list[Beat]:
     beats = []
     for seq in range(first, header.head + 1):
         offset = HEADER_BYTES + (seq - 1) % header.slots * RECORD_BYTES
-        front, step, mono_ns, phase, source, calls, back = _RECORD.unpack_from(buffer, offset)
+        front, step, mono_ns, phase, source, calls, name, back = _RECORD.unpack_from(buffer, offset)
         if front == back == seq:
-            beats.append(Beat(seq, step, mono_ns, Phase(phase), StepSource(source), calls))
+            text = _text(name) if name[0] else ""
+            beats.append(Beat(seq, step, mono_ns, Phase(phase), StepSource(source), calls, text))
     return beats
+
+
+def _text(name: bytes) -> str:
+    text = name.rstrip(b"\0").decode("utf-8", errors="replace")
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def write_request(
+    buffer: bytearray | memoryview, request: Request, stop_step: int = STEP_UNKNOWN
+) -> None:
+    """Tell the worker of *request*; it drains once its own step is *stop_step*, or at once."""
+    _STEP.pack_into(buffer, STOP_STEP_OFFSET, stop_step)
+    _WORD.pack_into(buffer, REQUEST_OFFSET, request)
+
+
+def read_request(buffer: bytes | bytearray | memoryview) -> tuple[Request, int]:
+    """Return what the agent wants, and the step from which on it wants that.
+
+    Raises:
+        ValueError: A request of a later version.
+    """
+    (request,) = _WORD.unpack_from(buffer, REQUEST_OFFSET)
+    (stop_step,) = _STEP.unpack_from(buffer, STOP_STEP_OFFSET)
+    return Request(request), stop_step
+
+
+def write_flags(buffer: bytearray | memoryview, flags: Flag, among: Flag) -> None:
+    """Set the byte of *flags* that holds *among* to *flags*."""
+    byte = (among.bit_length() - 1) // 8
+    buffer[FLAGS_OFFSET + byte] = flags >> 8 * byte & 0xFF
+
+
+def read_flags(buffer: bytes | memoryview) -> Flag:
+    """Return what the worker says of itself."""
+    (flags,) = _WORD.unpack_from(buffer, FLAGS_OFFSET)
+    return Flag(flags)

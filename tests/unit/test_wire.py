@@ -9,15 +9,22 @@ from gpuops.wire import (
     RECORD_BYTES,
     RING_BYTES,
     SLOTS,
+    STEP_UNKNOWN,
     Beat,
+    Flag,
     Phase,
+    Request,
     RingError,
     RingHeader,
     StepSource,
     read_beats,
+    read_flags,
     read_header,
+    read_request,
     write_beat,
+    write_flags,
     write_header,
+    write_request,
 )
 
 
@@ -84,3 +91,30 @@ def test_a_beat_keeps_every_field():
 def test_bytes_that_are_no_ring_are_refused(spoil):
     with pytest.raises(RingError):
         read_beats(spoil(bytes(ring(2))))
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [("eval", "eval"), ("x" * 40, "x" * 16), ("é" * 20, "é" * 8), ("a\x1b[2J", "a?[2J"), ("", "")],
+)
+def test_the_name_of_a_phase_is_cut_and_printable(said, read):
+    buffer = ring()
+    write_beat(buffer, Beat(1, 1, 1, Phase.OTHER, StepSource.REPORTED, 0, said))
+
+    assert read_beats(buffer)[0].name == read
+
+
+def test_a_request_and_the_flags_go_their_own_ways_beside_the_beats():
+    buffer = ring()
+    assert (read_request(buffer), read_flags(buffer)) == ((Request.NONE, STEP_UNKNOWN), Flag(0))
+    write_request(buffer, Request.DRAIN, 70)
+    write_flags(buffer, Flag.ASKED, Flag.ASKED)
+    write_flags(buffer, Flag.SIGNALLED, Flag.SIGNALLED)
+    write_flags(buffer, Flag.TERM_IS_OURS, Flag.TERM_IS_OURS | Flag.USR2_IS_OURS)
+    write_flags(buffer, Flag(0), Flag.TERM_IS_OURS | Flag.USR2_IS_OURS)
+    write_beat(buffer, beat(1))
+
+    assert read_request(buffer) == (Request.DRAIN, 70)
+    assert read_flags(buffer) == Flag.ASKED | Flag.SIGNALLED
+    assert read_beats(buffer) == [beat(1)]
+    assert read_header(buffer) == RingHeader(3, 1, 42, 7, SLOTS, 1)

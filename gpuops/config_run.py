@@ -1,0 +1,213 @@
+"""The settings of ``gpuops run``, the table ``[run]``: what its flags take as well.
+
+A setting's value is the text that was written, once it has been found good; the functions below say
+what a text means. They raise ValueError that says what is wanted.
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from gpuops.config_values import Setting
+from gpuops.units import parse_seconds
+
+NODES_MAX = 65_536
+RESTARTS_MAX = 1_000_000
+LONGEST_S = 30 * 86_400.0
+RESTARTS_DEFAULT = "3"
+GROW_AFTER_DEFAULT = "300"
+LOOPBACK = "127.0.0.1"
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def restarts(text: str) -> tuple[int, float | None]:
+    """Return the budget in ``10`` or ``10/6h``: restarts, and the window in seconds if any."""
+    number, slash, window = text.partition("/")
+    if not number.strip().isdecimal() or int(number) > RESTARTS_MAX:
+        raise ValueError("a number of restarts is wanted, or one in a time as in 10/6h")
+    return int(number), _seconds(window) if slash else None
+
+
+def nodes(text: str) -> int:
+    """Return a number of nodes, 1 at least."""
+    if not text.isdecimal() or not 1 <= int(text) <= NODES_MAX:
+        raise ValueError("a number of nodes is wanted, 1 at least")
+    return int(text)
+
+
+def spares(text: str) -> int:
+    """Return a number of nodes, which may be 0."""
+    return 0 if text.isdecimal() and int(text) == 0 else nodes(text)
+
+
+def on_exhausted(text: str) -> str:
+    """Return ``shrink`` or ``requeue``."""
+    if text not in ("shrink", "requeue"):
+        raise ValueError("shrink or requeue is wanted")
+    return text
+
+
+def hang_timeout(text: str) -> float | None:
+    """Return the seconds without a step that are a hang; None: learned; 0: never."""
+    if text == "auto":
+        return None
+    return 0.0 if text == "off" else _seconds(text, "or auto, or off")
+
+
+def switch(text: str) -> bool:
+    """Return whether *text* is ``on``."""
+    words = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError("on or off is wanted")
+    return words[text.lower()]
+
+
+def grow_after(text: str) -> float | None:
+    """Return the seconds after which a run may take more nodes in; None: never."""
+    return None if text == "never" else _seconds(text, "or never")
+
+
+def drain_grace(text: str) -> float:
+    """Return the seconds between the scheduler's notice and its SIGKILL."""
+    return _seconds(text)
+
+
+def http(text: str) -> tuple[str, int | None]:
+    """Return the address and port to listen on, 0 for any free one; a port of None: none at all."""
+    if text == "off":
+        return LOOPBACK, None
+    address, colon, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65_535:
+        raise ValueError("ADDRESS:PORT, PORT or off is wanted")
+    if not colon:
+        return LOOPBACK, int(port)
+    address = address.removeprefix("[").removesuffix("]")
+    try:
+        return str(ipaddress.ip_address(address)), int(port)
+    except ValueError:
+        raise ValueError(f"{address!r} is not an IP address; ADDRESS:PORT is wanted") from None
+
+
+def exit_codes(text: str) -> frozenset[int]:
+    """Return the exit codes in ``16,17``; none in an empty text."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() and 0 < int(word) < 256 for word in words):
+        raise ValueError("exit codes from 1 to 255 are wanted, as in 16,17")
+    return frozenset(map(int, words))
+
+
+def decide(text: str) -> str:
+    """Return *text* where it names a function, as in ``site.policy:decide``."""
+    if _FUNCTION.fullmatch(text) is None:
+        raise ValueError("the name of a function is wanted, as in site_policy:decide")
+    return text
+
+
+def file(text: str) -> str:
+    """Return *text*, an absolute path."""
+    if not Path(text).expanduser().is_absolute():
+        raise ValueError("an absolute path is wanted")
+    return text
+
+
+def _seconds(text: str, more: str = "") -> float:
+    try:
+        seconds = parse_seconds(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_S:
+        wanted = " ".join(filter(None, ("a time as in 90, 90s or 2h", more)))
+        raise ValueError(f"{wanted} is wanted, up to {LONGEST_S / 86400:g} days")
+    return seconds
+
+
+def _checked(read: Callable[[str], object]) -> Callable[[object], str]:
+    """Return a reader of what TOML may hold: it gives the text, which *read* has understood."""
+
+    def parse(value: object) -> str:
+        text = _as_text(value)
+        read(text)
+        return text
+
+    return parse
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, int | float):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, str):
+        raise ValueError("text or a number is wanted")  # noqa: TRY004 as every reader's refusal
+    return value
+
+
+def _setting(name: str, read: Callable[[str], object], default: str | None, help: str) -> Setting:  # noqa: A002 the field's name
+    return Setting(
+        f"run.{name}",
+        f"GPUOPS_{name.upper()}",
+        _checked(read),
+        lambda _env, _root: default,
+        help,
+    )
+
+
+RUN_SETTINGS = (
+    _setting("spares", spares, "0", "agents beyond those that train, which wait for a hole"),
+    _setting("min_nodes", nodes, None, "nodes that will do; unset: MIN of --nnodes=MIN:MAX"),
+    _setting("node_unit", nodes, "1", "only multiples of so many nodes train"),
+    _setting(
+        "max_restarts",
+        restarts,
+        RESTARTS_DEFAULT,
+        "restarts before the run fails: 3 in all, 10/6h: ten in any six hours",
+    ),
+    _setting(
+        "on_exhausted",
+        on_exhausted,
+        None,
+        "with too few nodes: shrink, or requeue (exit 85); unset: shrink where fewer were allowed",
+    ),
+    _setting(
+        "hang_timeout",
+        hang_timeout,
+        "auto",
+        "so long without a step is a hang: auto (learned from the job), seconds, off",
+    ),
+    _setting("health_gate", switch, "on", "check a node before it joins and after each failure"),
+    _setting(
+        "grow_after",
+        grow_after,
+        GROW_AFTER_DEFAULT,
+        "how long a new node waits before the run restarts to take it in, or never",
+    ),
+    _setting(
+        "drain_grace",
+        drain_grace,
+        None,
+        "seconds from the scheduler's notice to its SIGKILL; unset: what Slurm says",
+    ),
+    _setting("http", http, "0", "where an agent answers: PORT on loopback, ADDRESS:PORT, or off"),
+    _setting(
+        "restart_exit_codes",
+        exit_codes,
+        "",
+        "exit codes with which the job asks for a restart, as in 16,17",
+    ),
+    _setting("decide", decide, None, "a function of yours that may overrule the restart decision"),
+    _setting(
+        "token_file",
+        file,
+        None,
+        "a file with the token that agents of one run prove (or GPUOPS_TOKEN)",
+    ),
+    _setting(
+        "exit_code_file",
+        file,
+        None,
+        "a file, there already, that gets the run's exit code: srun's is that of a killed task",
+    ),
+)

@@ -23,6 +23,8 @@ _BLOCK_BYTES = 2**18
 _PREFIX = re.compile(r"(\d{1,10}),(\d{1,20}),(\d{1,20}),[^;\n]{0,64};")
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 _FACILITY_SHIFT = 3
+# What a rehearsal (`gpuops drill`) writes into its lines. Only root can write into this log.
+REHEARSAL = "gpuops drill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +47,19 @@ def kernel_records(root: Path = Path("/")) -> Iterator[KernelRecord]:
         yield from parse_kmsg(block)
 
 
-def parse_kmsg(text: str) -> Iterator[KernelRecord]:
+def parse_kmsg(text: str, *, rehearsals: bool = False) -> Iterator[KernelRecord]:
     """Yield the records in *text* that the kernel itself wrote.
 
     Lines of another form are left out, as are the ``KEY=value`` lines that follow a record, and
-    records whose facility is not the kernel's: programs may write into this log too.
+    records whose facility is not the kernel's: programs may write into this log too. With
+    *rehearsals* those of a program that name themselves a rehearsal are yielded as well.
     """
     for line in text.split("\n"):
         match = _PREFIX.match(line)
         if match is None:
             continue
         priority, sequence, since_boot_us = match.groups()
-        if int(priority) >> _FACILITY_SHIFT:
+        if int(priority) >> _FACILITY_SHIFT and not (rehearsals and REHEARSAL in line):
             continue
         yield KernelRecord(
             int(sequence),
@@ -83,15 +86,20 @@ def read_kmsg(root: Path = Path("/")) -> Iterator[str]:
     Raises:
         ProbeError: See `kernel_records`.
     """
-    path = root / "dev/kmsg"
-    fd = _opened(path)
+    fd = open_kmsg(root)
     try:
-        yield from _blocks(_chunks(fd, path))
+        yield from _blocks(_chunks(fd, root / "dev/kmsg"))
     finally:
         os.close(fd)
 
 
-def _opened(path: Path) -> int:
+def open_kmsg(root: Path = Path("/")) -> int:
+    """Return a file descriptor at the log's oldest record, which never blocks.
+
+    Raises:
+        ProbeError: See `kernel_records`.
+    """
+    path = root / "dev/kmsg"
     try:
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except PermissionError as exc:

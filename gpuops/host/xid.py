@@ -18,7 +18,7 @@ MINUTES_MAX = 64
 KINDS_MAX = 512
 LINE_SHOWN_MAX = 300
 US_PER_MINUTE = 60_000_000
-_NVLINK5 = range(144, 151)
+NVLINK5 = range(144, 151)
 _DETAIL_MAX = 1024
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{5,20})[^)]{0,48}\): (\d{1,5})\b")
@@ -108,8 +108,8 @@ def parse_xid(text: str) -> Xid | None:
         return None
     code, tail = int(match[2]), text[match.end() : match.end() + _DETAIL_MAX]
     process = _PROCESS.match(tail)
-    severity = _SEVERITY.search(tail) if code in _NVLINK5 else None
-    link = _LINK.search(tail) if code in _NVLINK5 else None
+    severity = _SEVERITY.search(tail) if code in NVLINK5 else None
+    link = _LINK.search(tail) if code in NVLINK5 else None
     wanted = _RECOVERY.search(tail) if code == RECOVERY_ACTION else None
     pid = process and process[1]
     return Xid(
@@ -245,7 +245,7 @@ class DriverLines:
         if match is None:
             return False
         head = match[0]
-        if int(match[2]) in _NVLINK5:
+        if int(match[2]) in NVLINK5:
             severity = _SEVERITY.search(text, match.end(), match.end() + _DETAIL_MAX)
             head += severity[1] if severity else ""
         known = self._known.get(head)

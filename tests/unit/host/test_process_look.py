@@ -1,0 +1,99 @@
+"""A process from outside, the real one of the test and one of a made-up /proc."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.runs import wait_until
+
+from gpuops.host.process_look import look_at
+from gpuops.host.pyspy import dump, find_pyspy
+
+TOOLS = str(Path(sys.executable).parent)
+
+
+def fake(root, *, state="S", status="", io=None, stack=None, wchan="0"):
+    fields = [state, *["1"] * 10, "250", "150", *["1"] * 6, "777", *["0"] * 20]
+    stat = f"42 (a (b) c) {' '.join(fields)}\n"
+    for folder in (root / "proc/42", root / "proc/42/task/42"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "stat").write_text(stat)
+        (folder / "wchan").write_text(wchan)
+    (root / "proc/42/status").write_text(status)
+    if io is not None:
+        (root / "proc/42/io").write_text(io)
+    if stack is not None:
+        (root / "proc/42/stack").write_text(stack)
+    return root
+
+
+def test_what_proc_says_is_read(tmp_path):
+    root = fake(
+        tmp_path,
+        state="D",
+        status="Name:\tx\nSigIgn:\t0000000000000000\nSigCgt:\t0000000000000a00\n",
+        io="rchar: 100\nwchar: 50\nread_bytes: 7\n",
+        stack="[<0>] nfs_wait+0x1/0x2\n[<0>] vfs_read+0x3/0x4\n",
+        wchan="nfs_wait",
+    )
+    look = look_at(42, root)
+
+    assert (look.state, look.wchan, look.io_bytes) == ("D", "nfs_wait", 150)
+    assert look.kernel_stack == ("[<0>] nfs_wait+0x1/0x2", "[<0>] vfs_read+0x3/0x4")
+    assert look.caught == {signal.SIGUSR1, signal.SIGUSR2}
+    assert look.cpu_s == 400 / os.sysconf("SC_CLK_TCK")
+
+
+def test_what_is_not_told_is_none(tmp_path):
+    look = look_at(42, fake(tmp_path, status="SigCgt:\tnonsense\n"))
+
+    assert (look.wchan, look.io_bytes, look.kernel_stack, look.caught) == (None, None, (), set())
+    assert look_at(43, tmp_path) is None
+
+
+def test_a_stopped_process_is_seen_so_and_one_that_is_gone_not_at_all():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: look_at(child.pid).state == "T", what="state T")
+        child.kill()
+        child.wait()
+
+    assert look_at(child.pid) is None
+
+
+@pytest.mark.skipif(not shutil.which("py-spy", path=TOOLS), reason="no py-spy")
+def test_pyspy_reads_what_it_can_and_leaves_the_rest_out():
+    program = find_pyspy(TOOLS)
+    code = "import time\ndef lost(): print(flush=True); time.sleep(60)\nlost()"
+    words = [sys.executable, "-c", code]
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE) as python,
+        subprocess.Popen(["sleep", "60"]) as other,
+    ):
+        python.stdout.readline()
+        found = dump(program, {3: python.pid, 4: other.pid}, 30.0)
+        python.kill()
+        other.kill()
+
+    assert list(found) == [3]
+    assert b'"lost"' in found[3]
+
+
+def test_a_pyspy_that_does_not_end_is_killed(tmp_path):
+    slow = tmp_path / "py-spy"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
+    slow.chmod(0o755)
+
+    assert find_pyspy(str(tmp_path)) == str(slow)
+    assert dump(str(slow), {0: 1, 1: 2}, 0.5) == {}
+    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
+        assert look_at(int(pid)) is None
+
+
+def test_a_pyspy_that_cannot_be_started_says_nothing(tmp_path):
+    assert find_pyspy(str(tmp_path)) is None
+    assert dump(str(tmp_path / "none"), {0: 1}, 0.5) == {}

@@ -12,8 +12,8 @@ from sqlalchemy import Connection, select
 from gpuops.host.node_state import Repair, Strikes
 from gpuops.model import EntityKind
 from gpuops.store import schema
+from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
-from gpuops.store.schema import derived_id
 from gpuops.units import US_PER_S
 
 STRIKE_DAYS = 28

@@ -23,12 +23,12 @@ from gpuops.model import (
     Side,
     uuid7,
 )
-from gpuops.store import schema
+from gpuops.store import live
+from gpuops.store.columns import derived_id
 from gpuops.store.engine import Store, open_store
 from gpuops.store.facts.envelope import Envelope
 from gpuops.store.ingest import ingest
 from gpuops.store.lines import Line, canonical
-from gpuops.store.schema import derived_id
 from gpuops.units import US_PER_S
 
 LIMIT = 3
@@ -108,7 +108,7 @@ def _ask(store: Store, request: _Request, randomness: Callable[[int], bytes]) ->
         if before is not None and before.granted:
             return Permit(granted=True, reason="this node had leave already")
         granted = len({*asked, request.node}) < request.limit
-        _write(connection, schema.drain_permits, ("node",), _row(request, granted=granted))
+        _write(connection, live.drain_permits, ("node",), _row(request, granted=granted))
         if granted:
             return Permit(granted=True, reason=_counted(request, len(asked)))
         incident = _blow(connection, request, asked)
@@ -135,7 +135,7 @@ _Asked = dict[str, Row[Any, Any, Any]]
 
 def _asked(connection: Connection, request: _Request) -> _Asked:
     """Return what each node last asked within the window; a clock that is ahead counts as well."""
-    table = schema.drain_permits.c
+    table = live.drain_permits.c
     query = (
         select(table.node, table.t_us, table.granted)
         .where(table.cluster == request.cluster, table.check_name == request.check)
@@ -165,7 +165,7 @@ def _write(
 
 def _blow(connection: Connection, request: _Request, asked: _Asked) -> Incident:
     """Keep that the fuse refused; return the incident of this blow, which lasts as it does."""
-    table = schema.fuses.c
+    table = live.fuses.c
     query = select(table.blown_us, table.refusals).where(
         table.cluster == request.cluster,
         table.check_name == request.check,
@@ -180,7 +180,7 @@ def _blow(connection: Connection, request: _Request, asked: _Asked) -> Incident:
         "refused_us": request.now_us,
         "refusals": refusals + 1,
     }
-    _write(connection, schema.fuses, (), fuse)
+    _write(connection, live.fuses, (), fuse)
     nodes = sorted({*asked, request.node})
     more = f" and {len(nodes) - _NODES_SHOWN} more" if len(nodes) > _NODES_SHOWN else ""
     found = f"{_failing(request, asked)}: {', '.join(nodes[:_NODES_SHOWN])}{more}"

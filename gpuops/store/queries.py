@@ -13,11 +13,15 @@ from gpuops.store import schema
 __all__ = [
     "AttemptRow",
     "CheckRunRow",
+    "DecisionRow",
+    "ExclusionRow",
     "RunRow",
     "attempts",
     "check_runs",
+    "decisions",
     "event_of",
     "events",
+    "exclusions",
     "find_incident",
     "find_run",
     "incidents",
@@ -82,6 +86,38 @@ class CheckRunRow:
     start_us: int
     end_us: int
     verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRow:
+    """What was decided after the failure of one attempt; ``body`` is the event's whole payload.
+
+    It was written by an agent of the run's user: nothing in it is to be trusted.
+    """
+
+    ordinal: int
+    node: str
+    t_us: int
+    verdict: str
+    rule: str
+    reason: str
+    exit_code: int | None
+    backoff_us: int | None
+    restarts_used: int | None
+    restarts_max: int | None
+    note: str | None
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExclusionRow:
+    """A node that a run goes on without; ``ordinal`` is the attempt after which, if any."""
+
+    excluded: str
+    t_us: int
+    ordinal: int | None
+    reason: str
+    told_by: str
 
 
 def runs(connection: Connection, *, limit: int = 20) -> list[RunRow]:
@@ -209,6 +245,33 @@ def find_incident(connection: Connection, prefix: str) -> Incident:
     incident_id = _unique_id(connection, table.id, prefix, "incident")
     query = select(table.body).where(table.id == incident_id)
     return Incident.from_json(connection.execute(query).scalar_one())
+
+
+def decisions(
+    connection: Connection, run_id: str, *, ordinal: int | None = None
+) -> list[DecisionRow]:
+    """Return what was decided in a run, or only after the failure of attempt *ordinal*."""
+    table, place = schema.decisions, schema.nodes
+    query = (
+        select(table, place.c.hostname.label("node"))
+        .join(place, place.c.id == table.c.node_id)
+        .where(table.c.run_id == run_id)
+        .order_by(table.c.ordinal, table.c.t_us, table.c.id)
+    )
+    if ordinal is not None:
+        query = query.where(table.c.ordinal == ordinal)
+    names = DecisionRow.__dataclass_fields__
+    rows = connection.execute(query).mappings()
+    return [DecisionRow(**{name: row[name] for name in names}) for row in rows]
+
+
+def exclusions(connection: Connection, run_id: str) -> list[ExclusionRow]:
+    """Return the nodes that a run went on without, in order of time."""
+    table = schema.exclusions
+    query = select(table).where(table.c.run_id == run_id).order_by(table.c.t_us, table.c.excluded)
+    names = ExclusionRow.__dataclass_fields__
+    rows = connection.execute(query).mappings()
+    return [ExclusionRow(**{name: row[name] for name in names}) for row in rows]
 
 
 def last_event_us(connection: Connection, run_id: str) -> int | None:

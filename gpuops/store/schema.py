@@ -9,11 +9,6 @@ Columns called ``*_key`` order the accounts that several writers give of one thi
 sorts, greatest wins (`gpuops.store.merge`).
 """
 
-import functools
-import json
-import uuid
-from typing import Any
-
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -21,54 +16,18 @@ from sqlalchemy import (
     Double,
     ForeignKey,
     Index,
-    MetaData,
     PrimaryKeyConstraint,
     Table,
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.engine import Dialect
-from sqlalchemy.types import TypeDecorator
 
-from gpuops.store.lines import canonical
+from gpuops.store.columns import JsonText, Key
+from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
+from gpuops.store.live import drain_permits, fuses
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest migration, which these tables are."""
-
-_NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
-
-
-# The few nodes, runs and attempts of a batch are named again by each of its events.
-@functools.lru_cache(maxsize=4096)
-def derived_id(noun: str, *natural_key: str | int) -> str:
-    """Return the id of the row of *noun* with this natural key: the same on every store."""
-    return str(uuid.uuid5(_NAMESPACE, canonical([noun, *natural_key])))
-
-
-class JsonText(TypeDecorator[Any]):
-    """JSON as canonical text: equal bytes on both databases (Postgres reads it by ``::jsonb``)."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ANN401, ARG002
-        return None if value is None else canonical(value)
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ANN401, ARG002
-        return None if value is None else json.loads(value)
-
-
-# Keys are compared in SQL: by code point on every server, whatever its locale.
-Key = Text().with_variant(Text(collation="C"), "postgresql")
-
-metadata = MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
 
 events = Table(
     "events",
@@ -402,6 +361,44 @@ node_states = Table(
     Index(None, "node_id", "t_us"),
 )
 
+# One row for each ``decision.made``: what was decided after a failure, and in ``body`` on what.
+decisions = Table(
+    "decisions",
+    metadata,
+    Column("id", Key, primary_key=True),
+    Column("run_id", Key, ForeignKey("runs.id"), nullable=False),
+    Column("attempt_id", Key, ForeignKey("attempts.id"), nullable=False),
+    Column("ordinal", BigInteger, nullable=False),
+    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("verdict", Text, nullable=False),
+    Column("rule", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("exit_code", BigInteger),
+    Column("backoff_us", BigInteger),
+    Column("restarts_used", BigInteger),
+    Column("restarts_max", BigInteger),
+    Column("note", Text),
+    Column("body", JsonText, nullable=False),
+    Index(None, "run_id", "ordinal"),
+    Index(None, "rule", "t_us"),
+)
+
+# Nodes that a run goes on without, by the name that the run knows them by.
+exclusions = Table(
+    "exclusions",
+    metadata,
+    Column("run_id", Key, ForeignKey("runs.id"), nullable=False),
+    Column("excluded", Key, nullable=False),
+    Column("t_us", BigInteger, nullable=False),
+    Column("ordinal", BigInteger),
+    Column("reason", Text, nullable=False),
+    Column("told_by", Text, nullable=False),
+    Column("told_key", Key, nullable=False),
+    PrimaryKeyConstraint("run_id", "excluded"),
+    Index(None, "excluded", "t_us"),
+)
+
 ingest_log = Table(
     "ingest_log",
     metadata,
@@ -415,28 +412,5 @@ ingest_log = Table(
 )
 
 # Not history but a lock's memory: who asked of late to drain, and the fuse that stops too many.
-drain_permits = Table(
-    "drain_permits",
-    metadata,
-    Column("cluster", Key, nullable=False),
-    Column("check_name", Key, nullable=False),
-    Column("node", Key, nullable=False),
-    Column("t_us", BigInteger, nullable=False),
-    Column("granted", Boolean, nullable=False),
-    Column("failure_class", Text, nullable=False),
-    PrimaryKeyConstraint("cluster", "check_name", "node"),
-)
-
-fuses = Table(
-    "fuses",
-    metadata,
-    Column("cluster", Key, nullable=False),
-    Column("check_name", Key, nullable=False),
-    Column("blown_us", BigInteger, nullable=False),
-    Column("refused_us", BigInteger, nullable=False),
-    Column("refusals", BigInteger, nullable=False),
-    PrimaryKeyConstraint("cluster", "check_name"),
-)
-
 LIVE = (drain_permits, fuses)
 """The tables that no event makes: they cannot be built again, and need not be."""

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.stories import Teller, dump, envelopes, incident, story
+from support.stories import Teller, decision_payload, dump, envelopes, incident, story
 
 from gpuops.errors import UsageError
 from gpuops.model import ActionKind, IncidentState
@@ -296,6 +296,60 @@ def test_check_runs_keep_each_result(store):
 
     assert [(run.suite, run.verdict, run.node) for run in shown] == [("prolog", "unknown", "n1")]
     assert len(rows["check_results"]) == 6
+
+
+def test_decisions_are_told_with_all_that_they_rest_on(store):
+    put(store, story(8, attempts=3))
+    run = look(store, queries.find_run, None)
+
+    first, second = look(store, queries.decisions, run.id)
+    (only,) = look(store, queries.decisions, run.id, ordinal=1)
+
+    assert only == second
+    assert (first.ordinal, first.node, first.verdict) == (0, "n2", "restart")
+    assert (first.rule, first.backoff_us, first.exit_code) == ("worker-failed", 1_500_000, None)
+    assert (first.restarts_used, first.restarts_max, first.note) == (1, 3, "site: agreed")
+    assert first.body == decision_payload(0)
+
+
+def test_of_several_accounts_of_an_exclusion_the_first_stands(store):
+    lines = story(8)
+    put(store, list(reversed(lines)))
+    run = look(store, queries.find_run, None)
+
+    (found,) = look(store, queries.exclusions, run.id)
+
+    first = next(x.event for x in lines if x.event.kind == "node.excluded")
+    assert (found.excluded, found.ordinal, found.told_by) == ("n1", 0, "n1")
+    assert (found.t_us, found.reason) == (first.t_us, "sick, says n1")
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        ({}, "decision is not an object"),
+        ({"decision": {}}, "budget is not an object"),
+        ({"decision": {}, "budget": {}}, "verdict is not there"),
+        (decision_payload(0, rule="x" * 999), "rule is not at most 255"),
+        (decision_payload(0, exit_code="soon"), "exit_code is not a whole number"),
+    ],
+)
+def test_what_is_no_decision_is_refused(store, payload, words):
+    teller = Teller()
+    teller.tell("decision.made", payload, run_id="r1", attempt=0)
+
+    with pytest.raises(LineError, match=words):
+        put(store, teller.lines)
+
+
+def test_a_back_off_that_is_no_time_is_not_known(store):
+    teller = Teller()
+    for backoff_s in ("long", -1, 1e300, True):
+        told = decision_payload(0, backoff_s=backoff_s)
+        teller.tell("decision.made", told, run_id="r1", attempt=0)
+    put(store, teller.lines)
+
+    assert {row.backoff_us for row in look(store, queries.decisions, "r1")} == {None}
 
 
 def test_names_of_nodes_belong_to_their_cluster(store):

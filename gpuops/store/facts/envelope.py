@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from gpuops.model import Event
+from gpuops.store.columns import derived_id
 from gpuops.store.fields import Fields
 from gpuops.store.lines import Line
 from gpuops.store.merge import Merge, Row
-from gpuops.store.schema import derived_id
 
 Fact = tuple[Merge, Row]
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Incident, Side
 from gpuops.store import schema
+from gpuops.store.columns import derived_id
 from gpuops.store.facts.envelope import Envelope, Fact, attempt_id
 from gpuops.store.facts.places import ATTEMPTS, RUNS, attempt_stub
 from gpuops.store.fields import WORD_MAX
 from gpuops.store.lines import RUN_ID, LineError, canonical
 from gpuops.store.merge import Merge, Row
-from gpuops.store.schema import derived_id
 
 EVIDENCE_CHARS_MAX = 8192
 _RANK_MAX = 10**9

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from gpuops.store.facts.check import CHECK_RESULTS, CHECK_RUNS, COMPONENTS, check_ran
+from gpuops.store.facts.decision import DECISIONS, EXCLUSIONS, decision_made, node_excluded
 from gpuops.store.facts.envelope import Envelope, Fact
 from gpuops.store.facts.incident import (
     ACTIONS,
@@ -48,6 +49,8 @@ READERS: dict[str, Callable[[Envelope], list[Fact]]] = {
     "attempt.progress": attempt_progress,
     "attempt.ended": attempt_ended,
     "incident.recorded": incident_recorded,
+    "decision.made": decision_made,
+    "node.excluded": node_excluded,
     "check.ran": check_ran,
     "tool.failed": tool_failed,
     DRAINED: node_drained,
@@ -77,6 +80,8 @@ TABLE_ORDER: tuple[Merge, ...] = (
     ACTIONS,
     REPAIRS,
     NODE_STATES,
+    DECISIONS,
+    EXCLUSIONS,
 )
 
 

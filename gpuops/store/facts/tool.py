@@ -12,10 +12,10 @@ from gpuops.model import (
     Role,
     Side,
 )
+from gpuops.store.columns import derived_id
 from gpuops.store.facts.envelope import Envelope, Fact
 from gpuops.store.facts.incident import INCIDENTS, account_key, incident_row
 from gpuops.store.fields import WORD_MAX
-from gpuops.store.schema import derived_id
 
 DAY_US = 86_400_000_000
 _LINES_MAX = 30

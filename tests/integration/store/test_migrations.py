@@ -178,3 +178,16 @@ def test_the_tables_of_a_nodes_history_are_filled_from_the_events_of_before(url)
     assert {**after, "check_runs": None} == {**before, "check_runs": None}
     assert len(after["check_runs"]) == len(before["check_runs"])
     assert after["strikes"]
+
+
+def test_the_decisions_of_before_are_read_from_their_events(url):
+    before = filled(url)
+    downgrade(url, "0002")
+
+    assert upgrade_store(url) == ("0002", REVISION)
+
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        after = dump(connection)
+    assert after == before
+    assert after["decisions"]
+    assert after["exclusions"]

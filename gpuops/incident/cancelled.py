@@ -6,7 +6,9 @@ did not fail by itself, and what follows from their end is no failure either.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.classify import classify, ending_signal
 from gpuops.incident.evidence import clip, rank_entity, step_phrase
 from gpuops.incident.identity import incident_id
@@ -82,6 +84,48 @@ def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an en
     return _cancelled(
         signal_name, exits, run_id=run_id, attempt=attempt, node=node, detected_us=detected_us
     )
+
+
+def incident_from_drain(  # noqa: PLR0913  the agent's whole knowledge of an end
+    signal_name: str,
+    exits: Sequence[WorkerExit],
+    exit_code: int,
+    *,
+    run_id: str,
+    attempt: int,
+    node: str,
+    rules: Sequence[LogRule],
+    detected_us: int,
+    detected_mono_ns: int,
+) -> Incident:
+    """Return the closed incident of a run that stopped after its step because it was asked to.
+
+    Arguments as for `incident_from_cancel`; *exit_code* is the run's.
+    """
+    cancelled = incident_from_cancel(
+        signal_name,
+        exits,
+        run_id=run_id,
+        attempt=attempt,
+        node=node,
+        rules=rules,
+        detected_us=detected_us,
+        detected_mono_ns=detected_mono_ns,
+    )
+    if cancelled.culprits:
+        return cancelled
+    requeues = exit_code == EXIT_REQUEUE
+    hope = "and asked to be queued again" if requeues else f"with exit code {exit_code}"
+    return replace(
+        cancelled,
+        title=f"drained on {signal_name}: {_stopped(exits)}",
+        actions=(ActionKind.REQUEUE,) if requeues else (ActionKind.STOP,),
+        resolution=f"drained: the run ended in order {hope}",
+    )
+
+
+def _stopped(exits: Sequence[WorkerExit]) -> str:
+    return "the workers stopped after a step" if exits else "no worker ran"
 
 
 def _failed_before(

@@ -8,3 +8,8 @@ _NAMESPACE = uuid.UUID("6f0b0f8e-5d0c-5b1e-9a51-2d1c8f6a7e43")
 def incident_id(run_id: str, attempt: int) -> str:
     """Return the id of the incident that ended *attempt*: the same from whichever node asks."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}"))
+
+
+def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
+    """Return the id of the incident that kept *node* out of *attempt*."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}/{node}"))

@@ -25,7 +25,7 @@ def with_action(incident: Incident, action: ActionKind) -> Incident:
 def mitigated(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> Incident:
     """Return *incident* as mitigated at *at_us*: the job has made its first step again.
 
-    *lost_s* holds the seconds known by now (``detect``, ``restart``).
+    *lost_s* holds the seconds known by now, by phase.
     """
     if incident.state is not IncidentState.OPEN:
         return incident

@@ -112,6 +112,11 @@ def _what_happened(cause: Cause, verdicts: Sequence[Verdict], node: str) -> str:
     return f"{who} {deed} {step}{_told(cause.first)}"
 
 
+def told(verdict: Verdict) -> str:
+    """Return how a worker ended and what it said, such as ``"raised KeyError: 'labels'"``."""
+    return f"{_deed(verdict)}{_told(verdict)}"
+
+
 def _is_timeout(verdict: Verdict) -> bool:
     return verdict.failure_class is FailureClass.COLLECTIVE_TIMEOUT
 

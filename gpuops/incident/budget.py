@@ -1,0 +1,142 @@
+"""How often and how soon a run is restarted: the budget, the back-off, the seats, the growth.
+
+The budget is the run's, not an agent's, and optionally of a window of time. Every failure counts,
+also a lost or excluded node, because a run whose nodes leave it one after the other does no work
+either. Not counted: infrastructure of the launch (a port was taken), which is over at the next
+try, but only a few times in a row; a preemption, which is nobody's failure; a node that does not
+pass its check before joining, because no work was under way and it takes itself out of the run.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gpuops.incident.decision import HISTORY_MAX, Cluster, Decision, PastFailure, Terms
+
+# A taken port is another one at the next try; five in a row are no coincidence. A guess.
+INFRASTRUCTURE_MAX = 5
+BACKOFF_FIRST_S = 1.0
+BACKOFF_MAX_S = 30.0
+# Where steps have no number, a generation that stepped for this long made progress. A guess: longer
+# than any start-up that then fails at once, shorter than what anyone saves checkpoints at.
+PROGRESS_S = 600.0
+GROW_SNOOZE_S = 30.0
+GROWTHS_MAX = 3
+GROWTHS_WINDOW_S = 3600.0
+
+
+def counted(history: Sequence[PastFailure], terms: Terms, now_s: float) -> int:
+    """Return how many failures of *history* count against the budget at *now_s*.
+
+    A window sees what the record still holds, the last `HISTORY_MAX` failures.
+    """
+    if terms.restarts_window_s is None:
+        kept = sum(1 for past in history if past.counted)
+        return max(kept, history[-1].counted_total if history else 0)
+    since_s = now_s - terms.restarts_window_s
+    return sum(1 for past in history if past.counted and past.at_s > since_s)
+
+
+def restarts_left(history: Sequence[PastFailure], terms: Terms, now_s: float) -> int:
+    """Return how many more failures will be followed by a restart."""
+    return max(terms.restarts_max - counted(history, terms, now_s), 0)
+
+
+def infrastructure_in_a_row(history: Sequence[PastFailure]) -> int:
+    """Return how many failures at the end of *history* were infrastructure."""
+    n = 0
+    for past in reversed(history):
+        if not past.is_infrastructure:
+            break
+        n += 1
+    return n
+
+
+def backoff_s(history: Sequence[PastFailure], failure: PastFailure) -> float:
+    """Return how long to wait before the restart after *failure*, which follows *history*.
+
+    Nothing after a failure with progress since the one before, that is a step beyond all earlier
+    ones; else 1, 2, 4 … `BACKOFF_MAX_S` seconds.
+    """
+    n = 0
+    trail = [*history, failure]
+    for index in range(len(trail) - 1, 0, -1):
+        if _has_progress(trail[:index], trail[index]):
+            break
+        n += 1
+    if n == 0:
+        return 0.0
+    return float(min(BACKOFF_FIRST_S * 2 ** min(n - 1, 10), BACKOFF_MAX_S))
+
+
+def _has_progress(earlier: Sequence[PastFailure], failure: PastFailure) -> bool:
+    if failure.highest_step is not None:
+        before = [past.highest_step for past in earlier if past.highest_step is not None]
+        return failure.highest_step > max(before) if before else failure.has_stepped
+    return failure.has_stepped and failure.at_s - earlier[-1].at_s >= PROGRESS_S
+
+
+def history_after(decision: Decision, history: Sequence[PastFailure]) -> tuple[PastFailure, ...]:
+    """Return the history that the control record keeps after *decision*."""
+    return (*history, decision.failure)[-HISTORY_MAX:]
+
+
+def candidates(cluster: Cluster, without: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the live nodes that may train, spares among them, each once and in order."""
+    out = {*cluster.excluded, *without}
+    return tuple(dict.fromkeys(node for node in cluster.live if node not in out))
+
+
+def seats(cluster: Cluster, without: Collection[str] = ()) -> int:
+    """Return how many nodes the next generation would have: 0 where there are too few."""
+    return seats_of(len(candidates(cluster, without)), cluster.terms)
+
+
+def seats_of(n_nodes: int, terms: Terms) -> int:
+    """Return how many of *n_nodes* may train: 0 where they are too few.
+
+    The largest multiple of ``node_unit``, up to ``nodes_max``; at least ``nodes_min``.
+    """
+    n = min(n_nodes, terms.nodes_max)
+    n -= n % max(terms.node_unit, 1)
+    return n if n >= max(terms.nodes_min, 1) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """To how many nodes a run may grow now, 0 for not now, and why."""
+
+    nodes: int
+    why: str
+
+
+def may_grow(
+    cluster: Cluster,
+    *,
+    grown_s: Sequence[float],
+    now_s: float,
+    waiting_since_s: float,
+    at_checkpoint: bool,
+    snooze_s: float = GROW_SNOOZE_S,
+) -> Growth:
+    """Return whether to restart the run now in order to take more nodes in.
+
+    Args:
+        cluster: Who there is.
+        grown_s: When it grew before.
+        now_s: Now, by the same clock.
+        waiting_since_s: When the set of nodes that wait last changed: nodes often come in groups.
+        at_checkpoint: Whether a checkpoint has just been completed, so that little is lost.
+        snooze_s: How long that set must have stayed as it is.
+    """
+    wanted = seats(cluster)
+    recent = sum(1 for at_s in grown_s if at_s > now_s - GROWTHS_WINDOW_S)
+    why = (
+        ("no more nodes than now would train", wanted <= len(cluster.members)),
+        ("it waits for the next checkpoint", not at_checkpoint),
+        (f"nodes came within {snooze_s:.0f} s", now_s - waiting_since_s < snooze_s),
+        (f"it grew {recent} times within an hour", recent >= GROWTHS_MAX),
+    )
+    against = next((text for text, holds in why if holds), None)
+    if against is not None:
+        return Growth(0, against)
+    return Growth(wanted, f"{wanted - len(cluster.members)} more nodes wait")

@@ -1,0 +1,365 @@
+"""The nouns of a restart decision: what agents report, what the run looks like, what is decided.
+
+All of it goes over the board as JSON, so each has `to_json` and `from_json`, bounded in size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from gpuops.incident import fields
+from gpuops.model import Confidence, Entity, FailureClass, Json, Role, Side
+
+TEXT_CHARS_MAX = 600
+PATH_CHARS_MAX = 4096
+REASON_CHARS_MAX = 4000  # it names two log files
+EXITS_MAX = 64
+CULPRITS_MAX = 16
+HISTORY_MAX = 32
+
+
+def _entity(data: Mapping[str, Any]) -> Entity:
+    entity = Entity.from_json(data)
+    return Entity(entity.kind, entity.id[: fields.NAME_CHARS_MAX])
+
+
+class ReportKind(StrEnum):
+    """What one agent has to say of one generation."""
+
+    WORKERS_FAILED = "workers_failed"
+    HANG = "hang"
+    GPU_FAULT = "gpu_fault"
+    NODE_LOST = "node_lost"  # filed on the lost node's behalf by who noticed
+    GATE_FAILED = "gate_failed"
+    START_FAILED = "start_failed"
+    STOPPED = "stopped"  # nothing failed here: the group is being restarted
+    DONE = "done"  # every worker here had ended with code 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnd:
+    """One worker's end, as far as a decision over nodes needs it."""
+
+    rank: int
+    local_rank: int
+    role: Role
+    failure_class: FailureClass
+    side: Side
+    signature: str | None = None  # see `gpuops.incident.signature`
+    exit_code: int | None = None
+    signal: str | None = None
+    step: int | None = None
+    gpu_uuid: str | None = None
+    summary: str = ""
+    log_path: str | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "role": self.role.value,
+            "failure_class": self.failure_class.value,
+            "side": self.side.value,
+            "signature": self.signature,
+            "exit_code": self.exit_code,
+            "signal": self.signal,
+            "step": self.step,
+            "gpu_uuid": self.gpu_uuid,
+            "summary": self.summary[:TEXT_CHARS_MAX],
+            "log_path": self.log_path,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(
+            rank=fields.whole(data["rank"]),
+            local_rank=fields.whole(data["local_rank"]),
+            role=Role(data["role"]),
+            failure_class=FailureClass(data["failure_class"]),
+            side=Side(data["side"]),
+            signature=fields.text(data.get("signature")),
+            exit_code=fields.number(data.get("exit_code")),
+            signal=fields.text(data.get("signal")),
+            step=fields.number(data.get("step")),
+            gpu_uuid=fields.text(data.get("gpu_uuid")),
+            summary=fields.text(data.get("summary"), TEXT_CHARS_MAX) or "",
+            log_path=fields.text(data.get("log_path"), PATH_CHARS_MAX),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What one agent says of its node in one generation.
+
+    ``blames_node`` says that evidence on the node itself (an Xid, a failed check, a D-state worker)
+    speaks against it, so that a restart should do without it. ``arrival`` is the order in which
+    reports reached the board; only that orders reports of different hosts.
+    """
+
+    kind: ReportKind
+    node: str
+    generation: int
+    failure_class: FailureClass = FailureClass.UNRESOLVED
+    side: Side = Side.AMBIGUOUS
+    confidence: Confidence = Confidence.UNKNOWN
+    how: str = ""
+    culprits: tuple[Entity, ...] = ()
+    blames_node: bool = False
+    has_stepped: bool = False  # some rank here made a step in this generation
+    last_step: int | None = None
+    checkpoint_step: int | None = None  # newest checkpoint known here
+    ends: tuple[RankEnd, ...] = ()
+    is_infrastructure: bool = False  # a port taken, a start refused: does not count
+    arrival: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "kind": self.kind.value,
+            "node": self.node,
+            "generation": self.generation,
+            "failure_class": self.failure_class.value,
+            "side": self.side.value,
+            "confidence": self.confidence.value,
+            "how": self.how[:TEXT_CHARS_MAX],
+            "culprits": [entity.to_json() for entity in self.culprits[:CULPRITS_MAX]],
+            "blames_node": self.blames_node,
+            "has_stepped": self.has_stepped,
+            "last_step": self.last_step,
+            "checkpoint_step": self.checkpoint_step,
+            "ends": [end.to_json() for end in self.ends[:EXITS_MAX]],
+            "is_infrastructure": self.is_infrastructure,
+            "arrival": self.arrival,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the report in *data*.
+
+        Raises:
+            KeyError, TypeError, ValueError: Not a report.
+        """
+        return cls(
+            kind=ReportKind(data["kind"]),
+            node=fields.name(data["node"]),
+            generation=fields.whole(data["generation"]),
+            failure_class=FailureClass(data["failure_class"]),
+            side=Side(data["side"]),
+            confidence=Confidence(data["confidence"]),
+            how=fields.text(data.get("how"), TEXT_CHARS_MAX) or "",
+            culprits=tuple(map(_entity, data.get("culprits", ())[:CULPRITS_MAX])),
+            blames_node=bool(data.get("blames_node")),
+            has_stepped=bool(data.get("has_stepped")),
+            last_step=fields.number(data.get("last_step")),
+            checkpoint_step=fields.number(data.get("checkpoint_step")),
+            ends=tuple(RankEnd.from_json(item) for item in data.get("ends", ())[:EXITS_MAX]),
+            is_infrastructure=bool(data.get("is_infrastructure")),
+            arrival=fields.whole(data.get("arrival", 0)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastFailure:
+    """One earlier failure of this run, as the control record keeps it; times are the board's.
+
+    ``counted_total`` counts those of the whole run up to and with this one: the record keeps only
+    the last `HISTORY_MAX`. ``highest_step`` is the furthest that any rank had come by then.
+    """
+
+    generation: int
+    at_s: float
+    failure_class: FailureClass
+    side: Side
+    counted: bool  # against the budget of restarts
+    signature: str | None = None
+    step: int | None = None
+    has_stepped: bool = False
+    checkpoint_step: int | None = None
+    nodes: tuple[str, ...] = ()  # culprits
+    gpu_uuids: tuple[str, ...] = ()
+    log_path: str | None = None
+    rule: str = ""  # of the decision that it led to
+    is_infrastructure: bool = False
+    counted_total: int = 0
+    highest_step: int | None = None
+    excluded_checkpoint: int | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "generation": self.generation,
+            "at_s": self.at_s,
+            "failure_class": self.failure_class.value,
+            "side": self.side.value,
+            "counted": self.counted,
+            "signature": self.signature,
+            "step": self.step,
+            "has_stepped": self.has_stepped,
+            "checkpoint_step": self.checkpoint_step,
+            "nodes": list(self.nodes),
+            "gpu_uuids": list(self.gpu_uuids),
+            "log_path": self.log_path,
+            "rule": self.rule,
+            "is_infrastructure": self.is_infrastructure,
+            "counted_total": self.counted_total,
+            "highest_step": self.highest_step,
+            "excluded_checkpoint": self.excluded_checkpoint,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(
+            generation=fields.whole(data["generation"]),
+            at_s=fields.seconds(data["at_s"]),
+            failure_class=FailureClass(data["failure_class"]),
+            side=Side(data["side"]),
+            counted=bool(data["counted"]),
+            signature=fields.text(data.get("signature")),
+            step=fields.number(data.get("step")),
+            has_stepped=bool(data.get("has_stepped")),
+            checkpoint_step=fields.number(data.get("checkpoint_step")),
+            nodes=fields.names(data.get("nodes", ()), CULPRITS_MAX),
+            gpu_uuids=fields.names(data.get("gpu_uuids", ()), CULPRITS_MAX),
+            log_path=fields.text(data.get("log_path"), PATH_CHARS_MAX),
+            rule=fields.text(data.get("rule")) or "",
+            is_infrastructure=bool(data.get("is_infrastructure")),
+            counted_total=fields.whole(data.get("counted_total", 0)),
+            highest_step=fields.number(data.get("highest_step")),
+            excluded_checkpoint=fields.number(data.get("excluded_checkpoint")),
+        )
+
+
+class OnExhausted(StrEnum):
+    """What to do when fewer nodes are left than the job was started for."""
+
+    SHRINK = "shrink"
+    REQUEUE = "requeue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the user asked of restarts; the same on every agent.
+
+    ``nodes_max`` nodes train, ``nodes_min`` at least, always a multiple of ``node_unit``; agents
+    beyond that are spares. ``restarts_window_s`` None: the budget is for the whole run.
+    ``benign_exit_codes`` are those with which a framework asks for a restart (Megatron's rerun
+    machine), never a software fault.
+    """
+
+    nodes_min: int = 1
+    nodes_max: int = 1
+    node_unit: int = 1
+    restarts_max: int = 3
+    restarts_window_s: float | None = None
+    on_exhausted: OnExhausted = OnExhausted.SHRINK
+    benign_exit_codes: frozenset[int] = frozenset()
+
+    def to_json(self) -> Json:
+        return {
+            "nodes_min": self.nodes_min,
+            "nodes_max": self.nodes_max,
+            "node_unit": self.node_unit,
+            "restarts_max": self.restarts_max,
+            "restarts_window_s": self.restarts_window_s,
+            "on_exhausted": self.on_exhausted.value,
+            "benign_exit_codes": sorted(self.benign_exit_codes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        window_s = data.get("restarts_window_s")
+        return cls(
+            nodes_min=fields.whole(data["nodes_min"]),
+            nodes_max=fields.whole(data["nodes_max"]),
+            node_unit=fields.whole(data["node_unit"]),
+            restarts_max=fields.whole(data["restarts_max"]),
+            restarts_window_s=None if window_s is None else fields.seconds(window_s),
+            on_exhausted=OnExhausted(data["on_exhausted"]),
+            benign_exit_codes=frozenset(map(fields.whole, data.get("benign_exit_codes", ()))),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Who there is: nodes by name. ``live`` have an agent that beats, spares among them."""
+
+    terms: Terms
+    generation: int
+    members: tuple[str, ...]  # of this generation, by group rank
+    live: tuple[str, ...]
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        return {
+            "terms": self.terms.to_json(),
+            "generation": self.generation,
+            "members": list(self.members),
+            "live": list(self.live),
+            "excluded": dict(self.excluded),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(
+            terms=Terms.from_json(data["terms"]),
+            generation=fields.whole(data["generation"]),
+            members=fields.names(data["members"]),
+            live=fields.names(data["live"]),
+            excluded=fields.reasons(data.get("excluded", {})),
+        )
+
+
+class Verdict(StrEnum):
+    """What becomes of the run."""
+
+    RESTART = "restart"  # of all that are live and not excluded
+    REQUEUE = "requeue"  # exit 85
+    FAIL = "fail"  # exit 1: the budget is spent
+    STOP = "stop"  # exit 93: it would fail again, do not requeue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided, and everything needed to say why.
+
+    ``rule`` is the stable name of the row of the decision table that fired; ``reason`` is for
+    people. ``exclude`` maps nodes to the reason that they are left out from now on.
+    ``failure`` goes into the history of the run. ``cause`` is the report that holds the root cause.
+    """
+
+    verdict: Verdict
+    rule: str
+    reason: str
+    failure: PastFailure
+    cause: NodeReport | None = None
+    exclude: Mapping[str, str] = field(default_factory=dict)
+    exclude_checkpoint: int | None = None
+    backoff_s: float = 0.0
+    exit_code: int | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "verdict": self.verdict.value,
+            "rule": self.rule,
+            "reason": self.reason[:REASON_CHARS_MAX],
+            "failure": self.failure.to_json(),
+            "cause": self.cause and self.cause.to_json(),
+            "exclude": dict(self.exclude),
+            "exclude_checkpoint": self.exclude_checkpoint,
+            "backoff_s": self.backoff_s,
+            "exit_code": self.exit_code,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        cause = data.get("cause")
+        return cls(
+            verdict=Verdict(data["verdict"]),
+            rule=fields.name(data["rule"]),
+            reason=fields.text(data["reason"], REASON_CHARS_MAX) or "",
+            failure=PastFailure.from_json(data["failure"]),
+            cause=NodeReport.from_json(cause) if cause else None,
+            exclude=fields.reasons(data.get("exclude", {})),
+            exclude_checkpoint=fields.number(data.get("exclude_checkpoint")),
+            backoff_s=fields.seconds(data.get("backoff_s", 0.0)),
+            exit_code=fields.number(data.get("exit_code")),
+        )

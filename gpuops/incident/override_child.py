@@ -1,0 +1,54 @@
+"""The process in which a site's own decision is made: JSON in, one call, JSON out.
+
+``python -m gpuops.incident.override_child PLUGIN``. What the plug-in prints goes to standard error;
+the answer goes where standard output was.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+DEFAULT_FUNCTION = "decide"
+
+
+def main() -> None:
+    """Answer the question on standard input; an exception ends with its traceback and code 1."""
+    answer_fd = os.dup(1)
+    os.dup2(2, 1)
+    question = json.load(sys.stdin)
+    answer = loaded(sys.argv[1])(question)
+    with os.fdopen(answer_fd, "w", encoding="utf-8") as stream:
+        json.dump(answer, stream, allow_nan=False)
+
+
+def loaded(plugin: str) -> Callable[[Any], Any]:
+    """Return the function that *plugin* names: ``module:function`` or ``/path.py[:function]``.
+
+    Raises:
+        ImportError, AttributeError, OSError: It is not there.
+    """
+    place, _, name = plugin.rpartition(":") if ":" in plugin else (plugin, "", "")
+    function = getattr(_module(place), name or DEFAULT_FUNCTION)
+    if not callable(function):
+        raise TypeError(f"{plugin} is not a function")
+    return function  # type: ignore[no-any-return]  # any callable of a stranger's module
+
+
+def _module(place: str) -> Any:  # noqa: ANN401 a module of the site
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location("gpuops_site_decision", place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {place}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

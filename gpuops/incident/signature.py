@@ -1,0 +1,162 @@
+"""The signature of a failure: equal for two failures of one and the same bug, and for little else.
+
+``KeyError at data.py:88 in collate: '#'``: the exception's type, the innermost place in the user's
+code, the message without what differs from try to try (numbers, addresses, paths, ids, ranks). The
+line number stays in: within one run it only changes where somebody edited the program, and then one
+more attempt is right, while without it two bare ``assert``s in one function would be the same bug.
+
+Only a root in user code has a signature, because a repeated signature ends the run. What CUDA,
+NCCL, c10d, gloo, sockets, files, memory or a signal may have had a hand in has none, also where the
+program wrapped it in an exception of its own: then the cause stands in its traceback.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+
+from gpuops.incident import exception
+from gpuops.incident.classify import Verdict, ending_signal
+from gpuops.model import FailureClass, Role, Side, WorkerExit
+from gpuops.scrub import scrub
+
+MESSAGE_CHARS_MAX = 160
+SIGNATURE_CHARS_MAX = 320
+_READ_CHARS_MAX = 2000
+# Without an exception only an exit code and last words are left, which may be anyone's: that
+# it was the same again is believed later than of an exception.
+WEAK = "exit "
+
+_INFRASTRUCTURE_MODULE = re.compile(
+    r"(?:torch\.distributed|requests|urllib3?|http|httpx|httpcore|aiohttp|socket|ssl|ftplib"
+    r"|botocore|boto3|s3fs|gcsfs|adlfs|azure|google\.(?:api_core|cloud|auth)|fsspec|grpc|paramiko"
+    r"|wandb|mlflow|huggingface_hub|subprocess|pynvml|zlib|zipfile|tarfile|lzma|h5py|sqlite3"
+    r"|redis|psycopg|asyncpg|multiprocessing)\."
+)
+_INFRASTRUCTURE_TYPE = re.compile(
+    r"(?:^|[\s:(])(?:[A-Za-z_]\w{0,60}\.){0,8}"
+    r"(?:Connection(?:Refused|Reset|Aborted)?Error|BrokenPipeError|(?:OS|IO|Environment)Error"
+    r"|File(?:NotFound|Exists)Error|PermissionError|(?:IsA|NotA)DirectoryError|TimeoutError"
+    r"|BlockingIOError|InterruptedError|ChildProcessError|ProcessLookupError|EOFError|MemoryError"
+    r"|OutOfMemoryError|AcceleratorError|KeyboardInterrupt|SystemError|UnpicklingError|BadZipFile"
+    r"|SafetensorError|URLError|HTTP(?:Status)?Error|SSLError|(?:Read|Connect)Timeout|gaierror"
+    r"|herror|Dist(?:Backend|Network|Store)?Error|NVMLError)(?=[\s:(]|$)"
+)
+_INFRASTRUCTURE_TEXT = re.compile(
+    r"\bCUDA\b|\bHIP error|\bcu(?:BLAS|DNN|FFT|SPARSE|SOLVER)|\bCU(?:BLAS|DNN|DA|FFT)_|\bnccl|NCCL"
+    r"|\b[Gg]loo\b|\bc10d\b|ProcessGroup|TCPStore|\bUCX\b|\bib[vu]_|NVML|nvidia|\bGPU is lost"
+    r"|[Oo]ut of memory|[Cc]annot allocate memory|DefaultCPUAllocator|\[Errno \d+\]"
+    r"|[Cc]onnection (?:refused|reset|aborted|closed|timed out|lost)|[Bb]roken pipe"
+    r"|[Tt]imed? ?out\b|[Nn]o space left|[Qq]uota exceeded|[Ii]nput/output error"
+    r"|[Ss]tale file handle|[Rr]ead-only file system|not connected|[Nn]ame resolution"
+    r"|[Tt]oo many open files|DataLoader worker \(pid"
+)
+_DEVICE = re.compile(r"CUDA|device-side")
+_INSTALLED = re.compile(r"site-packages/|dist-packages/|^<frozen|/lib(?:64)?/python\d|^<string>$")
+_FRAME = re.compile(
+    r'^\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<name>.{1,80}))?'
+)
+
+_UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+_ADDRESS = re.compile(
+    r"\[[0-9a-fA-F:.]*:[0-9a-fA-F:.]*\](?::\d+)?|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
+)
+_PATH = re.compile(r"(?:[a-z][a-z0-9+]{1,9}://|~|\.{1,2})?/[^\s'\",;:()\[\]]{1,400}")
+_HEX = re.compile(r"\b0[xX][0-9a-fA-F]+|\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{8,}\b")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_NOT_FINITE = re.compile(r"[-+]?\b(?:nan|inf)\b", re.IGNORECASE)
+_SPACE = re.compile(r"\s+")
+
+
+def signature_of(verdict: Verdict) -> str | None:
+    """Return the signature of a worker's end, None where the root is not known to be user code."""
+    worker = verdict.worker
+    if not _is_of_the_program(verdict):
+        return None
+    if worker.exception_type is not None:
+        kind, message = worker.exception_type, (worker.exception_message or "").strip()
+        message = message.removeprefix(f"{kind.rpartition('.')[2]}: ")
+        return _signed(kind, message, worker.traceback, exception.said(worker))
+    printed = exception.printed_exception(worker.log_tail)
+    if printed is not None:
+        kind, _, message = printed.partition(": ")
+        return _signed(kind, message, worker.log_tail, exception.speaking(_last_traceback(worker)))
+    return _of_exit(verdict)
+
+
+def is_weak(signature: str) -> bool:
+    """Say whether *signature* is that of an exit code alone."""
+    return signature.startswith(WEAK)
+
+
+def normalised(message: str) -> str:
+    """Return *message* as one bounded line without what differs from try to try."""
+    text = scrub(message[:_READ_CHARS_MAX])
+    for pattern in (_UUID, _PATH, _ADDRESS, _HEX, _NUMBER, _NOT_FINITE):
+        text = pattern.sub("#", text)
+    text = _SPACE.sub(" ", re.sub(r"#(?:[ ,x.:]{0,3}#)+", "#", text)).strip()
+    return text[:MESSAGE_CHARS_MAX].rstrip()
+
+
+def place_of(lines: Iterable[str]) -> str | None:
+    """Return ``"data.py:88 in collate"``, the innermost frame of the user's own code in *lines*.
+
+    Where every frame is of installed packages it is the innermost of those: many train with a
+    package that they have installed.
+    """
+    frames = [match for line in lines if (match := _FRAME.match(exception.bare(line)))]
+    own = [frame for frame in frames if not _INSTALLED.search(frame["file"])] or frames
+    if not own:
+        return None
+    name = (own[-1]["name"] or "").strip()
+    where = f"{PurePosixPath(own[-1]['file']).name[:80]}:{own[-1]['line']}"
+    return f"{where} in {name}" if name else where
+
+
+def _is_of_the_program(verdict: Verdict) -> bool:
+    """Say whether nothing but the program itself explains the end; a teardown may have raised."""
+    worker = verdict.worker
+    if verdict.role is Role.TEARDOWN:
+        return worker.exception_type is not None
+    return (
+        verdict.role is Role.ROOT
+        and verdict.failure_class is FailureClass.USER_EXCEPTION
+        and verdict.side is Side.USER
+        and (worker.exception_type is not None or ending_signal(worker) is None)
+    )
+
+
+def _signed(kind: str, message: str, trace: Sequence[str], lines: Sequence[str]) -> str | None:
+    if _is_infrastructure(kind, [message, *lines]):
+        return None
+    where = place_of(trace)
+    head = f"{kind[:80]} at {where}" if where else kind[:80]
+    told = normalised(message.partition("\n")[0])
+    return (f"{head}: {told}" if told else head)[:SIGNATURE_CHARS_MAX]
+
+
+def _is_infrastructure(kind: str, lines: Iterable[str]) -> bool:
+    if _INFRASTRUCTURE_MODULE.match(kind):
+        return True
+    texts = [kind, *(line[:_READ_CHARS_MAX] for line in lines)]
+    return any(_INFRASTRUCTURE_TYPE.search(t) or _INFRASTRUCTURE_TEXT.search(t) for t in texts)
+
+
+def _of_exit(verdict: Verdict) -> str | None:
+    """Return the signature of an exit code with last words; a bare code has none.
+
+    It is a weak one, unless a rule knows the words for the program's own.
+    """
+    told = " ".join(verdict.lines[:1]).strip()
+    if not told:
+        return None
+    text = f"{verdict.worker.exit_code}: {normalised(exception.bare(told))}"
+    if verdict.specific and not _DEVICE.search(told):
+        return f"code {text}"[:SIGNATURE_CHARS_MAX]
+    return None if _is_infrastructure("", verdict.lines) else f"{WEAK}{text}"[:SIGNATURE_CHARS_MAX]
+
+
+def _last_traceback(worker: WorkerExit) -> list[str]:
+    """Return the log from the first traceback on: chained ones name the cause above the last."""
+    tail = [exception.bare(line) for line in worker.log_tail]
+    start = next((i for i, line in enumerate(tail) if line.startswith("Traceback (most")), 0)
+    return tail[start:]

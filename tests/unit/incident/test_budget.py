@@ -1,0 +1,99 @@
+"""The run's budget, and when it may grow."""
+
+import pytest
+from support.decisions import decision, failure
+
+from gpuops.incident.budget import (
+    GROWTHS_WINDOW_S,
+    counted,
+    history_after,
+    infrastructure_in_a_row,
+    may_grow,
+    restarts_left,
+)
+from gpuops.incident.decision import HISTORY_MAX, Cluster, Terms
+
+
+def test_only_what_counts_is_counted():
+    history = (failure(at_s=1.0), failure(at_s=2.0, counted=False), failure(at_s=3.0))
+
+    assert counted(history, Terms(), 10) == 2
+    assert restarts_left(history, Terms(restarts_max=3), 10) == 1
+    assert restarts_left(history, Terms(restarts_max=1), 10) == 0
+
+
+def test_a_window_counts_what_is_in_it():
+    history = (failure(at_s=1.0), failure(at_s=5.0), failure(at_s=9.0))
+
+    assert counted(history, Terms(restarts_window_s=5.0), 10) == 1
+    assert counted(history, Terms(restarts_window_s=5.5), 10) == 2
+
+
+def test_the_history_is_bounded_and_its_total_is_kept():
+    history = tuple(failure(counted_total=i + 1) for i in range(HISTORY_MAX))
+    longer = history_after(decision(), history)
+
+    assert len(longer) == HISTORY_MAX
+    assert longer[0] is history[1]
+    many = (failure(counted_total=70),)
+    assert counted(many, Terms(), 0) == 70
+
+
+def test_infrastructure_in_a_row_ends_with_anything_else():
+    port = failure(counted=False, is_infrastructure=True)
+
+    assert infrastructure_in_a_row(()) == 0
+    assert infrastructure_in_a_row((port, failure(), port, port)) == 2
+
+
+def grown(**changes):
+    fields = {"grown_s": (), "now_s": 1000.0, "waiting_since_s": 900.0, "at_checkpoint": True}
+    on = changes.pop("on", cluster())
+    return may_grow(on, **{**fields, **changes})
+
+
+def cluster(members=2, live=4, **changes):
+    fields = {"nodes_min": 1, "nodes_max": 4, **changes}
+    names = tuple(f"n{i}" for i in range(live))
+    return Cluster(terms=Terms(**fields), generation=1, members=names[:members], live=names)
+
+
+def test_it_grows_at_a_checkpoint_to_all_that_may_train():
+    assert grown().nodes == 4
+    assert grown(on=cluster(live=9)).nodes == 4
+    assert grown(on=cluster(live=5, node_unit=2, nodes_max=8)).nodes == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"at_checkpoint": False}, "next checkpoint"),
+        ({"waiting_since_s": 975.0}, "within 30 s"),
+        ({"grown_s": (900.0, 910.0, 920.0)}, "3 times within an hour"),
+        ({"on": cluster(members=4)}, "no more nodes"),
+        ({"on": cluster(members=2, live=3, node_unit=2)}, "no more nodes"),
+        ({"on": cluster(members=2, live=2)}, "no more nodes"),
+        ({"on": cluster(nodes_max=2)}, "no more nodes"),
+    ],
+)
+def test_when_it_does_not_grow(changes, why):
+    growth = grown(**changes)
+
+    assert growth.nodes == 0
+    assert why in growth.why
+
+
+def test_an_excluded_node_is_no_reason_to_grow():
+    on = cluster(live=3)
+
+    assert grown(on=on).nodes == 3
+    names = Cluster(
+        terms=on.terms, generation=1, members=on.members, live=on.live, excluded={"n2": "sick"}
+    )
+    assert grown(on=names).nodes == 0
+
+
+def test_the_flap_limit_is_of_an_hour():
+    old = (1.0, 2.0, 3.0)
+
+    assert grown(grown_s=old, now_s=GROWTHS_WINDOW_S + 10, waiting_since_s=0.0).nodes == 4

@@ -1,0 +1,303 @@
+"""The control record of a run: one JSON value on the board, changed only by compare-and-swap.
+
+It says which generation there is and what its phase is, why, and who is left out. Any agent may
+take a generation from RUN to GATHER or DRAIN; the first writer wins, everybody else follows.
+
+Keys on the board::
+
+    control                the record
+    agent/<agent id>       who an agent is (`Member`), written once
+    alive/<agent id>       its heartbeat: a sequence number, its progress
+    ready/<g>/<agent id>   it would take a seat in generation g (`Member`, with a free port)
+    roster/<g>             who sits where in generation g (`Roster`), written once
+    report/<g>/<agent id>  what it has to say of generation g (`NodeReport`)
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from signal import Signals
+from typing import Any, Self
+from uuid import UUID
+
+from gpuops.incident import fields
+from gpuops.incident.decision import (
+    HISTORY_MAX,
+    REASON_CHARS_MAX,
+    Decision,
+    PastFailure,
+    ReportKind,
+)
+from gpuops.model import Json
+
+VERSION = 1
+NAME_CHARS_MAX = 255
+GENERATION_MAX = 10**6
+WORKERS_MAX = 4096  # of one node
+PORT_MAX = 2**16 - 1
+EXIT_CODE_MAX = 255
+CONTROL = "control"
+# A run's folder: one name, no way out of the directory of all runs.
+FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
+
+
+class RecordError(ValueError):
+    """The bytes are not a record of this version."""
+
+
+class Phase(StrEnum):
+    """What every agent should be doing."""
+
+    FORM = "form"  # the generation is being formed: take a seat
+    RUN = "run"  # its workers run
+    GATHER = "gather"  # something happened: stop the workers, report
+    DRAIN = "drain"  # finish the step, save, stop; then exit 85
+    STOP = "stop"  # the run is over; exit with its code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One agent: its node's name, the address its peers reach it at, and its wish for a place.
+
+    ``order`` is what the launcher says (SLURM_PROCID, ``--node-rank``), None where it says nothing.
+    ``master_port`` is free for the workers' store, should this agent get group rank 0.
+    """
+
+    agent: str
+    node: str
+    address: str
+    n_workers: int
+    order: int | None = None
+    master_port: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "agent": self.agent,
+            "node": self.node,
+            "address": self.address,
+            "n_workers": self.n_workers,
+            "order": self.order,
+            "master_port": self.master_port,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        node, address = str(data["node"]), str(data["address"])
+        if not 0 < len(node) <= NAME_CHARS_MAX or len(address) > NAME_CHARS_MAX:
+            raise ValueError("a node's name or address is too long")
+        return cls(
+            agent=str(UUID(data["agent"])),
+            node=node,
+            address=address,
+            n_workers=_bounded(data["n_workers"], WORKERS_MAX),
+            order=fields.number(data.get("order")),
+            master_port=_bounded(data.get("master_port", 0), PORT_MAX),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """Who trains in a generation, by group rank; ``spares`` wait."""
+
+    generation: int
+    members: tuple[Member, ...]
+    spares: tuple[Member, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return sum(member.n_workers for member in self.members)
+
+    def group_rank(self, agent: str) -> int | None:
+        """Return the place of *agent*, None for one without a seat."""
+        for rank, member in enumerate(self.members):
+            if member.agent == agent:
+                return rank
+        return None
+
+    def first_rank(self, group_rank: int) -> int:
+        """Return the global rank of the first worker of *group_rank*."""
+        return sum(member.n_workers for member in self.members[:group_rank])
+
+    def to_bytes(self) -> bytes:
+        return _pack(
+            {
+                "generation": self.generation,
+                "members": [member.to_json() for member in self.members],
+                "spares": [member.to_json() for member in self.spares],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the roster in *data*.
+
+        Raises:
+            RecordError: Not a roster.
+        """
+        with _unpacking("roster"):
+            body = _unpack(data)
+            return cls(
+                generation=_generation(body["generation"]),
+                members=tuple(map(Member.from_json, body["members"])),
+                spares=tuple(map(Member.from_json, body["spares"])),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlRecord:
+    """What the agents of a run have agreed on; ``*_s`` are times of the board.
+
+    ``excluded`` nodes get no seat. ``not_before_s`` is the back-off of the generation that is being
+    formed. ``decision`` is the last one, ``exit_code`` the run's once the phase is STOP.
+    """
+
+    run_id: str
+    folder: str
+    generation: int
+    phase: Phase
+    since_s: float
+    fingerprint: str = ""  # of the command: agents of another job are not of this run
+    reason: str = ""
+    trigger: ReportKind | None = None  # what took the generation to GATHER
+    decided_by: str = ""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    excluded_checkpoint: int | None = None
+    history: tuple[PastFailure, ...] = ()
+    decision: Decision | None = None
+    not_before_s: float = 0.0
+    grown_s: tuple[float, ...] = ()  # when the run was restarted to take more nodes in
+    drain_signal: str | None = None
+    drain_step: int | None = None  # ranks that ask whether to stop do so after this step, all alike
+    exit_code: int | None = None
+
+    def to_bytes(self) -> bytes:
+        return _pack(
+            {
+                "run_id": self.run_id,
+                "folder": self.folder,
+                "generation": self.generation,
+                "phase": self.phase.value,
+                "since_s": self.since_s,
+                "fingerprint": self.fingerprint,
+                "reason": self.reason,
+                "trigger": self.trigger and self.trigger.value,
+                "decided_by": self.decided_by,
+                "excluded": dict(self.excluded),
+                "excluded_checkpoint": self.excluded_checkpoint,
+                "history": [item.to_json() for item in self.history[-HISTORY_MAX:]],
+                "decision": self.decision and self.decision.to_json(),
+                "not_before_s": self.not_before_s,
+                "grown_s": list(self.grown_s[-HISTORY_MAX:]),
+                "drain_signal": self.drain_signal,
+                "drain_step": self.drain_step,
+                "exit_code": self.exit_code,
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the record in *data*.
+
+        Raises:
+            RecordError: Not a control record of this version.
+        """
+        with _unpacking("control record"):
+            body = _unpack(data)
+            decision, trigger = body.get("decision"), body.get("trigger")
+            return cls(
+                run_id=str(UUID(body["run_id"])),
+                folder=_folder(body["folder"]),
+                generation=_generation(body["generation"]),
+                phase=Phase(body["phase"]),
+                since_s=fields.seconds(body["since_s"]),
+                fingerprint=fields.text(body.get("fingerprint")) or "",
+                reason=fields.text(body.get("reason"), REASON_CHARS_MAX) or "",
+                trigger=ReportKind(trigger) if trigger else None,
+                decided_by=fields.text(body.get("decided_by")) or "",
+                excluded=fields.reasons(body.get("excluded", {})),
+                excluded_checkpoint=fields.number(body.get("excluded_checkpoint")),
+                history=tuple(
+                    PastFailure.from_json(x) for x in body.get("history", ())[-HISTORY_MAX:]
+                ),
+                decision=Decision.from_json(decision) if decision else None,
+                not_before_s=fields.seconds(body.get("not_before_s", 0.0)),
+                grown_s=tuple(map(fields.seconds, body.get("grown_s", ())[-HISTORY_MAX:])),
+                drain_signal=_signal_name(body.get("drain_signal")),
+                drain_step=fields.number(body.get("drain_step")),
+                exit_code=_exit_code(body.get("exit_code")),
+            )
+
+
+def pack(body: Json) -> bytes:
+    """Return *body* as a value of the board."""
+    return _pack(body)
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """Return the body of a value.
+
+    Raises:
+        RecordError: Not one.
+    """
+    with _unpacking("value"):
+        return _unpack(data)
+
+
+def _pack(body: Json) -> bytes:
+    return json.dumps({"v": VERSION, **body}, separators=(",", ":")).encode()
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    body = json.loads(data)
+    if not isinstance(body, dict) or body.get("v") != VERSION:
+        raise ValueError(f"version {VERSION} is wanted")
+    return body
+
+
+def _generation(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= GENERATION_MAX:
+        raise ValueError(f"{value!r} is not a generation")
+    return value
+
+
+def _bounded(value: object, most: int) -> int:
+    found = fields.whole(value)
+    if not 0 <= found <= most:
+        raise ValueError(f"{found} is not within 0..{most}")
+    return found
+
+
+def _folder(value: object) -> str:
+    found = fields.name(value)
+    if not FOLDER.fullmatch(found):
+        raise ValueError(f"{found[:40]!r} is not the name of a run's folder")
+    return found
+
+
+def _signal_name(value: object) -> str | None:
+    found = fields.text(value)
+    if found is not None and found not in Signals.__members__:
+        raise ValueError(f"{found[:40]!r} is not a signal")
+    return found
+
+
+def _exit_code(value: object) -> int | None:
+    return None if value is None else _bounded(value, EXIT_CODE_MAX)
+
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+class _unpacking:  # noqa: N801 a context manager, read as a verb
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, _UNREADABLE):
+            raise RecordError(f"not a {self._what}: {error!r}") from error

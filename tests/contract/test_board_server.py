@@ -1,0 +1,719 @@
+"""The server process and its client under attack and misfortune."""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from support.boards import (
+    DEADLINE_S,
+    RUN_KEY,
+    TOKEN,
+    Proxy,
+    eventually,
+    server,
+    tcp_board,
+)
+
+from gpuops.control import board_wire as wire
+from gpuops.control import seal
+from gpuops.control.board import (
+    VALUE_BYTES_MAX,
+    BoardError,
+    BoardForgotError,
+    BoardUnreachableError,
+    Entry,
+)
+from gpuops.control.server_process import start_server
+
+SECRET = b"the record of the run"
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One server for the tests that leave it as it was."""
+    with server() as process, contextlib.closing(tcp_board(process.port)) as board:
+        board.put("control", SECRET)
+        yield process
+
+
+def still_serves(process):
+    with contextlib.closing(tcp_board(process.port)) as board:
+        assert board.get("control").value == SECRET
+    return True
+
+
+class Stranger:
+    """A connection that says what it likes."""
+
+    def __init__(self, port, token=TOKEN, run_key=RUN_KEY):
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self.key = seal.token_key(token)
+        self.run = seal.run_digest(run_key)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def say(self, body):
+        self.socket.sendall(wire.LENGTH.pack(len(body)) + body)
+
+    def hear(self):
+        """Return the next frame, None where there is none any more."""
+        with contextlib.suppress(ConnectionError):
+            head = self._exactly(4)
+            return self._exactly(wire.LENGTH.unpack(head)[0])
+        return None
+
+    def _exactly(self, number):
+        data = b""
+        while len(data) < number:
+            chunk = self.socket.recv(number - len(data))
+            if not chunk:
+                raise ConnectionResetError
+            data += chunk
+        return data
+
+    def greet(self, client=None):
+        """Say hello; return the handshake."""
+        hello = wire.Hello(self.run, client or secrets.token_bytes(16), 0, seal.nonce()).to_bytes()
+        self.say(hello)
+        return seal.Handshake(self.key, hello + self.hear())
+
+    def enter(self, client=None):
+        """Prove the token; return the tags of our frames."""
+        shake = self.greet(client)
+        self.say(shake.proof("client"))
+        assert self.hear()[0] == wire.Welcome.COME_IN
+        return shake.channel("client")
+
+    def was_cut_off(self):
+        return self.hear() is None
+
+
+def request(what=wire.What.GET, key="control", number=1, **more):
+    return wire.Request(number, what, key, **more).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("token", "words"), [("another", "token"), ("", "token")], ids=["wrong", "none"]
+)
+def test_without_the_token_nothing_is_read_or_written(shared, token, words):
+    with contextlib.closing(tcp_board(shared.port, token=token)) as board:
+        for call in (
+            lambda: board.get("control"),
+            lambda: board.list(""),
+            lambda: board.put("control", b"mine"),
+            lambda: board.swap("control", b"mine", version=1),
+            lambda: board.beat("control", b"mine", watch="control", seen=0, hold_s=0),
+            lambda: board.delete(""),
+        ):
+            with pytest.raises(BoardError, match=words) as caught:
+                call()
+            assert not isinstance(caught.value, BoardUnreachableError)
+    assert still_serves(shared)
+
+
+def test_the_board_of_another_run_says_so(shared):
+    with (
+        contextlib.closing(tcp_board(shared.port, run_key="other")) as board,
+        pytest.raises(BoardError, match="another run"),
+    ):
+        board.get("control")
+
+
+def test_a_request_before_the_proof_is_not_answered(shared):
+    for early in (request(), bytes(16) + request()):
+        with Stranger(shared.port) as stranger:
+            stranger.say(early)
+            assert stranger.was_cut_off()
+        with Stranger(shared.port) as stranger:
+            stranger.greet()
+            stranger.say(early)
+            assert stranger.hear()[0] == wire.Welcome.WRONG_TOKEN
+            assert stranger.was_cut_off()
+
+
+def test_an_overheard_proof_opens_no_second_connection(shared):
+    with Stranger(shared.port) as first, Stranger(shared.port) as second:
+        overheard = first.greet().proof("client")
+        second.greet()
+        second.say(overheard)
+        assert second.hear()[0] == wire.Welcome.WRONG_TOKEN
+
+
+def test_the_servers_own_proof_is_no_clients(shared):
+    with Stranger(shared.port) as stranger:
+        stranger.say(stranger.greet().proof("server"))
+        assert stranger.hear()[0] == wire.Welcome.WRONG_TOKEN
+
+
+@pytest.mark.parametrize("how", ["no tag", "another's tag", "the same again", "changed"])
+def test_a_frame_put_into_a_proved_connection_is_refused(shared, how):
+    message = request(wire.What.PUT, "control", value=b"mine")
+    with Stranger(shared.port) as stranger:
+        channel = stranger.enter()
+        harmless = request()
+        frame = channel.tag(harmless) + harmless
+        if how == "no tag":
+            stranger.say(bytes(seal.TAG_BYTES) + message)
+        elif how == "another's tag":
+            stranger.say(seal.Channel(bytes(32)).tag(message) + message)
+        elif how == "changed":
+            stranger.say(channel.tag(harmless)[: seal.TAG_BYTES] + message)
+        else:
+            stranger.say(frame)
+            assert stranger.hear() is not None
+            stranger.say(frame)
+        assert stranger.was_cut_off()
+    assert still_serves(shared)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(10_000),
+        b"\xff" * 10_000,
+        struct.pack(">I", 2**31) + b"x",
+        struct.pack(">I", wire.OPENING_BYTES_MAX + 1),
+        struct.pack(">I", 0) * 2,
+        struct.pack(">I", 128) + b"gpuopsb1" + bytes(120),
+        b"\x80\x04\x95pickle",
+    ],
+    ids=["http", "zeros", "ones", "huge", "over", "empty", "hello", "pickle"],
+)
+def test_garbage_is_cut_off_and_harms_nobody(shared, garbage):
+    with Stranger(shared.port) as stranger:
+        stranger.socket.sendall(garbage)
+        stranger.socket.shutdown(socket.SHUT_WR)
+        while stranger.hear():
+            pass
+    assert still_serves(shared)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        bytes(5),
+        b"\xff" * 60,
+        request()[:-3],
+        request().replace(b"control", b"c\xffntrol"),
+        request(wire.What.BEAT, "a", watch="b", hold_s=float("nan"))[:10],
+    ],
+    ids=["empty", "zeros", "ones", "short", "not ascii", "cut"],
+)
+def test_a_proved_client_that_talks_nonsense_loses_only_itself(shared, message):
+    with Stranger(shared.port) as stranger:
+        channel = stranger.enter()
+        stranger.say(channel.tag(message) + message)
+        assert stranger.was_cut_off()
+    assert still_serves(shared)
+
+
+@pytest.mark.parametrize("hold_s", [float("nan"), float("inf"), -1.0])
+def test_a_hold_that_is_no_time_is_no_hold(shared, hold_s):
+    with Stranger(shared.port) as stranger:
+        channel = stranger.enter()
+        message = request(wire.What.BEAT, "alive/x", watch="w", hold_s=hold_s)
+        stranger.say(channel.tag(message) + message)
+        assert stranger.hear() is not None
+
+
+def test_a_line_that_its_client_gave_up_is_read_no_more(shared):
+    client = secrets.token_bytes(16)
+    with Stranger(shared.port) as before, Stranger(shared.port) as after:
+        before.enter(client)
+        after.enter(client)
+        assert before.was_cut_off()
+
+
+def test_an_oversized_frame_of_a_proved_client_is_cut_off(shared):
+    with Stranger(shared.port) as stranger:
+        stranger.enter()
+        stranger.socket.sendall(wire.LENGTH.pack(wire.FRAME_BYTES_MAX + 1))
+        assert stranger.was_cut_off()
+    assert still_serves(shared)
+
+
+def test_who_does_not_prove_the_token_in_time_is_cut_off(shared):
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(Stranger(shared.port)) for _ in range(20)]
+        for stranger in silent[:10]:
+            stranger.socket.sendall(b"\0\0")
+        assert still_serves(shared)
+        for stranger in silent:
+            assert stranger.was_cut_off()
+
+
+def test_many_silent_strangers_of_one_address_leave_room_for_another_address(shared):
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(Stranger(shared.port)) for _ in range(600)]
+        assert silent[-1].hear()[0] == wire.Welcome.BUSY
+        # 127.0.0.2 is another address of this machine.
+        line = stack.enter_context(socket.socket())
+        line.bind(("127.0.0.2", 0))
+        line.settimeout(30)
+        line.connect(("127.0.0.1", shared.port))
+        other = Stranger.__new__(Stranger)
+        other.socket, other.key = line, seal.token_key(TOKEN)
+        other.run = seal.run_digest(RUN_KEY)
+        other.enter()
+    assert still_serves(shared)
+
+
+def test_a_client_that_does_not_read_holds_back_only_itself():
+    with server() as process, contextlib.closing(tcp_board(process.port)) as board:
+        board.put("control", SECRET)
+        board.put("big", bytes(VALUE_BYTES_MAX))
+        with Stranger(process.port) as stranger:
+            channel = stranger.enter()
+            message = request(key="big")
+            frames = [channel.tag(message) + message for _ in range(500)]
+            # All at once, so that the server has them before it can stop reading.
+            stranger.socket.sendall(b"".join(wire.LENGTH.pack(len(f)) + f for f in frames))
+            assert still_serves(process)
+            # 500 answers are 2 GB; what it does not fetch is not made.
+            assert psutil.Process(process.pid).memory_info().rss < 300 * 2**20
+
+
+def test_a_full_board_says_so_and_goes_on():
+    with server() as process, contextlib.closing(tcp_board(process.port)) as board:
+        big = bytes(VALUE_BYTES_MAX)
+        # 63 of 4 MiB, each with what an entry costs, are all that 256 MiB hold.
+        for number in range(63):
+            board.put(f"k/{number}", big)
+        with pytest.raises(BoardError, match="full"):
+            board.put("k/63", big)
+        board.delete("k/")
+        board.put("k/0", big)
+
+
+def test_the_token_is_not_on_the_command_line_and_no_secret_in_what_is_shown(shared):
+    words = psutil.Process(shared.pid).cmdline()
+
+    assert not any(TOKEN in word for word in words)
+    assert TOKEN not in repr(shared)
+
+
+def test_the_server_imports_neither_torch_nor_a_database():
+    code = (
+        "import sys, gpuops.control.serve, gpuops.control.server_process\n"
+        "print([m for m in ('torch', 'sqlalchemy', 'psycopg', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+# Misfortune.
+
+
+def test_a_frozen_server_costs_its_deadline_and_is_used_again_when_it_thaws():
+    with server() as process, contextlib.closing(tcp_board(process.port, deadline_s=1)) as board:
+        board.put("k", b"1")
+        os.kill(process.pid, signal.SIGSTOP)
+        for call in (
+            lambda: board.get("k"),
+            lambda: board.put("k", b"old"),
+            lambda: board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.1),
+        ):
+            began_s = time.monotonic()
+            with pytest.raises(BoardUnreachableError, match="in time"):
+                call()
+            assert time.monotonic() - began_s < 15
+        os.kill(process.pid, signal.SIGCONT)
+
+        def again():
+            with contextlib.suppress(BoardUnreachableError):
+                board.put("k", b"new")
+                return True
+            return False
+
+        eventually(again, "the thawed server is used again")
+        # Nothing of what was given up on comes after it.
+        for _ in range(3):
+            assert board.get("k").value == b"new"
+
+
+def test_lost_packets_cost_the_deadline():
+    with (
+        server() as process,
+        Proxy(process.port) as proxy,
+        contextlib.closing(tcp_board(proxy.port, deadline_s=1)) as board,
+    ):
+        board.put("k", b"1")
+        proxy.frozen.set()
+        with pytest.raises(BoardUnreachableError, match="in time"):
+            board.get("k")
+        with pytest.raises(BoardUnreachableError, match="in time"):
+            board.get("k")
+        proxy.frozen.clear()
+        eventually(lambda: reaches(board), "it heals")
+
+
+def reaches(board):
+    with contextlib.suppress(BoardUnreachableError):
+        return board.get("k").value == b"1"
+    return False
+
+
+def test_an_address_that_does_not_even_accept_costs_the_deadline():
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            line = stack.enter_context(socket.socket())
+            line.setblocking(False)
+            line.connect_ex(full.getsockname())
+        board = stack.enter_context(
+            contextlib.closing(tcp_board(full.getsockname()[1], deadline_s=1))
+        )
+        began_s = time.monotonic()
+        with pytest.raises(BoardUnreachableError):
+            board.get("k")
+        assert time.monotonic() - began_s < 15
+
+
+def test_an_answer_that_takes_two_seconds_is_an_answer():
+    pause = threading.Event()
+
+    def slow(direction, data):
+        if direction == "down" and len(data) > 60:
+            pause.wait(2)
+        return data
+
+    with (
+        server() as process,
+        Proxy(process.port, slow) as proxy,
+        contextlib.closing(tcp_board(proxy.port)) as board,
+    ):
+        board.put("k", bytes(100))
+        assert board.get("k").value == bytes(100)
+        assert proxy.accepted == 1
+
+
+def test_a_late_answer_is_not_the_next_ones():
+    gate = threading.Event()
+
+    def late(direction, data):
+        if direction == "down" and b"first" in data:
+            gate.wait(30)
+        return data
+
+    with server() as process, Proxy(process.port, late) as proxy:
+        with contextlib.closing(tcp_board(process.port)) as direct:
+            direct.put("k/1", b"first")
+            direct.put("k/2", b"second")
+        with contextlib.closing(tcp_board(proxy.port, deadline_s=1)) as board:
+            with pytest.raises(BoardUnreachableError):
+                board.get("k/1")
+            gate.set()
+            eventually(lambda: second(board), "it answers")
+
+
+def second(board):
+    with contextlib.suppress(BoardUnreachableError):
+        assert board.get("k/2").value == b"second"
+        return True
+    return False
+
+
+def test_a_cut_connection_is_renewed_and_the_call_repeated():
+    cuts = iter([True, True, False])
+    frames = []
+
+    def cut(direction, data):
+        # The answer is lost with the connection, and then the next opening.
+        if direction == "up" and b"mine" in data:
+            frames.append(data)
+        is_answer = direction == "down" and frames and len(data) < 60
+        return None if is_answer and next(cuts, False) else data
+
+    with (
+        server() as process,
+        Proxy(process.port, cut) as proxy,
+        contextlib.closing(tcp_board(proxy.port)) as board,
+    ):
+        done, entry = board.swap("k", b"mine", version=0)
+
+    assert done
+    assert (entry.value, entry.version) == (b"mine", 1)
+    assert len(frames) > 1
+
+
+def test_bytes_changed_on_the_way_are_never_taken_for_an_answer():
+    changes = iter([False] * 2 + [True] * 3)
+
+    def change(direction, data):
+        if direction == "down" and SECRET in data and next(changes, False):
+            return data.replace(SECRET, b"X" * len(SECRET))
+        return data
+
+    with (
+        server() as process,
+        Proxy(process.port, change) as proxy,
+        contextlib.closing(tcp_board(proxy.port)) as board,
+    ):
+        board.put("k", SECRET)
+        for _ in range(6):
+            assert board.get("k").value == SECRET
+
+
+def test_a_server_that_does_not_know_the_token_is_not_believed():
+    def impostor(listener):
+        with contextlib.suppress(OSError):
+            line, _ = listener.accept()
+            with line:
+                line.recv(1000)
+                body = wire.Challenge(seal.nonce(), bytes(16)).to_bytes()
+                line.sendall(wire.LENGTH.pack(len(body)) + body)
+                line.recv(1000)
+                body = wire.welcome(wire.Welcome.COME_IN, bytes(32))
+                line.sendall(wire.LENGTH.pack(len(body)) + body)
+                assert SECRET not in line.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(impostor, listener)
+        port = listener.getsockname()[1]
+        with (
+            contextlib.closing(tcp_board(port)) as board,
+            pytest.raises(BoardError, match="does not know the job's token"),
+        ):
+            board.put("k", SECRET)
+        done.result(30)
+
+
+def test_the_answer_to_another_request_is_not_taken():
+    def confused(listener):
+        key = seal.token_key(TOKEN)
+        for offset in (1, 0):
+            line, _ = listener.accept()
+            with line:
+                hello = line.recv(1000)[4:]
+                challenge = wire.Challenge(seal.nonce(), bytes(16)).to_bytes()
+                line.sendall(wire.LENGTH.pack(len(challenge)) + challenge)
+                line.recv(1000)
+                shake = seal.Handshake(key, hello + challenge)
+                word = wire.welcome(wire.Welcome.COME_IN, shake.proof("server"))
+                line.sendall(wire.LENGTH.pack(len(word)) + word)
+                asked = wire.Request.from_bytes(line.recv(1000)[4 + seal.TAG_BYTES :])
+                held = wire.entry_bytes(Entry(b"wrong" if offset else b"right", 1, 1))
+                said = wire.answer(asked.number + offset, wire.How.ENTRY, held)
+                frame = shake.channel("server").tag(said) + said
+                line.sendall(wire.LENGTH.pack(len(frame)) + frame)
+                line.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(confused, listener)
+        with contextlib.closing(tcp_board(listener.getsockname()[1])) as board:
+            assert board.get("k").value == b"right"
+        done.result(30)
+
+
+def test_what_is_no_board_is_named():
+    def web(listener):
+        line, _ = listener.accept()
+        with line:
+            line.recv(1000)
+            line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(web, listener)
+        port = listener.getsockname()[1]
+        with (
+            contextlib.closing(tcp_board(port)) as board,
+            pytest.raises(BoardError, match=rf"127\.0\.0\.1:{port}.*not a board of gpuops"),
+        ):
+            board.get("k")
+
+
+def test_a_name_that_nobody_knows_is_unreachable():
+    from gpuops.control.tcp_board import TcpBoard
+
+    board = TcpBoard("no-such-host.invalid", 1, run_key="r", deadline_s=1)
+    with pytest.raises(BoardUnreachableError, match=r"no-such-host\.invalid"):
+        board.get("k")
+
+
+def test_a_restarted_server_has_forgotten_and_its_clients_notice():
+    with server() as first:
+        port = first.port
+        board = tcp_board(port)
+        board.put("control", SECRET)
+        known = board.instance
+        first.kill()
+        with pytest.raises(BoardUnreachableError, match="refused"):
+            tcp_board(port, deadline_s=0.5).get("control")
+        second = start_server("127.0.0.1", port, run_key=RUN_KEY, token=TOKEN)
+        try:
+            for call in (
+                lambda: board.get("control"),
+                lambda: board.beat("a", b"", watch="control", seen=1, hold_s=0),
+            ):
+                with pytest.raises(BoardForgotError, match="anew"):
+                    call()
+            assert board.instance == known
+            with contextlib.closing(tcp_board(port)) as fresh:
+                assert fresh.get("control").version == 0
+                assert fresh.instance != known
+        finally:
+            board.close()
+            second.kill()
+
+
+def test_a_server_that_comes_back_within_the_deadline_costs_no_error():
+    with Proxy(1) as proxy, ThreadPoolExecutor(1) as pool:
+        port = proxy.port
+    # Nobody listens there now.
+    with contextlib.closing(tcp_board(port)) as board, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(board.get, "k")
+        process = start_server("127.0.0.1", port, run_key=RUN_KEY, token=TOKEN)
+        try:
+            assert waiting.result(2 * DEADLINE_S).version == 0
+        finally:
+            process.kill()
+
+
+# Starting and ending.
+
+
+def test_the_second_to_start_it_finds_the_first(shared):
+    found = start_server("127.0.0.1", shared.port, run_key=RUN_KEY, token=TOKEN)
+
+    assert (found.pid, found.port) == (None, shared.port)
+    assert not found.is_running()
+    assert shared.is_running()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"run_key": "other"}, "another run"), ({"token": "other"}, "another token")],
+    ids=["run", "token"],
+)
+def test_a_port_that_another_board_has_is_an_error_that_says_so(shared, changes, words):
+    wanted = {"run_key": RUN_KEY, "token": TOKEN, **changes}
+    with pytest.raises(BoardError, match=rf"taken.*{shared.port}.*{words}"):
+        start_server("127.0.0.1", shared.port, **wanted)
+
+
+def test_an_address_of_another_machine_is_an_error():
+    with pytest.raises(BoardError, match=r"192\.0\.2\.1 is no address of this machine"):
+        start_server("192.0.2.1", 0, run_key=RUN_KEY)
+
+
+def test_many_start_it_at_once_and_one_does():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    started = []
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            todo = [
+                pool.submit(start_server, "127.0.0.1", port, run_key=RUN_KEY, token=TOKEN)
+                for _ in range(4)
+            ]
+            started = [future.result(60) for future in todo]
+        assert sum(process.pid is not None for process in started) == 1
+        assert {process.port for process in started} == {port}
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_it_survives_the_end_of_the_one_that_started_it():
+    code = (
+        "import os, sys; from gpuops.control.server_process import start_server\n"
+        f"p = start_server('127.0.0.1', 0, run_key={RUN_KEY!r}, token={TOKEN!r}, lease_s=60)\n"
+        "print(p.port, p.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    port, pid = map(int, done.stdout.split())
+    try:
+        assert done.returncode == -signal.SIGKILL
+        with contextlib.closing(tcp_board(port)) as board:
+            board.put("k", b"v")
+        assert os.getsid(pid) == pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def ends(process):
+    eventually(lambda: not process.is_running(), "the server ends by itself")
+
+
+def test_it_ends_when_nobody_was_heard_for_the_lease():
+    with server(lease_s=0.5) as process:
+        ends(process)
+
+
+def test_strangers_do_not_prolong_the_lease():
+    with server(lease_s=2) as process:
+        stop = threading.Event()
+
+        def knock():
+            while not stop.is_set():
+                with contextlib.suppress(OSError), Stranger(process.port) as stranger:
+                    stranger.greet()
+                stop.wait(0.05)
+
+        thread = threading.Thread(target=knock)
+        thread.start()
+        try:
+            ends(process)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_it_stays_while_agents_beat():
+    with server(lease_s=3) as process, contextlib.closing(tcp_board(process.port)) as board:
+        times = [
+            board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.5).board_s for _ in range(10)
+        ]
+        assert times[-1] - times[0] > 3
+        assert process.is_running()
+
+
+def test_it_ends_soon_once_the_run_is_over():
+    with server(lease_s=600) as process, contextlib.closing(tcp_board(process.port)) as board:
+        board.put("over", b"0.5")
+        ends(process)
+
+
+def test_signals_to_the_whole_job_do_not_end_it_while_agents_beat():
+    with server(lease_s=600) as process, contextlib.closing(tcp_board(process.port)) as board:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            os.kill(process.pid, number)
+        for _ in range(12):
+            board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.5)
+        assert process.is_running()
+        board.close()
+        # SIGTERM has shortened the lease to five seconds.
+        ends(process)
+
+
+def test_the_token_can_come_in_a_variable(tmp_path):
+    command = [sys.executable, "-P", "-m", "gpuops.control.serve", "--run-key", RUN_KEY]
+    env = {**os.environ, "JOB_TOKEN": TOKEN}
+    with subprocess.Popen(
+        [*command, "--token-env", "JOB_TOKEN"], stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            word, port = process.stdout.readline().split()
+            assert word == "ready"
+            with contextlib.closing(tcp_board(int(port))) as board:
+                board.put("k", b"v")
+                assert board.local_address == "127.0.0.1"
+        finally:
+            process.kill()

@@ -1,0 +1,346 @@
+"""The agreement of agents on a fake clock: restarts, losses, partitions, spares, ends."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from support.agreement import Player, World, restart
+
+from gpuops.control.board import BoardError
+from gpuops.control.record import Phase
+from gpuops.incident.decision import OnExhausted, ReportKind, Terms
+
+
+def terms(low, high, **more):
+    return Terms(nodes_min=low, nodes_max=high, **more)
+
+
+def started(low, high, n_players, **more):
+    world = World(terms(low, high), n_players, **more)
+    world.run_until(lambda w: w.all_run(0, min(high, n_players)))
+    return world
+
+
+def test_full_number_of_nodes_starts_without_a_last_call():
+    world = World(terms(2, 3), 3)
+
+    assert world.run_until(lambda w: w.all_run(0, 3)) < 2
+
+
+def test_fewer_nodes_start_after_the_first_call():
+    world = World(terms(2, 3), 2, first_call_s=30.0)
+
+    assert 29 < world.run_until(lambda w: w.all_run(0, 2)) < 33
+
+
+def test_a_failure_on_one_node_restarts_all_within_two_seconds_and_keeps_ranks():
+    world = started(3, 3, 3)
+    before = {p.node: p.rank for p in world.players}
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+
+    assert world.run_until(lambda w: w.all_run(1, 3)) <= 2
+    assert {p.node: p.rank for p in world.players} == before
+
+
+def test_a_frozen_node_is_replaced_by_the_spare_at_its_rank():
+    world = started(2, 2, 3)
+    frozen = world.players[0]
+    frozen.is_frozen = True
+
+    took_s = world.run_until(lambda w: w.players[2].running == 1)
+
+    assert 14 <= took_s <= 18
+    assert world.players[2].rank == 0
+    assert world.players[1].rank == 1
+
+
+def test_a_thawed_node_fences_itself_and_waits_as_a_spare():
+    world = started(2, 3, 3)
+    frozen = world.players[2]
+    frozen.is_frozen = True
+    world.run_until(lambda w: w.players[0].running == 1)
+
+    frozen.is_frozen = False
+    frozen.act()
+    assert frozen.running is None
+    world.run_until(lambda w: not frozen.link.is_fenced, limit_s=5)
+    assert world.players[0].running == 1
+
+
+def test_a_node_that_comes_back_gets_a_seat_when_the_run_may_grow():
+    world = started(2, 3, 3, grow_after_s=20.0)
+    frozen = world.players[2]
+    frozen.is_frozen = True
+    world.run_until(lambda w: w.players[0].running == 1)
+    frozen.is_frozen = False
+
+    world.run_until(lambda w: w.all_run(2, 3))
+
+    assert frozen.rank == 2
+
+
+def test_a_flapping_node_restarts_the_others_three_times_an_hour_at_most():
+    world = started(2, 3, 3, grow_after_s=1.0)
+    flapping = world.players[2]
+    for _ in range(6):
+        flapping.is_frozen = True
+        world.run_until(
+            lambda w: (
+                w.players[0].running is not None
+                and w.players[2].is_frozen
+                and w.players[0].link.record.phase is not Phase.GATHER
+                and len([p for p in w.players if p.running == w.players[0].running]) == 2
+            )
+        )
+        flapping.is_frozen = False
+        for _ in range(80):
+            world.turn()
+
+    assert len(world.players[0].link.record.grown_s) == 3
+
+
+def test_the_leaders_death_is_noticed_by_the_next_in_line():
+    world = started(2, 3, 3)
+    world.players[0].is_dead = True
+
+    assert world.run_until(lambda w: w.players[1].running == 1) <= 18
+    assert {world.players[1].rank, world.players[2].rank} == {0, 1}
+
+
+def test_two_deaths_at_once_are_survived():
+    world = started(2, 4, 4)
+    world.players[0].is_dead = world.players[1].is_dead = True
+
+    world.run_until(lambda w: {p.rank for p in w.players[2:] if p.running == 1} == {0, 1})
+
+
+def test_a_leader_that_dies_while_it_gathers_is_replaced():
+    world = started(2, 3, 3)
+    world.players[2].fails = ReportKind.WORKERS_FAILED
+    world.clock.advance(0.25)
+    world.players[2].act()
+    world.players[2].act()
+    world.players[0].is_dead = True
+
+    world.run_until(lambda w: {p.rank for p in w.players[1:] if p.running is not None} == {0, 1})
+
+
+def test_a_partition_leaves_the_side_with_the_board_and_the_other_side_fences():
+    world = started(2, 3, 3)
+    cut = world.players[1]
+    cut.board.is_cut = True
+    overlap = []
+    world.after_each.append(lambda w: overlap.append(len(w.running())))
+
+    world.run_until(lambda w: w.players[0].running == 1)
+
+    assert cut.running is None
+    assert max(overlap) <= 1
+    cut.board.is_cut = False
+    world.run_until(lambda w: not cut.link.is_fenced, limit_s=5)
+
+
+def test_everybody_cut_off_fences_and_goes_on_together_afterwards():
+    world = started(2, 2, 2)
+    for player in world.players:
+        player.board.is_cut = True
+    world.run_until(lambda w: not w.running(), limit_s=11)
+    for player in world.players:
+        player.board.is_cut = False
+
+    world.run_until(lambda w: w.all_run(1, 2))
+
+
+def test_the_run_ends_when_all_are_done():
+    world = started(2, 2, 2)
+    for player in world.players:
+        player.done = True
+
+    world.run_until(lambda w: {p.exit_code for p in w.players} == {0})
+
+
+def test_one_that_dies_after_it_was_done_is_not_missed():
+    world = started(2, 2, 2)
+    world.players[1].done = True
+    for _ in range(8):
+        world.turn()
+    world.players[1].is_dead = True
+    world.players[0].done = True
+
+    world.run_until(lambda w: w.players[0].exit_code == 0, limit_s=3)
+
+
+def test_done_here_while_others_fail_restarts_everybody():
+    world = started(2, 2, 2)
+    world.players[0].done = True
+    for _ in range(8):
+        world.turn()
+    world.players[0].done = False
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+
+    world.run_until(lambda w: w.all_run(1, 2))
+
+
+def test_a_drain_ends_with_85_once_all_have_stopped():
+    world = started(2, 2, 2)
+    player = world.players[1]
+    player.link.propose(lambda now: replace(now, phase=Phase.DRAIN, drain_signal="SIGUSR1"))
+
+    world.run_until(lambda w: {p.exit_code for p in w.players} == {85})
+
+
+def test_too_few_nodes_end_with_85_after_the_join_timeout():
+    world = World(replace(terms(2, 2), on_exhausted=OnExhausted.REQUEUE), 2, join_timeout_s=40.0)
+    world.run_until(lambda w: w.all_run(0, 2))
+    world.players[1].is_dead = True
+
+    world.run_until(lambda w: w.players[0].exit_code == 85, limit_s=80)
+
+
+def test_an_agent_that_was_restarted_by_hand_takes_its_old_rank():
+    world = started(3, 3, 3)
+    world.players[1].is_dead = True
+    world.players.append(Player(world, 1, order=1))
+
+    world.run_until(lambda w: w.players[-1].running == 1)
+
+    assert world.players[-1].rank == 1
+
+
+def test_an_excluded_node_gets_no_seat():
+    world = started(2, 3, 3)
+    world.players[0].link.propose(lambda now: replace(now, excluded={"n1": "it is sick"}))
+    world.players[0].fails = ReportKind.WORKERS_FAILED
+
+    world.run_until(lambda w: w.players[2].running == 1)
+
+    assert world.players[1].running is None
+
+
+def test_node_unit_leaves_the_odd_one_as_a_spare():
+    world = World(terms(2, 4, node_unit=2), 3, first_call_s=5.0)
+
+    world.run_until(lambda w: w.all_run(0, 2))
+    assert len([p for p in world.players if p.running is None]) == 1
+
+
+def test_a_clock_that_runs_apart_kills_nobody():
+    world = started(2, 2, 2)
+    for _ in range(200):
+        world.turn()
+        world.clock._now_us += 60_000_000
+
+    assert world.all_run(0, 2)
+
+
+def one_generation_only(world):
+    world.after_each.append(lambda w: None if len(w.running()) <= 1 else pytest.fail(w.describe()))
+
+
+@pytest.mark.parametrize("ends_in_s", [1.0, 5.0, 9.0, 14.0])
+def test_no_generation_begins_while_workers_of_the_last_are_still_being_ended(ends_in_s):
+    world = started(2, 3, 3)
+    one_generation_only(world)
+    world.players[2].ends_in_s = ends_in_s
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+
+    took_s = world.run_until(lambda w: w.all_run(1, 3))
+
+    assert ends_in_s <= took_s < ends_in_s + 3
+
+
+def test_growth_waits_for_the_last_workers_too():
+    world = started(2, 3, 2, first_call_s=2.0, grow_after_s=1.0)
+    one_generation_only(world)
+    world.players[1].ends_in_s = 12.0
+    world.players.append(Player(world, 2, order=2))
+
+    world.run_until(lambda w: w.all_run(1, 3), limit_s=90)
+
+
+def test_workers_of_an_agent_whose_main_thread_hangs_are_ended_before_the_others_go_on():
+    world = started(2, 3, 3)
+    one_generation_only(world)
+    world.players[0].is_stuck = True
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+
+    world.run_until(lambda w: w.players[1].running == 1 and w.players[2].running == 1)
+
+    assert world.players[0].running is None
+
+
+def test_a_run_that_is_nearly_done_does_not_grow():
+    world = started(2, 3, 2, first_call_s=2.0, grow_after_s=1.0)
+    world.players[0].done = True
+    for _ in range(8):
+        world.turn()
+    world.players.append(Player(world, 2, order=2))
+    for _ in range(400):
+        world.turn()
+    world.players[1].done = True
+
+    world.run_until(lambda w: {p.exit_code for p in w.players} == {0})
+
+    assert world.players[0].link.record.generation == 0
+
+
+def test_a_board_whose_clock_jumps_back_does_not_prolong_a_back_off():
+    world = started(2, 2, 2, decide=backing_off)
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.players[0].link.record.generation == 1)
+    world.board._shared.started_ns += 3600 * 10**9
+
+    assert 3 < world.run_until(lambda w: w.all_run(1, 2)) < 6
+
+
+def backing_off(*known):
+    made, note = restart(*known)
+    return replace(made, backoff_s=4.0), note
+
+
+def hurt(rng, world, victim):
+    """Do one random thing to *victim*."""
+    act = rng.choice(["fail", "freeze", "cut", "die", "wait"])
+    if act == "fail" and victim.running is not None:
+        victim.fails = ReportKind.WORKERS_FAILED
+    elif act == "freeze":
+        # Its workers are frozen with it: they train nowhere, and are ended when it thaws.
+        victim.is_frozen = True
+    elif act == "cut":
+        victim.board.is_cut = True
+    elif act == "die" and len([p for p in world.players if not p.is_dead]) > 3:
+        victim.is_dead, victim.running = True, None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_faults_never_run_two_generations_and_end_well(seed):
+    rng = random.Random(seed)
+    world = World(terms(2, 4), 5)
+    world.run_until(lambda w: w.all_run(0, 4))
+
+    def one_generation(w):
+        assert len(w.running()) <= 1, w.describe()
+
+    world.after_each.append(one_generation)
+    for _ in range(12):
+        victim = rng.choice([p for p in world.players if not p.is_dead])
+        hurt(rng, world, victim)
+        for _ in range(rng.randrange(4, 120)):
+            world.turn()
+        if rng.random() < 0.6:
+            victim.board.is_cut = victim.is_frozen = False
+    for player in world.players:
+        player.board.is_cut = player.is_frozen = False
+    for player in [p for p in world.players if not p.is_dead]:
+        player.done = True
+    world.run_until(lambda w: {p.exit_code for p in w.players if not p.is_dead} == {0}, limit_s=200)
+
+
+def test_a_board_that_fails_in_the_middle_of_a_turn_is_survived():
+    world = started(2, 2, 2)
+    world.players[0].board.is_cut = True
+    with pytest.raises(BoardError):
+        world.players[0].link.turn(hold_s=0.0)
+    world.players[0].board.is_cut = False
+
+    world.players[0].link.turn(hold_s=0.0)

@@ -1,0 +1,152 @@
+"""Entering a run and leaving it: who begins, who joins, what a killed run leaves behind."""
+
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+
+from gpuops.control.board_server import OVER
+from gpuops.control.enter import RunIsOverError, enter, leave
+from gpuops.control.keys import Keys
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, pack
+from gpuops.errors import UsageError
+from gpuops.host.clock import SystemClock
+
+CLOCK = SystemClock()
+
+
+def uid(number):
+    return str(UUID(int=number))
+
+
+def agent(number, node=None):
+    return Member(agent=uid(number), node=node or f"n{number}", address="10.0.0.1", n_workers=1)
+
+
+def record(number, **changes):
+    fresh = ControlRecord(
+        run_id=uid(number), folder="f", generation=0, phase=Phase.FORM, since_s=0.0, fingerprint="a"
+    )
+    return replace(fresh, **changes)
+
+
+@pytest.fixture
+def board():
+    return MemoryBoard(CLOCK)
+
+
+def never(_seconds):
+    raise AssertionError("nobody is waited for")
+
+
+def quiet(_seconds):
+    return None
+
+
+def come(board, member, fresh, wait=never):
+    return enter(board, member, fresh, CLOCK, wait)
+
+
+def beats(board, view, member):
+    key = Keys(run_id=view.record.run_id).alive(member.agent)
+    return lambda _s: board.put(key, pack({"seq": 1}))
+
+
+def end(board, view):
+    stopped = replace(view.record, phase=Phase.STOP, exit_code=0)
+    assert board.swap(CONTROL, stopped.to_bytes(), version=view.version)[0]
+    return stopped
+
+
+def test_the_first_begins_the_run_and_the_others_join_it(board):
+    assert come(board, agent(1), record(1)).record.run_id == uid(1)
+    assert come(board, agent(2), record(2)).record.run_id == uid(1)
+
+
+def test_another_job_under_the_same_key_is_refused(board):
+    view = come(board, agent(1), record(1))
+
+    with pytest.raises(UsageError, match="another job"):
+        come(board, agent(2), record(2, fingerprint="b"), beats(board, view, agent(1)))
+
+
+@pytest.mark.parametrize("phase", [Phase.RUN, Phase.STOP])
+def test_what_another_job_left_when_it_was_killed_is_replaced(board, phase):
+    come(board, agent(1), record(1, phase=phase))
+
+    view = come(board, agent(2), record(2, fingerprint="b"), quiet)
+
+    assert view.record.run_id == uid(2)
+    assert [*board.list("")] == [CONTROL, *board.list(f"{Keys(run_id=uid(2)).prefix}/")]
+
+
+def test_of_two_that_find_a_killed_run_one_replaces_it(board):
+    end(board, come(board, agent(1), record(1)))
+    views = []
+
+    def meanwhile(_seconds):
+        views.append(come(board, agent(2), record(2), quiet))
+
+    views.append(come(board, agent(3), record(3), meanwhile))
+
+    assert [view.record.run_id for view in views] == [uid(2), uid(2)]
+    assert len(board.list(Keys(run_id=uid(2)).agent())) == 2
+
+
+def test_who_comes_while_a_run_is_ending_hears_how_it_ended(board):
+    view = come(board, agent(1), record(1))
+    end(board, view)
+
+    with pytest.raises(RunIsOverError):
+        come(board, agent(2), record(2), beats(board, view, agent(1)))
+
+
+def test_a_run_whose_last_agent_leaves_while_one_waits_makes_room(board):
+    view = come(board, agent(1), record(1))
+    stopped = end(board, view)
+
+    def goes(_seconds):
+        leave(board, stopped, agent(1), has_server=False)
+
+    assert come(board, agent(2), record(2), goes).record.run_id == uid(2)
+
+
+def test_nothing_remains_after_the_last_agent_of_a_run(board):
+    view = come(board, agent(1), record(1))
+    come(board, agent(2), record(2))
+    stopped = end(board, view)
+
+    leave(board, stopped, agent(1), has_server=False)
+    assert CONTROL in board.list("")
+    leave(board, stopped, agent(2), has_server=False)
+
+    assert board.list("") == {}
+
+
+def test_a_dead_agent_is_not_waited_for_to_clean_up(board):
+    view = come(board, agent(1), record(1))
+    come(board, agent(2), record(2))
+    stopped = end(board, view)
+
+    leave(board, stopped, agent(1), has_server=False, dead=[uid(2)])
+
+    assert board.list("") == {}
+
+
+def test_a_server_is_told_of_the_end_and_of_the_next_run(board):
+    view = come(board, agent(1), record(1))
+    stopped = end(board, view)
+
+    leave(board, stopped, agent(1), has_server=True)
+    assert board.get(OVER).value == b"1"
+
+    come(board, agent(2), record(2))
+    assert board.get(OVER).version == 0
+
+
+def test_an_agent_of_the_same_node_that_lives_is_not_joined(board):
+    view = come(board, agent(1), record(1))
+
+    with pytest.raises(UsageError, match="one agent for each node"):
+        come(board, agent(2, node="n1"), record(2), beats(board, view, agent(1)))

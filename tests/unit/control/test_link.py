@@ -1,0 +1,255 @@
+"""An agent's tie to the others: what it takes for silence, for the end, for its run's record."""
+
+import logging
+import threading
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+from support.agreement import CutBoard
+
+from gpuops.control.board import BoardError, BoardForgotError
+from gpuops.control.enter import enter
+from gpuops.control.link import AWAY_S, Link
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import CONTROL, ControlRecord, Member, Phase
+from gpuops.host.clock import FakeClock
+from gpuops.incident.decision import NodeReport, ReportKind
+
+RUN_ID = "01890000-0000-7000-8000-000000000001"
+OTHER_ID = "01890000-0000-7000-8000-000000000002"
+FENCE_S = 10.0
+
+
+class SlowBoard(CutBoard):
+    """Answers a beat *late_s* after it has taken it in."""
+
+    def __init__(self, board, clock):
+        super().__init__(board)
+        self._clock = clock
+        self.late_s = 0.0
+
+    def __getattr__(self, name):
+        act = super().__getattr__(name)
+
+        def call(*args, **kwargs):
+            answer = act(*args, **kwargs)
+            self._clock.advance(self.late_s)
+            return answer
+
+        return call
+
+
+class Bench:
+    """One link over a board in this process, on a clock that stands still."""
+
+    def __init__(self, fence_s=FENCE_S):
+        self.clock = FakeClock()
+        self.shared = MemoryBoard(self.clock)
+        self.board = SlowBoard(self.shared, self.clock)
+        me = Member(agent=str(UUID(int=1)), node="n0", address="n0", n_workers=1)
+        self.fresh = ControlRecord(
+            run_id=RUN_ID, folder="run", generation=0, phase=Phase.RUN, since_s=0.0
+        )
+        view = enter(self.board, me, self.fresh, self.clock, lambda _s: None)
+        self.link = Link(self.board, me, view, self.clock, fence_s=fence_s)
+        self.fenced = []
+        self.link.on_fence = self.fenced.append
+
+    def turn(self):
+        self.link.turn(hold_s=0.0)
+
+
+def test_a_beat_counts_from_when_it_was_sent_because_that_is_what_peers_saw():
+    bench = Bench()
+    bench.board.late_s = 6.0
+    bench.turn()
+    bench.clock.advance(4.5)
+
+    bench.link.check_fence()
+
+    assert bench.fenced == [10.5]
+
+
+def test_an_answer_that_waited_for_a_frozen_host_does_not_save_its_workers():
+    bench = Bench()
+    bench.board.late_s = 75.0
+    bench.turn()
+
+    bench.link.check_fence()
+
+    assert bench.fenced == [75.0]
+    assert not bench.link.rejoin()
+
+
+def test_a_thawed_host_is_fenced_before_it_beats_again():
+    bench = Bench()
+    bench.clock.advance(75.0)
+
+    bench.turn()
+
+    assert bench.fenced == [75.0]
+    assert bench.link.is_fenced
+
+
+def test_a_board_that_takes_two_seconds_for_each_answer_fences_nobody():
+    bench = Bench()
+    bench.board.late_s = 3.0  # with the hold of a heartbeat
+    for _ in range(20):
+        bench.turn()
+        bench.link.check_fence()
+
+    assert bench.fenced == []
+    assert bench.link.lost_s == 0
+
+
+def test_a_host_that_thaws_has_not_asked_in_vain():
+    bench = Bench()
+    bench.turn()
+    bench.clock.advance(75.0)
+
+    assert bench.link.silent_s == 75
+    assert bench.link.lost_s == 0
+
+
+def test_a_board_that_does_not_answer_is_lost_by_and_by_and_found_at_once():
+    bench = Bench()
+    bench.board.is_cut = True
+    for _ in range(3):
+        with pytest.raises(BoardError):
+            bench.turn()
+        bench.clock.advance(20.0)
+    assert bench.link.lost_s == 60
+
+    bench.board.is_cut = False
+    bench.turn()
+
+    assert bench.link.lost_s == 0
+
+
+def test_who_was_fenced_comes_back_once_it_is_heard_again():
+    bench = Bench()
+    bench.clock.advance(11.0)
+    bench.link.check_fence()
+    assert not bench.link.rejoin()
+    assert bench.link.is_fenced
+
+    bench.turn()
+
+    assert bench.link.rejoin()
+    assert not bench.link.is_fenced
+
+
+def test_a_board_in_this_process_fences_nobody():
+    bench = Bench(fence_s=None)
+    bench.clock.advance(1000.0)
+    bench.link.check_fence()
+
+    assert bench.fenced == []
+    assert bench.link.rejoin()
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\xff", b"{}", b'{"v":2}', b"[" * 100_000])
+def test_a_record_that_is_none_is_the_boards_fault_and_changes_nothing(value):
+    bench = Bench()
+    bench.shared.delete("")
+    if value is not None:
+        bench.shared.put(CONTROL, value)
+
+    with pytest.raises(BoardError):
+        bench.link.propose(lambda now: replace(now, phase=Phase.STOP))
+
+    assert bench.link.record.phase is Phase.RUN
+    assert bench.shared.get(CONTROL).value == (value or b"")
+
+
+def test_the_record_of_another_run_is_left_alone():
+    bench = Bench()
+    bench.shared.delete("")
+    theirs = replace(bench.fresh, run_id=OTHER_ID).to_bytes()
+    bench.shared.put(CONTROL, theirs)
+
+    with pytest.raises(BoardForgotError):
+        bench.link.propose(lambda now: replace(now, phase=Phase.GATHER))
+
+    assert bench.shared.get(CONTROL).value == theirs
+    assert bench.link.lost is not None
+
+
+def test_a_heartbeat_that_finds_another_runs_record_says_so():
+    bench = Bench()
+    for _ in range(3):
+        bench.shared.put(CONTROL, replace(bench.fresh, run_id=OTHER_ID).to_bytes())
+
+    with pytest.raises(BoardForgotError):
+        bench.turn()
+
+    assert bench.link.record.run_id == RUN_ID
+
+
+def test_progress_that_cannot_be_told_costs_no_heartbeat(caplog):
+    bench = Bench()
+
+    def broken():
+        raise RuntimeError("dictionary changed size during iteration")
+
+    bench.link.progress = broken
+    before = bench.shared.get(bench.link.keys.alive(bench.link.me.agent)).version
+    with caplog.at_level(logging.WARNING):
+        bench.turn()
+        bench.turn()
+
+    assert bench.shared.get(bench.link.keys.alive(bench.link.me.agent)).version == before + 2
+    assert len([line for line in caplog.messages if "dictionary changed" in line]) == 1
+
+
+def test_a_report_for_a_silent_agent_does_not_replace_what_that_agent_said():
+    bench = Bench()
+    ours = NodeReport(kind=ReportKind.NODE_LOST, node="n1", generation=0, how="ours")
+    key = bench.link.keys.report(0, "a")
+    bench.link.report_for("a", ours)
+    assert b"ours" in bench.shared.get(key).value
+    bench.shared.delete(key)
+
+    bench.shared.put(key, b"theirs")
+    bench.link.report_for("a", ours)
+
+    assert bench.shared.get(key).value == b"theirs"
+
+
+def test_an_agent_that_was_away_while_its_run_was_cleaned_up_hears_of_it():
+    bench = Bench()
+    bench.turn()
+    bench.shared.delete("")
+    bench.clock.advance(AWAY_S + 1)
+
+    with pytest.raises(BoardForgotError):
+        bench.turn()
+    assert bench.link.lost is not None
+
+
+def test_a_watch_that_fails_is_tried_again_and_costs_no_fence():
+    bench = Bench()
+    failures = []
+
+    def fails(_silent_s):
+        failures.append(threading.current_thread().name)
+        if failures.count("gpuops-fence") < 2:
+            raise RuntimeError("a bug")
+        ended.set()
+
+    ended = threading.Event()
+    bench.link.training = lambda: 0
+    bench.shared.put(CONTROL, replace(bench.fresh, phase=Phase.GATHER).to_bytes())
+    bench.turn()
+    bench.link.on_fence = fails
+    bench.link.start()
+    try:
+        for _ in range(600):
+            bench.clock.advance(20.0)  # overdue, whenever the thread looks
+            if ended.wait(0.1):
+                break
+    finally:
+        bench.link.stop()
+
+    assert failures.count("gpuops-fence") >= 2

@@ -1,114 +1,58 @@
-"""Fault injector: SIGKILL one rank of a running job once it has made a given number of steps.
+"""Fault injector: end one rank of a running job by a signal, SIGKILL unless another is named.
 
-``python -m gpuops.drill.kill_rank --run-dir D --rank R --at-step K --deadline S``. Reads what the
-agent publishes (``state.json``, the rank's ring) and nothing else; exits 0 after the kill, 1 if
-the deadline passed first, 64 for arguments that make no sense. A process is only killed if it is
-the one whose ring was read: same pid, same start time, before and after a pidfd was opened.
+Also ``python -m gpuops.drill.kill_rank --run-dir D --rank R --at-step K --deadline S``, which waits
+for the rank to have made so many steps. It reads what the agent publishes (``state.json``, the
+rank's ring) and nothing else; exits 0 after the kill, 1 if the deadline passed first, 64 for
+arguments that make no sense. A process is only killed if it is the one whose ring was read: same
+pid, same start time, before and after a pidfd was opened.
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
 
-from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE
+from gpuops.drill.fault import Fault, strike
+from gpuops.drill.published import newest_states
+from gpuops.drill.scenario import Scenario, Scene, Wanted, aim, needed_rank, rank_entity
+from gpuops.drill.step_aim import Aim, Target, find_target
+from gpuops.drill.victims import worker_of
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE, UsageError
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.procfs import Process, process
-from gpuops.wire import RingError, read_beats, read_header
 
 LOOK_EVERY_S = 0.005
-STATE_BYTES_MAX = 2**20
-RING_BYTES_MAX = 8 * 2**20
+# What ends a process and is seen in the field: crashes, aborts of a watchdog, the OOM killer.
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGTERM")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
-    """Which rank to kill, and when: at *at_step* of *generation*.
-
-    The step is the ring's own; where the optimizer keeps none, its number of beats.
-    """
-
-    rank: int
-    at_step: int
-    generation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A process that has reached its step."""
-
-    pid: int
-    step: int
+def plan(scene: Scene, wanted: Wanted) -> Fault:
+    """Return the fault: one signal to one rank."""
+    rank, name = needed_rank(wanted), wanted.signal or "SIGKILL"
+    if name not in SIGNALS:
+        raise UsageError(f"--signal {name}: a rank is ended by one of {', '.join(SIGNALS)}")
+    state, agent = aim(scene, wanted, rank=rank)
+    victim = worker_of(state, rank, agent)
+    return Fault(
+        scenario="kill-rank",
+        breaks=f"{victim} on node {state.node} gets {name}.",
+        undone="Nothing undoes it: the run restarts its workers, or ends.",
+        entities=rank_entity(rank),
+        changes=strike((victim,), name),
+        run_id=state.run_id,
+        generation=state.generation,
+    )
 
 
-def newest_states(directory: Path) -> list[dict[str, Any]]:
-    """Return the run states in *directory*, a run's own folder or the parent of several.
-
-    Of a parent only the newest run counts: folder names begin with the time.
-    """
-    runs = [directory] if _state_files(directory) else sorted(_children(directory), reverse=True)
-    for run in runs:
-        states = [state for path in _state_files(run) if (state := _read_state(path)) is not None]
-        if states:
-            return states
-    return []
-
-
-def _children(directory: Path) -> list[Path]:
-    try:
-        return [path for path in directory.iterdir() if path.is_dir()]
-    except OSError:
-        return []
-
-
-def _state_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("state*.json"))
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    try:
-        with path.open("rb") as file:
-            state = json.loads(file.read(STATE_BYTES_MAX))
-    except (OSError, ValueError):
-        return None
-    return state if isinstance(state, dict) else None
-
-
-def find_target(aim: Aim, states: Sequence[dict[str, Any]]) -> Target | None:
-    """Return the process to kill if one of *states* shows that it got there."""
-    for state in states:
-        pids = state.get("pids")
-        pid = pids.get(str(aim.rank)) if isinstance(pids, dict) else None
-        if state.get("generation") != aim.generation or state.get("phase") != "running":
-            continue
-        if isinstance(pid, int):
-            step = _step_of(aim, pid, Path(str(state.get("ring_dir"))) / f"rank{aim.rank}.ring")
-            if step is not None and step >= aim.at_step:
-                return Target(pid, step)
-    return None
-
-
-def _step_of(aim: Aim, pid: int, ring: Path) -> int | None:
-    try:
-        with ring.open("rb") as file:
-            data = file.read(RING_BYTES_MAX)
-        header = read_header(data)
-        beats = read_beats(data, max(0, header.head - 2))
-    except (OSError, RingError, ValueError):
-        return None
-    if not beats or (header.rank, header.generation, header.pid) != (
-        aim.rank,
-        aim.generation,
-        pid,
-    ):
-        return None
-    return beats[-1].step if beats[-1].step >= 0 else beats[-1].seq
+SCENARIO = Scenario(
+    name="kill-rank",
+    summary="End one rank by a signal (SIGKILL).",
+    options=("node", "rank", "signal"),
+    plan=plan,
+)
 
 
 def kill(pid: int, seen: Process | None) -> bool:

@@ -1,0 +1,89 @@
+"""Doing what a fault says, holding it for its time, undoing it."""
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from gpuops.drill.fault import Fault, Outcome, Pulse
+from gpuops.drill.keeper import Keeper
+from gpuops.drill.steps import SendSignal, perform
+from gpuops.drill.victims import send
+from gpuops.errors import DrillError
+from gpuops.host.clock import Clock
+
+# The keeper acts by itself this much later, should the injector be stopped or stuck.
+KEEPER_SPARE_S = 5.0
+Wait = Callable[[float], object]
+
+
+def inject(fault: Fault, clock: Clock, wait: Wait) -> Outcome:
+    """Do what *fault* says; return once its time is over and it is undone.
+
+    A deed that cannot be done is told of in the outcome, and the others are done all the same: a
+    process may have ended meanwhile. What was done is undone however this call ends; where the
+    whole process is killed, by the keeper.
+
+    Args:
+        fault: The plan.
+        clock: Its monotonic time counts.
+        wait: Waits for so many seconds.
+
+    Raises:
+        DrillError: Nothing could be done; nothing was changed.
+    """
+    with ExitStack() as holding:
+        keeper = _keeper(fault)
+        failed: list[str] = []
+        not_undone: list[str] = []
+        if keeper is not None:
+            holding.callback(lambda: not_undone.extend(keeper.release()))
+        _do(fault, keeper, holding, failed)
+        if failed and len(failed) == sum(change.do is not None for change in fault.changes):
+            raise DrillError(f"nothing was done: {failed[0]}")
+        end_ns = clock.mono_ns() + round((fault.for_s or 0.0) * 1e9)
+        if fault.pulse is not None:
+            _pulse(fault.pulse, end_ns, clock, wait)
+        elif fault.for_s is not None:
+            _hold(end_ns, clock, wait)
+    return Outcome(tuple(failed), tuple(not_undone))
+
+
+def _keeper(fault: Fault) -> Keeper | None:
+    if fault.pulse is None and all(change.undo is None for change in fault.changes):
+        return None
+    assert fault.for_s is not None, "what is undone has its time"
+    keeper = Keeper(fault.for_s + KEEPER_SPARE_S)
+    if fault.pulse is not None:
+        for victim in fault.pulse.victims:
+            keeper.promise(SendSignal(victim, "SIGCONT"))
+    return keeper
+
+
+def _do(fault: Fault, keeper: Keeper | None, holding: ExitStack, failed: list[str]) -> None:
+    for change in fault.changes:
+        if keeper is not None and change.undo is not None:
+            keeper.promise(change.undo)
+        try:
+            let_go = None if change.do is None else perform(change.do)
+        except DrillError as exc:
+            failed.append(str(exc))
+            if keeper is not None and change.undo is not None:
+                keeper.drop()
+            continue
+        if let_go is not None:
+            holding.callback(let_go)
+
+
+def _hold(end_ns: int, clock: Clock, wait: Wait) -> None:
+    while (left_ns := end_ns - clock.mono_ns()) > 0:
+        wait(left_ns / 1e9)
+
+
+def _pulse(pulse: Pulse, end_ns: int, clock: Clock, wait: Wait) -> None:
+    living = pulse.victims
+    while clock.mono_ns() < end_ns and living:
+        living = tuple(victim for victim in living if send(victim, signal.SIGSTOP))
+        _hold(min(clock.mono_ns() + round(pulse.stopped_s * 1e9), end_ns), clock, wait)
+        for victim in living:
+            send(victim, signal.SIGCONT)
+        _hold(min(clock.mono_ns() + round(pulse.running_s * 1e9), end_ns), clock, wait)

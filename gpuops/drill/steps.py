@@ -1,0 +1,199 @@
+"""The single deeds that faults are made of, as data: each can be shown, sent, done and tested.
+
+A deed that holds something (the room of a file, memory) returns how to let go of it.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuops.config import environ
+from gpuops.drill.victims import Victim, send
+from gpuops.errors import DrillError, ProbeError
+from gpuops.host.commands import ask, find
+from gpuops.host.companion import start_companion
+
+COMMAND_S = 10.0
+_CHUNK_BYTES = 2**20
+_UNKNOWN_QDISC = "qdisc kind is unknown"  # tc(8); its sixth word names the kind
+LetGo = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SendSignal:
+    """Send the signal called *name* to *victim*."""
+
+    victim: Victim
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgram:
+    """Run a program of this machine; *words* begin with its name."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSpace:
+    """Hold *size_bytes* of the file system of *directory* in a file without a name.
+
+    The kernel gives the room back when this process ends, in whatever way.
+    """
+
+    directory: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLines:
+    """Append *lines* to the file *path*, each in one write, as ``/dev/kmsg`` wants it."""
+
+    path: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeMemory:
+    """Hold *size_bytes* of memory in a child, the first that the kernel would kill for memory."""
+
+    size_bytes: int
+
+
+Step = SendSignal | RunProgram | TakeSpace | WriteLines | TakeMemory
+_UNDOING = {"signal": SendSignal, "program": RunProgram}
+
+
+def to_json(step: Step) -> dict[str, Any]:
+    """Return *step*, one of those that undo something, for another process.
+
+    Raises:
+        ValueError: A step of another kind.
+    """
+    for kind, cls in _UNDOING.items():
+        if isinstance(step, cls):
+            return {"kind": kind, **asdict(step)}
+    raise ValueError(f"{step} undoes nothing")
+
+
+def from_json(data: Mapping[str, Any]) -> Step:
+    """Return the step in *data*.
+
+    Raises:
+        KeyError, TypeError, ValueError: Not one.
+    """
+    if data["kind"] == "signal":
+        return SendSignal(Victim(**data["victim"]), str(signal.Signals[data["name"]].name))
+    if data["kind"] == "program":
+        return RunProgram(tuple(map(str, data["words"])))
+    raise ValueError(f"{data['kind']!r} is no step")
+
+
+def perform(step: Step) -> LetGo | None:
+    """Do *step*; return how to let go of what it holds, None where it holds nothing.
+
+    Raises:
+        DrillError: It could not be done; says why.
+    """
+    match step:
+        case SendSignal():
+            if not send(step.victim, signal.Signals[step.name]):
+                raise DrillError(f"{step.victim} has ended, or is another process by now")
+        case RunProgram():
+            _run(step.words)
+        case WriteLines():
+            _write(step)
+        case TakeSpace():
+            return _take_space(step)
+        case TakeMemory():
+            return _take_memory(step)
+    return None
+
+
+def _run(words: tuple[str, ...]) -> None:
+    program = find(Path("/"), words[0])
+    if program is None:
+        raise DrillError(f"this machine has no {words[0]}")
+    try:
+        answer = ask([program, *words[1:]], COMMAND_S)
+    except ProbeError as exc:
+        raise DrillError(str(exc)) from exc
+    if answer.exit_code != 0:
+        said = answer.first_line() or answer.ending
+        if _UNKNOWN_QDISC in said:
+            said = f"this kernel has no sch_{words[6]} (try modprobe sch_{words[6]})"
+        raise DrillError(f"`{' '.join(words)}`: {said}")
+
+
+def _write(step: WriteLines) -> None:
+    try:
+        for line in step.lines:
+            _append(step.path, line)
+    except OSError as exc:
+        raise DrillError(f"cannot write {step.path}: {exc.strerror}") from exc
+
+
+def _append(path: str, line: str) -> None:
+    # The kernel takes ten lines in five seconds from one opening of its log (printk_devkmsg).
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        os.write(fd, line.encode() + b"\n")
+    finally:
+        os.close(fd)
+
+
+def _take_space(step: TakeSpace) -> LetGo:
+    with contextlib.ExitStack() as undo:
+        try:
+            file = undo.enter_context(tempfile.TemporaryFile(dir=step.directory, buffering=0))
+            _grow(file.fileno(), step.size_bytes)
+        except OSError as exc:
+            raise DrillError(f"cannot fill {step.directory}: {exc.strerror}") from exc
+        return undo.pop_all().close
+    raise AssertionError("not reached")
+
+
+def _grow(fd: int, size_bytes: int) -> None:
+    """Give the file its size, with room on the disk for all of it."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError:
+        block = bytes(_CHUNK_BYTES)
+        while (at := os.lseek(fd, 0, os.SEEK_CUR)) < size_bytes:
+            os.write(fd, block[: min(_CHUNK_BYTES, size_bytes - at)])
+        os.fsync(fd)
+
+
+def _take_memory(step: TakeMemory) -> LetGo:
+    argv = [sys.executable, "-m", "gpuops.drill.hog", str(step.size_bytes)]
+    try:
+        hog = start_companion(argv, environ())
+    except OSError as exc:
+        raise DrillError(f"cannot start the memory hog: {exc.strerror}") from exc
+    if hog.hear() != "full":
+        code = hog.part()
+        raise DrillError(f"the memory hog ended with {code} before it had its memory")
+
+    def let_go() -> None:
+        hog.part()
+
+    return let_go
+
+
+def room_bytes(directory: Path) -> int:
+    """Return how much an ordinary user may still write into *directory*.
+
+    Raises:
+        DrillError: It cannot be looked at.
+    """
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError as exc:
+        raise DrillError(f"cannot look at {directory}: {exc.strerror}") from exc

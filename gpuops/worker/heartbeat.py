@@ -1,9 +1,10 @@
-"""One beat per optimizer step, into the rank's memory-mapped ring.
+"""One beat per optimizer step and at each change of phase, into the rank's memory-mapped ring.
 
 The hook does no system call but reading the clock and starts no thread. With several optimizers
 every call of any of them is a beat (the process is alive), and the step is the highest that any
 of them has reached, so that it never runs backwards within an attempt. Where none of them gets
-further for a while, the step is said to be unknown rather than repeated for ever.
+further for a while, the step is said to be unknown rather than repeated for ever. What the script
+itself reports as its step goes before all that.
 """
 
 import mmap
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import RLock
 from typing import Any
 from weakref import ref
 
@@ -18,13 +20,22 @@ from gpuops.wire import (
     RING_BYTES,
     STEP_UNKNOWN,
     Beat,
+    Flag,
     Phase,
+    Request,
     RingHeader,
     StepSource,
+    read_request,
     write_beat,
+    write_flags,
     write_header,
 )
 from gpuops.worker.steps import PATIENCE, StepReader
+
+# A script may install handlers of its own at any time; a look at ours costs a third of a beat.
+LOOK_EVERY = 16
+_BETWEEN_STEPS = (Phase.RESUMED, "")
+_HANDLERS = Flag.TERM_IS_OURS | Flag.USR1_IS_OURS | Flag.USR2_IS_OURS
 
 
 def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
@@ -50,17 +61,29 @@ def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
 
 
 class Heart:
-    """The optimizer hook of this process; an exception in it ends the beats, never the training."""
+    """The heartbeat of this process; an exception in it ends the beats, never the training.
+
+    *handlers* says which signal handlers are ours still. Beats may come from any thread and from
+    within a signal handler of the script.
+    """
 
     def __init__(
-        self, ring: memoryview | bytearray, mono_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        ring: memoryview | bytearray,
+        mono_ns: Callable[[], int] = time.monotonic_ns,
+        handlers: Callable[[], Flag] = lambda: Flag(0),
     ) -> None:
         self._ring = ring
         self._mono_ns = mono_ns
+        self._handlers = handlers
+        self._lock = RLock()  # re-entered by the script's signal handlers
         self._readers: dict[int, tuple[ref[Any], StepReader]] = {}
         self._beats = 0
+        self._calls = 0
         self._rose_at = 0
         self._highest = STEP_UNKNOWN
+        self._reported: int | None = None
+        self._phase = (Phase.STARTING, "")
         self._on = True
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:  # noqa: ANN401
@@ -68,35 +91,80 @@ class Heart:
         if not self._on:
             return
         try:
-            self._beat(optimizer)
+            with self._lock:
+                self._step(optimizer)
         except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
             self._on = False
+
+    def progress(self, step: int) -> None:
+        """Beat with the script's own *step*, which all later beats carry as well."""
+        with self._lock:
+            self._reported = step
+            self._beat(step, StepSource.REPORTED)
+
+    def enter(self, phase: Phase, name: str = "") -> tuple[Phase, str]:
+        """Beat at the start of *phase* and return the phase until now."""
+        with self._lock:
+            before, self._phase = self._phase, (phase, name)
+            self._beat(*self._last_step(), phase, name)
+        return before
+
+    @property
+    def step(self) -> int:
+        """Return the highest step known, the reported one if there is any."""
+        return self._last_step()[0]
+
+    @property
+    def is_on(self) -> bool:
+        """Say whether this process still beats."""
+        return self._on
+
+    def request(self) -> tuple[Request, int]:
+        """Return what the agent wants of this worker, and from which step on."""
+        return read_request(self._ring)
+
+    def flag(self, flag: Flag) -> None:
+        """Tell the agent of `Flag.ASKED` or `Flag.SIGNALLED`; safe within a signal handler."""
+        write_flags(self._ring, flag, flag)
 
     def stop(self) -> None:
         """Beat no more; for a forked child, whose optimizer steps are not this rank's."""
         self._on = False
 
-    def _beat(self, optimizer: Any) -> None:  # noqa: ANN401
+    def _step(self, optimizer: Any) -> None:  # noqa: ANN401
+        self._calls += 1
+        if self._reported is not None:
+            self._beat(self._reported, StepSource.REPORTED)
+            return
         known = self._readers.get(id(optimizer))
         reader = self._new_reader(optimizer) if known is None else known[1]
         step = reader.read(optimizer)
-        self._beats += 1
         if step > self._highest:
-            self._highest, self._rose_at = step, self._beats
+            self._highest, self._rose_at = step, self._calls
         # Each of many optimizers may have its turn before the first of them gets further.
-        stalled = self._beats - self._rose_at > PATIENCE * len(self._readers)
-        step = STEP_UNKNOWN if stalled else self._highest
-        write_beat(
-            self._ring,
-            Beat(
-                self._beats,
-                step,
-                self._mono_ns(),
-                Phase.STEPPING,
-                StepSource.UNKNOWN if step == STEP_UNKNOWN else StepSource.OPTIMIZER_STATE,
-                self._beats,
-            ),
-        )
+        if self._calls - self._rose_at > PATIENCE * len(self._readers):
+            self._beat(STEP_UNKNOWN, StepSource.UNKNOWN)
+        else:
+            self._beat(*self._last_step())
+
+    def _last_step(self) -> tuple[int, StepSource]:
+        if self._reported is not None:
+            return self._reported, StepSource.REPORTED
+        if self._highest == STEP_UNKNOWN:
+            return STEP_UNKNOWN, StepSource.UNKNOWN
+        return self._highest, StepSource.OPTIMIZER_STATE
+
+    def _beat(
+        self, step: int, source: StepSource, phase: Phase = Phase.STEPPING, name: str = ""
+    ) -> None:
+        if not self._on:
+            return
+        if phase is Phase.STEPPING:
+            self._phase = _BETWEEN_STEPS
+        self._beats = seq = self._beats + 1
+        write_beat(self._ring, Beat(seq, step, self._mono_ns(), phase, source, self._calls, name))
+        if seq % LOOK_EVERY == 1:
+            write_flags(self._ring, self._handlers(), _HANDLERS)
 
     def _new_reader(self, optimizer: Any) -> StepReader:  # noqa: ANN401
         key, readers, reader = id(optimizer), self._readers, StepReader()

@@ -41,12 +41,13 @@ from pathlib import Path  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from gpuops.config import environ  # noqa: E402
-from gpuops.wire import RingHeader  # noqa: E402
-from gpuops.worker import script  # noqa: E402
+from gpuops.wire import Flag, Phase, RingHeader, write_flags  # noqa: E402
+from gpuops.worker import api, script  # noqa: E402
 from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
 from gpuops.worker.heartbeat import Heart, create_ring  # noqa: E402
 from gpuops.worker.lifeline import die_with_parent  # noqa: E402
 from gpuops.worker.optimizer_hook import install  # noqa: E402
+from gpuops.worker.preemption import Preemption  # noqa: E402
 
 if _ADDED:
     sys.path.remove(_ROOT)
@@ -67,7 +68,10 @@ def main() -> None:
             script.run_module(words[1], words[2:])
         else:
             script.run_script(words[0], words[1:])
+        api.finish(Phase.FINISHED)
     except BaseException as error:  # boundary: noted, and then ends the process as it would anyway
+        is_end = isinstance(error, SystemExit) and error.code in {None, 0}
+        api.finish(Phase.FINISHED if is_end else Phase.RAISED)
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 note(error, env)
@@ -93,13 +97,29 @@ def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
         die_with_parent(int(agent_pid) if agent_pid.isdecimal() else None)
     if becomes_another_program:
         return
+    preemption = Preemption()
     with contextlib.suppress(Exception):
         faulthandler.enable(all_threads=True)
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        preemption.dumps_stacks = dump_stacks_to(env.get("GPUOPS_STACKS", ""))
     with contextlib.suppress(Exception):
         write_whole_lines()
     with contextlib.suppress(Exception):
-        start_heartbeat(env)
+        start_heartbeat(env, preemption)
+
+
+def dump_stacks_to(path: str) -> bool:
+    """Let SIGUSR2 append the stacks of all threads to *path*; return whether that is so.
+
+    Without a path, or where it cannot be opened, they go to standard error.
+    """
+    file = None
+    if path:
+        with contextlib.suppress(OSError):
+            # Open for as long as the process lives: a signal handler cannot open it.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(path, flags, 0o600)
+    faulthandler.register(signal.SIGUSR2, sys.stderr if file is None else file, all_threads=True)
+    return file is not None
 
 
 def write_whole_lines() -> None:
@@ -112,8 +132,10 @@ def write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def start_heartbeat(env: Mapping[str, str]) -> None:
+def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     """Create the ring that the agent named and hook it to the optimizers to come.
+
+    Only with a ring are signals ours: without it nobody would hear of them.
 
     Raises:
         OSError, KeyError, ValueError: No ring was asked for, or it cannot be made.
@@ -125,9 +147,14 @@ def start_heartbeat(env: Mapping[str, str]) -> None:
         start_mono_ns=time.monotonic_ns(),
     )
     ring = create_ring(Path(env["GPUOPS_RING"]), header)
-    heart = Heart(memoryview(ring))
+    view = memoryview(ring)
+    # Here already, for a worker that hangs before its first beat.
+    write_flags(view, preemption.ours() & Flag.USR2_IS_OURS, Flag.USR2_IS_OURS)
+    preemption.heart = heart = Heart(view, handlers=preemption.ours)
+    api.connect(heart, lambda: preemption.signalled_ns)
     os.register_at_fork(after_in_child=heart.stop)
     install(heart)
+    preemption.install()
 
 
 def note(error: Exception, env: Mapping[str, str]) -> None:

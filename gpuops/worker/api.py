@@ -1,0 +1,159 @@
+"""What a training script may say to its agent, and ask it: all of it optional.
+
+Without ``gpuops run``, with ``GPUOPS_DISABLE=1``, in a forked child and where torch.compile traces
+the caller, each of these does nothing. None of them raises, for whatever it is given.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from operator import index
+from types import TracebackType
+from typing import Self
+
+from gpuops.wire import STEP_UNKNOWN, Flag, Phase, Request
+from gpuops.worker.heartbeat import Heart
+
+_STEP_MAX = 2**63 - 1
+# The agent learns of a signal that reached this process alone within its next look, and answers
+# with a request to all ranks for the same step. Without an answer the signal itself counts.
+UNANSWERED_NS = 3 * 10**9
+_NAMES = {
+    "eval": Phase.EVAL,
+    "evaluate": Phase.EVAL,
+    "evaluation": Phase.EVAL,
+    "valid": Phase.EVAL,
+    "validate": Phase.EVAL,
+    "validation": Phase.EVAL,
+    "test": Phase.EVAL,
+    "checkpoint": Phase.CHECKPOINT,
+    "save": Phase.CHECKPOINT,
+    "restore": Phase.RESTORE,
+    "resume": Phase.RESTORE,
+    "load": Phase.RESTORE,
+}
+
+
+def progress(step: int) -> None:
+    """Say that *step* is done; it goes before the step number in the optimizer's own state.
+
+    For loops without a torch optimizer, and where one optimizer step is not one step of the run.
+    Anything but a whole number on the host is ignored: reading a device would wait for it.
+    """
+    if _is_compiling() or _heart is None:
+        return
+    number = _on_host(step)
+    if number is None or number < 0:
+        return
+    try:
+        _heart.progress(min(number, _STEP_MAX))
+    except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
+        _silence()
+
+
+def phase(name: str) -> "PhaseScope":
+    """Say that something else than steps begins: evaluation, saving, loading, anything long.
+
+    ``with gpuops.phase("eval"):`` lasts for the block. A call without ``with`` lasts until the
+    next step or phase. What ``"eval"``, ``"checkpoint"`` and ``"restore"`` mean is known; each name
+    has a time limit of its own, learned from this run.
+    """
+    scope = PhaseScope()
+    if _is_compiling() or _heart is None:
+        return scope
+    try:
+        text = str(name)
+        scope.before = _heart.enter(_NAMES.get(text.lower(), Phase.OTHER), text)
+    except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
+        _silence()
+    return scope
+
+
+class PhaseScope:
+    """What `phase` returns; the end of its ``with`` block is the end of the phase."""
+
+    before: tuple[Phase, str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.before is None or _heart is None:
+            return
+        phase, name = self.before
+        try:
+            # Before the first step it is still the first step that is next.
+            _heart.enter(phase if name else Phase.RESUMED, name)
+        except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
+            _silence()
+
+
+def should_stop() -> bool:
+    """Return whether to save and leave the loop: the run is being preempted or drained.
+
+    Ask once per step, at the same place of the loop on every rank. Where step numbers are known
+    all ranks are told so at the same step, so that none waits for another in a collective.
+    """
+    if _is_compiling() or _heart is None or not _heart.is_on:
+        return False
+    try:
+        _heart.flag(Flag.ASKED)
+        request, stop_step = _heart.request()
+        if request is Request.DRAIN:
+            step = _heart.step
+            return STEP_UNKNOWN in {stop_step, step} or step >= stop_step
+        return request is Request.ENDING or _is_unanswered(time.monotonic_ns())
+    except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
+        return False
+
+
+_heart: Heart | None = None
+_signalled_ns: Callable[[], int | None] = lambda: None  # noqa: E731 until `connect`
+
+
+def connect(heart: Heart, signalled_ns: Callable[[], int | None]) -> None:
+    """Let these functions speak through *heart*; *signalled_ns* is when a signal came, if any."""
+    global _heart, _signalled_ns
+    _heart, _signalled_ns = heart, signalled_ns
+
+
+def finish(phase: Phase) -> None:
+    """Beat a last time: the program has come to its end; what follows is no step."""
+    if _heart is None:
+        return
+    with contextlib.suppress(Exception):
+        _heart.enter(phase)
+
+
+def _silence() -> None:
+    if _heart is not None:
+        _heart.stop()
+
+
+def _on_host(step: object) -> int | None:
+    """Return *step* as a number, None where it is none or would have to be fetched from a device.
+
+    NumPy's numbers have a device as well, as tensors have: the CPU.
+    """
+    try:
+        if type(step) is not int and str(getattr(step, "device", "cpu")) != "cpu":
+            return None
+        return index(step)  # type: ignore[arg-type]  # that is the question
+    except Exception:  # noqa: BLE001 boundary: whatever the script gives us
+        return None
+
+
+def _is_unanswered(now_ns: int) -> bool:
+    came_ns = _signalled_ns()
+    return came_ns is not None and now_ns - came_ns >= UNANSWERED_NS
+
+
+def _is_compiling() -> bool:
+    compiler = sys.modules.get("torch.compiler")
+    return compiler is not None and compiler.is_compiling()

@@ -1,0 +1,98 @@
+"""SIGTERM and SIGUSR1 become a flag, so that a step can be finished and saved.
+
+Whether Slurm's notice reaches a worker itself depends on how the step is tracked, so a worker must
+outlive it either way. A handler that the script installs later replaces ours, as it should.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from threading import get_ident
+from types import FrameType
+
+from gpuops.wire import Flag, Request
+from gpuops.worker.heartbeat import Heart
+
+_WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preemption:
+    """Our handlers in this process.
+
+    Children forked from it get the default back: who ends a data loader's worker with SIGTERM
+    relies on it.
+    """
+
+    def __init__(self) -> None:
+        self.signalled_ns: int | None = None
+        self.heart: Heart | None = None
+        self.dumps_stacks = False
+        self._pid = os.getpid()
+        self._handler = self._handle  # one object, so that `is` tells ours from the script's
+        self._masks: dict[int, set[signal.Signals | int]] = {}
+
+    def install(self) -> None:
+        """Take the signals that nobody has taken.
+
+        Raises:
+            ValueError: Not in the main thread.
+        """
+        for number in _WATCHED:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._handler)
+                # Libraries that do not expect EINTR would otherwise have died of the signal.
+                signal.siginterrupt(number, False)
+        # Python forgets what comes while it forks: it waits until the child has the default.
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._release, after_in_child=self._in_child
+        )
+
+    def uninstall(self) -> None:
+        """Give the default back to those signals that are still ours."""
+        for number in _WATCHED:
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, signal.SIG_DFL)
+
+    def ours(self) -> Flag:
+        """Return which handlers are still ours."""
+        flags = Flag(0)
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            flags |= Flag.TERM_IS_OURS
+        if signal.getsignal(signal.SIGUSR1) is self._handler:
+            flags |= Flag.USR1_IS_OURS
+        # Python knows nothing of faulthandler's: what it knows instead is the script's.
+        if self.dumps_stacks and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+            flags |= Flag.USR2_IS_OURS
+        return flags
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        heart = self.heart
+        if heart is None or os.getpid() != self._pid:
+            self._obey(number)
+            return
+        request = Request.NONE
+        with contextlib.suppress(Exception):  # what a handler raises, the script would get
+            heart.flag(Flag.HANDLED)
+            request = heart.request()[0]
+        if request is Request.ENDING and number == signal.SIGTERM:
+            self._obey(number)
+        elif request is Request.NONE and self.signalled_ns is None:
+            self.signalled_ns = time.monotonic_ns()
+            with contextlib.suppress(Exception):
+                heart.flag(Flag.SIGNALLED)
+
+    def _hold(self) -> None:
+        self._masks[get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop(get_ident()))
+
+    def _in_child(self) -> None:
+        self.uninstall()
+        self._release()
+
+    def _obey(self, number: int) -> None:
+        """End as a process without a handler does."""
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

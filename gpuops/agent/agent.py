@@ -1,12 +1,11 @@
-"""torch's elastic agent with eyes: it sees who died first, and keeps what there is to know of it.
+"""torch's elastic agent, which follows the control record of its run.
 
-torch's own loop stays in charge (`_invoke_run`): it restarts while the budget lasts, as torchrun
-does. What is changed: failures are seen and dated by `ExitWatcher` before torch looks; the others
-are ended by us with a short grace; signals to the agent are taken at safe points only.
+torch starts, tees and reaps the workers, as under torchrun. When to start, to stop and to give up
+is the record's business: this loop looks ten times a second at its workers and at the record, says
+on the board what it saw here, and does what was decided.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -15,44 +14,26 @@ from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
     WorkerSpec,
-    WorkerState,
 )
+from torch.distributed.elastic.agent.server.api import Worker as TorchWorker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from gpuops.agent.identity import Identity, agree
-from gpuops.agent.logs import GenerationLogs, Placement
+from gpuops.agent.logs import Placement
+from gpuops.agent.parts import Parts
+from gpuops.agent.published import Snapshot, progress_of, state_of
 from gpuops.agent.records import AttemptFacts
 from gpuops.agent.rings import RingReader
-from gpuops.agent.session import Session
-from gpuops.agent.signals import Cancellation
+from gpuops.agent.seat import BoardLostError, Gate, RunOverError, Seat, Seats
+from gpuops.agent.sentry import Watched
+from gpuops.agent.supervision import Supervision, Torch
 from gpuops.agent.workers import Worker, Workers
-from gpuops.host.clock import Clock
-from gpuops.model import WorkerExit
-
-# After the first failure the others get this long to fail by themselves: what they raise is
-# evidence, and an end of their own is not taken for our teardown.
-COLLECT_S = 0.1
-FAILURE_GRACE_S = 3.0
-_OVER = frozenset({WorkerState.FAILED, WorkerState.UNHEALTHY, WorkerState.UNKNOWN})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the agent is given by `launch`."""
-
-    clock: Clock
-    node: str
-    identity: Identity
-    logs: GenerationLogs
-    cancellation: Cancellation
-    open_session: Callable[[Identity, bool], Session]
-    say: Callable[[str], None]
-    alone: bool
-    agent_pid: int
-    slurm_job_id: str | None
-    slurm_restart_count: int
-    failure_grace_s: float
-    cancel_grace_s: float
+from gpuops.control.drains import drain, drain_at_once
+from gpuops.control.record import ControlRecord, Phase
+from gpuops.errors import EXIT_REQUEUE
+from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.over_nodes import gate_incident
+from gpuops.model import Confidence, FailureClass, Json, Side, WorkerExit
+from gpuops.scrub import scrub
 
 
 class WorkerStartError(Exception):
@@ -60,51 +41,122 @@ class WorkerStartError(Exception):
 
 
 class GpuopsAgent(LocalElasticAgent):
-    """One node's agent; ``session`` is None until the first rendezvous."""
+    """One node's agent; ``generation`` is the last one that it had workers of."""
 
-    def __init__(self, spec: WorkerSpec, parts: Parts, **torch_options: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        parts: Parts,
+        board: Mapping[str, str | int],
+        **torch_options: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(spec=spec, logs_specs=parts.logs, **torch_options)
-        self.session: Session | None = None
+        self.generation = -1
+        self.snapshot = Snapshot(parts, board)
         self._parts = parts
-        self._identity = parts.identity
-        self._generation = -1
+        self._session = parts.session
         self._workers: Workers | None = None
+        self._seat: Seat | None = None
+        seats = spec.rdzv_handler
+        assert isinstance(seats, Seats)
+        seats.usher = self
+        parts.link.on_fence = self._fence
+        parts.link.training = self._training
+        parts.link.progress = self._progress
+
+    def _invoke_run(self, role: str = "default_role") -> RunResult:  # noqa: ARG002 torch's signature
+        while True:
+            try:
+                self._initialize_workers(self._worker_group)
+            except WorkerStartError as exc:
+                reason = self._not_started(str(exc))
+                self._supervision().end(reason)
+                continue
+            ended = self._supervision().run()
+            if ended is not None:
+                return ended
+
+    def _supervision(self) -> Supervision:
+        assert self._seat is not None
+        assert self._workers is not None
+        torch = Torch(
+            interval_s=self._worker_group.spec.monitor_interval,
+            reap=lambda: super(GpuopsAgent, self)._monitor_workers(self._worker_group),
+            looks_for_d_state=getattr(self, "_uninterruptible_state_timeout", 0.0) > 0,
+        )
+        return Supervision(self._parts, self._seat, self._workers, torch, self, self.snapshot)
+
+    def _not_started(self, reason: str) -> NodeReport:
+        self.close()
+        self._workers = Workers([], self._parts.clock)
+        return NodeReport(
+            kind=ReportKind.START_FAILED,
+            node=self._parts.node,
+            generation=self.generation,
+            failure_class=FailureClass.START_FAILED,
+            side=Side.AMBIGUOUS,
+            confidence=Confidence.CONFIRMED,
+            how=scrub(reason),
+            is_infrastructure=True,
+        )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._parts.gate.begin()
+        seats = worker_group.spec.rdzv_handler
+        assert isinstance(seats, Seats)
         with self._parts.cancellation.interruptible():
+            # torch counts restarts down from the budget and tells workers the difference.
             super()._rendezvous(worker_group)
-            # torch's own annotations know only the None that they are before the rendezvous.
-            group_rank: Any = worker_group.group_rank
-            store: Any = worker_group.store
-            self._identity, self._generation = agree(
-                store,
-                group_rank=group_rank,
-                alone=self._parts.alone,
-                mine=self._identity,
-                generation=self._generation + 1,
+        assert seats.seat is not None
+        self._seat = seats.seat
+        self.generation = self._seat.record.generation
+        self._remaining_restarts = worker_group.spec.max_restarts - self.generation
+        self._mark("seated")
+
+    def _assign_worker_ranks(
+        self,
+        store: Any,  # noqa: ANN401, ARG002 torch's signature
+        group_rank: int,
+        group_world_size: int,  # noqa: ARG002
+        spec: WorkerSpec,
+    ) -> list[TorchWorker]:
+        """Return this node's workers with the ranks that follow from the roster."""
+        seats = spec.rdzv_handler
+        assert isinstance(seats, Seats)
+        assert seats.seat is not None
+        roster = seats.seat.roster
+        first, world_size = roster.first_rank(group_rank), roster.world_size
+        return [
+            TorchWorker(
+                local_rank=local_rank,
+                global_rank=first + local_rank,
+                role_rank=first + local_rank,
+                world_size=world_size,
+                role_world_size=world_size,
             )
-        leads = group_rank == 0
-        if self.session is None:
-            self.session = self._parts.open_session(self._identity, leads)
-        self.session.leads = leads
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        session = self._session()
+        session = self._session
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        rings = {rank: session.directory.ring(self._generation, rank) for rank in ranks.values()}
+        rings = {rank: session.directory.ring(self.generation, rank) for rank in ranks.values()}
         session.safely(
             "making the ring directory",
             lambda: rings[ranks[0]].parent.mkdir(mode=0o700, exist_ok=True),
         )
+        folder = self._log_folder()
         env = {
             local_rank: {
+                **self._parts.worker_env(folder),
+                **self._left_out(),
                 "GPUOPS_AGENT_PID": str(self._parts.agent_pid),
-                "GPUOPS_GENERATION": str(self._generation),
+                "GPUOPS_GENERATION": str(self.generation),
                 "GPUOPS_RING": str(rings[rank]),
             }
             for local_rank, rank in ranks.items()
         }
-        folder = self._log_folder()
+        session.safely("looking at the GPUs", self._parts.gate.started)
         self._parts.logs.prepare(Placement(folder, ranks, env))
         start_us = self._parts.clock.now_us()
         try:
@@ -112,23 +164,35 @@ class GpuopsAgent(LocalElasticAgent):
         except OSError as exc:
             raise WorkerStartError(f"cannot start the workers: {exc}") from exc
         self._parts.cancellation.install()
-        if self._workers is not None:
-            self._workers.close()
-        self._workers = Workers(
-            [
-                Worker(
-                    rank=rank,
-                    local_rank=local_rank,
-                    pid=pids[local_rank],
-                    ring=RingReader(rings[rank]),
-                    files=self._parts.logs.files[local_rank],
-                )
-                for local_rank, rank in ranks.items()
-            ],
-            self._parts.clock,
-        )
+        self.close()
+        workers = [
+            Worker(
+                rank=rank,
+                local_rank=local_rank,
+                pid=pids[local_rank],
+                ring=RingReader(rings[rank]),
+                files=self._parts.logs.files[local_rank],
+            )
+            for local_rank, rank in ranks.items()
+        ]
+        self._workers = self.snapshot.workers = Workers(workers, self._parts.clock)
+        self.snapshot.generation = self.generation
+        self.snapshot.group_rank = worker_group.group_rank
+        self.snapshot.world_size = worker_group.workers[0].world_size
+        self._parts.pace.begin()
         session.safely("recording the start", lambda: self._started(worker_group, start_us))
+        watched = Watched(
+            generation=self.generation, node=self._parts.node, workers=workers, folder=folder
+        )
+        for sentry in self._parts.sentries:
+            session.safely("watching the workers", lambda s=sentry: s.begin(watched))  # type: ignore[misc]
         return pids
+
+    def _left_out(self) -> dict[str, str]:
+        """Return what tells the script which checkpoint not to load: by the step it is of."""
+        assert self._seat is not None
+        step = self._seat.record.excluded_checkpoint
+        return {} if step is None else {"GPUOPS_EXCLUDED_CHECKPOINT": str(step)}
 
     def _started(self, worker_group: WorkerGroup, start_us: int) -> None:
         facts = AttemptFacts(
@@ -141,93 +205,97 @@ class GpuopsAgent(LocalElasticAgent):
             slurm_job_id=self._parts.slurm_job_id,
             slurm_restart_count=self._parts.slurm_restart_count,
         )
-        self._session().chronicle.attempt_started(self._generation, facts)
-        self._session().kernel_log.mark()
-        self._write_state("running")
+        self._session.chronicle.attempt_started(self.generation, facts)
+        self._mark("started")
+        self._session.kernel_log.mark()
+        self.write_state("running")
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._parts.cancellation.check()
-        session, workers = self._session(), self._workers
-        assert workers is not None
-        session.safely("reading heartbeats", lambda: session.chronicle.beats(workers.beats()))
-        if not workers.calls_for_a_look and not self._looks_for_d_state():
-            return RunResult(state=WorkerState.HEALTHY)
-        if workers.has_failed:
-            self._wind_down(workers)
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.state in _OVER:
-            self._wind_down(workers)
-            session.safely("recording the failure", lambda: self._failed(workers, result))
-        elif result.state is WorkerState.SUCCEEDED:
-            session.safely("recording the success", session.chronicle.attempt_completed)
-        return result
+    def gate(self) -> Gate:
+        """Return whether this node may join; see `Usher`."""
+        found = self._parts.gate.result(self._wait_at_the_gate)
+        if found.to_report is not None and not found.passed:
+            session = self._session
+            report = found.to_report(self._parts.node, self._parts.link.record.generation)
+            incident = gate_incident(
+                report, run_id=session.identity.run_id, now_us=self._parts.clock.now_us()
+            )
+            session.safely(
+                "recording a check", lambda: session.chronicle.gate_failed(report, incident)
+            )
+        return found
 
-    def _looks_for_d_state(self) -> bool:
-        return float(getattr(self, "_uninterruptible_state_timeout", 0.0)) > 0
+    def _wait_at_the_gate(self, seconds: float) -> None:
+        self.waiting(self._parts.link.record)
+        if self._parts.link.wait(lambda now: now.phase is Phase.STOP, seconds):
+            raise RunOverError(self._parts.link.record)
 
-    def _wind_down(self, workers: Workers) -> None:
-        """End the group after a failure, unless it was a cancellation that reached workers first.
+    def waiting(self, record: ControlRecord) -> None:
+        """Look after signals and the board while this agent waits for others; see `Usher`.
 
         Raises:
             SignalException: See `Cancellation.check`.
+            BoardLostError: There has been no answer for too long.
+            RunOverError: The run is drained before it has begun.
         """
-        if not workers.all_ended:
-            workers.let_others_fail(COLLECT_S)
+        self.snapshot.main_ns = self._parts.clock.mono_ns()
+        self._session.safely("recording a decision", lambda: self._parts.rulings.hear(record, None))
         self._parts.cancellation.check()
-        workers.end(SIGTERM, self._parts.failure_grace_s, self._is_urgent)
-        session = self._session()
-        session.safely("reading heartbeats", lambda: session.chronicle.beats(workers.beats()))
+        if self._parts.link.lost is not None:
+            raise BoardLostError(str(self._parts.link.lost))
+        lost_s = self._parts.plan.store_lost_s
+        if self._parts.link.lost_s > lost_s:
+            raise BoardLostError(f"the board of this run has not answered for {lost_s:g} s")
+        number = self._parts.cancellation.drain
+        if number is None:
+            return
+        if record.phase is Phase.RUN:
+            drain(self._parts.link, number.name, None)
+        elif record.phase in {Phase.FORM, Phase.GATHER}:
+            stopped = drain_at_once(self._parts.link, number.name, EXIT_REQUEUE)
+            if stopped is not None:
+                self._drained_before(number, stopped)
+                raise RunOverError(stopped)
 
-    def _failed(self, workers: Workers, result: RunResult) -> None:
-        session = self._session()
-        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        restarts = self._remaining_restarts > 0 and result.state is not WorkerState.UNKNOWN
-        incident = session.chronicle.attempt_failed(
-            self._exits(workers, codes),
-            restarts=restarts,
-            kernel_lines=session.kernel_log.since_mark(),
-        )
-        number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
-        budget = self._worker_group.spec.max_restarts
-        what = f"restart {number} of {budget}" if restarts else "no restart is left"
-        self._parts.say(f"attempt {self._generation} failed: {incident.title}; {what}")
-        self._write_state("restarting" if restarts else "failed")
+    def _drained_before(self, number: Signals, stopped: ControlRecord) -> None:
+        """Record the end of a run that had no workers when this node was asked to stop."""
+        if (stopped.drain_signal, stopped.decided_by) == (number.name, self._parts.node):
+            chronicle = self._session.chronicle
+            self._session.safely(
+                "recording the drain", lambda: chronicle.drained(number.name, [], EXIT_REQUEUE)
+            )
 
-    def _exits(self, workers: Workers, codes: Mapping[int, int]) -> list[WorkerExit]:
-        chronicle = self._session().chronicle
-        return workers.exits(self._parts.node, chronicle.rank_progress, codes)
+    def _training(self) -> int | None:
+        return self.generation if self.has_workers() else None
+
+    def _fence(self, _silent_s: float) -> None:
+        if self._workers is not None:
+            self._workers.kill()
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        workers = self._workers
-        if workers is not None and not workers.all_ended:
-            # Nobody failed here: nodes came or went, and torch restarts everyone.
-            workers.end(SIGTERM, self._parts.failure_grace_s, self._is_urgent)
-            session = self._session()
-            session.safely("recording the restart", session.chronicle.attempt_interrupted)
+        self._shutdown(SIGTERM)
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: Signals = SIGTERM, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         if self._workers is not None and not self._workers.all_ended:
-            self._workers.end(death_sig, self._parts.cancel_grace_s, self._is_urgent)
+            urgent = self._is_urgent
+            self._workers.end(death_sig, self._parts.cancel_grace_s, urgent)
         super()._shutdown(death_sig, *args, **kwargs)
-
-    def _exit_barrier(self) -> None:
-        with self._parts.cancellation.interruptible():
-            super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch has no types here
 
     def cancelled(self, signal_name: str) -> None:
         """Record that a signal ended the run; the workers, if any, are gone by now."""
-        session, workers = self._session(), self._workers
+        session, workers = self._session, self._workers
+        exits: list[WorkerExit] = []
         if workers is not None:
             session.chronicle.beats(workers.beats())
+            exits = workers.exits(self._parts.node, session.chronicle.rank_progress, {})
         session.chronicle.cancelled(
             signal_name,
-            [] if workers is None else self._exits(workers, {}),
+            exits,
             seen_mono_ns=self._parts.cancellation.seen_mono_ns,
             kernel_lines=session.kernel_log.since_mark(),
         )
         if workers is not None:
-            self._write_state("cancelled")
+            self.write_state("cancelled")
 
     def has_workers(self) -> bool:
         """Say whether a worker may still run; from any thread."""
@@ -239,25 +307,18 @@ class GpuopsAgent(LocalElasticAgent):
             self._workers.close()
 
     def _log_folder(self) -> Path:
-        return self._parts.logs.directory(self._session().directory.generation(self._generation))
+        return self._parts.logs.directory(self._session.directory.generation(self.generation))
 
     def _is_urgent(self) -> bool:
         return self._parts.cancellation.is_urgent
 
-    def _session(self) -> Session:
-        assert self.session is not None, "a rendezvous comes first"
-        return self.session
+    def _mark(self, phase: str) -> None:
+        self._session.safely("keeping the time", lambda: self._session.chronicle.mark(phase))
 
-    def _write_state(self, phase: str) -> None:
-        session, workers = self._session(), self._workers
-        state = {
-            "run_id": self._identity.run_id,
-            "name": self._identity.folder,
-            "node": self._parts.node,
-            "generation": self._generation,
-            "phase": phase,
-            "agent_pid": self._parts.agent_pid,
-            "pids": {} if workers is None else {str(r): p for r, p in workers.pids.items()},
-            "ring_dir": str(session.directory.rings / f"generation-{self._generation}"),
-        }
-        session.write_state(state, group_rank=self._worker_group.group_rank or 0)
+    def _progress(self) -> Json:
+        return progress_of(self._parts, self.generation, self._workers)
+
+    def write_state(self, phase: str) -> None:
+        """Have ``state.json`` replaced."""
+        state = state_of(self._parts, self.snapshot, phase)
+        self._session.write_state(state, group_rank=self._worker_group.group_rank or 0)

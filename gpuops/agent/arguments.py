@@ -5,26 +5,38 @@ script.py``, ``run -- torchrun script.py``, ``run python -m torch.distributed.ru
 """
 
 import argparse
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpuops.agent.values import why_no_interpreter
+from gpuops.agent.plan import Plan
+from gpuops.agent.program import check_program
 from gpuops.errors import UsageError
 
-RESTARTS_DEFAULT = 3
-MASTER_PORT_DEFAULT = 29500  # torchrun's, for its static rendezvous
-_EPILOG = (
-    "With a range of nodes (--nnodes=2:4) torch waits 30 s for more of them at each restart; "
-    "--rdzv-conf=last_call_timeout=5 makes that 5 s."
-)
+_DESCRIPTION = "Run a training job as torchrun does; it recovers, and what broke is recorded."
+_EPILOG = """\
+`gpuops run status` shows a run while it lasts.
+Exit codes: 0 done; 1 failed, the restarts are spent; 85 requeue me; 86 this node is unhealthy;
+93 do not requeue, it would fail the same way again; 64 a wrong flag.
+Under `srun --ntasks-per-node=1` nodes, their order and where they meet are Slurm's, and one worker
+is started for each GPU that Slurm gave. Every flag of the restart agent is a setting too (`gpuops
+config show`), torchrun's are PET_* in the environment; what is typed wins.
+"""
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHER_MODULES = frozenset({"torch.distributed.run"})
+# Flags of torchrun whose absence means something here. torch's parser reads PET_* for them itself;
+# without a default from there, what was said and where can be told apart.
+TORCH_WISHES = (
+    *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+)
+OUR_WISHES = (
+    *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
+    *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
+    "token_file",
+)
 
 
 class HelpAskedError(Exception):
@@ -32,17 +44,34 @@ class HelpAskedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """What stood on the command line, before environment, settings and Slurm are asked."""
+
+    found: argparse.Namespace
+    command: tuple[str, ...]
+    store: str | None
+    spool: str | None
+    run_dir: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for. ``torch`` is the namespace that torch's own functions take."""
+    """What the user asked for. ``torch`` is the namespace that torch's own functions take.
+
+    ``said`` has, by name, each flag of ours that somebody gave, as they gave it. ``warnings`` are
+    lines for the user, said once at the start.
+    """
 
     torch: argparse.Namespace
     command: tuple[str, ...]
     run_name: str | None
-    store: str | None
-    spool: str | None
-    run_dir: str | None
+    plan: Plan
     is_private: bool
     master: tuple[str, int] | None
+    print_timeouts: bool = False
+    as_json: bool = False
+    said: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,10 +84,10 @@ class _Help(argparse.Action):
         raise HelpAskedError(parser.format_help())
 
 
-def parse(
+def read_words(
     args: Sequence[str], env: Mapping[str, str], torch_parser: argparse.ArgumentParser
-) -> Request:
-    """Return what *args* ask for.
+) -> Typed:
+    """Return what the words *args* say.
 
     Raises:
         UsageError: Whatever argparse refuses, in one line; no script; a script that cannot run.
@@ -69,17 +98,13 @@ def parse(
     if found.tee is None and found.redirects is None:
         found.tee, found.redirects = "3", "0"
     found.tee, found.redirects = found.tee or "0", found.redirects or "0"
-    _check_program(found)
-    master, is_private = _choose_rendezvous(found)
-    return Request(
-        torch=found,
+    check_program(found)
+    return Typed(
+        found=found,
         command=tuple(args),
-        run_name=found.run_name,
         store=found.store,
         spool=found.spool,
         run_dir=found.run_dir,
-        is_private=is_private,
-        master=master,
     )
 
 
@@ -91,27 +116,120 @@ def help_text(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> 
 def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _Parser:
     parser = _Parser(
         prog="gpuops run",
-        description="Run a training job as torchrun does; it recovers, and what broke is recorded.",
+        description=_DESCRIPTION,
         parents=[torch_parser],
         epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
         add_help=False,
     )
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="Show this and exit.")
-    ours = parser.add_argument_group("gpuops", "These stand before the script, like all flags.")
-    ours.add_argument("--run-name", metavar="NAME", help="Name in reports; default: the script's.")
-    ours.add_argument("--store", metavar="URL", help="The incident store (GPUOPS_STORE).")
-    ours.add_argument("--spool", metavar="DIR", help="Where events wait for it (GPUOPS_SPOOL).")
-    ours.add_argument("--run-dir", metavar="DIR", help="Parent of the run's own folder.")
+    _add_records(parser)
+    _add_restarts(parser)
+    _add_health(parser)
     # None tells what the user left out; torch 2.8 would say 29500 for the port.
-    defaults: dict[str, Any] = {
-        **dict.fromkeys(("tee", "redirects", "master_port")),
-        "max_restarts": RESTARTS_DEFAULT,
-    }
+    defaults: dict[str, Any] = dict.fromkeys(("tee", "redirects"))
     parser.set_defaults(
-        **{key: value for key, value in defaults.items() if f"PET_{key.upper()}" not in env}
+        **{key: value for key, value in defaults.items() if f"PET_{key.upper()}" not in env},
+        **dict.fromkeys((*TORCH_WISHES, *OUR_WISHES)),
     )
     return parser
+
+
+def _add_records(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gpuops", "These stand before the script, like all flags.")
+    group.add_argument("--run-name", metavar="NAME", help="Name in reports; default: the script's.")
+    group.add_argument("--store", metavar="URL", help="The incident store (GPUOPS_STORE).")
+    group.add_argument("--spool", metavar="DIR", help="Where events wait for it (GPUOPS_SPOOL).")
+    group.add_argument("--run-dir", metavar="DIR", help="Parent of the run's own folder.")
+    _both(
+        group,
+        "--http",
+        metavar="ADDR:PORT|PORT|off",
+        help="Where each agent answers /healthz, /state and /metrics; default: loopback, any port.",
+    )
+
+
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gpuops: restarts and nodes")
+    _both(
+        group,
+        "--max-restarts",
+        metavar="N|N/WINDOW",
+        help="Restarts before the run fails: 3 in all (the default), 10/6h: ten in any six hours.",
+    )
+    _both(
+        group,
+        "--min-nodes",
+        metavar="N",
+        help="Go on with so many nodes; default: MIN of --nnodes=MIN:MAX, else all of them.",
+    )
+    _both(
+        group, "--spares", metavar="N", help="Agents beyond those that train; they wait for a hole."
+    )
+    _both(group, "--node-unit", metavar="N", help="Only multiples of so many nodes train.")
+    _both(
+        group,
+        "--on-exhausted",
+        metavar="shrink|requeue",
+        help="With too few nodes: train with fewer, or exit 85; default: shrink where fewer were "
+        "allowed by a range or --min-nodes.",
+    )
+    _both(
+        group,
+        "--grow-after",
+        metavar="S|never",
+        help="How long a new node waits until the run restarts to take it in; default: 300.",
+    )
+    _both(
+        group,
+        "--restart-exit-codes",
+        metavar="16,17",
+        help="Exit codes with which the job asks for a restart: never a fault of its software.",
+    )
+    _both(
+        group,
+        "--decide",
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that may overrule the restart decision.",
+    )
+
+
+def _add_health(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gpuops: hangs, health and preemption")
+    _both(
+        group,
+        "--hang-timeout",
+        metavar="auto|S|off",
+        help="So long without a step is a hang; default: auto, learned from the job.",
+    )
+    _both(
+        group,
+        "--health-gate",
+        metavar="on|off",
+        help="Check a node before it joins and after each failure; default: on.",
+    )
+    _both(
+        group,
+        "--drain-grace",
+        metavar="S",
+        help="Seconds from the scheduler's notice to its SIGKILL; default: what Slurm says.",
+    )
+    _both(
+        group,
+        "--print-timeouts",
+        action="store_true",
+        help="Print every time limit of this launch, checked, and exit.",
+    )
+    group.add_argument(
+        "--json", action="store_true", dest="as_json", help="With it: as one JSON object."
+    )
+
+
+def _both(group: argparse._ArgumentGroup, flag: str, **kept: Any) -> None:  # noqa: ANN401
+    """Add *flag* in both spellings, with dashes and with underscores, as torchrun has its own."""
+    other = f"--{flag[2:].replace('-', '_')}"
+    group.add_argument(flag, *[other] * (other != flag), **kept)
 
 
 def _unwrap(parser: _Parser, args: list[str]) -> argparse.Namespace:
@@ -143,53 +261,3 @@ def _behind_python(words: list[str]) -> list[str]:
         return words
     shown = " ".join(words[:1]) or "nothing"
     raise UsageError(f"after `python` a script or `-m module` is wanted, not {shown}")
-
-
-def _check_program(found: argparse.Namespace) -> None:
-    script = found.training_script
-    if found.module:
-        if found.no_python:
-            raise UsageError("--no-python and --module exclude each other")
-        return
-    if found.no_python:
-        place = shutil.which(script)
-        if place is None:
-            raise UsageError(
-                f"the program {script!r} is not executable, or not there and not on "
-                "PATH; chmod +x it, or leave out --no-python if it is a Python script"
-            )
-        if problem := why_no_interpreter(place):
-            raise UsageError(f"cannot execute {script}: {problem}")
-        return
-    path = Path(script)
-    if path.is_dir():
-        raise UsageError(f"{script!r} is a directory; name a script, or use -m")
-    if not path.exists():
-        raise UsageError(f"the script {script!r} does not exist in {Path.cwd()}")
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"the script {script!r} cannot be read by this user")
-
-
-def _choose_rendezvous(found: argparse.Namespace) -> tuple[tuple[str, int] | None, bool]:
-    """Settle the rendezvous as torchrun does; return the workers' master where the user named one.
-
-    On one node there is nobody to meet: see `PrivateRendezvous`. The address and port that the
-    user gave stay what the workers see.
-    """
-    alone = _is_one_node(found.nnodes)
-    is_static = found.rdzv_backend == "static" and not found.rdzv_endpoint
-    private = bool(found.standalone) or (is_static and alone)
-    master = None
-    if private:
-        if not found.standalone and found.master_port is not None:
-            master = (found.master_addr, found.master_port)
-        found.rdzv_backend, found.rdzv_endpoint = "static", ""
-        found.rdzv_id = str(uuid.uuid4())
-        found.local_addr = found.local_addr or "127.0.0.1"
-    if found.master_port is None:
-        found.master_port = MASTER_PORT_DEFAULT
-    return master, private
-
-
-def _is_one_node(nnodes: str) -> bool:
-    return nnodes.rpartition(":")[2] == "1"

@@ -1,36 +1,38 @@
 """The run's history as it happens: which events to record when, and what each incident cost.
 
 It hears what the agent did and saw and writes it down; it decides nothing and touches no worker.
+Every agent tells what its own node saw; whoever decided tells the incident for the run.
 
 Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to the
-decision to restart, ``restart`` from there to the first new step, ``redo`` from there until the
-job is past the highest step it had ever reached. An attempt without a step is lost as a whole: its
-``detect`` begins with its workers, which ends the ``restart`` before it. Phases of one run never
-overlap, and `gpuops.report.account` counts the same: a second failure ends the first one's redo.
+first notice of it, ``decide`` until there is a decision and the workers are gone, ``rendezvous``
+until new workers start (health gate and back-off in it), ``init`` from there to the first new step
+without what it took to read a checkpoint, which is ``restore``, and ``redo`` until the job is past
+the highest step it had ever reached. An attempt without a step is lost as a whole: its ``detect``
+begins with its workers. Phases of one run never overlap, and `gpuops.report.account` counts the
+same: a second failure ends the first one's redo.
+
+The agent's main thread and its control thread both call in; a call takes a lock and never waits
+for anything else.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 from gpuops.agent import records
+from gpuops.agent.badput import Restoring, Toll
+from gpuops.agent.case_book import CaseBook, Ruling
 from gpuops.agent.progress import Progress, RankProgress
+from gpuops.agent.telling import Emit, News, Telling, exclusion, in_turn, of_incident, reported
 from gpuops.host.clock import Clock
-from gpuops.incident.cancelled import incident_from_cancel
-from gpuops.incident.identity import incident_id
-from gpuops.incident.lifecycle import closed, mitigated, with_restart
+from gpuops.incident.cancelled import incident_from_cancel, incident_from_drain
+from gpuops.incident.decision import Cluster, Decision, NodeReport, PastFailure
+from gpuops.incident.over_nodes import with_report
+from gpuops.incident.rendezvous import incident_from_lost_board, incident_from_rendezvous
 from gpuops.incident.worker_failure import incident_from_exits
 from gpuops.model import (
-    ActionKind,
-    Confidence,
     Evidence,
-    FailureClass,
     Incident,
-    IncidentState,
-    Json,
-    Role,
     Severity,
-    Side,
     WorkerExit,
 )
 from gpuops.rules import LogRule
@@ -38,74 +40,70 @@ from gpuops.units import US_PER_S
 from gpuops.wire import Beat
 
 MINUTE_US = 60 * US_PER_S
+# Phases of the control record that tell an agent that its generation is over.
+_ENDS_A_GENERATION = frozenset({"gather", "drain", "stop"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What an event will hold beside its time, place and run."""
-
-    kind: str
-    payload: Json
-    attempt: int | None
-    severity: Severity = Severity.INFO
-
-
-class Emit(Protocol):
-    """Records events, together where there are several; never raises and never waits."""
-
-    def __call__(self, *news: News) -> None: ...
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An incident whose cost is not yet complete, in monotonic nanoseconds."""
-
-    incident: Incident
-    decided_ns: int
-    stepped_ns: int | None = None
-
-
-class Chronicle:
+class Chronicle(Telling):
     """The events of one run, as one agent sees it."""
 
     def __init__(
         self, emit: Emit, clock: Clock, *, run_id: str, node: str, rules: Sequence[LogRule]
     ) -> None:
-        self._emit_event = emit
+        super().__init__(emit, node)
         self._clock = clock
         self._run_id = run_id
-        self._node = node
         self._rules = rules
         self._wall_offset_us = clock.now_us() - clock.mono_ns() // 1000
-        self._attempt: int | None = None
         self._started_ns = clock.mono_ns()
         self._has_stepped = False
         self._leads = False
         self._progress = Progress()
+        self._restoring = Restoring()
         self._sent: set[str] = set()
         self._highest: int | None = None
-        self._pending: _Pending | None = None
+        self._book = CaseBook(run_id, node, self._wall_us)
+        self._noticed: dict[int, int] = {}  # generation -> when its end was first heard of
+        self._marks: dict[str, int] = {}
+        self._phase: tuple[str, int] | None = None
+        self._is_regrouping = False
+        self._evidence: tuple[Evidence, ...] = ()
 
-    def node_seen(self, facts: records.NodeFacts) -> None:
-        """Record this node and its boot."""
-        self._emit("node.seen", asdict(facts))
+    @property
+    def badput_s(self) -> dict[str, float]:
+        """Return the seconds lost by now, by phase, over all incidents of the run."""
+        with self.lock:
+            return self._book.lost_s
 
-    def run_started(self, facts: records.RunFacts) -> None:
-        """Record the run's beginning."""
-        self._emit("run.started", records.run_started(facts))
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Return how often the run was restarted, by the class of the failure."""
+        with self.lock:
+            return self._book.restarts
 
+    @in_turn
     def attempt_started(self, ordinal: int, facts: records.AttemptFacts) -> None:
-        """Begin the attempt *ordinal*."""
+        """Begin the attempt *ordinal*; its workers have been started."""
+        if not self._book.waits_for_workers:
+            self._close(self._last_progress_ns, "the run was restarted once more")
         self._attempt = ordinal
         self._leads = facts.group_rank == 0
         self._started_ns = (facts.start_us - self._wall_offset_us) * 1000
         self._progress = Progress(highest_before=self._highest)
+        self._restoring = Restoring()
+        self._is_regrouping = False
+        self._evidence = ()
         self._sent.clear()
-        self._emit("attempt.started", asdict(facts))
+        self._book.started(self._started_ns, leads=self._leads)
+        marks = {f"{phase}_us": self._wall_us(at_ns) for phase, at_ns in self._marks.items()}
+        self._marks.clear()
+        self._emit("attempt.started", {**asdict(facts), **marks})
 
+    @in_turn
     def beats(self, by_rank: Mapping[int, Sequence[Beat]]) -> None:
         """Take in what the rings brought and record the milestones in it."""
         for rank, beats in by_rank.items():
+            self._restoring.feed(rank, beats)
             self._progress.feed(rank, beats)
         first, caught_up = self._progress.first, self._progress.caught_up
         if first is not None and self._is_new("first_step"):
@@ -116,7 +114,7 @@ class Chronicle:
         if caught_up is not None and self._is_new("caught_up"):
             at_us = self._wall_us(caught_up.mono_ns)
             self._emit("attempt.caught_up", {"redo_done_us": at_us, "step": caught_up.step})
-            self._close_pending(caught_up.mono_ns, "the job is past the step where it had failed")
+            self._close(caught_up.mono_ns, "the job is past the step where it had failed")
         if minute := self._minute(at_once=False):
             self._emit_event(*minute)
 
@@ -124,73 +122,168 @@ class Chronicle:
         """Return how far *rank* came in this attempt."""
         return self._progress.ranks.get(rank, RankProgress())
 
+    @in_turn
+    def mark(self, phase: str) -> None:
+        """Note that *phase* has ended just now: ``stopped``, ``gated``, ``seated``, ``started``.
+
+        ``stopped``: this node's workers are gone. The others are told with the next attempt.
+        """
+        now_ns = self._clock.mono_ns()
+        if phase != "stopped":
+            self._marks[phase] = now_ns
+            return
+        if self._attempt is not None:
+            self._noticed.setdefault(self._attempt, now_ns)
+        if self._book.is_about(self._attempt):
+            self._book.stopped(now_ns)
+
+    @in_turn
+    def phase_seen(self, phase: str, generation: int, reason: str) -> None:
+        """Record that the control record's phase is *phase* now; the same one is told once."""
+        if self._phase == (phase, generation):
+            return
+        self._phase = (phase, generation)
+        now_ns = self._clock.mono_ns()
+        is_over = phase in _ENDS_A_GENERATION
+        if is_over:
+            self._noticed.setdefault(generation, now_ns)
+        elif self._attempt is not None and generation > self._attempt:
+            # Without a failure in between, the agents regroup because nodes came.
+            self._is_regrouping = phase == "form" and self._attempt not in self._noticed
+            self._noticed.setdefault(self._attempt, now_ns)
+        if phase == "run":
+            self._marks["running"] = now_ns
+        payload = {"phase": phase, "generation": generation, "reason": reason}
+        self._emit_event(News(kind="run.phase", payload=payload, attempt=generation))
+
+    @in_turn
     def attempt_failed(
-        self, exits: Sequence[WorkerExit], *, restarts: bool, kernel_lines: Sequence[str] = ()
+        self,
+        exits: Sequence[WorkerExit],
+        *,
+        report: NodeReport,
+        kernel_lines: Sequence[str] = (),
+        evidence: Sequence[Evidence] = (),
     ) -> Incident:
-        """Record the attempt's failure; *restarts* says whether the agent will try again."""
-        assert self._attempt is not None
-        now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
-        self._close_pending(self._last_progress_ns, "another failure came first")
-        news = self._exits(exits, Severity.ERROR)
+        """Record this node's account of a failure on it, and *report* as it was filed.
+
+        What becomes of the run is told by `decided`.
+        """
+        generation = report.generation
+        toll = self._toll(generation)
         incident = incident_from_exits(
             exits,
             run_id=self._run_id,
-            attempt=self._attempt,
+            attempt=generation,
             node=self._node,
             rules=self._rules,
-            detected_us=now_us,
-            detected_mono_ns=now_ns,
+            detected_us=self._wall_us(toll.detected_ns),
+            detected_mono_ns=toll.detected_ns,
             kernel_lines=kernel_lines,
         )
-        news += self._end_of_attempt("failed", now_us, _first_code(exits))
-        incident = replace(incident, lost_s=self._detect_s(now_ns))
-        if restarts:
-            incident = with_restart(incident)
-        news.append(self._news("incident.recorded", incident.to_json(), Severity.ERROR))
-        self._emit_event(*news)
-        self._pending = _Pending(incident, now_ns)
+        incident = with_report(incident, report)
+        incident = replace(incident, evidence=(*incident.evidence, *evidence), lost_s=toll.lost_s())
+        news = [*self._exits(exits, Severity.ERROR), reported(report)]
+        # A decision that did not wait for this node's report has opened the incident already.
+        if not self._book.is_about(generation):
+            self._close(toll.progress_ns, "another failure came first")
+            incident = self._book.open(incident, toll)
+        if generation == self._attempt:
+            news += self._end_of_attempt("failed", _first_code(exits))
+        self._emit_event(*news, of_incident(incident, Severity.ERROR))
         return incident
 
-    def rendezvous_failed(self, reason: str) -> None:
-        """Record that the agents did not come together, for the attempt that was to begin."""
-        title = "the agents of the run did not come together"
-        self._not_begun(FailureClass.RENDEZVOUS, title, reason)
-
-    def start_failed(self, reason: str) -> None:
-        """Record that this node could not start its workers, for the attempt that was to begin."""
-        title = "the workers could not be started"
-        self._not_begun(FailureClass.UNRESOLVED, title, reason)
-
-    def _not_begun(self, failure_class: FailureClass, title: str, reason: str) -> None:
-        attempt = 0 if self._attempt is None else self._attempt + 1
-        now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
-        self._close_pending(now_ns, "another failure came first")
-        incident = Incident(
-            id=incident_id(self._run_id, attempt),
-            failure_class=failure_class,
-            side=Side.AMBIGUOUS,
-            confidence=Confidence.CONFIRMED,
-            state=IncidentState.OPEN,
-            title=title,
-            first_us=now_us,
-            detected_us=now_us,
-            run_id=self._run_id,
-            attempt=attempt,
-            evidence=(Evidence(role=Role.ROOT, text=reason),),
-        )
-        self._emit("incident.recorded", incident.to_json(), severity=Severity.ERROR)
-        self._pending = _Pending(incident, now_ns)
-
+    @in_turn
     def attempt_completed(self) -> None:
         """Record that every rank finished with exit code 0."""
-        self._emit_event(*self._end_of_attempt("completed", self._clock.now_us(), 0))
-        self._close_pending(self._clock.mono_ns(), "the job finished")
+        self._emit_event(*self._end_of_attempt("completed", 0))
+        self._close(self._clock.mono_ns(), "the job finished")
 
-    def attempt_interrupted(self) -> None:
-        """Record that the workers are restarted because nodes came or went elsewhere."""
+    @in_turn
+    def attempt_interrupted(self, report: NodeReport, evidence: Sequence[Evidence] = ()) -> None:
+        """Record that the workers were stopped although nothing failed here.
+
+        It was for a failure elsewhere, of which `decided` will tell, or because nodes came.
+        """
+        if self._attempt is None:
+            return
+        self._evidence = tuple(evidence)
+        self._noticed.setdefault(self._attempt, self._clock.mono_ns())
+        if self._is_regrouping:
+            self._close(self._last_progress_ns, "the run was restarted to take more nodes in")
+        outcome = "regrouped" if self._is_regrouping else "failed"
+        self._emit_event(reported(report), *self._end_of_attempt(outcome, None))
+
+    @in_turn
+    def decided(  # noqa: PLR0913  all that it rests on
+        self,
+        decision: Decision,
+        reports: Sequence[NodeReport],
+        cluster: Cluster | None,
+        *,
+        by_us: bool,
+        note: str | None = None,
+        history: Sequence[PastFailure] = (),
+        decided_by: str | None = None,
+    ) -> None:
+        """Record a decision: the whole of it and the incident for the run where it was ours.
+
+        Args:
+            decision: What was decided.
+            reports: What was read for it, in order of arrival; none where it was not ours.
+            cluster: Who there was; None where it was not ours.
+            by_us: This agent decided.
+            note: Of the site's own decision, where it had a say.
+            history: The failures before this one.
+            decided_by: The node of whoever decided.
+        """
+        generation, now_ns = decision.failure.generation, self._clock.mono_ns()
+        if not self._book.is_about(generation):
+            toll = self._toll(generation)
+            self._close(toll.progress_ns, "another failure came first")
+            self._book.heard(decision, toll)
+        ruling = Ruling(decision=decision, reports=reports, by_us=by_us, decided_by=decided_by)
+        incident = self._book.decided(ruling, now_ns, self._evidence)
+        news = [of_incident(incident, Severity.ERROR)]
+        if by_us and cluster is not None:
+            payload = {
+                **records.decision_made(decision, reports, cluster, history, note),
+                "incident": incident.id,
+            }
+            news.append(News(kind="decision.made", payload=payload, attempt=generation))
+            news += [exclusion(n, why, generation) for n, why in decision.exclude.items()]
+        self._emit_event(*news)
+
+    @in_turn
+    def fenced(self, why: str) -> None:
+        """Record that this agent ended its workers because it may have been removed."""
+        news = [self._news("agent.fenced", {"why": why}, Severity.WARNING)]
         if self._attempt is not None:
-            self._emit_event(*self._end_of_attempt("failed", self._clock.now_us(), None))
+            self._noticed.setdefault(self._attempt, self._clock.mono_ns())
+            self._close(self._last_progress_ns, "this node was cut off from the others")
+            news += self._end_of_attempt("failed", None)
+        self._emit_event(*news)
 
+    @in_turn
+    def drained(self, signal_name: str, exits: Sequence[WorkerExit], exit_code: int) -> None:
+        """Record that the run stopped in order because *signal_name* asked for it."""
+        self._end_on_request(
+            exits,
+            f"the run was drained on {signal_name}",
+            lambda now_us, now_ns: incident_from_drain(
+                signal_name,
+                exits,
+                exit_code,
+                run_id=self._run_id,
+                attempt=self._attempt or 0,
+                node=self._node,
+                rules=self._rules,
+                detected_us=now_us,
+                detected_mono_ns=now_ns,
+            ),
+        )
+
+    @in_turn
     def cancelled(
         self,
         signal_name: str,
@@ -200,98 +293,109 @@ class Chronicle:
         kernel_lines: Sequence[str] = (),
     ) -> None:
         """Record that a signal to the agent, seen at *seen_mono_ns*, ended the run."""
+        self._end_on_request(
+            exits,
+            f"the run was cancelled by {signal_name}",
+            lambda now_us, now_ns: incident_from_cancel(
+                signal_name,
+                exits,
+                run_id=self._run_id,
+                attempt=self._attempt or 0,
+                node=self._node,
+                rules=self._rules,
+                detected_us=now_us,
+                detected_mono_ns=now_ns,
+                signal_seen_mono_ns=seen_mono_ns,
+                kernel_lines=kernel_lines,
+            ),
+        )
+
+    @in_turn
+    def rendezvous_failed(self, reason: str) -> None:
+        """Record that the agents did not come together for the attempt that was to begin."""
+        attempt = 0 if self._attempt is None else self._attempt + 1
+        self._ended_by(incident_from_rendezvous, reason, attempt)
+
+    @in_turn
+    def board_gone(self, reason: str) -> None:
+        """Record that the run ends because its board is lost."""
+        self._ended_by(incident_from_lost_board, reason, self._attempt or 0)
+
+    def _ended_by(self, make: Callable[..., Incident], reason: str, attempt: int) -> None:
+        self._close(self._clock.mono_ns(), "another failure came first")
+        place = {"run_id": self._run_id, "attempt": attempt, "node": self._node}
+        incident = make(reason, **place, at_us=self._clock.now_us())
+        self._emit_event(of_incident(incident, Severity.ERROR))
+
+    def _end_on_request(
+        self, exits: Sequence[WorkerExit], why: str, incident_at: Callable[[int, int], Incident]
+    ) -> None:
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
         news = self._exits(exits, Severity.INFO)
-        if self._attempt is not None and self._is_new("ended"):
-            news += self._end_of_attempt("cancelled", now_us, None)
+        if self._attempt is not None:
+            news += self._end_of_attempt("cancelled", None)
         self._emit_event(*news)
-        why = f"the run was cancelled by {signal_name}"
-        if self._pending is not None and self._pending.incident.attempt == self._attempt:
+        if self._attempt is not None and self._book.is_about(self._attempt):
             # This attempt had failed; no other has begun that could be cancelled.
-            self._close_pending(now_ns, why)
+            self._close(now_ns, why)
             return
-        incident = incident_from_cancel(
-            signal_name,
-            exits,
-            run_id=self._run_id,
-            attempt=self._attempt or 0,
-            node=self._node,
-            rules=self._rules,
-            detected_us=now_us,
-            detected_mono_ns=now_ns,
-            signal_seen_mono_ns=seen_mono_ns,
-            kernel_lines=kernel_lines,
-        )
+        incident = incident_at(now_us, now_ns)
         if incident.culprits:
-            self._close_pending(self._last_progress_ns, "another failure came first")
-            incident = replace(incident, lost_s=self._detect_s(now_ns))
+            self._close(self._last_progress_ns, "another failure came first")
+            toll = Toll(progress_ns=self._last_progress_ns, detected_ns=now_ns)
+            incident = replace(incident, lost_s=toll.lost_s())
         else:
-            self._close_pending(now_ns, why)
-        self._emit("incident.recorded", incident.to_json(), severity=Severity.WARNING)
+            self._close(now_ns, why)
+        self._emit_event(of_incident(incident, Severity.WARNING))
 
+    @in_turn
     def given_up(self, exit_code: int) -> None:
         """Record that nothing will be tried any more: what is still open has its whole cost."""
         resolution = f"not recovered: the run ended with exit code {exit_code}"
-        self._close_pending(self._clock.mono_ns(), resolution)
+        at_ns = self._clock.mono_ns()
+        if self._book.waits_for_workers and (running_ns := self._marks.get("running")) is not None:
+            # The others went on without this node, which saw no more of it.
+            at_ns, resolution = running_ns, "the run went on without this node"
+        self._close(at_ns, resolution)
 
-    def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:
-        """Record the run's end."""
-        severity = Severity.INFO if outcome == "completed" else Severity.ERROR
-        payload = {"outcome": outcome, "exit_code": exit_code, "reason": reason}
-        self._emit("run.ended", payload, severity=severity)
-
-    def tool_failed(self, what: str, error: BaseException, traceback: str) -> None:
-        """Record a failure of our own, which is nobody else's."""
-        payload = {
-            "what": what,
-            "error": f"{type(error).__name__}: {error}",
-            "traceback": traceback,
-        }
-        self._emit("tool.failed", payload, severity=Severity.WARNING)
-
-    def tool_failed_again(self, what: str, times: int) -> None:
-        """Record how often that happened again, whatever the error was."""
-        error = f"failed {times} more times"
-        payload = {"what": what, "error": error, "traceback": None, "times": times}
-        self._emit("tool.failed", payload, severity=Severity.WARNING)
+    def _toll(self, generation: int) -> Toll:
+        """Return when the failure of *generation* began to cost; that may never have run here."""
+        detected_ns = self._noticed.setdefault(generation, self._clock.mono_ns())
+        was_running = generation == self._attempt
+        progress_ns = self._last_progress_ns if was_running else detected_ns
+        return Toll(progress_ns=min(progress_ns, detected_ns), detected_ns=detected_ns)
 
     def _job_steps_again(self, at_ns: int) -> None:
-        pending = self._pending
-        if pending is None:
+        incident = self._book.steps_again(at_ns, self._restoring.longest_ns)
+        if incident is None:
             return
-        pending.stepped_ns = at_ns
-        lost = {"restart": max(0.0, (at_ns - pending.decided_ns) / 1e9)}
-        pending.incident = mitigated(pending.incident, at_us=self._wall_us(at_ns), lost_s=lost)
-        self._emit("incident.recorded", pending.incident.to_json())
+        self._emit_event(of_incident(incident))
         if self._highest is None:
-            self._close_pending(at_ns, "the job makes steps again")
+            self._close(at_ns, "the job makes steps again")
 
-    def _close_pending(self, at_ns: int, resolution: str) -> None:
+    def _close(self, at_ns: int, resolution: str) -> None:
         """Close the incident whose cost was still running up at *at_ns*."""
-        pending, self._pending = self._pending, None
-        if pending is None or pending.incident.state is IncidentState.CLOSED:
-            return
-        lost: dict[str, float] = {}
-        was_restarted = ActionKind.RESTART in pending.incident.actions
-        if was_restarted and pending.stepped_ns is None:
-            if not self._has_stepped and self._started_ns > pending.decided_ns:
-                # No step of this job was ever seen: it may make progress that we cannot see.
-                at_ns = min(at_ns, self._started_ns)
-            lost["restart"] = max(0.0, (at_ns - pending.decided_ns) / 1e9)
-        elif pending.stepped_ns is not None and self._highest is not None:
-            lost["redo"] = max(0.0, (at_ns - pending.stepped_ns) / 1e9)
-        incident = closed(
-            pending.incident, at_us=self._wall_us(at_ns), lost_s=lost, resolution=resolution
+        if self._book.has_stepped:
+            # What is made again ends with the last step; what comes after it is no failure's.
+            at_ns = min(at_ns, self._last_progress_ns)
+        incident = self._book.close(
+            at_ns,
+            resolution,
+            steps_are_seen=self._has_stepped,
+            redoes=self._highest is not None,
         )
-        self._emit("incident.recorded", incident.to_json())
+        if incident is not None:
+            self._emit_event(of_incident(incident))
 
-    def _end_of_attempt(self, outcome: str, end_us: int, exit_code: int | None) -> list[News]:
-        self._is_new("ended")
+    def _end_of_attempt(self, outcome: str, exit_code: int | None) -> list[News]:
+        """Return the end of the running attempt; nothing where it has been told."""
+        if not self._is_new("ended"):
+            return []
         last_ns = self._progress.last_mono_ns
         rest = self._minute(at_once=True)
         payload = records.attempt_ended(
             self._progress,
-            end_us=end_us,
+            end_us=self._clock.now_us(),
             outcome=outcome,
             exit_code=exit_code,
             last_us=None if last_ns is None else self._wall_us(last_ns),
@@ -322,9 +426,6 @@ class Chronicle:
         """Return when this attempt last made a step, else when its workers began."""
         return self._progress.last_mono_ns or self._started_ns
 
-    def _detect_s(self, now_ns: int) -> dict[str, float]:
-        return {"detect": max(0.0, (now_ns - self._last_progress_ns) / 1e9)}
-
     def _is_new(self, milestone: str) -> bool:
         if milestone in self._sent:
             return False
@@ -333,12 +434,6 @@ class Chronicle:
 
     def _wall_us(self, mono_ns: int) -> int:
         return mono_ns // 1000 + self._wall_offset_us
-
-    def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
-        self._emit_event(self._news(kind, payload, severity))
-
-    def _news(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> News:
-        return News(kind=kind, payload=payload, attempt=self._attempt, severity=severity)
 
 
 def _first_code(exits: Sequence[WorkerExit]) -> int | None:

@@ -14,8 +14,9 @@ _ELASTIC = "torch.distributed.elastic"
 NAMES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed": ("HashStore",),
     "torch.distributed.run": ("get_args_parser", "config_from_args"),
-    "torch.distributed.launcher.api": ("LaunchConfig", "_get_addr_and_port"),
+    "torch.distributed.launcher.api": ("LaunchConfig",),
     f"{_ELASTIC}.agent.server.api": (
+        "Worker",
         "WorkerGroup",
         "WorkerSpec",
         "WorkerState",
@@ -25,8 +26,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "SimpleElasticAgent._worker_group",
         "SimpleElasticAgent._rendezvous",
         "SimpleElasticAgent._initialize_workers",
-        "SimpleElasticAgent._restart_workers",
-        "SimpleElasticAgent._exit_barrier",
+        "SimpleElasticAgent._invoke_run",
+        "SimpleElasticAgent._assign_worker_ranks",
         "SimpleElasticAgent.get_event_failed",
         "SimpleElasticAgent.get_event_succeeded",
         "SimpleElasticAgent.get_worker_group",
@@ -52,15 +53,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "PContext.pids",
         "to_map",
     ),
-    f"{_ELASTIC}.rendezvous": ("RendezvousParameters", "rendezvous_handler_registry"),
+    f"{_ELASTIC}.rendezvous": ("rendezvous_handler_registry",),
     f"{_ELASTIC}.rendezvous.api": (
-        "RendezvousClosedError",
-        "RendezvousError",
         "RendezvousHandler",
         "RendezvousInfo",
         "RendezvousStoreInfo",
     ),
-    f"{_ELASTIC}.rendezvous.registry": ("get_rendezvous_handler",),
     "torch.optim.optimizer": ("register_optimizer_step_post_hook",),
 }
 

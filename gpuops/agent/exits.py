@@ -31,6 +31,7 @@ class RankFiles:
     stderr: Path | None = None
     torch_error: Path | None = None
     exception: Path | None = None
+    stacks: Path | None = None  # appended to at each SIGUSR2, see `gpuops.worker.shim`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,19 @@
-"""``gpuops run``: torch's ``launch_agent`` with our agent, our logs and a memory.
+"""``gpuops run``: torch's ``launch_agent`` with our agent, our logs, an agreement and a memory.
 
-The rendezvous is closed for everyone only after a run that came to its end; never because of an
-error or a signal on this node alone.
+The run ends for all when the control record says so; never because of an error or a signal on this
+node alone.
 """
 
 import argparse
+import contextlib
+import gc
 import inspect
 import logging
 import os
-import sys
 import threading
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -23,51 +24,51 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousParameters,
-    registry,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
-from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
-from torch.distributed.run import config_from_args
 
-from gpuops.agent.agent import FAILURE_GRACE_S, GpuopsAgent, Parts, WorkerStartError
+from gpuops.agent.agent import GpuopsAgent
 from gpuops.agent.arguments import Request
+from gpuops.agent.assembly import Assembly, Prepared, assemble
+from gpuops.agent.http import AgentServer
 from gpuops.agent.identity import Identity
-from gpuops.agent.logs import GenerationLogs
-from gpuops.agent.private_rendezvous import PrivateRendezvous
-from gpuops.agent.records import slurm_job
+from gpuops.agent.meeting import Met, meet
+from gpuops.agent.outcome import Outcome, ended_as
+from gpuops.agent.plan import MeetingKind
 from gpuops.agent.rundir import folder_name
+from gpuops.agent.seat import BoardLostError, ExcludedError, RunOverError
 from gpuops.agent.session import Session
-from gpuops.agent.signals import UNUSED_SIGNAL, Cancellation
+from gpuops.agent.signals import Cancellation
 from gpuops.agent.surroundings import describe_run, surroundings
-from gpuops.agent.values import check_log_dir, check_startable, check_values
-from gpuops.config import Settings, export
-from gpuops.errors import EXIT_FAIL, EXIT_INTERNAL, EXIT_OK, UsageError
+from gpuops.agent.torch_config import (
+    SIGNALS_DEFAULT,
+    command,
+    configure,
+    prepare_environment,
+)
+from gpuops.agent.values import check_startable
+from gpuops.config import Settings
+from gpuops.control.board import BoardError, BoardUnreachableError
+from gpuops.control.enter import RunIsOverError, leave
+from gpuops.control.record import ControlRecord, Phase
+from gpuops.errors import (
+    EXIT_FAIL,
+    EXIT_INTERNAL,
+    EXIT_NODE_UNHEALTHY,
+    EXIT_OK,
+    EXIT_REQUEUE,
+)
 from gpuops.host.clock import Clock
 from gpuops.model import uuid7
 from gpuops.scrub import scrub
+from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-SHIM = Path(__file__).parents[1] / "worker" / "shim.py"
-SIGNALS_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+FAILURE_GRACE_S = 3.0
 # Slurm kills what is left 30 s after SIGTERM (KillWait, slurm.conf(5)); by then we have recorded.
 CANCEL_GRACE_S = 20.0
-ABANDON_S = 5.0  # for the record of a run that has no workers yet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a run ended, for the command to print."""
-
-    exit_code: int
-    outcome: str
-    reason: str
-    run_id: str | None = None
-    run_dir: Path | None = None
-    note: str | None = None
+ABANDON_S = 5.0  # for the record of a run whose main thread does not answer
+DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1")
+LEAVE_S = 2.0
 
 
 def launch(
@@ -76,224 +77,285 @@ def launch(
     """Run the job to its end and return how that was.
 
     Raises:
-        UsageError: A value that torch's own checks refuse; an unusable run directory or store URL.
+        UsageError: A value that torch's own checks refuse; an unusable run directory or store URL;
+            another job, or another agent of this node, under the same id.
     """
     # Not in torch 2.8: the flag, like other options, comes and goes between releases.
     is_explicit = getattr(request.torch, "shutdown_timeout", None) is not None or bool(
         env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     )
-    config, logs = _configure(request)
+    config, logs = configure(request)
     entry = command(request.torch, env, disabled=settings.disabled)
     check_startable(entry[0])
     names = getattr(config, "signals_to_handle", SIGNALS_DEFAULT).split(",")
     prepare_environment(env)
+    timeout_s = float(getattr(config, "shutdown_timeout", None) or 0)
+    prepared = Prepared(
+        request=request,
+        config=config,
+        entry=entry,
+        clock=clock,
+        cancellation=Cancellation(names, clock, drains=_drains(names)),
+        failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
+        cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
+        env=env,
+    )
     name = scrub(request.run_name or _default_name(request.torch))
-    run_id = uuid7(clock.now_us(), os.urandom(10))
     describe = describe_run(
         name,
         request.command,
         env,
         cluster=settings.cluster,
         torch_version=torch_version,
-        max_restarts=config.max_restarts,
+        max_restarts=request.plan.terms.restarts_max,
     )
     around = surroundings(settings, env, clock, describe=describe)
-    job, restarts = slurm_job(env)
-    timeout_s = float(getattr(config, "shutdown_timeout", None) or 0)
-    parts = Parts(
-        clock=clock,
-        node=around.node,
-        identity=Identity(run_id, folder_name(name, run_id, clock.now_us())),
-        logs=logs,
-        cancellation=Cancellation(names, clock),
-        open_session=lambda identity, leads: Session(around, identity, leads=leads),
-        say=log.warning,
-        alone=config.max_nodes == 1,
-        agent_pid=os.getpid(),
-        slurm_job_id=job,
-        slurm_restart_count=restarts,
-        failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
-        cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
-    )
-    return _run(request, config, entry, parts)
+    run_id = uuid7(clock.now_us(), os.urandom(10))
+    folder = folder_name(name, run_id, clock.now_us())
+    initialize_metrics(MetricsConfig(config.metrics_cfg))
+    mine = Identity(run_id, folder)
+    prepared.cancellation.install()
+    try:
+        with prepared.cancellation.interruptible():
+            assembly = _entered(
+                prepared, lambda met: assemble(prepared, met, around, settings, logs, mine)
+            )
+    except RunIsOverError as exc:
+        return Outcome(
+            exit_code=exc.record.exit_code or EXIT_OK,
+            outcome=ended_as(exc.record.exit_code or EXIT_OK),
+            reason=f"the run of this id has ended: {exc.record.reason}",
+        )
+    except BoardError as exc:
+        return _never_met(Session(around, mine, leads=True), f"the rendezvous failed: {exc}")
+    except SignalException as exc:
+        return _stopped_before(Session(around, mine, leads=True), prepared, exc.sigval)
+    finally:
+        prepared.cancellation.restore()
+    gc.freeze()  # what the imports made stays: no collection needs to look at it, nor the exit
+    return _run(prepared, assembly)
 
 
-def prepare_environment(env: Mapping[str, str]) -> None:
-    """Set what torch reads from the environment of the agent.
-
-    A store shared between agent and workers keeps keys of dead workers: with it, restarted workers
-    often wait for peers that are gone (pytorch issue 135712).
-    """
-    wanted = {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": UNUSED_SIGNAL,
-    }
-    export(wanted)
+def _drains(names: list[str]) -> tuple[str, ...]:
+    """Return the signals that mean an orderly end; SIGTERM unless the user handles it otherwise."""
+    return tuple(name for name in DRAIN_SIGNALS if name != "SIGTERM" or "SIGTERM" in names)
 
 
-def command(
-    args: argparse.Namespace, env: Mapping[str, str], *, disabled: bool
-) -> tuple[str, tuple[str, ...]]:
-    """Return the program of a worker and its arguments; without the shim where it is disabled."""
-    python = env.get("PYTHON_EXEC") or sys.executable
-    program = [args.training_script, *args.training_script_args]
-    if args.no_python:
-        if disabled:
-            return program[0], tuple(program[1:])
-        return python, (str(SHIM), "--exec", *program)
-    # As under torchrun; the shim writes whole lines, so what a killed rank had ended is on disk.
-    shim = [] if disabled else [str(SHIM)]
-    module = ["-m"] if args.module else []
-    return python, ("-u", *shim, *module, *program)
-
-
-def _configure(request: Request) -> tuple[LaunchConfig, GenerationLogs]:
-    """Return torch's configuration, in which the logs are ours.
+def _entered(prepared: Prepared, enter: Callable[[Met], Assembly]) -> Assembly:
+    """Meet the others and enter the run; a board that stops answering in between is met again.
 
     Raises:
-        UsageError: torch's own checks refuse a value.
+        BoardUnreachableError: It has not answered within the time to join.
     """
-    args = request.torch
-    check_values(args, getattr(rendezvous_handler_registry, "_registry", None))
-    if args.logs_specs is None:
-        check_log_dir(args.log_dir)
-    log_dir, args.log_dir = args.log_dir, os.devnull  # else torch makes a directory of its own
-    try:
-        config, _entrypoint, _arguments = config_from_args(args)
-    except (AssertionError, ValueError, RuntimeError, KeyError, ImportError) as exc:
-        said = str(exc) or "a flag has a value that torch refuses"
-        raise UsageError(said) from exc
-    if config.nproc_per_node < 1:
-        raise UsageError(f"--nproc-per-node={args.nproc_per_node}: this node has none")
-    if request.is_private and config.min_nodes > 1:
-        raise UsageError(
-            f"--standalone is a run on one node, and --nnodes={args.nnodes} waits for "
-            "more; leave one of them out"
-        )
-    theirs = config.logs_specs
-    assert theirs is not None
-    inner = theirs if args.logs_specs is not None else None
-    logs = GenerationLogs(
-        theirs._redirects,  # noqa: SLF001 torch parses these flags and keeps the result there only
-        theirs._tee,  # noqa: SLF001
-        theirs._local_ranks_filter,  # noqa: SLF001
-        inner,
-        Path(log_dir) if log_dir else None,
+    limit_s = prepared.request.plan.join_timeout_s
+    end_ns = prepared.clock.mono_ns() + round(limit_s * NS_PER_S)
+    while True:
+        met = _meet(prepared)
+        try:
+            return enter(met)
+        except BoardUnreachableError as exc:
+            met.board.close()
+            if prepared.clock.mono_ns() >= end_ns:
+                raise
+            log.warning("entering the run again: %s", exc)
+
+
+def _meet(prepared: Prepared) -> Met:
+    plan, cancellation = prepared.request.plan, prepared.cancellation
+
+    def wait(seconds: float) -> None:
+        cancellation.check()
+        if cancellation.drain is not None:
+            raise SignalException("asked to stop", sigval=cancellation.drain)
+        threading.Event().wait(seconds)
+
+    return meet(
+        plan.meeting,
+        prepared.clock,
+        local_address=plan.local_address,
+        limit_s=plan.join_timeout_s,
+        wait=wait,
     )
-    config.logs_specs = logs
-    return config, logs
 
 
-def _run(
-    request: Request, config: LaunchConfig, entry: tuple[str, tuple[str, ...]], parts: Parts
-) -> Outcome:
-    initialize_metrics(MetricsConfig(config.metrics_cfg))
-    cancellation = parts.cancellation
-    cancellation.abandon = lambda number: _abandon(None, parts, number)
+def _never_met(session: Session, text: str) -> Outcome:
+    """Record a run of one agent, which never reached the others."""
+    reason = scrub(text)
+    session.safely("recording the failure", lambda: session.chronicle.rendezvous_failed(reason))
+    return _close(session, Outcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason))
+
+
+def _stopped_before(session: Session, prepared: Prepared, number: Signals) -> Outcome:
+    """Record a run that was asked to end before this agent was part of it."""
+    name, chronicle = number.name, session.chronicle
+    reason = f"{name} to the agent, which waited for its run"
+    if prepared.cancellation.drain is number:
+        session.safely("recording the drain", lambda: chronicle.drained(name, [], EXIT_REQUEUE))
+        ended = Outcome(exit_code=EXIT_REQUEUE, outcome="preempted", reason=reason)
+    else:
+        session.safely("recording the cancellation", lambda: chronicle.cancelled(name, []))
+        ended = Outcome(exit_code=128 + number, outcome="cancelled", reason=reason)
+    return _close(session, ended)
+
+
+def _run(prepared: Prepared, assembly: Assembly) -> Outcome:
+    session, parts, cancellation = assembly.session, assembly.parts, prepared.cancellation
+    agent = _make_agent(prepared, assembly)
+    cancellation.heard = lambda number: _say_what_follows(agent, assembly, number)
+    cancellation.abandon = lambda number: _abandon(agent, assembly, number)
     cancellation.install()
+    parts.link.start()
+    server = _serve(agent, assembly)
     try:
-        with cancellation.interruptible():
-            agent = _make_agent(request, config, entry, parts)
-    except (RendezvousError, ValueError) as exc:
-        cancellation.restore()
-        session = parts.open_session(parts.identity, True)
-        return _close(session, _no_rendezvous(session, exc))
-    except SignalException as exc:
-        cancellation.restore()
-        return _close(*_cancelled(None, parts, exc.sigval))
-    cancellation.heard = lambda number: _say_what_follows(agent, parts, number)
-    cancellation.abandon = lambda number: _abandon(agent, parts, number)
-    try:
-        ended = _supervise(agent, parts)
+        ended = _supervise(agent, prepared, assembly)
     except BaseException as exc:  # boundary: recorded as ours, then ends the command
-        if agent.session is not None:
-            text = traceback.format_exc()
-            agent.session.chronicle.tool_failed("supervising the workers", exc, text)
-            ended = Outcome(exit_code=EXIT_INTERNAL, outcome="failed", reason=str(exc))
-            _close(agent.session, ended)
+        text = traceback.format_exc()
+        session.chronicle.tool_failed("supervising the workers", exc, text)
+        _close(session, Outcome(exit_code=EXIT_INTERNAL, outcome="failed", reason=str(exc)))
         raise
     finally:
+        if server is not None:
+            server.close()
         agent.close()
+        _leave(assembly)
         cancellation.restore()
-    return _close(agent.session or parts.open_session(parts.identity, True), ended)
+    return _close(session, ended)
 
 
-def _supervise(agent: GpuopsAgent, parts: Parts) -> Outcome:
-    handler = agent.get_worker_group().spec.rdzv_handler
-    event_handler = agent.get_worker_group().spec.event_log_handler
+def _serve(agent: GpuopsAgent, assembly: Assembly) -> AgentServer | None:
+    plan = assembly.parts.plan
+    if plan.http_port is None:
+        return None
+    server = AgentServer(plan.http_address, plan.http_port, agent.snapshot.take).start()
+    agent.snapshot.http_port = server.port
+    return server
+
+
+def _supervise(agent: GpuopsAgent, prepared: Prepared, assembly: Assembly) -> Outcome:
+    session, handler = assembly.session, agent.get_worker_group().spec.event_log_handler
     try:
-        result = agent.run()
+        agent.run()
     except SignalException as exc:
-        _session, ended = _cancelled(agent, parts, exc.sigval)
-        events.record(agent.get_event_failed(), event_handler)
-        return ended
-    except RendezvousError as exc:
-        events.record(agent.get_event_failed(), event_handler)
-        if agent.session is None:
-            agent.session = parts.open_session(parts.identity, True)
-        return _no_rendezvous(agent.session, exc)
-    except WorkerStartError as exc:
-        events.record(agent.get_event_failed(), event_handler)
-        return _not_started(agent, scrub(str(exc)))
-    events.record(agent.get_event_succeeded(), event_handler)
-    handler.shutdown()
-    if result is not None and result.is_failed():
-        spent = agent.get_worker_group().spec.max_restarts
-        return Outcome(
-            exit_code=EXIT_FAIL,
-            outcome="failed",
-            reason=f"a worker failed and the budget of {spent} restarts is spent",
-        )
-    return Outcome(exit_code=EXIT_OK, outcome="completed", reason="every rank exited with code 0")
-
-
-def _say_what_follows(agent: GpuopsAgent, parts: Parts, number: Signals) -> None:
-    if agent.has_workers():
-        limit_s = parts.cancel_grace_s
-        parts.say(
-            f"{number.name}: ending the workers, at most {limit_s:g} s; again to kill them now"
-        )
-
-
-def _cancelled(agent: GpuopsAgent | None, parts: Parts, number: Signals) -> tuple[Session, Outcome]:
-    """Record that *number* ended the run, which may not have come as far as an agent."""
-    session = (agent and agent.session) or parts.open_session(parts.identity, True)
-    if agent is None:
-        seen_ns = parts.cancellation.seen_mono_ns
-        session.chronicle.cancelled(number.name, [], seen_mono_ns=seen_ns)
+        name = exc.sigval.name
+        session.safely("recording the cancellation", lambda: agent.cancelled(name))
+        reason = f"{exc.sigval.name} to the agent"
+        ended = Outcome(exit_code=128 + exc.sigval, outcome="cancelled", reason=reason)
+    except RunOverError as exc:
+        code = EXIT_OK if exc.record.exit_code is None else exc.record.exit_code
+        session.leads = exc.record.decided_by == assembly.parts.node
+        _record_unformed(session, exc.record)
+        ended = Outcome(exit_code=code, outcome=ended_as(code), reason=exc.record.reason)
+    except ExcludedError as exc:
+        ended = _excluded(str(exc), prepared, assembly)
+    except BoardLostError as exc:
+        why = str(exc)
+        session.safely("recording the loss", lambda: session.chronicle.board_gone(why))
+        ended = Outcome(exit_code=EXIT_REQUEUE, outcome="failed", reason=why)
     else:
-        agent.session = session
-        session.safely("recording the cancellation", lambda: agent.cancelled(number.name))
-    reason = f"{number.name} to the agent"
-    return session, Outcome(exit_code=128 + number, outcome="cancelled", reason=reason)
+        session.leads = assembly.parts.link.record.decided_by == assembly.parts.node
+        events.record(agent.get_event_succeeded(), handler)
+        return Outcome(
+            exit_code=EXIT_OK, outcome="completed", reason="every rank exited with code 0"
+        )
+    events.record(agent.get_event_failed(), handler)
+    return ended
 
 
-def _abandon(agent: GpuopsAgent | None, parts: Parts, number: Signals) -> None:
+def _record_unformed(session: Session, record: ControlRecord) -> None:
+    """Record the failure of a run that ended because too few came; any other has its decision."""
+    is_decided = record.decision is not None or record.drain_signal is not None
+    if session.leads and record.exit_code and not is_decided:
+        session.safely(
+            "recording the failure", lambda: session.chronicle.rendezvous_failed(record.reason)
+        )
+
+
+def _excluded(reason: str, prepared: Prepared, assembly: Assembly) -> Outcome:
+    """End as a node that is left out; under srun wait for the run first, and end as it does.
+
+    A task that ends early would make srun end the others.
+    """
+    parts, node = assembly.parts, assembly.parts.node
+    session = assembly.session
+    session.safely("recording the exclusion", lambda: session.chronicle.excluded(reason))
+    parts.say(f"node {node} is left out of this run: {reason}")
+    alone = not assembly.met.is_shared
+    session.leads = alone
+    if not parts.plan.parks or alone:
+        return Outcome(exit_code=EXIT_NODE_UNHEALTHY, outcome="failed", reason=reason)
+    try:
+        with prepared.cancellation.interruptible():
+            record = _wait_for_the_end(assembly)
+    except SignalException as exc:
+        return Outcome(exit_code=128 + exc.sigval, outcome="cancelled", reason=f"{exc.sigval.name}")
+    code = EXIT_REQUEUE if record is None else record.exit_code or EXIT_OK
+    why = "the board was lost" if record is None else record.reason
+    return Outcome(exit_code=code, outcome=ended_as(code), reason=f"{why} (left out: {reason})")
+
+
+def _wait_for_the_end(assembly: Assembly) -> ControlRecord | None:
+    link = assembly.parts.link
+    while not link.wait(lambda now: now.phase is Phase.STOP, 1.0):
+        if link.lost is not None or link.lost_s > assembly.parts.plan.store_lost_s:
+            return None
+        assembly.prepared.cancellation.check()
+    return link.record
+
+
+def _leave(assembly: Assembly) -> None:
+    """Let nobody wait for this agent; a board that does not answer is not waited for either."""
+
+    def go() -> None:
+        with contextlib.suppress(BoardError):
+            if not assembly.met.is_shared:
+                assembly.met.board.close()  # wakes the control thread, which waits on it
+            assembly.parts.link.stop()
+            if assembly.met.guard is not None:
+                assembly.met.guard.close()
+            if assembly.met.is_shared:
+                link = assembly.parts.link
+                kind = assembly.prepared.request.plan.meeting.kind
+                has_server = kind is MeetingKind.TCP
+                dead = assembly.parts.leader.dead
+                leave(assembly.met.board, link.record, link.me, has_server=has_server, dead=dead)
+        assembly.met.board.close()
+
+    assembly.close()
+    going = threading.Thread(target=go, daemon=True)
+    going.start()
+    going.join(LEAVE_S)
+
+
+def _say_what_follows(agent: GpuopsAgent, assembly: Assembly, number: Signals) -> None:
+    if not agent.has_workers():
+        return
+    parts = assembly.parts
+    if number.name in DRAIN_SIGNALS and assembly.prepared.cancellation.received is None:
+        limit_s = parts.drain_grace_s(number.name)
+        parts.say(
+            f"{number.name}: the workers finish their step and stop, at most {limit_s:g} s; "
+            "again to end them now"
+        )
+        return
+    limit_s = parts.cancel_grace_s
+    parts.say(f"{number.name}: ending the workers, at most {limit_s:g} s; again to kill them now")
+
+
+def _abandon(agent: GpuopsAgent, assembly: Assembly, number: Signals) -> None:
     """Record the cancellation and end this process; its main thread waits for another host."""
+    name = number.name
 
     def record() -> None:
-        _close(*_cancelled(agent, parts, number))
+        session = assembly.session
+        session.safely("recording the cancellation", lambda: agent.cancelled(name))
+        reason = f"{name} to the agent"
+        _close(session, Outcome(exit_code=128 + number, outcome="cancelled", reason=reason))
 
-    parts.say(f"the run cancelled: {number.name} to the agent, which waits for its rendezvous")
+    assembly.parts.say(f"the run cancelled: {name} to the agent, which waits for others")
     recording = threading.Thread(target=record, daemon=True)
     recording.start()
     recording.join(ABANDON_S)
     os._exit(128 + number)
-
-
-def _no_rendezvous(session: Session, error: Exception) -> Outcome:
-    reason = f"the rendezvous failed: {_chain(error)}"
-    session.safely(
-        "recording the failed rendezvous", lambda: session.chronicle.rendezvous_failed(reason)
-    )
-    return Outcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason)
-
-
-def _not_started(agent: GpuopsAgent, reason: str) -> Outcome:
-    session = agent.session
-    assert session is not None, "workers are started in a session"
-    session.safely("recording the failed start", lambda: session.chronicle.start_failed(reason))
-    return Outcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason)
 
 
 def _close(session: Session, ended: Outcome) -> Outcome:
@@ -301,55 +363,29 @@ def _close(session: Session, ended: Outcome) -> Outcome:
     return replace(ended, run_id=session.identity.run_id, run_dir=session.directory.path, note=note)
 
 
-def _make_agent(
-    request: Request, config: LaunchConfig, entry: tuple[str, tuple[str, ...]], parts: Parts
-) -> GpuopsAgent:
-    handler, (address, port) = _rendezvous(request, config)
+def _make_agent(prepared: Prepared, assembly: Assembly) -> GpuopsAgent:
+    config = prepared.config
+    address, port = prepared.request.master or (None, None)
     given: dict[str, Any] = {f.name: getattr(config, f.name, None) for f in fields(config)}
     given |= {
         "local_world_size": config.nproc_per_node,
-        "entrypoint": entry[0],
-        "args": entry[1],
-        "rdzv_handler": handler,
+        "entrypoint": prepared.entry[0],
+        "args": prepared.entry[1],
+        "rdzv_handler": assembly.seats,
         "master_addr": address,
         "master_port": port,
+        "max_restarts": prepared.request.plan.terms.restarts_max,
     }
     # Fields and options come and go between releases of torch; what both sides have is passed on.
     spec = WorkerSpec(**{f.name: given[f.name] for f in fields(WorkerSpec) if f.name in given})
     takes = inspect.signature(LocalElasticAgent.__init__).parameters
     options = ("start_method", "log_line_prefix_template", "shutdown_timeout")
     return GpuopsAgent(
-        spec, parts, **{name: given[name] for name in options if name in takes and name in given}
+        spec,
+        assembly.parts,
+        assembly.met.told(prepared.request.plan.meeting),
+        **{name: given[name] for name in options if name in takes and name in given},
     )
-
-
-def _rendezvous(
-    request: Request, config: LaunchConfig
-) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
-    """Return how agents meet, and the workers' master where that is settled beforehand."""
-    if request.is_private:
-        handler = PrivateRendezvous(config.run_id, config.local_addr or "127.0.0.1")
-        return handler, request.master or (None, None)
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    return registry.get_rendezvous_handler(parameters), _get_addr_and_port(parameters)
-
-
-def _chain(error: BaseException) -> str:
-    """Return *error* and what caused it, in one line."""
-    parts = []
-    cause: BaseException | None = error
-    while cause is not None:
-        parts.append(" ".join(str(cause).split()) or type(cause).__name__)
-        cause = cause.__cause__
-    return scrub("; ".join(parts))
 
 
 def _default_name(args: argparse.Namespace) -> str:

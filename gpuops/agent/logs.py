@@ -4,6 +4,7 @@ torch's own `DefaultLogsSpecs` numbers directories by restarts of its agent and 
 so that a restart which did not count takes the evidence of the one before with it.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +14,10 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, Std, to_map
 
 from gpuops.agent.exits import RankFiles
-from gpuops.agent.rundir import has_space
+from gpuops.agent.rundir import SPACE_BYTES_MIN, has_space
+from gpuops.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,12 @@ class GenerationLogs(LogsSpecs):
     def _reify(self, envs: dict[int, dict[str, str]], place: Placement) -> LogsDest:
         place.directory.mkdir(parents=True, exist_ok=True)
         to_files = has_space(place.directory)
+        if not to_files:
+            log.warning(
+                "the ranks' output goes to the console only: less than %s are free in %s",
+                format_bytes(SPACE_BYTES_MIN),
+                place.directory,
+            )
         redirects, tees = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         streams, errors = _Streams(), {}
         for local_rank, env in envs.items():
@@ -97,6 +107,7 @@ class GenerationLogs(LogsSpecs):
             folder.mkdir(exist_ok=True)
             errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
             env["GPUOPS_ERROR_FILE"] = str(folder / "exception.json")
+            env["GPUOPS_STACKS"] = str(folder / "stacks.txt")
             tee = tees[local_rank] if to_files else Std.NONE
             wanted = (redirects[local_rank] | tees[local_rank]) if to_files else Std.NONE
             self._place(streams, local_rank, folder, wanted, tee)
@@ -111,7 +122,13 @@ class GenerationLogs(LogsSpecs):
             filtered_stderr=str(place.directory / "filtered_stderr.log"),
         )
         self.files = {
-            rank: _files_of(dest, rank, Path(envs[rank]["GPUOPS_ERROR_FILE"])) for rank in envs
+            rank: _files_of(
+                dest,
+                rank,
+                Path(env["GPUOPS_ERROR_FILE"]),
+                Path(env["GPUOPS_STACKS"]),
+            )
+            for rank, env in envs.items()
         }
         return dest
 
@@ -153,7 +170,9 @@ def _destinations(kind: type[LogsDest], **values: Any) -> LogsDest:  # noqa: ANN
     return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
 
 
-def _files_of(dest: LogsDest, rank: int, exception: Path | None = None) -> RankFiles:
+def _files_of(
+    dest: LogsDest, rank: int, exception: Path | None = None, stacks: Path | None = None
+) -> RankFiles:
     def path(text: str | None) -> Path | None:
         return Path(text) if text and text != os.devnull else None
 
@@ -162,4 +181,5 @@ def _files_of(dest: LogsDest, rank: int, exception: Path | None = None) -> RankF
         stderr=path(dest.stderrs.get(rank)),
         torch_error=path(dest.error_files.get(rank)),
         exception=exception,
+        stacks=stacks,
     )

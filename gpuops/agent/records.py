@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from gpuops.agent.progress import FirstStep, Minute, Progress
+from gpuops.incident.decision import (
+    HISTORY_MAX,
+    Cluster,
+    Decision,
+    NodeReport,
+    PastFailure,
+    ReportKind,
+    Terms,
+)
 from gpuops.model import Json, WorkerExit
+
+REPORTS_MAX = 64  # in one event, which a line of the spool must hold
+ENDS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +113,66 @@ def worker_exited(worker: WorkerExit) -> Json:
     data = asdict(worker)
     data["traceback"], data["log_tail"] = list(worker.traceback), list(worker.log_tail)
     return data
+
+
+def decision_made(
+    decision: Decision,
+    reports: Sequence[NodeReport],
+    cluster: Cluster,
+    history: Sequence[PastFailure],
+    note: str | None,
+) -> Json:
+    """Return the payload of ``decision.made``: what was decided, and all that it rests on.
+
+    Of many reports those of nodes on which something failed come first; ``reports_total`` says how
+    many there were.
+    """
+    return {
+        "decision": decision.to_json(),
+        "reports": [_report(report) for report in _told(reports)],
+        "reports_total": len(reports),
+        "cluster": cluster_json(cluster),
+        "history": [failure.to_json() for failure in history[-HISTORY_MAX:]],
+        "budget": budget(cluster.terms, (*history, decision.failure)),
+        "note": note,
+    }
+
+
+def budget(terms: Terms, history: Sequence[PastFailure]) -> Json:
+    """Return how many restarts are spent within the window, the newest failure among them."""
+    counted = [failure.at_s for failure in history if failure.counted]
+    window_s = terms.restarts_window_s
+    if window_s is not None and history:
+        counted = [at_s for at_s in counted if history[-1].at_s - at_s < window_s]
+    return {"used": len(counted), "max": terms.restarts_max, "window_s": window_s}
+
+
+def cluster_json(cluster: Cluster) -> Json:
+    """Return who there was, and on which terms."""
+    terms = cluster.terms
+    return {
+        "generation": cluster.generation,
+        "members": list(cluster.members),
+        "live": list(cluster.live),
+        "excluded": dict(cluster.excluded),
+        "terms": {
+            "nodes_min": terms.nodes_min,
+            "nodes_max": terms.nodes_max,
+            "node_unit": terms.node_unit,
+            "restarts_max": terms.restarts_max,
+            "restarts_window_s": terms.restarts_window_s,
+            "on_exhausted": terms.on_exhausted.value,
+            "benign_exit_codes": sorted(terms.benign_exit_codes),
+        },
+    }
+
+
+def _told(reports: Sequence[NodeReport]) -> list[NodeReport]:
+    quiet = (ReportKind.STOPPED, ReportKind.DONE)
+    first = sorted(reports, key=lambda report: (report.kind in quiet, report.arrival))
+    return sorted(first[:REPORTS_MAX], key=lambda report: report.arrival)
+
+
+def _report(report: NodeReport) -> Json:
+    body = report.to_json()
+    return {**body, "ends": body["ends"][:ENDS_MAX]}

@@ -25,7 +25,6 @@ RING_PREFIX = "gpuops-rings-"
 _LOCK = "lock"
 SPACE_BYTES_MIN = 64 * 2**20  # below this a rank's own output goes to the console only
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
 
 
 def folder_name(name: str, run_id: str, created_us: int) -> str:

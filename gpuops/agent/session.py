@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.agent.chronicle import Chronicle, News
+from gpuops.agent.chronicle import Chronicle
 from gpuops.agent.flusher import Flusher, Report
 from gpuops.agent.identity import Identity
 from gpuops.agent.kernel_log import KernelLog
 from gpuops.agent.records import NodeFacts, RunFacts
 from gpuops.agent.rundir import RunDirectory, create_rings
+from gpuops.agent.telling import News
 from gpuops.host.clock import Clock
 from gpuops.model import Event
 from gpuops.rules import LogRule
@@ -47,6 +48,7 @@ class Session:
         path = around.run_parent / identity.folder
         self.identity = identity
         self.leads = leads
+        self.rules = around.rules
         self.directory = RunDirectory(path, *_rings())
         self.kernel_log = KernelLog(around.root)
         path.mkdir(parents=True, exist_ok=True)
@@ -108,7 +110,7 @@ class Session:
         for what, times in self._failures.items():
             if times > 1:
                 self.chronicle.tool_failed_again(what, times - 1)
-        if outcome == "failed":
+        if outcome != "completed":
             self.chronicle.given_up(exit_code)
         if self.leads:
             self.chronicle.run_ended(outcome, exit_code, reason)

@@ -29,21 +29,25 @@ ANSWER_S = 1.0  # a main thread that runs Python at all takes a signal within mi
 class Cancellation:
     """Whether, when and by which signal the user or the scheduler asked this agent to end.
 
-    *heard* is called at once, in a thread of its own, with the first signal. *abandon* is called in
-    that thread when the main thread sits in `interruptible` and does not answer: it must end the
-    process.
+    A signal of *drains* asks for an orderly end: it is noted in ``drain`` and raises nowhere. The
+    next signal, of any kind, is obeyed at once. *heard* is called at once, in a thread of its own,
+    with each of the two. *abandon* is called in that thread when the main thread sits in
+    `interruptible` and does not answer: it must end the process.
     """
 
-    def __init__(self, names: Iterable[str], clock: Clock) -> None:
+    def __init__(self, names: Iterable[str], clock: Clock, drains: Iterable[str] = ()) -> None:
         self.received: signal.Signals | None = None
+        self.drain: signal.Signals | None = None
         self.seen_mono_ns: int | None = None
         self.is_urgent = False
         self.heard: Callable[[signal.Signals], None] = _ignore
         self.abandon: Callable[[signal.Signals], None] = _ignore
-        self._names = tuple(names)
+        self._drains = frozenset(drains)
+        self._names = tuple(dict.fromkeys((*names, *self._drains)))
         self._clock = clock
         self._raises = False
         self._is_told = False
+        self._drain_told = False
         self._before: dict[signal.Signals, Any] = {}
         self._has_answered = threading.Event()
         self._turn = threading.Lock()  # taken once, by whoever acts on the signal
@@ -98,6 +102,10 @@ class Cancellation:
         if self.received is not None:
             self.is_urgent = True
             return
+        if self.drain is None and signal.Signals(number).name in self._drains:
+            self.drain = signal.Signals(number)
+            self.seen_mono_ns = self._clock.mono_ns()
+            return
         if not self._turn.acquire(blocking=False):
             threading.Event().wait()  # the process is being ended
         if self.seen_mono_ns is None:
@@ -112,8 +120,12 @@ class Cancellation:
             return
         if self.seen_mono_ns is None:
             self.seen_mono_ns = self._clock.mono_ns()
-        self._is_told = True
         number = signal.Signals(code)
+        if number.name in self._drains and not self._drain_told:
+            self._drain_told = True
+            self.heard(number)
+            return
+        self._is_told = True
         self.heard(number)
         if self._has_answered.wait(ANSWER_S) or not self._raises:
             return

@@ -8,11 +8,13 @@ SIGKILL follows. Who was signalled, when and with what is kept: such an end is n
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gpuops.agent.nested import AGENT_PID
 from gpuops.agent.watch import ExitWatcher
 from gpuops.host.clock import Clock
+from gpuops.host.marked import kill_marked
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class Teardown:
     stuck: tuple[int, ...] = ()
 
 
-def end_workers(
+def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known of them
     pids: Mapping[int, int],
     watcher: ExitWatcher,
     clock: Clock,
@@ -44,10 +46,15 @@ def end_workers(
     first: signal.Signals,
     grace_s: float,
     is_urgent: Callable[[], bool] = lambda: False,
+    at_once: Collection[int] = (),
 ) -> Teardown:
-    """Signal every worker still there, kill those left after *grace_s*; bounded in time."""
+    """Signal every worker still there, kill those left after *grace_s*; bounded in time.
+
+    The local ranks *at_once* are killed without a warning that they would not act on.
+    """
     done = Teardown()
-    _send(first, pids, watcher, clock, done)
+    _send(signal.SIGKILL, {k: v for k, v in pids.items() if k in at_once}, watcher, clock, done)
+    _send(first, {k: v for k, v in pids.items() if k not in at_once}, watcher, clock, done)
     deadline_ns = clock.mono_ns() + round(grace_s * 1e9)
     while clock.mono_ns() < deadline_ns and not is_urgent():
         if watcher.wait(lambda seen: len(seen) == len(pids), _LOOK_S):
@@ -80,10 +87,33 @@ def _send(
         )
 
 
-def _end_children(pids: Mapping[int, int]) -> None:
-    """End what the workers started and left behind: it would hold memory of the device."""
-    for pid in pids.values():
+def kill_groups(pids: Iterable[int]) -> None:
+    """SIGKILL the process groups that these children lead; from any thread, waits for nothing."""
+    for pid in pids:
         _signal_group(pid, signal.SIGKILL)
+
+
+def signal_process(pid: int, number: signal.Signals) -> bool:
+    """Signal the child *pid* alone; say whether it was there to get it."""
+    if not _is_ours(pid):
+        return False
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _end_children(pids: Mapping[int, int]) -> None:
+    """End what the workers started and left behind: it would hold ports and the device's memory.
+
+    Also what has left their groups and sessions. That is for a generation that is ended; after
+    success such a helper may have something to finish, and is left alone.
+    """
+    kill_groups(pids.values())
+    left = kill_marked(AGENT_PID, str(os.getpid()))
+    if left:
+        log.info("ended %d processes that workers had left behind", len(left))
 
 
 def _signal_group(pid: int, number: signal.Signals) -> bool:

@@ -3,17 +3,17 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from signal import Signals
+from signal import SIGTERM, Signals
 
 from gpuops.agent.exits import Place, RankFiles, read_exception, read_tail, to_exit
 from gpuops.agent.progress import RankProgress
 from gpuops.agent.rings import RingReader
-from gpuops.agent.teardown import Teardown, end_workers
+from gpuops.agent.teardown import Teardown, end_workers, kill_groups, signal_process
 from gpuops.agent.watch import ExitWatcher, SeenExit
 from gpuops.host.clock import Clock
 from gpuops.model import WorkerExit
 from gpuops.scrub import scrub_lines
-from gpuops.wire import Beat
+from gpuops.wire import Beat, Flag, Request
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,30 @@ class Workers:
         self._is_wound_down = False
 
     @property
+    def all(self) -> tuple[Worker, ...]:
+        """Return the workers by local rank."""
+        return tuple(self._workers.values())
+
+    def of_rank(self, rank: int) -> Worker:
+        """Return the worker of a global rank."""
+        return next(worker for worker in self._workers.values() if worker.rank == rank)
+
+    def beat_counts(self) -> dict[int, int]:
+        """Return how often each global rank has beaten so far."""
+        return {worker.rank: worker.ring.last_seq for worker in self._workers.values()}
+
+    def signal(self, local_rank: int, number: Signals) -> bool:
+        """Send *number* to one worker that lives; say whether it got it."""
+        if local_rank in self._watcher.seen():
+            return False
+        return signal_process(self._pids[local_rank], number)
+
+    def kill(self) -> None:
+        """SIGKILL what is left, from any thread; waits for nothing."""
+        seen = self._watcher.seen()
+        kill_groups(pid for local_rank, pid in self._pids.items() if local_rank not in seen)
+
+    @property
     def pids(self) -> dict[int, int]:
         """Return the process ids by global rank."""
         return {worker.rank: worker.pid for worker in self._workers.values()}
@@ -66,6 +90,11 @@ class Workers:
         """Say whether no worker is left."""
         return len(self._watcher.seen()) == len(self._pids)
 
+    @property
+    def stuck_ranks(self) -> tuple[int, ...]:
+        """Return the global ranks that outlived SIGKILL."""
+        return tuple(self._workers[local_rank].rank for local_rank in self._teardown.stuck)
+
     def beats(self) -> dict[int, list[Beat]]:
         """Return the new beats by global rank."""
         return {worker.rank: worker.ring.poll() for worker in self._workers.values()}
@@ -78,6 +107,8 @@ class Workers:
         """End those that are left; see `end_workers`."""
         if self._is_wound_down:
             return  # torch may have reaped them: their process ids are anyone's now
+        for worker in self._workers.values():
+            worker.ring.request(Request.ENDING)
         done = end_workers(
             self._pids,
             self._watcher,
@@ -85,6 +116,12 @@ class Workers:
             first=first,
             grace_s=grace_s,
             is_urgent=is_urgent,
+            at_once=[
+                # Our handler in the shim does nothing that a process without one would do.
+                worker.local_rank
+                for worker in self._workers.values()
+                if first is SIGTERM and worker.ring.flags & Flag.TERM_IS_OURS
+            ],
         )
         self._teardown.sent.update(done.sent)
         self._teardown.stuck = done.stuck

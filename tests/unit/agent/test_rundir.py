@@ -11,13 +11,13 @@ import pytest
 
 from gpuops.agent.rings import RingReader
 from gpuops.agent.rundir import (
-    SAFE_NAME,
     RunDirectory,
     RunParent,
     create_rings,
     folder_name,
     writable_parent,
 )
+from gpuops.control.record import FOLDER
 from gpuops.errors import UsageError
 from gpuops.wire import (
     RING_BYTES,
@@ -35,7 +35,7 @@ from gpuops.wire import (
 def test_a_folder_name_is_safe_whatever_the_run_is_called(name):
     folder = folder_name(name, "01a1fa5f-0ddb-70e5-a0e9-00493e185152", 1_772_442_840_000_000)
 
-    assert SAFE_NAME.fullmatch(folder)
+    assert FOLDER.fullmatch(folder)
     assert folder.startswith("20260302T091400Z-")
     assert folder.endswith("-3e185152")
 

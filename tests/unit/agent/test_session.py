@@ -3,10 +3,13 @@
 import threading
 import time
 
+from support.decisions import report
+
 from gpuops.agent.identity import Identity
 from gpuops.agent.records import NodeFacts
 from gpuops.agent.session import Session, Surroundings
 from gpuops.host.clock import FakeClock
+from gpuops.incident.decision import ReportKind
 from gpuops.store.recorder import ListRecorder
 
 NODE = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")
@@ -98,7 +101,8 @@ def test_a_failure_of_ours_that_comes_again_and_again_is_told_once_and_counted(t
 def test_an_agent_that_does_not_lead_closes_what_it_reported(tmp_path):
     recorder = ListRecorder()
     made = session(tmp_path, recorder)
-    made.chronicle.rendezvous_failed("no answer")
+    refused = report("n1", ReportKind.START_FAILED, how="no such program", ends=(), culprits=())
+    made.chronicle.attempt_failed([], report=refused)
     made.close("failed", 1, "")
 
     assert [p["state"] for p in payloads(recorder, "incident.recorded")] == ["open", "closed"]

@@ -1,0 +1,196 @@
+"""One agent put together: its tie to the others, its eyes, its memory."""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from signal import Signals
+from uuid import uuid4
+
+from torch.distributed.launcher.api import LaunchConfig
+
+from gpuops.agent.arguments import Request
+from gpuops.agent.collectives import collective_env
+from gpuops.agent.deciding import decider
+from gpuops.agent.ending import EVIDENCE_S
+from gpuops.agent.fingerprint import fingerprint
+from gpuops.agent.gatekeeper import GateKeeper, HealthKeeper, OpenGate
+from gpuops.agent.gpu_memory import open_memory
+from gpuops.agent.gpu_sentry import GpuSentry, Place, open_sentry
+from gpuops.agent.grace import drain_grace
+from gpuops.agent.hang_sentry import HangSentry
+from gpuops.agent.health_gate import GatePlan, HealthGate
+from gpuops.agent.identity import Identity
+from gpuops.agent.logs import GenerationLogs
+from gpuops.agent.meeting import Met
+from gpuops.agent.parts import Parts
+from gpuops.agent.published import busy_for_s
+from gpuops.agent.records import slurm_job
+from gpuops.agent.rulings import Rulings
+from gpuops.agent.seat import Seats
+from gpuops.agent.session import Session, Surroundings
+from gpuops.agent.signals import Cancellation
+from gpuops.agent.teardown import KILL_WAIT_S
+from gpuops.config import Settings
+from gpuops.control.enter import enter
+from gpuops.control.leader import Leader, Timing
+from gpuops.control.link import Link
+from gpuops.control.record import ControlRecord, Member, Phase
+from gpuops.control.view import View
+from gpuops.host.clock import Clock
+from gpuops.units import US_PER_S
+
+log = logging.getLogger(__name__)
+
+END_MARGIN_S = 2.0  # to read the logs of workers that have ended, and to say so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A launch whose values have all been checked; nothing has been started."""
+
+    request: Request
+    config: LaunchConfig
+    entry: tuple[str, tuple[str, ...]]
+    clock: Clock
+    cancellation: Cancellation
+    failure_grace_s: float
+    cancel_grace_s: float
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """An agent's parts before there is an agent."""
+
+    prepared: Prepared
+    met: Met
+    session: Session
+    parts: Parts
+    seats: Seats
+
+    def close(self) -> None:
+        """Let go of the sentries and the gate."""
+        self.session.safely("ending the gate", self.parts.gate.close)
+        for sentry in self.parts.sentries:
+            self.session.safely("ending a watch", sentry.close)
+
+
+def assemble(
+    prepared: Prepared,
+    met: Met,
+    around: Surroundings,
+    settings: Settings,
+    logs: GenerationLogs,
+    mine: Identity,
+) -> Assembly:
+    """Enter the run and return all that its agent here needs.
+
+    Raises:
+        RunIsOverError, UsageError, BoardError: See `gpuops.control.enter.enter`.
+    """
+    clock, plan = prepared.clock, prepared.request.plan
+    me, view = _enter(prepared, met, around.node, mine)
+    is_first = view.record.run_id == mine.run_id
+    session = Session(around, Identity(view.record.run_id, view.record.folder), leads=is_first)
+    hang = HangSentry(clock, plan.hang_timeout_s, prepared.env)
+    place = Place(
+        node=around.node, env=prepared.env, root=settings.root, site_dir=settings.site_dir
+    )
+    gpus = open_sentry(place, clock)
+    fence_s = plan.fence_s if met.is_shared else None
+    link = Link(met.board, me, view, clock, fence_s=fence_s, end_s=_end_s(prepared))
+    link.on_silence = lambda silent_s: session.chronicle.board_lost(f"silent for {silent_s:.1f} s")
+    link.on_answer = session.chronicle.board_back
+    link.wants_peers = lambda: hang.is_suspicious
+    link.on_peers = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
+    link.on_record = lambda record: session.safely(
+        "recording a phase",
+        lambda: session.chronicle.phase_seen(record.phase.value, record.generation, record.reason),
+    )
+    leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
+    link.leads = leader
+    job, restarts = slurm_job(prepared.env)
+    parts = Parts(
+        clock=clock,
+        node=around.node,
+        plan=plan,
+        link=link,
+        leader=leader,
+        rulings=Rulings(leader, session.chronicle),
+        session=session,
+        logs=logs,
+        cancellation=prepared.cancellation,
+        gate=_gate(prepared, gpus),
+        say=log.warning,
+        agent_pid=os.getpid(),
+        slurm_job_id=job,
+        slurm_restart_count=restarts,
+        failure_grace_s=prepared.failure_grace_s,
+        cancel_grace_s=prepared.cancel_grace_s,
+        drain_grace_s=partial(_drain_grace_s, prepared),
+        sentries=(hang, gpus),
+        hang=hang,
+        gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
+        gpu_signs=gpus.recent,
+        worker_env=lambda folder: collective_env(
+            prepared.env, folder, hang_timeout_s=plan.hang_timeout_s
+        ),
+    )
+    seats = Seats(link, plan.meeting.run_key)
+    return Assembly(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
+
+
+def _enter(prepared: Prepared, met: Met, node: str, mine: Identity) -> tuple[Member, View]:
+    me = Member(
+        agent=str(uuid4()),
+        node=node,
+        address=met.address,
+        n_workers=prepared.config.nproc_per_node,
+        order=prepared.request.plan.order,
+    )
+    fresh = ControlRecord(
+        run_id=mine.run_id,
+        folder=mine.folder,
+        generation=0,
+        phase=Phase.FORM,
+        since_s=0.0,
+        fingerprint=fingerprint(prepared.request),
+    )
+    return me, enter(met.board, me, fresh, prepared.clock, threading.Event().wait)
+
+
+def _drain_grace_s(prepared: Prepared, name: str) -> float:
+    now_s, asked_s = prepared.clock.now_us() / US_PER_S, prepared.request.plan.drain_grace_s
+    return drain_grace(prepared.env, now_s, Signals[name], asked_s)
+
+
+def _end_s(prepared: Prepared) -> float:
+    """Return what a live agent may take from the news that its generation is over to its report."""
+    return prepared.failure_grace_s + EVIDENCE_S + KILL_WAIT_S + END_MARGIN_S
+
+
+def _timing(prepared: Prepared) -> Timing:
+    plan = prepared.request.plan
+    return Timing(
+        suspect_s=plan.suspect_s,
+        dead_s=plan.dead_s,
+        end_s=_end_s(prepared),
+        last_call_s=plan.last_call_s,
+        join_timeout_s=plan.join_timeout_s,
+        grow_after_s=plan.grow_after_s,
+    )
+
+
+def _gate(prepared: Prepared, gpus: GpuSentry) -> GateKeeper:
+    if not prepared.request.plan.gate:
+        return OpenGate()
+    plan = GatePlan(env=prepared.env, deadline_s=prepared.request.plan.gate_deadline_s)
+    memory = open_memory(prepared.env, os.getpid(), prepared.clock)
+
+    def check() -> HealthGate:
+        return HealthGate(replace(plan, gpus=gpus.listed_uuids))
+
+    return HealthKeeper(check, memory, prepared.clock, log.info)

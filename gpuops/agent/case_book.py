@@ -1,0 +1,174 @@
+"""The incident of this run whose cost still runs, as one agent accounts for it; and the sums.
+
+At most one is open: the phases of a run do not overlap, so a second failure ends the first one's
+account. Every method returns the snapshot that is to be recorded, None where nothing changed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from gpuops.agent.badput import Toll
+from gpuops.incident.decision import Decision, NodeReport, Verdict
+from gpuops.incident.lifecycle import closed, mitigated
+from gpuops.incident.over_nodes import (
+    AUTHORITY_DECIDED,
+    actions_of,
+    decided_incident,
+    heard_incident,
+)
+from gpuops.model import Evidence, Incident, IncidentState
+from gpuops.units import NS_PER_S
+
+# Who goes on with the account of a decider that is out of the run outbids its snapshots.
+TAKEN_OVER_REV = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """A decision as it reached this agent; ``decided_by`` is a node, None where it is not known."""
+
+    decision: Decision
+    reports: Sequence[NodeReport] = ()
+    by_us: bool = False
+    decided_by: str | None = None
+
+
+@dataclass(slots=True)
+class _Case:
+    incident: Incident
+    toll: Toll
+    is_seen_here: bool = True
+    ruling: Ruling | None = None
+
+
+class CaseBook:
+    """The open incident and what all have cost. *wall_us*: this host's monotonic ns to epoch µs."""
+
+    def __init__(self, run_id: str, node: str, wall_us: Callable[[int], int]) -> None:
+        self._run_id = run_id
+        self._node = node
+        self._wall_us = wall_us
+        self._case: _Case | None = None
+        self._spent_s: Counter[str] = Counter()
+        self._restarts: Counter[str] = Counter()
+
+    @property
+    def lost_s(self) -> dict[str, float]:
+        """Return the seconds lost by now, by phase, over all incidents of the run."""
+        open_s = {} if self._case is None else self._case.toll.lost_s()
+        return dict(self._spent_s + Counter(open_s))
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Return how often the run was restarted, by the class of the failure."""
+        return dict(self._restarts)
+
+    def is_about(self, generation: int | None) -> bool:
+        """Say whether the open incident is that of *generation*."""
+        return self._case is not None and self._case.incident.attempt == generation
+
+    def open(self, incident: Incident, toll: Toll) -> Incident:
+        """Begin the account of *incident*; the one before has been closed."""
+        assert self._case is None
+        self._case = _Case(replace(incident, lost_s=toll.lost_s()), toll)
+        return self._case.incident
+
+    def stopped(self, at_ns: int) -> None:
+        """Note that the workers of the failed generation are gone."""
+        if self._case is not None:
+            self._case.toll.stopped_ns = at_ns
+
+    def decided(self, ruling: Ruling, at_ns: int, evidence: Sequence[Evidence]) -> Incident:
+        """Note what was decided on the open incident."""
+        case = self._case
+        assert case is not None
+        decision = ruling.decision
+        case.ruling = ruling
+        case.toll.decided_ns = at_ns
+        case.toll.goes_on = decision.verdict is Verdict.RESTART
+        if case.toll.goes_on:
+            self._restarts[decision.failure.failure_class.value] += 1
+        told = replace(
+            case.incident,
+            actions=actions_of(decision),
+            evidence=(*case.incident.evidence, *evidence),
+            rev=case.incident.rev + 1,
+        )
+        if ruling.by_us:
+            told = decided_incident(
+                decision,
+                ruling.reports,
+                run_id=self._run_id,
+                node=self._node,
+                detected_us=case.incident.detected_us,
+                own=case.incident if case.is_seen_here else None,
+                evidence=evidence,
+            )
+        case.incident = replace(told, lost_s=case.toll.lost_s())
+        return case.incident
+
+    def heard(self, decision: Decision, toll: Toll) -> None:
+        """Begin the account of an incident that this node saw nothing of."""
+        detected_us = self._wall_us(toll.detected_ns)
+        incident = heard_incident(decision, run_id=self._run_id, detected_us=detected_us)
+        self.open(replace(incident, actions=()), toll)
+        assert self._case is not None
+        self._case.is_seen_here = False
+
+    def started(self, at_ns: int, *, leads: bool) -> None:
+        """Note that this node's new workers run; *leads*: it has the run's first rank."""
+        case = self._case
+        if case is None or case.toll.started_ns is not None:
+            return
+        case.toll.started_ns = at_ns
+        if leads and _is_orphaned(case.ruling):
+            rev = case.incident.rev + TAKEN_OVER_REV
+            case.incident = replace(case.incident, authority=AUTHORITY_DECIDED, rev=rev)
+
+    def steps_again(self, at_ns: int, restore_ns: int) -> Incident | None:
+        """Note the first step after the failure."""
+        case = self._case
+        if case is None or case.toll.stepped_ns is not None:
+            return None
+        case.toll.stepped_ns, case.toll.restore_ns = at_ns, restore_ns
+        case.incident = mitigated(
+            case.incident, at_us=self._wall_us(at_ns), lost_s=case.toll.lost_s()
+        )
+        return case.incident
+
+    def close(
+        self, at_ns: int, resolution: str, *, steps_are_seen: bool, redoes: bool
+    ) -> Incident | None:
+        """Close the open incident, whose cost ran until *at_ns*; *redoes*: steps have numbers."""
+        case, self._case = self._case, None
+        if case is None:
+            return None
+        if case.toll.started_ns is not None and not steps_are_seen:
+            # No step of this job was ever seen: it may make progress that we cannot see.
+            at_ns = min(at_ns, case.toll.started_ns)
+        lost_s = case.toll.lost_s(at_ns)
+        if case.toll.stepped_ns is not None and redoes:
+            lost_s["redo"] = max(0.0, (at_ns - case.toll.stepped_ns) / NS_PER_S)
+        self._spent_s.update(lost_s)
+        if case.incident.state is IncidentState.CLOSED:
+            return None
+        return closed(
+            case.incident, at_us=self._wall_us(at_ns), lost_s=lost_s, resolution=resolution
+        )
+
+    @property
+    def waits_for_workers(self) -> bool:
+        """Say whether the job is to go on and no worker has been started yet."""
+        toll = None if self._case is None else self._case.toll
+        return toll is not None and toll.goes_on and toll.started_ns is None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Say whether the job has made a step since the failure."""
+        return self._case is not None and self._case.toll.stepped_ns is not None
+
+
+def _is_orphaned(ruling: Ruling | None) -> bool:
+    """Say whether whoever decided left its own node out, and so sees no more of the run."""
+    return ruling is not None and not ruling.by_us and ruling.decided_by in ruling.decision.exclude

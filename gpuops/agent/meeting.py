@@ -1,0 +1,136 @@
+"""The way to the board of a run: in this process, on the node of the endpoint, or in Postgres."""
+
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from gpuops.agent.plan import Meeting, MeetingKind
+from gpuops.control.board import Board, BoardUnreachableError
+from gpuops.control.board_server import LEASE_S
+from gpuops.control.local_host import is_local
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import CONTROL
+from gpuops.control.server_guard import LEASE_S as GUARD_LEASE_S
+from gpuops.control.server_guard import ServerGuard
+from gpuops.control.server_process import ServerProcess, start_server
+from gpuops.control.tcp_board import TcpBoard
+from gpuops.host.clock import Clock
+from gpuops.units import NS_PER_S
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """A board, the address at which peers reach this node, and who watches a server of ours."""
+
+    board: Board
+    address: str
+    endpoint: str  # for people and for `gpuops run status`; holds no secret
+    is_shared: bool
+    guard: ServerGuard | None = None
+
+    def told(self, meeting: Meeting) -> dict[str, str | int]:
+        """Return where the board is, for `gpuops run status`; nothing of it is secret."""
+        return {
+            "kind": meeting.kind.value,
+            "host": meeting.host,
+            "port": meeting.port,
+            "run_key": meeting.run_key,
+            "endpoint": self.endpoint,
+        }
+
+
+def meet(
+    meeting: Meeting,
+    clock: Clock,
+    *,
+    local_address: str | None,
+    limit_s: float,
+    wait: Callable[[float], object],
+) -> Met:
+    """Return the board of the run; start its server where this is the node for it.
+
+    The node of the endpoint may come up last, so a board that is not there yet is waited for.
+
+    Raises:
+        BoardUnreachableError: Not there within *limit_s*.
+        BoardError: It is another run's, or wants another token.
+    """
+    if meeting.kind is MeetingKind.PRIVATE:
+        address = local_address or LOOPBACK
+        return Met(board=MemoryBoard(clock), address=address, endpoint="", is_shared=False)
+    is_host = meeting.kind is MeetingKind.TCP and _is_host(meeting)
+    end_ns = clock.mono_ns() + round(limit_s * NS_PER_S)
+    has_told = False
+    while True:
+        # Each time: the server of an earlier run under this id may just have come to its end.
+        server = _start(meeting) if is_host else None
+        try:
+            met = _reach(meeting, local_address)
+        except BoardUnreachableError as exc:
+            if clock.mono_ns() >= end_ns:
+                raise
+            if not has_told:
+                log.warning("waiting for the board of this run: %s", exc)
+                has_told = True
+            wait(RETRY_S)
+            continue
+        if server is None or server.pid is None:
+            return met
+        return replace(met, guard=ServerGuard(server, lambda: _start(meeting, GUARD_LEASE_S)))
+
+
+def _start(meeting: Meeting, lease_s: float = LEASE_S) -> ServerProcess:
+    return start_server(
+        host=meeting.host,
+        port=meeting.port,
+        run_key=meeting.run_key,
+        token=meeting.token,
+        lease_s=lease_s,
+    )
+
+
+def _is_host(meeting: Meeting) -> bool:
+    return is_local(meeting.host) if meeting.is_host is None else meeting.is_host
+
+
+def _reach(meeting: Meeting, local_address: str | None) -> Met:
+    if meeting.kind is MeetingKind.TCP:
+        tcp = TcpBoard(meeting.host, meeting.port, run_key=meeting.run_key, token=meeting.token)
+        tcp.get(CONTROL)  # an answer shows that it is there, and our own address on the way
+        return Met(
+            board=tcp,
+            address=local_address or tcp.local_address,
+            endpoint=f"{meeting.host}:{meeting.port}",
+            is_shared=True,
+        )
+    # psycopg is an extra that only this needs.
+    from gpuops.control.postgres_board import PostgresBoard
+
+    table = PostgresBoard(meeting.url, run_key=meeting.run_key, token=meeting.token)
+    parts = urlsplit(meeting.url)
+    host, port = parts.hostname or LOOPBACK, parts.port or 5432
+    return Met(
+        board=table,
+        address=local_address or address_towards(host, port),
+        endpoint=f"postgresql://{host}:{port}{parts.path}",
+        is_shared=True,
+    )
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of ours from which *host* would be reached; nothing is sent."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return LOOPBACK

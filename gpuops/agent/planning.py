@@ -1,0 +1,142 @@
+"""From what was typed, the environment, the settings and Slurm to one plan, or one refusal."""
+
+import argparse
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gpuops import config_run
+from gpuops.agent.arguments import OUR_WISHES, TORCH_WISHES, Request, Typed
+from gpuops.agent.job_token import HOW, token_of
+from gpuops.agent.meeting_point import Place, fill_torch, place_of, workers_master
+from gpuops.agent.plan import MeetingKind, Plan
+from gpuops.agent.rdzv_conf import Timing, parse_conf
+from gpuops.agent.run_terms import read, size_of, terms_of
+from gpuops.agent.slurm_launch import Step, refuse_batch_script, step_of
+from gpuops.agent.wishes import Wishes, wish
+from gpuops.config import Settings
+from gpuops.incident.decision import Terms
+
+_LOOPBACK = "127.0.0.1"
+# Of the silence that is death: `Plan`'s own proportions, 6 s and 10 s of 15 s.
+_SUSPECT, _FENCE = 0.4, 2 / 3
+
+
+def request_of(typed: Typed, settings: Settings, env: Mapping[str, str], *, uid: int) -> Request:
+    """Return what is to be launched, with its plan.
+
+    What is typed wins over ``PET_*`` and ``GPUOPS_*``, these over the file, all over Slurm.
+
+    Raises:
+        UsageError: A value that means nothing, or two that contradict each other; both are named as
+            they were given.
+    """
+    found = argparse.Namespace(**vars(typed.found))
+    wishes = _wishes(found, env, settings)
+    step = step_of(env)
+    is_standalone = bool(found.standalone)
+    if wishes["nnodes"].text is None and not is_standalone:
+        refuse_batch_script(env, step)
+    size = size_of(wishes, step, is_standalone=is_standalone)
+    terms = terms_of(wishes, size)
+    place = place_of(wishes, size, step, is_standalone=is_standalone, store_url=settings.store_url)
+    timing = parse_conf(wishes["rdzv_conf"].text or "", "--rdzv-conf")
+    plan = _plan(wishes, terms, place, step)
+    plan = _timed(replace(plan, spares=size.spares, local_address=found.local_addr), timing)
+    token = token_of(env, wishes["token_file"].text, uid)
+    plan = replace(plan, meeting=replace(plan.meeting, token=token))
+    _fill(found, wishes, plan, place, step, is_standalone=is_standalone)
+    is_private = place.kind is MeetingKind.PRIVATE
+    return Request(
+        torch=found,
+        command=typed.command,
+        run_name=found.run_name,
+        plan=plan,
+        is_private=is_private,
+        master=workers_master(wishes) if is_private and not is_standalone else None,
+        print_timeouts=found.print_timeouts,
+        as_json=found.as_json,
+        said={name: item.shown for name, item in wishes.items() if item.is_said},
+        warnings=_warnings(plan, timing),
+    )
+
+
+def _wishes(found: argparse.Namespace, env: Mapping[str, str], settings: Settings) -> Wishes:
+    names = (*TORCH_WISHES, *OUR_WISHES)
+    return {name: wish(name, found, env, settings.values) for name in names}
+
+
+def _plan(wishes: Wishes, terms: Terms, place: Place, step: Step | None) -> Plan:
+    address, port = read(wishes["http"], config_run.http)
+    grace, decide = wishes["drain_grace"], wishes["decide"]
+    return Plan(
+        terms=terms,
+        meeting=place.meeting(""),
+        order=place.order,
+        hang_timeout_s=read(wishes["hang_timeout"], config_run.hang_timeout),
+        gate=read(wishes["health_gate"], config_run.switch),
+        grow_after_s=read(wishes["grow_after"], config_run.grow_after),
+        drain_grace_s=read(grace, config_run.drain_grace) if grace.text else None,
+        http_address=address,
+        http_port=port,
+        decide=read(decide, config_run.decide) if decide.text else None,
+        parks=step is not None and place.kind is not MeetingKind.PRIVATE,
+    )
+
+
+def _timed(plan: Plan, timing: Timing) -> Plan:
+    """Return *plan* with what ``--rdzv-conf`` says in the place of defaults."""
+    if timing.join_timeout_s is not None:
+        plan = replace(plan, join_timeout_s=timing.join_timeout_s)
+    if timing.last_call_s is not None:
+        plan = replace(plan, last_call_s=timing.last_call_s)
+    if timing.is_host is not None:
+        plan = replace(plan, meeting=replace(plan.meeting, is_host=timing.is_host))
+    if timing.dead_s is not None:
+        dead_s = timing.dead_s
+        plan = replace(
+            plan,
+            dead_s=dead_s,
+            suspect_s=_SUSPECT * dead_s,
+            fence_s=_FENCE * dead_s,
+            # Whoever bears longer silence of a peer bears it of the board.
+            store_lost_s=max(plan.store_lost_s, 2 * dead_s),
+        )
+    if timing.store_lost_s is not None:
+        plan = replace(plan, store_lost_s=timing.store_lost_s)
+    return plan
+
+
+def _fill(
+    found: argparse.Namespace,
+    wishes: Wishes,
+    plan: Plan,
+    place: Place,
+    step: Step | None,
+    *,
+    is_standalone: bool,
+) -> None:
+    """Put into *found* what torch's functions read there, as torchrun's own parser would have."""
+    fill_torch(found, place)
+    terms = plan.terms
+    found.nnodes = f"{terms.nodes_min}:{terms.nodes_max}"
+    found.max_restarts = terms.restarts_max
+    found.rdzv_conf = ""  # read, as all of the rendezvous, by us
+    gpus = None if step is None or step.gpus is None else str(step.gpus)
+    found.nproc_per_node = wishes["nproc_per_node"].text or gpus or "1"
+    if place.kind is MeetingKind.PRIVATE:
+        found.local_addr = found.local_addr or _LOOPBACK
+        if is_standalone or wishes["rdzv_id"].text is None:
+            found.rdzv_id = str(uuid.uuid4())  # as under torchrun --standalone
+
+
+def _warnings(plan: Plan, timing: Timing) -> tuple[str, ...]:
+    lines = []
+    if timing.ignored:
+        lines.append(f"--rdzv-conf: {', '.join(timing.ignored)} means nothing here and is left out")
+    if plan.meeting.kind is MeetingKind.TCP and not plan.meeting.token:
+        lines.append(
+            f"no token: whoever reaches port {plan.meeting.port} of {plan.meeting.host} can stop "
+            f"this run; {HOW}"
+        )
+    return tuple(lines)

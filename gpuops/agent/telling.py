@@ -1,0 +1,148 @@
+"""The part of a run's history that is only told: events without consequences for any account."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from gpuops.agent import records
+from gpuops.incident.decision import NodeReport
+from gpuops.model import Incident, Json, Severity
+
+_Self = TypeVar("_Self", bound="Telling")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What an event will hold beside its time, place and run."""
+
+    kind: str
+    payload: Json
+    attempt: int | None
+    severity: Severity = Severity.INFO
+
+
+class Emit(Protocol):
+    """Records events, together where there are several; never raises and never waits."""
+
+    def __call__(self, *news: News) -> None: ...
+
+
+def in_turn(
+    method: Callable[Concatenate[_Self, _Args], _Result],
+) -> Callable[Concatenate[_Self, _Args], _Result]:
+    """Return *method*, one thread at a time: the main thread and the control thread call in."""
+
+    @wraps(method)
+    def locked(self: _Self, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+class Telling:
+    """Records what happened to a run, on *node*, in the attempt that is known by now."""
+
+    def __init__(self, emit: Emit, node: str) -> None:
+        self.lock = threading.RLock()
+        self._emit_event = emit
+        self._node = node
+        self._attempt: int | None = None
+
+    @in_turn
+    def node_seen(self, facts: records.NodeFacts) -> None:
+        """Record this node and its boot."""
+        self._emit("node.seen", asdict(facts))
+
+    @in_turn
+    def run_started(self, facts: records.RunFacts) -> None:
+        """Record the run's beginning."""
+        self._emit("run.started", records.run_started(facts))
+
+    @in_turn
+    def excluded(self, reason: str, *, node: str | None = None) -> None:
+        """Record that *node*, else this one, gets no seat although no decision says so."""
+        self._emit_event(exclusion(node or self._node, reason, self._attempt))
+
+    @in_turn
+    def gate_failed(self, report: NodeReport, incident: Incident) -> None:
+        """Record that this node did not pass its health check and gets no seat."""
+        self._emit_event(reported(report), of_incident(incident, Severity.ERROR))
+
+    @in_turn
+    def rejoined(self, away_s: float) -> None:
+        """Record that this agent is part of the run again, after *away_s*."""
+        self._emit("agent.rejoined", {"away_s": away_s})
+
+    @in_turn
+    def board_lost(self, why: str) -> None:
+        """Record that the board does not answer."""
+        self._emit("board.lost", {"why": why}, severity=Severity.WARNING)
+
+    @in_turn
+    def board_back(self, silent_s: float) -> None:
+        """Record that the board answers again, after *silent_s*."""
+        self._emit("board.back", {"silent_s": silent_s})
+
+    @in_turn
+    def drain_requested(self, signal_name: str, grace_s: float | None = None) -> None:
+        """Record that the run is asked to stop after its step."""
+        payload = {"signal": signal_name, "grace_s": grace_s}
+        self._emit("drain.requested", payload, severity=Severity.WARNING)
+
+    @in_turn
+    def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:
+        """Record the run's end."""
+        severity = Severity.INFO if outcome == "completed" else Severity.ERROR
+        payload = {"outcome": outcome, "exit_code": exit_code, "reason": reason}
+        self._emit("run.ended", payload, severity=severity)
+
+    @in_turn
+    def tool_failed(self, what: str, error: BaseException, traceback: str) -> None:
+        """Record a failure of our own, which is nobody else's."""
+        payload = {
+            "what": what,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback,
+        }
+        self._emit("tool.failed", payload, severity=Severity.WARNING)
+
+    @in_turn
+    def tool_failed_again(self, what: str, times: int) -> None:
+        """Record how often that happened again, whatever the error was."""
+        error = f"failed {times} more times"
+        payload = {"what": what, "error": error, "traceback": None, "times": times}
+        self._emit("tool.failed", payload, severity=Severity.WARNING)
+
+    def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
+        self._emit_event(self._news(kind, payload, severity))
+
+    def _news(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> News:
+        return News(kind=kind, payload=payload, attempt=self._attempt, severity=severity)
+
+
+def reported(report: NodeReport) -> News:
+    """Return the event of *report* as it was filed."""
+    return News(kind="agent.report", payload=report.to_json(), attempt=report.generation)
+
+
+def exclusion(node: str, reason: str, generation: int | None) -> News:
+    """Return the event of *node* being left out."""
+    payload = {"excluded": node, "reason": reason}
+    return News(
+        kind="node.excluded", payload=payload, attempt=generation, severity=Severity.WARNING
+    )
+
+
+def of_incident(incident: Incident, severity: Severity = Severity.INFO) -> News:
+    """Return the event of a snapshot of *incident*."""
+    return News(
+        kind="incident.recorded",
+        payload=incident.to_json(),
+        attempt=incident.attempt,
+        severity=severity,
+    )

@@ -1,0 +1,294 @@
+"""The agent's window: what it shows, to whom, and what it takes from strangers."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import threading
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from support.decisions import decision, report
+from support.runs import wait_until
+from support.services import unavailable
+
+from gpuops.agent.agent_metrics import metrics
+from gpuops.agent.agent_state import (
+    AgentState,
+    RankState,
+    run_state,
+    state_json,
+    why_unhealthy,
+)
+from gpuops.agent.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, AgentServer
+from gpuops.host.clock import FakeClock
+from gpuops.units import NS_PER_S
+
+NOW_NS = 1000 * NS_PER_S
+STATE = AgentState(
+    run_id="r1",
+    name="20260101T000000Z-train-1",
+    node="n1",
+    agent_pid=7,
+    main_ns=NOW_NS,
+    control_ns=NOW_NS - NS_PER_S,
+    generation=2,
+    phase="run",
+    phase_ns=NOW_NS - 90 * NS_PER_S,
+    reason="a worker failed",
+    group_rank=0,
+    world_size=16,
+    ranks=(
+        RankState(rank=0, pid=10, step=57, phase="stepping", beat_ns=NOW_NS - NS_PER_S // 2),
+        RankState(rank=1, pid=11),
+    ),
+    excluded={"n9": "Xid 79"},
+    decision=decision(report("n9")),
+    restarts_used=2,
+    restarts_max=3,
+    restarts_by_class={"gpu_hw.fell_off_bus": 1, "user_code.exception": 1},
+    badput_s={"detect": 0.5, "decide": 1.25},
+    round_trip_s=0.004,
+    fences=1,
+    cpu_s=3.5,
+    board={"kind": "tcp", "host": "n1", "port": 29400},
+    http_port=8080,
+)
+
+
+@pytest.fixture
+def serve():
+    """Return a function that serves a state on a free port of loopback."""
+    opened = []
+
+    def start(state=STATE, **options):
+        clock = FakeClock(mono_ns=NOW_NS)
+        server = AgentServer("127.0.0.1", 0, lambda: state, clock=clock, **options).start()
+        opened.append(server)
+        return server
+
+    yield start
+    for server in opened:
+        server.close()
+
+
+def get(server, path, *, method="GET", headers=None):
+    """Return the status, the content type and the body of one request."""
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+        connection.request(method, path, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def test_the_state_says_who_where_and_why(serve):
+    status, kind, text = get(serve(), "/state")
+    body = json.loads(text)
+
+    assert (status, kind) == (200, "application/json")
+    assert body["schema"] == "gpuops.agent-state/1"
+    assert (body["generation"], body["phase"], body["phase_seconds"]) == (2, "run", 90.0)
+    assert (body["group_rank"], body["world_size"]) == (0, 16)
+    assert body["ranks"] == [
+        {"rank": 0, "pid": 10, "step": 57, "phase": "stepping", "silent_seconds": 0.5},
+        {"rank": 1, "pid": 11, "step": None, "phase": "starting", "silent_seconds": None},
+    ]
+    assert body["excluded"] == {"n9": "Xid 79"}
+    assert body["decision"]["rule"] == "worker-failed"
+    assert body["budget"] == {"used": 2, "max": 3, "window_seconds": None}
+    assert body["lost_seconds_by_phase"] == {"detect": 0.5, "decide": 1.25}
+
+
+def test_secrets_in_a_reason_are_not_shown(serve):
+    evil = replace(STATE, reason="postgresql://ada:hunter2@db/x")
+
+    assert "hunter2" not in get(serve(evil), "/state")[2]
+
+
+def test_a_living_agent_is_healthy_and_a_stuck_one_says_why(serve):
+    stuck = replace(STATE, main_ns=NOW_NS - 61 * NS_PER_S, control_ns=NOW_NS - 31 * NS_PER_S)
+
+    assert get(serve(), "/healthz")[::2] == (200, "ok\n")
+    assert get(serve(stuck), "/healthz")[::2] == (
+        503,
+        (
+            "no sign of the main loop for 61 s (limit 60 s)\n"
+            "no sign of the control thread for 31 s (limit 30 s)\n"
+        ),
+    )
+    assert why_unhealthy(replace(STATE, main_ns=NOW_NS - 60 * NS_PER_S), NOW_NS) == []
+
+
+def test_promtool_finds_nothing_wrong_with_the_metrics(serve):
+    text = get(serve(), "/metrics")[2]
+
+    assert 'gpuops_run_phase{phase="run"} 1.0' in text
+    assert 'gpuops_run_phase{phase="gather"} 0.0' in text
+    assert 'gpuops_rank_step{rank="0"} 57.0' in text
+    assert 'gpuops_run_restarts_total{failure_class="user_code.exception"} 1.0' in text
+    assert 'gpuops_run_lost_seconds_total{phase="decide"} 1.25' in text
+    assert "gpuops_agent_fences_total 1.0" in text
+    if shutil.which("promtool") is None:
+        unavailable("promtool is not installed (Debian: prometheus)")
+    ran = subprocess.run(
+        ["promtool", "check", "metrics"], input=text.encode(), capture_output=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_labels_are_bounded():
+    many = tuple(RankState(rank=n, pid=n, step=n, beat_ns=1) for n in range(5000))
+    classes = {f"class.{n}": 1 for n in range(5000)}
+    text = metrics(replace(STATE, ranks=many, restarts_by_class=classes), NOW_NS).decode()
+
+    assert text.count("gpuops_rank_step{") == 64
+    assert text.count("gpuops_run_restarts_total{") == 100
+    assert len(state_json(replace(STATE, ranks=many), NOW_NS)["ranks"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8080", 200),
+        ("127.0.0.1:1", 200),
+        ("127.8.8.8", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example:80", 403),
+        ("10.0.0.1", 403),
+        ("[::1", 200),
+        ("[fe80::1]", 403),
+        (" ", 403),
+    ],
+)
+def test_on_loopback_only_its_own_names_are_answered(serve, host, status):
+    assert get(serve(), "/state", headers={"Host": host})[0] == status
+
+
+def test_only_reading_is_allowed_and_only_what_is_there(serve):
+    server = serve()
+
+    assert get(server, "/state", method="POST")[0] == 405
+    assert get(server, "/state", method="DELETE")[0] == 405
+    assert get(server, "/../../etc/passwd")[0] == 404
+    assert get(server, "/metrics?x=1")[0] == 200
+
+
+def spoken(server, data, *, ends=False):
+    """Send *data* as it is and return all that comes back."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        try:
+            connection.sendall(data)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionError:
+            return b""
+        return answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nX: " + b"a" * (2 * HEAD_BYTES_MAX) + b"\r\n\r\n",
+        b"GET /" + b"a" * (2 * HEAD_BYTES_MAX),
+        b"a" * 10**6,
+    ],
+)
+def test_a_request_that_is_too_long_is_dropped(serve, data):
+    server = serve()
+
+    assert spoken(server, data) == b""
+    assert get(server, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("data", [b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"GET /x HTTP/9.9\r\n\r\n"])
+def test_what_is_no_request_gets_no_state(serve, data):
+    server = serve()
+    answer = spoken(server, data)
+
+    assert b"run_id" not in answer
+    assert b" 200 " not in answer
+    assert get(server, "/healthz")[0] == 200
+
+
+def test_a_request_that_drips_in_is_cut_off_as_a_whole(serve):
+    server = serve(request_s=0.3)
+
+    assert spoken(server, b"GET /state HT") == b""
+    assert spoken(server, b"GET /state HT", ends=True) == b""
+
+
+def test_of_many_connections_few_are_held_and_the_rest_is_let_go(serve):
+    server = serve(request_s=60.0)
+    held = [
+        socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        for _ in range(CONNECTIONS_MAX)
+    ]
+    try:
+        wait_until(lambda: spoken(server, b"") == b"", what="a connection that is let go")
+    finally:
+        for connection in held:
+            connection.close()
+    wait_until(lambda: _is_served(server), what="a free place")
+
+
+def _is_served(server):
+    try:
+        return get(server, "/healthz")[0] == 200
+    except (http.client.HTTPException, OSError):
+        return False
+
+
+def test_a_state_that_cannot_be_read_is_an_error_and_the_next_request_is_answered(serve):
+    def broken():
+        raise RuntimeError("no state")
+
+    with closing(AgentServer("127.0.0.1", 0, broken).start()) as server:
+        for _ in range(2 * CONNECTIONS_MAX):
+            assert get(server, "/state")[0] == 500
+        assert get(server, "/nothing")[0] == 404
+
+
+def test_a_port_that_is_taken_is_a_warning(serve, caplog):
+    taken = serve()
+    server = AgentServer("127.0.0.1", taken.port, lambda: STATE).start()
+
+    assert server.port is None
+    assert "cannot listen on 127.0.0.1" in caplog.text
+    server.close()
+
+
+@pytest.mark.parametrize(("address", "port"), [("203.0.113.7", 0), ("no such host", 0), ("::", -1)])
+def test_an_address_that_is_not_ours_is_a_warning(address, port, caplog):
+    assert AgentServer(address, port, lambda: STATE).start().port is None
+    assert "cannot listen on" in caplog.text
+
+
+def test_threads_and_the_port_are_given_back(serve):
+    server = serve()
+    port = server.port
+    server.close()
+
+    again = AgentServer("127.0.0.1", port, lambda: STATE).start()
+    assert again.port == port
+    again.close()
+    wait_until(
+        lambda: not any(t.name == "gpuops-http" for t in threading.enumerate()),
+        what="the threads' end",
+    )
+
+
+def test_what_the_run_folder_says_holds_no_secret_and_where_to_ask():
+    assert run_state(STATE) == {
+        "board": {"kind": "tcp", "host": "n1", "port": 29400},
+        "http_port": 8080,
+        "control_phase": "run",
+        "excluded": {"n9": "Xid 79"},
+        "budget": {"used": 2, "max": 3},
+    }

@@ -1,0 +1,77 @@
+"""A run gets its decision whatever fails on the way there."""
+
+import threading
+
+import pytest
+
+from gpuops.agent.deciding import decider
+from gpuops.errors import EXIT_FAIL
+from gpuops.incident.decide import decide
+from gpuops.incident.decision import Cluster, NodeReport, ReportKind, Terms, Verdict
+
+pytestmark = pytest.mark.torch
+CLUSTER = Cluster(terms=Terms(), generation=3, members=("n0",), live=("n0",))
+REPORT = NodeReport(kind=ReportKind.WORKERS_FAILED, node="n0", generation=3)
+
+
+def breaks_on_reports(reports, *rest):
+    if reports:
+        raise IndexError("token=0123456789abcdef0123")
+    return decide(reports, *rest)
+
+
+def breaks(*_known):
+    raise ZeroDivisionError
+
+
+def test_our_table_alone_has_nothing_to_add():
+    made, note = decider(None, {})([REPORT], CLUSTER, (), 7.0)
+
+    assert made == decide([REPORT], CLUSTER, (), 7.0)
+    assert note is None
+
+
+def test_reports_that_our_table_fails_on_are_left_out_and_that_is_told():
+    made, note = decider(None, {}, breaks_on_reports)([REPORT], CLUSTER, (), 7.0)
+
+    assert made.verdict is Verdict.RESTART
+    assert made.failure.counted
+    assert "IndexError" in note
+    assert "without the reports" in note
+    assert "0123456789abcdef" not in note
+
+
+def test_a_table_that_always_fails_ends_the_run_rather_than_leave_it_waiting():
+    made, note = decider(None, {}, breaks)([REPORT], CLUSTER, (), 7.0)
+
+    assert (made.verdict, made.exit_code, made.failure.generation) == (Verdict.FAIL, EXIT_FAIL, 3)
+    assert "ZeroDivisionError" in note
+
+
+def answered(ask, deadline_s=60.0):
+    """Ask until there is an answer."""
+    pause = threading.Event()
+    for _ in range(round(deadline_s / 0.02)):
+        if (found := ask()) is not None:
+            return found
+        pause.wait(0.02)
+    raise AssertionError("no answer")
+
+
+def test_a_site_that_cannot_be_asked_leaves_our_decision_and_that_is_said(caplog):
+    asks = decider("there.is.no:module", {})
+
+    made, note = answered(lambda: asks([REPORT], CLUSTER, (), 7.0))
+
+    assert "there.is.no:module was not taken" in caplog.text
+    assert made == decide([REPORT], CLUSTER, (), 7.0)
+    assert "there.is.no:module" in note
+
+
+def test_our_bug_on_the_way_to_the_site_leaves_our_decision():
+    asks = decider("there.is.no:module", None)  # no environment: `overruled` raises
+
+    made, note = answered(lambda: asks([REPORT], CLUSTER, (), 7.0))
+
+    assert made == decide([REPORT], CLUSTER, (), 7.0)
+    assert note is None or "not taken" in note

@@ -1,0 +1,118 @@
+"""A drain gives the workers a step, or as long as they ask for; never more than the grace."""
+
+import signal
+
+import pytest
+from support.supervised import FakeWorkers
+
+from gpuops.agent.draining import Draining, caught_signals
+from gpuops.host.clock import FakeClock
+from gpuops.wire import STEP_UNKNOWN, Flag, Request
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+def drain(workers, clock, number=TERM, stop_step=None, caught=()):
+    return Draining(
+        number, workers, clock, grace_s=25.0, stop_step=stop_step, caught=lambda _pid: caught
+    )
+
+
+def test_workers_without_a_beat_have_nothing_to_finish(clock):
+    assert drain(FakeWorkers(2), clock).is_over()
+
+
+def test_each_rank_gets_one_more_step(clock):
+    workers = FakeWorkers(2)
+    workers.beat(0, 1)
+    draining = drain(workers, clock)
+    assert not draining.is_over()
+    workers.beat(0)
+    assert not draining.is_over()
+    workers.beat(1)
+    assert draining.is_over()
+
+
+def test_whoever_asks_has_until_the_deadline(clock):
+    workers = FakeWorkers(2)
+    workers.beat(0, 1)
+    workers.rings[0].flags = Flag.ASKED
+    draining = drain(workers, clock, stop_step=70)
+    workers.beat(0, 1)
+    clock.advance(24.9)
+    assert not draining.is_over(), "rank 0 may be saving"
+    clock.advance(0.1)
+    assert draining.is_over()
+    assert [ring.wanted for ring in workers.rings] == [(Request.DRAIN, 70)] * 2
+
+
+def test_without_a_common_step_the_ranks_are_asked_to_stop_at_once(clock):
+    workers = FakeWorkers(1)
+    drain(workers, clock)
+
+    assert workers.rings[0].wanted == (Request.DRAIN, STEP_UNKNOWN)
+
+
+def test_once_all_have_ended_it_is_over(clock):
+    workers = FakeWorkers(2)
+    workers.rings[0].flags = Flag.ASKED
+    draining = drain(workers, clock)
+    assert not draining.is_over()
+    workers.end_all(0)
+
+    assert draining.is_over()
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "caught", "sent"),
+    [
+        (TERM, Flag(0), (TERM,), [(0, TERM)]),
+        (TERM, Flag.TERM_IS_OURS, (TERM,), []),
+        (TERM, Flag.USR1_IS_OURS, (TERM,), [(0, TERM)]),
+        (USR1, Flag.USR1_IS_OURS, (USR1,), []),
+        (USR1, Flag(0), (), []),
+        (signal.SIGINT, Flag(0), (TERM,), []),
+    ],
+)
+def test_a_script_with_a_handler_of_its_own_gets_the_signal(clock, number, flags, caught, sent):
+    workers = FakeWorkers(1)
+    workers.beat(0)
+    workers.rings[0].flags = flags
+    drain(workers, clock, number, caught=caught)
+
+    assert workers.sent == sent
+
+
+def test_a_script_that_handles_the_signal_has_until_the_deadline(clock):
+    workers = FakeWorkers(1)
+    workers.beat(0)
+    draining = drain(workers, clock, caught=(TERM,))
+    workers.beat(0)
+    assert not draining.is_over()
+    clock.advance(25)
+    assert draining.is_over()
+
+
+def test_a_handler_that_turns_out_to_be_ours_asks_for_no_time(clock):
+    """Before the first beat nobody knows whose it is."""
+    workers = FakeWorkers(1)
+    draining = drain(workers, clock, caught=(TERM,))
+    assert not draining.is_over()
+    workers.rings[0].flags = Flag.HANDLED
+
+    assert draining.is_over()
+
+
+def test_what_a_process_catches_is_read_from_its_status(tmp_path):
+    folder = tmp_path / "proc" / "7"
+    folder.mkdir(parents=True)
+    mask = 1 << (TERM - 1) | 1 << (signal.SIGINT - 1)
+    (folder / "status").write_text(f"Name:\tpython\nSigCgt:\t{mask:016x}\nSeccomp:\t0\n")
+
+    assert set(caught_signals(7, tmp_path)) == {TERM, signal.SIGINT}
+    assert caught_signals(8, tmp_path) == ()

@@ -1,0 +1,45 @@
+"""A board that stops answering between the meeting and the entry is met again."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.launches import requested
+
+from gpuops.agent.launch import _entered
+from gpuops.agent.signals import Cancellation
+from gpuops.control.board import BoardUnreachableError
+from gpuops.host.clock import FakeClock
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    clock = FakeClock()
+    return SimpleNamespace(
+        request=requested(str(script)), clock=clock, cancellation=Cancellation((), clock)
+    )
+
+
+def test_it_is_entered_at_the_second_try(prepared):
+    tries = []
+
+    def enter(met):
+        tries.append(met)
+        if len(tries) == 1:
+            raise BoardUnreachableError("no answer in time")
+        return "entered"
+
+    assert _entered(prepared, enter) == "entered"
+    assert tries[0].board is not tries[1].board
+
+
+def test_after_the_time_to_join_it_is_given_up(prepared):
+    def enter(_met):
+        prepared.clock.advance(prepared.request.plan.join_timeout_s)
+        raise BoardUnreachableError("no answer in time")
+
+    with pytest.raises(BoardUnreachableError):
+        _entered(prepared, enter)

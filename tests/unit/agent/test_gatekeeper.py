@@ -1,0 +1,176 @@
+"""A node joins when it is healthy and its GPUs are free; both are asked at once."""
+
+import json
+import threading
+
+from gpuops.agent.gatekeeper import FIRST_LOOK_S, STALE_S, HealthKeeper
+from gpuops.agent.gpu_memory import WAIT_MAX_S, GpuMemory
+from gpuops.agent.health_verdict import GateResult
+from gpuops.host.clock import FakeClock
+
+GIB = 2**30
+WELL = GateResult(passed=True)
+SICK = GateResult(passed=False, reason="sick")
+
+
+class Lines:
+    """What NVML tells of memory, as a test writes it."""
+
+    def __init__(self):
+        self.waiting = []
+        self.given_up = threading.Event()
+
+    def take(self, lines_max):
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def close(self, wait_s=0.0):
+        pass
+
+
+class Check:
+    """A health check whose result a test gives."""
+
+    def __init__(self):
+        self.given = None
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def result(self, timeout_s=0.0):
+        return self.given
+
+    def cancel(self):
+        self.calls.append("cancel")
+
+
+class Stand:
+    """A gate whose check, memory and time a test gives."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.lines, self.checks, self.waits, self.said = [], [], [], []
+        memory = GpuMemory(self.open_lines, self.clock)
+        self.keeper = HealthKeeper(self.open_check, memory, self.clock, self.said.append)
+
+    def open_lines(self):
+        self.lines.append(Lines())
+        return self.lines[-1]
+
+    def open_check(self):
+        self.checks.append(Check())
+        return self.checks[-1]
+
+    def held(self, used):
+        body = {"held": {"GPU-1": used}, "mono_ns": self.clock.mono_ns()}
+        self.lines[-1].waiting.append(json.dumps(body).encode())
+
+    def result(self, *steps):
+        """Return the result; each wait does one of *steps*, and time goes on."""
+        left = list(steps)
+
+        def wait(seconds):
+            self.waits.append(seconds)
+            self.clock.advance(1)
+            if left:
+                left.pop(0)()
+
+        return self.keeper.result(wait)
+
+    def says(self, result):
+        return lambda: setattr(self.checks[-1], "given", result)
+
+
+def test_a_healthy_node_with_free_gpus_joins():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.held(0)
+
+    assert stand.result(stand.says(WELL)).passed
+    assert stand.checks[0].calls == ["start"]
+    assert stand.said == []
+
+
+def test_a_machine_without_nvml_does_not_wait_for_memory():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.lines[0].given_up.set()
+    stand.checks[0].given = WELL
+
+    assert stand.result().passed
+    assert stand.waits == []
+
+
+def test_an_nvml_that_is_slow_to_start_is_given_a_moment():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.checks[0].given = WELL
+
+    assert stand.result().passed
+    assert len(stand.waits) == FIRST_LOOK_S
+
+
+def test_a_sick_node_does_not_join():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.lines[0].given_up.set()
+    gate = stand.result(stand.says(SICK))
+
+    assert (gate.passed, gate.reason) == (False, "sick")
+
+
+def test_what_could_not_be_judged_is_said():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.lines[0].given_up.set()
+    note = GateResult(passed=True, reason="not all was judged")
+
+    assert stand.result(stand.says(note)).passed
+    assert stand.said == ["not all was judged"]
+
+
+def joined(stand):
+    stand.keeper.begin()
+    stand.held(0)
+    assert stand.result(stand.says(WELL)).passed
+    stand.keeper.started()
+    stand.clock.advance(100)
+    stand.waits.clear()
+    stand.keeper.begin()
+    return stand
+
+
+def test_memory_of_dead_workers_is_waited_for():
+    stand = joined(Stand())
+    stand.checks[-1].given = WELL
+
+    assert stand.result(lambda: stand.held(40 * GIB), lambda: stand.held(0)).passed
+    assert len(stand.waits) == 2
+
+
+def test_memory_that_stays_keeps_the_node_out():
+    stand = joined(Stand())
+    stand.checks[-1].given = WELL
+    gate = stand.result(*[lambda: stand.held(40 * GIB)] * (round(WAIT_MAX_S) + 1))
+
+    assert not gate.passed
+    assert "42.9 GB on GPU-1" in gate.reason
+
+
+def test_who_closes_ends_the_check():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.keeper.close()
+
+    assert stand.checks[0].calls == ["start", "cancel"]
+
+
+def test_a_second_beginning_begins_nothing_unless_the_first_is_old():
+    stand = Stand()
+    stand.keeper.begin()
+    stand.keeper.begin()
+    assert len(stand.checks) == 1
+    stand.clock.advance(STALE_S + 1)
+    stand.keeper.begin()
+    assert len(stand.checks) == 2

@@ -1,0 +1,95 @@
+"""Who holds the others up."""
+
+import pytest
+
+from gpuops.agent.hang import Hang
+from gpuops.agent.hang_culprits import Blame, blame, class_of, sentence
+from gpuops.agent.rank_state import RankState, RankVerdict
+from gpuops.model import Confidence, FailureClass, Side
+
+U, C, S = RankState.IN_USER_CODE, RankState.IN_COLLECTIVE, RankState.STOPPED
+D, G, E, X = RankState.D_STATE, RankState.GIL_HELD, RankState.EXITED, RankState.UNKNOWN
+V = RankState.WAITS_FOR_DEVICE
+
+
+def hang(lagging=(), steps=None):
+    steps = steps or dict.fromkeys(range(3), 41)
+    return Hang(
+        phase="step",
+        limit_s=60.0,
+        silent_s=62.0,
+        step=41,
+        lagging=lagging,
+        steps=steps,
+        silences_s=dict.fromkeys(steps, 63.4),
+    )
+
+
+def verdicts(*states):
+    return {rank: RankVerdict(state, f"is {state.value}") for rank, state in enumerate(states)}
+
+
+@pytest.mark.parametrize(
+    ("states", "lagging", "ranks", "failure_class"),
+    [
+        ((C, S, C), (), (1,), FailureClass.HANG_STOPPED),
+        ((D, S, U), (2,), (0,), FailureClass.HANG_D_STATE),
+        ((C, G, C), (0,), (1,), FailureClass.HANG_GIL_HELD),
+        ((C, C, E), (), (2,), FailureClass.USER_EARLY_EXIT),
+        ((C, U, C), (), (1,), FailureClass.HANG_NO_PROGRESS),
+        ((U, U, U), (2,), (2,), FailureClass.HANG_NO_PROGRESS),
+        ((C, U, C), (2,), (1,), FailureClass.HANG_NO_PROGRESS),
+        ((C, C, C), (2,), (2,), FailureClass.HANG_NO_PROGRESS),
+        ((X, X, X), (1,), (1,), FailureClass.HANG_NO_PROGRESS),
+        ((C, V, C), (), (), FailureClass.HANG_COLLECTIVE),
+        ((X, X, X), (), (), FailureClass.HANG_COLLECTIVE),
+        ((U, U, U), (), (0, 1, 2), FailureClass.HANG_NO_PROGRESS),
+    ],
+)
+def test_who_is_blamed(states, lagging, ranks, failure_class):
+    found = blame(hang(lagging), verdicts(*states))
+
+    assert (found.ranks, found.failure_class) == (ranks, failure_class)
+    assert (found.confidence is Confidence.SYMPTOM_ONLY) is (not ranks)
+
+
+def test_only_the_kernels_word_goes_before_a_witness():
+    said = Blame(
+        ranks=(2,),
+        failure_class=FailureClass.GPU_DRIVER_HANG,
+        side=Side.INFRA,
+        confidence=Confidence.PROBABLE,
+        why="never came to all_reduce 812",
+    )
+
+    assert blame(hang((1,)), verdicts(C, U, C), said) is said
+    assert blame(hang((1,)), verdicts(C, S, C), said).ranks == (1,)
+
+
+def test_who_finished_is_named_where_the_others_wait_for_somebody():
+    found = blame(hang(), verdicts(C, C), finished=[2])
+
+    assert (found.ranks, found.failure_class) == ((2,), FailureClass.USER_EARLY_EXIT)
+    assert blame(hang(), verdicts(C, U), finished=[2]).ranks == (1,)
+
+
+def test_the_part_of_one_rank_has_a_class():
+    assert [class_of(state) for state in (C, V, U, X, S)] == [
+        FailureClass.HANG_COLLECTIVE,
+        FailureClass.HANG_COLLECTIVE,
+        FailureClass.HANG_NO_PROGRESS,
+        FailureClass.HANG_NO_PROGRESS,
+        FailureClass.HANG_STOPPED,
+    ]
+
+
+def test_the_sentence_names_ranks_step_silence_and_limit():
+    late = hang((1,), steps={0: 41, 1: 40, 2: 41})
+
+    assert sentence(late, blame(late, verdicts(C, U, C))) == (
+        "rank 1 (last step 40): is in_user_code; silent for 63 s,"
+        " the limit for this phase (step) is 60 s"
+    )
+    assert sentence(hang(), blame(hang(), verdicts(C, C, C))).startswith(
+        "none of the ranks 0-2 is behind (last step 41): all wait"
+    )

@@ -1,0 +1,350 @@
+"""The sentry: suspicion, evidence from a thread, one report; with eyes and a clock of the test."""
+
+import threading
+
+import pytest
+from support.runs import wait_until
+
+from gpuops.agent.exits import RankFiles
+from gpuops.agent.hang_culprits import Blame
+from gpuops.agent.hang_sentry import EVIDENCE_S, HOLD_S, HangSentry
+from gpuops.agent.rings import RingReader
+from gpuops.agent.sentry import Watched
+from gpuops.agent.stacks import Frame, Stacks, Thread
+from gpuops.agent.workers import Worker
+from gpuops.host.clock import FakeClock
+from gpuops.host.process_look import ProcessLook
+from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
+from gpuops.wire import Beat, Phase, StepSource
+
+SITE = "/venv/site-packages"
+WAITS = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce")
+SLEEPS = Frame("/job/train.py", 40, "lost")
+
+
+class FakeEyes:
+    """Sees what the test says: by rank a state and frames, or a list of frames, one a look."""
+
+    def __init__(self, **ranks):
+        self.ranks = {int(name[1:]): seen for name, seen in ranks.items()}
+        self.blocked = threading.Event()
+        self.blocked.set()
+        self.files = set()
+        self.asked = []
+
+    def look(self, pid):
+        self.blocked.wait()
+        state = self.ranks[pid - 100][0]
+        return None if state is None else ProcessLook(state=state, cpu_s=1.0)
+
+    def dump(self, targets, wait_s):
+        self.asked += [target.rank for target in targets]
+        return {}
+
+    def spy(self, targets, wait_s):
+        return {target.rank: self._stacks(target.rank) for target in targets}
+
+    def _stacks(self, rank):
+        frames = self.ranks[rank][1]
+        frame = frames.pop(0) if isinstance(frames, list) else frames
+        return Stacks((Thread((frame,), is_main=True, owns_gil=False),), "py-spy")
+
+    def source_line(self, path, line):
+        return "time.sleep(9)"
+
+    def is_there(self, path):
+        return path in self.files
+
+
+class Node:
+    """A node with two workers and a sentry."""
+
+    def __init__(self, tmp_path, eyes, timeout_s=10.0, witnesses=(), **env):
+        self.clock = FakeClock()
+        self.seq = 0
+        self.sentry = HangSentry(
+            self.clock,
+            timeout_s,
+            env,
+            eyes=eyes,
+            witnesses=witnesses,
+            pause=lambda _s: None,
+            state=lambda pid: eyes.ranks[pid - 100][0],
+        )
+        self.watched = Watched(
+            generation=4,
+            node="n041",
+            folder=tmp_path,
+            workers=[
+                Worker(
+                    rank=rank,
+                    local_rank=rank,
+                    pid=100 + rank,
+                    ring=RingReader(tmp_path / "none"),
+                    files=RankFiles(stacks=tmp_path / f"stacks{rank}"),
+                )
+                for rank in (0, 1)
+            ],
+        )
+        self.sentry.begin(self.watched)
+
+    def steps(self, count, ranks=(0, 1), phase=Phase.STEPPING):
+        for _ in range(count):
+            self.clock.advance(1)
+            self.seq += 1
+            now_ns = self.clock.mono_ns()
+            beat = Beat(self.seq, self.seq, now_ns, phase, StepSource.REPORTED, 0)
+            self.sentry.feed({rank: [beat] for rank in ranks})
+            assert self.sentry.look() is None
+        return self
+
+    def silence(self, seconds):
+        """Look each second for so long; return the first report."""
+        for _ in range(round(seconds)):
+            self.clock.advance(1)
+            if (report := self.sentry.look()) is not None:
+                return report
+        return None
+
+    def report(self):
+        """Return the report that comes once the thread has its evidence."""
+        self.gathered()
+        return self.silence(HOLD_S + 2)
+
+    def gathered(self):
+        wait_until(lambda: not _threads(), what="the end of the gathering thread")
+
+
+def _threads():
+    return [t for t in threading.enumerate() if t.name == "gpuops-evidence"]
+
+
+def stuck():
+    return FakeEyes(r0=("S", WAITS), r1=("S", SLEEPS))
+
+
+def test_a_hang_is_reported_once_with_the_rank_the_others_wait_for(tmp_path):
+    node = Node(tmp_path, stuck()).steps(8)
+    assert node.silence(11) is None
+    report = node.report()
+
+    assert (report.kind, report.node, report.generation) == (ReportKind.HANG, "n041", 4)
+    assert report.failure_class is FailureClass.HANG_NO_PROGRESS
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+    assert report.how == (
+        "rank 1 (last step 8): is in lost (/job/train.py:40);"
+        " silent for 12 s, the limit for this phase (step) is 10 s"
+    )
+    assert (report.has_stepped, report.last_step, report.blames_node) == (True, 8, False)
+    said = {end.rank: end.summary for end in report.ends}
+    assert said[1] == "rank 1 made no progress for 12 s, is in lost (/job/train.py:40)"
+    assert said[0].startswith("rank 0 waits for other ranks")
+    assert [(e.rank, e.role, e.failure_class, e.step) for e in report.ends] == [
+        (0, Role.SYMPTOM, FailureClass.HANG_COLLECTIVE, 8),
+        (1, Role.ROOT, FailureClass.HANG_NO_PROGRESS, 8),
+    ]
+    assert NodeReport.from_json(report.to_json()) == report
+    assert node.silence(100) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "failure_class", "blames", "side"),
+    [
+        ("T", FailureClass.HANG_STOPPED, False, Side.EXTERNAL),
+        ("D", FailureClass.HANG_D_STATE, True, Side.INFRA),
+        (None, FailureClass.USER_EARLY_EXIT, False, Side.AMBIGUOUS),
+    ],
+)
+def test_the_systems_word_decides_the_class(tmp_path, state, failure_class, blames, side):
+    eyes = FakeEyes(r0=("S", WAITS), r1=(state, WAITS))
+    node = Node(tmp_path, eyes).steps(8)
+    report = node.silence(11) or node.report()
+
+    assert (report.failure_class, report.blames_node, report.side) == (failure_class, blames, side)
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+
+
+def test_a_stopped_rank_has_the_limit_of_a_step_whatever_it_said_it_was_doing(tmp_path):
+    eyes = FakeEyes(r0=("S", WAITS), r1=("T", WAITS))
+    node = Node(tmp_path, eyes).steps(2).steps(1, ranks=(1,), phase=Phase.CHECKPOINT)
+    assert node.silence(10) is None
+    report = node.report()
+
+    assert report.failure_class is FailureClass.HANG_STOPPED
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+
+
+def test_workers_that_have_all_ended_are_no_hang(tmp_path):
+    node = Node(tmp_path, FakeEyes(r0=(None, WAITS), r1=("Z", WAITS))).steps(8)
+    node.silence(11)
+    node.gathered()
+
+    assert node.silence(100) is None
+
+
+def test_a_node_that_only_waits_lets_others_speak_first(tmp_path):
+    node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("S", WAITS))).steps(8)
+    node.silence(11)
+    node.gathered()
+
+    assert node.silence(HOLD_S - 1) is None
+    report = node.silence(3)
+    assert (report.culprits, report.failure_class) == ((), FailureClass.HANG_COLLECTIVE)
+    assert report.confidence is Confidence.SYMPTOM_ONLY
+
+
+def test_evidence_that_does_not_come_holds_nothing_up(tmp_path):
+    eyes = stuck()
+    eyes.blocked.clear()
+    node = Node(tmp_path, eyes).steps(8)
+    node.silence(11)
+    assert node.silence(EVIDENCE_S - 1) is None
+    report = node.silence(HOLD_S + 2)
+    late = node.sentry.collect(0.0)
+    eyes.blocked.set()
+    node.gathered()
+
+    assert report.culprits == ()
+    assert [item.text.rpartition(") ")[2] for item in late] == ["could not be looked at"] * 2
+
+
+def test_ranks_that_go_on_after_all_are_no_hang(tmp_path):
+    node = Node(tmp_path, stuck()).steps(8)
+    node.silence(11)
+    node.gathered()
+    node.steps(5)
+
+    assert node.silence(9) is None
+
+
+def moving():
+    frames = [Frame("/job/eval.py", line, "evaluate") for line in range(500)]
+    return FakeEyes(r0=("R", frames), r1=("S", WAITS))
+
+
+def test_a_learned_limit_is_not_held_against_who_is_seen_at_work(tmp_path, caplog):
+    node = Node(tmp_path, moving(), timeout_s=None).steps(20)
+    node.silence(62)
+    node.gathered()
+
+    assert node.silence(2) is None
+    assert "rank 0 is in evaluate (/job/eval.py:" in caplog.text
+    assert 'gpuops.phase("eval")' in caplog.text
+    assert node.sentry.busy_for_s() > 50
+    assert node.silence(58) is None
+
+
+def test_who_is_seen_at_work_for_longer_than_a_phase_may_last_hangs(tmp_path):
+    node = Node(tmp_path, moving(), timeout_s=None).steps(20)
+    report = None
+    while report is None and node.clock.mono_ns() < 700 * 10**9:
+        report = node.silence(2)
+        node.gathered()
+
+    assert 600 <= node.clock.mono_ns() / 1e9 - 21 <= 620
+    assert report.culprits == (Entity(EntityKind.RANK, "0"),)
+
+
+def test_what_the_user_asked_for_is_held_against_everyone(tmp_path):
+    node = Node(tmp_path, moving()).steps(8)
+    node.silence(11)
+
+    assert node.report() is not None
+
+
+def test_another_nodes_work_is_waited_for(tmp_path):
+    node = Node(tmp_path, stuck()).steps(8)
+    node.sentry.others_are_busy_for(100)
+
+    assert node.silence(99) is None
+    assert not _threads()
+    assert (node.silence(2) or node.report()) is not None
+
+
+def test_off_is_off(tmp_path):
+    node = Node(tmp_path, stuck(), timeout_s=0).steps(8)
+
+    assert node.silence(5000) is None
+    assert not _threads()
+
+
+def test_a_job_whose_steps_are_not_seen_is_told_so(tmp_path, caplog):
+    node = Node(tmp_path, stuck(), timeout_s=None)
+
+    assert node.silence(2000) is None
+    assert caplog.text.count("hangs cannot be judged") == 1
+
+
+def test_what_was_learned_lasts_and_what_was_reported_does_not(tmp_path):
+    node = Node(tmp_path, stuck()).steps(8)
+    node.silence(11)
+    assert node.report() is not None
+    node.sentry.begin(node.watched)
+    node.steps(3)
+    node.silence(11)
+
+    assert node.report() is not None
+
+
+def test_a_bug_of_ours_ends_the_watch_and_not_the_run(tmp_path, caplog):
+    node = Node(tmp_path, stuck()).steps(8)
+    node.sentry._judge = None
+
+    assert node.silence(3) is None
+    assert caplog.text.count("watching for hangs failed") == 1
+
+
+def test_evidence_tells_what_every_rank_does_and_where_more_is(tmp_path):
+    eyes = stuck()
+    eyes.files = {"/dumps/nccl_1"}
+    node = Node(tmp_path, eyes, TORCH_FR_DUMP_TEMP_FILE="/dumps/nccl_").steps(8)
+    node.silence(11)
+    node.report()
+    first, second = node.sentry.collect(5.0)
+
+    assert (first.role, first.entity) == (Role.ROOT, Entity(EntityKind.RANK, "1"))
+    assert first.text.startswith("rank 1 (pid 101; last step 8, silent for 1")
+    assert first.text.endswith("torch's flight recorder left /dumps/nccl_1")
+    assert first.lines == ("lost (/job/train.py:40)",)
+    assert (second.role, second.lines) == (Role.SYMPTOM, (str(WAITS),))
+    assert "waits for other ranks in all_reduce" in second.text
+
+
+def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
+    node = Node(tmp_path, stuck()).steps(8)
+
+    evidence = node.sentry.collect(30.0)
+
+    assert [item.role for item in evidence] == [Role.SYMPTOM, Role.SYMPTOM]
+    assert "is in lost" in evidence[1].text
+    node.sentry.close()
+    assert node.sentry.collect(1.0) == ()
+
+
+def test_a_witness_is_asked_with_the_facts(tmp_path):
+    class Recorder:
+        def testify(self, hang, facts):
+            return Blame(
+                ranks=(0,),
+                failure_class=FailureClass.GPU_DRIVER_HANG,
+                side=Side.INFRA,
+                confidence=Confidence.PROBABLE,
+                why=f"never came to all_reduce 812, {len(facts[0].samples)} looks",
+            )
+
+    node = Node(tmp_path, stuck(), witnesses=[Recorder()]).steps(8)
+    node.silence(11)
+    report = node.report()
+
+    assert report.culprits == (Entity(EntityKind.RANK, "0"),)
+    assert "never came to all_reduce 812, 2 looks" in report.how
+
+
+def test_only_workers_that_said_so_are_asked_for_a_dump(tmp_path):
+    eyes = stuck()
+    node = Node(tmp_path, eyes).steps(8)
+    node.silence(11)
+    node.report()
+
+    assert eyes.asked == []  # their rings say nothing of SIGUSR2

@@ -1,0 +1,47 @@
+"""What is known of a run's checkpoints from the beats of its ranks."""
+
+import pytest
+
+from gpuops.agent.pace import Pace
+from gpuops.wire import Beat, Phase, StepSource
+
+
+def beats(*told):
+    """Return beats of ``(phase, step)``, a second apart."""
+    return [
+        Beat(seq, step, seq * 10**9, phase, StepSource.REPORTED, seq)
+        for seq, (phase, step) in enumerate(told, start=1)
+    ]
+
+
+RESTORE, STEP, SAVE, NEXT = Phase.RESTORE, Phase.STEPPING, Phase.CHECKPOINT, Phase.RESUMED
+
+
+@pytest.mark.parametrize(
+    ("told", "saved", "base"),
+    [
+        ([(STEP, 8), (STEP, 9)], None, None),
+        ([(RESTORE, -1), (STEP, 1)], None, None),
+        ([(RESTORE, -1), (NEXT, -1), (STEP, 11), (STEP, 12)], None, 10),
+        ([(STEP, 10), (SAVE, 10), (NEXT, 10), (STEP, 11)], 10, 10),
+        ([(STEP, 10), (SAVE, 10), (Phase.RAISED, 10)], None, None),
+        ([(RESTORE, -1), (STEP, 6), (STEP, 10), (SAVE, 10), (NEXT, 10)], 10, 10),
+    ],
+    ids=["nothing", "fresh", "loaded", "saved", "failed to save", "loaded and saved"],
+)
+def test_which_checkpoint_a_failure_would_be_soon_after(told, saved, base):
+    pace = Pace()
+    pace.begin()
+    pace.feed({0: beats(*told)})
+
+    assert (pace.checkpoint_step, pace.base_step) == (saved, base)
+
+
+def test_an_older_one_that_was_loaded_counts_until_a_newer_one_is_saved():
+    pace = Pace()
+    pace.feed({0: beats((STEP, 10), (SAVE, 10), (NEXT, 10))})
+    pace.begin()
+    assert pace.base_step == 10  # it may fail before its first step
+    pace.feed({0: beats((RESTORE, -1), (NEXT, -1), (STEP, 6))})
+
+    assert (pace.checkpoint_step, pace.base_step) == (10, 5)

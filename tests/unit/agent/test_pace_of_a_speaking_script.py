@@ -1,0 +1,21 @@
+"""The pace of a script that says its steps and has an optimizer: two beats for one step."""
+
+from gpuops.agent.pace import SPREAD_S, Pace
+from gpuops.wire import Beat, Phase, StepSource
+
+
+def beat(seq, step, at_s):
+    return Beat(seq, step, round(at_s * 1e9), Phase.STEPPING, StepSource.UNKNOWN, 0)
+
+
+def test_a_step_counts_once_however_often_it_beats():
+    pace = Pace()
+    beats = []
+    for step in range(1, 11):
+        # The optimizer's own beat knows the last step that was said; the word follows at once.
+        beats += [beat(2 * step - 1, step - 1, step * 0.1), beat(2 * step, step, step * 0.1 + 1e-4)]
+
+    pace.feed({0: beats})
+
+    assert abs(pace.step_s() - 0.1) < 0.01
+    assert pace.common_step() <= 10 + 1 + SPREAD_S / 0.1 + 2

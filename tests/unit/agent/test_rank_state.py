@@ -1,0 +1,196 @@
+"""What a rank that makes no progress does, told from facts."""
+
+import pytest
+
+from gpuops.agent.evidence import RankFacts, Sample, Target
+from gpuops.agent.rank_state import RankState, judge_rank
+from gpuops.agent.stacks import Frame, Stacks, Thread
+from gpuops.host.process_look import ProcessLook
+
+TARGET = Target(rank=1, local_rank=1, pid=77)
+SITE = "/venv/lib/python3.11/site-packages"
+USER = Frame("/job/train.py", 40, "main")
+
+
+def stacks(*frames, source="py-spy", owns=False, others=()):
+    main = Thread(tuple(frames), is_main=True, owns_gil=owns if source == "py-spy" else None)
+    return Stacks((*others, main), source)
+
+
+def facts(*samples, line=None):
+    return RankFacts(target=TARGET, samples=tuple(samples), source_line=line)
+
+
+def sample(at_s=0.0, state="S", cpu_s=0.0, io=0, wchan=None, **seen):
+    look = None
+    if state is not None:
+        look = ProcessLook(state=state, cpu_s=cpu_s, io_bytes=io, wchan=wchan, kernel_stack=("f",))
+    return Sample(at_s=at_s, look=look, **seen)
+
+
+def at(*frames, line=None):
+    return judge_rank(facts(sample(dumped=stacks(*frames, source="faulthandler")), line=line))
+
+
+@pytest.mark.parametrize(
+    ("state", "expected", "says"),
+    [
+        (None, RankState.EXITED, "has exited"),
+        ("Z", RankState.EXITED, "has exited"),
+        ("T", RankState.STOPPED, "stopped by a signal"),
+        ("t", RankState.STOPPED, "debugger"),
+        ("D", RankState.D_STATE, "in nfs_wait (state D)"),
+    ],
+)
+def test_what_the_system_says_goes_first(state, expected, says):
+    seen = {"wchan": "nfs_wait", "spied": stacks(USER)}
+    verdict = judge_rank(facts(sample(0.0, state, **seen), sample(0.3, state, **seen)))
+
+    assert verdict.state is expected
+    assert says in verdict.how
+
+
+def test_one_look_in_state_d_is_an_ordinary_disk_wait():
+    assert judge_rank(facts(sample(0, "D"), sample(0.3, "S"))).state is RankState.UNKNOWN
+    assert judge_rank(facts(sample(0, "D"))).state is RankState.UNKNOWN
+
+
+def test_a_thread_that_holds_the_lock_and_uses_no_processor_waits_with_it():
+    seen = {"spied": stacks(Frame("/job/native.py", 3, "call"), USER, owns=True)}
+    verdict = judge_rank(facts(sample(0.0, **seen), sample(0.3, **seen)))
+
+    assert verdict.state is RankState.GIL_HELD
+    assert "its main thread holds" in verdict.how
+    assert "call (/job/native.py:3)" in verdict.how
+
+
+def test_it_may_be_another_thread_that_holds_the_lock():
+    holder = Thread((Frame("/job/io.py", 9, "read"),), owns_gil=True, name="reader")
+    seen = {"spied": stacks(USER, others=(holder,))}
+    verdict = judge_rank(facts(sample(0.0, **seen), sample(0.3, **seen)))
+
+    assert (verdict.state, "its thread reader" in verdict.how) == (RankState.GIL_HELD, True)
+
+
+def test_a_busy_thread_that_holds_the_lock_only_computes():
+    seen = {"spied": stacks(USER, owns=True)}
+    verdict = judge_rank(facts(sample(0.0, cpu_s=5.0, **seen), sample(0.3, cpu_s=5.3, **seen)))
+
+    assert (verdict.state, verdict.is_moving) == (RankState.IN_USER_CODE, False)
+
+
+@pytest.mark.parametrize("second", [None, stacks(Frame("/job/t.py", 8, "f"), owns=True)])
+def test_the_lock_seen_once_says_nothing(second):
+    first = stacks(USER, owns=True)
+    verdict = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=second)))
+
+    assert verdict.state is not RankState.GIL_HELD
+
+
+COLLECTIVES = {
+    "all_reduce": [Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce"), USER],
+    "wrapped": [
+        Frame(f"{SITE}/torch/_ops.py", 1, "__call__"),
+        Frame(f"{SITE}/torch/distributed/_functional_collectives.py", 2, "wait_tensor"),
+        USER,
+    ],
+    "backward": [
+        Frame(f"{SITE}/torch/autograd/graph.py", 9, "_engine_run_backward"),
+        Frame(f"{SITE}/torch/autograd/__init__.py", 8, "backward"),
+        Frame(f"{SITE}/torch/_tensor.py", 7, "backward"),
+        USER,
+    ],
+    "init": [
+        Frame(f"{SITE}/torch/distributed/rendezvous.py", 9, "_create_c10d_store"),
+        Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 8, "init_process_group"),
+        USER,
+    ],
+}
+
+
+@pytest.mark.parametrize("frames", COLLECTIVES.values(), ids=COLLECTIVES.keys())
+def test_a_rank_in_a_collective_waits_for_others(frames):
+    assert at(*frames).state is RankState.IN_COLLECTIVE
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("work.wait()", RankState.IN_COLLECTIVE),
+        ("dist.barrier()", RankState.IN_COLLECTIVE),
+        ("total += loss.item()", RankState.WAITS_FOR_DEVICE),
+        ("batch.to('cpu')", RankState.WAITS_FOR_DEVICE),
+        ("time.sleep(3600)", RankState.IN_USER_CODE),
+        (None, RankState.IN_USER_CODE),
+    ],
+)
+def test_native_code_that_the_script_calls_is_told_by_the_scripts_own_line(line, expected):
+    assert at(USER, line=line).state is expected
+
+
+def test_a_synchronisation_waits_for_the_gpu():
+    frames = Frame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize"), USER
+
+    assert at(*frames).state is RankState.WAITS_FOR_DEVICE
+
+
+def test_a_module_that_sleeps_below_ddp_is_not_in_a_collective():
+    frames = (
+        Frame("/job/model.py", 3, "forward"),
+        Frame(f"{SITE}/torch/nn/modules/module.py", 2, "_call_impl"),
+        Frame(f"{SITE}/torch/nn/parallel/distributed.py", 1, "forward"),
+        USER,
+    )
+    verdict = at(*frames)
+
+    assert verdict.state is RankState.IN_USER_CODE
+    assert verdict.how == "is in forward (/job/model.py:3)"
+
+
+def test_a_data_loader_that_gives_nothing_is_named():
+    frames = (
+        Frame("/usr/lib/python3.11/threading.py", 1, "wait"),
+        Frame("/usr/lib/python3.11/multiprocessing/queues.py", 2, "get"),
+        Frame(f"{SITE}/torch/utils/data/dataloader.py", 3, "_try_get_data"),
+        USER,
+    )
+    verdict = at(*frames)
+
+    assert verdict.state is RankState.IN_USER_CODE
+    assert "waits for its data loader in _try_get_data" in verdict.how
+
+
+def test_who_is_elsewhere_at_the_next_look_is_at_work():
+    first, second = stacks(Frame("/job/e.py", 1, "eval"), USER), stacks(USER)
+    moved = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=second)))
+    still = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=first)))
+
+    assert (moved.is_moving, still.is_moving) == (True, False)
+    assert moved.how.endswith("it moved between looks")
+
+
+def test_the_words_of_two_sources_are_not_compared():
+    seen = judge_rank(
+        facts(
+            sample(0.0, dumped=stacks(USER, source="faulthandler")),
+            sample(0.3, spied=stacks(Frame("/job/train.py", 41, "main"))),
+        )
+    )
+
+    assert not seen.is_moving
+
+
+@pytest.mark.parametrize(("io", "moving"), [(2**20 - 1, False), (2**20, True), (None, False)])
+def test_who_writes_much_is_at_work(io, moving):
+    here = stacks(USER)
+    seen = judge_rank(facts(sample(0.0, spied=here), sample(0.3, spied=here, io=io)))
+
+    assert seen.is_moving is moving
+
+
+def test_nothing_seen_is_said_to_be_unknown():
+    assert judge_rank(RankFacts(target=TARGET)).how == "could not be looked at"
+    silent = judge_rank(facts(sample(0.0, wchan="futex_wait")))
+    assert silent.state is RankState.UNKNOWN
+    assert silent.how == "did not show its stack; the kernel has it in futex_wait"
+    assert at().how == "has no Python frame in sight"

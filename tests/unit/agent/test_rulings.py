@@ -1,0 +1,90 @@
+"""Each decision is recorded once, by whom it was made and by whom it was about."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from uuid import UUID
+
+import pytest
+from support.decisions import cluster, decision, report
+
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.rulings import Rulings
+from gpuops.control.leader import Decided
+from gpuops.control.record import ControlRecord, Phase
+from gpuops.host.clock import FakeClock
+
+MADE = decision(report())
+FORM = ControlRecord(
+    run_id=str(UUID(int=1)),
+    folder="run",
+    generation=1,
+    phase=Phase.FORM,
+    since_s=0.0,
+    decision=MADE,
+    decided_by="n1",
+)
+
+
+class World:
+    """An agent whose leader decided *decided*, and the kinds of events that it recorded."""
+
+    def __init__(self, decided=None):
+        self.events = []
+        self.leader = SimpleNamespace(decided=decided)
+        clock = FakeClock()
+        chronicle = Chronicle(self.emit, clock, run_id="run-1", node="n1", rules=())
+        self.rulings = Rulings(self.leader, chronicle)
+
+    def emit(self, *news):
+        self.events += [item.kind for item in news]
+
+
+def by_us(made):
+    return Decided(
+        decision=made, reports=(report(),), cluster=cluster(), history=(), note="the site agrees"
+    )
+
+
+def test_a_decision_of_ours_is_recorded_whether_or_not_workers_ran_here():
+    world = World(by_us(MADE))
+
+    world.rulings.hear(FORM, None)
+
+    assert world.events.count("decision.made") == 1
+
+
+def test_it_is_recorded_once_wherever_it_is_heard_of():
+    world = World(by_us(MADE))
+
+    world.rulings.hear(FORM, None)
+    world.rulings.hear(replace(FORM, phase=Phase.RUN, decided_by="n7"), 0)
+    world.rulings.hear(FORM, 0)
+
+    assert world.events.count("decision.made") == 1
+
+
+def test_one_that_lost_against_another_leaders_is_not_recorded_as_made():
+    other = replace(MADE, failure=replace(MADE.failure, at_s=100.5))
+    world = World(by_us(other))
+
+    world.rulings.hear(FORM, 0)
+
+    assert "decision.made" not in world.events
+    assert world.events  # what was decided instead
+
+
+@pytest.mark.parametrize("generation", [None, 1, 5])
+def test_one_of_others_on_a_generation_that_did_not_run_here_is_theirs_to_tell(generation):
+    world = World()
+
+    world.rulings.hear(FORM, generation)
+
+    assert world.events == []
+
+
+def test_a_record_without_a_decision_says_nothing():
+    world = World(by_us(MADE))
+
+    world.rulings.hear(replace(FORM, decision=None), 0)
+
+    assert world.events == []

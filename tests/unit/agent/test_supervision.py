@@ -1,0 +1,331 @@
+"""One generation on one node, from its start to what is decided after it: no processes, no time."""
+
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support.supervised import Agent, FakeWorkers
+
+from gpuops.control.record import Phase, unpack
+from gpuops.incident.decision import NodeReport, ReportKind, Terms
+from gpuops.model import Confidence, FailureClass, Side
+from gpuops.wire import Beat, Flag, StepSource
+from gpuops.wire import Phase as BeatPhase
+
+pytestmark = pytest.mark.torch
+
+
+class Sentry:
+    """Reports what a test gives it."""
+
+    def __init__(self, *reports):
+        self.reports = list(reports)
+        self.collected = 0
+
+    def look(self):
+        report = self.reports.pop(0) if self.reports else None
+        if isinstance(report, Exception):
+            raise report
+        return report
+
+    def collect(self, deadline_s):
+        self.collected += 1
+        return ()
+
+
+class Node:
+    """An agent with a seat and a generation to watch."""
+
+    def __init__(self, folder, **options):
+        self.agent = Agent(folder, **options)
+        self.reaped = 0
+
+    def watch(self, *others):
+        from gpuops.agent.supervision import Supervision, Torch
+
+        seat = self.agent.take_seats(*others)
+        self.agent.link.progress = dict
+        torch = Torch(interval_s=0.0, reap=self.reap, looks_for_d_state=False)
+        return Supervision(
+            self.agent.parts, seat, self.agent.workers, torch, self.agent, self.agent.snapshot()
+        )
+
+    def reap(self):
+        from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+        self.reaped += 1
+        codes = self.agent.workers.codes
+        if self.agent.workers.has_failed:
+            failures = {i: SimpleNamespace(exitcode=code) for i, code in codes.items() if code}
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        done = self.agent.workers.all_ended
+        return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY)
+
+    def then(self, *story):
+        self.agent.workers.story = list(story)
+        return self
+
+    def codes(self, **codes):
+        return lambda: self.agent.workers.codes.update({int(k[1:]): v for k, v in codes.items()})
+
+    def report(self, agent=None, generation=0):
+        key = self.agent.link.keys.report(generation, (agent or self.agent).me.agent)
+        return NodeReport.from_json(unpack(self.agent.shared.get(key).value))
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+def over(watching):
+    from gpuops.agent.seat import RunOverError
+
+    with pytest.raises(RunOverError) as raised:
+        watching.run()
+    return raised.value.record
+
+
+def test_when_every_worker_is_done_the_run_is_over(node):
+    result = node.then(lambda: None, node.codes(r0=0), node.codes(r1=0)).watch().run()
+
+    assert not result.is_failed()
+    record = node.agent.link.record
+    assert (record.phase, record.exit_code) == (Phase.STOP, 0)
+    assert node.report().kind is ReportKind.DONE
+    assert [end.exit_code for end in node.report().ends] == [0, 0]
+
+
+def test_a_worker_that_fails_ends_the_others_and_a_new_generation_follows(node):
+    assert node.then(node.codes(r1=-9)).watch().run() is None
+
+    record = node.agent.link.record
+    assert (record.phase, record.generation) == (Phase.FORM, 1)
+    assert record.decision.failure.failure_class is FailureClass.SIGKILL_PROBABLE
+    assert node.agent.workers.ended_by_us == [0]
+    report = node.report()
+    assert report.kind is ReportKind.WORKERS_FAILED
+    assert [culprit.id for culprit in report.culprits] == ["1"]
+    assert any("attempt 0 failed" in line for line in node.agent.said)
+    assert any("attempt 1 follows" in line for line in node.agent.said)
+    assert node.agent.states == ["restarting"]
+    (incident,) = node.agent.payloads("incident.recorded")[-1:]
+    assert incident["failure_class"] == "host_mem.sigkill_probable"
+
+
+def test_with_the_budget_spent_the_run_is_over(tmp_path):
+    node = Node(tmp_path, terms=Terms(restarts_max=0))
+    record = over(node.then(node.codes(r0=1)).watch())
+
+    assert record.exit_code == 1
+    assert node.agent.states == ["ended"]
+
+
+def test_what_happens_elsewhere_ends_the_generation_here(tmp_path):
+    terms = Terms(nodes_min=1, nodes_max=2)
+    node = Node(tmp_path, terms=terms)
+    other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
+
+    def fails_there():
+        other.turn()
+        other.link.report(
+            NodeReport(
+                kind=ReportKind.WORKERS_FAILED,
+                node="n2",
+                generation=0,
+                failure_class=FailureClass.SIGKILL_PROBABLE,
+            )
+        )
+        other.link.propose(
+            lambda now: replace(now, phase=Phase.GATHER, trigger=ReportKind.WORKERS_FAILED)
+        )
+
+    assert node.then(fails_there).watch(other).run() is None
+    assert node.report().kind is ReportKind.STOPPED
+    assert node.agent.workers.ended_by_us == [0, 1]
+    record = node.agent.link.record
+    assert (record.generation, record.decision.cause.node) == (1, "n2")
+
+
+def test_done_here_it_goes_on_when_others_fail(tmp_path):
+    terms = Terms(nodes_min=1, nodes_max=2)
+    node = Node(tmp_path, terms=terms)
+    other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
+
+    def fails_there():
+        other.turn()
+        lost = NodeReport(
+            kind=ReportKind.WORKERS_FAILED,
+            node="n2",
+            generation=0,
+            failure_class=FailureClass.PEER_CLOSED,
+            confidence=Confidence.SYMPTOM_ONLY,
+        )
+        other.link.report(lost)
+        other.link.propose(lambda now: replace(now, phase=Phase.GATHER))
+
+    node.agent.while_waiting = [fails_there]
+    assert node.then(node.codes(r0=0, r1=0)).watch(other).run() is None
+    cause = node.agent.link.record.decision.cause
+    assert (cause.failure_class, cause.node) == (FailureClass.USER_EARLY_EXIT, "n1")
+    assert [culprit.id for culprit in cause.culprits] == ["0", "1"]
+
+
+def fault():
+    return NodeReport(
+        kind=ReportKind.GPU_FAULT,
+        node="n1",
+        generation=0,
+        failure_class=FailureClass.GPU_FELL_OFF_BUS,
+        side=Side.INFRA,
+        confidence=Confidence.CONFIRMED,
+        how="Xid 79 on GPU 3",
+    )
+
+
+def test_what_a_sentry_reports_ends_the_generation_under_its_words(node):
+    node.agent.sentries = [Sentry(None, fault())]
+    assert node.watch().run() is None
+
+    report = node.report()
+    assert (report.kind, report.how) == (ReportKind.GPU_FAULT, "Xid 79 on GPU 3")
+    assert len(report.ends) == 2, "with what became of the workers"
+    assert node.agent.sentries[0].collected == 0, "only a standstill is looked into"
+
+
+def test_before_workers_that_stand_still_are_ended_they_are_looked_at(node):
+    hang = replace(fault(), kind=ReportKind.HANG, how="no progress for 10 s")
+    node.agent.sentries = [Sentry(hang), Sentry()]
+    assert node.watch().run() is None
+
+    assert [sentry.collected for sentry in node.agent.sentries] == [1, 1]
+
+
+def test_a_sentry_that_fails_is_recorded_as_ours_and_the_training_goes_on(node):
+    node.agent.sentries = [Sentry(*[ZeroDivisionError("ours")] * 3)]
+    story = [lambda: None] * 4
+    result = node.then(*story, node.codes(r0=0, r1=0)).watch().run()
+
+    assert not result.is_failed()
+    failures = node.agent.payloads("tool.failed")
+    assert [payload["what"] for payload in failures] == ["watching the workers"] * 2
+    assert failures[1]["times"] == 2
+
+
+def notice(node, name="SIGTERM"):
+    return lambda: setattr(node.agent.cancellation, "drain", signal.Signals[name])
+
+
+def test_a_notice_of_preemption_drains_the_run(node):
+    record = over(node.then(notice(node)).watch())
+
+    assert (record.phase, record.exit_code, record.drain_signal) == (Phase.STOP, 85, "SIGTERM")
+    assert node.agent.workers.ended_by_us == [0, 1]
+    assert node.report().kind is ReportKind.STOPPED
+    (incident,) = node.agent.payloads("incident.recorded")
+    assert incident["title"].startswith("drained on SIGTERM")
+
+
+def test_a_notice_to_a_worker_counts_as_one_to_us(node):
+    flags = lambda: setattr(node.agent.workers.rings[1], "flags", Flag.SIGNALLED)  # noqa: E731
+
+    assert over(node.then(flags).watch()).drain_signal == "SIGUSR1"
+
+
+def test_ranks_that_ask_are_given_one_common_step(node):
+    def steps():
+        for ring in node.agent.workers.rings:
+            ring.flags = Flag.ASKED
+        node.agent.workers.news = {
+            rank: [
+                Beat(
+                    step,
+                    step,
+                    node.agent.clock.mono_ns() + step * 10**9,
+                    BeatPhase.STEPPING,
+                    StepSource.REPORTED,
+                    step,
+                )
+                for step in (1, 2, 3)
+            ]
+            for rank in (0, 1)
+        }
+
+    story = [steps, lambda: None, notice(node), lambda: None, node.codes(r0=0, r1=0)]
+    record = over(node.then(*story).watch())
+
+    wanted = {ring.wanted[1] for ring in node.agent.workers.rings}
+    assert wanted == {record.drain_step}
+    assert record.drain_step > 3
+
+
+def test_a_signal_that_cancels_is_raised_at_once(node):
+    cancelled = lambda: setattr(node.agent.cancellation, "received", signal.SIGINT)  # noqa: E731
+
+    with pytest.raises(KeyboardInterrupt):
+        node.then(cancelled).watch().run()
+
+
+def test_a_board_that_is_away_delays_the_end_and_loses_nothing(node):
+    agent = node.agent
+
+    def fails_unheard():
+        agent.workers.codes[0] = -9
+        agent.board.is_cut = True
+
+    agent.while_waiting = [lambda: None, lambda: setattr(agent.board, "is_cut", False)]
+    assert node.then(fails_unheard).watch().run() is None
+
+    assert agent.link.record.generation == 1
+    assert node.report().kind is ReportKind.WORKERS_FAILED
+
+
+def test_workers_that_were_never_started_are_reported_without_asking_torch(node):
+    node.agent.workers = FakeWorkers(0)
+    refused = replace(
+        fault(), kind=ReportKind.START_FAILED, how="no such program", is_infrastructure=True
+    )
+    watching = node.watch()
+    watching.end(refused)
+
+    assert node.reaped == 0
+    assert node.report().how == "no such program"
+    assert node.agent.link.record.decision.rule == "launch.infrastructure"
+
+
+def test_a_worker_that_outlives_sigkill_keeps_its_node_out(node):
+    node.agent.workers.stuck_ranks = (1,)
+    record = over(node.then(node.codes(r0=-9)).watch())
+
+    assert node.report().failure_class is FailureClass.HANG_D_STATE
+    assert (record.exit_code, list(record.excluded)) == (86, ["n1"])
+
+
+def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
+    terms = Terms(nodes_min=1, nodes_max=2)
+    node = Node(tmp_path, terms=terms)
+    agent = node.agent
+    other = Agent(tmp_path, terms=terms, board=agent.shared, clock=agent.clock, number=2)
+    watching = node.watch(other)
+
+    def cut_off():
+        agent.board.is_cut = True
+        for _ in range(60):
+            agent.turn()
+            other.turn()
+        agent.link.check_fence()
+
+    def back():
+        agent.board.is_cut = False
+        other.turn()
+
+    agent.while_waiting = [back, *[other.turn] * 80]
+    node.then(cut_off)
+    assert watching.run() is None
+
+    assert agent.workers.killed
+    assert agent.states == ["fenced"]
+    assert node.report().kind is ReportKind.NODE_LOST
+    assert agent.link.record.generation == 1
+    assert [p["away_s"] >= 10 for p in agent.payloads("agent.rejoined")] == [True]

@@ -8,6 +8,7 @@ import click
 from gpuops.cli.reading import open_history, run_dir_option, tell_notes
 from gpuops.cli.settings import json_option, store_option
 from gpuops.model import IncidentState, envelope
+from gpuops.report.decision_text import decision_block, decision_json
 from gpuops.report.incident_text import incident_block, incident_list
 from gpuops.store import queries
 
@@ -62,13 +63,23 @@ def show_command(
     *,
     as_json: bool,
 ) -> None:
-    """Show one incident; ID is the end (or the beginning) of its id."""
+    """Show one incident, and why the run went on or stopped; ID is the end of its id."""
     with open_history(ctx, store, run_dir) as opened:
         with opened.begin() as connection:
             found = queries.find_incident(connection, incident_id)
+            made = []
+            if found.run_id is not None and found.attempt is not None:
+                made = queries.decisions(connection, found.run_id, ordinal=found.attempt)
         if as_json:
-            body = {"incident": found.to_json(), "notes": list(opened.notes)}
+            body = {
+                "incident": found.to_json(),
+                "decisions": [decision_json(row) for row in made],
+                "notes": list(opened.notes),
+            }
             click.echo(json.dumps(envelope("gpuops.incident/1", body), indent=2))
             return
-        click.echo("\n".join(incident_block(found, whole=True)))
+        lines = incident_block(found, whole=True)
+        for row in made:
+            lines += ["", *decision_block(row)]
+        click.echo("\n".join(lines))
         tell_notes(opened)

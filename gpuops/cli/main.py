@@ -27,6 +27,7 @@ COMMANDS = {
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),
     "db": ("gpuops.cli.db:db", "Create, inspect and feed the incident store."),
     "demo": ("gpuops.cli.demo:demo", "Train, kill a rank, recover, report: here, in two minutes."),
+    "drill": ("gpuops.cli.drill:drill", "Break something on purpose, to see a run recover."),
     "facts": ("gpuops.cli.facts:facts", "Record what checks look at, to judge it elsewhere."),
     "incident": ("gpuops.cli.incident:incident", "List and show incidents."),
     "node": ("gpuops.cli.node:node", "List nodes; tell one's findings, drains and repairs."),

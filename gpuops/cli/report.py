@@ -1,6 +1,7 @@
 """``gpuops report``."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -61,9 +62,12 @@ def _account(store: Store, wanted: str | None, run_dir: Path | None) -> RunAccou
         attempts = queries.attempts(connection, run.id)
         incidents = queries.incidents(connection, run_id=run.id, limit=10_000)
         last_event_us = queries.last_event_us(connection, run.id)
-    return account(
+        decisions = queries.decisions(connection, run.id)
+        exclusions = queries.exclusions(connection, run.id)
+    found = account(
         run, attempts, incidents, last_event_us=last_event_us, agent=_agent(run, run_dir)
     )
+    return replace(found, decisions=tuple(decisions), exclusions=tuple(exclusions))
 
 
 def _agent(run: queries.RunRow, run_dir: Path | None) -> Agent:

@@ -1,26 +1,40 @@
 """``gpuops run``."""
 
 import io
+import json
 import logging
 import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
-from gpuops.agent.arguments import HelpAskedError, help_text, parse
+from gpuops.agent import thin_parent
+from gpuops.agent.arguments import HelpAskedError, Request, help_text, read_words
 from gpuops.agent.compat import require_torch
+from gpuops.agent.exit_codes import leave, meaning
+from gpuops.agent.job_token import SECRET_VARIABLES
+from gpuops.agent.ladder import Ladder, ladder_of
+from gpuops.agent.nested import refuse_nested
+from gpuops.agent.planning import request_of
 from gpuops.cli.settings import settings_of
-from gpuops.config import Settings, environ
-from gpuops.errors import GpuopsError
+from gpuops.config import Settings, conceal, environ
+from gpuops.errors import EXIT_OK, EXIT_USAGE, GpuopsError
 from gpuops.host.clock import SystemClock
+from gpuops.host.trust import current_uid
 from gpuops.log import printable
+from gpuops.model import envelope
+
+if TYPE_CHECKING:
+    from gpuops.agent.outcome import Outcome
 
 LOOK_S = 3.0
 _log = logging.getLogger(__name__)
@@ -44,45 +58,89 @@ class _TorchrunCommand(click.Command):
 @click.pass_context
 def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     """Run a training job: torchrun's flags, and it recovers."""
+    if words[:1] == ("status",):
+        return _status(ctx, words[1:])
     if find_spec("torch") is None and set(words) & {"-h", "--help"}:
         click.echo(
             "gpuops run [torchrun's flags] SCRIPT [args]: run a training job; it recovers.\n"
             "It needs torch, which is not installed here; try: pip install 'torch>=2.8' numpy"
         )
         return 0
+    env = environ()
+    refuse_nested(env)
+    if thin_parent.is_wanted(env, os.getppid()):
+        return thin_parent.watch(thin_parent.command_line(), env, _say)
+    thin_parent.end_with_parent(env)
     with _ctrl_c_ends_at_once():
         torch_version = require_torch()
         from torch.distributed.run import get_args_parser
 
         from gpuops.agent.launch import launch
 
-    env = environ()
     try:
-        request = parse(words, env, get_args_parser())
+        typed = read_words(words, env, get_args_parser())
     except HelpAskedError as asked:
         click.echo(str(asked), nl=False)
         return 0
     settings = settings_of(
-        ctx, store__url=request.store, spool__dir=request.spool, run__dir=request.run_dir
+        ctx, store__url=typed.store, spool__dir=typed.spool, run__dir=typed.run_dir
     )
+    request = request_of(typed, settings, env, uid=current_uid())
+    ladder = ladder_of(request, env, time.time())
+    if request.print_timeouts:
+        return _print_timeouts(request, ladder)
+    for line in (*request.warnings, *ladder.refuse()):
+        _say(f"warning: {line}")
+    conceal(SECRET_VARIABLES)
     _outlast_readers()
     if not settings.store_is_default:
         from gpuops.store.url import parse_url
 
         parse_url(settings.store_url)
     ended = launch(request, settings, env, SystemClock(), torch_version)
+    _tell(ended, settings)
+    if problem := leave(ended.exit_code, settings.values["run.exit_code_file"].value):
+        _say(f"warning: {problem}")
+    return ended.exit_code
+
+
+def _status(ctx: click.Context, words: tuple[str, ...]) -> int:
+    """Hand over to ``gpuops run status``."""
+    from gpuops.cli.run_status import status
+
+    with status.make_context("run status", list(words), parent=ctx.parent) as inner:
+        found = status.invoke(inner)
+    return found if isinstance(found, int) else 0
+
+
+def _print_timeouts(request: Request, ladder: Ladder) -> int:
+    if request.as_json:
+        click.echo(json.dumps(envelope("gpuops.timeouts/1", ladder.to_json()), indent=2))
+    else:
+        click.echo(printable(ladder.to_text()))
+    return EXIT_USAGE if any(problem.is_error for problem in ladder.problems) else EXIT_OK
+
+
+def _tell(ended: "Outcome", settings: Settings) -> None:
+    """Say how the run ended, what that asks of the scheduler, and where to read more."""
     if ended.exit_code != 0:
-        click.echo(f"gpuops: the run {ended.outcome}: {printable(ended.reason)}", err=True)
+        was = "" if ended.outcome == "failed" else "was "
+        _say(f"the run {was}{ended.outcome}: {ended.reason}")
+    if asked := meaning(ended.exit_code):
+        _say(asked)
     if ended.note is not None:
-        click.echo(f"gpuops: {printable(ended.note)}", err=True)
+        _say(ended.note)
     if ended.run_id is not None and ended.exit_code != 0:
         is_there = ended.note is None and _is_in_store(settings, ended.run_id)
         hint = f"see `gpuops report {ended.run_id[-8:]}`, {ended.run_dir}"
         if not is_there:
             where = shlex.quote(str(ended.run_dir))
             hint = f"not in the store yet; see `gpuops report --run-dir {where}`"
-        click.echo(f"gpuops: {printable(hint)}", err=True)
-    return ended.exit_code
+        _say(hint)
+
+
+def _say(text: str) -> None:
+    click.echo(f"gpuops: {printable(text)}", err=True)
 
 
 @contextmanager

@@ -5,6 +5,11 @@ Reliability in Large-Scale Machine Learning Research Clusters), ETTR = productiv
 taken over the logical run with all its restarts. Here the wall time begins with the launch, so
 time in a queue is not in it (``ETTR_alloc``).
 
+A failure costs detection, the decision, the rendezvous, the start of new workers up to their first
+step (`INIT`), the reading of a checkpoint (`RESTORE`) and the steps that are made again. When the
+decision was, its incident tells (``decide``); where it does not, as in histories of before, all
+from the detection to the first new step is `RESTART`.
+
 Three decisions of ours. A step that is made twice counts as productive the first time and as
 ``redo`` the second, so that lost work is charged to the failure that caused it. An attempt that
 failed without a step is lost as a whole: its start is the last progress there was, so all of it is
@@ -16,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpuops.model import FailureClass, Incident
-from gpuops.store.queries import AttemptRow, RunRow
+from gpuops.model import ActionKind, FailureClass, Incident
+from gpuops.store.queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
 from gpuops.units import US_PER_S
 
 
@@ -27,6 +32,9 @@ class Phase(StrEnum):
     INIT = "init"
     PRODUCTIVE = "productive"
     DETECT = "detect"
+    DECIDE = "decide"
+    RENDEZVOUS = "rendezvous"
+    RESTORE = "restore"
     RESTART = "restart"
     REDO = "redo"
     OTHER = "other"
@@ -41,7 +49,19 @@ class Agent(StrEnum):
     UNKNOWN = "unknown"
 
 
-LOST = (Phase.DETECT, Phase.RESTART, Phase.REDO)
+REGROUPED = "regrouped"  # the outcome of an attempt that was ended to take more nodes in
+# In the order in which they follow each other. The first attempt's init is no failure's.
+LOST = (
+    Phase.DETECT,
+    Phase.DECIDE,
+    Phase.RENDEZVOUS,
+    Phase.INIT,
+    Phase.RESTORE,
+    Phase.RESTART,
+    Phase.REDO,
+)
+_OF_A_LAUNCH = (Phase.INIT, Phase.RESTORE)
+_YEAR_S = 366 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +76,24 @@ class Span:
     @property
     def seconds(self) -> float:
         return (self.end_us - self.start_us) / US_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """When the failure of an attempt was noticed, epoch µs, and what its incident says it cost.
+
+    The durations are µs; None: not told.
+    """
+
+    detected_us: int
+    decide_us: int | None = None
+    rendezvous_us: int | None = None
+    restore_us: int = 0
+    goes_on: bool = True
+
+    @property
+    def decided_us(self) -> int | None:
+        return None if self.decide_us is None else self.detected_us + self.decide_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +120,8 @@ class RunAccount:
     end_us: int
     spans: tuple[Span, ...]
     agent: Agent = Agent.UNKNOWN
+    decisions: tuple[DecisionRow, ...] = ()
+    exclusions: tuple[ExclusionRow, ...] = ()
 
     @property
     def wall_s(self) -> float:
@@ -97,9 +137,19 @@ class RunAccount:
         }
 
     @property
+    def lost(self) -> dict[Phase, float]:
+        """Return the seconds that failures took, by phase; the first attempt's start is none."""
+        first = self.attempts[0].row.ordinal if self.attempts else 0
+        spans = [s for s in self.spans if s.phase not in _OF_A_LAUNCH or s.ordinal != first]
+        return {
+            phase: sum(s.end_us - s.start_us for s in spans if s.phase is phase) / US_PER_S
+            for phase in LOST
+        }
+
+    @property
     def lost_s(self) -> float:
-        """Return the seconds that failures took: detection, restart and repeated steps."""
-        return sum(self.seconds[phase] for phase in LOST)
+        """Return the seconds that failures took, from detection to the last repeated step."""
+        return sum(self.lost.values())
 
     @property
     def ettr_alloc(self) -> float | None:
@@ -151,7 +201,7 @@ def account(
     """
     rows = sorted(attempts, key=lambda row: row.ordinal)
     start_us, end_us = _extent(run, rows, incidents, last_event_us)
-    spans = _spans(run, rows, _decisions(incidents), start_us, end_us)
+    spans = _spans(run, rows, _failures(incidents), start_us, end_us)
     assert sum(span.end_us - span.start_us for span in spans) == end_us - start_us
     return RunAccount(
         run=run,
@@ -188,27 +238,41 @@ def _is_failure(incident: Incident) -> bool:
     return incident.failure_class is not FailureClass.CANCELLED or bool(incident.culprits)
 
 
-def _decisions(incidents: Sequence[Incident]) -> dict[int, int]:
-    """Return when the failure of each attempt was decided on, the earliest account of it."""
-    found: dict[int, int] = {}
+def _failures(incidents: Sequence[Incident]) -> dict[int, _Failure]:
+    """Return the failure of each attempt, by the account of it that noticed it first."""
+    found: dict[int, _Failure] = {}
     for incident in filter(_is_failure, incidents):
-        if incident.attempt is not None:
-            known = found.get(incident.attempt, incident.detected_us)
-            found[incident.attempt] = min(known, incident.detected_us)
+        if incident.attempt is None:
+            continue
+        known = found.get(incident.attempt)
+        if known is None or incident.detected_us < known.detected_us:
+            found[incident.attempt] = _Failure(
+                detected_us=incident.detected_us,
+                decide_us=_lost_us(incident, "decide"),
+                rendezvous_us=_lost_us(incident, "rendezvous"),
+                restore_us=_lost_us(incident, "restore") or 0,
+                goes_on=ActionKind.RESTART in incident.actions,
+            )
     return found
+
+
+def _lost_us(incident: Incident, phase: str) -> int | None:
+    seconds = incident.lost_s.get(phase)
+    # Whatever was recorded, no phase is longer than a year or shorter than nothing.
+    return None if seconds is None else round(min(max(seconds, 0.0), _YEAR_S) * US_PER_S)
 
 
 def _spans(
     run: RunRow,
     rows: Sequence[AttemptRow],
-    decisions: Mapping[int, int],
+    failures: Mapping[int, _Failure],
     start_us: int,
     end_us: int,
 ) -> tuple[Span, ...]:
     """Return spans that lie end to end, whatever order or gaps the recorded times have."""
     spans: list[Span] = []
     cursor = start_us
-    for phase, ordinal, until in [*_marks(rows, decisions), *_rest(run, rows, end_us)]:
+    for phase, ordinal, until in [*_marks(rows, failures), *_rest(run, rows, failures, end_us)]:
         until_us = min(max(until, cursor), end_us)
         if until_us > cursor:
             spans.append(Span(phase, ordinal, cursor, until_us))
@@ -216,13 +280,19 @@ def _spans(
     return tuple(spans)
 
 
-def _rest(run: RunRow, rows: Sequence[AttemptRow], end_us: int) -> list[tuple[Phase, int, int]]:
+def _rest(
+    run: RunRow, rows: Sequence[AttemptRow], failures: Mapping[int, _Failure], end_us: int
+) -> list[tuple[Phase, int, int]]:
     """Return what comes after all that the attempts tell of."""
     if not rows:
         return [(Phase.OTHER, 0, end_us)]
     last = rows[-1]
+    failure = failures.get(last.ordinal)
     if last.outcome == "failed" and run.outcome in ("cancelled", None):
         phase = Phase.RESTART
+        if failure is not None and failure.decided_us is not None:
+            is_coming = failure.goes_on and failure.rendezvous_us is None
+            phase = Phase.RENDEZVOUS if is_coming else Phase.OTHER
     elif last.end_us is None and run.outcome is None:
         phase = Phase.UNKNOWN
     else:
@@ -231,40 +301,77 @@ def _rest(run: RunRow, rows: Sequence[AttemptRow], end_us: int) -> list[tuple[Ph
 
 
 def _marks(
-    rows: Sequence[AttemptRow], decisions: Mapping[int, int]
+    rows: Sequence[AttemptRow], failures: Mapping[int, _Failure]
 ) -> list[tuple[Phase, int, int]]:
     """Return (phase, attempt, until when), in the order in which they follow each other."""
     steps_are_seen = any(row.first_step_us is not None for row in rows)
     marks: list[tuple[Phase, int, int]] = []
     for index, row in enumerate(rows):
-        has_failed = row.outcome == "failed" or index + 1 < len(rows) or row.ordinal in decisions
-        stop_us = decisions.get(row.ordinal, row.end_us) if has_failed else row.end_us
-        found = _up_to_last_progress(rows, index)
-        if stop_us is not None and (has_failed or row.first_step_us is None):
-            phase = Phase.DETECT if has_failed else _stepless(index, steps_are_seen=steps_are_seen)
-            found.append((phase, stop_us))
+        failure = failures.get(row.ordinal)
+        before = failures.get(rows[index - 1].ordinal) if index else None
+        found = _up_to_last_progress(rows, index, before)
+        found += _end(rows, index, failure, before, steps_are_seen=steps_are_seen)
+        if failure is not None and failure.decided_us is not None:
+            found.append((Phase.DECIDE, failure.decided_us))
+            if index + 1 == len(rows) and failure.rendezvous_us is not None:
+                found.append((Phase.RENDEZVOUS, failure.decided_us + failure.rendezvous_us))
         marks += [(phase, row.ordinal, until) for phase, until in found]
     return marks
 
 
-def _up_to_last_progress(rows: Sequence[AttemptRow], index: int) -> list[tuple[Phase, int]]:
-    row, before = rows[index], _before_first_step(index)
+def _end(
+    rows: Sequence[AttemptRow],
+    index: int,
+    failure: _Failure | None,
+    before: _Failure | None,
+    *,
+    steps_are_seen: bool,
+) -> list[tuple[Phase, int]]:
+    """Return what the time from the last progress of an attempt to its end was."""
+    row = rows[index]
+    has_failed = row.outcome == "failed" or failure is not None or index + 1 < len(rows)
+    stop_us = row.end_us if failure is None else failure.detected_us
+    if stop_us is None or not (has_failed or row.first_step_us is None):
+        return []
+    if has_failed:
+        phase = Phase.DETECT
+        if row.outcome == REGROUPED and failure is None:
+            phase = Phase.RESTART
+        elif row.start_us is None and row.first_step_us is None and row.end_us is None:
+            phase = _to_start(index, before)  # it was to begin, and did not
+    else:
+        phase = _to_first_step(index, before) if steps_are_seen else Phase.UNKNOWN
+    return [(phase, stop_us)]
+
+
+def _up_to_last_progress(
+    rows: Sequence[AttemptRow], index: int, before: _Failure | None
+) -> list[tuple[Phase, int]]:
+    row = rows[index]
+    found = []
+    if row.start_us is not None:
+        found.append((_to_start(index, before), row.start_us))
     if row.first_step_us is None:
-        return [(before, row.start_us)] if row.start_us is not None else []
+        return found
+    restore_us = 0 if before is None else before.restore_us
+    found.append((_to_first_step(index, before), row.first_step_us - restore_us))
+    if restore_us:
+        found.append((Phase.RESTORE, row.first_step_us))
     last_us = row.last_step_us if row.last_step_us is not None else row.first_step_us
-    return [(before, row.first_step_us), *_stepping(rows, index, last_us)]
+    return [*found, *_stepping(rows, index, last_us)]
 
 
-def _before_first_step(index: int) -> Phase:
-    return Phase.INIT if index == 0 else Phase.RESTART
+def _to_start(index: int, before: _Failure | None) -> Phase:
+    """Return what the time before an attempt's workers were started was spent on."""
+    if index == 0:
+        return Phase.INIT
+    is_known = before is not None and before.decided_us is not None
+    return Phase.RENDEZVOUS if is_known else Phase.RESTART
 
 
-def _stepless(index: int, *, steps_are_seen: bool) -> Phase:
-    """Return what an attempt without a step that did not fail spent its time on.
-
-    Where no attempt ever showed a step, its training is invisible to us, not absent.
-    """
-    return _before_first_step(index) if steps_are_seen else Phase.UNKNOWN
+def _to_first_step(index: int, before: _Failure | None) -> Phase:
+    is_known = index == 0 or (before is not None and before.decided_us is not None)
+    return Phase.INIT if is_known else Phase.RESTART
 
 
 def _stepping(rows: Sequence[AttemptRow], index: int, last_us: int) -> list[tuple[Phase, int]]:

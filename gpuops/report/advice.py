@@ -6,6 +6,7 @@ from gpuops.units import format_seconds
 
 # A restart is a process start, the import of torch and the set-up of the process groups.
 RESTART_SHARE_WORTH_A_WORD = 0.1
+_RESTART = (Phase.DECIDE, Phase.RENDEZVOUS, Phase.INIT, Phase.RESTART)
 
 
 def advice(account: RunAccount) -> list[str]:
@@ -93,7 +94,7 @@ def _repeated(account: RunAccount) -> list[str]:
 
 
 def _restarts(account: RunAccount) -> list[str]:
-    restart_s = account.seconds[Phase.RESTART]
+    restart_s = sum(account.lost[phase] for phase in _RESTART)
     count = sum(1 for attempt in account.attempts if attempt.row.ordinal > 0)
     if not count or restart_s < RESTART_SHARE_WORTH_A_WORD * account.wall_s:
         return []

@@ -3,6 +3,7 @@
 from gpuops.model import Json
 from gpuops.report.account import AttemptAccount, RunAccount
 from gpuops.report.advice import advice
+from gpuops.report.decision_text import decision_json, exclusion_json
 from gpuops.store.queries import RunRow
 from gpuops.units import iso_utc
 
@@ -20,11 +21,14 @@ def report_json(account: RunAccount) -> Json:
         "wall_seconds": account.wall_s,
         "seconds_by_phase": {phase.value: s for phase, s in account.seconds.items()},
         "lost_seconds": round(account.lost_s, 6),
+        "lost_seconds_by_phase": {phase.value: round(s, 6) for phase, s in account.lost.items()},
         "ettr_alloc": account.ettr_alloc,
         "ettr_alloc_max": account.ettr_alloc_max,
         "ettr_definition": ETTR_DEFINITION,
         "redone_steps": account.redone_steps,
         "attempts": [_attempt(item, account) for item in account.attempts],
+        "exclusions": [exclusion_json(row) for row in account.exclusions],
+        "decisions": [decision_json(row) for row in account.decisions],
         "incidents": [incident.to_json() for incident in account.incidents],
         "advice": advice(account),
     }

@@ -20,7 +20,7 @@ from gpuops.units import format_seconds
 
 EVIDENCE_MAX = 12
 LINES_MAX = 6
-_PHASES = ("detect", "restart", "redo")
+_PHASES = ("detect", "decide", "rendezvous", "init", "restore", "restart", "redo")
 
 
 def incident_block(incident: Incident, *, indent: int = 2, whole: bool = False) -> list[str]:
@@ -115,7 +115,7 @@ def _actions(incident: Incident) -> str:
 
 def _times(incident: Incident) -> str:
     delay_s = (incident.detected_us - incident.first_us) / 1e6
-    return f"{moment(incident.first_us)}, decided on {format_seconds(delay_s)} later"
+    return f"{moment(incident.first_us)}, noticed {format_seconds(delay_s)} later"
 
 
 def _evidence(items: Sequence[Evidence], indent: int, *, whole: bool) -> list[str]:

@@ -41,7 +41,7 @@ class Sighting:
 
 def look(run_dir: Path, root: Path = Path("/")) -> Sighting | None:
     """Return what is to be seen of the agent that wrote *run_dir*, None without a state file."""
-    found = _read_state(run_dir / "state.json")
+    found = read_state(run_dir / "state.json")
     if found is None:
         return None
     state, owner = found
@@ -67,8 +67,8 @@ def judge(run: RunRow, node: str, seen: Sighting | None) -> Agent:
     return Agent.GONE if is_later or seen.process.state in _OVER else Agent.RUNNING
 
 
-def _read_state(path: Path) -> tuple[dict[str, Any], int] | None:
-    """Return the state and the user that it belongs to."""
+def read_state(path: Path) -> tuple[dict[str, Any], int] | None:
+    """Return the state in *path* and the user that it belongs to, None where there is none."""
     try:
         # A run directory is what the store says it is: it may name anything.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

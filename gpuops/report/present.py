@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from gpuops.hostlist import compress
 from gpuops.model import FailureClass, Incident
 from gpuops.report.account import LOST, Agent, Phase, RunAccount
 from gpuops.report.advice import advice
+from gpuops.report.decision_text import exclusion_lines
 from gpuops.report.incident_text import certainty, cost, incident_block
 from gpuops.report.text import WIDTH, clock, count, cut, labelled, moment, short, table
 from gpuops.units import format_seconds
 
 INCIDENTS_MAX = 10
+NODES_CHARS = 16
 
 
 def report_text(account: RunAccount) -> str:
@@ -23,6 +26,7 @@ def report_text(account: RunAccount) -> str:
         ],
         _header(account),
         ["attempts", *_indented(_attempts(account))],
+        exclusion_lines(account.exclusions),
         *([*incident_block(item)] for item in account.incidents[:INCIDENTS_MAX]),
         _more(account.incidents),
         ["time", *_indented(_time(account))],
@@ -57,7 +61,7 @@ def standing(account: RunAccount) -> str:
 
 def cost_line(account: RunAccount) -> str:
     """Return what the failures cost, and the share of productive time."""
-    seconds = account.seconds
+    seconds = account.lost
     parts = ", ".join(f"{p.value} {format_seconds(seconds[p])}" for p in LOST if seconds[p] > 0)
     if parts:
         lost = f"{format_seconds(account.lost_s)} lost to failures ({parts})"
@@ -140,22 +144,32 @@ def _exit(account: RunAccount) -> str:
 
 
 def _attempts(account: RunAccount) -> str:
+    names = {node for item in account.attempts for node in item.row.nodes}
+    shows_nodes = len(names) > 1
     rows = []
     for item in account.attempts:
         row = item.row
-        rows.append(
-            (
-                str(row.ordinal),
-                row.outcome or ("running" if account.agent is Agent.RUNNING else "no end"),
-                clock(row.start_us),
-                _duration(row.start_us, row.end_us),
-                steps(row.steps_first, row.steps_last, row.beats),
-                "?" if item.redone_steps is None else str(item.redone_steps or "-"),
-                how_ended(account, row.ordinal, row.outcome, row.exit_code),
-            )
+        cells = (
+            str(row.ordinal),
+            row.outcome or ("running" if account.agent is Agent.RUNNING else "no end"),
+            clock(row.start_us),
+            _duration(row.start_us, row.end_us),
+            steps(row.steps_first, row.steps_last, row.beats),
+            "?" if item.redone_steps is None else str(item.redone_steps or "-"),
         )
-    head = ("#", "outcome", "start", "duration", "steps", "redone", "how it ended")
+        nodes = (_nodes(row.nodes),) if shows_nodes else ()
+        ended = how_ended(account, row.ordinal, row.outcome, row.exit_code)
+        rows.append((*cells, *nodes, ended))
+    head = ["#", "outcome", "start", "duration", "steps", "redone", "how it ended"]
+    if shows_nodes:
+        head.insert(-1, "nodes")
     return table(head, rows, right=(0, 3, 5), width=WIDTH - 2) if rows else "none on record"
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    """Return nodes as Slurm writes them (``n[1-3]``), else their number."""
+    text = compress(nodes) if nodes else "-"
+    return text if len(text) <= NODES_CHARS else count(len(nodes), "node")
 
 
 def _duration(start_us: int | None, end_us: int | None) -> str:
@@ -190,25 +204,42 @@ def _more(incidents: Sequence[Incident]) -> list[str]:
 
 
 def _time(account: RunAccount) -> str:
-    wall_s = account.wall_s
+    wall_s, lost = account.wall_s, account.lost
     shown = [
         (phase, seconds)
         for phase, seconds in account.seconds.items()
-        if seconds > 0 or phase is not Phase.UNKNOWN
+        if seconds > 0 or phase not in _ONLY_WHERE_THERE
     ]
     rows = [
-        (p.value, f"{s:.2f}", f"{100 * s / wall_s:.1f}" if wall_s > 0 else "-", _MEANING[p])
+        (p.value, f"{s:.2f}", _percent(s, wall_s), _lost(lost.get(p, 0.0)), _MEANING[p])
         for p, s in shown
     ]
-    rows.append(("wall", f"{wall_s:.2f}", "100.0" if wall_s > 0 else "-", "launch to end"))
-    return table(("phase", "seconds", "%", "what it is"), rows, right=(1, 2), width=WIDTH - 2)
+    lost_s = _lost(account.lost_s)
+    rows.append(("wall", f"{wall_s:.2f}", _percent(wall_s, wall_s), lost_s, "launch to end"))
+    head = ("phase", "seconds", "%", "lost", "what it is")
+    return table(head, rows, right=(1, 2, 3), width=WIDTH - 2)
 
 
+def _percent(seconds: float, wall_s: float) -> str:
+    return f"{100 * seconds / wall_s:.1f}" if wall_s > 0 else "-"
+
+
+def _lost(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds > 0 else "-"
+
+
+# A run that never failed is told without the phases of a recovery.
+_ONLY_WHERE_THERE = frozenset(
+    {Phase.DECIDE, Phase.RENDEZVOUS, Phase.RESTORE, Phase.RESTART, Phase.UNKNOWN}
+)
 _MEANING = {
-    Phase.INIT: "launch to the first step",
+    Phase.INIT: "start of the workers to their first step",
     Phase.PRODUCTIVE: "steps made for the first time",
-    Phase.DETECT: "last progress before a failure to the decision to restart or stop",
-    Phase.RESTART: "that decision to the first step of the next attempt",
+    Phase.DETECT: "last progress before a failure to the first notice of it",
+    Phase.DECIDE: "stopping the workers, gathering reports, deciding",
+    Phase.RENDEZVOUS: "health gate, back-off, seats, until new workers start",
+    Phase.RESTORE: "reading the checkpoint",
+    Phase.RESTART: "from a failure to the next first step, not told apart",
     Phase.REDO: "steps made again, up to the highest step of earlier attempts",
     Phase.OTHER: "after the last step: saving, teardown, the launcher's own end",
     Phase.UNKNOWN: "cannot be told: steps, their numbers or the end were not seen",

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decisions import cluster, decision, report
 from support.exits import NODE, RUN, S, incident_of, killed
 from support.history import a_killed_run, attempt_row, record_run, run_row, us
 
@@ -135,7 +136,7 @@ def test_the_report_counts_what_the_incidents_of_the_run_count():
     assert len(found.incidents) == 4
     for phase in LOST:
         charged = sum(incident.lost_s.get(phase.value, 0.0) for incident in found.incidents)
-        assert found.seconds[phase] == pytest.approx(charged, abs=1e-5)
+        assert found.lost[phase] == pytest.approx(charged, abs=1e-5)
     assert found.lost_s > 0
 
 
@@ -169,7 +170,11 @@ def tell_a_run(recorder, clock):
         if ordinal < 4:
             end = killed(0, at_s=clock.mono_ns() / S)
             clock.advance(0.25)
-            chronicle.attempt_failed([end], restarts=True)
+            told = report(NODE, generation=ordinal)
+            chronicle.attempt_failed([end], report=told)
+            clock.advance(0.125)
+            made = decision(told, generation=ordinal)
+            chronicle.decided(made, (told,), cluster(NODE), by_us=True)
     chronicle.attempt_completed()
     clock.advance(0.5)
     chronicle.run_ended("completed", 0, "done")

@@ -1,0 +1,288 @@
+"""How a run stands now: one picture, from the board, an agent, its files or the store.
+
+Pure: each function turns what was read into the same `RunView`; what a source does not know stays
+None. What other processes wrote is bounded and read by type.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpuops.control.record import ControlRecord, Member, Roster
+from gpuops.model import Json
+from gpuops.store.queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
+from gpuops.units import US_PER_S
+
+TEXT_CHARS_MAX = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node. ``silent_s`` is since the last heartbeat of its ranks; ``seat`` its group rank."""
+
+    node: str
+    seat: int | None = None
+    first_rank: int | None = None
+    ranks: int | None = None
+    step: int | None = None
+    silent_s: float | None = None
+    seq: int | None = None  # grows while its agent lives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """One run. ``source`` says where from: ``board``, ``agent``, ``file`` or ``store``.
+
+    ``phase`` is the control record's (``form``, ``run``, ``gather``, ``drain``, ``stop``), or what
+    a file says (``running``, ``restarting``, ``ended``). ``board_s`` dates a look at the board.
+    """
+
+    run_id: str
+    name: str
+    source: str
+    generation: int | None = None
+    phase: str = "unknown"
+    phase_s: float | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    world_size: int | None = None
+    nodes: tuple[NodeView, ...] = ()
+    spares: tuple[str, ...] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    restarts_used: int | None = None
+    restarts_max: int | None = None
+    decision: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    board_s: float | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Return the step that every node has made, None where one does not say."""
+        steps = [node.step for node in self.nodes]
+        known = [step for step in steps if step is not None]
+        return min(known) if known and len(known) == len(steps) else None
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether there is nothing more to watch."""
+        return self.phase in ("stop", "ended", "completed", "failed", "cancelled")
+
+    def to_json(self) -> Json:
+        """Return the body of ``gpuops run status --json``."""
+        return {
+            "run": self.run_id,
+            "name": self.name,
+            "source": self.source,
+            "generation": self.generation,
+            "phase": self.phase,
+            "phase_seconds": self.phase_s,
+            "reason": self.reason,
+            "exit_code": self.exit_code,
+            "world_size": self.world_size,
+            "step": self.step,
+            "nodes": [_node_json(node) for node in self.nodes],
+            "spares": list(self.spares),
+            "excluded": dict(self.excluded),
+            "restarts_used": self.restarts_used,
+            "restarts_max": self.restarts_max,
+            "decision": self.decision,
+            "notes": list(self.notes),
+        }
+
+
+def of_board(
+    record: ControlRecord,
+    roster: Roster | None,
+    agents: Mapping[str, Member],
+    alive: Mapping[str, Mapping[str, Any]],
+    board_s: float,
+) -> RunView:
+    """Return the run as its board has it; *agents* and *alive* are by agent id."""
+    members = () if roster is None else roster.members
+    seated = {member.agent for member in members}
+    nodes = []
+    for seat, member in enumerate(members):
+        first_rank = None if roster is None else roster.first_rank(seat)
+        nodes.append(_beating(member, seat, first_rank, alive.get(member.agent, {})))
+    waiting = [m for agent, m in agents.items() if agent not in seated and agent in alive]
+    return RunView(
+        run_id=record.run_id,
+        name=record.folder,
+        source="board",
+        generation=record.generation,
+        phase=record.phase.value,
+        phase_s=max(0.0, board_s - record.since_s),
+        reason=record.reason,
+        exit_code=record.exit_code,
+        world_size=None if roster is None else roster.world_size,
+        nodes=tuple(nodes),
+        spares=tuple(sorted({member.node for member in waiting} - record.excluded.keys())),
+        excluded=dict(record.excluded),
+        restarts_used=sum(failure.counted for failure in record.history),
+        decision=None if record.decision is None else record.decision.to_json(),
+        board_s=board_s,
+    )
+
+
+def of_agent(state: Mapping[str, Any]) -> RunView:
+    """Return the run as one agent tells it over HTTP (``gpuops.agent-state/1``)."""
+    ranks = [rank for rank in _list(state.get("ranks")) if isinstance(rank, Mapping)]
+    numbers = [n for rank in ranks if (n := whole(rank.get("rank"))) is not None]
+    steps = [step for rank in ranks if (step := whole(rank.get("step"))) is not None]
+    silent = [s for rank in ranks if (s := seconds(rank.get("silent_seconds"))) is not None]
+    node = NodeView(
+        node=text(state.get("node")),
+        seat=whole(state.get("group_rank")),
+        first_rank=min(numbers, default=None),
+        ranks=len(ranks),
+        step=min(steps) if steps and len(steps) == len(ranks) else None,
+        silent_s=min(silent, default=None),
+    )
+    used, most = budget_of(state)
+    return RunView(
+        run_id=text(state.get("run_id")),
+        name=text(state.get("name")),
+        source="agent",
+        generation=whole(state.get("generation")),
+        phase=text(state.get("phase")) or "unknown",
+        phase_s=seconds(state.get("phase_seconds")),
+        reason=text(state.get("reason")),
+        world_size=whole(state.get("world_size")),
+        nodes=(node,),
+        excluded=excluded_of(state),
+        restarts_used=used,
+        restarts_max=most,
+        decision=_decision(state.get("decision")),
+    )
+
+
+def of_files(states: Sequence[Mapping[str, Any]]) -> RunView:
+    """Return the run as its state files have it: the newest generation's, at least one."""
+    newest = max(whole(state.get("generation")) or 0 for state in states)
+    current = [state for state in states if (whole(state.get("generation")) or 0) == newest]
+    first = current[0]
+    nodes = [
+        NodeView(
+            node=text(state.get("node")),
+            ranks=len(pids) if isinstance(pids := state.get("pids"), Mapping) else None,
+        )
+        for state in current
+    ]
+    used, most = budget_of(first)
+    return RunView(
+        run_id=text(first.get("run_id")),
+        name=text(first.get("name")),
+        source="file",
+        generation=newest,
+        phase=text(first.get("phase")) or "unknown",
+        nodes=tuple(nodes),
+        excluded=excluded_of(first),
+        restarts_used=used,
+        restarts_max=most,
+    )
+
+
+def of_store(
+    run: RunRow,
+    attempts: Sequence[AttemptRow],
+    decisions: Sequence[DecisionRow],
+    exclusions: Sequence[ExclusionRow],
+    now_us: int,
+) -> RunView:
+    """Return the run as the store has it: as old as what its agents have sent."""
+    view = RunView(
+        run_id=run.id,
+        name=run.name,
+        source="store",
+        phase=run.outcome or "unknown",
+        phase_s=_age_s(run.ended_us, now_us),
+        reason=run.reason or "",
+        exit_code=run.exit_code,
+        excluded={row.excluded: row.reason for row in exclusions},
+        restarts_max=run.max_restarts,
+    )
+    if attempts:
+        last = attempts[-1]
+        nodes = tuple(NodeView(node=name, step=last.steps_last) for name in last.nodes)
+        age_s = view.phase_s if view.phase_s is not None else _age_s(last.start_us, now_us)
+        view = replace(
+            view,
+            generation=last.ordinal,
+            world_size=last.world_size,
+            nodes=nodes,
+            phase_s=age_s,
+        )
+    if decisions:
+        made = decisions[-1]
+        decision = _decision(made.body.get("decision"))
+        view = replace(view, restarts_used=made.restarts_used, decision=decision)
+    return view
+
+
+def _age_s(then_us: int | None, now_us: int) -> float | None:
+    return None if then_us is None else max(0.0, (now_us - then_us) / US_PER_S)
+
+
+def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return who is left out, by *state*."""
+    found = state.get("excluded")
+    return {text(k): text(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+
+
+def budget_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return how many restarts are used, of how many, by *state*."""
+    found = state.get("budget")
+    if not isinstance(found, Mapping):
+        return None, None
+    return whole(found.get("used")), whole(found.get("max"))
+
+
+def whole(value: object) -> int | None:
+    """Return *value* if it is a whole number."""
+    is_one = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return value if is_one and isinstance(value, int) else None
+
+
+def seconds(value: object) -> float | None:
+    """Return *value* if it is a duration of less than a century."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 4e9:
+        return None
+    return float(value)
+
+
+def text(value: object) -> str:
+    """Return *value* if it is text, cut; else nothing."""
+    return value[:TEXT_CHARS_MAX] if isinstance(value, str) else ""
+
+
+def _beating(
+    member: Member, seat: int, first_rank: int | None, beat: Mapping[str, Any]
+) -> NodeView:
+    return NodeView(
+        node=member.node,
+        seat=seat,
+        first_rank=first_rank,
+        ranks=member.n_workers,
+        step=whole(beat.get("step")),
+        silent_s=seconds(beat.get("silent_s")),
+        seq=whole(beat.get("seq")),
+    )
+
+
+def _node_json(node: NodeView) -> Json:
+    return {
+        "node": node.node,
+        "group_rank": node.seat,
+        "first_rank": node.first_rank,
+        "ranks": node.ranks,
+        "step": node.step,
+        "silent_seconds": node.silent_s,
+    }
+
+
+def _decision(value: object) -> Mapping[str, Any] | None:
+    return value if isinstance(value, Mapping) else None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,110 @@
+"""How a run stands, for a terminal: text that hostile names and reasons cannot leave."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gpuops.report.run_view import NodeView, RunView
+from gpuops.report.text import cut, flat, short
+from gpuops.units import format_seconds
+
+NODES_MAX = 40
+# An agent beats once a second; `gpuops.control` counts it as suspect after six.
+SUSPECT_S = 6.0
+
+
+def status_view(
+    view: RunView, *, rate: float | None = None, silent_s: dict[str, float] | None = None
+) -> RenderableType:
+    """Return the picture of *view*.
+
+    Args:
+        view: How the run stands.
+        rate: Steps a second since the last look, None where that is not known.
+        silent_s: For each node the seconds for which its agent's heartbeat has not moved.
+    """
+    parts: list[RenderableType] = [Text(line) for line in _head(view)]
+    if view.step is not None or rate is not None:
+        parts.append(_progress(view, rate))
+    if view.nodes:
+        parts.append(_nodes(view.nodes, silent_s or {}))
+    parts += [Text(line) for line in _tail(view)]
+    return Group(*parts)
+
+
+def _head(view: RunView) -> list[str]:
+    generation = "?" if view.generation is None else str(view.generation)
+    since = "" if view.phase_s is None else f" for {format_seconds(view.phase_s)}"
+    code = "" if view.exit_code is None else f", exit code {view.exit_code}"
+    lines = [
+        f"run         {cut(view.name, 80)} ({short(flat(view.run_id))})",
+        f"phase       {flat(view.phase)}{since}, generation {generation}{code}",
+    ]
+    if view.reason:
+        lines.append(f"why         {flat(view.reason)}")
+    return lines
+
+
+def _progress(view: RunView, rate: float | None) -> RenderableType:
+    """Return the step and its rate; how many steps there will be, nobody says."""
+    told = "" if rate is None else f", {rate:.2f} steps/s"
+    row = Table.grid(padding=(0, 1))
+    is_moving = rate is not None and rate > 0
+    row.add_row(
+        Text(f"steps       {'?' if view.step is None else view.step}{told}"),
+        ProgressBar(total=None, pulse=is_moving, width=24) if is_moving else Text(""),
+    )
+    return row
+
+
+def _nodes(nodes: Sequence[NodeView], silent_s: dict[str, float]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("node", "seat", "ranks", "step", "last beat", "agent"):
+        table.add_column(name, justify="left", no_wrap=True)
+    for node in nodes[:NODES_MAX]:
+        table.add_row(
+            Text(cut(node.node, 40)),
+            "-" if node.seat is None else str(node.seat),
+            _ranks(node),
+            "-" if node.step is None else str(node.step),
+            "-" if node.silent_s is None else f"{format_seconds(node.silent_s)} ago",
+            _agent(silent_s.get(node.node)),
+        )
+    if len(nodes) > NODES_MAX:
+        table.add_row(f"and {len(nodes) - NODES_MAX} more", "", "", "", "", "")
+    return table
+
+
+def _ranks(node: NodeView) -> str:
+    if node.ranks is None:
+        return "-"
+    if node.first_rank is None or node.ranks == 0:
+        return str(node.ranks)
+    last = node.first_rank + node.ranks - 1
+    return str(last) if node.ranks == 1 else f"{node.first_rank}-{last}"
+
+
+def _agent(silent_s: float | None) -> str:
+    if silent_s is None:
+        return ""
+    return "ok" if silent_s < SUSPECT_S else f"silent for {format_seconds(silent_s)}"
+
+
+def _tail(view: RunView) -> list[str]:
+    lines = []
+    if view.spares:
+        lines.append(f"spare       {flat(', '.join(view.spares))}")
+    for number, (node, why) in enumerate(sorted(view.excluded.items())):
+        lines.append(f"{'left out' if number == 0 else '':<12}{flat(node)}: {flat(why)}")
+    if view.restarts_used is not None:
+        most = "" if view.restarts_max is None else f" of {view.restarts_max}"
+        lines.append(f"restarts    {view.restarts_used}{most}")
+    if view.decision is not None:
+        made = view.decision
+        verdict, rule = flat(str(made.get("verdict"))), flat(str(made.get("rule")))
+        lines.append(f"decided     {verdict} ({rule}): {flat(str(made.get('reason')))}")
+    lines += [f"note        {flat(note)}" for note in view.notes]
+    return lines

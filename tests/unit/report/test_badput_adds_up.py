@@ -1,0 +1,199 @@
+"""Whatever happens to a run: what was useful and what was lost add up to the wall time."""
+
+import pytest
+from hypothesis import Phase as Search
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.decisions import cluster, decision, report, stopped
+from support.exits import NODE, RUN, S, killed
+from support.history import record_run, run_row
+
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.records import AttemptFacts
+from gpuops.host.clock import FakeClock
+from gpuops.incident.decision import ReportKind, Verdict
+from gpuops.report.account import LOST, Phase, account
+from gpuops.store import queries
+from gpuops.store.engine import memory_store
+from gpuops.store.facts.envelope import Envelope
+from gpuops.store.ingest import ingest
+from gpuops.store.lines import Line
+from gpuops.store.new_event import new_event
+from gpuops.store.recorder import ListRecorder
+from gpuops.wire import Beat, StepSource
+from gpuops.wire import Phase as Beating
+
+MS = 1e-3
+SPAN = st.integers(0, 5_000_000).map(lambda us: us / 1e6)
+ENDS = ["killed", "elsewhere", "elsewhere, late", "not started", "regrouped"]
+LAST = ["completed", "stop", "given up", "cancelled", "drained"]
+
+
+class Story:
+    """A run told by one agent while a fake clock goes on by what hypothesis draws."""
+
+    def __init__(self, draw):
+        self.draw = draw
+        self.clock = FakeClock()
+        self.events = ListRecorder()
+        self.chronicle = Chronicle(self.emit, self.clock, run_id=RUN, node=NODE, rules=())
+        self.generation = 0
+        self.highest = 0
+        record_run(self.events, run_row(outcome=None, ended_us=None), [], [], self.clock)
+
+    def emit(self, *news):
+        for item in news:
+            self.events.record(
+                new_event(
+                    item.kind,
+                    node=NODE,
+                    clock=self.clock,
+                    run_id=RUN,
+                    attempt=item.attempt,
+                    payload=item.payload,
+                )
+            )
+
+    def wait(self):
+        self.clock.advance(self.draw(SPAN))
+
+    def train(self):
+        """Run one generation: it may read a checkpoint, and make steps from wherever it likes."""
+        self.wait()
+        self.chronicle.mark("gated")
+        self.chronicle.phase_seen("run", self.generation, "")
+        facts = AttemptFacts(
+            start_us=self.clock.now_us(),
+            world_size=1,
+            n_nodes=1,
+            group_rank=0,
+            torch_run_id="t",
+            log_dir="/logs",
+            slurm_job_id=None,
+            slurm_restart_count=0,
+        )
+        self.wait()
+        self.chronicle.attempt_started(self.generation, facts)
+        self.seq = 0
+        if self.draw(st.booleans()):
+            for phase in (Beating.RESTORE, Beating.RESUMED):
+                self.wait()
+                self.beat(phase, -1)
+        first = self.draw(st.integers(1, self.highest + 1))
+        for step in range(first, first + self.draw(st.integers(0, 4))):
+            self.wait()
+            self.beat(Beating.STEPPING, step)
+            self.highest = max(self.highest, step)
+        self.wait()
+
+    def beat(self, phase, step):
+        self.seq += 1
+        beat = Beat(
+            self.seq, step, self.clock.mono_ns(), phase, StepSource.OPTIMIZER_STATE, self.seq
+        )
+        self.chronicle.beats({0: [beat]})
+
+    def end(self, how, verdict=Verdict.RESTART):
+        """End the generation as *how* says and decide on it."""
+        event(how)
+        if how == "regrouped":
+            self.chronicle.phase_seen("form", self.generation + 1, "nodes came")
+            self.wait()
+            self.chronicle.attempt_interrupted(stopped(NODE, self.generation))
+            return
+        self.chronicle.phase_seen("gather", self.generation, "a worker failed")
+        self.wait()
+        if how == "killed":
+            self.chronicle.mark("stopped")
+            told = report(NODE, generation=self.generation)
+            at_s = self.clock.mono_ns() / S
+            self.chronicle.attempt_failed([killed(0, at_s=at_s)], report=told)
+            self.wait()
+            self.decide(told, verdict, by_us=True)
+        else:
+            told = report("n9", generation=self.generation)
+            if how == "elsewhere, late":
+                self.decide(told, verdict, by_us=False)
+                self.wait()
+            self.chronicle.mark("stopped")
+            self.chronicle.attempt_interrupted(stopped(NODE, self.generation))
+            if how != "elsewhere, late":
+                self.wait()
+                self.decide(told, verdict, by_us=False)
+
+    def decide(self, cause, verdict, *, by_us):
+        made = decision(cause, verdict, self.generation)
+        self.chronicle.decided(made, (cause,), cluster(NODE), by_us=by_us)
+
+    def not_started(self):
+        """Fail to start the workers of the next generation."""
+        event("not started")
+        self.wait()
+        told = report(NODE, ReportKind.START_FAILED, self.generation, ends=(), culprits=())
+        self.chronicle.attempt_failed([], report=told)
+        self.wait()
+        self.decide(told, Verdict.RESTART, by_us=True)
+
+    def last(self, how):
+        """End the run as *how* says."""
+        event(how)
+        outcome = "cancelled" if how in ("cancelled", "drained") else "failed"
+        if how == "completed":
+            self.chronicle.attempt_completed()
+            outcome = how
+        elif how == "cancelled":
+            self.chronicle.cancelled("SIGINT", [])
+        elif how == "drained":
+            self.chronicle.drained("SIGTERM", [], 85)
+        else:
+            verdict = Verdict.STOP if how == "stop" else Verdict.RESTART
+            self.end("killed", verdict)
+            self.wait()
+            self.chronicle.given_up(93 if how == "stop" else 85)
+        self.wait()
+        self.chronicle.run_ended(outcome, 0, "over")
+
+    def account(self):
+        with memory_store() as store, store.begin() as connection:
+            lines = [Line("n041.0", "b", n, e) for n, e in enumerate(self.events.events, start=1)]
+            ingest(connection, [Envelope(line, "c", 0) for line in lines], 0)
+            run = queries.find_run(connection, RUN)
+            incidents = queries.incidents(connection, run_id=RUN)
+            return account(run, queries.attempts(connection, RUN), incidents)
+
+
+# A story has many draws: making a failing one smaller takes minutes and says little more.
+@settings(max_examples=100, deadline=None, phases=(Search.explicit, Search.reuse, Search.generate))
+@given(st.data())
+def test_useful_time_and_badput_add_up_to_the_wall_time(data):
+    story = Story(data.draw)
+    failures = regrouped = 0
+    for how in data.draw(st.lists(st.sampled_from(ENDS), max_size=5)):
+        if how == "not started":
+            story.not_started()
+        else:
+            story.train()
+            story.end(how)
+        failures += how != "regrouped"
+        regrouped += how == "regrouped"
+        story.generation += 1
+    story.train()
+    how = data.draw(st.sampled_from(LAST))
+    story.last(how)
+    found = story.account()
+
+    first_init_s = found.seconds[Phase.INIT] - found.lost[Phase.INIT]
+    useful_s = found.seconds[Phase.PRODUCTIVE] + first_init_s + found.seconds[Phase.OTHER]
+    unknown_s = found.seconds[Phase.UNKNOWN]
+    assert useful_s + unknown_s + found.lost_s == pytest.approx(found.wall_s, abs=MS)
+    assert len(found.incidents) >= failures
+    assert all(incident.state == "closed" for incident in found.incidents)
+    if regrouped:  # what it costs to take nodes in is nobody's failure
+        return
+    charged = {
+        phase: sum(i.lost_s.get(phase.value, 0.0) for i in found.incidents) for phase in LOST
+    }
+    assert {p.value: s for p, s in charged.items()} == pytest.approx(
+        {p.value: s for p, s in found.lost.items()}, abs=MS
+    )
+    assert sum(story.chronicle.badput_s.values()) == pytest.approx(found.lost_s, abs=MS)

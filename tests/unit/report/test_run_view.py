@@ -1,0 +1,273 @@
+"""How a run stands, by each of its sources; and what none of them can do to a terminal."""
+
+import io
+import json
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from support.decisions import decision, failure, report
+from support.history import T0, a_killed_run, us
+
+from gpuops.agent.agent_state import AgentState, RankState, run_state, state_json
+from gpuops.control.keys import Keys
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, Roster, pack
+from gpuops.host.clock import FakeClock
+from gpuops.report.run_look import ask_board, find_folder, states
+from gpuops.report.run_view import NodeView, RunView, of_agent, of_files, of_store
+from gpuops.report.run_view_text import status_view
+from gpuops.store.queries import ExclusionRow
+from gpuops.units import NS_PER_S
+
+RUN = "0190f6a0-0000-7000-8000-0000abcd1234"
+KEYS = {
+    "run",
+    "name",
+    "source",
+    "generation",
+    "phase",
+    "phase_seconds",
+    "reason",
+    "exit_code",
+    "world_size",
+    "step",
+    "nodes",
+    "spares",
+    "excluded",
+    "restarts_used",
+    "restarts_max",
+    "decision",
+    "notes",
+}
+
+
+def member(number, n_workers=4):
+    return Member(
+        agent=str(UUID(int=number)), node=f"n{number}", address="10.0.0.1", n_workers=n_workers
+    )
+
+
+def a_board(clock, **changes):
+    """Return a board on which n1 and n2 train, n3 waits and n9 is left out."""
+    board, keys = MemoryBoard(clock), Keys(run_id=RUN)
+    fields = {
+        "run_id": RUN,
+        "folder": "20260101T000000Z-train-abcd1234",
+        "generation": 1,
+        "phase": Phase.RUN,
+        "since_s": 0.0,
+        "reason": "n9: Xid 79",
+        "excluded": {"n9": "Xid 79"},
+        "history": (failure(0),),
+        "decision": decision(report("n9"), exclude={"n9": "Xid 79"}),
+    }
+    record = ControlRecord(**{**fields, **changes})
+    board.swap(CONTROL, record.to_bytes(), version=0)
+    members = [member(1), member(2)]
+    board.put(keys.roster(1), Roster(generation=1, members=tuple(members)).to_bytes())
+    for each in [*members, member(3)]:
+        board.put(keys.agent(each.agent), pack(each.to_json()))
+    for number, step in ((1, 57), (2, 56)):
+        beat = {"seq": 9, "step": step, "silent_s": 0.25, "ranks": 4, "first_rank": 0}
+        board.put(keys.alive(str(UUID(int=number))), pack(beat))
+    board.put(keys.alive(str(UUID(int=3))), pack({"seq": 4}))
+    return board
+
+
+def shown(view, width=100, **options):
+    """Return what a terminal would show."""
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(status_view(view, **options))
+    return out.getvalue()
+
+
+def test_the_board_knows_seats_steps_spares_and_why():
+    clock = FakeClock()
+    board = a_board(clock)
+    clock.advance(90.0)
+    view = ask_board(board)
+    text = shown(view, rate=2.5, silent_s={"n1": 0.5, "n2": 8.0})
+
+    assert (view.source, view.generation, view.phase) == ("board", 1, "run")
+    assert view.phase_s == pytest.approx(90.0, abs=0.1)
+    assert (view.world_size, view.step, view.spares) == (8, 56, ("n3",))
+    assert [(n.node, n.seat, n.first_rank, n.step) for n in view.nodes] == [
+        ("n1", 0, 0, 57),
+        ("n2", 1, 4, 56),
+    ]
+    assert (view.excluded, view.restarts_used) == ({"n9": "Xid 79"}, 1)
+    assert set(view.to_json()) == KEYS
+    assert json.dumps(view.to_json())
+    assert "phase       run for 90.0 s, generation 1" in text
+    assert "why         n9: Xid 79" in text
+    assert "steps       56, 2.50 steps/s" in text
+    assert "4-7" in text
+    assert "silent for 8.00 s" in text
+    assert "spare       n3" in text
+    assert "left out    n9: Xid 79" in text
+    assert "decided     restart (worker-failed): a worker failed" in text
+
+
+def test_looking_disturbs_no_agent():
+    board = a_board(FakeClock())
+    keys = Keys(run_id=RUN)
+    before = (board.get(CONTROL), dict(board.list(keys.alive())), dict(board.list(keys.agent())))
+    ask_board(board)
+
+    assert before == (
+        board.get(CONTROL),
+        dict(board.list(keys.alive())),
+        dict(board.list(keys.agent())),
+    )
+
+
+def test_while_seats_are_given_out_the_last_ones_are_shown():
+    view = ask_board(a_board(FakeClock(), generation=2, phase=Phase.FORM))
+
+    assert (view.generation, view.phase) == (2, "form")
+    assert [node.node for node in view.nodes] == ["n1", "n2"]
+
+
+def test_an_empty_board_has_no_run_and_strange_entries_are_skipped():
+    clock = FakeClock()
+    assert ask_board(MemoryBoard(clock)) is None
+    board, keys = a_board(clock), Keys(run_id=RUN)
+    board.put(keys.agent("x"), b"\xff")
+    board.put(keys.alive(str(UUID(int=1))), b"[]")
+    view = ask_board(board)
+
+    assert view.nodes[0].step is None
+    assert view.step is None
+
+
+STATE = AgentState(
+    run_id=RUN,
+    name="20260101T000000Z-train-abcd1234",
+    node="n1",
+    agent_pid=7,
+    main_ns=0,
+    control_ns=0,
+    generation=3,
+    phase="gather",
+    phase_ns=5 * NS_PER_S,
+    reason="n1: a worker failed",
+    group_rank=0,
+    world_size=2,
+    ranks=(
+        RankState(rank=4, pid=1, step=9, beat_ns=8 * NS_PER_S),
+        RankState(rank=5, pid=2, step=8, beat_ns=9 * NS_PER_S),
+    ),
+    excluded={"n9": "sick"},
+    restarts_used=1,
+    restarts_max=3,
+    decision=decision(),
+)
+
+
+def test_an_agent_knows_its_own_node():
+    view = of_agent(json.loads(json.dumps(state_json(STATE, 10 * NS_PER_S))))
+
+    assert (view.source, view.generation, view.phase, view.phase_s) == ("agent", 3, "gather", 5.0)
+    assert view.nodes == (NodeView(node="n1", seat=0, first_rank=4, ranks=2, step=8, silent_s=1.0),)
+    assert (view.restarts_used, view.restarts_max, view.excluded) == (1, 3, {"n9": "sick"})
+    assert "restarts    1 of 3" in shown(view)
+
+
+def a_file(node, generation, **changes):
+    told = {"run_id": RUN, "name": "f", "node": node, "generation": generation, "phase": "running"}
+    return {**told, "pids": {"0": 1, "1": 2}, **run_state(STATE), **changes}
+
+
+def test_files_tell_of_the_newest_generation():
+    view = of_files([a_file("n1", 2), a_file("n2", 2, phase="restarting"), a_file("n3", 1)])
+
+    assert (view.source, view.generation, view.phase) == ("file", 2, "running")
+    assert [(node.node, node.ranks) for node in view.nodes] == [("n1", 2), ("n2", 2)]
+    assert (view.excluded, view.restarts_used, view.restarts_max) == ({"n9": "sick"}, 1, 3)
+
+
+def test_the_store_tells_of_what_is_over():
+    run, rows, _ = a_killed_run()
+    gone = ExclusionRow(excluded="n9", t_us=us(41), ordinal=0, reason="sick", told_by="n1")
+    view = of_store(run, rows, [], [gone], T0 + 200_000_000)
+
+    assert (view.source, view.phase, view.phase_s) == ("store", "completed", 100.0)
+    assert (view.generation, view.step, view.exit_code) == (1, 120, 0)
+    assert view.excluded == {"n9": "sick"}
+    assert view.is_over
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+NAMES = ("ranks", "rank", "step", "budget", "excluded", "decision", "node", "generation", "pids")
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), JSON))
+def test_whatever_a_file_or_an_agent_says_can_be_shown(state):
+    for view in (of_agent(state), of_files([state])):
+        assert shown(view)
+        assert json.dumps(view.to_json())
+
+
+def test_hostile_text_stays_text():
+    evil = "\x1b]0;owned\x07\x1b[2J\r[red]x[/red]"
+    view = RunView(
+        run_id=evil,
+        name=evil,
+        source=evil,
+        phase=evil,
+        reason=evil,
+        nodes=(NodeView(node=evil, ranks=1, step=3),),
+        spares=(evil,),
+        excluded={evil: evil},
+        decision={"verdict": evil, "rule": evil, "reason": [evil]},
+        notes=(evil,),
+    )
+    text = shown(view, silent_s={evil: 9.0})
+
+    assert not any(ord(char) < 32 and char != "\n" for char in text)
+    assert "[red]x[/red]" in text
+
+
+def test_very_many_nodes_are_counted():
+    nodes = tuple(NodeView(node=f"n{n}", ranks=8, step=1) for n in range(500))
+    text = shown(replace(RunView(run_id=RUN, name="x", source="board"), nodes=nodes))
+
+    assert "and 460 more" in text
+    assert len(text.splitlines()) < 60
+
+
+def test_a_run_s_folder_is_found_by_an_end_of_its_id_or_is_the_newest(tmp_path):
+    for name, run_id in (("20260101T-a", "aaaa-1111"), ("20260102T-b", "bbbb-2222")):
+        (tmp_path / name).mkdir()
+        text = json.dumps({"run_id": run_id, "generation": 0})
+        (tmp_path / name / "state.json").write_text(text)
+    (tmp_path / "20260103T-empty").mkdir()
+
+    assert find_folder(tmp_path, None).name == "20260102T-b"
+    assert find_folder(tmp_path, "1111").name == "20260101T-a"
+    assert find_folder(tmp_path, "AAAA").name == "20260101T-a"
+    assert find_folder(tmp_path, "20260101T-a").name == "20260101T-a"
+    assert find_folder(tmp_path, "cccc") is None
+    assert find_folder(tmp_path / "nowhere", None) is None
+
+
+def test_state_files_that_are_none_are_skipped_and_the_first_rank_s_comes_first(tmp_path):
+    for name, text in (
+        ("state-10.json", '{"node": "n10"}'),
+        ("state-2.json", '{"node": "n2"}'),
+        ("state.json", '{"node": "n0"}'),
+        ("state-3.json", "{"),
+        ("state-4.json", "[]"),
+    ):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "state-5.json").symlink_to("state.json")
+
+    assert [state["node"] for state in states(tmp_path)] == ["n0", "n2", "n10"]

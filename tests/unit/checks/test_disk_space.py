@@ -104,3 +104,11 @@ def test_what_a_user_or_a_container_fills_is_not_the_nodes(point):
     full = answer(point, space=0, fs="tmpfs")
 
     assert said(judge(Filesystems((full,)), parameters, CASE)) == [("n1", "skip", None)]
+
+
+def test_before_a_start_a_full_mount_only_warns():
+    """The job may not use it; one that it uses tells by itself."""
+    parameters = shipped("disk_space", suite="preflight")["disk_space"]
+
+    assert parameters.space_percent.fail is None
+    assert parameters.inodes_percent.fail is None

@@ -1,6 +1,7 @@
 """Every test starts without the user's gpuops settings and writes below its own directory."""
 
 import resource
+import signal
 
 import pytest
 from support.postgres import (  # noqa: F401 fixtures for every test
@@ -14,6 +15,13 @@ from support.postgres import (  # noqa: F401 fixtures for every test
 def _no_core_files():
     # Some tests crash a process on purpose, in the checkout.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heed_interrupts():
+    # A shell starts what runs in the background with SIGINT ignored, and all it starts in turn.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

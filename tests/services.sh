@@ -10,6 +10,8 @@ else
   ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
   command -v cc >/dev/null || missing+=(gcc libc6-dev)
   command -v setpriv >/dev/null || missing+=(util-linux)
+  # Several hosts on one machine, and links that are cut: network namespaces.
+  command -v ip >/dev/null && command -v tc >/dev/null || missing+=(iproute2)
   command -v shellcheck >/dev/null || missing+=(shellcheck)
   command -v slurmctld >/dev/null && command -v slurmd >/dev/null || missing+=(slurm-wlm)
   command -v munged >/dev/null || missing+=(munge)

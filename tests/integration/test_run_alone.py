@@ -8,23 +8,32 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 TRAIN = JOBS / "train.py"
 
 
-def ports(pid):
+def listeners(pid):
     found = psutil.Process(pid).net_connections("tcp")
-    return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN}
+    return {tuple(entry.laddr) for entry in found if entry.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=["plain", "standalone"])
-def test_the_agent_listens_on_no_port_and_a_killed_rank_recovers(tmp_path, flags):
+@pytest.mark.parametrize(
+    ("flags", "n_listeners"),
+    [([], 1), (["--standalone"], 1), (["--http=off"], 0)],
+    ids=["plain", "standalone", "without http"],
+)
+def test_the_agent_only_answers_this_machine_and_a_killed_rank_recovers(
+    tmp_path, flags, n_listeners
+):
     with Run(tmp_path, *flags, TRAIN, "--steps", "60") as run:
         run.kill_rank(1, at_step=8)
         leader = run.state(generation=1)["pids"]["0"]
         # The workers' own store is as torchrun would have it.
-        wait_until(lambda: ports(leader), what="the store of rank 0")
+        wait_until(lambda: listeners(leader), what="the store of rank 0")
 
-        assert ports(run.process.pid) == set()
+        ours = listeners(run.process.pid)
+        assert {address for address, _port in ours} <= {"127.0.0.1"}
+        assert len(ours) == n_listeners
         assert run.finish() == 0, run.said()
 
     assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["failed", "completed"]
+    assert run.state()["phase"] == "ended"
 
 
 def test_two_runs_at_once_do_not_meet(tmp_path):

@@ -21,7 +21,8 @@ def test_a_killed_rank_costs_one_incident_and_the_job_is_done(tmp_path, victim):
     assert {"kind": "rank", "id": str(1 - victim)} not in incident["culprits"]
     assert incident["state"] == "closed"
     assert incident["actions"] == ["restart"]
-    assert set(incident["lost_seconds_by_phase"]) == {"detect", "restart", "redo"}
+    phases = {"detect", "decide", "rendezvous", "init", "redo"}
+    assert set(incident["lost_seconds_by_phase"]) == phases
     assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["failed", "completed"]
     assert [p["steps_last"] for p in run.payloads("attempt.ended")][1] == 40
     assert [p["outcome"] for p in run.payloads("run.ended")] == ["completed"]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.runs import JOBS, Run
 
+from gpuops.incident.budget import INFRASTRUCTURE_MAX
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 PLAIN = JOBS / "plain.py"
 ROOT = Path(__file__).parents[2]
@@ -126,15 +128,20 @@ def test_workers_that_the_system_refuses_to_start_are_an_incident(tmp_path):
     program = tmp_path / "python"
     program.write_bytes(b"\x7fELF no program")
     program.chmod(0o755)
-    with Run(tmp_path / "run", PLAIN, env={"PYTHON_EXEC": str(program)}) as run:
-        assert run.finish() == 1
+    env = {"PYTHON_EXEC": str(program)}
+    with Run(tmp_path / "run", "--max-restarts=0", PLAIN, env=env) as run:
+        # The pauses between the tries double, from none to 8 s.
+        assert run.finish(100) == 1, run.said()
 
     said = run.err.read_text()
     assert "Traceback" not in said
     assert "cannot start the workers: [Errno 8] Exec format error" in said
-    (incident,) = run.incidents()
-    assert incident["title"] == "the workers could not be started"
-    assert incident["state"] == "closed"
+    assert [p["outcome"] for p in run.payloads("run.ended")] == ["failed"]
+    incidents = run.incidents()
+    assert {incident["failure_class"] for incident in incidents} == {"launcher.start_failed"}
+    assert {incident["state"] for incident in incidents} == {"closed"}
+    # A refused start is tried again without being counted, but not for ever.
+    assert len(incidents) == INFRASTRUCTURE_MAX + 1
 
 
 def test_a_secret_in_the_runs_name_is_in_no_name_of_a_folder(tmp_path):

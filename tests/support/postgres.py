@@ -57,6 +57,7 @@ class PostgresServer:
     password: str | None
     options: tuple[str, ...]
     process: subprocess.Popen | None = None
+    address: str | None = None  # one more to listen on, whose /24 is trusted
 
     def url(self, database, *, user="app", password=None):
         """Return the store URL of *database* over TCP."""
@@ -69,7 +70,8 @@ class PostgresServer:
         settings = (f"port={self.port}", f"unix_socket_directories={self.home}", *self.options)
         options = [word for setting in settings for word in ("-c", setting)]
         command = [*_as_user(self.user), str(self.binaries / "postgres"), *options]
-        command += ["-D", str(self.home / "data"), "-c", "listen_addresses=127.0.0.1"]
+        listen = ",".join(["127.0.0.1", *([self.address] if self.address else [])])
+        command += ["-D", str(self.home / "data"), "-c", f"listen_addresses={listen}"]
         with (self.home / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -170,8 +172,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def new_server(*, password=None, options=FAST):
+def new_server(*, password=None, options=FAST, address=None):
     """Return a started server; with *password*, connections must give it (SCRAM).
+
+    With *address*, one of this machine, it listens there as well, and trusts that /24 network.
 
     Raises:
         FileNotFoundError: The server's binaries are not installed.
@@ -184,8 +188,13 @@ def new_server(*, password=None, options=FAST):
     home = Path(tempfile.mkdtemp(prefix="gpuops-pg-"))
     try:
         _initdb(home, binaries, user, password)
+        if address is not None:
+            with (home / "data" / "pg_hba.conf").open("a") as rules:
+                rules.write(f"host all all {address}/24 trust\n")
         for attempt in range(_TRIES):
-            server = PostgresServer(home, binaries, user, free_port(), password, tuple(options))
+            server = PostgresServer(
+                home, binaries, user, free_port(), password, tuple(options), address=address
+            )
             try:
                 server.start()
             except RuntimeError:

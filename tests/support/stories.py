@@ -125,6 +125,7 @@ def story(seed=0, *, nodes=("n1", "n2"), attempts=2, minutes=2):
             _attempt(teller, run, ordinal, rank, node, minutes, failed=not last)
         if not last:
             _incident(teller, run, ordinal, nodes)
+            _decision(teller, run, ordinal, nodes)
     for node in nodes:
         outcome = {"outcome": "completed", "exit_code": 0, "reason": "done"}
         teller.tell("run.ended", node=node, run_id=run, attempt=attempts - 1, **outcome)
@@ -251,6 +252,43 @@ def _incident(teller, run, ordinal, nodes):
                 attempt=ordinal,
                 severity=40,
             )
+
+
+def _decision(teller, run, ordinal, nodes):
+    """Have the last node decide, and each node tell that it is left out."""
+    teller.tell(
+        "decision.made",
+        decision_payload(ordinal),
+        node=nodes[-1],
+        run_id=run,
+        attempt=ordinal,
+        severity=40,
+    )
+    for node in nodes:
+        told = {"excluded": nodes[0], "reason": f"sick, says {node}"}
+        teller.tell("node.excluded", told, node=node, run_id=run, attempt=ordinal)
+
+
+def decision_payload(ordinal, **changes):
+    """Return the payload of a decision; *changes* are to the decision itself."""
+    made = {
+        "verdict": "restart",
+        "rule": "worker-failed",
+        "reason": "a worker failed and the budget is not spent",
+        "exclude": {"n1": "sick"},
+        "backoff_s": 1.5,
+        "exit_code": None,
+        **changes,
+    }
+    return {
+        "decision": made,
+        "reports": [{"node": "n1", "kind": "workers_failed", "generation": ordinal}],
+        "reports_total": 1,
+        "cluster": {"generation": ordinal, "members": ["n1", "n2"]},
+        "history": [],
+        "budget": {"used": 1 + ordinal, "max": 3, "window_s": None},
+        "note": "site: agreed",
+    }
 
 
 def envelopes(lines, *, cluster="c1", uid=0):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from gpuops.cli.main import COMMANDS, gpuops
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("checks", "slurm", "tests")
+FOLDERS = ("checks", "gpuops", "slurm", "tests")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))]
 )

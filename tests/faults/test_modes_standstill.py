@@ -1,0 +1,91 @@
+"""Ranks that stand still: found in time, named, looked at before they are ended.
+
+What tells one kind of standstill from another has tests of its own; here a whole run meets each.
+"""
+
+import pytest
+from support.faulty import FaultyRun, culprits
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+HANG = ("--hang-timeout", 10)
+
+
+def test_a_hang_is_seen_in_time_and_everybody_was_looked_at(tmp_path):
+    """Mode 3: one rank of three on two nodes sleeps, the others wait for it in a collective."""
+    env = {"JOB_STEPS": "30", "JOB_AT": "1:8:0", "JOB_DEED": "sleep"}
+    options = {"n_nodes": 2, "nproc": 2, "script": "elastic_train.py", "env": env}
+    with FaultyRun(tmp_path, HANG, (), **options) as run:
+        run.start()
+        assert run.finish() == {"n0": 0, "n1": 0}, run.said()
+
+    steps = [line for line in run.lines() if line.what == "step" and line.generation == 0]
+    stopped = next(e for e in run.events("run.phase") if e["payload"]["phase"] == "gather")
+    first = next(line for line in run.lines() if line.generation == 1)
+    assert (first.mono_ns - steps[-1].mono_ns) / 1e9 < 60
+    assert stopped["payload"]["generation"] == 0
+    incident = run.incident("hang.no_progress")
+    assert ("rank", "1") in culprits(incident)
+    assert not {("rank", "0"), ("rank", "2"), ("rank", "3")} & culprits(incident)
+    looked_at = {
+        item["entity"]["id"]
+        for told in run.payloads("incident.recorded")
+        for item in told["evidence"]
+        if told["id"] == incident["id"] and item["entity"] and item["lines"]
+    }
+    assert looked_at == {"0", "1", "2", "3"}, "each node tells of its own ranks"
+    assert incident["actions"] == ["restart"]
+    run.check_ledger(30)
+
+
+@pytest.mark.parametrize(
+    ("deed", "failure_class"), [("asleep", "hang.no_progress"), ("interpreter", "hang.gil_held")]
+)
+def test_a_rank_without_torch_that_hangs_is_named_by_what_it_does(tmp_path, deed, failure_class):
+    """Modes 3 and 4: detected within the limit and some seconds to look; a restart follows."""
+    words = (deed, "--rank", 1, "--at", 6, "--generation", 0)
+    with FaultyRun(tmp_path, HANG, words) as run:
+        run.start()
+        assert run.ended() == 0, run.said()
+
+    incident = run.incident(failure_class)
+    assert ("rank", "1") in culprits(incident)
+    assert incident["lost_seconds_by_phase"]["detect"] < 20
+    lines = [line for item in incident["evidence"] for line in item["lines"]]
+    assert any("faulty.py" in line for line in lines) or deed == "interpreter"
+    run.check_ledger(20)
+
+
+def test_a_worker_in_the_kernel_takes_its_node_out(tmp_path):
+    """Mode 5: nothing can be started where a process cannot be ended; the other node goes on."""
+    words = ("kernel", "--rank", 1, "--at", 6, "--generation", 0)
+    options = {"n_nodes": 2, "nproc": 1, "nnodes": "1:2"}
+    with FaultyRun(tmp_path, HANG, words, **options) as run:
+        run.start()
+        codes = run.finish()
+
+    assert sorted(codes.values()) == [0, 86], run.said()
+    out = next(name for name, code in codes.items() if code == 86)
+    incident = run.incident("hang.d_state")
+    assert culprits(incident) >= {("rank", "1"), ("node", out)}
+    assert incident["actions"] == ["exclude-node", "restart"]
+    assert run.rules() == ["node.excluded"]
+    assert {line.rank for line in run.lines() if line.generation == 1} == {0}
+    assert run.orphans() == set()
+
+
+def test_a_worker_in_the_kernel_on_the_only_node_has_the_job_go_elsewhere(tmp_path):
+    """Mode 5: exit 86."""
+    words = ("kernel", "--rank", 1, "--at", 6, "--generation", 0)
+    with FaultyRun(tmp_path, HANG, words) as run:
+        run.start()
+        assert run.ended() == 86, run.said()
+
+    assert run.rules() == ["node.unhealthy"]
+    assert run.incident("hang.d_state")["actions"] == ["exclude-node", "requeue"]
+    assert run.generations() == [0]
+
+
+# Mode 21, the verdict that a rank is slow or computes wrongly: detectors give it, and there are
+# none yet. What is here already is the way in, `Witness` in gpuops.agent.hang_culprits and the
+# sentries of gpuops.agent.sentry, and that supervision alone restarts nothing for a slow rank
+# (test_modes_workers). Their scenario comes with the first detector.

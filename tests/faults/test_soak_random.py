@@ -1,0 +1,199 @@
+"""A seeded storm of faults over four hosts: what was trained must add up in the end.
+
+Each fault is one that a cluster really has; after each the run must step again by itself. In the
+end every step was trained once or redone from a recorded point, no two generations trained at the
+same time, no worker is left behind, and every generation that ended has its incident.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from support.cluster_run import ClusterRun, postgres_endpoint
+from support.hosts import Hosts
+from support.postgres import running_server
+from support.runs import is_alive, wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.postgres]
+FLAGS = (
+    *("--hang-timeout=8", "--grow-after=3", "--max-restarts=1000000"),
+    "--rdzv-conf=join_timeout=120",
+)
+JOB = {"JOB_STEPS": "10000000", "JOB_PAUSE_S": "0.05"}
+STEPS_AGAIN_S = 150
+
+
+class Storm:
+    """One run over hosts, and what is done to it. Each act returns what undoes it, if anything."""
+
+    def __init__(self, hosts, server, run, seed):
+        self.hosts, self.server, self.run = hosts, server, run
+        self.rng = random.Random(seed)
+        self.acts = [
+            *(self.kill_rank, self.stop_rank, self.kill_agent, self.freeze_node),
+            *(self.kill_node, self.cut_link, self.freeze_store, self.restart_store),
+        ]
+        self.log = []
+
+    def blow(self, n_faults):
+        """Do *n_faults* random faults, one after the other; the run must come back from each."""
+        for number in range(n_faults):
+            act = self.rng.choice(self.acts)
+            began = time.monotonic()
+            last_ns = self.steps_again(time.monotonic_ns())
+            undo, what = act()
+            self.log.append([number, act.__name__, what])
+            if undo is not None:
+                self.pause(self.rng.uniform(0.5, 22))
+                undo()
+            again_ns = self.steps_again(time.monotonic_ns())
+            took_s = time.monotonic() - began
+            self.log[-1] += [round(took_s, 1), round((again_ns - last_ns) / 1e9, 1)]
+            print(*self.log[-1], flush=True)
+
+    def steps_again(self, since_ns):
+        """Return when some rank made a step after *since_ns*; those alive are all watched."""
+
+        def look():
+            lines = self.run.lines()[-200:]
+            made = [x.mono_ns for x in lines if x.what == "step" and x.mono_ns > since_ns]
+            return made[-1] if len(made) >= 4 else None
+
+        try:
+            return wait_until(look, STEPS_AGAIN_S, "the next steps")
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}\n{self.log}\n{self.run.said()}") from None
+
+    def pause(self, seconds):
+        """Let *seconds* pass, as long as nobody has to wait for them."""
+        time.sleep(seconds)
+
+    def seated(self):
+        """Return the hosts with living workers, and these."""
+        found = {}
+        for host in self.hosts:
+            state = self.run.state(host)
+            pids = [pid for pid in (state or {}).get("pids", {}).values() if is_alive(pid)]
+            if pids:
+                found[host.name] = (host, pids)
+        return wait_until(lambda: list(found.values()), 30, "a worker")
+
+    def kill_rank(self):
+        """SIGKILL to one worker."""
+        host, pids = self.rng.choice(self.seated())
+        os.kill(self.rng.choice(pids), signal.SIGKILL)
+        return None, host.name
+
+    def stop_rank(self):
+        """SIGSTOP to one worker: a hang that only its limit tells."""
+        host, pids = self.rng.choice(self.seated())
+        os.kill(self.rng.choice(pids), signal.SIGSTOP)
+        return None, host.name
+
+    def kill_agent(self):
+        """SIGKILL to one agent, which somebody starts again."""
+        host, _pids = self.rng.choice(self.seated())
+        self.run.agent(host).process.kill()
+        return lambda: self.run.start(host), host.name
+
+    def kill_node(self):
+        """A node loses power and comes back."""
+        host, _pids = self.rng.choice(self.seated())
+        host.kill_all()
+        return lambda: self.run.start(host), host.name
+
+    def freeze_node(self):
+        """A node stands still."""
+        host, _pids = self.rng.choice(self.seated())
+        host.freeze()
+        return host.thaw, host.name
+
+    def cut_link(self):
+        """A cable is out."""
+        host, _pids = self.rng.choice(self.seated())
+        host.cut()
+        return host.heal, host.name
+
+    def freeze_store(self):
+        """The database answers nobody for some seconds."""
+        self.server.signal(signal.SIGSTOP)
+        self.pause(self.rng.uniform(1, 13))
+        self.server.signal(signal.SIGCONT)
+        return None, "store"
+
+    def restart_store(self):
+        """The database crashes and recovers."""
+        self.server.kill()
+        self.pause(self.rng.uniform(0.2, 5))
+        self.server.start()
+        return None, "store"
+
+
+def unexplained(run):
+    """Return the generations that ended without an incident and were not ended to take nodes in."""
+    last = max(line.generation for line in run.lines())
+    told = {event["payload"]["attempt"] for event in run.events("incident.recorded")}
+    grown = {
+        event["payload"]["generation"] - 1
+        for event in run.events("run.phase")
+        if event["payload"]["phase"] == "form" and "more node" in event["payload"]["reason"]
+    }
+    return set(range(last)) - told - grown
+
+
+def ended_well(run):
+    """Fail unless the run, once it is told that it made enough steps, ends with a true record."""
+    run.enough()
+    codes = run.finish(limit_s=240)
+    assert set(codes.values()) == {0}, run.said()
+    run.check_ledger()
+    assert unexplained(run) == set()
+    return codes
+
+
+def blown(folder, seed, n_faults):
+    """Run a storm; return what was done, with the seconds each time."""
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(4, folder))
+        server = stack.enter_context(running_server(address=hosts.address))
+        url = stack.enter_context(server.database())
+        endpoint = postgres_endpoint(url, hosts.address)
+        options = {"nnodes": "1:4", "endpoint": endpoint, "env": JOB, "run_id": f"s{seed}"}
+        run = stack.enter_context(ClusterRun(hosts, folder, *FLAGS, **options))
+        run.start()
+        run.wait_for_step(3)
+        storm = Storm(hosts, server, run, seed)
+        storm.blow(n_faults)
+        ended_well(run)
+        generations = max(line.generation for line in run.lines()) + 1
+        return {"faults": storm.log, "generations": generations}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [3])
+def test_a_few_random_faults_over_four_hosts(tmp_path, seed):
+    blown(tmp_path, seed, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_a_hundred_random_faults_over_four_hosts(tmp_path):
+    seed = int(os.environ.get("SOAK_SEED", "20261121"))
+    n_faults = int(os.environ.get("SOAK_FAULTS", "100"))
+    began = time.monotonic()
+    result = blown(tmp_path, seed, n_faults)
+    if out := os.environ.get("SOAK_OUT"):
+        body = {
+            "command": f"SOAK_SEED={seed} SOAK_FAULTS={n_faults} make soak",
+            "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
+            "seed": seed,
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            **result,
+        }
+        Path(out).write_text(json.dumps(body, indent=2) + "\n")

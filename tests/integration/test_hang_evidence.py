@@ -1,0 +1,186 @@
+"""Real two-rank gloo jobs of which one rank stops making progress: found, named, told apart."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.runs import is_alive, wait_until
+
+import gpuops.worker.shim
+from gpuops.agent.evidence import Gathering, RankFacts, SystemEyes, Target
+from gpuops.agent.exits import RankFiles
+from gpuops.agent.hang_sentry import HangSentry
+from gpuops.agent.rings import RingReader
+from gpuops.agent.sentry import Watched
+from gpuops.agent.workers import Worker
+from gpuops.host.clock import SystemClock
+from gpuops.model import Entity, EntityKind, FailureClass, Role
+
+SHIM = gpuops.worker.shim.__file__
+TOOLS = str(Path(sys.executable).parent)
+JOB = """
+import ctypes, os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+def lost():
+    how = sys.argv[1]
+    if how == "sleep":
+        time.sleep(600)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "gil":
+        # Locked twice; unlike a sleep no signal ends that.
+        mutex = ctypes.create_string_buffer(64)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    elif how == "kernel":
+        # The parent waits in state D until its vforked child has opened the other end.
+        os.mkfifo("never")
+        action = (os.POSIX_SPAWN_OPEN, 0, "never", os.O_RDONLY, 0)
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[action])
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(10**9):
+    if rank == 1 and step == 8:
+        lost()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+class Job:
+    """Two workers under the shim, and a sentry as the agent uses it."""
+
+    def __init__(self, folder, how, path=TOOLS, timeout_s=3.0):
+        (folder / "job.py").write_text(JOB)
+        self.processes = [self._start(folder, rank, how) for rank in (0, 1)]
+        self.sentry = HangSentry(SystemClock(), timeout_s, {"PATH": path})
+        self.workers = [
+            Worker(
+                rank=rank,
+                local_rank=rank,
+                pid=process.pid,
+                ring=RingReader(folder / f"ring{rank}"),
+                files=RankFiles(stacks=folder / f"stacks{rank}"),
+            )
+            for rank, process in enumerate(self.processes)
+        ]
+        watched = Watched(generation=0, node="n1", workers=self.workers, folder=folder)
+        self.sentry.begin(watched)
+
+    def _start(self, folder, rank, how):
+        return subprocess.Popen(
+            [sys.executable, SHIM, "job.py", how],
+            cwd=folder,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "GPUOPS_GENERATION": "0",
+                "GPUOPS_RING": str(folder / f"ring{rank}"),
+                "GPUOPS_STACKS": str(folder / f"stacks{rank}"),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sentry.close()
+        for process in self.processes:
+            os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait(30)
+        for worker in self.workers:
+            worker.ring.close()
+
+    def report(self):
+        """Feed and look until there is a report."""
+
+        def look():
+            self.sentry.feed({worker.rank: worker.ring.poll() for worker in self.workers})
+            return self.sentry.look()
+
+        return wait_until(look, limit_s=90, what="a report")
+
+
+needs_pyspy = pytest.mark.skipif(not shutil.which("py-spy", path=TOOLS), reason="no py-spy")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("how", "failure_class", "says", "blames"),
+    [
+        ("sleep", FailureClass.HANG_NO_PROGRESS, "is in lost (", False),
+        ("stop", FailureClass.HANG_STOPPED, "is stopped by a signal (state T)", False),
+        pytest.param(
+            *("gil", FailureClass.HANG_GIL_HELD, "its main thread holds the interpreter", False),
+            marks=needs_pyspy,
+        ),
+        ("kernel", FailureClass.HANG_D_STATE, "waits inside the kernel", True),
+    ],
+)
+def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
+    tmp_path, how, failure_class, says, blames
+):
+    with Job(tmp_path, how) as job:
+        report = job.report()
+        evidence = job.sentry.collect(5.0)
+
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),), report.how
+    assert (report.failure_class, report.blames_node) == (failure_class, blames)
+    assert report.how.startswith("rank 1 (last step 8): ")
+    assert says in report.how
+    first, second = report.ends
+    assert (first.role, second.role) == (Role.SYMPTOM, Role.ROOT)
+    assert first.failure_class is FailureClass.HANG_COLLECTIVE, evidence
+    assert any("backward" in line or "all_reduce" in line for line in evidence[1].lines)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("how", ["sleep", "gil"])
+def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp_path, how):
+    with Job(tmp_path, how, path="") as job:
+        report = job.report()
+        evidence = job.sentry.collect(5.0)
+
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+    assert report.failure_class is FailureClass.HANG_NO_PROGRESS
+    assert "lost (" in evidence[0].lines[0]
+    assert evidence[0].path == str(tmp_path / "stacks1")
+
+
+def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
+    # It would die of it.
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
+        eyes = SystemEyes("")
+        target = Target(rank=0, local_rank=0, pid=sleeper.pid, stacks=tmp_path / "s", dumps=True)
+        gathering = Gathering([target], eyes, {})
+        gathering.start()
+        assert gathering.wait(30)
+        lived = is_alive(sleeper.pid)
+        sleeper.kill()
+
+    assert lived
+    assert isinstance(gathering.facts[0], RankFacts)
+    assert not [t for t in threading.enumerate() if t.name == "gpuops-evidence"]
+
+
+def test_a_process_that_is_no_child_of_ours_is_never_signalled(tmp_path):
+    target = Target(rank=0, local_rank=0, pid=os.getppid(), stacks=tmp_path / "s", dumps=True)
+
+    assert SystemEyes("").dump([target], 0.1) == {}

@@ -1,0 +1,296 @@
+"""Agents without processes: the whole agreement on a fake clock, in one thread.
+
+Each has a real `Link` and `Leader` over one `MemoryBoard`; only what `gpuops.agent` does with
+workers is played. A link that is cut answers nothing, a frozen agent does nothing at all.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from uuid import UUID
+
+from gpuops.control.board import BoardError, BoardUnreachableError
+from gpuops.control.drains import drain
+from gpuops.control.enter import enter
+from gpuops.control.leader import Leader, Timing
+from gpuops.control.link import Link
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import ControlRecord, Member, Phase, Roster, pack
+from gpuops.errors import EXIT_NODE_UNHEALTHY, EXIT_REQUEUE
+from gpuops.host.clock import FakeClock
+from gpuops.incident.decide import decide
+from gpuops.incident.decision import (
+    Decision,
+    NodeReport,
+    PastFailure,
+    ReportKind,
+    Terms,
+    Verdict,
+)
+from gpuops.model import FailureClass, Side
+
+
+def restart(reports, cluster, _history, now_s):
+    """Restart whatever happened; the policy has tests of its own."""
+    cause = min(reports, key=lambda report: report.arrival, default=None)
+    failure = PastFailure(
+        generation=cluster.generation,
+        at_s=now_s,
+        failure_class=FailureClass.UNRESOLVED,
+        side=Side.AMBIGUOUS,
+        counted=True,
+    )
+    made = Decision(
+        verdict=Verdict.RESTART, rule="test", reason="test", failure=failure, cause=cause
+    )
+    return made, None
+
+
+def by_the_table(reports, cluster, history, now_s):
+    """Decide as a run without a plug-in does."""
+    return decide(reports, cluster, history, now_s), None
+
+
+class CutBoard:
+    """A board that can be cut off from one agent, and that loses calls and answers on request.
+
+    *lose* is asked before each call: "call" (it never arrives), "answer" (it is done, and nobody
+    hears of it), or None.
+    """
+
+    def __init__(self, board):
+        self._board = board
+        self.is_cut = False
+        self.lose = lambda _name: None
+
+    def __getattr__(self, name):
+        act = getattr(self._board, name)
+
+        def call(*args, **kwargs):
+            lost = "call" if self.is_cut else self.lose(name)
+            if lost == "call":
+                raise BoardUnreachableError("cut")
+            answer = act(*args, **kwargs)
+            if lost == "answer":
+                raise BoardUnreachableError("the answer was lost")
+            return answer
+
+        return call
+
+
+class Player:
+    """One agent: what it would do with workers, without any."""
+
+    def __init__(self, world, number, order=None):
+        self.world = world
+        self.node = f"n{number}"
+        self.board = CutBoard(world.board.another())
+        self.me = Member(
+            agent=str(UUID(int=world.next_agent())),
+            node=self.node,
+            address=self.node,
+            n_workers=world.n_workers,
+            order=order,
+            master_port=1000 + number,
+        )
+        fresh = ControlRecord(
+            run_id=self.me.agent, folder="run", generation=0, phase=Phase.FORM, since_s=0.0
+        )
+        view = enter(self.board, self.me, fresh, world.clock, world.pass_time)
+        self.link = Link(self.board, self.me, view, world.clock, fence_s=10.0)
+        self.link.training = lambda: self.running
+        self.leader = Leader(self.link, world.clock, world.terms, world.timing, world.decide)
+        self.link.leads = self.leader
+        self.link.on_fence = lambda _s: self._killed()
+        self.running = None  # the generation whose workers live here
+        self.rank = None
+        self.left = self.seated = -1
+        self.declared = -1
+        self.is_frozen = False
+        self.is_dead = False
+        self.is_stuck = False  # its main thread does nothing, its control thread beats
+        self.fails = None  # a report to make of the generation that runs
+        self.blames = False  # with evidence against its node
+        self.ends_in_s = 0.0  # what its workers take to end when they are asked to
+        self.drains = False
+        self.unsaid = None  # a trigger, if any, and a report that are not on the board yet
+        self.ending = None  # what to report, and when the workers are gone
+        self.done = False
+        self.exit_code = None
+
+    def _killed(self):
+        """Hear that the workers here were killed, whatever the main thread does."""
+        if not self.link.is_fenced and self.running is not None:
+            self.left = self.running
+            self.unsaid = (None, self._report(ReportKind.STOPPED, self.running))
+        self.stop()
+
+    def stop(self):
+        self.running = self.ending = None
+
+    def act(self):
+        """Take one turn of the control thread, one of the fence, one of the main thread."""
+        if self.is_dead or self.is_frozen or self.exit_code is not None:
+            return
+        with suppress(BoardError):
+            self.link.turn(hold_s=0.0)
+        self.link.check_fence()
+        self.link.check_overdue()
+        if self.is_stuck:
+            return
+        with suppress(BoardError):
+            self._main()
+
+    def _main(self):
+        record = self.link.record
+        if self.link.lost is not None:
+            self.stop()
+            self.exit_code = EXIT_REQUEUE
+        elif self.link.is_fenced:
+            self._after_fence()
+        elif self.ending is not None:
+            self._end_if_gone()
+        elif self.unsaid is not None:
+            self._say()
+        elif record.phase is Phase.STOP:
+            self.stop()
+            self.exit_code = record.exit_code
+        elif self.node in record.excluded and self.running is None:
+            for key in (self.link.keys.alive, self.link.keys.agent):
+                self.board.delete(key(self.me.agent))
+            self.exit_code = EXIT_NODE_UNHEALTHY
+        elif self.running is not None:
+            self._supervise(record)
+        elif record.generation > self.left:
+            self._take_a_seat(record)
+
+    def _after_fence(self):
+        self.left = max(self.left, self.seated)
+        if not self.link.rejoin():
+            return
+        if self.left >= 0:
+            self.unsaid = (ReportKind.NODE_LOST, self._report(ReportKind.NODE_LOST, self.left))
+            self._say()
+
+    def _say(self):
+        """Put on the board what could not be put there yet."""
+        trigger, report = self.unsaid
+        if trigger is not None:
+            self._gather(report.generation, trigger)
+        self.link.report(report)
+        self.unsaid = None
+
+    def _supervise(self, record):
+        if record.generation > self.running or record.phase in {Phase.GATHER, Phase.FORM}:
+            self._end(ReportKind.DONE if self.done else ReportKind.STOPPED)
+        elif record.phase is Phase.DRAIN:
+            self._end(ReportKind.STOPPED)
+        elif self.drains:
+            drain(self.link, "SIGTERM", None)
+        elif self.fails is not None:
+            kind, self.fails = self.fails, None
+            self._end(kind, trigger=kind)
+        elif self.done:
+            self.link.report(self._report(ReportKind.DONE, self.running))
+
+    def _end(self, kind, trigger=None):
+        ends_in_s = 0.0 if self.done else self.ends_in_s  # those that are done are gone
+        gone_ns = self.world.clock.mono_ns() + round(ends_in_s * 1e9)
+        self.ending = (self._report(kind, self.running), gone_ns, trigger)
+        self.ends_in_s = 0.0
+        if trigger is not None:
+            with suppress(BoardError):
+                self._gather(self.running, trigger)
+        self._end_if_gone()
+
+    def _end_if_gone(self):
+        report, gone_ns, trigger = self.ending
+        if self.world.clock.mono_ns() < gone_ns:
+            return
+        self.left, self.running, self.ending = self.running, None, None
+        self.unsaid = (trigger, report)
+        self._say()
+
+    def _take_a_seat(self, record):
+        if record.phase is Phase.FORM and self.declared < record.generation:
+            if self.node not in record.excluded:
+                key = self.link.keys.ready(record.generation, self.me.agent)
+                self.link.board.put(key, pack(self.me.to_json()))
+                self.declared = record.generation
+        elif record.phase is not Phase.FORM:
+            entry = self.link.board.get(self.link.keys.roster(record.generation))
+            self.rank = Roster.from_bytes(entry.value).group_rank(self.me.agent)
+            if self.rank is not None and record.phase is Phase.RUN:
+                self.running = self.seated = record.generation
+            elif self.rank is not None:
+                self.link.report(self._report(ReportKind.STOPPED, record.generation))
+                self.left = record.generation
+
+    def _report(self, kind, generation):
+        blames, self.blames = self.blames, False
+        return NodeReport(kind=kind, node=self.node, generation=generation, blames_node=blames)
+
+    def _gather(self, generation, kind):
+        def change(now):
+            if (now.generation, now.phase) != (generation, Phase.RUN):
+                return None
+            return replace(now, phase=Phase.GATHER, trigger=kind, decided_by=self.node)
+
+        self.link.propose(change)
+
+
+class World:
+    """Everybody and the clock. *decide* stands for the policy."""
+
+    def __init__(self, terms: Terms, n_players: int, decide: Callable = restart, n_workers=2, **t):
+        self.clock = FakeClock()
+        self.board = MemoryBoard(self.clock)
+        self.terms = terms
+        self.timing = Timing(**t)
+        self.decide = decide
+        self.n_workers = n_workers
+        self._agents = 0
+        self.after_each = []
+        self.players = []
+        for number in range(n_players):
+            self.players.append(Player(self, number, order=number))
+
+    def next_agent(self):
+        self._agents += 1
+        return self._agents
+
+    def pass_time(self, seconds):
+        for _ in range(round(seconds / 0.25)):
+            self.turn()
+
+    def turn(self, seconds=0.25):
+        """Let everybody act once, *seconds* later."""
+        self.clock.advance(seconds)
+        for player in list(self.players):
+            player.act()
+        for check in self.after_each:
+            check(self)
+
+    def run_until(self, condition, limit_s=60.0):
+        """Turn until *condition*; return the seconds it took."""
+        began = self.clock.mono_ns()
+        while not condition(self):
+            assert (self.clock.mono_ns() - began) / 1e9 < limit_s, self.describe()
+            self.turn()
+        return (self.clock.mono_ns() - began) / 1e9
+
+    def running(self):
+        """Return the generations of which workers train somewhere: not frozen, not done."""
+        awake = [p for p in self.players if not p.is_dead and not p.is_frozen]
+        return {p.running for p in awake if p.running is not None and not p.done}
+
+    def all_run(self, generation, n_nodes):
+        """Say whether *generation* runs on *n_nodes*, and nothing else anywhere."""
+        ranks = [p.rank for p in self.players if p.running == generation and not p.is_dead]
+        return len(ranks) == n_nodes and sorted(ranks) == list(range(n_nodes))
+
+    def describe(self):
+        return [
+            (p.node, p.running, p.rank, p.is_frozen, p.is_dead, p.board.is_cut, p.exit_code)
+            for p in self.players
+        ], self.board.get("control").value[:600]

@@ -1,0 +1,296 @@
+"""One agent's parts without processes: real link, leader and records, workers that a test plays."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import UUID
+
+from gpuops.agent.exits import RankFiles
+from gpuops.agent.gatekeeper import OpenGate
+from gpuops.agent.identity import Identity
+from gpuops.agent.pace import Pace
+from gpuops.agent.parts import Parts
+from gpuops.agent.plan import Meeting, MeetingKind, Plan
+from gpuops.agent.records import NodeFacts
+from gpuops.agent.rulings import Rulings
+from gpuops.agent.seat import Seat
+from gpuops.agent.session import Session, Surroundings
+from gpuops.agent.workers import Worker
+from gpuops.control.board import BoardUnreachableError
+from gpuops.control.enter import enter
+from gpuops.control.leader import Leader, Timing
+from gpuops.control.link import Link
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import ControlRecord, Member, Phase, Roster, pack
+from gpuops.host.clock import FakeClock
+from gpuops.incident.decide import decide
+from gpuops.incident.decision import Terms
+from gpuops.model import WorkerExit
+from gpuops.store.recorder import ListRecorder
+from gpuops.wire import STEP_UNKNOWN, Flag
+from support.exits import RULES
+
+RUN_ID = "01890000-0000-7000-8000-000000000001"
+NODE_FACTS = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")
+
+
+class FakeRing:
+    """A worker's word, as a test writes it."""
+
+    def __init__(self):
+        self.flags = Flag(0)
+        self.last_seq = 0
+        self.wanted = None
+
+    def request(self, request, stop_step=STEP_UNKNOWN):
+        self.wanted = (request, stop_step)
+        return True
+
+
+class FakeWorkers:
+    """The workers of one generation; *first* is their first global rank."""
+
+    def __init__(self, n, first=0):
+        self.rings = [FakeRing() for _ in range(n)]
+        self.codes = {}  # by local rank, of those that ended
+        self.ended_by_us = []
+        self.sent = []
+        self.stuck_ranks = ()
+        self.killed = False
+        self.news = {}
+        self.story = []  # done one by one, each time that the agent looks at its workers
+        self.on_look = lambda: None
+        self._first = first
+
+    @property
+    def all(self):
+        return tuple(
+            Worker(
+                rank=self._first + i,
+                local_rank=i,
+                pid=4000 + i,
+                ring=ring,
+                files=RankFiles(stacks=Path("/nonexistent")),
+            )
+            for i, ring in enumerate(self.rings)
+        )
+
+    @property
+    def pids(self):
+        return {worker.rank: worker.pid for worker in self.all}
+
+    @property
+    def all_ended(self):
+        return len(self.codes) == len(self.rings)
+
+    @property
+    def has_failed(self):
+        return any(code != 0 for code in self.codes.values())
+
+    @property
+    def calls_for_a_look(self):
+        return self.all_ended or self.has_failed
+
+    def of_rank(self, rank):
+        return self.all[rank - self._first]
+
+    def beat(self, *local_ranks):
+        for local_rank in local_ranks:
+            self.rings[local_rank].last_seq += 1
+
+    def beat_counts(self):
+        return {worker.rank: worker.ring.last_seq for worker in self.all}
+
+    def beats(self):
+        if self.story:
+            self.story.pop(0)()
+        self.on_look()
+        news, self.news = self.news, {}
+        return news
+
+    def signal(self, local_rank, number):
+        self.sent.append((local_rank, number))
+        return True
+
+    def end_all(self, code):
+        self.codes |= {i: code for i in range(len(self.rings)) if i not in self.codes}
+
+    def kill(self):
+        self.killed = True
+        self.end_all(-9)
+
+    def let_others_fail(self, within_s):
+        pass
+
+    def end(self, first, grace_s, is_urgent):
+        left = [i for i in range(len(self.rings)) if i not in self.codes]
+        self.ended_by_us += left
+        self.codes |= dict.fromkeys(left, -first)
+
+    def exits(self, node, progress, codes):
+        return [
+            WorkerExit(
+                node=node,
+                rank=worker.rank,
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                exit_code=code if (code := self.codes.get(worker.local_rank, -15)) >= 0 else None,
+                signal={-9: "SIGKILL", -15: "SIGTERM"}.get(code),
+                terminated=worker.local_rank in self.ended_by_us,
+                seen_us=1,
+                seen_mono_ns=1,
+                beats=worker.ring.last_seq,
+            )
+            for worker in self.all
+        ]
+
+
+class CutBoard:
+    """A board that can be cut off."""
+
+    def __init__(self, board):
+        self._board = board
+        self.is_cut = False
+
+    def __getattr__(self, name):
+        if self.is_cut:
+            raise BoardUnreachableError("cut")
+        return getattr(self._board, name)
+
+
+class Cancellation:
+    """What was asked of the agent: nothing, until a test says otherwise."""
+
+    received = drain = None
+    is_urgent = False
+
+    def check(self):
+        if self.received is not None:
+            raise KeyboardInterrupt
+
+
+class Sent:
+    """A flush that found nothing to do."""
+
+    remaining = 0
+    note = None
+
+
+class Agent:
+    """One agent of one run: time passes, and its control thread turns, while it waits."""
+
+    def __init__(self, folder, n_workers=2, terms=None, board=None, clock=None, number=1, **plan):
+        self.clock = clock or FakeClock()
+        self.shared = board or MemoryBoard(self.clock)
+        self.board = CutBoard(self.shared.another())
+        self.node = f"n{number}"
+        self.me = Member(
+            agent=str(UUID(int=number)),
+            node=self.node,
+            address="127.0.0.1",
+            n_workers=n_workers,
+            order=number,
+        )
+        fresh = ControlRecord(
+            run_id=RUN_ID, folder="run", generation=0, phase=Phase.FORM, since_s=0.0
+        )
+        view = enter(self.board, self.me, fresh, self.clock, self.clock.advance)
+        self.link = Link(self.board, self.me, view, self.clock, fence_s=10.0)
+        self.terms = terms or Terms(restarts_max=3)
+        self.leader = Leader(
+            self.link, self.clock, self.terms, Timing(), lambda *a: (decide(*a), None)
+        )
+        self.link.leads = self.leader
+        self.recorder = ListRecorder()
+        self.said, self.states = [], []
+        self.cancellation = Cancellation()
+        self.plan = Plan(
+            terms=self.terms,
+            meeting=Meeting(kind=MeetingKind.PRIVATE, run_key="job"),
+            **plan,
+        )
+        self.session = self._session(folder / self.node)
+        self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
+        self.workers.on_look = self.turn
+        self.sentries = []
+        self.while_waiting = []  # done one by one, each time that the agent waits
+
+    def _session(self, folder):
+        folder.mkdir(parents=True)
+        around = Surroundings(
+            node=self.node,
+            clock=self.clock,
+            root=folder,
+            run_parent=folder,
+            rules=RULES,
+            node_facts=NODE_FACTS,
+            run_facts=lambda _path: None,
+            make_recorder=lambda _journal: self.recorder,
+            flush=lambda _deadline_s: Sent(),
+        )
+        return Session(around, Identity(RUN_ID, "run"), leads=False)
+
+    @property
+    def parts(self):
+        return Parts(
+            clock=self.clock,
+            node=self.node,
+            plan=self.plan,
+            link=self.link,
+            leader=self.leader,
+            rulings=Rulings(self.leader, self.session.chronicle),
+            session=self.session,
+            logs=None,
+            cancellation=self.cancellation,
+            gate=OpenGate(),
+            say=self.said.append,
+            agent_pid=1,
+            slurm_job_id=None,
+            slurm_restart_count=0,
+            failure_grace_s=3.0,
+            cancel_grace_s=20.0,
+            drain_grace_s=lambda _name: 25.0,
+            sentries=tuple(self.sentries),
+            pace=Pace(),
+        )
+
+    def waiting(self, record):
+        """Let time pass; see `Usher` and `Waits`."""
+        if self.while_waiting:
+            self.while_waiting.pop(0)()
+        self.turn()
+
+    def write_state(self, phase):
+        self.states.append(phase)
+
+    def turn(self, seconds=0.25):
+        self.clock.advance(seconds)
+        try:
+            self.link.turn(hold_s=0.0)
+        except BoardUnreachableError:
+            logging.getLogger(__name__).debug("cut")
+
+    def take_seats(self, *others):
+        """Form generation 0 of this agent and *others*; return the seat here."""
+        agents = [self, *others]
+        for agent in agents:
+            key = agent.link.keys.ready(0, agent.me.agent)
+            agent.board.put(key, pack(agent.me.to_json()))
+        for _ in range(400):
+            if all(agent.link.record.phase is Phase.RUN for agent in agents):
+                break
+            for agent in agents:
+                agent.turn()
+        return self.seat()
+
+    def seat(self):
+        record = self.link.record
+        roster = Roster.from_bytes(self.board.get(self.link.keys.roster(record.generation)).value)
+        return Seat(record, roster, roster.group_rank(self.me.agent))
+
+    def payloads(self, kind):
+        self.session.close("completed", 0, "")
+        return [event.payload for event in self.recorder.events if event.kind == kind]
+
+    def snapshot(self):
+        return SimpleNamespace(main_ns=0, fences=0)

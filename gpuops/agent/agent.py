@@ -6,6 +6,7 @@ on the board what it saw here, and does what was decided.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -185,7 +186,7 @@ class GpuopsAgent(LocalElasticAgent):
             generation=self.generation, node=self._parts.node, workers=workers, folder=folder
         )
         for sentry in self._parts.sentries:
-            session.safely("watching the workers", lambda s=sentry: s.begin(watched))  # type: ignore[misc]
+            session.safely("watching the workers", partial(sentry.begin, watched))
         return pids
 
     def _left_out(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from gpuops.agent.arguments import Request
 from gpuops.agent.collectives import collective_env
 from gpuops.agent.deciding import decider
-from gpuops.agent.ending import EVIDENCE_S
+from gpuops.agent.evidence import EVIDENCE_S
 from gpuops.agent.fingerprint import fingerprint
 from gpuops.agent.gatekeeper import GateKeeper, HealthKeeper, OpenGate
 from gpuops.agent.gpu_memory import open_memory

@@ -8,11 +8,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from signal import SIGTERM
 
+from gpuops.agent.evidence import EVIDENCE_S
 from gpuops.agent.gpu_signs import GpuSign
 from gpuops.agent.parts import Parts
 from gpuops.agent.seat import Seat
+from gpuops.agent.sentry import Sentry
 from gpuops.agent.workers import Workers
 from gpuops.control.board import BoardError
 from gpuops.control.record import ControlRecord, Phase
@@ -27,7 +30,6 @@ log = logging.getLogger(__name__)
 # After the first failure the others get this long to fail by themselves: what they raise is
 # evidence, and an end of their own is not taken for our teardown.
 COLLECT_S = 0.1
-EVIDENCE_S = 5.0
 RETRY_S = 0.2
 # Nothing to decide over: the first of a node's reports says all.
 _LOOK_FIRST = frozenset({ReportKind.HANG})
@@ -72,10 +74,10 @@ class Ending:
             return
         session = self._parts.session
         for sentry in self._parts.sentries:
-            session.safely("collecting evidence", lambda s=sentry: self._collect(s))  # type: ignore[misc]
+            session.safely("collecting evidence", partial(self._collect, sentry))
 
-    def _collect(self, sentry: object) -> None:
-        self._evidence += sentry.collect(EVIDENCE_S)  # type: ignore[attr-defined]
+    def _collect(self, sentry: Sentry) -> None:
+        self._evidence += sentry.collect(EVIDENCE_S)
 
     def wind_down(self) -> None:
         """End the workers that are left.

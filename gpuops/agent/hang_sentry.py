@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuops.agent.evidence import (
+    EVIDENCE_S,
     LONG_LOOKS_S,
     LOOKS_S,
     Eyes,
@@ -32,7 +33,6 @@ from gpuops.wire import Beat, Flag
 
 log = logging.getLogger(__name__)
 
-EVIDENCE_S = 5.0
 # A node whose ranks only wait lets the one speak first that has the cause, or has work to show.
 HOLD_S = 3.0
 # Ranks seen at work are looked at again after as long as they have been silent, and this at least.

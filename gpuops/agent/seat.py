@@ -7,6 +7,8 @@ compares the wall clocks of hosts, waits 30 s for nodes that will not come and g
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import ne
 from typing import Protocol
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
@@ -133,7 +135,7 @@ class Seats(RendezvousHandler):
                         return seat
                     self._pass_up(record.generation)
             usher.waiting(record)
-            self._link.wait(lambda now, old=record: now != old, LOOK_S)  # type: ignore[misc]
+            self._link.wait(partial(ne, record), LOOK_S)
 
     def _declare(self, generation: int) -> bool:
         """Say that this node would take a seat, or that it must not get one."""

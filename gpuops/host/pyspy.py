@@ -6,7 +6,6 @@ right to do so: root, the same user without ptrace restrictions, or CAP_SYS_PTRA
 """
 
 import contextlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from typing import IO
 
 BYTES_MAX = 4 * 2**20
+TRIES = 3
 _LOOK_EVERY_S = 0.02
 _REAP_S = 0.2
 
@@ -27,45 +27,64 @@ def find_pyspy(path: str | None) -> str | None:
 def dump(program: str, pids: Mapping[int, int], deadline_s: float) -> dict[int, bytes]:
     """Return what py-spy prints (JSON) for those of *pids* (by rank) that it could read.
 
-    All at once; what is not there after *deadline_s* is killed and left out. May be called from
-    any thread.
+    All at once; one that fails is asked again, since what it read was torn. What is not there after
+    *deadline_s* is killed and left out. May be called from any thread.
     """
     with contextlib.ExitStack() as files:
-        running = {rank: _start(program, pid, files) for rank, pid in pids.items()}
+        readings = {rank: _Reading(program, pid, files) for rank, pid in pids.items()}
         end_s = time.monotonic() + deadline_s
-        children = [child for child, _file in running.values() if child is not None]
-        while time.monotonic() < end_s and any(child.poll() is None for child in children):
+        waited_for = list(readings.values())
+        while waited_for and time.monotonic() < end_s:
             time.sleep(_LOOK_EVERY_S)
-        for child in children:
-            child.kill()  # does nothing to those that have ended
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_REAP_S)  # one that is stuck in the kernel is left behind
-        return {
-            rank: text
-            for rank, (child, file) in running.items()
-            if child is not None and child.poll() == 0 and (text := _read(file))
-        }
+            waited_for = [reading for reading in waited_for if not reading.is_over()]
+        return {rank: text for rank, reading in readings.items() if (text := reading.end())}
 
 
-def _start(
-    program: str, pid: int, files: contextlib.ExitStack
-) -> tuple["subprocess.Popen[bytes] | None", IO[bytes]]:
-    # A file, not a pipe: nobody has to read while it writes.
-    file = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 closed by the stack
-    words = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-    try:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        ), file
-    except OSError:
-        return None, file
+class _Reading:
+    """One process read by py-spy, several times if need be."""
 
+    def __init__(self, program: str, pid: int, files: contextlib.ExitStack) -> None:
+        self._words = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        # A file, not a pipe: nobody has to read while it writes.
+        self._file: IO[bytes] = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 closed by the stack
+        self._tries = 0
+        self._child = self._start()
 
-def _read(file: IO[bytes]) -> bytes:
-    file.seek(0, os.SEEK_SET)
-    return file.read(BYTES_MAX)
+    def is_over(self) -> bool:
+        """Say whether there is nothing left to wait for, and begin anew after a failure."""
+        if self._child is None or self._child.poll() == 0:
+            return True
+        if self._child.returncode is None:
+            return False
+        if self._tries == TRIES:
+            return True
+        self._file.seek(0)
+        self._file.truncate()
+        self._child = self._start()
+        return self._child is None
+
+    def end(self) -> bytes:
+        """Kill what still runs and return what was read, nothing where that failed."""
+        if self._child is None:
+            return b""
+        self._child.kill()  # does nothing to one that has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_REAP_S)  # one that is stuck in the kernel is left behind
+        if self._child.poll() != 0:
+            return b""
+        self._file.seek(0)
+        return self._file.read(BYTES_MAX)
+
+    def _start(self) -> "subprocess.Popen[bytes] | None":
+        self._tries += 1
+        try:
+            return subprocess.Popen(
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=self._file,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError:
+            return None

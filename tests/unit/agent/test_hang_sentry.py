@@ -5,9 +5,10 @@ import threading
 import pytest
 from support.runs import wait_until
 
+from gpuops.agent.evidence import EVIDENCE_S
 from gpuops.agent.exits import RankFiles
 from gpuops.agent.hang_culprits import Blame
-from gpuops.agent.hang_sentry import EVIDENCE_S, HOLD_S, HangSentry
+from gpuops.agent.hang_sentry import HOLD_S, HangSentry
 from gpuops.agent.rings import RingReader
 from gpuops.agent.sentry import Watched
 from gpuops.agent.stacks import Frame, Stacks, Thread

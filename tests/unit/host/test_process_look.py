@@ -11,7 +11,7 @@ import pytest
 from support.runs import wait_until
 
 from gpuops.host.process_look import look_at
-from gpuops.host.pyspy import dump, find_pyspy
+from gpuops.host.pyspy import TRIES, dump, find_pyspy
 
 TOOLS = str(Path(sys.executable).parent)
 
@@ -92,6 +92,18 @@ def test_a_pyspy_that_does_not_end_is_killed(tmp_path):
     assert dump(str(slow), {0: 1, 1: 2}, 0.5) == {}
     for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
         assert look_at(int(pid)) is None
+
+
+def test_a_pyspy_whose_read_was_torn_is_asked_again_and_not_for_ever(tmp_path):
+    torn = tmp_path / "py-spy"
+    torn.write_text(
+        f"#!/bin/sh\necho half; echo $5 >> {tmp_path}/asked\n"
+        f"[ $5 = 7 ] && [ $(grep -c 7 {tmp_path}/asked) = 2 ] && echo whole && exit 0\nexit 1\n"
+    )
+    torn.chmod(0o755)
+
+    assert dump(str(torn), {0: 7, 1: 8}, 30.0) == {0: b"half\nwhole\n"}
+    assert (tmp_path / "asked").read_text().split().count("8") == TRIES
 
 
 def test_a_pyspy_that_cannot_be_started_says_nothing(tmp_path):

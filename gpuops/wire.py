@@ -217,6 +217,11 @@ def write_flags(buffer: bytearray | memoryview, flags: Flag, among: Flag) -> Non
     buffer[FLAGS_OFFSET + byte] = flags >> 8 * byte & 0xFF
 
 
+def raise_flag(buffer: bytearray | memoryview, flag: Flag) -> None:
+    """Add *flag* to those of its writer."""
+    write_flags(buffer, flag | read_flags(buffer), flag)
+
+
 def read_flags(buffer: bytes | memoryview) -> Flag:
     """Return what the worker says of itself."""
     (flags,) = _WORD.unpack_from(buffer, FLAGS_OFFSET)

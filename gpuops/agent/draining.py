@@ -37,9 +37,10 @@ class Draining:
         self._clock = clock
         self._deadline_ns = clock.mono_ns() + round(grace_s * NS_PER_S)
         self._beats_before = workers.beat_counts()
-        self._forwarded = self._forward(number)
         for worker in workers.all:
             worker.ring.request(Request.DRAIN, STEP_UNKNOWN if stop_step is None else stop_step)
+        # After the request: our handler takes a signal before it for a notice of its own.
+        self._forwarded = self._forward(number)
 
     def is_over(self) -> bool:
         """Say whether the workers that are left have nothing more to do, or no time for it."""

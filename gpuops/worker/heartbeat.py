@@ -25,6 +25,7 @@ from gpuops.wire import (
     Request,
     RingHeader,
     StepSource,
+    raise_flag,
     read_request,
     write_beat,
     write_flags,
@@ -124,8 +125,8 @@ class Heart:
         return read_request(self._ring)
 
     def flag(self, flag: Flag) -> None:
-        """Tell the agent of `Flag.ASKED` or `Flag.SIGNALLED`; safe within a signal handler."""
-        write_flags(self._ring, flag, flag)
+        """Tell the agent of *flag*, for good; safe within a signal handler."""
+        raise_flag(self._ring, flag)
 
     def stop(self) -> None:
         """Beat no more; for a forked child, whose optimizer steps are not this rank's."""

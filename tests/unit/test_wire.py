@@ -17,6 +17,7 @@ from gpuops.wire import (
     RingError,
     RingHeader,
     StepSource,
+    raise_flag,
     read_beats,
     read_flags,
     read_header,
@@ -108,13 +109,14 @@ def test_a_request_and_the_flags_go_their_own_ways_beside_the_beats():
     buffer = ring()
     assert (read_request(buffer), read_flags(buffer)) == ((Request.NONE, STEP_UNKNOWN), Flag(0))
     write_request(buffer, Request.DRAIN, 70)
-    write_flags(buffer, Flag.ASKED, Flag.ASKED)
-    write_flags(buffer, Flag.SIGNALLED, Flag.SIGNALLED)
+    raise_flag(buffer, Flag.ASKED)
+    raise_flag(buffer, Flag.HANDLED)
+    raise_flag(buffer, Flag.SIGNALLED)
     write_flags(buffer, Flag.TERM_IS_OURS, Flag.TERM_IS_OURS | Flag.USR2_IS_OURS)
     write_flags(buffer, Flag(0), Flag.TERM_IS_OURS | Flag.USR2_IS_OURS)
     write_beat(buffer, beat(1))
 
     assert read_request(buffer) == (Request.DRAIN, 70)
-    assert read_flags(buffer) == Flag.ASKED | Flag.SIGNALLED
+    assert read_flags(buffer) == Flag.ASKED | Flag.HANDLED | Flag.SIGNALLED
     assert read_beats(buffer) == [beat(1)]
     assert read_header(buffer) == RingHeader(3, 1, 42, 7, SLOTS, 1)

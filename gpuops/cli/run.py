@@ -27,7 +27,7 @@ from gpuops.agent.nested import refuse_nested
 from gpuops.agent.planning import request_of
 from gpuops.cli.settings import settings_of
 from gpuops.config import Settings, conceal, environ
-from gpuops.errors import EXIT_OK, EXIT_USAGE, GpuopsError
+from gpuops.errors import EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, GpuopsError
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
@@ -71,6 +71,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     if thin_parent.is_wanted(env, os.getppid()):
         return thin_parent.watch(thin_parent.command_line(), env, _say)
     thin_parent.end_with_parent(env)
+    _ask_for_a_requeue_until_it_runs()
     with _ctrl_c_ends_at_once():
         torch_version = require_torch()
         from torch.distributed.run import get_args_parser
@@ -141,6 +142,22 @@ def _tell(ended: "Outcome", settings: Settings) -> None:
 
 def _say(text: str) -> None:
     click.echo(f"gpuops: {printable(text)}", err=True)
+
+
+def _ask_for_a_requeue_until_it_runs() -> None:
+    """Have a preemption before anything began end in 85, as one later does; imports take seconds.
+
+    The run's own handlers take these two over.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _requeue_at_once)
+
+
+def _requeue_at_once(number: int, _frame: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    os.write(2, f"gpuops: {name} before the run began: exit {EXIT_REQUEUE}\n".encode())
+    os._exit(EXIT_REQUEUE)
 
 
 @contextmanager

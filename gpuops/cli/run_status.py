@@ -31,6 +31,7 @@ from gpuops.store import queries
 from gpuops.units import NS_PER_S
 
 EVERY_S = 1.0
+SPARE_DEAD_S = 3.0  # an agent beats every second
 BOARD_S = 3.0
 SCHEMA = "gpuops.run-status/1"
 
@@ -63,11 +64,13 @@ def status(
     settings = settings_of(ctx, store__url=store)
     with Onlooker(settings, run_dir or settings.run_dir, run, SystemClock()) as onlooker:
         view = onlooker.look() or _from_store(ctx, store, run)
+        follows = not as_json and (sys.stdout.isatty() if watch is None else watch)
+        if not follows:
+            view = look_twice(view, onlooker.look, SystemClock(), time.sleep)
         if as_json:
             click.echo(json.dumps(envelope(SCHEMA, view.to_json()), indent=2))
             return 0
         console = Console(highlight=False)
-        follows = sys.stdout.isatty() if watch is None else watch
         if not follows or view.source == "store":
             console.print(status_view(view))
             return 0
@@ -94,15 +97,30 @@ class Pace:
     def silent_s(self, view: RunView, now_ns: int) -> dict[str, float]:
         """Return for how long each agent's sequence number has not moved."""
         found = {}
-        for node in view.nodes:
-            if node.seq is None:
-                continue
-            seq, since_ns = self._seen.get(node.node, (-1, now_ns))
-            if node.seq != seq:
+        seated = {node.node: node.seq for node in view.nodes if node.seq is not None}
+        for name, newest in {**view.spare_seqs, **seated}.items():
+            seq, since_ns = self._seen.get(name, (-1, now_ns))
+            if newest != seq:
                 since_ns = now_ns
-            self._seen[node.node] = (node.seq, since_ns)
-            found[node.node] = (now_ns - since_ns) / NS_PER_S
+            self._seen[name] = (newest, since_ns)
+            found[name] = (now_ns - since_ns) / NS_PER_S
         return found
+
+
+def look_twice(
+    first: RunView,
+    look: Callable[[], RunView | None],
+    clock: Clock,
+    wait: Callable[[float], object],
+) -> RunView:
+    """Return *first*; where it has spares, a later look without those that did not beat since."""
+    if not first.spare_seqs:
+        return first
+    pace = Pace()
+    pace.silent_s(first, clock.mono_ns())
+    wait(SPARE_DEAD_S)
+    later = look() or first
+    return later.without_dead(pace.silent_s(later, clock.mono_ns()), SPARE_DEAD_S)
 
 
 class Onlooker:
@@ -219,6 +237,7 @@ def _follow(
         while view is not None:
             now_ns = clock.mono_ns()
             rate, silent_s = pace.rate(view.step, now_ns), pace.silent_s(view, now_ns)
+            view = view.without_dead(silent_s, SPARE_DEAD_S)
             live.update(status_view(view, rate=rate, silent_s=silent_s), refresh=True)
             if view.is_over:
                 return

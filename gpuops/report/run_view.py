@@ -48,6 +48,7 @@ class RunView:
     world_size: int | None = None
     nodes: tuple[NodeView, ...] = ()
     spares: tuple[str, ...] = ()
+    spare_seqs: Mapping[str, int] = field(default_factory=dict)  # grow while their agents live
     excluded: Mapping[str, str] = field(default_factory=dict)
     restarts_used: int | None = None
     restarts_max: int | None = None
@@ -61,6 +62,17 @@ class RunView:
         steps = [node.step for node in self.nodes]
         known = [step for step in steps if step is not None]
         return min(known) if known and len(known) == len(steps) else None
+
+    def without_dead(self, silent_s: Mapping[str, float], dead_s: float) -> "RunView":
+        """Return it without the spares that have been silent for *dead_s*, which a note names."""
+        dead = [name for name in self.spares if silent_s.get(name, 0.0) >= dead_s]
+        if not dead:
+            return self
+        return replace(
+            self,
+            spares=tuple(name for name in self.spares if name not in dead),
+            notes=(*self.notes, f"has no seat and does not beat: {', '.join(dead)}"),
+        )
 
     @property
     def is_over(self) -> bool:
@@ -117,6 +129,7 @@ def of_board(
         world_size=None if roster is None else roster.world_size,
         nodes=tuple(nodes),
         spares=tuple(sorted({member.node for member in waiting} - record.excluded.keys())),
+        spare_seqs={m.node: seq for m in waiting if (seq := whole(alive[m.agent].get("seq")))},
         excluded=dict(record.excluded),
         restarts_used=sum(failure.counted for failure in record.history),
         decision=None if record.decision is None else record.decision.to_json(),

@@ -10,6 +10,7 @@ import pytest
 from support.runs import JOBS, Run, is_alive, wait_until
 
 from gpuops.agent.launch import CANCEL_GRACE_S
+from gpuops.host.process_look import look_at
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 PLAIN = JOBS / "plain.py"
@@ -84,6 +85,22 @@ def test_a_cancelled_run_leaves_no_worker_and_one_closed_incident(tmp_path, numb
     assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["cancelled"]
     assert all(p["terminated"] for p in run.payloads("worker.exited"))
     assert not rings.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_preemption_while_torch_is_imported_asks_for_a_requeue(tmp_path, number):
+    with Run(tmp_path, PLAIN, "sleep") as run:
+
+        def is_listening():
+            look = look_at(run.process.pid)
+            return look is not None and number in look.caught
+
+        wait_until(is_listening, what="its handler")
+        run.signal(number)
+
+        assert run.finish(20) == 85, run.said()
+    assert f"{number.name} before the run began: exit 85" in run.said()
+    assert run.directory is None
 
 
 def test_ctrl_c_during_a_recovery_is_an_incident_of_its_own_and_a_second_one_ends_at_once(tmp_path):

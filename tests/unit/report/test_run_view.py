@@ -13,6 +13,7 @@ from support.decisions import decision, failure, report
 from support.history import T0, a_killed_run, us
 
 from gpuops.agent.agent_state import AgentState, RankState, run_state, state_json
+from gpuops.cli.run_status import look_twice
 from gpuops.control.keys import Keys
 from gpuops.control.memory_board import MemoryBoard
 from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, Roster, pack
@@ -123,6 +124,22 @@ def test_looking_disturbs_no_agent():
         dict(board.list(keys.alive())),
         dict(board.list(keys.agent())),
     )
+
+
+@pytest.mark.parametrize(("later", "spares"), [(5, ("n3",)), (4, ())])
+def test_a_spare_whose_agent_does_not_beat_is_none(later, spares):
+    clock = FakeClock()
+    board = a_board(clock)
+    key = Keys(run_id=RUN).alive(str(UUID(int=3)))
+
+    def wait(seconds):
+        clock.advance(seconds)
+        board.put(key, pack({"seq": later}))
+
+    view = look_twice(ask_board(board), lambda: ask_board(board), clock, wait)
+
+    assert view.spares == spares
+    assert ("has no seat and does not beat: n3" in shown(view)) == (not spares)
 
 
 def test_while_seats_are_given_out_the_last_ones_are_shown():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from gpuops.control.board import Board, Entry
 from gpuops.control.board_server import OVER
 from gpuops.control.keys import Keys
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, RecordError, pack, unpack
+from gpuops.control.record import BAD_ENTRY, CONTROL, ControlRecord, Member, Phase, pack, unpack
 from gpuops.control.view import View
 from gpuops.errors import UsageError
 from gpuops.host.clock import Clock
@@ -103,7 +103,7 @@ def _refuse_a_second(
     for entry in board.list(keys.agent()).values():
         try:
             other = Member.from_json(unpack(entry.value))
-        except (RecordError, KeyError, TypeError, ValueError) as exc:
+        except BAD_ENTRY as exc:
             log.warning("an agent's entry cannot be read: %s", exc)
             continue
         if other.node == me.node and other.agent != me.agent:

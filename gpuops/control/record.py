@@ -47,6 +47,10 @@ class RecordError(ValueError):
     """The bytes are not a record of this version."""
 
 
+# What reading the entry of another agent may raise, whatever that agent wrote.
+BAD_ENTRY = (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError)
+
+
 class Phase(StrEnum):
     """What every agent should be doing."""
 

@@ -6,7 +6,14 @@ from dataclasses import replace
 from gpuops.control.board import Board, Entry
 from gpuops.control.keys import Keys
 from gpuops.control.liveness import Life, Liveness
-from gpuops.control.record import ControlRecord, Member, Phase, RecordError, Roster, unpack
+from gpuops.control.record import (
+    BAD_ENTRY,
+    ControlRecord,
+    Member,
+    Phase,
+    Roster,
+    unpack,
+)
 from gpuops.incident.decision import NodeReport
 from gpuops.units import NS_PER_S
 
@@ -117,7 +124,7 @@ class Sight:
         for key, entry in self._board.list(self._keys.report(generation)).items():
             try:
                 report = NodeReport.from_json(unpack(entry.value))
-            except (RecordError, KeyError, TypeError, ValueError) as exc:
+            except BAD_ENTRY as exc:
                 log.warning("a report on generation %d cannot be read: %s", generation, exc)
                 continue
             found[key.rpartition("/")[2]] = replace(report, arrival=entry.order)
@@ -127,7 +134,7 @@ class Sight:
 def _saved(entry: Entry) -> int | None:
     try:
         step = unpack(entry.value).get("checkpoint_step")
-    except RecordError:
+    except BAD_ENTRY:
         return None
     return step if isinstance(step, int) else None
 
@@ -135,6 +142,6 @@ def _saved(entry: Entry) -> int | None:
 def _member(entry: Entry) -> Member | None:
     try:
         return Member.from_json(unpack(entry.value))
-    except (RecordError, KeyError, TypeError, ValueError) as exc:
+    except BAD_ENTRY as exc:
         log.warning("an agent's entry cannot be read: %s", exc)
         return None

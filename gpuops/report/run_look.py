@@ -14,6 +14,7 @@ from typing import Any
 from gpuops.control.board import Board, BoardError, Entry
 from gpuops.control.keys import Keys
 from gpuops.control.record import (
+    BAD_ENTRY,
     CONTROL,
     ControlRecord,
     Member,
@@ -29,7 +30,6 @@ FOLDERS_MAX = 10_000
 STATES_MAX = 4096
 ANSWER_BYTES_MAX = 2**20
 ASK_S = 2.0
-_BAD = (RecordError, KeyError, TypeError, ValueError)
 
 
 def find_folder(parent: Path, wanted: str | None) -> Path | None:
@@ -125,12 +125,12 @@ def _roster(board: Board, keys: Keys, record: ControlRecord) -> Roster | None:
 def _member(entry: Entry) -> Member | None:
     try:
         return Member.from_json(unpack(entry.value))
-    except _BAD:
+    except BAD_ENTRY:
         return None
 
 
 def _body(entry: Entry) -> Mapping[str, Any]:
     try:
         return unpack(entry.value)
-    except _BAD:
+    except BAD_ENTRY:
         return {}

@@ -25,7 +25,7 @@ from gpuops.store.segments import find_segments, open_segment
 from gpuops.store.spool_reader import read_lines
 from gpuops.store.url import parse_url, sqlite_path
 
-FLUSH_S = 2.0
+FLUSH_S = 5.0
 _BATCH = 500
 
 

@@ -222,7 +222,7 @@ def raise_flag(buffer: bytearray | memoryview, flag: Flag) -> None:
     write_flags(buffer, flag | read_flags(buffer), flag)
 
 
-def read_flags(buffer: bytes | memoryview) -> Flag:
+def read_flags(buffer: bytes | bytearray | memoryview) -> Flag:
     """Return what the worker says of itself."""
     (flags,) = _WORD.unpack_from(buffer, FLAGS_OFFSET)
     return Flag(flags)

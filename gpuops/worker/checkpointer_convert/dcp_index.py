@@ -1,0 +1,238 @@
+"""The ``.metadata`` of a DCP directory, read without unpickling it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer_convert.pickled import Made, Named, Pairs, read_pickle
+
+METADATA = ".metadata"
+METADATA_BYTES_MAX = 4 * 2**30
+_DIMS_MAX = 64
+_SIZE_MAX = 2**62
+
+_DCP = "torch.distributed.checkpoint"
+_METADATA = f"{_DCP}.metadata"
+_NAMES = frozenset(
+    [
+        *(
+            f"{_METADATA}.{name}"
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+                "MetadataIndex",
+                "StorageMeta",
+            )
+        ),
+        f"{_DCP}.filesystem._StorageInfo",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
+        *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath")),
+        *(f"pathlib._local.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath")),
+    ]
+)
+_DTYPES = frozenset(
+    f"torch.{name}"
+    for name in (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+        "float8_e8m0fnu float4_e2m1fn_x2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
+        "complex32 complex64 complex128"
+    ).split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where some bytes of the directory are."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One saved piece of a tensor: its place in the whole, and where it was written."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """One tensor of the directory. ``dtype`` is torch's name, ``"float32"``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpIndex:
+    """What a DCP directory holds. ``paths`` has each name's keys in the nested state dict."""
+
+    tensors: Mapping[str, DcpTensor]
+    values: Mapping[str, Place]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+def read_index(directory: Path) -> DcpIndex:
+    """Return what the DCP *directory* holds.
+
+    Raises:
+        RefusedPickleError: Its ``.metadata`` names classes that DCP does not write.
+        CorruptError: It is not what DCP writes.
+        CheckpointError: It is not there, too large, or written without rank coordination.
+    """
+    path = directory / METADATA
+    try:
+        if path.stat().st_size > METADATA_BYTES_MAX:
+            raise CheckpointError(f"{path} has more than {METADATA_BYTES_MAX} bytes")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(_what_instead(directory)) from None
+    except OSError as exc:
+        raise CheckpointError(f"cannot read {path}: {exc.strerror}") from exc
+    try:
+        return parse_index(data)
+    except CheckpointError as exc:
+        raise type(exc)(f"cannot read {path} as DCP's metadata: {exc}") from exc
+
+
+def _what_instead(directory: Path) -> str:
+    if any(directory.glob("__*.metadata")):
+        return (
+            f"{directory} was saved without rank coordination (use_collectives=False), which "
+            "keeps no layout of the whole: save it again with dcp.save"
+        )
+    return f"{directory} is not a DCP directory: it has no {METADATA}"
+
+
+def parse_index(data: bytes) -> DcpIndex:
+    """Return the index in the pickle *data*; see `read_index`."""
+    metadata = read_pickle(data, _NAMES, also=_DTYPES.__contains__)
+    fields = _fields(metadata, f"{_METADATA}.Metadata")
+    places = _places(_pairs(fields.get("storage_data"), "storage_data"))
+    tensors, values = {}, {}
+    for name, entry in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata").items:
+        if not isinstance(name, str):
+            raise CorruptError("the name of an entry is not text")
+        if isinstance(entry, Made) and entry.kind == f"{_METADATA}.TensorStorageMetadata":
+            tensors[name] = _tensor(name, entry, places)
+        else:
+            _fields(entry, f"{_METADATA}.BytesStorageMetadata")
+            values[name] = _placed(places, name, None)
+    return DcpIndex(tensors, values, _paths(fields.get("planner_data")))
+
+
+def _tensor(
+    name: str, entry: Made, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+) -> DcpTensor:
+    fields = _fields(entry, entry.kind)
+    shape = _size(fields.get("size"), name)
+    properties = fields.get("properties")
+    state = properties.state if isinstance(properties, Made) else None
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], Named):
+        raise CorruptError(f"the tensor {name!r} has no dtype")
+    dtype = state[0].name
+    if dtype not in _DTYPES:
+        raise CorruptError(f"the tensor {name!r} has the dtype {dtype}")
+    chunks = fields.get("chunks")
+    if not isinstance(chunks, list):
+        raise CorruptError(f"the tensor {name!r} has no list of chunks")
+    pieces = []
+    for chunk in chunks:
+        part = _fields(chunk, f"{_METADATA}.ChunkStorageMetadata")
+        offsets, sizes = _size(part.get("offsets"), name), _size(part.get("sizes"), name)
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise CorruptError(f"a chunk of {name!r} has other dimensions than the tensor")
+        pieces.append(Piece(offsets, sizes, _placed(places, name, offsets)))
+    return DcpTensor(dtype.removeprefix("torch."), shape, tuple(pieces))
+
+
+def _placed(
+    places: Mapping[tuple[str, tuple[int, ...] | None], Place],
+    name: str,
+    offsets: tuple[int, ...] | None,
+) -> Place:
+    try:
+        return places[(name, offsets)]
+    except KeyError:
+        raise CorruptError(f"no file is named for {name!r} at {offsets}") from None
+
+
+def _places(storage: Pairs) -> dict[tuple[str, tuple[int, ...] | None], Place]:
+    found = {}
+    for index, info in storage.items:
+        key = _fields(index, f"{_METADATA}.MetadataIndex")
+        name, offset = key.get("fqn"), key.get("offset")
+        if not isinstance(name, str):
+            raise CorruptError("an entry of storage_data has no name")
+        where = _fields(info, f"{_DCP}.filesystem._StorageInfo")
+        if where.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{name!r} was written through an extension "
+                f"({_shown(where['transform_descriptors'])}); save it again without"
+            )
+        found[(name, None if offset is None else _size(offset, name))] = _place(name, where)
+    return found
+
+
+def _place(name: str, where: Mapping[str, Any]) -> Place:
+    file, offset, length = (where.get(key) for key in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or not _is_count(offset) or not _is_count(length):
+        raise CorruptError(f"the place of {name!r} is not a file, an offset and a length")
+    parts = PurePosixPath(file).parts
+    if not parts or PurePosixPath(file).is_absolute() or ".." in parts or "\0" in file:
+        raise CorruptError(f"{name!r} is said to be outside of the directory, in {file[:200]!r}")
+    return Place(file, offset, length)
+
+
+def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+    if not isinstance(planner_data, Pairs):
+        return {}
+    return {
+        name: path
+        for name, path in planner_data.by_name().items()
+        if isinstance(path, tuple) and path and all(type(key) in (str, int) for key in path)
+    }
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Made) or value.kind != kind:
+        raise CorruptError(f"a {kind} was expected")
+    return value.state.by_name() if isinstance(value.state, Pairs) else {}
+
+
+def _pairs(value: Any, what: str) -> Pairs:
+    if isinstance(value, Made) and value.kind == "collections.OrderedDict":
+        value = value.state or Pairs()
+    if not isinstance(value, Pairs):
+        raise CorruptError(f"{what} is not a dict")
+    return value
+
+
+def _size(value: Any, name: str) -> tuple[int, ...]:
+    sizes = value.args[0] if isinstance(value, Made) and value.kind == "torch.Size" else None
+    if isinstance(sizes, tuple | list) and len(sizes) <= _DIMS_MAX and all(map(_is_count, sizes)):
+        if math.prod(sizes) <= _SIZE_MAX:
+            return tuple(sizes)
+    raise CorruptError(f"a size of {name!r} is not one")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _SIZE_MAX
+
+
+def _shown(value: Any) -> str:
+    texts = [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    return ", ".join(texts)[:200] or "unknown"

@@ -1,0 +1,134 @@
+"""Digests of images: a change of any one bit is found, and the chunk that it is in.
+
+Each chunk has its xxh3-64 in a table; the root is the BLAKE3 of the length (8 bytes little endian)
+and the table. xxh3 runs at the rate of memory and lets other threads run meanwhile; it is no
+defence against bytes made to collide, only against bytes that changed.
+"""
+
+from typing import Self
+
+import xxhash
+from blake3 import blake3
+
+from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest
+
+HASH_BYTES = 8
+
+
+def n_chunks_of(nbytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return into how many chunks *nbytes* are cut; the last one may be short."""
+    return -(-nbytes // chunk_bytes)
+
+
+def chunk_hash(data: memoryview | bytes | bytearray) -> bytes:
+    """Return the 8 bytes that stand in the table for one chunk."""
+    return xxhash.xxh3_64_digest(data)
+
+
+def root_of(nbytes: int, table: bytes) -> str:
+    """Return the root, 64 hexadecimal digits, of *nbytes* bytes with this *table*."""
+    return blake3(nbytes.to_bytes(8, "little") + table).hexdigest()
+
+
+def digest_of(view: memoryview, *, chunk_bytes: int = CHUNK_BYTES) -> Digest:
+    """Return the digest of *view*, any contiguous buffer; nothing is copied."""
+    with _flat(view) as flat:
+        table = b"".join(
+            chunk_hash(flat[begin : begin + chunk_bytes])
+            for begin in range(0, len(flat), chunk_bytes)
+        )
+        return Digest(len(flat), table, root_of(len(flat), table))
+
+
+def check_digest(digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Say nothing where *digest* agrees with itself.
+
+    Raises:
+        CorruptError: Its table has another size than its length asks for, or another root.
+    """
+    n_chunks = n_chunks_of(digest.nbytes, chunk_bytes=chunk_bytes)
+    if digest.nbytes < 0 or len(digest.table) != n_chunks * HASH_BYTES:
+        raise CorruptError(
+            f"the digest of {digest.nbytes} bytes has a table of {len(digest.table)} bytes, "
+            f"not of {n_chunks * HASH_BYTES}"
+        )
+    root = root_of(digest.nbytes, digest.table)
+    if root != digest.root:
+        raise CorruptError(
+            f"the digest's table has the root {root[:16]}…, but {digest.root[:16]}… was written"
+        )
+
+
+def chunk_is_good(
+    data: memoryview | bytes | bytearray, digest: Digest, number: int, *, offset: int = 0
+) -> bool:
+    """Say whether *data* from *offset* on is the chunk *number* (from 0) that *digest* tells of."""
+    at = number * HASH_BYTES
+    with memoryview(data)[offset:] as chunk:
+        return chunk_hash(chunk) == digest.table[at : at + HASH_BYTES]
+
+
+def verify(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
+    """Return the numbers (from 0) of the chunks of *view* that changed; none where it is whole.
+
+    Raises:
+        CorruptError: *view* has another length than *digest*, or the digest itself changed.
+    """
+    check_digest(digest, chunk_bytes=chunk_bytes)
+    with _flat(view) as flat:
+        if len(flat) != digest.nbytes:
+            raise CorruptError(f"there are {len(flat)} bytes, but {digest.nbytes} were saved")
+        return tuple(
+            number
+            for number in range(n_chunks_of(len(flat), chunk_bytes=chunk_bytes))
+            if not chunk_is_good(
+                flat[number * chunk_bytes : (number + 1) * chunk_bytes], digest, number
+            )
+        )
+
+
+class Digester:
+    """The digest of a stream, in pieces of any size: equal to `digest_of` of the whole."""
+
+    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._chunk = xxhash.xxh3_64()
+        self._room_bytes = chunk_bytes
+        self._nbytes = 0
+        self._table = bytearray()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes came so far."""
+        return self._nbytes
+
+    def update(self, data: memoryview | bytes | bytearray) -> Self:
+        """Take the next bytes of the stream; returns itself."""
+        with _flat(data) as flat:
+            begin = 0
+            while begin < len(flat):
+                piece = flat[begin : begin + self._room_bytes]
+                self._chunk.update(piece)
+                begin += len(piece)
+                self._room_bytes -= len(piece)
+                if self._room_bytes == 0:
+                    self._end_chunk()
+            self._nbytes += len(flat)
+        return self
+
+    def finish(self) -> Digest:
+        """Return the digest of what came so far; more may follow."""
+        table = bytes(self._table)
+        if self._room_bytes < self._chunk_bytes:
+            table += self._chunk.digest()
+        return Digest(self._nbytes, table, root_of(self._nbytes, table))
+
+    def _end_chunk(self) -> None:
+        self._table += self._chunk.digest()
+        self._chunk.reset()
+        self._room_bytes = self._chunk_bytes
+
+
+def _flat(data: memoryview | bytes | bytearray) -> memoryview:
+    flat = memoryview(data)
+    return flat.cast("B") if flat.nbytes else memoryview(b"")  # no cast of a shape with a zero

@@ -1,0 +1,409 @@
+"""One rank's part of a state as one image: a valid safetensors file, to the byte.
+
+An image is the length of its header (8 bytes, little endian), the header (JSON, padded with spaces
+so that the data begin at a multiple of 4096) and the tensors, the wider item first, then by name:
+so each is aligned and there are no holes, which the format forbids. The header also has what
+torch's own reader needs to load the images of one world into another (``DCP_SHARDING_INFO``).
+What is not a tensor lies in one more tensor of bytes of a fixed capacity, the extra.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from blake3 import blake3
+
+from gpuops.checkpoint.states import (
+    IMAGE_BYTES_MAX,
+    CheckpointError,
+    CorruptError,
+    Shard,
+)
+
+EXTRA_PREFIX = "__gpuops_extra__/"
+FORMAT = 1
+ALIGN_BYTES = 4096
+HEADER_BYTES_MAX = 100_000_000  # the safetensors library reads no longer one
+NAME_BYTES_MAX = 4096
+N_DIMS_MAX = 64  # c10::kMaxStackDims and what torch's own kernels take
+DIM_MAX = 2**63 - 1
+# Bounds on what json makes of a header: at most some hundred bytes for each of these characters.
+N_BRACKETS_MAX = 2_500_000
+N_COMMAS_MAX = 8_000_000
+
+ITEMSIZE_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+_METADATA = "__metadata__"
+_SHARDING = "DCP_SHARDING_INFO"
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a shard: its name, its dtype as safetensors names it, and which part it is.
+
+    ``shape`` is what this rank has; it begins at ``offsets`` of the tensor of ``global_shape``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor, and the bytes of the image that are its own: from ``begin`` up to ``end``."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """Where everything lies in an image of ``nbytes`` bytes.
+
+    ``tensors`` are in the order of their data, without the extra. ``header`` is all that comes
+    before the data: the length, the JSON and the padding. ``hash`` (BLAKE3 of the header, 64
+    hexadecimal digits) names the structure: images of equal hash are laid out alike.
+    """
+
+    shard: Shard
+    tensors: tuple[PlacedTensor, ...]
+    extra: PlacedTensor
+    header: bytes
+    nbytes: int
+    hash: str
+
+    @property
+    def extra_capacity_bytes(self) -> int:
+        """How many bytes `write_extra` takes."""
+        return self.extra.spec.nbytes - _LENGTH_BYTES
+
+
+def extra_name(rank: int) -> str:
+    """Return the name of the tensor that holds what is not a tensor."""
+    return f"{EXTRA_PREFIX}rank{rank:05d}"
+
+
+def plan_image(shard: Shard, specs: Sequence[TensorSpec], extra_capacity_bytes: int) -> ImageLayout:
+    """Return the layout of an image of *specs*, with room for that many bytes beside them.
+
+    Raises:
+        CheckpointError: Two tensors of one name, a name, dtype, shape or size that cannot be,
+            or more than an image or its header can hold; says which tensor.
+    """
+    if not 0 <= extra_capacity_bytes <= IMAGE_BYTES_MAX:
+        raise CheckpointError(f"no image has room for {extra_capacity_bytes} bytes of extras")
+    for spec in specs:
+        if spec.name.startswith(EXTRA_PREFIX) or spec.name == _METADATA:
+            raise CheckpointError(f"the name {_short(spec.name)} of a tensor is reserved")
+        _check_spec(spec, CheckpointError)
+    _check_names(specs)
+    extra = _extra_spec(shard, extra_capacity_bytes + _LENGTH_BYTES)
+    order = sorted([*specs, extra], key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name))
+    header = _header_of(shard, order)
+    placed = tuple(_place(order, len(header)))
+    nbytes = placed[-1].end
+    if nbytes > IMAGE_BYTES_MAX:
+        raise CheckpointError(f"{nbytes} bytes of tensors; an image has at most {IMAGE_BYTES_MAX}")
+    return _layout(shard, placed, header, nbytes)
+
+
+def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> ImageLayout:
+    """Return the layout that the image *view* itself tells of; any bytes may be given.
+
+    With *nbytes*, the size of the whole image, the beginning of it up to the data is enough.
+
+    Raises:
+        CorruptError: It is no image of ours, or not all of one; says what is wrong.
+    """
+    with memoryview(view).cast("B") as flat:
+        whole = len(flat) if nbytes is None else nbytes
+        n_json = int.from_bytes(flat[:_LENGTH_BYTES], "little")
+        begin = _LENGTH_BYTES + n_json
+        if n_json > HEADER_BYTES_MAX or not _LENGTH_BYTES + 2 <= begin <= min(len(flat), whole):
+            raise CorruptError(
+                f"the image of {whole} bytes says that its header has {n_json} bytes"
+            )
+        if begin % ALIGN_BYTES:
+            raise CorruptError(f"the data of the image begin at {begin}, not at a page")
+        header = bytes(flat[:begin])
+    entries = _parse(header[_LENGTH_BYTES:])
+    metadata = entries.pop(_METADATA, None)
+    shard, offsets, shapes = _read_metadata(metadata, entries.keys())
+    placed = [_read_entry(name, entry, begin, offsets, shapes) for name, entry in entries.items()]
+    placed.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    _check_contiguous(placed, begin, whole)
+    return _layout(shard, tuple(placed), header, whole)
+
+
+def write_extra(view: memoryview, layout: ImageLayout, data: bytes) -> None:
+    """Write *data* into the extra of the image *view*, and zeros over the rest of it.
+
+    Raises:
+        CheckpointError: *data* is more than the layout has room for.
+    """
+    room = layout.extra_capacity_bytes
+    if len(data) > room:
+        raise CheckpointError(
+            f"the state has {len(data)} bytes that are not tensors, and room for {room}"
+        )
+    begin, end = layout.extra.begin, layout.extra.end
+    data_begin = begin + _LENGTH_BYTES
+    view[begin:data_begin] = len(data).to_bytes(_LENGTH_BYTES, "little")
+    view[data_begin : data_begin + len(data)] = data
+    view[data_begin + len(data) : end] = bytes(room - len(data))
+
+
+def read_extra(view: memoryview, layout: ImageLayout) -> bytes:
+    """Return what `write_extra` wrote into the image *view*.
+
+    Raises:
+        CorruptError: The image ends before its extra, or that says it is longer than it can be.
+    """
+    begin, end = layout.extra.begin, layout.extra.end
+    if view.nbytes < end:
+        raise CorruptError(f"the image ends at {view.nbytes}, its extra at {end}")
+    data_begin = begin + _LENGTH_BYTES
+    length = int.from_bytes(view[begin:data_begin], "little")
+    if length > end - data_begin:
+        raise CorruptError(f"the extra says it has {length} bytes of {end - data_begin}")
+    return bytes(view[data_begin : data_begin + length])
+
+
+def _extra_spec(shard: Shard, nbytes: int) -> TensorSpec:
+    return TensorSpec(extra_name(shard.rank), "U8", (nbytes,), nbytes, (0,), (nbytes,))
+
+
+def _layout(
+    shard: Shard, placed: tuple[PlacedTensor, ...], header: bytes, nbytes: int
+) -> ImageLayout:
+    name = extra_name(shard.rank)
+    extra = next((tensor for tensor in placed if tensor.spec.name == name), None)
+    if extra is None or extra.spec.dtype != "U8" or extra.spec.nbytes < _LENGTH_BYTES:
+        raise CorruptError(f"the image has no {name} of bytes")
+    tensors = tuple(tensor for tensor in placed if tensor is not extra)
+    return ImageLayout(shard, tensors, extra, header, nbytes, blake3(header).hexdigest())
+
+
+def _place(order: Iterable[TensorSpec], begin: int) -> Iterable[PlacedTensor]:
+    for spec in order:
+        yield PlacedTensor(spec, begin, begin + spec.nbytes)
+        begin += spec.nbytes
+
+
+def _check_names(specs: Sequence[TensorSpec]) -> None:
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            raise CheckpointError(f"two tensors are called {_short(spec.name)}")
+        names.add(spec.name)
+
+
+def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
+    name = _short(spec.name)
+    try:
+        n_name = len(spec.name.encode())
+    except UnicodeEncodeError as exc:
+        raise error(f"the name {name} of a tensor is not Unicode text") from exc
+    if n_name > NAME_BYTES_MAX:
+        raise error(f"the name {name} of a tensor has {n_name} bytes, at most {NAME_BYTES_MAX}")
+    if spec.dtype not in ITEMSIZE_BYTES:
+        raise error(f"{name} has the dtype {_short(spec.dtype)}, which no image can hold")
+    if not len(spec.shape) == len(spec.offsets) == len(spec.global_shape) <= N_DIMS_MAX:
+        raise error(f"{name}: shape, offsets and global shape differ in length, or are too long")
+    for size, offset, whole in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
+        if not (0 <= size <= size + offset <= whole <= DIM_MAX):
+            raise error(f"{name}: no part of {size} from {offset} on is in a dimension of {whole}")
+    if spec.nbytes != prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]:
+        raise error(f"{name}: {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}")
+
+
+def _header_of(shard: Shard, order: Sequence[TensorSpec]) -> bytes:
+    sharding = {spec.name: {"saved_offsets": spec.offsets} for spec in order}
+    own = {
+        "rank": shard.rank,
+        "world": shard.world,
+        "format": FORMAT,
+        "shapes": {s.name: s.global_shape for s in order if s.global_shape != s.shape},
+    }
+    entries: dict[str, Any] = {
+        _METADATA: {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            _SHARDING: _compact(sharding),
+            "gpuops": _compact(own),
+        }
+    }
+    begin = 0
+    for spec in order:
+        end = begin + spec.nbytes
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": spec.shape,
+            "data_offsets": (begin, end),
+        }
+        begin = end
+    json_text = _compact(entries)
+    _check_header(json_text, CheckpointError)
+    text = json_text.encode()
+    if len(text) > HEADER_BYTES_MAX - ALIGN_BYTES:
+        raise CheckpointError(
+            f"a header of {len(text)} bytes for {len(order)} tensors: at most {HEADER_BYTES_MAX}"
+        )
+    padded = -(-(_LENGTH_BYTES + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - _LENGTH_BYTES
+    return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _check_header(text: str, error: type[CheckpointError]) -> None:
+    """Bound what parsing *text* can cost, before it is parsed; the planner keeps to the same."""
+    n_brackets = text.count("{") + text.count("[")
+    n_commas = text.count(",")
+    if n_brackets > N_BRACKETS_MAX or n_commas > N_COMMAS_MAX:
+        raise error(f"the header has {n_brackets} brackets and {n_commas} commas: too many")
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise CorruptError("the header does not begin with a brace")
+    try:
+        return _mapping(_json(text.rstrip(b" ").decode()), "the header")
+    except UnicodeDecodeError as exc:
+        raise CorruptError(f"the header is not UTF-8: {exc.reason} at {exc.start}") from exc
+
+
+def _json(text: str) -> object:
+    _check_header(text, CorruptError)
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError as exc:
+        raise CorruptError("the header is nested too deeply") from exc
+    except ValueError as exc:
+        raise CorruptError(f"the header cannot be read: {str(exc)[:200]}") from exc
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return found
+
+
+def _refuse(word: str) -> object:
+    raise ValueError(f"{word} is no number of a header")
+
+
+def _mapping(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CorruptError(f"{what} is no mapping")
+    return value
+
+
+def _text(metadata: Mapping[str, object], key: str) -> str:
+    value = metadata.get(key)
+    if not isinstance(value, str):
+        raise CorruptError(f"the header's {key} is no text")
+    return value
+
+
+def _numbers(value: object, what: str) -> tuple[int, ...]:
+    if (
+        not isinstance(value, list)
+        or len(value) > N_DIMS_MAX
+        or any(type(item) is not int or not 0 <= item <= DIM_MAX for item in value)
+    ):
+        raise CorruptError(f"{what} is no list of whole numbers")
+    return tuple(value)
+
+
+def _read_metadata(
+    metadata: object, names: Iterable[str]
+) -> tuple[Shard, dict[str, Any], dict[str, Any]]:
+    found = _mapping(metadata, "the header's metadata")
+    own = _mapping(_json(_text(found, "gpuops")), "the header's gpuops")
+    if own.get("format") != FORMAT:
+        raise CorruptError(
+            f"the image has the format {_short(own.get('format'))}, this gpuops reads {FORMAT}"
+        )
+    rank, world = own.get("rank"), own.get("world")
+    if type(rank) is not int or type(world) is not int:
+        raise CorruptError(f"the image is of rank {_short(rank)} of {_short(world)}")
+    try:
+        shard = Shard(rank, world)
+    except ValueError as exc:
+        raise CorruptError(f"the image's header is wrong: {exc}") from exc
+    shapes = _mapping(own.get("shapes"), "the header's shapes")
+    offsets = _mapping(_json(_text(found, _SHARDING)), f"the header's {_SHARDING}")
+    if offsets.keys() != set(names) or not shapes.keys() <= offsets.keys():
+        raise CorruptError(f"{_SHARDING} or the shapes tell of other tensors than the header has")
+    return shard, offsets, shapes
+
+
+def _read_entry(
+    name: str, entry: object, begin: int, offsets: Mapping[str, Any], shapes: Mapping[str, Any]
+) -> PlacedTensor:
+    short = _short(name)
+    found = _mapping(entry, f"the entry of {short}")
+    dtype = found.get("dtype")
+    shape = _numbers(found.get("shape"), f"the shape of {short}")
+    span = _numbers(found.get("data_offsets"), f"the place of {short}")
+    part = _mapping(offsets[name], f"{_SHARDING} of {short}")
+    saved = _numbers(part.get("saved_offsets"), f"the offsets of {short}")
+    whole = _numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
+    if not isinstance(dtype, str) or len(span) != 2:
+        raise CorruptError(f"the entry of {short} is not whole")
+    spec = TensorSpec(name, dtype, shape, span[1] - span[0], saved, whole)
+    _check_spec(spec, CorruptError)
+    itemsize = ITEMSIZE_BYTES[dtype]
+    if span[0] % itemsize:
+        raise CorruptError(f"{short} is not aligned to its items of {itemsize} bytes")
+    return PlacedTensor(spec, begin + span[0], begin + span[1])
+
+
+def _check_contiguous(placed: Sequence[PlacedTensor], begin: int, nbytes: int) -> None:
+    end = begin
+    for tensor in placed:
+        if tensor.begin != end:
+            raise CorruptError(
+                f"{_short(tensor.spec.name)} begins at {tensor.begin}, what is before ends at {end}"
+            )
+        end = tensor.end
+    if end != nbytes:
+        raise CorruptError(f"the image has {nbytes} bytes, its header tells of {end}")
+
+
+def _short(value: object) -> str:
+    """Return *value*, which may be anything, in few enough characters for a message."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 80 else value[:80] + "…")
+    return repr(value) if type(value) is int and abs(value) <= DIM_MAX else type(value).__name__

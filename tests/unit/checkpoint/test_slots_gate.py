@@ -1,0 +1,420 @@
+"""The gate of one node: who may write where, and what a crash at any moment leaves."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from gpuops.checkpoint.slots import Gate, GateError, Granted, Reason, Refused
+from gpuops.checkpoint.states import StateId
+
+
+def gate_of(n_ranks=2, n_slots=2, **kwargs):
+    gate = Gate(**kwargs)
+    gate.begin_epoch(n_ranks)
+    gate.resume(None, 1)
+    for local_rank in range(n_ranks):
+        gate.register(local_rank, local_rank + 1, range(n_slots))
+    return gate
+
+
+def save(gate, step, n_ranks=2, now_s=0.0):
+    """Save *step* by all ranks; return whether it was committed."""
+    for local_rank in range(n_ranks):
+        answer = gate.begin(local_rank, step, now_s)
+        if isinstance(answer, Refused):
+            return False
+        key = gate.seal(local_rank, answer.state)
+        gate.verified(key, answer.state)
+    return gate.newest == StateId(gate.epoch, step)
+
+
+def reason(answer):
+    assert isinstance(answer, Refused)
+    return answer.reason
+
+
+def test_a_state_is_committed_once_all_ranks_are_verified():
+    gate = gate_of()
+    slots = [gate.begin(r, 5, 0.0).slot for r in (0, 1)]
+    state = StateId(1, 5)
+
+    assert gate.seal(0, state) == slots[0]
+    assert gate.seal(1, state) == slots[1]
+    assert not gate.verified(slots[0], state)
+    assert gate.newest is None
+    assert gate.verified(slots[1], state)
+    assert gate.newest == state
+
+
+def test_the_newest_is_never_granted_and_two_slots_take_turns():
+    gate = gate_of(n_ranks=1)
+    used = []
+    for step in range(1, 7):
+        answer = gate.begin(0, step, 0.0)
+        used.append(answer.slot.index)
+        assert answer.slot not in gate.whole().get(gate.newest, {}).values()
+        gate.verified(gate.seal(0, answer.state), answer.state)
+
+    assert used == [0, 1, 0, 1, 0, 1]
+
+
+def test_the_first_rank_decides_for_all_also_for_a_skip():
+    gate = gate_of()
+    gate.begin(0, 1, 0.0)
+
+    assert reason(gate.begin(0, 2, 0.0)) is Reason.IN_FLIGHT
+    assert isinstance(gate.begin(1, 1, 0.0), Granted)
+    for local_rank in (0, 1):
+        state = StateId(1, 1)
+        gate.verified(gate.seal(local_rank, state), state)
+    # Nothing is in flight now, but rank 0 was told to skip step 2.
+    assert reason(gate.begin(1, 2, 0.0)) is Reason.IN_FLIGHT
+    assert gate.skipped == {Reason.IN_FLIGHT: 1}
+
+
+def test_a_rank_that_passed_a_step_gives_it_up_and_its_writer_keeps_the_slot():
+    gate = gate_of()
+    save(gate, 1)
+    first = gate.begin(0, 2, 0.0)
+
+    # Rank 1 never asks for step 2; rank 0 still writes into its only free slot.
+    assert reason(gate.begin(1, 3, 0.0)) is Reason.NO_FREE_SLOT
+    assert gate.in_flight is None
+    assert gate.given_up == 1
+    assert gate.seal(0, first.state) is None
+    assert isinstance(gate.begin(0, 4, 0.0), Granted)
+
+
+def test_a_pinned_slot_is_not_granted():
+    gate = gate_of(n_ranks=1)
+    save(gate, 1, 1)
+    gate.pin(StateId(1, 1), "persist")
+    save(gate, 2, 1)
+
+    assert reason(gate.begin(0, 3, 0.0)) is Reason.NO_FREE_SLOT
+    gate.unpin("persist")
+    assert isinstance(gate.begin(0, 4, 0.0), Granted)
+
+
+def test_what_is_not_whole_cannot_be_pinned():
+    gate = gate_of(n_ranks=1)
+    gate.begin(0, 1, 0.0)
+
+    with pytest.raises(GateError, match="does not hold"):
+        gate.pin(StateId(1, 1), "persist")
+
+
+def test_nothing_is_due_before_its_time_and_all_ranks_hear_it():
+    gate = gate_of(every_s=5.0)
+    assert save(gate, 1, now_s=100.0)
+
+    assert reason(gate.begin(0, 2, 104.9)) is Reason.NOT_DUE
+    assert reason(gate.begin(1, 2, 105.1)) is Reason.NOT_DUE
+    assert isinstance(gate.begin(1, 3, 105.1), Granted)
+    assert isinstance(gate.begin(0, 3, 105.2), Granted)
+
+
+def test_nothing_is_granted_before_it_is_known_where_to_go_on_and_all_have_slots():
+    gate = Gate()
+    gate.begin_epoch(2)
+    gate.register(0, 1, range(2))
+
+    assert reason(gate.begin(0, 1, 0.0)) is Reason.NOT_RESTORED
+    gate.resume(None, 1)
+    assert reason(gate.begin(0, 2, 0.0)) is Reason.NOT_RESERVED
+    gate.register(1, 2, range(2))
+    assert isinstance(gate.begin(0, 3, 0.0), Granted)
+
+
+def test_a_rank_that_is_lost_while_it_writes_takes_its_state_with_it():
+    gate = gate_of()
+    save(gate, 1)
+    first, second = (gate.begin(r, 2, 0.0) for r in (0, 1))
+    gate.verified(gate.seal(1, second.state), second.state)
+    gate.lost(0)
+
+    assert gate.in_flight is None
+    assert gate.newest == StateId(1, 1)
+    assert first.slot not in gate.whole()[gate.newest].values()
+    assert reason(gate.begin(1, 3, 0.0)) is Reason.NOT_RESERVED
+
+
+def test_what_all_ranks_had_sealed_may_still_be_committed_after_they_are_gone():
+    gate = gate_of()
+    state = StateId(1, 1)
+    slots = [gate.begin(r, 1, 0.0).slot for r in (0, 1)]
+    for local_rank in (0, 1):
+        gate.seal(local_rank, state)
+        gate.lost(local_rank)
+    gate.begin_epoch(2)
+
+    assert gate.is_settling
+    gate.verified(slots[0], state)
+    gate.verified(slots[1], state)
+    assert not gate.is_settling
+    assert gate.newest == state
+
+
+def test_what_one_rank_had_not_sealed_is_discarded_by_new_workers():
+    gate = gate_of()
+    slots = [gate.begin(r, 1, 0.0).slot for r in (0, 1)]
+    gate.seal(0, StateId(1, 1))
+    gate.begin_epoch(2)
+
+    assert not gate.is_settling
+    assert not gate.verified(slots[0], StateId(1, 1))
+    assert gate.newest is None
+
+
+def test_a_late_digest_of_a_slot_that_has_another_state_by_now_counts_for_nothing():
+    gate = gate_of(n_ranks=1)
+    old = gate.begin(0, 1, 0.0)
+    gate.seal(0, old.state)
+    gate.begin_epoch(1)
+    gate.resume(None, 2)
+    gate.register(0, 1, range(2))
+    new = gate.begin(0, 1, 0.0)
+
+    assert new.slot == old.slot
+    assert not gate.verified(old.slot, old.state)
+    assert gate.newest is None
+
+
+def test_what_is_newer_than_the_state_that_was_chosen_is_dropped():
+    gate = gate_of(n_ranks=1)
+    save(gate, 1, 1)
+    save(gate, 2, 1)
+    gate.begin_epoch(1)
+    gate.resume(StateId(1, 1), 2)
+    gate.register(0, 1, range(2))
+
+    assert gate.newest == StateId(1, 1)
+    assert gate.begin(0, 2, 0.0).slot not in gate.whole()[StateId(1, 1)].values()
+
+
+def test_several_nodes_commit_together():
+    gate = Gate()
+    gate.begin_epoch(1, is_alone=False)
+    gate.resume(None, 1)
+    gate.register(0, 1, range(2))
+    save(gate, 1, 1)
+    state = StateId(1, 1)
+
+    assert gate.newest is None
+    assert list(gate.whole()) == [state]
+    assert reason(gate.begin(0, 2, 0.0)) is Reason.IN_FLIGHT
+    assert gate.commit_from_outside(state)
+    assert not gate.commit_from_outside(state)
+    assert isinstance(gate.begin(0, 3, 0.0), Granted)
+    gate.give_up(StateId(1, 3))
+    assert gate.newest == state
+
+
+def test_another_layout_keeps_the_old_memory_until_it_has_a_commit_of_its_own():
+    gate = gate_of(n_ranks=1)
+    save(gate, 1, 1)
+    save(gate, 2, 1)
+    gate.register(0, 9, range(2))
+
+    freed = gate.release()
+    assert {key.arena for key in freed} == {1}
+    assert len(freed) == 1
+    assert gate.newest == StateId(1, 2)
+    assert save(gate, 3, 1)
+    assert {key.arena for key in gate.release()} == {1}
+    assert gate.release() == ()
+    assert gate.newest == StateId(1, 3)
+
+
+def test_another_layout_while_the_rank_was_copying_gives_the_state_up():
+    gate = gate_of(n_ranks=1)
+    gate.begin(0, 1, 0.0)
+    gate.register(0, 9, range(2))
+
+    assert gate.in_flight is None
+
+
+@pytest.mark.parametrize("local_rank", [-1, 2])
+def test_a_rank_that_is_none_of_this_node_is_refused(local_rank):
+    gate = gate_of()
+
+    with pytest.raises(GateError, match="no local rank"):
+        gate.begin(local_rank, 1, 0.0)
+    with pytest.raises(GateError, match="no local rank"):
+        gate.register(local_rank, 7, range(2))
+
+
+def test_a_seal_without_a_grant_is_refused():
+    with pytest.raises(GateError, match="is not writing"):
+        gate_of().seal(0, StateId(1, 1))
+
+
+class Node(RuleBasedStateMachine):
+    """A node whose ranks run, stall, fail, die and change, beside a model of what is in memory."""
+
+    @initialize(n_ranks=st.integers(1, 3), n_slots=st.integers(2, 3), alone=st.booleans())
+    def start(self, n_ranks, n_slots, alone):
+        self.gate = Gate()
+        self.n_ranks, self.n_slots, self.alone = n_ranks, n_slots, alone
+        self.bytes = {}  # slot -> the state whose bytes it has, None where it is torn
+        self.steps = {}
+        self.writing = {}  # rank -> {state: slot}
+        self.hashing = []
+        self.answers = {}
+        self.pins = {}
+        self.epoch = 0
+        self.n_arenas = 0
+        self.skips = 0
+        self._new_workers(n_ranks, None)
+
+    def _new_workers(self, n_ranks, state):
+        self.n_ranks = n_ranks
+        self.epoch += 1
+        self.gate.begin_epoch(n_ranks, is_alone=self.alone)
+        for key, old in self.hashing:
+            self.gate.verified(key, old)
+        self.hashing = []
+        self.gate.resume(self.gate.newest if state is None else state, self.epoch)
+        self.steps = dict.fromkeys(range(n_ranks), 0)
+        self.writing = {rank: {} for rank in range(n_ranks)}
+        self.answers = {}
+        self.arenas = {}
+        for rank in range(n_ranks):
+            self._reserve(rank)
+
+    def _reserve(self, rank):
+        self.n_arenas += 1
+        self.arenas[rank] = self.n_arenas
+        self.gate.register(rank, self.n_arenas, range(self.n_slots))
+
+    @rule(rank=st.integers(0, 2), ahead=st.integers(0, 3))
+    def ask(self, rank, ahead):
+        if rank >= self.n_ranks:
+            return
+        self.steps[rank] += ahead
+        step = self.steps[rank]
+        answer = self.gate.begin(rank, step, 0.0)
+        if isinstance(answer, Granted):
+            assert answer.slot not in self.gate.whole().get(self.gate.newest, {}).values()
+            assert all(answer.slot not in slots for slots in self.pins.values())
+            for other, slots in self.writing.items():
+                for state, slot in slots.items():
+                    assert slot != answer.slot or (other, state) == (rank, answer.state)
+            self.bytes[answer.slot] = None
+            self.writing[rank][answer.state] = answer.slot
+            # No rank of the node was told to skip what another is granted, while it is wanted.
+            told = self.answers.setdefault(step, {})
+            assert all(isinstance(its, Granted) for its in told.values())
+        elif answer.reason is not Reason.PASSED:
+            told = self.answers.setdefault(step, {})
+            assert all(isinstance(its, Refused) for its in told.values())
+        self.answers.setdefault(step, {})[rank] = answer
+
+    @precondition(lambda self: any(self.writing.values()))
+    @rule(data=st.data())
+    def seal(self, data):
+        rank = data.draw(st.sampled_from([r for r, slots in self.writing.items() if slots]))
+        state = data.draw(st.sampled_from(sorted(self.writing[rank])))
+        slot = self.writing[rank].pop(state)
+        self.bytes[slot] = state
+        key = self.gate.seal(rank, state)
+        if key is not None:
+            assert key == slot
+            self.hashing.append((key, state))
+
+    @precondition(lambda self: any(self.writing.values()))
+    @rule(data=st.data())
+    def abandon(self, data):
+        rank = data.draw(st.sampled_from([r for r, slots in self.writing.items() if slots]))
+        state = data.draw(st.sampled_from(sorted(self.writing[rank])))
+        self.writing[rank].pop(state)
+        self.gate.abandon(rank, state)
+
+    @precondition(lambda self: self.hashing)
+    @rule(data=st.data())
+    def hash(self, data):
+        key, state = self.hashing.pop(data.draw(st.integers(0, len(self.hashing) - 1)))
+        self.gate.verified(key, state)
+
+    @precondition(lambda self: not self.alone)
+    @rule()
+    def others_commit(self):
+        for state in self.gate.whole():
+            self.gate.commit_from_outside(state)
+
+    @precondition(lambda self: not self.alone)
+    @rule()
+    def others_fail(self):
+        if self.gate.in_flight is not None:
+            self.gate.give_up(self.gate.in_flight)
+
+    @rule(data=st.data(), who=st.sampled_from(["persist", "serve"]))
+    def pin(self, data, who):
+        if self.gate.whole():
+            state = data.draw(st.sampled_from(sorted(self.gate.whole())))
+            self.gate.unpin(who)
+            self.pins[who] = set(self.gate.pin(state, who).values())
+
+    @rule(who=st.sampled_from(["persist", "serve"]))
+    def unpin(self, who):
+        self.gate.unpin(who)
+        self.pins.pop(who, None)
+
+    @rule(rank=st.integers(0, 2))
+    def other_layout(self, rank):
+        if rank < self.n_ranks:
+            self._reserve(rank)
+
+    @rule()
+    def release(self):
+        for key in self.gate.release():
+            assert all(key not in slots for slots in self.writing.values())
+            self.bytes.pop(key, None)
+
+    @rule(rank=st.integers(0, 2))
+    def die(self, rank):
+        if rank < self.n_ranks:
+            self.gate.lost(rank)
+            self.writing[rank] = {}
+            self._reserve(rank)
+
+    @rule(n_ranks=st.integers(1, 3))
+    def kill_all(self, n_ranks):
+        newest = self.gate.newest
+        self._new_workers(n_ranks, None)
+        assert newest is None or self.gate.newest >= newest
+
+    @rule(data=st.data())
+    def go_back(self, data):
+        if self.gate.whole():
+            state = data.draw(st.sampled_from(sorted(self.gate.whole())))
+            self._new_workers(self.n_ranks, state)
+
+    @invariant()
+    def the_newest_is_whole(self):
+        gate = getattr(self, "gate", None)
+        if gate is None:
+            return
+        if gate.newest is not None:
+            slots = gate.whole()[gate.newest]
+            assert slots
+            assert all(self.bytes[slot] == gate.newest for slot in slots.values())
+        for state, slots in gate.whole().items():
+            assert all(self.bytes[slot] == state for slot in slots.values())
+
+    @invariant()
+    def every_decision_is_counted(self):
+        gate = getattr(self, "gate", None)
+        if gate is not None:
+            assert gate.granted >= gate.committed + gate.given_up - 1
+
+
+TestNode = Node.TestCase
+TestNode.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,263 @@
+"""Which state a job goes on from: the newest of which every shard has a copy that verifies.
+
+Memory first, then the persistent copy of the same state; a state with a shard that no copy serves
+is passed over, and the offer says why.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.digest import chunk_is_good, n_chunks_of, verify
+from gpuops.checkpoint.manifest import Manifest
+from gpuops.checkpoint.node_memory import Held
+from gpuops.checkpoint.state_store import CheckpointStore, Stored
+from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, StateId, Tier
+
+WHY_MAX = 32
+_WHY_CHARS_MAX = 400
+
+Source = SlotMemory | Path
+
+
+class Run(Protocol):
+    """Calls a function for each of several things, perhaps several at a time."""
+
+    def __call__(
+        self, function: Callable[[Shard], "Source | str"], shards: Iterable[Shard], /
+    ) -> Iterator["Source | str"]: ...
+
+
+class CannotTellError(CheckpointError):
+    """Whether there is a state to go on from cannot be said, so starting anew could lose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A copy that is not what was saved, or that cannot be read."""
+
+    state: StateId
+    shard: Shard
+    tier: Tier
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A state, and where each of its shards is read. ``fetched`` is memory made for it."""
+
+    state: StateId
+    world: int
+    tier: Tier
+    sources: Mapping[Shard, Source]
+    fetched: tuple[SlotMemory, ...] = ()
+
+
+@dataclass(slots=True)
+class Choice:
+    """What was looked at and found. ``chosen`` None: there is nothing to go on from."""
+
+    chosen: Chosen | None = None
+    why: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    epoch_max: int = -1
+
+    def note(self, text: str) -> None:
+        """Add a sentence to the reasons; there are not many, and none is long."""
+        if len(self.why) < WHY_MAX:
+            self.why.append(text[:_WHY_CHARS_MAX])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is looked for.
+
+    ``only``: this state or none; ``excluded_step``: no state of this step; ``shards`` None: all
+    of the state's world must be there.
+    """
+
+    only: StateId | None = None
+    excluded_step: int | None = None
+    shards: frozenset[Shard] | None = None
+
+
+def choose(
+    memory: Mapping[StateId, Mapping[Shard, Held]],
+    store: CheckpointStore | None,
+    wanted: Wanted,
+    *,
+    run: Run = map,
+    make: Callable[[int], SlotMemory] = lambda nbytes: SlotMemory.create("gpuops-fetched", nbytes),
+) -> Choice:
+    """Return the newest state that is whole, from *memory* and *store*; every byte was read.
+
+    *memory* must stay as it is meanwhile. *make* is called for a shard that has to be fetched.
+
+    Raises:
+        CannotTellError: The store cannot be read, or all that it has is damaged, and memory has
+            nothing either.
+    """
+    choice = Choice()
+    stored, trouble = _stored(store, choice)
+    states = sorted({*memory, *stored}, reverse=True)
+    choice.epoch_max = max((state.epoch for state in states), default=-1)
+    if wanted.only is not None:
+        if wanted.only not in states:
+            choice.note(f"{wanted.only} was asked for and is not here")
+        states = [state for state in states if state == wanted.only]
+    for state in states:
+        if state.step == wanted.excluded_step:
+            choice.note(f"{state} is excluded: it failed after it was loaded")
+            continue
+        candidate = _Candidate(state, memory.get(state, {}), store, stored.get(state), choice, make)
+        choice.chosen = candidate.look(wanted.shards, run)
+        if choice.chosen is not None:
+            return choice
+        if state in stored:
+            trouble = trouble or f"no copy of {state} serves"
+    if trouble:
+        reasons = "; ".join([trouble, *choice.why[:4]])
+        raise CannotTellError(
+            f"whether there is a state to go on from cannot be told: {reasons}. Repair the "
+            "directory, or give another one to start anew"
+        )
+    return choice
+
+
+def _stored(store: CheckpointStore | None, choice: Choice) -> tuple[dict[StateId, Stored], str]:
+    """Return the states that a store lists, and what is wrong with it."""
+    if store is None:
+        return {}, ""
+    try:
+        survey = store.survey()
+    except CheckpointError as exc:
+        choice.note(str(exc))
+        return {}, str(exc)
+    for damaged in survey.damaged:
+        choice.note(f"{damaged.name} in {store.address} is damaged: {damaged.why}")
+    trouble = f"{survey.damaged[0].name} is damaged" if survey.damaged else ""
+    return {found.state: found for found in survey.states}, trouble
+
+
+@dataclass(slots=True)
+class _Candidate:
+    state: StateId
+    memory: Mapping[Shard, Held]
+    store: CheckpointStore | None
+    stored: Stored | None
+    choice: Choice
+    make: Callable[[int], SlotMemory]
+    fetched: list[SlotMemory] = field(default_factory=list)
+
+    def look(self, shards: frozenset[Shard] | None, run: Run) -> Chosen | None:
+        """Return the state with a source for each of its shards, None where one has none."""
+        self._part_if_other()
+        world = next(iter(self.memory)).world if self.memory else None
+        if self.stored is not None:
+            world = self.stored.manifest.world if world is None else world
+        if world is None:
+            return None
+        if shards is None or any(shard.world != world for shard in shards):
+            shards = frozenset(Shard(rank, world) for rank in range(world))
+        order = sorted(shards)
+        missing = [s for s in order if s not in self.memory and self._record(s) is None]
+        if missing:
+            self.choice.note(
+                f"{self.state} is not whole: of its {len(order)} shards, that of rank "
+                f"{missing[0].rank} is neither in this node's memory nor in the directory"
+            )
+            return None
+        found = dict(zip(order, run(self._source, order), strict=True))
+        sources: dict[Shard, Source] = {}
+        for shard, source in found.items():
+            if isinstance(source, str):
+                self.choice.note(f"{self.state} is passed over: {source}")
+                for memory in self.fetched:
+                    memory.close()
+                return None
+            sources[shard] = source
+        in_memory = {id(held.memory) for held in self.memory.values()}
+        is_memory = all(id(source) in in_memory for source in sources.values())
+        tier = Tier.MEMORY if is_memory else Tier.PERSISTENT
+        return Chosen(self.state, world, tier, sources, tuple(self.fetched))
+
+    def _part_if_other(self) -> None:
+        """Leave the directory's copy out where it is not of what memory holds: of another run."""
+        if self.stored is None or not self.memory:
+            return
+        records = {record.shard: record.digest.root for record in self.stored.manifest.shards}
+        if any(records.get(s) != held.copy.digest.root for s, held in self.memory.items()):
+            self.choice.note(f"the directory has another {self.state}: two runs write there")
+            self.stored = None
+
+    def _source(self, shard: Shard) -> Source | str:
+        """Return a verified copy of *shard*, or why there is none."""
+        why = "memory does not hold it"
+        held = self.memory.get(shard)
+        if held is not None:
+            why = _why_bad(held)
+            if not why:
+                return held.memory
+            self._blame(shard, Tier.MEMORY, why)
+        if self._record(shard) is not None:
+            try:
+                return self._verified_file(shard)
+            except CheckpointError as exc:
+                self._blame(shard, Tier.PERSISTENT, str(exc))
+                why = f"{why}, and {exc}"
+        return f"the shard of rank {shard.rank}: {why}"
+
+    def _verified_file(self, shard: Shard) -> Source:
+        assert self.store is not None
+        assert self.stored is not None
+        record = self.stored.manifest.record(shard)
+        path = self.store.open_shard(self.state, shard)
+        if path is None:
+            memory = self.make(record.digest.nbytes)
+            self.fetched.append(memory)
+            self.store.fetch_shard(record, self.state, memory.view)
+            return memory
+        _verify_chunks(self.store, self.stored.manifest, shard)
+        return path
+
+    def _record(self, shard: Shard) -> Stored | None:
+        """Return the stored state where it has *shard*."""
+        if self.stored is None or self.store is None:
+            return None
+        return self.stored if self.stored.manifest.world == shard.world else None
+
+    def _blame(self, shard: Shard, tier: Tier, why: str) -> None:
+        self.choice.problems.append(Problem(self.state, shard, tier, why))
+        if tier is Tier.MEMORY:
+            self.choice.note(f"{self.state}, rank {shard.rank}, in memory: {why}")
+
+
+def _why_bad(held: Held) -> str:
+    """Return "" where the copy in memory is what was sealed."""
+    try:
+        bad: Sequence[int] = verify(held.memory.view, held.copy.digest)
+    except CorruptError as exc:
+        return str(exc)
+    if not bad:
+        return ""
+    total = n_chunks_of(held.memory.nbytes)
+    return f"it is corrupt in {len(bad)} of {total} pieces, the first is piece {bad[0]}"
+
+
+def _verify_chunks(store: CheckpointStore, manifest: Manifest, shard: Shard) -> None:
+    digest = manifest.record(shard).digest
+    nbytes = number = 0
+    for number, chunk in enumerate(store.read_chunks(manifest.state, shard), 1):
+        if nbytes >= digest.nbytes or not chunk_is_good(chunk, digest, number - 1):
+            raise CorruptError(
+                f"{store.address}/{manifest.state.name}/{shard.file_name} is corrupt in piece "
+                f"{number - 1} of {n_chunks_of(digest.nbytes)}"
+            )
+        nbytes += len(chunk)
+    if nbytes != digest.nbytes:
+        raise CorruptError(
+            f"{store.address}/{manifest.state.name}/{shard.file_name} has {nbytes} bytes, but "
+            f"{digest.nbytes} were saved"
+        )

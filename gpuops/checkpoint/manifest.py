@@ -1,0 +1,308 @@
+"""What makes a directory of shards a state: written last, and bound to itself by its own digest.
+
+The file is JSON that a person can read. Its first line holds the BLAKE3 of all that follows, so
+that a manifest edited by hand, or damaged on disk, is told from the one that was written. It has
+no lists and one object per shard, so that counting commas and brackets bounds what a hostile file
+can make the parser hold.
+"""
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from blake3 import blake3
+
+from gpuops.checkpoint.digest import check_digest
+from gpuops.checkpoint.states import (
+    EPOCH_MAX,
+    IMAGE_BYTES_MAX,
+    STEP_MAX,
+    WORLD_MAX,
+    CheckpointError,
+    CorruptError,
+    Digest,
+    Shard,
+    StateId,
+)
+
+MANIFEST = "manifest.json"
+SCHEMA = "gpuops.checkpoint/1"
+MANIFEST_BYTES_MAX = 64 * 2**20
+TEXT_MAX = 256
+GENERATION_MAX = 10**9
+
+_FAMILY, _, _VERSION = SCHEMA.partition("/")
+_DIGEST_START = b'{"digest": "'
+_DIGEST_END = b'",\n'
+_BODY_AT = len(_DIGEST_START) + 64 + len(_DIGEST_END)
+_HEX64 = re.compile(r"[0-9a-f]{64}\Z")
+_SHARD_FILE = re.compile(r"shard-([0-9]{5})-of-([0-9]{5,6})\.safetensors\Z")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+# One comma separates each two members, and a shard has five at most.
+_COMMAS_MAX = 6 * WORLD_MAX + 1000
+_OBJECTS_MAX = WORLD_MAX + 100
+_BRACKETS_MAX = 2 * TEXT_MAX  # none but in names
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One shard of a state: which, the hash of its image's header, and the digest of its bytes."""
+
+    shard: Shard
+    layout: str
+    digest: Digest
+
+    def __post_init__(self) -> None:
+        digest = self.digest
+        _need(_HEX64.match(self.layout), f"{self.layout!r} is no hash of a layout")
+        _need(_HEX64.match(digest.root), f"{digest.root!r} is no root of a digest")
+        _need(0 < digest.nbytes <= IMAGE_BYTES_MAX, f"a shard has no {digest.nbytes} bytes")
+        try:
+            check_digest(digest)
+        except CorruptError as exc:
+            raise ValueError(str(exc)) from exc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All shards of one state of a world of so many ranks, in the order of their ranks.
+
+    ``created`` is UTC to the second, ``generation`` the start of the job's workers that saved it,
+    ``job`` names the run and ``version`` the gpuops that wrote it.
+
+    Raises:
+        ValueError: A shard is missing, doubled or of another world; a value out of bounds.
+    """
+
+    state: StateId
+    world: int
+    shards: tuple[ShardRecord, ...]
+    created: str
+    version: str
+    generation: int
+    job: str
+
+    def __post_init__(self) -> None:
+        _need(1 <= self.world <= WORLD_MAX, f"no world has {self.world} ranks")
+        _need(
+            tuple(record.shard for record in self.shards)
+            == tuple(Shard(rank, self.world) for rank in range(self.world)),
+            f"its {len(self.shards)} shards are not those of a world of {self.world}",
+        )
+        _need(self.created == utc(_epoch_us(self.created)), f"{self.created!r} is no time in UTC")
+        _need(0 <= self.generation <= GENERATION_MAX, f"{self.generation} is no generation")
+        for text in (self.version, self.job):
+            _need(len(text) <= TEXT_MAX and text.isprintable(), f"{text[:40]!r} is no name")
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all shards."""
+        return sum(record.digest.nbytes for record in self.shards)
+
+    @property
+    def created_s(self) -> int:
+        """Return when it was made, in seconds since the epoch."""
+        return _epoch_us(self.created) // 1_000_000
+
+    def record(self, shard: Shard) -> ShardRecord:
+        """Return what is recorded of *shard*.
+
+        Raises:
+            CheckpointError: It is not one of this state's.
+        """
+        if shard.world != self.world:
+            raise CheckpointError(
+                f"{self.state} was saved by {self.world} ranks, not by {shard.world}"
+            )
+        return self.shards[shard.rank]
+
+    def has_bytes_of(self, other: "Manifest") -> bool:
+        """Return whether *other* is of the same state and its shards are the same, bit for bit."""
+        return (self.state, self.world, self.shards) == (other.state, other.world, other.shards)
+
+
+def utc(now_us: int) -> str:
+    """Return *now_us*, microseconds since the epoch, as a manifest has it."""
+    return (_EPOCH + timedelta(seconds=now_us // 1_000_000)).strftime(_TIME)
+
+
+def _epoch_us(created: str) -> int:
+    made = datetime.strptime(created, _TIME).replace(tzinfo=UTC)
+    return (made - _EPOCH) // timedelta(microseconds=1)
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the content of the file.
+
+    Raises:
+        CheckpointError: It would be larger than any reader accepts.
+    """
+    head = {
+        "schema": SCHEMA,
+        "state": {"epoch": manifest.state.epoch, "step": manifest.state.step},
+        "world": manifest.world,
+        "created": manifest.created,
+        "version": manifest.version,
+        "generation": manifest.generation,
+        "job": manifest.job,
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items()]
+    shards = ",\n".join(
+        f"{json.dumps(record.shard.file_name)}: {json.dumps(record_to_json(record))}"
+        for record in manifest.shards
+    )
+    body = ("".join(lines) + '"shards": {\n' + shards + "\n}}\n").encode()
+    content = _DIGEST_START + blake3(body).hexdigest().encode() + _DIGEST_END + body
+    if len(content) > MANIFEST_BYTES_MAX:
+        raise CheckpointError(
+            f"the manifest of {manifest.state} ({manifest.nbytes} bytes, {manifest.world} shards) "
+            f"would have {len(content)} bytes; {MANIFEST_BYTES_MAX} is the most"
+        )
+    return content
+
+
+def from_bytes(content: bytes, source: str) -> Manifest:
+    """Return the manifest that *content* is; *source* names it in errors.
+
+    Raises:
+        CorruptError: Too large, damaged, edited by hand, or of another kind.
+        CheckpointError: Written by a later version of gpuops.
+    """
+    try:
+        values = parse_object(content)
+        schema = values.get("schema")
+        _refuse_other_schema(schema, source)
+        if not _is_bound(content):
+            raise CorruptError(
+                f"{source} was edited or damaged after it was written: its digest is not that of "
+                "its content. Nothing in it can be trusted; restore the file, or use another state"
+            )
+        return _manifest(values)
+    except ValueError as exc:
+        raise CorruptError(f"{source} is no manifest of a checkpoint: {exc}") from exc
+
+
+def record_to_json(record: ShardRecord) -> dict[str, Any]:
+    """Return what a manifest has of one shard."""
+    return {
+        "nbytes": record.digest.nbytes,
+        "layout": record.layout,
+        "root": record.digest.root,
+        "table": base64.b64encode(record.digest.table).decode(),
+    }
+
+
+def record_from_json(file: str, value: Any) -> ShardRecord:  # noqa: ANN401 parsed JSON
+    """Return the shard that *value* describes.
+
+    Raises:
+        ValueError: It describes none.
+    """
+    named = _SHARD_FILE.match(file)
+    _need(named, f"{file[:80]!r} is no name of a shard")
+    assert named is not None
+    entry = _members(value, "nbytes", "layout", "root", "table")
+    shard = Shard(int(named[1]), int(named[2]))
+    _need(shard.file_name == file, f"{file[:80]!r} is no name of a shard")
+    try:
+        table = base64.b64decode(_text(entry, "table", MANIFEST_BYTES_MAX), validate=True)
+    except binascii.Error as exc:
+        raise ValueError(f"the table of {file} is not base64: {exc}") from exc
+    nbytes = _whole(entry, "nbytes", IMAGE_BYTES_MAX)
+    digest = Digest(nbytes, table, _text(entry, "root", 64))
+    return ShardRecord(shard, _text(entry, "layout", 64), digest)
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object that *content* is, after bounding what parsing it can take.
+
+    Raises:
+        ValueError: Too large, not JSON, not an object, or a name stands in it twice.
+    """
+    _need(len(content) <= MANIFEST_BYTES_MAX, f"it is larger than {MANIFEST_BYTES_MAX} bytes")
+    _need(
+        content.count(b",") <= _COMMAS_MAX
+        and content.count(b"{") <= _OBJECTS_MAX
+        and content.count(b"[") <= _BRACKETS_MAX,
+        "it has more members than any manifest",
+    )
+    try:
+        values = json.loads(content, object_pairs_hook=_unique)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+    _need(isinstance(values, dict), "it is not a JSON object")
+    return values  # type: ignore[no-any-return]
+
+
+def _refuse_other_schema(schema: object, source: str) -> None:
+    if schema == SCHEMA:
+        return
+    family, _, version = schema.partition("/") if isinstance(schema, str) else ("", "", "")
+    newer = version.isascii() and version.isdigit() and len(version) < 10
+    if family == _FAMILY and newer and int(version) > int(_VERSION):
+        raise CheckpointError(
+            f"{source} has version {version} of the format; this gpuops reads {_VERSION}. "
+            "Install the gpuops that wrote it, or a later one, to read it"
+        )
+    raise ValueError(f"its schema is {str(schema)[:80]!r}, not {SCHEMA!r}")
+
+
+def _is_bound(content: bytes) -> bool:
+    stated = content[:_BODY_AT]
+    digest = blake3(memoryview(content)[_BODY_AT:]).hexdigest().encode()
+    return stated == _DIGEST_START + digest + _DIGEST_END
+
+
+def _manifest(values: Mapping[str, Any]) -> Manifest:
+    names = ("digest", "schema", "state", "world", "created", "version", "generation", "job")
+    values = _members(values, *names, "shards")
+    state = _members(values["state"], "epoch", "step")
+    shards = values["shards"]
+    _need(isinstance(shards, dict), "its shards are not an object")
+    records = [record_from_json(file, entry) for file, entry in shards.items()]
+    return Manifest(
+        state=StateId(_whole(state, "epoch", EPOCH_MAX), _whole(state, "step", STEP_MAX)),
+        world=_whole(values, "world", WORLD_MAX),
+        shards=tuple(sorted(records, key=lambda record: record.shard)),
+        created=_text(values, "created"),
+        version=_text(values, "version"),
+        generation=_whole(values, "generation", GENERATION_MAX),
+        job=_text(values, "job"),
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    _need(len(values) == len(pairs), "a name stands in it twice")
+    return values
+
+
+def _members(value: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401 parsed JSON
+    _need(
+        isinstance(value, dict) and set(value) == set(names),
+        f"an object with {', '.join(names)} was expected",
+    )
+    return value  # type: ignore[no-any-return]
+
+
+def _whole(values: Mapping[str, Any], name: str, most: int) -> int:
+    value = values[name]
+    _need(type(value) is int and 0 <= value <= most, f"{name} is no number from 0 to {most}")
+    return value  # type: ignore[no-any-return]
+
+
+def _text(values: Mapping[str, Any], name: str, most: int = TEXT_MAX) -> str:
+    value = values[name]
+    _need(isinstance(value, str) and len(value) <= most, f"{name} is no text of a name's length")
+    return value  # type: ignore[no-any-return]
+
+
+def _need(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

@@ -350,6 +350,8 @@ def _read_metadata(
     metadata: object, names: Iterable[str]
 ) -> tuple[Shard, dict[str, Any], dict[str, Any]]:
     found = _mapping(metadata, "the header's metadata")
+    if not all(isinstance(value, str) for value in found.values()):
+        raise CorruptError("the header's metadata has what is no text")
     own = _mapping(_json(_text(found, "gpuops")), "the header's gpuops")
     if own.get("format") != FORMAT:
         raise CorruptError(

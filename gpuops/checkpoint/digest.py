@@ -65,7 +65,7 @@ def chunk_is_good(
     """Say whether *data* from *offset* on is the chunk *number* (from 0) that *digest* tells of."""
     at = number * HASH_BYTES
     with memoryview(data)[offset:] as chunk:
-        return chunk_hash(chunk) == digest.table[at : at + HASH_BYTES]
+        return at >= 0 and chunk_hash(chunk) == digest.table[at : at + HASH_BYTES]
 
 
 def verify(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:

@@ -192,7 +192,8 @@ def test_torch_loads_whole_tensors_out_of_shards_in_one_process(tmp_path):
         (tmp_path / Shard(rank, 4).file_name).write_bytes(slot.view)
         slot.close()
     wanted = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
 
     for name, tensor in state.items():
         assert torch.equal(wanted[name], tensor)

@@ -188,7 +188,8 @@ class SlotMemory:
             raise CheckpointError(
                 f"a slot of {format_bytes(self.nbytes)} does not fit: "
                 f"{format_bytes(self.nbytes - taken_bytes)} of it are still to be taken, "
-                f"{format_bytes(room_bytes)} are available"
+                f"{format_bytes(room_bytes)} are available here; give the job more memory, "
+                "or use fewer slots"
             )
 
 
@@ -246,8 +247,8 @@ def _touch(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: bool) 
 
 
 def _refused(what: str, exc: OSError, root: Path = Path("/")) -> CheckpointError:
-    try:
-        room = f"; {format_bytes(available_bytes(root))} of memory are available"
-    except CheckpointError:
-        room = ""
+    room = ""
+    if exc.errno in {errno.ENOMEM, errno.ENOSPC}:
+        with suppress(CheckpointError):
+            room = f"; {format_bytes(available_bytes(root))} of memory are available"
     return CheckpointError(f"cannot {what}: {exc.strerror}{room}")

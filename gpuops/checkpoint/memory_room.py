@@ -11,6 +11,7 @@ from gpuops.host.procfs import parse_meminfo, read_text
 from gpuops.host.small_files import number_of, text_of
 
 _NEVER_OVERCOMMIT = 2  # vm.overcommit_memory, proc(5)
+_COMMIT = ("CommitLimit", "Committed_AS")
 _N_LEVELS_MAX = 64
 
 
@@ -41,12 +42,12 @@ def _strict_room(root: Path, meminfo: str) -> Iterator[int]:
             yield (limit - used) * 1024
 
 
-_COMMIT = ("CommitLimit", "Committed_AS")
-
-
 def _cgroup_rooms(root: Path) -> Iterator[int]:
     memberships = (text_of(root / "proc/self/cgroup") or "").splitlines()
-    mounts = parse_mountinfo(text_of(root / "proc/self/mountinfo") or "")
+    try:
+        mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
+    except ProbeError:
+        return
     for line in memberships:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -1,6 +1,8 @@
 """Images as others read them: the safetensors library, and torch's reader across world sizes."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -110,6 +112,26 @@ def test_the_library_loads_the_bytes_of_a_slot():
     assert torch.equal(found.pop("w"), tensor)
     assert bytes(found.pop(extra_name(0))[8:19].tolist()) == b'{"step": 3}'
     assert found == {}
+
+
+OUTLIVED = """
+import torch
+from gpuops.checkpoint.arena import SlotMemory
+slot = SlotMemory.create("outlived", 4000)
+tensor = torch.frombuffer(slot.view, dtype=torch.float32)
+slot.close()
+tensor.fill_(3)
+print(tensor.sum().item())
+"""
+
+
+def test_a_tensor_over_a_slot_that_was_closed_is_still_whole():
+    # It would be SIGSEGV: such a tensor keeps its buffer alive, but does not lock it.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", OUTLIVED], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (0, "3000.0\n"), done.stderr
 
 
 def rows_of(n_rows, rank, world):

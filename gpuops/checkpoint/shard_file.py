@@ -19,7 +19,7 @@ from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest, Shard
 
 
 def write_image(source_fd: int, target_fd: int, digest: Digest, *, pace: Pace = unpaced) -> None:
-    """Write the first ``digest.nbytes`` of *source_fd* to *target_fd* and sync it.
+    """Write the image in *source_fd* to *target_fd* and sync it.
 
     Raises:
         CorruptError: What was written is not what *digest* is of.
@@ -35,6 +35,20 @@ def write_image(source_fd: int, target_fd: int, digest: Digest, *, pace: Pace = 
             hashing.update(chunk)
     require_same(hashing.finish(), digest)
     os.fsync(target_fd)
+
+
+def hash_image(source_fd: int, digest: Digest) -> None:
+    """Say nothing where the image in *source_fd* is what *digest* is of.
+
+    Raises:
+        CorruptError: With the offsets of the chunks that differ.
+        OSError: It cannot be read.
+    """
+    hashing = Digester()
+    with image_chunks(source_fd, digest.nbytes) as chunks:
+        for _, chunk in chunks:
+            hashing.update(chunk)
+    require_same(hashing.finish(), digest)
 
 
 def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
@@ -73,17 +87,17 @@ def layout_of(source_fd: int, shard: Shard, nbytes: int) -> str:
 
 @contextlib.contextmanager
 def image_chunks(source_fd: int, nbytes: int) -> Iterator[Iterator[tuple[int, memoryview]]]:
-    """Yield an iterator over (offset, bytes) of the first *nbytes* of *source_fd* in chunks.
+    """Yield an iterator over (offset, bytes) of the *nbytes* of *source_fd* in chunks.
 
     Memory that is sealed against shrinking is mapped; of a file that could be cut short, which
     would kill the reader of a mapping, each chunk is read.
 
     Raises:
-        CorruptError: There are fewer bytes; also while iterating.
+        CorruptError: There are more bytes, or fewer; the latter also while iterating.
         OSError: It cannot be read; also while iterating.
     """
     there = os.fstat(source_fd).st_size
-    if there < nbytes:
+    if there != nbytes:
         raise CorruptError(f"the image has {there} bytes, {nbytes} were sealed")
     if _cannot_shrink(source_fd):
         mapping = mmap.mmap(source_fd, nbytes, prot=mmap.PROT_READ)

@@ -1,0 +1,24 @@
+"""The store that an address names: a directory, or any URL that fsspec knows."""
+
+from pathlib import Path
+
+from gpuops.checkpoint.directory import DirectoryStore
+from gpuops.checkpoint.state_store import CheckpointStore
+
+
+def open_store(address: str) -> CheckpointStore:
+    """Return the store at *address*: a path, ``file:///path``, or a URL such as ``s3://bucket/run``.
+
+    Nothing is looked at yet.
+
+    Raises:
+        CheckpointError: fsspec, or what it needs for this kind of URL, is not installed; or the
+            URL is none.
+    """
+    if address.startswith("file://"):
+        return DirectoryStore(Path(address.removeprefix("file://")))
+    if "://" not in address:
+        return DirectoryStore(Path(address))
+    from gpuops.checkpoint.object_store import open_object_store
+
+    return open_object_store(address)

@@ -1,0 +1,297 @@
+"""One connection between two keepers: the opening, frames, and the bytes of images.
+
+Every wait has an end: a peer that accepts and never reads, sends one byte a second, or is stopped
+holds up nobody for longer than `Limits.stall_s`, and only whoever waits for that very connection.
+The socket is a blocking one with kernel timeouts, because a thread that receives a whole slice in
+one system call leaves the interpreter to the other connections meanwhile.
+"""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from gpuops.checkpoint import transfer_auth as auth
+from gpuops.checkpoint import transfer_wire as wire
+from gpuops.checkpoint.states import CHUNK_BYTES
+from gpuops.checkpoint.transfer_auth import Channel, JobPass
+from gpuops.checkpoint.transfer_pace import Pace, smooth
+from gpuops.checkpoint.transfer_wire import Kind, Refusal, RefusedError, Welcome, WireError
+
+# Of image bytes: at most so many between two looks at the time, the pace and the hash.
+SLICE_BYTES = 2**18
+# sendfile(2) waits anew for each of its pipe's fillings; so it comes back to look at the time.
+_SEND_LOOK_S = 1.0
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+_TIMEVAL = struct.Struct("@ll")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one side bears of the other; connections are counted by a server only.
+
+    Both sides must cut images into chunks of the same size.
+    """
+
+    stranger_s: float = 5.0  # for the whole opening
+    stall_s: float = 10.0  # for a frame that has begun, or for `SLICE_BYTES` of an image
+    idle_s: float = 30.0  # without a request
+    connections_max: int = 256
+    strangers_max: int = 64
+    strangers_per_address_max: int = 32
+    chunk_bytes: int = CHUNK_BYTES
+
+
+class StrangeError(WireError):
+    """What answers there is no keeper of this job, or does not know its token."""
+
+
+class OldPeerError(RefusedError):
+    """The other side is of an epoch that is over; it may not have heard yet of the new one."""
+
+
+class BusyError(ConnectionError):
+    """It has too many connections."""
+
+
+class Hasher(Protocol):
+    """What is told of every byte received."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+
+class Line:
+    """A connection whose both sides have proved the job's token.
+
+    One thread uses it; any other may `cut` it. After an exception it is of no further use: OSError
+    (TimeoutError where the peer is slow), `WireError`, or what the caller's own objects raise.
+    """
+
+    def __init__(self, sock: socket.socket, job: JobPass, limits: Limits) -> None:
+        self._socket = sock
+        self._job = job
+        self.limits = limits
+        self.sent_bytes = 0  # of images
+        self.received_bytes = 0
+        self._out = self._in = Channel(b"")
+        self._is_cut = threading.Event()
+        self._rate: float | None = None
+        self._receive_s = 0.0
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_LOOK_S))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
+
+    def cut(self) -> None:
+        """End it from another thread: whoever waits on it gets an OSError at once."""
+        self._is_cut.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it, from the thread that uses it."""
+        self._socket.close()
+
+    # The opening.
+
+    def call(self) -> None:
+        """Open it as the client.
+
+        Raises:
+            StrangeError: The other side is no keeper of this job, or has another token.
+            BusyError: It has too many connections.
+        """
+        end_s = time.monotonic() + self.limits.stranger_s
+        hello = wire.Hello(self._job.job, auth.nonce()).to_bytes()
+        self._send_short(hello, end_s)
+        got = self._receive_opening(end_s)
+        if len(got) == 1 + auth.PROOF_BYTES:
+            self._turned_away(wire.read_welcome(got)[0])
+        _sound(wire.Challenge.from_bytes, got)
+        shake = auth.Handshake(self._job.key, hello + got)
+        self._send_short(shake.proof("client"), end_s)
+        code, proof = _sound(wire.read_welcome, self._receive_opening(end_s))
+        self._turned_away(code)
+        if code is not Welcome.COME_IN or not auth.same(proof, shake.proof("server")):
+            raise StrangeError("it does not know the job's token")
+        self._out, self._in = shake.channel("client"), shake.channel("server")
+
+    def answer_call(self) -> None:
+        """Open it as the server; raises `StrangeError` after the caller was told why."""
+        end_s = time.monotonic() + self.limits.stranger_s
+        got = self._receive_opening(end_s)
+        hello = _sound(wire.Hello.from_bytes, got)
+        if not auth.same(hello.job, self._job.job):
+            self.turn_away(Welcome.OTHER_JOB)
+            raise StrangeError("it is of another job")
+        challenge = wire.Challenge(auth.nonce()).to_bytes()
+        shake = auth.Handshake(self._job.key, got + challenge)
+        self._send_short(challenge, end_s)
+        if not auth.same(self._receive_opening(end_s), shake.proof("client")):
+            self.turn_away(Welcome.WRONG_TOKEN)
+            raise StrangeError("it does not know the job's token")
+        self._send_short(wire.welcome(Welcome.COME_IN, shake.proof("server")), end_s)
+        self._out, self._in = shake.channel("server"), shake.channel("client")
+
+    def turn_away(self, code: Welcome) -> None:
+        """Say why the caller may not come in."""
+        self._send_short(wire.welcome(code), time.monotonic() + _SEND_LOOK_S)
+
+    # Frames.
+
+    def send(self, kind: Kind, body: bytes = b"", tail: bytes = b"") -> None:
+        """Send a frame, and *tail* (a table) after it."""
+        message = wire.HEAD.pack(self._job.job, self._job.epoch, kind) + body
+        data = wire.frame(self._out.tag(message), message) + tail
+        self._write(data, time.monotonic() + self.limits.stall_s)
+
+    def receive(self, wait_s: float) -> tuple[Kind, bytes]:
+        """Return the next frame, which must begin within *wait_s*.
+
+        Raises:
+            RefusedError: It is a refusal; or `OLD_EPOCH`: the other side's epoch is over.
+        """
+        (length,) = wire.LENGTH.unpack(self._read(wire.LENGTH.size, wait_s))
+        if not auth.TAG_BYTES + wire.HEAD.size <= length <= wire.FRAME_BYTES_MAX:
+            raise WireError(f"a frame of {length} bytes")
+        body = self._read(length, self.limits.stall_s)
+        message = body[auth.TAG_BYTES :]
+        if not self._in.is_next(body[: auth.TAG_BYTES], message):
+            raise WireError("a frame that the other side did not send")
+        job, epoch, number = wire.HEAD.unpack_from(message)
+        if job != self._job.job:
+            raise WireError("a message of another job")
+        try:
+            kind = Kind(number)
+        except ValueError as exc:
+            raise WireError(str(exc)) from exc
+        if kind is Kind.REFUSED:
+            raise wire.read_refused(message[wire.HEAD.size :])
+        if epoch < self._job.epoch:
+            raise OldPeerError(
+                Refusal.OLD_EPOCH,
+                f"a message of epoch {epoch} is refused: epoch {self._job.epoch} has begun",
+            )
+        return kind, message[wire.HEAD.size :]
+
+    # What stands in no frame.
+
+    def receive_bytes(self, nbytes: int) -> bytes:
+        """Return so many bytes that follow a frame: a table, whose size was checked."""
+        return self._read(nbytes, self.limits.stall_s)
+
+    def receive_into(self, view: memoryview, hasher: Hasher) -> None:
+        """Fill *view*, slice by slice, and tell *hasher* of each while it is warm."""
+        for begin in range(0, len(view), SLICE_BYTES):
+            # Released at once, also where this raises: the memory's owner may want to unmap it.
+            with view[begin : begin + SLICE_BYTES] as piece:
+                self._read_into(piece, self.limits.stall_s)
+                self.received_bytes += len(piece)
+                hasher.update(piece)
+
+    def send_file(self, fd: int, offset: int, nbytes: int, pace: Pace) -> None:
+        """Send so many bytes of *fd* from *offset* on, no faster than *pace*."""
+        if pace.bytes_per_s != self._rate:
+            self._rate = pace.bytes_per_s
+            smooth(self._socket, self._rate)
+        end = offset + nbytes
+        while offset < end:
+            count = min(SLICE_BYTES, end - offset)
+            wait_s = pace.take(count)
+            if wait_s > 0 and self._is_cut.wait(wait_s):
+                raise ConnectionAbortedError("the connection was cut")
+            self._send_slice(fd, offset, count)
+            self.sent_bytes += count
+            offset += count
+
+    def _send_slice(self, fd: int, offset: int, nbytes: int) -> None:
+        sock = self._socket.fileno()
+
+        def push(done: int) -> int:
+            sent = os.sendfile(sock, fd, offset + done, nbytes - done)
+            if sent == 0:
+                raise WireError("the image ends before its length")
+            return sent
+
+        self._send_all(push, nbytes, time.monotonic() + self.limits.stall_s)
+
+    def _write(self, data: bytes, end_s: float) -> None:
+        whole = memoryview(data)
+        self._send_all(lambda done: self._socket.send(whole[done:]), len(data), end_s)
+
+    def _send_all(self, push: Callable[[int], int], nbytes: int, end_s: float) -> None:
+        """Call *push* with what is done already until all is; it returns how much it did."""
+        done = 0
+        while True:
+            with suppress(BlockingIOError):
+                done += push(done)
+            if done == nbytes:
+                return
+            if time.monotonic() >= end_s:
+                raise TimeoutError("the other side read too little in time")
+
+    def _send_short(self, body: bytes, end_s: float) -> None:
+        self._write(wire.LENGTH.pack(len(body)) + body, end_s)
+
+    def _receive_opening(self, end_s: float) -> bytes:
+        (length,) = wire.LENGTH.unpack(self._read(wire.LENGTH.size, end_s - time.monotonic()))
+        if length > wire.OPENING_BYTES_MAX:
+            raise StrangeError("it is not a keeper of gpuops")
+        return self._read(length, end_s - time.monotonic())
+
+    def _turned_away(self, code: Welcome) -> None:
+        if code is Welcome.BUSY:
+            raise BusyError("it has too many connections")
+        if code is Welcome.OTHER_JOB:
+            raise StrangeError("it is of another job")
+        if code is Welcome.WRONG_TOKEN:
+            raise StrangeError("it has another token")
+
+    def _read(self, nbytes: int, wait_s: float) -> bytes:
+        data = bytearray(nbytes)
+        self._read_into(memoryview(data), wait_s)
+        return bytes(data)
+
+    def _read_into(self, view: memoryview, wait_s: float) -> None:
+        """Fill *view* within *wait_s*; the kernel adds up the waits of one call."""
+        begin_s = time.monotonic()
+        left_s = wait_s
+        got = 0
+        while got < len(view):
+            if left_s <= 0:
+                raise TimeoutError(f"the other side sent too little for {wait_s:.3g} s")
+            self._wait_at_most(left_s)
+            with suppress(BlockingIOError):
+                with view[got:] as rest:
+                    count = self._socket.recv_into(rest, 0, socket.MSG_WAITALL)
+                if count == 0:
+                    raise ConnectionResetError("the other side closed the connection")
+                got += count
+            if got < len(view):
+                left_s = begin_s + wait_s - time.monotonic()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if seconds != self._receive_s:
+            self._receive_s = seconds
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+
+
+def _timeval(seconds: float) -> bytes:
+    # Nothing at all would mean: wait for ever.
+    micros = max(round(seconds * 1e6), 1000)
+    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
+
+
+def _sound(read: Callable[[bytes], T], data: bytes) -> T:
+    try:
+        return read(data)
+    except WireError as exc:
+        raise StrangeError("it is not a keeper of gpuops") from exc

@@ -1,0 +1,216 @@
+"""Several connections to one peer that work on one image, each renewed while it is worth it."""
+
+import ipaddress
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from gpuops.checkpoint.states import CorruptError
+from gpuops.checkpoint.transfer_auth import JobPass
+from gpuops.checkpoint.transfer_line import Limits, Line, OldPeerError, StrangeError
+from gpuops.checkpoint.transfer_wire import Refusal, RefusedError, TransferError, WireError
+
+# A damaged opening looks like another token; three in a row are one.
+STRANGE_MAX = 3
+PAUSE_MIN_S = 0.02
+PAUSE_MAX_S = 0.5
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where another node's keeper is; *host* is an address, not a name."""
+
+    name: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.name} ({host}:{self.port})"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How long a transfer may take.
+
+    *deadline_s* is for all of it. A peer that has moved nothing on for *patience_s* is given up.
+    *stop*, once set, ends the transfer.
+    """
+
+    deadline_s: float
+    patience_s: float = 15.0
+    n_connections: int = 4
+    limits: Limits = field(default_factory=Limits)
+    stop: threading.Event | None = None
+
+
+class Team:
+    """Runs *work* on each of so many connections to *peer*, until one of *work* returns.
+
+    *progress* is a number that grows while something moves on. *is_done* says whether there is
+    anything left to do: a connection that broke after the end is not opened again.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        job: JobPass,
+        terms: Terms,
+        work: Callable[[Line], None],
+        progress: Callable[[], int],
+    ) -> None:
+        self._peer, self._job, self._terms = peer, job, terms
+        self._work, self._progress = work, progress
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._cuts: dict[socket.socket, Line | None] = {}
+        self._error: Exception | None = None
+        self._last = "it was not reached"
+        self._strange = 0
+        self._moved = (progress(), time.monotonic())
+
+    def run(self, n_connections: int, end_s: float) -> None:
+        """Return when the work is done; no thread of it runs any more, also where this raises.
+
+        Raises:
+            RefusedError: The peer refuses for good.
+            CorruptError: What it sends, or has, is damaged.
+            TransferError: Not reached, too slow, not of this job, or *end_s* (monotonic) came.
+        """
+        threads = self._start(n_connections)
+        stop = self._terms.stop
+        while not self._over.wait(_LOOK_S):
+            if stop is not None and stop.is_set():
+                self._fail(TransferError("the transfer was stopped"))
+            elif time.monotonic() >= end_s:
+                self._fail(
+                    TransferError(
+                        f"not over after {self._terms.deadline_s:g} s, its deadline: {self._last}"
+                    )
+                )
+        self._cut_all()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _start(self, n_threads: int) -> list[threading.Thread]:
+        threads: list[threading.Thread] = []
+        for _ in range(n_threads):
+            thread = threading.Thread(target=self._run, name="gpuops-transfer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                # No more threads here: those that there are do the work.
+                if not threads:
+                    raise TransferError(f"no connection can be made: {exc}") from exc
+                break
+            threads.append(thread)
+        return threads
+
+    def _run(self) -> None:
+        pause_s = PAUSE_MIN_S
+        while not self._over.is_set():
+            before = self._progress()
+            try:
+                self._one_line()
+            except (RefusedError, CorruptError) as exc:
+                if _is_final(exc):
+                    self._fail(exc)
+                    return
+                self._note(str(exc))
+            except StrangeError as exc:
+                self._on_strange(str(exc))
+            except (OSError, WireError) as exc:
+                self._note(_told(exc))
+            except Exception as exc:  # noqa: BLE001 boundary: the caller waits for an error
+                self._fail(exc)
+                return
+            else:
+                self._over.set()
+                return
+            pause_s = PAUSE_MIN_S if self._progress() > before else min(2 * pause_s, PAUSE_MAX_S)
+            # Jitter: the connections of a whole cluster must not all come back at once.
+            self._over.wait(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 no secret
+
+    def _one_line(self) -> None:
+        sock = _socket(self._peer)
+        with self._lock:
+            self._cuts[sock] = None
+        line = None
+        try:
+            if self._over.is_set():
+                return
+            limits = self._terms.limits
+            sock.settimeout(limits.stall_s)
+            sock.connect((self._peer.host, self._peer.port))
+            line = Line(sock, self._job, limits)
+            with self._lock:
+                self._cuts[sock] = line
+            if self._over.is_set():
+                return
+            line.call()
+            self._strange = 0
+            self._work(line)
+        finally:
+            with self._lock:
+                del self._cuts[sock]
+            sock.close()
+
+    def _cut_all(self) -> None:
+        with self._lock:
+            for sock, line in self._cuts.items():
+                if line is not None:
+                    line.cut()
+                else:
+                    with suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is None and not self._over.is_set():
+                self._error = error
+        self._over.set()
+
+    def _note(self, why: str) -> None:
+        """Remember why a connection ended; give the peer up where nothing has moved for long."""
+        now_s, progress = time.monotonic(), self._progress()
+        with self._lock:
+            self._last = why
+            if progress > self._moved[0]:
+                self._moved = (progress, now_s)
+            is_lost = now_s - self._moved[1] >= self._terms.patience_s
+        if is_lost:
+            self._fail(TransferError(f"nothing comes through: {why}"))
+
+    def _on_strange(self, why: str) -> None:
+        self._strange += 1
+        if self._strange >= STRANGE_MAX:
+            self._fail(TransferError(f"what answers there is not a keeper of this job: {why}"))
+        self._note(why)
+
+
+def _is_final(error: Exception) -> bool:
+    if isinstance(error, OldPeerError):
+        # It will hear of the new epoch.
+        return False
+    return not isinstance(error, RefusedError) or error.code is not Refusal.BUSY
+
+
+def _socket(peer: Peer) -> socket.socket:
+    try:
+        version = ipaddress.ip_address(peer.host).version
+    except ValueError as exc:
+        raise TransferError(f"{peer.host!r} is no address of {peer.name}") from exc
+    return socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _told(exc: Exception) -> str:
+    if isinstance(exc, ConnectionRefusedError):
+        return "nobody listens there"
+    return getattr(exc, "strerror", None) or str(exc) or type(exc).__name__

@@ -1,0 +1,286 @@
+"""The bytes between two keepers that hand an image over.
+
+Two short frames of fixed layout each way open a connection (`Hello`, `Challenge`, proofs). After
+them a frame is its length, a tag (see `transfer_auth.Channel`), the job, the epoch, a kind and what
+belongs to that kind; its length is checked before it is read. Two kinds are followed by bytes that
+stand in no frame: `COPY` and `PUSH` by a table of chunk hashes, `DATA` by chunks. How many those
+are follows from what was agreed before, and they are checked by digest.
+
+One side *asks* for chunks and the other *serves* them. Who fetches asks; who pushes serves. So what
+is missing after a broken connection is always decided by the side that has the memory.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Self
+
+from gpuops.checkpoint.digest import HASH_BYTES, n_chunks_of
+from gpuops.checkpoint.states import (
+    IMAGE_BYTES_MAX,
+    CheckpointError,
+    Shard,
+    StateId,
+)
+from gpuops.checkpoint.transfer_auth import JOB_BYTES, NONCE_BYTES, PROOF_BYTES, TAG_BYTES
+
+MAGIC = b"gpuopst1"
+LENGTH = struct.Struct(">I")
+HEAD = struct.Struct(f">{JOB_BYTES}sIB")  # job, epoch, kind
+FRAME_BYTES_MAX = 1024
+# Before the token is proved there is nothing longer to say.
+OPENING_BYTES_MAX = 128
+# Of several small chunks asked for at once; a single larger chunk is a range of its own.
+RANGE_BYTES_MAX = 16 * 2**20
+TABLE_BYTES_MAX = 2**23  # of `IMAGE_BYTES_MAX` in chunks of 16 MiB
+WHY_BYTES_MAX = 600
+
+_HELLO = struct.Struct(f">8s{JOB_BYTES}s{NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f">8s{NONCE_BYTES}s")
+_OPEN = struct.Struct(">IQIII32s")  # epoch, step, rank, world, chunk size, root
+_COPY = struct.Struct(">Q32s")
+_RANGE = struct.Struct(">II?")
+_PUSH = struct.Struct(">IQIII32sQ32s?IQ")
+
+
+class WireError(ValueError):
+    """The bytes are not of this protocol."""
+
+
+class TransferError(CheckpointError):
+    """A copy could not be handed over; the message says of what, between whom and why."""
+
+
+class Refusal(IntEnum):
+    """Why the other side does not do what was asked."""
+
+    NOT_HERE = 1  # no whole copy of that shard of that state
+    DIFFERENT = 2  # a copy with another content, or cut into other chunks
+    OLD_EPOCH = 3  # a newer epoch of the job has begun
+    BUSY = 4  # now; later perhaps
+    NOT_WANTED = 5  # a shard that is not kept here, or a state that was overtaken
+    NO_ROOM = 6
+    DAMAGED = 7  # the bytes there are not those that were saved
+    FAILED = 8
+
+
+class RefusedError(TransferError):
+    """The other side refuses; *code* says why to a program."""
+
+    def __init__(self, code: Refusal, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    OPEN = 1  # by the client: of this copy I will ask for chunks
+    COPY = 2  # by the server: this is its digest
+    PUSH = 3  # by the client: ask me for the chunks of this copy
+    GET = 4  # by who asks
+    DATA = 5  # by who serves
+    WAIT = 6  # by who asks: nothing to ask for now, but I am here
+    DONE = 7  # by who was pushed to: all is here and verified
+    REFUSED = 8
+
+
+class Welcome(IntEnum):
+    """The first byte of the server's last word of the opening."""
+
+    COME_IN = 1
+    OTHER_JOB = 2
+    WRONG_TOKEN = 3
+    BUSY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who calls: the digest of its job, and its nonce."""
+
+    job: bytes
+    nonce: bytes
+
+    def to_bytes(self) -> bytes:
+        return _HELLO.pack(MAGIC, self.job, self.nonce)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the hello in *data*; raises `WireError` where there is none."""
+        if len(data) != _HELLO.size or not data.startswith(MAGIC):
+            raise WireError("not a hello")
+        return cls(*_HELLO.unpack(data)[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """The server's nonce."""
+
+    nonce: bytes
+
+    def to_bytes(self) -> bytes:
+        return _CHALLENGE.pack(MAGIC, self.nonce)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the challenge in *data*; raises `WireError` where there is none."""
+        if len(data) != _CHALLENGE.size or not data.startswith(MAGIC):
+            raise WireError("not a challenge")
+        return cls(*_CHALLENGE.unpack(data)[1:])
+
+
+def welcome(code: Welcome, proof: bytes = bytes(PROOF_BYTES)) -> bytes:
+    """Return the server's last word of the opening."""
+    return bytes([code]) + proof
+
+
+def read_welcome(data: bytes) -> tuple[Welcome, bytes]:
+    """Return the server's last word and its proof; raises `WireError` where it is neither."""
+    if len(data) != 1 + PROOF_BYTES:
+        raise WireError("not a welcome")
+    try:
+        return Welcome(data[0]), data[1:]
+    except ValueError as exc:
+        raise WireError(str(exc)) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Which copy is meant; *root* is "" where any content will do."""
+
+    state: StateId
+    shard: Shard
+    chunk_bytes: int
+    root: str = ""
+
+    def to_bytes(self) -> bytes:
+        root = bytes.fromhex(self.root) if self.root else bytes(32)
+        state, shard = self.state, self.shard
+        return _OPEN.pack(state.epoch, state.step, shard.rank, shard.world, self.chunk_bytes, root)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return what *data* asks for; raises `WireError` where it cannot be."""
+        epoch, step, rank, world, chunk_bytes, root = _unpack(_OPEN, data)
+        state, shard = _subject(epoch, step, rank, world)
+        return cls(state, shard, chunk_bytes, root.hex() if any(root) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What is offered to a holder. *committed* is the newest state its owner knows committed."""
+
+    state: StateId
+    shard: Shard
+    layout: str
+    nbytes: int
+    root: str
+    committed: StateId | None = None
+
+    def to_bytes(self, chunk_bytes: int) -> bytes:
+        """Return it for the wire, and in chunks of which size it will be served."""
+        state, shard, committed = self.state, self.shard, self.committed
+        return _PUSH.pack(
+            state.epoch,
+            state.step,
+            shard.rank,
+            shard.world,
+            chunk_bytes,
+            bytes.fromhex(self.layout),
+            self.nbytes,
+            bytes.fromhex(self.root),
+            committed is not None,
+            committed.epoch if committed else 0,
+            committed.step if committed else 0,
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> tuple[Self, int]:
+        """Return what is offered and the size of its chunks; raises `WireError`."""
+        fields = _unpack(_PUSH, data)
+        epoch, step, rank, world, chunk_bytes, layout, nbytes, root = fields[:8]
+        state, shard = _subject(epoch, step, rank, world)
+        if not 0 < nbytes <= IMAGE_BYTES_MAX:
+            raise WireError(f"an image of {nbytes} bytes")
+        is_known, committed_epoch, committed_step = fields[8:]
+        committed = _state(committed_epoch, committed_step) if is_known else None
+        return cls(state, shard, layout.hex(), nbytes, root.hex(), committed), chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Chunks *first* and the *count* - 1 after it; *is_doubtful*: they came damaged before."""
+
+    first: int
+    count: int
+    is_doubtful: bool = False
+
+    def to_bytes(self) -> bytes:
+        return _RANGE.pack(self.first, self.count, self.is_doubtful)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the range in *data*; raises `WireError`."""
+        return cls(*_unpack(_RANGE, data))
+
+
+def copy_bytes(nbytes: int, root: str) -> bytes:
+    """Return what stands in a `COPY` frame."""
+    return _COPY.pack(nbytes, bytes.fromhex(root))
+
+
+def read_copy(data: bytes) -> tuple[int, str]:
+    """Return the size and the root of a copy; raises `WireError`."""
+    nbytes, root = _unpack(_COPY, data)
+    if not 0 < nbytes <= IMAGE_BYTES_MAX:
+        raise WireError(f"an image of {nbytes} bytes")
+    return nbytes, root.hex()
+
+
+def table_bytes(nbytes: int, chunk_bytes: int) -> int:
+    """Return the size of the table of so large an image; raises `WireError` where it is absurd."""
+    size = n_chunks_of(nbytes, chunk_bytes=chunk_bytes) * HASH_BYTES
+    if size > TABLE_BYTES_MAX:
+        raise WireError(f"a table of {size} bytes")
+    return size
+
+
+def refused_bytes(code: Refusal, why: str) -> bytes:
+    """Return what stands in a `REFUSED` frame; *why* is cut where it is long."""
+    return bytes([code]) + why.encode("utf-8", "replace")[:WHY_BYTES_MAX]
+
+
+def read_refused(data: bytes) -> RefusedError:
+    """Return the refusal in *data*, its text fit to be printed; raises `WireError`."""
+    try:
+        code = Refusal(data[0])
+    except (ValueError, IndexError) as exc:
+        raise WireError("not a refusal") from exc
+    text = data[1:].decode("utf-8", "replace")
+    return RefusedError(code, "".join(char if char.isprintable() else "?" for char in text))
+
+
+def frame(channel_tag: bytes, message: bytes) -> bytes:
+    """Return *message* as it goes out."""
+    return LENGTH.pack(TAG_BYTES + len(message)) + channel_tag + message
+
+
+def _unpack(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
+    try:
+        return layout.unpack(data)
+    except struct.error as exc:
+        raise WireError(f"a message of {len(data)} bytes, not of {layout.size}") from exc
+
+
+def _state(epoch: int, step: int) -> StateId:
+    try:
+        return StateId(epoch, step)
+    except ValueError as exc:
+        raise WireError(str(exc)) from exc
+
+
+def _subject(epoch: int, step: int, rank: int, world: int) -> tuple[StateId, Shard]:
+    try:
+        return _state(epoch, step), Shard(rank, world)
+    except ValueError as exc:
+        raise WireError(str(exc)) from exc

@@ -1,0 +1,127 @@
+"""Keepers that hand images over, without the rest of a keeper."""
+
+import contextlib
+import mmap
+import os
+import random
+import threading
+import time
+
+from gpuops.checkpoint.digest import digest_of
+from gpuops.checkpoint.states import Copy, Shard, StateId, Tier
+from gpuops.checkpoint.transfer_auth import JobPass
+from gpuops.checkpoint.transfer_line import Limits
+from gpuops.checkpoint.transfer_pace import Pace
+from gpuops.checkpoint.transfer_server import TransferServer
+from gpuops.checkpoint.transfer_team import Peer, Terms
+from gpuops.checkpoint.transfer_turns import PinnedCopy
+from gpuops.checkpoint.transfer_wire import Push
+from gpuops.host.clock import SystemClock
+
+JOB, TOKEN = "job-17", "a token of the job"
+CHUNK = 4096
+STATE, SHARD = StateId(3, 120), Shard(1, 4)
+LAYOUT = "ab" * 32
+
+
+class Memory:
+    """A memfd with a writable view."""
+
+    def __init__(self, nbytes, name="test"):
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self._map = mmap.mmap(self.fd, nbytes)
+        self.view = memoryview(self._map)
+        self.is_closed = False
+
+    def close(self):
+        self.view.release()
+        self._map.close()
+        os.close(self.fd)
+        self.is_closed = True
+
+
+def filled(nbytes, seed=0):
+    """Return a memory with bytes that depend on *seed*."""
+    memory = Memory(nbytes)
+    memory.view[:] = random.Random(seed).randbytes(nbytes)
+    return memory
+
+
+def copy_of(memory, state=STATE, shard=SHARD, chunk_bytes=CHUNK, holder="owner"):
+    """Return the noun of what lies in *memory*."""
+    digest = digest_of(memory.view, chunk_bytes=chunk_bytes)
+    return Copy(state, shard, LAYOUT, digest, Tier.MEMORY, holder)
+
+
+class Shelf:
+    """A source of copies that counts its pins."""
+
+    def __init__(self, *held):
+        self.held = {(copy.state, copy.shard): (memory, copy) for memory, copy in held}
+        self.damaged = []
+        self.pins = 0
+        self._lock = threading.Lock()
+
+    def open(self, state, shard):
+        found = self.held.get((state, shard))
+        if found is None:
+            return None
+        memory, copy = found
+        with self._lock:
+            self.pins += 1
+        return PinnedCopy(memory.fd, copy.digest, self._release, self.damaged.append)
+
+    def _release(self):
+        with self._lock:
+            self.pins -= 1
+
+
+def job_pass(epoch=3, token=TOKEN, job=JOB):
+    return JobPass(job, token, epoch=epoch)
+
+
+def limits(**more):
+    """Return limits that suit tests: small chunks, short waits."""
+    return Limits(**{"chunk_bytes": CHUNK, "stall_s": 2.0, "stranger_s": 1.0, **more})
+
+
+def terms(deadline_s=20.0, patience_s=5.0, **more):
+    bounds = more.pop("limits", None) or limits()
+    return Terms(deadline_s=deadline_s, patience_s=patience_s, limits=bounds, **more)
+
+
+def no_pace():
+    return Pace(None, SystemClock())
+
+
+@contextlib.contextmanager
+def serving(source, sink=None, job=None, pace=None, bounds=None):
+    """Yield a server on a port of its own."""
+    place = ("127.0.0.1", 0)
+    server = TransferServer(
+        place, job or job_pass(), source, sink, pace or no_pace(), bounds or limits()
+    )
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def peer(port, name="holder"):
+    return Peer(name, "127.0.0.1", port)
+
+
+def push_of(copy, committed=None):
+    """Return what an owner offers of *copy*."""
+    digest = copy.digest
+    return Push(copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, committed)
+
+
+def until(condition, deadline_s=10.0):
+    """Wait for *condition*; fail where it does not come."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come to be"
+        threading.Event().wait(0.005)

@@ -24,6 +24,7 @@ EXIT_CLOSED_PIPE = 141
 
 COMMANDS = {
     "check": ("gpuops.cli.check:check", "Check this node; exit 0 if it may run a job."),
+    "ckpt": ("gpuops.cli.ckpt:ckpt", "List, verify, keep, remove and convert checkpoints."),
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),
     "db": ("gpuops.cli.db:db", "Create, inspect and feed the incident store."),
     "demo": ("gpuops.cli.demo:demo", "Train, kill a rank, recover, report: here, in two minutes."),

@@ -1,0 +1,135 @@
+"""``gpuops ckpt``: what is kept of jobs' states, and what one wants to know or do about it."""
+
+import importlib
+import importlib.util
+import json
+
+import click
+
+from gpuops.cli.ckpt_where import (
+    address_argument,
+    address_option,
+    find_state,
+    needs_extra,
+    opened,
+)
+from gpuops.cli.settings import json_option
+from gpuops.model import envelope
+
+# Commands of other modules, imported when they are called.
+_ELSEWHERE = {
+    "bench": ("gpuops.cli.ckpt_bench:bench", "Measure saving and restoring beside the peers."),
+    "export": ("gpuops.cli.ckpt_convert:export", "Write a state as DCP, safetensors or torch."),
+    "import": ("gpuops.cli.ckpt_convert:import_", "Make a state of DCP, safetensors or torch."),
+    "plan": ("gpuops.cli.ckpt_plan:plan", "Say what copies survive, and what they cost."),
+    "prune": ("gpuops.cli.ckpt_keep:prune", "Remove the states that no rule keeps."),
+    "verify": ("gpuops.cli.ckpt_keep:verify", "Read states and say whether they are whole."),
+}
+
+
+class _Group(click.Group):
+    """A group some of whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        there = [name for name, (target, _) in _ELSEWHERE.items() if _is_there(target)]
+        return sorted([*super().list_commands(ctx), *there])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _ELSEWHERE[cmd_name][0].partition(":")
+        with needs_extra(f"gpuops ckpt {cmd_name}"):
+            command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = super().get_command(ctx, name)
+            summary = _ELSEWHERE[name][1] if command is None else command.get_short_help_str()
+            rows.append((name, summary))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _is_there(target: str) -> bool:
+    return importlib.util.find_spec(target.partition(":")[0]) is not None
+
+
+@click.group(cls=_Group)
+def ckpt() -> None:
+    """List, verify, keep, remove and convert checkpoints."""
+
+
+@ckpt.command("ls")
+@address_argument
+@json_option
+@click.pass_context
+def ls_command(ctx: click.Context, address: str | None, *, as_json: bool) -> None:
+    """List the states in DIR, the newest first; DIR may be a URL such as s3://bucket/run."""
+    with needs_extra("gpuops ckpt ls"), opened(ctx, address) as store:
+        from gpuops.cli.ckpt_view import listing_json, listing_text
+
+        survey = store.survey()
+        if as_json:
+            body = listing_json(store, survey)
+            click.echo(json.dumps(envelope("gpuops.checkpoints/1", body), indent=2))
+        else:
+            click.echo(listing_text(store, survey))
+
+
+@ckpt.command("show")
+@click.argument("state", metavar="[STATE]", default="newest")
+@address_option
+@click.option(
+    "--all", "all_tensors", is_flag=True, help="Show every tensor, not the first few dozen."
+)
+@json_option
+@click.pass_context
+def show_command(
+    ctx: click.Context, state: str, address: str | None, *, all_tensors: bool, as_json: bool
+) -> None:
+    """Show what STATE is of: shards, digests, tensors, how they are cut, what wrote it.
+
+    STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
+    """
+    with needs_extra("gpuops ckpt show"), opened(ctx, address) as store:
+        from gpuops.checkpoint.inventory_view import read_layouts, whole_tensors
+        from gpuops.cli.ckpt_view import state_json, state_text
+
+        stored = find_state(store, state)
+        layouts = read_layouts(store, stored.manifest)
+        tensors = whole_tensors(layouts)
+        if as_json:
+            body = state_json(store, stored, tensors)
+            click.echo(json.dumps(envelope("gpuops.checkpoint-state/1", body), indent=2))
+        else:
+            click.echo(state_text(store, stored, tensors, all_tensors=all_tensors))
+
+
+@ckpt.command("pin")
+@click.argument("state")
+@address_option
+@click.option("--tag", default="kept", show_default=True, help="Who or what keeps it.")
+@click.pass_context
+def pin_command(ctx: click.Context, state: str, address: str | None, tag: str) -> None:
+    """Keep STATE, whatever prune and retention say, until it is unpinned."""
+    with needs_extra("gpuops ckpt pin"), opened(ctx, address) as store:
+        stored = find_state(store, state)
+        store.pin(stored.state, tag)
+        click.echo(f"{stored.state} is pinned by {tag}")
+
+
+@ckpt.command("unpin")
+@click.argument("state")
+@address_option
+@click.option("--tag", default="kept", show_default=True, help="The pin to take away.")
+@click.pass_context
+def unpin_command(ctx: click.Context, state: str, address: str | None, tag: str) -> None:
+    """Take a pin from STATE away."""
+    with needs_extra("gpuops ckpt unpin"), opened(ctx, address) as store:
+        stored = find_state(store, state)
+        was_pinned = tag in stored.tags
+        store.unpin(stored.state, tag)
+        click.echo(f"{stored.state} {'is no longer' if was_pinned else 'was not'} pinned by {tag}")

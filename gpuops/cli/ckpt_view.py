@@ -1,0 +1,161 @@
+"""What ``gpuops ckpt ls`` and ``show`` print."""
+
+from collections.abc import Mapping
+
+from gpuops.checkpoint.inventory_view import WholeTensor
+from gpuops.checkpoint.state_store import CheckpointStore, Stored, Survey
+from gpuops.checkpoint.verify import verify_state
+from gpuops.host.clock import SystemClock
+from gpuops.log import printable
+from gpuops.model import Json
+from gpuops.report.text import table
+from gpuops.units import US_PER_S, format_bytes, format_seconds
+
+LISTED = ("step", "epoch", "age", "world", "size", "files", "pinned", "name")
+WIDE = 10_000  # names are not cut: they are typed again
+TENSORS_SHOWN = 40
+SHARDS_SHOWN = 16
+
+
+def _stored_json(store: CheckpointStore, stored: Stored) -> Json:
+    manifest = stored.manifest
+    problems = verify_state(store, stored.state, sizes_only=True)
+    return {
+        "name": stored.state.name,
+        "step": stored.state.step,
+        "epoch": stored.state.epoch,
+        "created": manifest.created,
+        "world": manifest.world,
+        "size_bytes": manifest.nbytes,
+        "pins": list(stored.tags),
+        "complete": not problems,
+        "problems": [str(problem) for problem in problems],
+        "job": manifest.job,
+        "generation": manifest.generation,
+        "written_by": manifest.version,
+    }
+
+
+def listing_json(store: CheckpointStore, survey: Survey) -> Json:
+    """Return what lies in *store*; ``complete``: all files are there, of the right size."""
+    return {
+        "address": store.address,
+        "checkpoints": [_stored_json(store, stored) for stored in survey.states],
+        "damaged": [{"name": item.name, "why": item.why} for item in survey.damaged],
+        "leftovers": list(survey.leftovers),
+    }
+
+
+def listing_text(store: CheckpointStore, survey: Survey) -> str:
+    """Return the same for a person."""
+    lines = []
+    if survey.states:
+        rows = [_row(store, stored) for stored in survey.states]
+        lines.append(table(LISTED, rows, right=(0, 1, 3), width=WIDE))
+    else:
+        lines.append(f"no states in {store.address}")
+    lines += [f"damaged: {item.name}: {item.why}" for item in survey.damaged]
+    if survey.leftovers:
+        lines.append(f"{len(survey.leftovers)} leftovers of writers that did not finish")
+    return printable("\n".join(lines))
+
+
+def _row(store: CheckpointStore, stored: Stored) -> tuple[str, ...]:
+    manifest = stored.manifest
+    problems = verify_state(store, stored.state, sizes_only=True)
+    return (
+        str(stored.state.step),
+        str(stored.state.epoch),
+        _age(manifest.created_s),
+        str(manifest.world),
+        format_bytes(manifest.nbytes),
+        "NOT WHOLE" if problems else "complete",
+        ", ".join(stored.tags) or "-",
+        stored.state.name,
+    )
+
+
+def _age(created_s: int) -> str:
+    return format_seconds(max(SystemClock().now_us() / US_PER_S - created_s, 0.0))
+
+
+def state_json(store: CheckpointStore, stored: Stored, tensors: Mapping[str, WholeTensor]) -> Json:
+    """Return all that is known of a state without reading its data."""
+    return {
+        "address": store.address,
+        "checkpoint": _stored_json(store, stored),
+        "shards": [
+            {
+                "file": record.shard.file_name,
+                "rank": record.shard.rank,
+                "size_bytes": record.digest.nbytes,
+                "layout": record.layout,
+                "root": record.digest.root,
+            }
+            for record in stored.manifest.shards
+        ],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "size_bytes": tensor.nbytes,
+                "sharding": tensor.sharding,
+                "copies": tensor.n_copies,
+                "parts": [
+                    {
+                        "rank": part.shard.rank,
+                        "offsets": list(part.box[0]),
+                        "shape": list(part.box[1]),
+                    }
+                    for part in tensor.parts
+                ],
+            }
+            for tensor in tensors.values()
+        ],
+    }
+
+
+def state_text(
+    store: CheckpointStore,
+    stored: Stored,
+    tensors: Mapping[str, WholeTensor],
+    *,
+    all_tensors: bool,
+) -> str:
+    """Return the same for a person, long lists cut short."""
+    manifest = stored.manifest
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    wrote = f"gpuops {manifest.version}, job {manifest.job or '-'}"
+    lines = [
+        f"{stored.state} in {store.address}",
+        f"saved    {manifest.created}, {_age(manifest.created_s)} ago",
+        f"by       {wrote}, generation {manifest.generation}",
+        f"pinned   {', '.join(stored.tags) or 'no'}",
+        f"size     {format_bytes(manifest.nbytes)} in {manifest.world} shards",
+        f"tensors  {len(tensors)}, {format_bytes(n_bytes)} without copies",
+        "",
+    ]
+    records = manifest.shards[: None if all_tensors else SHARDS_SHOWN]
+    shards = [
+        (str(r.shard.rank), format_bytes(r.digest.nbytes), r.layout[:16], r.digest.root[:16])
+        for r in records
+    ]
+    lines.append(table(("shard", "size", "layout", "root"), shards, right=(0,)))
+    lines += [*_rest(len(manifest.shards) - len(records), "shards"), ""]
+    shown = list(tensors.values())[: None if all_tensors else TENSORS_SHOWN]
+    cells = [
+        (t.dtype, _shape(t), format_bytes(t.nbytes), t.sharding, str(t.n_copies), t.name)
+        for t in shown
+    ]
+    head = ("dtype", "shape", "size", "cut", "copies", "tensor")
+    lines += [table(head, cells, width=WIDE), *_rest(len(tensors) - len(shown), "tensors")]
+    return printable("\n".join(lines))
+
+
+def _shape(tensor: WholeTensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "scalar"
+
+
+def _rest(n_left: int, what: str) -> list[str]:
+    return [f"… and {n_left} more {what}: --all shows them"] if n_left > 0 else []

@@ -1,0 +1,113 @@
+"""Which store and which state a command of ``gpuops ckpt`` is about."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from gpuops.cli.settings import settings_of
+from gpuops.errors import UsageError
+from gpuops.log import printable
+
+if TYPE_CHECKING:  # needs an extra that this command line may do without
+    from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored
+
+SETTING = "checkpoint.directory"
+NEWEST = {"newest", "latest", "last"}
+_EXTRA = {"blake3", "xxhash", "torch", "numpy", "safetensors", "fsspec"}
+_NAME = re.compile(r"step-(\d{12})\.e(\d{5})", re.ASCII)
+_STEP = re.compile(r"\d{1,12}", re.ASCII)
+
+_WHERE = "The directory or URL of the states; unset: checkpoint.directory, GPUOPS_CKPT_DIR."
+address_argument = click.argument("address", metavar="[DIR|URL]", required=False)
+address_option = click.option("--dir", "address", metavar="DIR|URL", help=_WHERE)
+
+
+@contextlib.contextmanager
+def needs_extra(command: str) -> Iterator[None]:
+    """Name the extra to install where *command* lacks a package of it.
+
+    Raises:
+        UsageError: It lacks one.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        raise UsageError(
+            f"{command} needs {package}, which is not installed: pip install 'gpuops[torch]'"
+        ) from exc
+
+
+def address_of(ctx: click.Context, address: str | None) -> str:
+    """Return where the states are: what was typed, else what is configured.
+
+    Raises:
+        UsageError: Neither.
+    """
+    if address:
+        return address
+    configured = settings_of(ctx).values.get(SETTING)
+    if configured is not None and configured.value:
+        return str(configured.value)
+    raise UsageError(
+        "which checkpoints? Give their directory or URL, or set GPUOPS_CKPT_DIR, or "
+        "checkpoint.directory in the configuration"
+    )
+
+
+@contextlib.contextmanager
+def opened(ctx: click.Context, address: str | None) -> "Iterator[CheckpointStore]":
+    """Yield the store that is meant.
+
+    Raises:
+        UsageError: None is named.
+        CheckpointError: It cannot be opened.
+    """
+    where = address_of(ctx, address)
+    from gpuops.checkpoint.stores import open_store
+
+    yield open_store(where)
+
+
+def find_state(store: "CheckpointStore", wanted: str) -> "Stored":
+    """Return the state that *wanted* means: ``newest``, a step, or the name of its directory.
+
+    A step that was made more than once means the newest one.
+
+    Raises:
+        UsageError: There is none; says which there are.
+        CheckpointError: The store cannot be listed, or that very state is damaged.
+    """
+    survey = store.survey()
+    if wanted in NEWEST:
+        if survey.states:
+            return survey.states[0]
+        raise UsageError(f"there is no state in {store.address}")
+    named, is_step = _NAME.fullmatch(wanted), _STEP.fullmatch(wanted)
+    if not named and not is_step:
+        raise UsageError(
+            f"{printable(wanted)!r} is no state: give a step, newest, or a name such as "
+            "step-000000001200.e00003"
+        )
+    for stored in survey.states:
+        if stored.state.name == wanted or (is_step and stored.state.step == int(wanted)):
+            return stored
+    _refuse_damaged(survey.damaged, wanted, int(wanted) if is_step else None)
+    steps = ", ".join(str(stored.state.step) for stored in survey.states[:5])
+    more = " …" if len(survey.states) > 5 else ""
+    there = f"the newest are of the steps {steps}{more}" if steps else "there is no state at all"
+    raise UsageError(f"there is no state {wanted} in {store.address}: {there}")
+
+
+def _refuse_damaged(damaged: "tuple[Damaged, ...]", wanted: str, step: int | None) -> None:
+    from gpuops.checkpoint.states import CorruptError
+
+    for item in damaged:
+        named = _NAME.fullmatch(item.name)
+        if item.name == wanted or (step is not None and named and int(named[1]) == step):
+            raise CorruptError(f"{printable(item.name)} is damaged: {printable(item.why)}")

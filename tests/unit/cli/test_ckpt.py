@@ -1,0 +1,378 @@
+"""``gpuops ckpt ls|show|verify|prune|pin|unpin``: what they say, and their exit codes."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.command import gpuops as in_a_process
+from support.made_states import make_state, part, whole
+
+from gpuops.checkpoint.directory import DirectoryStore
+from gpuops.checkpoint.states import Shard, StateId
+from gpuops.cli.main import run_command
+
+W = torch.arange(24.0).reshape(6, 4)
+RANKS = [
+    {"model.w": part(W, slice(0, 4)), "model.b": whole(torch.ones(3).bfloat16())},
+    {"model.w": part(W, slice(4, 6)), "model.b": whole(torch.ones(3).bfloat16())},
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DirectoryStore(tmp_path / "states")
+
+
+@pytest.fixture
+def ckpt(capsys, store):
+    """Return what runs ``gpuops ckpt`` here: (exit code, output, errors)."""
+
+    def run(*words, address=True):
+        at = ["--dir", store.address] if address and words[0] != "ls" else []
+        at = [store.address] if words[0] == "ls" and address else at
+        code = run_command(["ckpt", *words, *at])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def damage(store, state, shard, offset=-1):
+    path = store.open_shard(state, shard)
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def test_ls_has_the_newest_first_and_marks_what_is_pinned_or_not_whole(store, ckpt):
+    old = make_state(store, RANKS, step=10)
+    make_state(store, RANKS, step=20)
+    again = make_state(store, RANKS, step=15, epoch=1)
+    store.pin(old, "paper")
+    store.open_shard(again, Shard(1, 2)).unlink()
+
+    code, out, _ = ckpt("ls")
+    rows = [line.split() for line in out.splitlines()[1:]]
+
+    assert code == 0
+    assert [row[0] for row in rows] == ["15", "20", "10"]
+    assert "NOT WHOLE" in out.splitlines()[1]
+    assert "complete" in out.splitlines()[2]
+    assert "paper" in out.splitlines()[3]
+
+
+def test_ls_json(store, ckpt):
+    state = make_state(store, RANKS, step=10, job="j", generation=4)
+    store.pin(state, "paper")
+    (store._root / "step-000000000099.e00000").mkdir()
+
+    code, out, _ = ckpt("ls", "--json")
+    body = json.loads(out)
+
+    assert code == 0
+    assert body["schema"] == "gpuops.checkpoints/1"
+    (item,) = body["checkpoints"]
+    manifest = store.read_manifest(state)
+    assert item == {
+        "name": "step-000000000010.e00000",
+        "step": 10,
+        "epoch": 0,
+        "created": manifest.created,
+        "world": 2,
+        "size_bytes": manifest.nbytes,
+        "pins": ["paper"],
+        "complete": True,
+        "problems": [],
+        "job": "j",
+        "generation": 4,
+        "written_by": manifest.version,
+    }
+    assert [entry["name"] for entry in body["damaged"]] == ["step-000000000099.e00000"]
+
+
+def test_ls_of_nothing(ckpt, store):
+    assert ckpt("ls")[:2] == (0, f"no states in {store.address}\n")
+    assert json.loads(ckpt("ls", "--json")[1])["checkpoints"] == []
+
+
+def test_the_directory_is_the_configured_one(ckpt, store, monkeypatch):
+    make_state(store, RANKS, step=7)
+    monkeypatch.setenv("GPUOPS_CKPT_DIR", store.address)
+    assert "step-000000000007" in ckpt("ls", address=False)[1]
+    monkeypatch.delenv("GPUOPS_CKPT_DIR")
+
+    code, _, err = ckpt("ls", address=False)
+
+    assert code == 64
+    assert "GPUOPS_CKPT_DIR" in err
+
+
+def test_show_tells_tensors_and_how_they_are_cut(store, ckpt):
+    make_state(store, RANKS, step=10)
+
+    code, out, _ = ckpt("show")
+
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.endswith("model.w"))
+    assert line.split()[:4] == ["F32", "6", "x", "4"]
+    assert "2 along 0" in line
+    body = json.loads(ckpt("show", "10", "--json")[1])
+    assert body["schema"] == "gpuops.checkpoint-state/1"
+    tensors = {item["name"]: item for item in body["tensors"]}
+    assert tensors["model.w"]["parts"] == [
+        {"rank": 0, "offsets": [0, 0], "shape": [4, 4]},
+        {"rank": 1, "offsets": [4, 0], "shape": [2, 4]},
+    ]
+    assert tensors["model.b"] | {"parts": []} == {
+        "name": "model.b",
+        "dtype": "BF16",
+        "shape": [3],
+        "size_bytes": 6,
+        "sharding": "whole",
+        "copies": 2,
+        "parts": [],
+    }
+    assert [shard["rank"] for shard in body["shards"]] == [0, 1]
+
+
+@pytest.mark.parametrize("wanted", ["newest", "12", "step-000000000012.e00003"])
+def test_a_state_goes_by_several_names(store, ckpt, wanted):
+    make_state(store, RANKS, step=12, epoch=1)
+    make_state(store, RANKS, step=12, epoch=3)
+
+    body = json.loads(ckpt("show", wanted, "--json")[1])
+
+    assert body["checkpoint"]["name"] == "step-000000000012.e00003"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [("13", "newest are of the steps 12"), ("../x", "is no state"), ("\x1b[2J", "is no state")],
+)
+def test_a_state_that_is_not_there(store, ckpt, wanted, message):
+    make_state(store, RANKS, step=12)
+
+    code, _, err = ckpt("show", wanted)
+
+    assert code == 64
+    assert message in err
+    assert "\x1b" not in err
+
+
+def test_a_damaged_state_is_named_as_such(store, ckpt):
+    state = make_state(store, RANKS, step=12)
+    manifest = store._root / state.name / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"world": 2', '"world": 3'))
+
+    code, _, err = ckpt("show", "12")
+
+    assert code == 70
+    assert "damaged" in err
+
+
+def test_verify_is_0_for_whole_and_1_for_damaged(store, ckpt):
+    old = make_state(store, RANKS, step=12)
+    make_state(store, RANKS, step=13)
+    assert ckpt("verify")[0] == 0
+    damage(store, old, Shard(1, 2))
+
+    assert ckpt("verify")[0] == 0
+    code, out, _ = ckpt("verify", "12", "13")
+    assert code == 1
+    assert "step-000000000012.e00000: NOT WHOLE" in out
+    assert "step-000000000013.e00000: whole" in out
+    body = json.loads(ckpt("verify", "--all", "--json")[1])
+    assert body["schema"] == "gpuops.checkpoint-verify/1"
+    assert [item["whole"] for item in body["checkpoints"]] == [True, False]
+    assert body["checkpoints"][1]["problems"][0]["kind"] == "flipped"
+
+
+def test_verify_all_counts_what_has_no_manifest(store, ckpt):
+    make_state(store, RANKS, step=12)
+    (store._root / "step-000000000099.e00000").mkdir()
+
+    assert ckpt("verify", "--all")[0] == 1
+
+
+def test_verify_is_3_where_it_cannot_be_judged(tmp_path, capsys):
+    (tmp_path / "file").touch()
+
+    assert run_command(["ckpt", "verify", "--dir", str(tmp_path / "file")]) == 3
+    assert "file" in capsys.readouterr().err
+
+
+def test_verify_refuses_contradiction(store, ckpt):
+    make_state(store, RANKS)
+    assert ckpt("verify", "1", "--all")[0] == 64
+
+
+def test_progress_is_shown_on_a_terminal_only(store):
+    make_state(store, RANKS, step=12)
+    command = ["ckpt", "verify", "--dir", store.address]
+    piped = in_a_process(*command)
+    assert piped.stderr == ""
+
+    main, side = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "gpuops", *command],
+        stdout=subprocess.PIPE,
+        stderr=side,
+        env={**os.environ, "TERM": "xterm"},
+    ) as child:
+        os.close(side)
+        shown = b""
+        while chunk := _read(main):
+            shown += chunk
+        assert child.stdout.read() == piped.stdout.encode()
+    os.close(main)
+    assert b"step 12" in shown
+
+
+def _read(fd):
+    try:
+        return os.read(fd, 65536)
+    except OSError:  # EIO: the other side of a terminal is closed
+        return b""
+
+
+def states_of(store):
+    return [stored.state.step for stored in store.list()]
+
+
+def test_prune_says_what_and_why_and_a_dry_run_removes_nothing(store, ckpt):
+    for step in range(10, 70, 10):
+        make_state(store, RANKS, step=step)
+    store.pin(StateId(0, 10), "paper")
+
+    code, out, _ = ckpt("prune", "--keep-last", "2", "--keep-every", "30", "--dry-run")
+
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["keep", "step-000000000060.e00000"],
+        ["keep", "step-000000000050.e00000"],
+        ["remove", "step-000000000040.e00000"],
+        ["keep", "step-000000000030.e00000"],
+        ["remove", "step-000000000020.e00000"],
+        ["keep", "step-000000000010.e00000"],
+    ]
+    assert "pinned by paper" in out
+    assert len(states_of(store)) == 6
+
+    assert ckpt("prune", "--keep-last", "2", "--keep-every", "30", "--yes")[0] == 0
+    assert states_of(store) == [60, 50, 30, 10]
+
+
+def test_prune_asks_and_refuses_where_nobody_can_answer(store):
+    for step in (1, 2):
+        make_state(store, RANKS, step=step)
+
+    ended = in_a_process("ckpt", "prune", "--keep-last", "1", "--dir", store.address)
+
+    assert ended.returncode == 64
+    assert "--yes" in ended.stderr
+    assert states_of(store) == [2, 1]
+
+
+def test_prune_never_removes_the_newest_whole_one(store, ckpt):
+    for step in (1, 2, 3):
+        make_state(store, RANKS, step=step)
+    damage(store, StateId(0, 3), Shard(0, 2))
+
+    code, out, _ = ckpt("prune", "--keep-last", "1", "--yes")
+
+    assert code == 0
+    assert states_of(store) == [3, 2]
+    assert "the newest that was verified" in out
+
+
+def test_prune_removes_nothing_where_none_is_whole(store, ckpt):
+    for step in (1, 2):
+        make_state(store, RANKS, step=step)
+        damage(store, StateId(0, step), Shard(0, 2))
+
+    assert ckpt("prune", "--keep-last", "1", "--yes")[0] == 0
+    assert states_of(store) == [2, 1]
+
+
+def test_prune_json(store, ckpt):
+    for step in (1, 2):
+        make_state(store, RANKS, step=step)
+
+    body = json.loads(ckpt("prune", "--keep-last", "1", "--yes", "--json")[1])
+
+    assert body["schema"] == "gpuops.checkpoint-prune/1"
+    assert [(item["step"], item["keep"], item["removed"]) for item in body["checkpoints"]] == [
+        (2, True, False),
+        (1, False, True),
+    ]
+
+
+@pytest.mark.parametrize("ladder", ["1h", "2d:1d", "x:y", "1h:24h,,"])
+def test_a_ladder_that_is_none(store, ckpt, ladder):
+    make_state(store, RANKS)
+    assert ckpt("prune", "--ladder", ladder, "--yes")[0] == 64
+
+
+def test_prune_by_a_ladder(store, ckpt):
+    for step in (1, 2, 3):
+        make_state(store, RANKS, step=step)
+
+    assert ckpt("prune", "--keep-last", "1", "--ladder", "1h:24h", "--yes")[0] == 0
+    assert states_of(store) == [3], "all three are of one hour"
+    assert ckpt("prune", "--ladder", "default", "--yes")[0] == 0
+
+
+def test_pin_and_unpin(store, ckpt):
+    make_state(store, RANKS, step=1)
+    make_state(store, RANKS, step=2)
+
+    assert ckpt("pin", "1", "--tag", "paper")[0] == 0
+    assert ckpt("prune", "--keep-last", "1", "--yes")[0] == 0
+    assert states_of(store) == [2, 1]
+    assert "no longer" in ckpt("unpin", "1", "--tag", "paper")[1]
+    assert "was not" in ckpt("unpin", "1", "--tag", "paper")[1]
+    ckpt("prune", "--keep-last", "1", "--yes")
+    assert states_of(store) == [2]
+    assert ckpt("pin", "2", "--tag", "a/b")[0] == 70
+
+
+def test_help_lists_the_commands_and_imports_no_torch(tmp_path):
+    make_state(DirectoryStore(tmp_path / "s"), RANKS)
+    code = (
+        "import sys\n"
+        "from gpuops.cli.main import run_command\n"
+        "for words in (['--help'], ['ls', sys.argv[1]], ['show', '--dir', sys.argv[1]],"
+        " ['verify', '--dir', sys.argv[1]]):\n"
+        "    assert run_command(['ckpt', *words]) == 0\n"
+        "assert not {'torch', 'numpy', 'safetensors', 'fsspec'} & sys.modules.keys()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    for name in ("ls", "pin", "prune", "show", "unpin", "verify"):
+        assert f"\n  {name} " in ended.stdout
+
+
+@pytest.mark.parametrize("missing", ["blake3", "xxhash"])
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, missing):
+    code = (
+        "import sys\n"
+        f"sys.modules[{missing!r}] = None\n"
+        "from gpuops.cli.main import run_command\n"
+        "sys.exit(run_command(['ckpt', 'verify', '--dir', sys.argv[1]]))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == 64
+    assert missing in ended.stderr
+    assert "gpuops[torch]" in ended.stderr

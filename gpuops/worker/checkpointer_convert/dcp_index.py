@@ -1,10 +1,12 @@
 """The ``.metadata`` of a DCP directory, read without unpickling it."""
 
+# ruff: noqa: ANN401 what a pickle holds may be anything
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from gpuops.checkpoint.states import CheckpointError, CorruptError
 from gpuops.worker.checkpointer_convert.pickled import Made, Named, Pairs, read_pickle
@@ -42,10 +44,11 @@ _NAMES = frozenset(
 _DTYPES = frozenset(
     f"torch.{name}"
     for name in (
-        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-        "float8_e8m0fnu float4_e2m1fn_x2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
-        "complex32 complex64 complex128"
-    ).split()
+        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+        "float4_e2m1fn_x2",
+    )
 )
 
 
@@ -223,13 +226,17 @@ def _pairs(value: Any, what: str) -> Pairs:
 
 def _size(value: Any, name: str) -> tuple[int, ...]:
     sizes = value.args[0] if isinstance(value, Made) and value.kind == "torch.Size" else None
-    if isinstance(sizes, tuple | list) and len(sizes) <= _DIMS_MAX and all(map(_is_count, sizes)):
-        if math.prod(sizes) <= _SIZE_MAX:
-            return tuple(sizes)
+    if (
+        isinstance(sizes, tuple | list)
+        and len(sizes) <= _DIMS_MAX
+        and all(map(_is_count, sizes))
+        and math.prod(sizes) <= _SIZE_MAX
+    ):
+        return tuple(sizes)
     raise CorruptError(f"a size of {name!r} is not one")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _SIZE_MAX
 
 

@@ -5,6 +5,8 @@ values; where the program would look up a class or call one, it keeps a note of 
 allowed to name is the caller's list, and anything else is refused before the next instruction.
 """
 
+# ruff: noqa: ANN401 what a pickle holds may be anything
+
 import pickletools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,3 +1,5 @@
+"""DCP's metadata read as data: what it tells, and what is refused."""
+
 import os
 import pickle
 import warnings

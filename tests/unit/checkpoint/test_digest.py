@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
@@ -122,6 +122,7 @@ def test_a_digest_that_does_not_agree_with_itself_is_corrupt(change, says):
         verify(data, digest, chunk_bytes=64)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(1, 50))
 def test_any_other_length_is_corrupt(data, n_more):
     digest = digest_of(memoryview(data), chunk_bytes=16)
@@ -143,6 +144,7 @@ def test_a_length_that_keeps_the_number_of_chunks_is_in_the_root():
         verify(memoryview(bytes(65)), forged, chunk_bytes=64)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.lists(st.integers(0, 90), max_size=12), st.integers(1, 40))
 def test_a_stream_in_any_pieces_has_the_digest_of_the_whole(data, sizes, chunk_bytes):
     digester = Digester(chunk_bytes=chunk_bytes)
@@ -165,6 +167,7 @@ def test_a_stream_of_whole_chunks_has_the_digest_of_the_whole(image):
     assert digester.finish() == digest_of(memoryview(image))
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_one_chunk_is_judged_alone(data, draws):
     digest = digest_of(memoryview(data), chunk_bytes=32)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from gpuops.config_run import RUN_SETTINGS
+from gpuops.config_run import CHECKPOINT_SETTINGS, RUN_SETTINGS
 from gpuops.config_values import (
     Setting,
     Value,
@@ -228,6 +228,7 @@ SETTINGS = (
         "the folder of scontrol; unset: where Debian, RPMs and /opt/slurm have it",
     ),
     *RUN_SETTINGS,
+    *CHECKPOINT_SETTINGS,
 )
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 

@@ -1,4 +1,4 @@
-"""The settings of ``gpuops run``, the table ``[run]``: what its flags take as well.
+"""The settings of ``gpuops run``: the tables ``[run]`` and ``[checkpoint]``, its flags as well.
 
 A setting's value is the text that was written, once it has been found good; the functions below say
 what a text means. They raise ValueError that says what is wanted.
@@ -18,6 +18,8 @@ LONGEST_S = 30 * 86_400.0
 RESTARTS_DEFAULT = "3"
 GROW_AFTER_DEFAULT = "300"
 LOOPBACK = "127.0.0.1"
+LEASE_DEFAULT = "120"
+LAST_SAVE_DEFAULT = "10m"
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -111,6 +113,25 @@ def file(text: str) -> str:
     return text
 
 
+def checkpoints(text: str) -> bool:
+    """Return whether checkpoints are kept in memory at all: ``auto`` or ``off``."""
+    if text not in ("auto", "off"):
+        raise ValueError("auto or off is wanted")
+    return text == "auto"
+
+
+def directory(text: str) -> str:
+    """Return *text*, a directory or the URL of one; its ``~`` is not expanded yet."""
+    if not text.strip() or "\0" in text:
+        raise ValueError("a directory, or a URL such as s3://bucket/name, is wanted")
+    return text
+
+
+def lasting(text: str) -> float:
+    """Return a time in seconds."""
+    return _seconds(text)
+
+
 def _seconds(text: str, more: str = "") -> float:
     try:
         seconds = parse_seconds(text)
@@ -153,6 +174,16 @@ def _setting(name: str, read: Callable[[str], object], default: str | None, help
         lambda _env, _root: default,
         help,
     )
+
+
+def _of_checkpoints(
+    name: str,
+    env: str,
+    read: Callable[[str], object],
+    default: str | None,
+    help: str,  # noqa: A002 the field's name
+) -> Setting:
+    return Setting(f"checkpoint.{name}", env, _checked(read), lambda _env, _root: default, help)
 
 
 RUN_SETTINGS = (
@@ -209,5 +240,36 @@ RUN_SETTINGS = (
         file,
         None,
         "a file, there already, that gets the run's exit code: srun's is that of a killed task",
+    ),
+)
+
+CHECKPOINT_SETTINGS = (
+    _of_checkpoints(
+        "keeper",
+        "GPUOPS_CKPT",
+        checkpoints,
+        "auto",
+        "auto: gpuops run keeps a process that holds checkpoints in memory; off: it does not",
+    ),
+    _of_checkpoints(
+        "directory",
+        "GPUOPS_CKPT_DIR",
+        directory,
+        None,
+        "where checkpoints persist: a directory or a URL; unset: nowhere, unless the script says",
+    ),
+    _of_checkpoints(
+        "lease",
+        "GPUOPS_CKPT_LEASE",
+        lasting,
+        LEASE_DEFAULT,
+        "how long checkpoints in memory wait for the agent to come back after it was killed",
+    ),
+    _of_checkpoints(
+        "last_save",
+        "GPUOPS_CKPT_LAST_SAVE",
+        lasting,
+        LAST_SAVE_DEFAULT,
+        "at most so long the end of a run waits until its newest checkpoint has persisted",
     ),
 )

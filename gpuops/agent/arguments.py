@@ -35,7 +35,7 @@ TORCH_WISHES = (
 OUR_WISHES = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
-    "token_file",
+    *("token_file", "ckpt", "ckpt_dir"),
 )
 
 
@@ -127,6 +127,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     _add_records(parser)
     _add_restarts(parser)
     _add_health(parser)
+    _add_checkpoints(parser)
     # None tells what the user left out; torch 2.8 would say 29500 for the port.
     defaults: dict[str, Any] = dict.fromkeys(("tee", "redirects"))
     parser.set_defaults(
@@ -223,6 +224,24 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--json", action="store_true", dest="as_json", help="With it: as one JSON object."
+    )
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "gpuops: checkpoints", "Of scripts with a gpuops.Checkpointer; others see nothing of it."
+    )
+    group.add_argument(
+        "--ckpt",
+        metavar="auto|off",
+        help="Keep checkpoints in this node's memory, where they outlive the workers; default: "
+        "auto.",
+    )
+    _both(
+        group,
+        "--ckpt-dir",
+        metavar="DIR|URL",
+        help="Where they persist; default: nowhere, unless the script names a directory.",
     )
 
 

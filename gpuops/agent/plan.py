@@ -31,6 +31,21 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    """What the run does for the checkpoints of its script.
+
+    ``directory``: where they persist, an absolute path or a URL; None: the script says. The keeper
+    of a killed agent waits ``lease_s`` for the next one. A run that ends waits ``last_save_s`` at
+    most for its newest checkpoint to persist.
+    """
+
+    in_memory: bool = True
+    directory: str | None = None
+    lease_s: float = 120.0
+    last_save_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything about supervision that is not torch's own configuration.
 
@@ -59,3 +74,4 @@ class Plan:
     parks: bool = False
     local_address: str | None = None
     decide: str | None = None  # ``module:function`` of the site, which may overrule a decision
+    checkpoints: CheckpointPlan = CheckpointPlan()

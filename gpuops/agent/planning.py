@@ -4,12 +4,13 @@ import argparse
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from gpuops import config_run
 from gpuops.agent.arguments import OUR_WISHES, TORCH_WISHES, Request, Typed
 from gpuops.agent.job_token import HOW, token_of
 from gpuops.agent.meeting_point import Place, fill_torch, place_of, workers_master
-from gpuops.agent.plan import MeetingKind, Plan
+from gpuops.agent.plan import CheckpointPlan, MeetingKind, Plan
 from gpuops.agent.rdzv_conf import Timing, parse_conf
 from gpuops.agent.run_terms import read, size_of, terms_of
 from gpuops.agent.slurm_launch import Step, refuse_batch_script, step_of
@@ -41,7 +42,7 @@ def request_of(typed: Typed, settings: Settings, env: Mapping[str, str], *, uid:
     terms = terms_of(wishes, size)
     place = place_of(wishes, size, step, is_standalone=is_standalone, store_url=settings.store_url)
     timing = parse_conf(wishes["rdzv_conf"].text or "", "--rdzv-conf")
-    plan = _plan(wishes, terms, place, step)
+    plan = replace(_plan(wishes, terms, place, step), checkpoints=_checkpoints(wishes, settings))
     plan = _timed(replace(plan, spares=size.spares, local_address=found.local_addr), timing)
     token = token_of(env, wishes["token_file"].text, uid)
     plan = replace(plan, meeting=replace(plan.meeting, token=token))
@@ -82,6 +83,22 @@ def _plan(wishes: Wishes, terms: Terms, place: Place, step: Step | None) -> Plan
         decide=read(decide, config_run.decide) if decide.text else None,
         parks=step is not None and place.kind is not MeetingKind.PRIVATE,
     )
+
+
+def _checkpoints(wishes: Wishes, settings: Settings) -> CheckpointPlan:
+    wanted, directory = wishes["ckpt"], wishes["ckpt_dir"]
+    values = settings.values
+    return CheckpointPlan(
+        in_memory=read(wanted, config_run.checkpoints) and not settings.disabled,
+        directory=None if directory.text is None else _place(read(directory, config_run.directory)),
+        lease_s=config_run.lasting(values["checkpoint.lease"].value),
+        last_save_s=config_run.lasting(values["checkpoint.last_save"].value),
+    )
+
+
+def _place(directory: str) -> str:
+    """Return *directory* as every worker finds it, whatever folder it goes to."""
+    return directory if "://" in directory else str(Path(directory).expanduser().absolute())
 
 
 def _timed(plan: Plan, timing: Timing) -> Plan:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from gpuops.config_values import Value
 
 DEFAULT = "default"
+# Flags whose settings stand in another table than [run].
+_KEYS = {"ckpt": "checkpoint.keeper", "ckpt_dir": "checkpoint.directory"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,12 @@ def wish(
     variable = f"PET_{name.upper()}"
     if env.get(variable):
         return Wish(env[variable], f"{flag}={env[variable]} ({variable})", is_said=True)
-    value = values.get(f"run.{name}")
+    key = _KEYS.get(name, f"run.{name}")
+    value = values.get(key)
     if value is None or value.origin == DEFAULT:
         text = None if value is None else value.value
         return Wish(text, f"{flag}={text}", is_said=False)
     origin = value.origin.removeprefix("environment ")
     is_general = not value.origin.startswith("environment ")
-    shown = f"run.{name} = {value.value} ({origin})"
+    shown = f"{key} = {value.value} ({origin})"
     return Wish(value.value, shown, is_said=True, is_general=is_general)

@@ -29,6 +29,10 @@ from gpuops.errors import ConfigError
         (config_run.exit_codes, "", frozenset()),
         (config_run.exit_codes, "16, 17", frozenset({16, 17})),
         (config_run.decide, "site.policy:decide", "site.policy:decide"),
+        (config_run.checkpoints, "auto", True),
+        (config_run.checkpoints, "off", False),
+        (config_run.directory, "s3://bucket/x", "s3://bucket/x"),
+        (config_run.lasting, "2m", 120.0),
     ],
 )
 def test_a_text_is_understood(read, text, meant):
@@ -56,6 +60,10 @@ def test_a_text_is_understood(read, text, meant):
         (config_run.decide, "policy", "policy:decide"),
         (config_run.decide, "os;x:y", "policy:decide"),
         (config_run.file, "token", "absolute"),
+        (config_run.checkpoints, "on", "auto or off"),
+        (config_run.directory, " ", "a directory"),
+        (config_run.directory, "a\0b", "a directory"),
+        (config_run.lasting, "0", "a time"),
     ],
 )
 def test_a_text_without_meaning_is_refused(read, text, said):
@@ -100,6 +108,16 @@ def test_a_wrong_value_in_the_file_is_named(tmp_path, line):
 
 
 def test_every_default_is_itself_understood():
-    for setting in config_run.RUN_SETTINGS:
+    for setting in (*config_run.RUN_SETTINGS, *config_run.CHECKPOINT_SETTINGS):
         default = setting.default({}, False)
         assert default is None or setting.parse(default) == default
+
+
+def test_the_table_of_checkpoints_is_one_of_its_own(tmp_path):
+    table = '[checkpoint]\nkeeper = "off"\ndirectory = "/scratch/ckpt"\nlease = 30\n'
+
+    values = settings({"GPUOPS_CKPT_LAST_SAVE": "1m"}, table, tmp_path).values
+
+    assert values["checkpoint.keeper"].value == "off"
+    assert values["checkpoint.directory"].value == "/scratch/ckpt"
+    assert (values["checkpoint.lease"].value, values["checkpoint.last_save"].value) == ("30", "1m")

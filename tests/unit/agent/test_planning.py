@@ -64,6 +64,8 @@ def test_how_many_nodes_and_what_with_fewer(script, flags, low, high, spares, on
         (["--restart-exit-codes=0"], "--restart-exit-codes=0: "),
         (["--decide=policy"], "--decide=policy: "),
         (["--grow-after=-1"], "--grow-after=-1: "),
+        (["--ckpt=on"], "--ckpt=on: auto or off"),
+        (["--ckpt-dir= "], "--ckpt-dir= : a directory"),
         (["--nnodes=2"], "--nnodes=2: where do the nodes meet"),
         (["--nnodes=2", "--rdzv-backend=c10d"], "--rdzv-endpoint=HOST:PORT"),
         (["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-endpoint=h:1"], "etcd .*what works: "),
@@ -302,3 +304,25 @@ def test_what_a_site_wants_of_larger_runs_does_not_bind_a_run_on_one_node(script
     plan = requested(script, config_file=file).plan
 
     assert (plan.terms.nodes_max, plan.terms.node_unit, plan.spares) == (1, 1, 0)
+
+
+def test_checkpoints_are_kept_in_memory_unless_said_otherwise(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = requested(script).plan.checkpoints
+    said = requested("--ckpt=off", "--ckpt_dir=ckpt", script).plan.checkpoints
+    table = tmp_path / "gpuops.toml"
+    table.write_text("[checkpoint]\nlease = 30\nlast_save = '1m'\n")
+    env = {"GPUOPS_CKPT_DIR": "s3://bucket/x"}
+    found = requested(script, env=env, config_file=table).plan.checkpoints
+
+    assert (plain.in_memory, plain.directory, plain.lease_s, plain.last_save_s) == (
+        True,
+        None,
+        120.0,
+        600.0,
+    )
+    assert (said.in_memory, said.directory) == (False, str(tmp_path / "ckpt"))
+    assert (found.directory, found.lease_s, found.last_save_s) == ("s3://bucket/x", 30.0, 60.0)
+    assert requested("--ckpt-dir=~/c", script).plan.checkpoints.directory.endswith("/c")
+    assert "~" not in requested("--ckpt-dir=~/c", script).plan.checkpoints.directory
+    assert not requested(script, env={"GPUOPS_DISABLE": "1"}).plan.checkpoints.in_memory

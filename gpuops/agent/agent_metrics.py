@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gpuops.agent.agent_state import RANKS_MAX, AgentState
+from gpuops.agent.agent_state import RANKS_MAX, SKIP_REASONS_MAX, AgentState
 from gpuops.control.record import Phase
 from gpuops.units import NS_PER_S
 
@@ -49,6 +49,7 @@ class _State(Collector):
             state.badput_s,
         )
         yield from self._ranks()
+        yield from self._checkpoints()
         yield from self._agent()
 
     def _ranks(self) -> Iterator[Metric]:
@@ -68,6 +69,43 @@ class _State(Collector):
                 silent.add_metric([str(rank.rank)], self._seconds_since(rank.beat_ns))
         yield steps
         yield silent
+
+    def _checkpoints(self) -> Iterator[Metric]:
+        kept = self._state.checkpoint
+        if kept is None:
+            return
+        yield GaugeMetricFamily(
+            "gpuops_checkpoint_keeper_up",
+            "1 while the process that keeps checkpoints in this node's memory runs.",
+            value=float(kept.is_alive),
+        )
+        if kept.step is not None:
+            yield GaugeMetricFamily(
+                "gpuops_checkpoint_step",
+                "Step of the newest checkpoint that all ranks of this node can resume from.",
+                value=kept.step,
+            )
+        if kept.since_ns is not None:
+            yield GaugeMetricFamily(
+                "gpuops_checkpoint_age_seconds",
+                "Seconds since that checkpoint was committed.",
+                value=self._seconds_since(kept.since_ns),
+            )
+        if kept.persisted_step is not None:
+            yield GaugeMetricFamily(
+                "gpuops_checkpoint_persisted_step",
+                "Step of the newest checkpoint in the persistent directory.",
+                value=kept.persisted_step,
+            )
+        yield CounterMetricFamily(
+            "gpuops_checkpoints_committed", "Checkpoints committed in memory.", kept.committed
+        )
+        yield _counter(
+            "gpuops_checkpoints_skipped",
+            "Saves that were skipped so that training did not wait, by reason.",
+            "reason",
+            dict(sorted(kept.skipped.items())[:SKIP_REASONS_MAX]),
+        )
 
     def _agent(self) -> Iterator[Metric]:
         state = self._state

@@ -13,6 +13,7 @@ from gpuops.units import NS_PER_S
 
 SCHEMA = "gpuops.agent-state/1"
 RANKS_MAX = 64
+SKIP_REASONS_MAX = 16
 # The main loop looks ten times a second and may stop workers for seconds; the control thread waits
 # for a slow board. Beyond, something is wrong with the agent itself.
 MAIN_SILENT_S = 60.0
@@ -28,6 +29,25 @@ class RankState:
     step: int | None = None
     phase: str = "starting"
     beat_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """What this node's keeper holds. ``step`` is of the newest committed state, None before one.
+
+    ``tier`` says where that state lies: ``memory``, or ``persistent`` where only that is left.
+    ``persisted_step`` is of the newest that lies in the persistent directory as well. ``skipped``
+    counts the saves that found no free slot, by reason; a training step never waits for one.
+    """
+
+    step: int | None = None
+    epoch: int | None = None
+    since_ns: int | None = None  # when this agent first knew of it
+    tier: str | None = None
+    persisted_step: int | None = None
+    committed: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    is_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +84,7 @@ class AgentState:
     cpu_s: float = 0.0
     board: Mapping[str, str | int] = field(default_factory=dict)
     http_port: int | None = None
+    checkpoint: CheckpointState | None = None  # None: none is kept in memory here
 
 
 def why_unhealthy(
@@ -115,6 +136,24 @@ def state_json(state: AgentState, now_ns: int) -> Json:
         },
         "cpu_seconds": round(state.cpu_s, 3),
         "board": dict(state.board),
+        "checkpoint": checkpoint_json(state.checkpoint, now_ns),
+    }
+
+
+def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
+    """Return what `gpuops run status` reads of a node's checkpoints; None where none are kept."""
+    if state is None:
+        return None
+    return {
+        "step": state.step,
+        "epoch": state.epoch,
+        "age_seconds": None if state.since_ns is None else _since(state.since_ns, now_ns),
+        "tier": state.tier,
+        "persisted_step": state.persisted_step,
+        "committed": state.committed,
+        "skipped": sum(state.skipped.values()),
+        "skipped_by_reason": dict(sorted(state.skipped.items())[:SKIP_REASONS_MAX]),
+        "keeper": "running" if state.is_alive else "gone",
     }
 
 

@@ -30,6 +30,21 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """The newest state that the job can resume from; with several nodes what the last one has.
+
+    ``tier``: ``memory`` or ``persistent``. ``skipped`` saves found no free slot.
+    """
+
+    step: int | None = None
+    age_s: float | None = None
+    tier: str = ""
+    persisted_step: int | None = None
+    skipped: int | None = None
+    keeper: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """One run. ``source`` says where from: ``board``, ``agent``, ``file`` or ``store``.
 
@@ -55,6 +70,7 @@ class RunView:
     decision: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     board_s: float | None = None
+    checkpoint: CheckpointView | None = None
 
     @property
     def step(self) -> int | None:
@@ -99,6 +115,7 @@ class RunView:
             "restarts_max": self.restarts_max,
             "decision": self.decision,
             "notes": list(self.notes),
+            "checkpoint": None if self.checkpoint is None else _checkpoint_json(self.checkpoint),
         }
 
 
@@ -134,6 +151,9 @@ def of_board(
         restarts_used=sum(failure.counted for failure in record.history),
         decision=None if record.decision is None else record.decision.to_json(),
         board_s=board_s,
+        checkpoint=_oldest(
+            [checkpoint_of(alive.get(member.agent, {}).get("checkpoint")) for member in members]
+        ),
     )
 
 
@@ -166,6 +186,7 @@ def of_agent(state: Mapping[str, Any]) -> RunView:
         restarts_used=used,
         restarts_max=most,
         decision=_decision(state.get("decision")),
+        checkpoint=checkpoint_of(state.get("checkpoint")),
     )
 
 
@@ -290,6 +311,42 @@ def _node_json(node: NodeView) -> Json:
         "ranks": node.ranks,
         "step": node.step,
         "silent_seconds": node.silent_s,
+    }
+
+
+def checkpoint_of(value: object) -> CheckpointView | None:
+    """Return what an agent says of its node's checkpoints, None where it keeps none."""
+    if not isinstance(value, Mapping):
+        return None
+    return CheckpointView(
+        step=whole(value.get("step")),
+        age_s=seconds(value.get("age_seconds")),
+        tier=text(value.get("tier")),
+        persisted_step=whole(value.get("persisted_step")),
+        skipped=whole(value.get("skipped")),
+        keeper=text(value.get("keeper")),
+    )
+
+
+def _oldest(found: Sequence[CheckpointView | None]) -> CheckpointView | None:
+    """Return the least that a node has: all of them are needed to resume from a state."""
+    known = [view for view in found if view is not None]
+    if not known:
+        return None
+    least = min(known, key=lambda view: -1 if view.step is None else view.step)
+    skipped = [view.skipped for view in known if view.skipped is not None]
+    gone = next((view.keeper for view in known if view.keeper != "running"), least.keeper)
+    return replace(least, skipped=max(skipped, default=None), keeper=gone)
+
+
+def _checkpoint_json(view: CheckpointView) -> Json:
+    return {
+        "step": view.step,
+        "age_seconds": view.age_s,
+        "tier": view.tier or None,
+        "persisted_step": view.persisted_step,
+        "skipped": view.skipped,
+        "keeper": view.keeper or None,
     }
 
 

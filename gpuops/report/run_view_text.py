@@ -7,7 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gpuops.report.run_view import NodeView, RunView
+from gpuops.report.run_view import CheckpointView, NodeView, RunView
 from gpuops.report.text import cut, flat, short
 from gpuops.units import format_seconds
 
@@ -29,6 +29,8 @@ def status_view(
     parts: list[RenderableType] = [Text(line) for line in _head(view)]
     if view.step is not None or rate is not None:
         parts.append(_progress(view, rate))
+    if view.checkpoint is not None and (line := _checkpoint(view.checkpoint)):
+        parts.append(Text(line))
     if view.nodes:
         parts.append(_nodes(view.nodes, silent_s or {}))
     parts += [Text(line) for line in _tail(view)]
@@ -58,6 +60,22 @@ def _progress(view: RunView, rate: float | None) -> RenderableType:
         ProgressBar(total=None, pulse=is_moving, width=24) if is_moving else Text(""),
     )
     return row
+
+
+def _checkpoint(kept: CheckpointView) -> str:
+    """Return where the job would resume from; nothing where its script saves nothing."""
+    parts = []
+    if kept.step is not None:
+        age = "" if kept.age_s is None else f", {format_seconds(kept.age_s)} ago"
+        where = f" in {flat(kept.tier)}" if kept.tier == "memory" else f" {flat(kept.tier)}"
+        parts.append(f"step {kept.step}{where if kept.tier else ''}{age}")
+    if kept.persisted_step is not None:
+        parts.append(f"step {kept.persisted_step} persisted")
+    if kept.skipped:
+        parts.append(f"{kept.skipped} skipped")
+    if kept.keeper == "gone":
+        parts.append("its keeper is gone: nothing is saved until the next restart")
+    return f"checkpoint  {'; '.join(parts)}" if parts else ""
 
 
 def _nodes(nodes: Sequence[NodeView], silent_s: dict[str, float]) -> Table:

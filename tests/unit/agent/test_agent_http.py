@@ -17,6 +17,7 @@ from support.services import unavailable
 from gpuops.agent.agent_metrics import metrics
 from gpuops.agent.agent_state import (
     AgentState,
+    CheckpointState,
     RankState,
     run_state,
     state_json,
@@ -55,6 +56,15 @@ STATE = AgentState(
     cpu_s=3.5,
     board={"kind": "tcp", "host": "n1", "port": 29400},
     http_port=8080,
+    checkpoint=CheckpointState(
+        step=57,
+        epoch=1,
+        since_ns=NOW_NS - 3 * NS_PER_S,
+        tier="memory",
+        persisted_step=40,
+        committed=17,
+        skipped={"in_flight": 2, "no_free_slot": 1},
+    ),
 )
 
 
@@ -98,6 +108,40 @@ def test_the_state_says_who_where_and_why(serve):
     assert body["decision"]["rule"] == "worker-failed"
     assert body["budget"] == {"used": 2, "max": 3, "window_seconds": None}
     assert body["lost_seconds_by_phase"] == {"detect": 0.5, "decide": 1.25}
+
+
+def test_the_state_says_where_the_job_would_resume_from(serve):
+    body = json.loads(get(serve(), "/state")[2])
+    none = json.loads(get(serve(replace(STATE, checkpoint=None)), "/state")[2])
+
+    assert body["checkpoint"] == {
+        "step": 57,
+        "epoch": 1,
+        "age_seconds": 3.0,
+        "tier": "memory",
+        "persisted_step": 40,
+        "committed": 17,
+        "skipped": 3,
+        "skipped_by_reason": {"in_flight": 2, "no_free_slot": 1},
+        "keeper": "running",
+    }
+    assert none["checkpoint"] is None
+
+
+def test_the_metrics_say_how_old_the_newest_checkpoint_is(serve):
+    lines = get(serve(), "/metrics")[2].splitlines()
+    gone = replace(STATE, checkpoint=CheckpointState(is_alive=False))
+    fewer = get(serve(gone), "/metrics")[2]
+
+    assert "gpuops_checkpoint_step 57.0" in lines
+    assert "gpuops_checkpoint_age_seconds 3.0" in lines
+    assert "gpuops_checkpoint_persisted_step 40.0" in lines
+    assert "gpuops_checkpoints_committed_total 17.0" in lines
+    assert 'gpuops_checkpoints_skipped_total{reason="in_flight"} 2.0' in lines
+    assert "gpuops_checkpoint_keeper_up 1.0" in lines
+    assert "gpuops_checkpoint_keeper_up 0.0" in fewer
+    assert "gpuops_checkpoint_step " not in fewer
+    assert "gpuops_checkpoint" not in get(serve(replace(STATE, checkpoint=None)), "/metrics")[2]
 
 
 def test_secrets_in_a_reason_are_not_shown(serve):

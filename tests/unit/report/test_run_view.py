@@ -12,7 +12,14 @@ from rich.console import Console
 from support.decisions import decision, failure, report
 from support.history import T0, a_killed_run, us
 
-from gpuops.agent.agent_state import AgentState, RankState, run_state, state_json
+from gpuops.agent.agent_state import (
+    AgentState,
+    CheckpointState,
+    RankState,
+    checkpoint_json,
+    run_state,
+    state_json,
+)
 from gpuops.cli.run_status import look_twice
 from gpuops.control.keys import Keys
 from gpuops.control.memory_board import MemoryBoard
@@ -43,6 +50,7 @@ KEYS = {
     "restarts_max",
     "decision",
     "notes",
+    "checkpoint",
 }
 
 
@@ -288,3 +296,72 @@ def test_state_files_that_are_none_are_skipped_and_the_first_rank_s_comes_first(
     (tmp_path / "state-5.json").symlink_to("state.json")
 
     assert [state["node"] for state in states(tmp_path)] == ["n0", "n2", "n10"]
+
+
+def kept(**changes):
+    fields = {"step": 57, "epoch": 1, "since_ns": 0, "tier": "memory", "committed": 9}
+    return CheckpointState(**{**fields, **changes})
+
+
+def beats_of(board, **states):
+    """Let n1 and n2 say with their heartbeats which states they keep."""
+    for number, state in enumerate(states.values(), start=1):
+        told = checkpoint_json(state, 3 * NS_PER_S)
+        beat = {"seq": 10, "step": 57, "checkpoint": told}
+        board.put(KEYS_OF_RUN.alive(str(UUID(int=number))), pack(beat))
+
+
+KEYS_OF_RUN = Keys(run_id=RUN)
+
+
+def test_the_newest_checkpoint_is_the_one_that_every_node_has():
+    board = a_board(FakeClock())
+    beats_of(
+        board,
+        n1=kept(skipped={"in_flight": 1}),
+        n2=kept(step=55, persisted_step=40, skipped={"in_flight": 4}),
+    )
+    view = ask_board(board)
+
+    assert view.to_json()["checkpoint"] == {
+        "step": 55,
+        "age_seconds": 3.0,
+        "tier": "memory",
+        "persisted_step": 40,
+        "skipped": 4,
+        "keeper": "running",
+    }
+    assert "checkpoint  step 55 in memory, 3.00 s ago; step 40 persisted; 4 skipped" in shown(view)
+
+
+def test_a_keeper_that_is_gone_is_said():
+    board = a_board(FakeClock())
+    beats_of(board, n1=kept(), n2=CheckpointState(is_alive=False))
+
+    assert "nothing is saved until the next restart" in shown(ask_board(board))
+
+
+def test_a_run_whose_script_saves_nothing_has_no_line_of_it():
+    board = a_board(FakeClock())
+    beats_of(board, n1=CheckpointState(), n2=CheckpointState())
+
+    assert "checkpoint" not in shown(ask_board(board))
+    assert ask_board(a_board(FakeClock())).checkpoint is None
+
+
+def test_an_agent_tells_of_its_own_checkpoints():
+    state = AgentState(
+        run_id=RUN,
+        name="x",
+        node="n1",
+        agent_pid=1,
+        main_ns=0,
+        control_ns=0,
+        checkpoint=kept(step=None, epoch=None, since_ns=None, tier=None),
+    )
+    view = of_agent(state_json(state, NS_PER_S))
+
+    assert view.checkpoint.keeper == "running"
+    assert "checkpoint" not in shown(view)
+    later = of_agent(state_json(replace(state, checkpoint=kept(tier="persistent")), NS_PER_S))
+    assert "checkpoint  step 57 persistent, 1.00 s ago" in shown(later)

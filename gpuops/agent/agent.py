@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.api import Worker as TorchWorker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from gpuops.agent.last_save import awaited
 from gpuops.agent.logs import Placement
 from gpuops.agent.parts import Parts
 from gpuops.agent.published import Snapshot, progress_of, state_of
@@ -147,10 +148,13 @@ class GpuopsAgent(LocalElasticAgent):
             lambda: rings[ranks[0]].parent.mkdir(mode=0o700, exist_ok=True),
         )
         folder = self._log_folder()
+        checkpoints, excluded = self._parts.checkpoints, self._left_out()
+        checkpoints.begin(self.generation, worker_group.group_world_size or 1, excluded)
         env = {
             local_rank: {
                 **self._parts.worker_env(folder),
-                **self._left_out(),
+                **checkpoints.env(),
+                **_env_of(excluded),
                 "GPUOPS_AGENT_PID": str(self._parts.agent_pid),
                 "GPUOPS_GENERATION": str(self.generation),
                 "GPUOPS_RING": str(rings[rank]),
@@ -189,11 +193,10 @@ class GpuopsAgent(LocalElasticAgent):
             session.safely("watching the workers", partial(sentry.begin, watched))
         return pids
 
-    def _left_out(self) -> dict[str, str]:
-        """Return what tells the script which checkpoint not to load: by the step it is of."""
+    def _left_out(self) -> int | None:
+        """Return the step of the checkpoint that is not to be loaded, None where any may be."""
         assert self._seat is not None
-        step = self._seat.record.excluded_checkpoint
-        return {} if step is None else {"GPUOPS_EXCLUDED_CHECKPOINT": str(step)}
+        return self._seat.record.excluded_checkpoint
 
     def _started(self, worker_group: WorkerGroup, start_us: int) -> None:
         facts = AttemptFacts(
@@ -259,6 +262,8 @@ class GpuopsAgent(LocalElasticAgent):
 
     def _drained_before(self, number: Signals, stopped: ControlRecord) -> None:
         """Record the end of a run that had no workers when this node was asked to stop."""
+        checkpoints, grace_s = self._parts.checkpoints, self._parts.drain_grace_s(number.name)
+        awaited(lambda: checkpoints.flush(grace_s), self._parts.cancellation.check)
         if (stopped.drain_signal, stopped.decided_by) == (number.name, self._parts.node):
             chronicle = self._session.chronicle
             self._session.safely(
@@ -323,3 +328,8 @@ class GpuopsAgent(LocalElasticAgent):
         """Have ``state.json`` replaced."""
         state = state_of(self._parts, self.snapshot, phase)
         self._session.write_state(state, group_rank=self._worker_group.group_rank or 0)
+
+
+def _env_of(excluded_step: int | None) -> dict[str, str]:
+    """Return what tells the script which checkpoint not to load: by the step it is of."""
+    return {} if excluded_step is None else {"GPUOPS_EXCLUDED_CHECKPOINT": str(excluded_step)}

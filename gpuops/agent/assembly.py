@@ -6,12 +6,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from signal import Signals
 from uuid import uuid4
 
 from torch.distributed.launcher.api import LaunchConfig
 
 from gpuops.agent.arguments import Request
+from gpuops.agent.checkpoint_keeper import Checkpoints
+from gpuops.agent.checkpoint_record import CheckpointRecord
+from gpuops.agent.checkpoint_start import Job, checkpoints_of
 from gpuops.agent.collectives import collective_env
 from gpuops.agent.deciding import decider
 from gpuops.agent.evidence import EVIDENCE_S
@@ -25,6 +29,7 @@ from gpuops.agent.health_gate import GatePlan, HealthGate
 from gpuops.agent.identity import Identity
 from gpuops.agent.logs import GenerationLogs
 from gpuops.agent.meeting import Met
+from gpuops.agent.pace import Pace
 from gpuops.agent.parts import Parts
 from gpuops.agent.published import busy_for_s
 from gpuops.agent.records import slurm_job
@@ -113,6 +118,7 @@ def assemble(
     leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
     link.leads = leader
     job, restarts = slurm_job(prepared.env)
+    pace = Pace()
     parts = Parts(
         clock=clock,
         node=around.node,
@@ -133,6 +139,8 @@ def assemble(
         drain_grace_s=partial(_drain_grace_s, prepared),
         sentries=(hang, gpus),
         hang=hang,
+        pace=pace,
+        checkpoints=_checkpoints(prepared, session, pace, me),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         gpu_signs=gpus.recent,
         worker_env=lambda folder: collective_env(
@@ -141,6 +149,20 @@ def assemble(
     )
     seats = Seats(link, plan.meeting.run_key)
     return Assembly(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
+
+
+def _checkpoints(prepared: Prepared, session: Session, pace: Pace, me: Member) -> Checkpoints:
+    record = CheckpointRecord(
+        session.chronicle, pace, prepared.clock, log.warning, n_ranks=me.n_workers
+    )
+    job = Job(
+        request=prepared.request,
+        env=prepared.env,
+        node=me.node,
+        cwd=str(Path.cwd()),
+        uid=os.geteuid(),
+    )
+    return checkpoints_of(job, record, prepared.clock)
 
 
 def _enter(prepared: Prepared, met: Met, node: str, mine: Identity) -> tuple[Member, View]:

@@ -65,10 +65,11 @@ class Toll:
 
 @dataclass(slots=True)
 class Restoring:
-    """How long the ranks of one attempt read their checkpoint, as their beats tell."""
+    """How long the ranks of one attempt read their checkpoint, as beats or the keeper tell."""
 
     _began: dict[int, int] = field(default_factory=dict)
     _took: dict[int, int] = field(default_factory=dict)
+    _told_ns: int = 0
 
     def feed(self, rank: int, beats: Iterable[Beat]) -> None:
         """Take the next beats of *rank* in."""
@@ -79,7 +80,11 @@ class Restoring:
             if beat.phase is Phase.RESTORE:
                 self._began[rank] = beat.mono_ns
 
+    def told(self, seconds: float) -> None:
+        """Take it from the keeper that a rank took so long: its script may not say so in beats."""
+        self._told_ns = max(self._told_ns, round(seconds * NS_PER_S))
+
     @property
     def longest_ns(self) -> int:
         """Return the time of the rank that took longest: the others waited for it."""
-        return max(self._took.values(), default=0)
+        return max(self._told_ns, *self._took.values(), 0)

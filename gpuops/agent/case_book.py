@@ -40,6 +40,7 @@ class _Case:
     toll: Toll
     is_seen_here: bool = True
     ruling: Ruling | None = None
+    resumed: Evidence | None = None
 
 
 class CaseBook:
@@ -125,6 +126,26 @@ class CaseBook:
         if leads and _is_orphaned(case.ruling):
             rev = case.incident.rev + TAKEN_OVER_REV
             case.incident = replace(case.incident, authority=AUTHORITY_DECIDED, rev=rev)
+
+    def resumed(self, evidence: Evidence, restore_ns: int) -> Incident | None:
+        """Note from which state the job goes on, and how long its ranks here took to load it.
+
+        The next snapshot says so; one is due at once where the job had stepped already. What is
+        told again, by more ranks, takes the place of what was told.
+        """
+        case = self._case
+        if case is None:
+            return None
+        rest = tuple(item for item in case.incident.evidence if item is not case.resumed)
+        case.resumed = evidence
+        case.incident = replace(
+            case.incident, evidence=(*rest, evidence), rev=case.incident.rev + 1
+        )
+        if case.toll.stepped_ns is None:
+            return None
+        case.toll.restore_ns = max(case.toll.restore_ns, restore_ns)
+        case.incident = replace(case.incident, lost_s=case.toll.lost_s())
+        return case.incident
 
     def steps_again(self, at_ns: int, restore_ns: int) -> Incident | None:
         """Note the first step after the failure."""

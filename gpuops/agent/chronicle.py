@@ -21,20 +21,16 @@ from dataclasses import asdict, replace
 from gpuops.agent import records
 from gpuops.agent.badput import Restoring, Toll
 from gpuops.agent.case_book import CaseBook, Ruling
+from gpuops.agent.checkpoint_telling import CheckpointTelling
 from gpuops.agent.progress import Progress, RankProgress
-from gpuops.agent.telling import Emit, News, Telling, exclusion, in_turn, of_incident, reported
+from gpuops.agent.telling import Emit, News, exclusion, in_turn, of_incident, reported
 from gpuops.host.clock import Clock
 from gpuops.incident.cancelled import incident_from_cancel, incident_from_drain
 from gpuops.incident.decision import Cluster, Decision, NodeReport, PastFailure
 from gpuops.incident.over_nodes import with_report
 from gpuops.incident.rendezvous import incident_from_lost_board, incident_from_rendezvous
 from gpuops.incident.worker_failure import incident_from_exits
-from gpuops.model import (
-    Evidence,
-    Incident,
-    Severity,
-    WorkerExit,
-)
+from gpuops.model import Evidence, Incident, Severity, WorkerExit
 from gpuops.rules import LogRule
 from gpuops.units import US_PER_S
 from gpuops.wire import Beat
@@ -44,7 +40,7 @@ MINUTE_US = 60 * US_PER_S
 _ENDS_A_GENERATION = frozenset({"gather", "drain", "stop"})
 
 
-class Chronicle(Telling):
+class Chronicle(CheckpointTelling):
     """The events of one run, as one agent sees it."""
 
     def __init__(
@@ -340,6 +336,7 @@ class Chronicle(Telling):
             self._close(now_ns, why)
             return
         incident = incident_at(now_us, now_ns)
+        incident = replace(incident, evidence=(*incident.evidence, *self._last_save))
         if incident.culprits:
             self._close(self._last_progress_ns, "another failure came first")
             toll = Toll(progress_ns=self._last_progress_ns, detected_ns=now_ns)

@@ -13,6 +13,7 @@ from signal import SIGTERM
 
 from gpuops.agent.evidence import EVIDENCE_S
 from gpuops.agent.gpu_signs import GpuSign
+from gpuops.agent.last_save import awaited
 from gpuops.agent.parts import Parts
 from gpuops.agent.seat import Seat
 from gpuops.agent.sentry import Sentry
@@ -24,6 +25,7 @@ from gpuops.incident.budget import counted
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.node_report import node_report
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Side, WorkerExit
+from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 # evidence, and an end of their own is not taken for our teardown.
 COLLECT_S = 0.1
 RETRY_S = 0.2
+# `grace.MARGIN_S` is more: a small state still persists when the workers took all of their time.
+LAST_SAVE_S_MIN = 1.0
 # Nothing to decide over: the first of a node's reports says all.
 _LOOK_FIRST = frozenset({ReportKind.HANG})
 
@@ -57,6 +61,11 @@ class Ending:
         self._trigger: tuple[ReportKind, str] | None = None
         self._unfiled: NodeReport | None = None
         self._evidence: tuple[Evidence, ...] = ()
+        self._drain_ns: int | None = None
+
+    def drain_within(self, grace_s: float) -> None:
+        """Hear that the run drains, and that all of it has to be over after *grace_s*."""
+        self._drain_ns = self._parts.clock.mono_ns() + round(grace_s * NS_PER_S)
 
     def announce(self, trigger: NodeReport | ReportKind | None) -> None:
         """Take the generation out of RUN for everybody, because of what was seen here."""
@@ -103,6 +112,7 @@ class Ending:
         self._file(report)
         if self._parts.link.record.phase is Phase.DRAIN:
             name = self._parts.link.record.drain_signal or "SIGTERM"
+            self._save_last(self._left_s(name))
             session.safely(
                 "recording the drain", lambda: chronicle.drained(name, exits, EXIT_REQUEUE)
             )
@@ -113,6 +123,22 @@ class Ending:
             )
         else:
             session.safely("recording the failure", lambda: self._failed(report, exits))
+
+    def _save_last(self, within_s: float) -> None:
+        """Have the newest checkpoint persist; the others do not wait for that.
+
+        Raises:
+            SignalException: A second signal: it is not waited for any more.
+        """
+        checkpoints, link = self._parts.checkpoints, self._parts.link
+        awaited(lambda: checkpoints.flush(within_s), lambda: self._waiting(link.record))
+
+    def _left_s(self, name: str) -> float:
+        """Return the seconds that the grace of a drain leaves; a grace ends before the SIGKILL."""
+        if self._drain_ns is None:
+            return self._parts.drain_grace_s(name)
+        left_s = (self._drain_ns - self._parts.clock.mono_ns()) / NS_PER_S
+        return max(left_s, LAST_SAVE_S_MIN)
 
     def _account(self, exits: Sequence[WorkerExit], kernel_lines: Sequence[str]) -> NodeReport:
         """Return what *exits* say of this node; without our judgement where that fails."""

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -30,6 +31,7 @@ from gpuops.agent.arguments import Request
 from gpuops.agent.assembly import Assembly, Prepared, assemble
 from gpuops.agent.http import AgentServer
 from gpuops.agent.identity import Identity
+from gpuops.agent.last_save import awaited
 from gpuops.agent.meeting import Met, meet
 from gpuops.agent.outcome import Outcome, ended_as
 from gpuops.agent.plan import MeetingKind
@@ -208,6 +210,7 @@ def _run(prepared: Prepared, assembly: Assembly) -> Outcome:
     server = _serve(agent, assembly)
     try:
         ended = _supervise(agent, prepared, assembly)
+        _end_checkpoints(prepared, assembly)
     except BaseException as exc:  # boundary: recorded as ours, then ends the command
         text = traceback.format_exc()
         session.chronicle.tool_failed("supervising the workers", exc, text)
@@ -217,9 +220,34 @@ def _run(prepared: Prepared, assembly: Assembly) -> Outcome:
         if server is not None:
             server.close()
         agent.close()
+        parts.checkpoints.leave()
         _leave(assembly)
         cancellation.restore()
     return _close(session, ended)
+
+
+def _end_checkpoints(prepared: Prepared, assembly: Assembly) -> None:
+    """End the keeper once its newest state has persisted; a signal to us ends that wait.
+
+    Where a signal ended the run, that state has had its time already.
+    """
+    checkpoints, cancellation = assembly.parts.checkpoints, prepared.cancellation
+    is_asked = (
+        cancellation.received or cancellation.drain or assembly.parts.link.record.drain_signal
+    )
+    save_s = 0.0 if is_asked else assembly.parts.plan.checkpoints.last_save_s
+    try:
+        awaited(lambda: checkpoints.end(save_s), partial(_check_anew, prepared, is_asked))
+    except SignalException as exc:
+        assembly.parts.say(f"{exc.sigval.name}: the last checkpoint is not waited for any more")
+
+
+def _check_anew(prepared: Prepared, is_asked: object) -> None:
+    """Raise where a signal came that had not come before."""
+    cancellation = prepared.cancellation
+    number = cancellation.received or cancellation.drain
+    if number is not None and (cancellation.is_urgent or not is_asked):
+        raise SignalException("a signal while checkpoints persist", sigval=number)
 
 
 def _serve(agent: GpuopsAgent, assembly: Assembly) -> AgentServer | None:
@@ -237,6 +265,7 @@ def _supervise(agent: GpuopsAgent, prepared: Prepared, assembly: Assembly) -> Ou
         agent.run()
     except SignalException as exc:
         name = exc.sigval.name
+        _save_last(prepared, assembly)
         session.safely("recording the cancellation", lambda: agent.cancelled(name))
         reason = f"{exc.sigval.name} to the agent"
         ended = Outcome(exit_code=128 + exc.sigval, outcome="cancelled", reason=reason)
@@ -259,6 +288,21 @@ def _supervise(agent: GpuopsAgent, prepared: Prepared, assembly: Assembly) -> Ou
         )
     events.record(agent.get_event_failed(), handler)
     return ended
+
+
+def _save_last(prepared: Prepared, assembly: Assembly) -> None:
+    """Have the newest checkpoint persist before a cancelled run ends; another signal cuts it short.
+
+    The workers are gone by now.
+    """
+    checkpoints, limit_s = assembly.parts.checkpoints, assembly.parts.cancel_grace_s
+
+    def check() -> None:
+        if prepared.cancellation.is_urgent:
+            raise SignalException("another signal", sigval=Signals.SIGKILL)
+
+    with contextlib.suppress(SignalException):
+        awaited(lambda: checkpoints.flush(limit_s), check)
 
 
 def _record_unformed(session: Session, record: ControlRecord) -> None:

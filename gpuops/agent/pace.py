@@ -15,8 +15,9 @@ _KEPT = 32
 class Pace:
     """One generation's last steps, and the newest step after which a checkpoint was completed.
 
-    A checkpoint is known by the script's own word, ``gpuops.phase("checkpoint")``; which one was
-    loaded follows from the first step after ``gpuops.phase("restore")``.
+    A checkpoint is known by the word of the keeper that holds it, or by the script's own,
+    ``gpuops.phase("checkpoint")``; which one was loaded by the keeper's word, or by the first step
+    after ``gpuops.phase("restore")``.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,18 @@ class Pace:
         if self._loaded is None or self._has_saved:
             return self.checkpoint_step
         return self._loaded
+
+    def kept(self, step: int, *, is_new: bool) -> None:
+        """Take it from the keeper that its newest state is that of *step*.
+
+        It may be lower than what was known: steps are made again. *is_new*: these workers saved it.
+        """
+        self.checkpoint_step = step
+        self._has_saved = self._has_saved or is_new
+
+    def loaded(self, step: int) -> None:
+        """Take it from the keeper that these workers go on from the state of *step*."""
+        self._loaded = step
 
     def feed(self, by_rank: Mapping[int, Sequence[Beat]]) -> None:
         """Take in the next beats."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from gpuops.agent.checkpoint_keeper import Checkpoints, NoCheckpoints
 from gpuops.agent.gatekeeper import GateKeeper
 from gpuops.agent.gpu_signs import GpuSign
 from gpuops.agent.logs import GenerationLogs
@@ -72,3 +73,4 @@ class Parts:
     gpu_uuids: Callable[[], Mapping[int, str]] = dict
     worker_env: Callable[[Path], Mapping[str, str]] = _no_env
     gpu_signs: Callable[[], Sequence[GpuSign]] = tuple
+    checkpoints: Checkpoints = field(default_factory=NoCheckpoints)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from gpuops.agent.agent_state import AgentState, RankState, run_state
+from gpuops.agent.agent_state import AgentState, RankState, checkpoint_json, run_state
 from gpuops.agent.parts import Parts
 from gpuops.agent.workers import Workers
 from gpuops.control.board import Entry
@@ -31,6 +31,7 @@ def progress_of(parts: Parts, generation: int, workers: Workers | None) -> Json:
         "rate": None if not step_s else round(1 / step_s, 3),
         "silent_s": None if silent_s is None else round(silent_s, 1),
         "checkpoint_step": parts.pace.checkpoint_step,
+        "checkpoint": checkpoint_json(parts.checkpoints.state(), parts.clock.mono_ns()),
         "busy_for_s": 0.0 if parts.hang is None else round(parts.hang.busy_for_s(), 1),
     }
 
@@ -96,6 +97,7 @@ class Snapshot:
             cpu_s=time.process_time(),
             board=self._board,
             http_port=self.http_port,
+            checkpoint=parts.checkpoints.state(),
         )
 
     def _ranks(self) -> tuple[RankState, ...]:

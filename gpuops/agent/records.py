@@ -17,6 +17,7 @@ from gpuops.incident.decision import (
     Terms,
 )
 from gpuops.model import Json, WorkerExit
+from gpuops.units import format_seconds
 
 REPORTS_MAX = 64  # in one event, which a line of the spool must hold
 ENDS_MAX = 8
@@ -62,6 +63,33 @@ class AttemptFacts:
     slurm_restart_count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastSave:
+    """What became of the last save before an end. ``step`` lies in ``directory``, if any does.
+
+    ``newest_step`` was committed in memory. ``fitted``: it is the one that was saved.
+    """
+
+    fitted: bool
+    step: int | None
+    newest_step: int | None
+    seconds: float
+    within_s: float
+    directory: str | None
+    why: str | None
+
+    def words(self) -> str:
+        """Return it as one sentence."""
+        place = "" if self.directory is None else f" in {self.directory}"
+        time = f"{format_seconds(self.seconds)} of {format_seconds(self.within_s)}"
+        if self.fitted:
+            return f"the checkpoint of step {self.step} persisted{place} in time ({time})"
+        newest = "" if self.newest_step is None else f" of step {self.newest_step}"
+        left = "none is" if self.step is None else f"that of step {self.step} is"
+        why = self.why or "there was no time left"
+        return f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} there{place}"
+
+
 def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:
     """Return Slurm's job id and how often it has restarted the job, by its environment."""
     restarts = env.get("SLURM_RESTART_COUNT", "")
@@ -71,6 +99,11 @@ def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:
 def run_started(facts: RunFacts) -> Json:
     """Return the payload of ``run.started``."""
     return {**asdict(facts), "command": list(facts.command)}
+
+
+def last_save(facts: LastSave) -> Json:
+    """Return the payload of ``checkpoint.flushed``."""
+    return asdict(facts)
 
 
 def first_step(first: FirstStep, at_us: int) -> Json:

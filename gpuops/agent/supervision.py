@@ -22,6 +22,9 @@ from gpuops.control.drains import drain
 from gpuops.control.record import ControlRecord, Phase
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.wire import Beat, Flag
+from gpuops.wire import Phase as RankPhase
+
+_STEPPING = RankPhase.STEPPING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class Supervision:
         self._snapshot = snapshot
         self._ending = Ending(parts, seat, workers, agent.waiting)
         self._draining: Draining | None = None
+        self._has_stepped = False
         self._result: RunResult | None = None
 
     def run(self) -> RunResult | None:
@@ -155,6 +159,7 @@ class Supervision:
         self._parts.gate.begin()
         ending.wind_down()
         self._take_in_beats()
+        self._parts.checkpoints.look()  # how far the job is safe is a part of the report
         codes = self._codes()
         self._result = None
         chronicle = self._session.chronicle
@@ -207,6 +212,7 @@ class Supervision:
         if self._draining is None:
             name = record.drain_signal or "SIGTERM"
             grace_s = self._parts.drain_grace_s(name)
+            self._ending.drain_within(grace_s)
             self._draining = Draining(
                 Signals[name],
                 self._workers,
@@ -237,6 +243,10 @@ class Supervision:
         self._session.safely("reading heartbeats", lambda: self._feed(beats))
 
     def _feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
+        if not self._has_stepped and any(b.phase is _STEPPING for bs in beats.values() for b in bs):
+            # What the ranks have resumed from belongs to the incident that this step ends.
+            self._has_stepped = True
+            self._parts.checkpoints.look()
         self._session.chronicle.beats(beats)
         self._parts.pace.feed(beats)
         if self._parts.hang is not None:

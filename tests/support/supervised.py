@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
 
+from gpuops.agent.checkpoint_keeper import NoCheckpoints
 from gpuops.agent.exits import RankFiles
 from gpuops.agent.gatekeeper import OpenGate
 from gpuops.agent.identity import Identity
@@ -213,6 +214,8 @@ class Agent:
         self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
         self.workers.on_look = self.turn
         self.sentries = []
+        self.pace = Pace()
+        self.checkpoints = NoCheckpoints()
         self.while_waiting = []  # done one by one, each time that the agent waits
 
     def _session(self, folder):
@@ -251,7 +254,8 @@ class Agent:
             cancel_grace_s=20.0,
             drain_grace_s=lambda _name: 25.0,
             sentries=tuple(self.sentries),
-            pace=Pace(),
+            pace=self.pace,
+            checkpoints=self.checkpoints,
         )
 
     def waiting(self, record):

@@ -6,7 +6,7 @@ import pytest
 from support.decisions import cluster, decision, failure, report, stopped
 
 from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.records import AttemptFacts
+from gpuops.agent.records import AttemptFacts, LastSave
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import ReportKind, Verdict
 from gpuops.model import ActionKind, Confidence, Evidence, FailureClass, Incident, Role, WorkerExit
@@ -656,3 +656,87 @@ def test_a_run_that_loses_its_board_has_an_incident_of_it():
     incidents = [payload for kind, _, payload in world.events if kind == "incident.recorded"]
     assert [i["failure_class"] for i in incidents] == ["launcher.store_lost"]
     assert incidents[0]["attempt"] == 0
+
+
+RESUMED = "resumed from step 3: ranks 0-1 from memory; 25 MB in 0.50 s"
+
+
+def failed_and_restarted(world):
+    world.start(0)
+    for number in (1, 2, 3, 4):
+        world.step(number)
+    world.fail()
+    world.start(1)
+
+
+def test_the_incident_says_from_which_state_the_job_went_on(world):
+    failed_and_restarted(world)
+    world.chronicle.resumed(RESUMED, 0.5)
+    world.step(4)
+    world.step(5)
+
+    (incident,) = world.incidents()
+    assert incident["state"] == "closed"
+    assert [item["text"] for item in incident["evidence"]].count(RESUMED) == 1
+    lost = incident["lost_seconds_by_phase"]
+    assert (lost["restore"], lost["init"]) == (0.5, 0.5)
+
+
+def test_a_restore_that_is_told_late_still_counts_and_ranks_that_follow_replace_it(world):
+    failed_and_restarted(world)
+    world.chronicle.resumed("rank 0", 0.25)
+    world.step(3)
+    world.chronicle.resumed(RESUMED, 0.5)
+    world.step(4)
+    world.step(5)
+
+    (incident,) = world.incidents()
+    texts = [item["text"] for item in incident["evidence"]]
+    assert (texts.count(RESUMED), texts.count("rank 0")) == (1, 0)
+    assert incident["lost_seconds_by_phase"]["restore"] == 0.5
+    revs = [payload["rev"] for payload in world.of("incident.recorded")]
+    assert revs == sorted(set(revs))
+
+
+def test_a_script_that_says_it_restores_is_believed_and_the_keeper_as_well(world):
+    failed_and_restarted(world)
+    world.beat(Phase.RESTORE)
+    world.clock.advance(2.0)
+    world.beat(Phase.RESUMED)
+    world.chronicle.resumed(RESUMED, 0.5)
+    world.step(4)
+    world.step(5)
+
+    assert world.incidents()[0]["lost_seconds_by_phase"]["restore"] == 2.0
+
+
+def test_a_first_start_from_a_state_is_no_incident(world):
+    world.start(0)
+    world.chronicle.resumed(RESUMED, 0.5)
+    world.step(4)
+
+    assert world.of("incident.recorded") == []
+
+
+@pytest.mark.parametrize("how", ["drained", "cancelled"])
+def test_the_end_that_was_asked_for_says_what_became_of_the_last_save(world, how):
+    world.start(0)
+    world.step(1)
+    save = LastSave(
+        fitted=True,
+        step=1,
+        newest_step=1,
+        seconds=2.0,
+        within_s=20.0,
+        directory="/ckpt",
+        why=None,
+    )
+    world.chronicle.saved_last(save)
+    if how == "drained":
+        world.chronicle.drained("SIGTERM", [], 85)
+    else:
+        world.chronicle.cancelled("SIGINT", [])
+
+    (incident,) = world.incidents()
+    assert incident["evidence"][-1]["text"] == save.words()
+    assert world.of("checkpoint.flushed")[0]["directory"] == "/ckpt"

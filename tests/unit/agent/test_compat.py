@@ -89,12 +89,8 @@ def names_of_bases(tree):
         for alias in node.names
         if alias.name in bases
     }
-    return {
-        name
-        for path in MODULES
-        if path.stem in homes
-        for name in own_names(ast.parse(path.read_text()))
-    }
+    trees = [ast.parse(path.read_text()) for path in MODULES if path.stem in homes]
+    return {name for home in trees for name in own_names(home) | names_of_bases(home)}
 
 
 # Not torch's: the standard library's, which have no public name.

@@ -5,8 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from support.keepers import FakeKeeper, Heard
 from support.supervised import Agent, FakeWorkers
 
+from gpuops.agent.checkpoint_keeper import Keeping
+from gpuops.agent.checkpoint_record import CheckpointRecord
 from gpuops.control.record import Phase, unpack
 from gpuops.incident.decision import NodeReport, ReportKind, Terms
 from gpuops.model import Confidence, FailureClass, Side
@@ -329,3 +332,118 @@ def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
     assert node.report().kind is ReportKind.NODE_LOST
     assert agent.link.record.generation == 1
     assert [p["away_s"] >= 10 for p in agent.payloads("agent.rejoined")] == [True]
+
+
+class Kept:
+    """A keeper of the node's checkpoints, told of its first generation."""
+
+    def __init__(self, node):
+        self.keeper = FakeKeeper()
+        self.agent = node.agent
+        record = CheckpointRecord(
+            self.agent.session.chronicle,
+            self.agent.pace,
+            self.agent.clock,
+            self.agent.said.append,
+            n_ranks=2,
+        )
+        self.agent.checkpoints = Keeping(self.keeper.started, record, self.agent.clock)
+        self.agent.checkpoints.begin(0, 1, None)
+
+
+def test_a_drain_persists_the_newest_state_in_what_is_left_of_the_grace(node):
+    kept = Kept(node)
+
+    def last_step():
+        kept.keeper.commit(7)
+        node.agent.clock.advance(10)
+
+    over(node.then(notice(node), lambda: None, last_step).watch())
+
+    assert kept.keeper.persisted.step == 7
+    (flushed,) = node.agent.payloads("checkpoint.flushed")
+    assert flushed["fitted"]
+    assert 5 < flushed["within_s"] <= 15
+    (incident,) = [
+        event.payload for event in node.agent.recorder.events if event.kind == "incident.recorded"
+    ]
+    assert "the checkpoint of step 7 persisted in /ckpt in time" in str(incident["evidence"])
+
+
+def test_a_drain_says_that_the_newest_state_did_not_fit(node):
+    kept = Kept(node)
+    kept.keeper.commit(7)
+    kept.keeper.flush_s = 600.0
+
+    over(node.then(notice(node)).watch())
+
+    (incident,) = node.agent.payloads("incident.recorded")
+    assert "the newest checkpoint of step 7 did not persist" in str(incident["evidence"])
+    assert any("did not persist" in line for line in node.agent.said)
+
+
+def test_workers_that_take_all_of_the_grace_leave_a_second_for_the_last_save(node):
+    kept = Kept(node)
+    kept.keeper.commit(7)
+    for ring in node.agent.workers.rings:
+        ring.flags = Flag.ASKED
+
+    over(node.then(notice(node)).watch())
+
+    (flushed,) = node.agent.payloads("checkpoint.flushed")
+    assert flushed["within_s"] == pytest.approx(1.0, abs=0.5)
+    assert flushed["fitted"]
+
+
+def test_a_second_signal_ends_the_wait_for_the_last_save(node):
+    kept = Kept(node)
+    kept.keeper.commit(7)
+    kept.keeper.flush_may_go_on.clear()
+
+    def again():
+        if kept.keeper.flushing.is_set():
+            raise KeyboardInterrupt
+
+    node.agent.while_waiting = [again] * 1000
+
+    with pytest.raises(KeyboardInterrupt):
+        node.then(notice(node)).watch().run()
+    kept.keeper.flush_may_go_on.set()
+
+
+def test_the_report_of_a_failure_knows_what_was_saved_a_moment_before(node):
+    kept = Kept(node)
+
+    def fails():
+        kept.keeper.commit(41)
+        node.agent.workers.codes[1] = -9
+
+    node.then(fails).watch().run()
+
+    assert node.report().checkpoint_step == 41
+
+
+def test_what_the_ranks_resumed_from_is_heard_before_their_first_step_is_told(node):
+    kept = Kept(node)
+    heard = Heard()
+    node.agent.checkpoints = Keeping(kept.keeper.started, heard, node.agent.clock)
+    node.agent.checkpoints.begin(1, 1, None)
+    told = []
+    chronicle = node.agent.session.chronicle
+    beats = chronicle.beats
+
+    def listening(by_rank):
+        if any(by_rank.values()):
+            told.append([event.kind for event in heard.events])
+        beats(by_rank)
+
+    chronicle.beats = listening
+
+    def steps():
+        kept.keeper.restored(41, rank=0)
+        beat = Beat(1, 42, node.agent.clock.mono_ns(), BeatPhase.STEPPING, StepSource.REPORTED, 1)
+        node.agent.workers.news = {0: [beat]}
+
+    node.then(steps, node.codes(r0=0, r1=0)).watch().run()
+
+    assert told[0] == ["restored"]

@@ -1,0 +1,133 @@
+"""Writes down what the keeper of this node tells: into the run's record, and for the user.
+
+States are committed with every step, so commits and skips are counted and told once a minute.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from gpuops.agent.checkpoint_keeper import Flushed, Started
+from gpuops.agent.checkpoint_news import (
+    RESTORED,
+    KeeperEvent,
+    Tally,
+    is_counted,
+    resumed,
+    single,
+)
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.pace import Pace
+from gpuops.agent.records import LastSave
+from gpuops.checkpoint.states import CheckpointError, StateId
+from gpuops.host.clock import Clock
+from gpuops.units import NS_PER_S
+
+log = logging.getLogger(__name__)
+
+TOLD_EVERY_S = 60.0
+# What is wrong with the state itself, or with where it is kept: an incident of its own.
+_TROUBLE = {
+    "persist_failed": "persisting a checkpoint",
+    "corrupt": "the bytes of a checkpoint",
+}
+
+
+class CheckpointRecord:
+    """The record of one agent's keeper; *n_ranks* are this node's."""
+
+    def __init__(
+        self,
+        chronicle: Chronicle,
+        pace: Pace,
+        clock: Clock,
+        say: Callable[[str], None],
+        *,
+        n_ranks: int,
+    ) -> None:
+        self._chronicle = chronicle
+        self._pace = pace
+        self._clock = clock
+        self._say = say
+        self._n_ranks = n_ranks
+        self._tally = Tally()
+        self._told_ns = clock.mono_ns()
+        self._loads: list[KeeperEvent] = []
+        self._has_said = False
+
+    def began(self, started: Started, newest: StateId | None) -> None:
+        """Record that there is a keeper; a user hears of one that was adopted with a state."""
+        payload = {
+            "adopted": started.adopted,
+            "pid": started.pid,
+            "step": None if newest is None else newest.step,
+            "epoch": None if newest is None else newest.epoch,
+        }
+        self._chronicle.checkpoint("checkpoint.keeper", payload)
+        if started.adopted and newest is not None:
+            self._say(
+                f"found the checkpoint of step {newest.step} in memory, of an agent of this job "
+                "that was killed: the workers go on from there"
+            )
+
+    def heard(self, events: Sequence[KeeperEvent]) -> None:
+        """Record *events*, one by one or counted."""
+        for event in events:
+            if is_counted(event):
+                self._tally.add(event)
+                continue
+            self._chronicle.checkpoint(*single(event))
+            if event.kind in _TROUBLE:
+                self._trouble(event)
+        self._resumed([event for event in events if event.kind == RESTORED])
+        if self._clock.mono_ns() - self._told_ns >= TOLD_EVERY_S * NS_PER_S:
+            self._tell()
+
+    def newest(self, state: StateId, *, is_new: bool) -> None:
+        """Let the restart decision know up to where the job is safe."""
+        self._pace.kept(state.step, is_new=is_new)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Record a failure of ours; training goes on without."""
+        log.warning("%s failed: %s", what, error)
+        self._chronicle.tool_failed(what, error, "")
+
+    def flushed(self, done: Flushed) -> None:
+        """Record what became of a flush, and say so."""
+        facts = LastSave(
+            fitted=done.fitted,
+            step=None if done.state is None else done.state.step,
+            newest_step=None if done.newest is None else done.newest.step,
+            seconds=done.seconds,
+            within_s=done.within_s,
+            directory=done.directory,
+            why=done.why,
+        )
+        self._chronicle.saved_last(facts)
+        self._say(facts.words())
+
+    def over(self) -> None:
+        """Tell what was counted: a generation has ended, or the run has."""
+        self._tell()
+        self._loads.clear()
+        self._has_said = False
+
+    def _tell(self) -> None:
+        self._told_ns = self._clock.mono_ns()
+        for kind, payload, severity in self._tally.take():
+            self._chronicle.checkpoint(kind, payload, severity)
+
+    def _resumed(self, loads: Sequence[KeeperEvent]) -> None:
+        self._loads += loads
+        found = resumed(self._loads) if loads else None
+        if found is None:
+            return
+        self._pace.loaded(found.state.step)
+        self._chronicle.resumed(found.words(), found.longest_s)
+        if len(found.tiers) >= self._n_ranks and not self._has_said:
+            self._has_said = True
+            self._say(found.words())
+
+    def _trouble(self, event: KeeperEvent) -> None:
+        which = "" if event.state is None else f"{event.state}: "
+        error = CheckpointError(f"{which}{event.why or 'no reason was told'}")
+        self.failed(_TROUBLE[event.kind], error)

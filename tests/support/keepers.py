@@ -1,0 +1,143 @@
+"""A keeper in memory, as an agent sees it: committed, killed and slowed down by a test."""
+
+import threading
+
+from gpuops.agent.checkpoint_keeper import Flushed, Started
+from gpuops.checkpoint.states import KeeperError, StateId
+
+
+class FakeKeeper:
+    """What a keeper's process would hold; it outlives the ties to it."""
+
+    def __init__(self):
+        self.committed = []  # states, in order
+        self.persisted = None
+        self.directory = "/ckpt"
+        self.told = []
+        self.begun = []  # of each generation: number, nodes, excluded step
+        self.is_alive = True
+        self.has_ended = False
+        self.ties = []
+        self.skipped = {}
+        self.flushing = threading.Event()  # a flush has begun
+        self.flush_may_go_on = threading.Event()
+        self.flush_may_go_on.set()
+        self.flush_s = 0.5
+
+    def commit(self, step, epoch=0):
+        state = StateId(epoch, step)
+        self.committed.append(state)
+        self.told.append({"kind": "committed", "state": [epoch, step], "bytes": 100})
+
+    def restored(self, step, rank, epoch=0, tier="memory", seconds=0.25, nbytes=1000):
+        self.told.append(
+            {
+                "kind": "restored",
+                "state": [epoch, step],
+                "rank": rank,
+                "tier": tier,
+                "seconds": seconds,
+                "bytes": nbytes,
+            }
+        )
+
+    def kill(self):
+        self.is_alive = False
+
+    def tie(self):
+        if not self.is_alive:
+            raise KeeperError("no keeper answers")
+        tie = FakeTie(self)
+        self.ties.append(tie)
+        return tie
+
+    def started(self, adopted=False):
+        return Started(tie=self.tie(), socket="/run/keeper.sock", pid=7, adopted=adopted)
+
+
+class FakeTie:
+    """A `KeeperTie` to a `FakeKeeper`."""
+
+    def __init__(self, keeper):
+        self._keeper = keeper
+        self.is_closed = False
+
+    def begin_generation(self, generation, n_nodes, excluded_step):
+        self._check()
+        self._keeper.begun.append((generation, n_nodes, excluded_step))
+
+    def stats(self):
+        keeper = self._check()
+        newest = keeper.committed[-1] if keeper.committed else None
+        return {
+            "newest": newest and [newest.epoch, newest.step],
+            "persisted": keeper.persisted and [keeper.persisted.epoch, keeper.persisted.step],
+            "committed": len(keeper.committed),
+            "skipped": keeper.skipped,
+        }
+
+    def events(self):
+        keeper = self._check()
+        told, keeper.told = keeper.told, []
+        return told
+
+    def flush(self, deadline_s):
+        keeper = self._check()
+        keeper.flushing.set()
+        assert keeper.flush_may_go_on.wait(30)
+        newest = keeper.committed[-1] if keeper.committed else None
+        fits = keeper.directory is not None and keeper.flush_s <= deadline_s
+        if fits:
+            keeper.persisted = newest
+        why = "no directory is set" if keeper.directory is None else "it takes longer"
+        return Flushed(
+            state=keeper.persisted,
+            newest=newest,
+            fitted=fits,
+            seconds=min(keeper.flush_s, deadline_s),
+            within_s=deadline_s,
+            directory=keeper.directory,
+            why=None if fits else why,
+        )
+
+    def end(self):
+        self._check().has_ended = True
+        self._keeper.is_alive = False
+
+    def close(self):
+        self.is_closed = True
+
+    def _check(self):
+        if self.is_closed or not self._keeper.is_alive:
+            raise KeeperError("the keeper does not answer")
+        return self._keeper
+
+
+class Heard:
+    """A `KeeperRecord` that only remembers."""
+
+    def __init__(self):
+        self.adopted = []
+        self.events = []
+        self.states = []
+        self.failures = []
+        self.flushes = []
+        self.overs = 0
+
+    def began(self, started, newest):
+        self.adopted.append((started.adopted, newest))
+
+    def heard(self, events):
+        self.events += events
+
+    def newest(self, state, *, is_new):
+        self.states.append((state.step, is_new))
+
+    def failed(self, what, error):
+        self.failures.append((what, str(error)))
+
+    def flushed(self, done):
+        self.flushes.append(done)
+
+    def over(self):
+        self.overs += 1

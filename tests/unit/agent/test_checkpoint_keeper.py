@@ -1,0 +1,292 @@
+"""A keeper that is started, adopted, listened to, lost and ended; training never waits long."""
+
+import threading
+
+import pytest
+from support.keepers import FakeKeeper, Heard
+from support.runs import wait_until
+
+from gpuops.agent.checkpoint_keeper import Flushed, Keeping, NoCheckpoints, Times
+from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.host.clock import FakeClock
+
+NEVER_S = 3600.0
+
+
+class Bench:
+    """A keeping without its thread, the keepers that it starts, and what is recorded."""
+
+    def __init__(self, *keepers, **options):
+        self.keepers = list(keepers) or [FakeKeeper()]
+        self.starts = 0
+        self.heard = Heard()
+        self.clock = FakeClock()
+        self.released = []
+        options = {"times": Times(every_s=NEVER_S, ready_s=5.0), **options}
+        self.keeping = Keeping(
+            self.start, self.heard, self.clock, release=self.released.append, **options
+        )
+
+    @property
+    def keeper(self):
+        return self.keepers[self.starts - 1]
+
+    def start(self):
+        self.starts += 1
+        if self.starts > len(self.keepers):
+            raise KeeperError("no memory")
+        return self.keeper.started()
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_the_workers_are_told_where_the_keeper_is_and_it_is_told_of_them(bench):
+    keeping = Bench(directory="/ckpt").keeping
+    assert keeping.env() == {"GPUOPS_KEEPER": "off", "GPUOPS_CKPT_DIR": "/ckpt"}
+
+    keeping.begin(0, 1, None)
+    bench.keeping.begin(3, 2, 40)
+
+    assert keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock", "GPUOPS_CKPT_DIR": "/ckpt"}
+    assert bench.keeper.begun == [(3, 2, 40)]
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
+    assert bench.starts == 1
+
+
+def test_one_that_is_open_is_started_at_once_and_heard_by_itself():
+    bench = Bench(times=Times(every_s=0.01, ready_s=5.0))
+    bench.keeping.open()
+    wait_until(lambda: bench.starts, what="the start")
+
+    bench.keepers[0].commit(5)
+
+    wait_until(lambda: bench.heard.states, what="the news")
+    assert (bench.keeping.state().step, bench.starts) == (5, 1)
+    bench.keeping.end(0)
+    assert bench.keepers[0].has_ended
+    assert bench.released == [True]
+
+
+def test_what_is_held_is_known_with_its_age(bench):
+    bench.keeping.begin(0, 1, None)
+    assert bench.keeping.state().step is None
+    bench.keeper.commit(7, epoch=2)
+    bench.keeper.persisted = StateId(2, 4)
+    bench.keeper.skipped = {"in_flight": 3}
+    bench.keeping.look()
+    since_ns = bench.clock.mono_ns()
+    bench.clock.advance(10)
+    bench.keeping.look()
+
+    state = bench.keeping.state()
+
+    assert (state.step, state.epoch, state.tier, state.persisted_step) == (7, 2, "memory", 4)
+    assert (state.committed, state.skipped, state.is_alive) == (1, {"in_flight": 3}, True)
+    assert state.since_ns == since_ns
+    bench.keeper.commit(7, epoch=3)  # the same step again, after a restart
+    bench.keeping.look()
+    assert bench.keeping.state().since_ns == bench.clock.mono_ns()
+
+
+def test_only_what_this_generation_saved_is_new(bench):
+    bench.keepers[0].commit(5)
+    bench.keeping.begin(0, 1, None)
+    assert bench.heard.states == [(5, False)]
+    bench.keeper.commit(6)
+    bench.keeping.look()
+    bench.keeping.look()
+    bench.keeping.begin(1, 1, None)
+    bench.keeper.commit(6, epoch=1)
+    bench.keeping.look()
+
+    assert bench.heard.states == [(5, False), (6, True), (6, True)]
+
+
+def test_an_adopted_keeper_says_what_it_holds():
+    keeper = FakeKeeper()
+    keeper.commit(41)
+    heard = Heard()
+    keeping = Keeping(lambda: keeper.started(adopted=True), heard, FakeClock())
+    keeping.begin(0, 1, None)
+
+    assert heard.adopted == [(True, StateId(0, 41))]
+    assert (keeping.state().step, keeping.state().tier) == (41, "memory")
+
+
+def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_generation():
+    first, second = FakeKeeper(), FakeKeeper()
+    bench = Bench(first, second)
+    bench.keeping.begin(0, 1, None)
+    first.commit(9)
+    bench.keeping.look()
+    first.kill()
+    for _ in range(3):
+        bench.keeping.look()
+
+    assert len(bench.heard.failures) == 1
+    assert bench.heard.failures[0][1] == "the keeper does not answer"
+    state = bench.keeping.state()
+    assert (state.is_alive, state.step, state.committed) == (False, None, 1)
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": "off"}
+    assert first.ties[0].is_closed
+
+    bench.keeping.begin(1, 1, None)
+
+    assert second.begun == [(1, 1, None)]
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
+    assert bench.keeping.state().is_alive
+
+
+def test_one_that_dies_unnoticed_is_replaced_in_the_same_breath():
+    first, second = FakeKeeper(), FakeKeeper()
+    bench = Bench(first, second)
+    bench.keeping.begin(0, 1, None)
+    first.kill()
+
+    bench.keeping.begin(1, 1, None)
+
+    assert (first.begun, second.begun) == ([(0, 1, None)], [(1, 1, None)])
+    assert len(bench.heard.failures) == 1
+
+
+def test_a_keeper_that_cannot_be_started_stops_nobody_and_is_tried_again():
+    bench = Bench(FakeKeeper())
+    bench.keepers[0].kill()
+    bench.keepers.append(FakeKeeper())
+    bench.keeping.begin(0, 1, None)
+
+    assert bench.keepers[1].begun == [(0, 1, None)]
+    assert len(bench.heard.failures) == 1
+
+    alone = Bench(FakeKeeper())
+    alone.keepers[0].kill()
+    alone.keeping.begin(0, 1, None)
+    assert alone.keeping.env() == {"GPUOPS_KEEPER": "off"}
+    assert alone.heard.failures[-1] == ("starting the keeper of the checkpoints", "no memory")
+
+
+def test_our_own_bug_is_recorded_and_goes_no_further(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.ties[0].events = lambda: 1 / 0
+    bench.keeping.look()
+
+    assert [what for what, _ in bench.heard.failures] == ["hearing the keeper"]
+
+
+def test_a_flush_says_whether_the_newest_state_fitted(bench):
+    bench.keeping.begin(0, 1, None)
+    assert bench.keeping.flush(5.0) is None  # nothing was ever committed
+    bench.keeper.commit(12)
+    bench.keeping.look()
+
+    fitted = bench.keeping.flush(5.0)
+    bench.keeper.commit(13)
+    bench.keeper.flush_s = 60.0
+    missed = bench.keeping.flush(5.0)
+
+    assert (fitted.fitted, fitted.state.step, fitted.seconds) == (True, 12, 0.5)
+    assert (missed.fitted, missed.state.step, missed.newest.step) == (False, 12, 13)
+    assert bench.heard.flushes == [fitted, missed]
+    assert bench.keeping.state().persisted_step == 12
+
+
+def test_a_state_that_nobody_had_heard_of_is_flushed_as_well(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+
+    assert bench.keeping.flush(5.0).state.step == 12
+
+
+def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+    bench.keeping.look()
+    tie = bench.keeper.ties[0]
+    tie.flush = lambda _s: tie.close() or tie.stats()
+
+    done = bench.keeping.flush(5.0)
+
+    assert (done.fitted, done.newest) == (False, StateId(0, 12))
+    assert "does not answer" in done.why
+    assert bench.heard.flushes == [done]
+
+
+def test_looking_does_not_wait_for_a_long_flush(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+    bench.keeping.look()
+    bench.keeper.flush_may_go_on.clear()
+    flushing = threading.Thread(target=bench.keeping.flush, args=(20.0,))
+    flushing.start()
+    assert bench.keeper.flushing.wait(10)
+
+    bench.keeping.look()
+    assert bench.keeping.state().step == 12
+    second = bench.keeping.flush(0.1)
+    bench.keeper.flush_may_go_on.set()
+    flushing.join(10)
+
+    assert second == Flushed(within_s=0.1, why="the keeper did not answer in time")
+    assert [done.fitted for done in bench.heard.flushes] == [False, True]
+
+
+def test_the_end_of_a_run_persists_what_is_newest_and_ends_the_keeper(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+
+    bench.keeping.end(10.0)
+    bench.keeping.leave()
+    bench.keeping.begin(1, 1, None)
+
+    assert bench.keeper.persisted == StateId(0, 12)
+    assert bench.keeper.has_ended
+    assert bench.released == [True]
+    assert bench.heard.overs == 2  # of the generation before the first, and of that
+    assert bench.starts == 1
+
+
+def test_the_end_after_a_flush_is_at_once(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+
+    bench.keeping.end(0.0)
+
+    assert bench.heard.flushes == []
+    assert bench.keeper.has_ended
+
+
+def test_an_agent_that_leaves_lets_the_keeper_live_for_the_next_one(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+
+    bench.keeping.leave()
+
+    assert bench.keeper.is_alive
+    assert bench.keeper.ties[0].is_closed
+    assert bench.released == [False]
+    assert [event.kind for event in bench.heard.events] == ["committed"]
+
+
+def test_one_that_does_not_end_is_left_to_its_lease(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.kill()
+
+    bench.keeping.end(0.0)
+
+    assert bench.released == [True]  # it was found dead when it was listened to
+    assert len(bench.heard.failures) == 1
+
+
+def test_without_a_keeper_the_workers_hear_that_none_is_to_be_started():
+    nothing = NoCheckpoints("/ckpt")
+    nothing.begin(0, 1, None)
+    nothing.look()
+    nothing.end(1.0)
+    nothing.leave()
+
+    assert nothing.env() == {"GPUOPS_KEEPER": "off", "GPUOPS_CKPT_DIR": "/ckpt"}
+    assert nothing.state() is None
+    assert nothing.flush(1.0) is None

@@ -1,0 +1,163 @@
+"""What a keeper told, in the run's record, for the restart decision and for the user."""
+
+import pytest
+from support.keepers import FakeKeeper
+
+from gpuops.agent.checkpoint_keeper import Flushed
+from gpuops.agent.checkpoint_news import read_events
+from gpuops.agent.checkpoint_record import TOLD_EVERY_S, CheckpointRecord
+from gpuops.agent.chronicle import Chronicle
+from gpuops.agent.pace import Pace
+from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.host.clock import FakeClock
+
+
+class Desk:
+    """A record with a keeper at its side; what it recorded and said."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.events, self.said = [], []
+        self.pace = Pace()
+        chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node="n1", rules=())
+        self.record = CheckpointRecord(
+            chronicle, self.pace, self.clock, self.said.append, n_ranks=2
+        )
+        self.keeper = FakeKeeper()
+
+    def emit(self, *news):
+        self.events += [(item.kind, item.payload, item.severity) for item in news]
+
+    def hear(self):
+        told, self.keeper.told = self.keeper.told, []
+        self.record.heard(read_events(told))
+
+    def of(self, kind):
+        return [payload for name, payload, _ in self.events if name == kind]
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+def test_commits_are_told_once_a_minute_and_when_a_generation_ends(desk):
+    for step in range(5):
+        desk.keeper.commit(step)
+    desk.hear()
+    assert desk.events == []
+    desk.clock.advance(TOLD_EVERY_S)
+    desk.keeper.commit(5)
+    desk.hear()
+    desk.keeper.commit(6)
+    desk.hear()
+    desk.record.over()
+
+    assert [(p["count"], p["step"]) for p in desk.of("checkpoint.committed")] == [(6, 5), (1, 6)]
+
+
+def test_a_restore_is_said_once_all_ranks_have_loaded(desk):
+    desk.keeper.restored(41, rank=0)
+    desk.hear()
+    assert desk.said == []
+    desk.keeper.restored(41, rank=1)
+    desk.hear()
+    desk.record.over()
+    desk.keeper.restored(44, rank=0)
+    desk.hear()
+    desk.keeper.restored(44, rank=1)
+    desk.hear()
+
+    assert desk.said == [
+        "resumed from step 41: ranks 0-1 from memory; 2.0 kB in 0.25 s",
+        "resumed from step 44: ranks 0-1 from memory; 2.0 kB in 0.25 s",
+    ]
+    assert [(p["step"], p["rank"], p["tier"]) for p in desk.of("checkpoint.restored")] == [
+        (41, 0, "memory"),
+        (41, 1, "memory"),
+        (44, 0, "memory"),
+        (44, 1, "memory"),
+    ]
+    assert desk.pace.base_step == 44
+
+
+def test_the_decision_learns_what_is_safe(desk):
+    desk.record.newest(StateId(0, 30), is_new=True)
+    desk.record.newest(StateId(1, 8), is_new=True)
+
+    assert (desk.pace.checkpoint_step, desk.pace.base_step) == (8, 8)
+
+
+def test_trouble_becomes_an_incident_of_our_own(desk):
+    desk.keeper.told += [
+        {"kind": "persist_failed", "state": [0, 8], "why": "No space left on device"},
+        {"kind": "corrupt", "state": [0, 6], "rank": 1, "why": "2 chunks are not what was saved"},
+    ]
+    desk.hear()
+
+    first, second = desk.of("tool.failed")
+    assert first["what"] == "persisting a checkpoint"
+    assert "step 8 (epoch 0): No space left on device" in first["error"]
+    assert "2 chunks" in second["error"]
+    assert len(desk.of("checkpoint.persist_failed")) == len(desk.of("checkpoint.corrupt")) == 1
+
+
+def test_an_adopted_state_is_said(desk):
+    desk.record.began(desk.keeper.started(adopted=True), StateId(3, 41))
+    desk.record.began(desk.keeper.started(), None)
+
+    assert [p["adopted"] for p in desk.of("checkpoint.keeper")] == [True, False]
+    assert len(desk.said) == 1
+    assert "step 41 in memory" in desk.said[0]
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (
+            Flushed(
+                state=StateId(0, 12),
+                newest=StateId(0, 12),
+                fitted=True,
+                seconds=2.0,
+                within_s=20.0,
+                directory="/ckpt",
+            ),
+            "the checkpoint of step 12 persisted in /ckpt in time (2.00 s of 20.0 s)",
+        ),
+        (
+            Flushed(
+                state=StateId(0, 4),
+                newest=StateId(0, 12),
+                seconds=20.0,
+                within_s=20.0,
+                directory="/ckpt",
+                why="the disk is slow",
+            ),
+            (
+                "the newest checkpoint of step 12 did not persist (20.0 s of 20.0 s): the disk is "
+                "slow; that of step 4 is there in /ckpt"
+            ),
+        ),
+        (
+            Flushed(within_s=5.0, why="the keeper did not answer in time"),
+            (
+                "the newest checkpoint did not persist (0.00 s of 5.00 s): "
+                "the keeper did not answer in time; none is there"
+            ),
+        ),
+    ],
+)
+def test_what_became_of_the_last_save(desk, done, said):
+    desk.record.flushed(done)
+
+    assert desk.said == [said]
+    (payload,) = desk.of("checkpoint.flushed")
+    assert (payload["fitted"], payload["within_s"]) == (done.fitted, done.within_s)
+
+
+def test_a_lost_keeper_is_our_own_failure(desk):
+    desk.record.failed("hearing the keeper", KeeperError("gone"))
+
+    (payload,) = desk.of("tool.failed")
+    assert (payload["what"], payload["error"]) == ("hearing the keeper", "KeeperError: gone")

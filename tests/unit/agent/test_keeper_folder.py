@@ -1,0 +1,169 @@
+"""Where the keeper of a job is found again, and that two living agents never share one."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.launches import requested, slurm_env
+
+from gpuops.agent.keeper_folder import (
+    SOCKET,
+    FolderError,
+    keeper_key,
+    runtime_parents,
+    take_folder,
+)
+
+pytestmark = pytest.mark.torch
+UID = os.geteuid()
+C10D = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=head:29400")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def key(*words, env=None, node="n1", cwd="/home/ada"):
+    return keeper_key(requested(*words, env=env), env or {}, node=node, cwd=cwd)
+
+
+def test_the_same_command_is_the_same_job_whatever_terminal_it_is_typed_in(script):
+    first = {"SSH_CONNECTION": "1", "XDG_SESSION_ID": "4", "LR": "1e-3", "OLDPWD": "/"}
+    again = {"SSH_CONNECTION": "2", "XDG_SESSION_ID": "9", "LR": "1e-3", "SHLVL": "3"}
+
+    assert key(script, env=first) == key(script, env=again)
+    assert len(key(script)) == 16
+
+
+def test_another_job_has_another_keeper(script, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "train.py"
+    other.touch()
+    keys = [
+        key(script),
+        key(script, "--lr", "1"),
+        key(str(other)),
+        key(script, node="n2"),
+        key(script, cwd="/tmp"),
+        key("--nproc-per-node=2", script),
+        key(script, env={"LR": "1e-3"}),  # a sweep that says it in the environment
+        key(script, env={"LR": "1e-4"}),
+        key("--rdzv-id=a", script),
+        key("--rdzv-id=b", script),
+        key("--rdzv-id=a", *C10D, script),
+        key(*C10D, script),
+        key(script, env=slurm_env("n1", 1)),
+        key(script, env=slurm_env("n1", 1, SLURM_JOB_ID="82")),
+    ]
+
+    assert len(set(keys)) == len(keys)
+
+
+def test_an_id_is_the_whole_identity(script):
+    words = ("--rdzv-id=job7", *C10D)
+
+    assert key(*words, script, "--steps", "5", env={"LR": "1"}) == key(*words, script, cwd="/x")
+
+
+def test_a_step_of_slurm_that_starts_again_is_the_same_job(script):
+    once = slurm_env("n1", 1)
+    again = slurm_env("n1", 1, SLURM_RESTART_COUNT="1", SLURM_STEP_ID="3", SLURM_TASK_PID="77")
+
+    assert key(script, env=once) == key(script, env=again)
+
+
+def test_the_session_directory_comes_first():
+    there = runtime_parents({"XDG_RUNTIME_DIR": "/run/user/7"}, Path("/tmp"), 7)
+
+    assert there == [Path("/run/user/7/gpuops"), Path("/tmp/gpuops-7")]
+    assert runtime_parents({"XDG_RUNTIME_DIR": "run"}, Path("/tmp"), 7) == [Path("/tmp/gpuops-7")]
+
+
+def test_a_folder_is_private_and_found_again_by_the_next_agent(tmp_path):
+    first = take_folder([tmp_path / "r"], "k", UID)
+    first.socket.touch()
+    os.close(first.lock)  # as when its holder is killed
+
+    again = take_folder([tmp_path / "r"], "k", UID)
+
+    assert again.path == first.path
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    assert first.path.parent.stat().st_mode & 0o777 == 0o700
+    again.leave(remove=True)
+    assert not again.path.exists()
+
+
+def test_two_living_agents_of_one_command_have_one_each(tmp_path):
+    parents = [tmp_path / "r"]
+    first, second = take_folder(parents, "k", UID), take_folder(parents, "k", UID)
+    assert first.path != second.path
+
+    first.leave(remove=True)
+    second.socket.touch()
+    os.close(second.lock)  # killed: its keeper waits there
+
+    assert take_folder(parents, "k", UID).path == second.path
+    assert take_folder(parents, "k", UID).path == first.path
+
+
+def test_one_that_is_left_to_its_lease_stays(tmp_path):
+    first = take_folder([tmp_path / "r"], "k", UID)
+    first.socket.touch()
+    first.leave(remove=False)
+
+    assert first.socket.exists()
+    assert take_folder([tmp_path / "r"], "k", UID).path == first.path
+
+
+def test_what_others_could_have_made_is_not_trusted(tmp_path):
+    open_one, linked, taken = tmp_path / "open", tmp_path / "link", tmp_path / "taken"
+    open_one.mkdir()
+    open_one.chmod(0o777)
+    (tmp_path / "elsewhere").mkdir()
+    linked.symlink_to(tmp_path / "elsewhere")
+    taken.write_text("")
+    inner = tmp_path / "inner"
+    (inner / "keepers").mkdir(parents=True, mode=0o755)
+
+    for parent, why in (
+        (open_one, "others may write"),
+        (linked, "not a folder of this user"),
+        (taken, "not a folder of this user|File exists"),
+        (inner, "others may look into"),
+        (tmp_path / "no" / "such", "No such file"),
+    ):
+        with pytest.raises(FolderError, match=why):
+            take_folder([parent], "k", UID)
+    with pytest.raises(FolderError, match="not a folder of this user"):
+        take_folder([tmp_path / "new"], "k", UID + 1)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_bad_parent_is_passed_over_for_a_good_one(tmp_path):
+    open_one = tmp_path / "open"
+    open_one.mkdir()
+    open_one.chmod(0o777)
+
+    assert take_folder([open_one, tmp_path / "r"], "k", UID).path.parent.parent == tmp_path / "r"
+
+
+def test_a_path_that_no_socket_can_have_is_refused(tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir(mode=0o700)
+
+    with pytest.raises(FolderError, match="too long for the path of a socket"):
+        take_folder([deep], "k", UID)
+
+
+def test_folders_without_end_are_not_tried(tmp_path):
+    held = [take_folder([tmp_path / "r"], "k", UID) for _ in range(64)]
+
+    with pytest.raises(FolderError, match="64 agents of this very command"):
+        take_folder([tmp_path / "r"], "k", UID)
+    assert len({folder.path for folder in held}) == 64
+    assert all(folder.socket.name == SOCKET for folder in held)
+    for folder in held:
+        folder.leave(remove=True)

@@ -136,7 +136,10 @@ class SlotMemory:
             CheckpointError: There is not enough memory here; says how much.
         """
         with self._lock:
-            fd, mapped = os.dup(self.fd), self._map
+            try:
+                fd, mapped = os.dup(self.fd), self._map
+            except OSError as exc:
+                raise _refused("populate a slot", exc) from exc
         assert mapped is not None
         try:
             for begin in range(0, self.nbytes, PIECE_BYTES):

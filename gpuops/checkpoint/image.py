@@ -27,7 +27,7 @@ FORMAT = 1
 ALIGN_BYTES = 4096
 HEADER_BYTES_MAX = 100_000_000  # the safetensors library reads no longer one
 NAME_BYTES_MAX = 4096
-N_DIMS_MAX = 64  # c10::kMaxStackDims and what torch's own kernels take
+N_DIMS_MAX = 64  # NumPy's bound, and more than a model's tensors have
 DIM_MAX = 2**63 - 1
 # Bounds on what json makes of a header: at most some hundred bytes for each of these characters.
 N_BRACKETS_MAX = 2_500_000

@@ -26,6 +26,7 @@ MIB = 2**20
 
 
 def open_fds():
+    gc.collect()  # of earlier tests' slots, which a traceback may keep in a cycle
     return sorted(int(path.name) for path in Path("/proc/self/fd").iterdir())
 
 
@@ -317,6 +318,11 @@ def test_no_more_descriptors_than_the_limit_is_an_error_that_says_so():
     with limit(resource.RLIMIT_NOFILE, 1), pytest.raises(CheckpointError, match=says):
         SlotMemory.create("slot", 10**6)
 
+    says = "cannot populate a slot: Too many open files$"
+    with SlotMemory.create("slot", 100) as slot:
+        with limit(resource.RLIMIT_NOFILE, 1), pytest.raises(CheckpointError, match=says):
+            slot.populate()
+
 
 def test_a_file_size_limit_is_an_error_that_says_so():
     before = open_fds()
@@ -395,7 +401,6 @@ def test_slots_that_are_dropped_or_closed_leave_no_descriptor():
         SlotMemory.create("closed", 100).close()
         with SlotMemory.create("left", 100) as slot:
             SlotMemory.attach(os.dup(slot.fd))
-    gc.collect()
 
     assert open_fds() == before
     assert mappings_of("dropped") == []

@@ -117,12 +117,12 @@ class DirectoryStore:
             return {name: size_of(name, folder) for name in names_in(folder) if name != MANIFEST}
 
     def open_shard(self, state: StateId, shard: Shard) -> Path:
-        with self._opened_state(state) as folder:
+        with self._opened_state(state, shard.file_name) as folder:
             os.close(open_to_read(shard.file_name, folder))
         return self._root / state.name / shard.file_name
 
     def read_chunks(self, state: StateId, shard: Shard) -> Iterator[memoryview]:
-        with self._opened_state(state) as folder:
+        with self._opened_state(state, shard.file_name) as folder:
             fd = open_to_read(shard.file_name, folder)
             try:
                 with image_chunks(fd, os.fstat(fd).st_size) as chunks:
@@ -132,7 +132,7 @@ class DirectoryStore:
                 os.close(fd)
 
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
-        with self._opened_state(state) as folder:
+        with self._opened_state(state, record.shard.file_name) as folder:
             fd = open_to_read(record.shard.file_name, folder)
             try:
                 read_image(fd, record.digest, into)
@@ -191,9 +191,9 @@ class DirectoryStore:
             yield root
 
     @contextlib.contextmanager
-    def _opened_state(self, state: StateId) -> Iterator[int]:
+    def _opened_state(self, state: StateId, file: str = "") -> Iterator[int]:
         with (
-            explained("read", self._root / state.name),
+            explained("read", self._root / state.name / file),
             opened_directory(self._root) as root,
             opened_directory(state.name, dir_fd=root) as folder,
         ):

@@ -145,6 +145,14 @@ class ObjectTree:
         except FileNotFoundError:
             return
 
+    def remove_empty(self, folder: str) -> None:
+        """Remove *folder* where the store has folders and nothing is in it."""
+        try:
+            if not self.sizes(folder):
+                self._fs.rmdir(self._path(folder))
+        except Exception:  # noqa: BLE001 boundary: nothing is lost, in it or by its staying
+            return
+
     def changed_s(self, folder: str) -> float | None:
         """Return when an object in *folder* was last written, in seconds since the epoch.
 

@@ -92,6 +92,7 @@ class ObjectWriter:
             with contextlib.suppress(CheckpointError):  # a sweep removes it otherwise
                 if self._tree.version(self._key(shard)) == version:  # not another run's by now
                     self._tree.remove(self._key(shard))
+        self._tree.remove_empty(self._state.name)
 
     def _look(self) -> Manifest | None:
         """Return the manifest of the state where it is there; make room where it is damaged."""
@@ -110,6 +111,7 @@ class ObjectWriter:
     def _put(self, record: ShardRecord, source_fd: int, key: str, pace: Pace) -> None:
         shown = f"{self._tree.address}/{key}"
         try:
+            pace(0)  # the first call of an upload comes when a part of it is done
             hash_image(source_fd, record.digest)
             self._tree.upload(key, source_fd, pace)
             hash_image(source_fd, record.digest)  # it was the same all the while

@@ -17,6 +17,7 @@ from gpuops.checkpoint.memory_room import available_bytes
 from gpuops.checkpoint.slots import Gate, SlotKey
 from gpuops.checkpoint.states import (
     IMAGE_BYTES_MAX,
+    CheckpointError,
     Copy,
     CorruptError,
     Digest,
@@ -37,14 +38,13 @@ Available = Callable[[], int]
 
 @dataclass(slots=True)
 class Arena:
-    """One rank's slots of one layout. ``n_populated`` of them have all their memory."""
+    """One rank's slots of one layout, by number; ``n_made`` is the next number."""
 
     number: int
     shard: Shard
     layout: str
     nbytes: int
     slots: dict[int, SlotMemory] = field(default_factory=dict)
-    populated: set[int] = field(default_factory=set)
     n_made: int = 0
 
 
@@ -107,6 +107,7 @@ class NodeMemory:
     gate: Gate = field(default_factory=Gate)
     _arenas: dict[int, Arena] = field(default_factory=dict)
     _digests: dict[tuple[StateId, SlotKey], Digest] = field(default_factory=dict)
+    _populated: set[int] = field(default_factory=set)
     _n_arenas: int = 0
 
     def reserve(
@@ -141,19 +142,19 @@ class NodeMemory:
         """Return the memory of a slot that the gate knows."""
         return self._arenas[key.arena].slots[key.index]
 
-    def unpopulated(self) -> list[tuple[SlotKey, SlotMemory]]:
+    def unpopulated(self) -> list[SlotMemory]:
         """Return the slots whose memory is not yet taken."""
         return [
-            (SlotKey(arena.number, index), memory)
+            memory
             for arena in self._arenas.values()
-            for index, memory in arena.slots.items()
-            if index not in arena.populated
+            for memory in arena.slots.values()
+            if id(memory) not in self._populated
         ]
 
-    def populated(self, key: SlotKey) -> None:
+    def populated(self, memory: SlotMemory) -> None:
         """Take note that the memory of a slot is taken."""
-        if key.arena in self._arenas:
-            self._arenas[key.arena].populated.add(key.index)
+        if any(memory is mine for arena in self._arenas.values() for mine in arena.slots.values()):
+            self._populated.add(id(memory))
 
     def seal(self, local_rank: int, state: StateId) -> SealedSlot | None:
         """Return what is to be hashed, None where the state was given up meanwhile."""
@@ -161,7 +162,8 @@ class NodeMemory:
         if key is None:
             return None
         arena = self._arenas[key.arena]
-        return SealedSlot(key, state, arena.layout, arena.slots[key.index].view)
+        view = memoryview(arena.slots[key.index].view)
+        return SealedSlot(key, state, arena.layout, view)
 
     def hashed(self, sealed: SealedSlot, digest: Digest) -> bool:
         """Take note of a slot's digest; say whether its state is whole by that."""
@@ -191,8 +193,9 @@ class NodeMemory:
         freed = 0
         for key in self.gate.release():
             arena = self._arenas[key.arena]
-            arena.populated.discard(key.index)
-            arena.slots.pop(key.index).close()
+            memory = arena.slots.pop(key.index)
+            self._populated.discard(id(memory))
+            memory.close()
             freed += arena.nbytes
             if not arena.slots:
                 del self._arenas[key.arena]
@@ -204,7 +207,8 @@ class NodeMemory:
 
     def populated_bytes(self) -> int:
         """Return what the slots have that were populated."""
-        return sum(arena.nbytes * len(arena.populated) for arena in self._arenas.values())
+        waiting = sum(memory.nbytes for memory in self.unpopulated())
+        return self.reserved_bytes() - waiting
 
     def counts(self) -> dict[str, Any]:
         """Return what was counted so far, by name; a state is [epoch, step]."""
@@ -233,14 +237,23 @@ class NodeMemory:
                 return arena
         return None
 
+    def check_fits(self, nbytes: int) -> None:
+        """Say nothing where *nbytes* more can be taken; for any thread.
+
+        Raises:
+            KeeperError: They cannot; says with which figures.
+        """
+        room, margin = self._room_bytes()
+        if nbytes + margin > room:
+            raise KeeperError(
+                f"{format_bytes(nbytes)} do not fit into memory: {format_bytes(room)} are "
+                f"available, and {format_bytes(margin)} of that are left to the system"
+            )
+
     def _check_room(self, shard: Shard, nbytes: int, n_slots: int, n_missing: int) -> None:
         """Refuse before it is too late: what is reserved is taken only little by little."""
-        try:
-            room = self.available()
-        except OSError as exc:
-            raise KeeperError(f"how much memory is available cannot be told: {exc}") from exc
-        promised = sum(memory.nbytes for _key, memory in self.unpopulated())
-        margin = max(int(room * MARGIN_SHARE), MARGIN_BYTES)
+        room, margin = self._room_bytes()
+        promised = sum(memory.nbytes for memory in self.unpopulated())
         needed = n_missing * nbytes
         if needed + promised + margin > room:
             raise KeeperError(
@@ -250,3 +263,11 @@ class NodeMemory:
                 f"to other slots and {format_bytes(margin)} are left to the system; "
                 "save into a directory only, or give the job more memory"
             )
+
+    def _room_bytes(self) -> tuple[int, int]:
+        """Return how many bytes are available, and how many of them are not for us."""
+        try:
+            room = self.available()
+        except CheckpointError as exc:
+            raise KeeperError(str(exc)) from exc
+        return room, max(int(room * MARGIN_SHARE), MARGIN_BYTES)

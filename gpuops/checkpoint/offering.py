@@ -74,10 +74,11 @@ class Choice:
 class Wanted:
     """What is looked for.
 
-    ``only``: this state or none; ``excluded_step``: no state of this step; ``shards`` None: all
-    of the state's world must be there.
+    ``only``: this state or none; ``is_none``: no state at all; ``excluded_step``: no state of
+    this step; ``shards`` None: all of the state's world must be there.
     """
 
+    is_none: bool = False
     only: StateId | None = None
     excluded_step: int | None = None
     shards: frozenset[Shard] | None = None
@@ -103,6 +104,8 @@ def choose(
     stored, trouble = _stored(store, choice)
     states = sorted({*memory, *stored}, reverse=True)
     choice.epoch_max = max((state.epoch for state in states), default=-1)
+    if wanted.is_none:
+        return choice
     if wanted.only is not None:
         if wanted.only not in states:
             choice.note(f"{wanted.only} was asked for and is not here")

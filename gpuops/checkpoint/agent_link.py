@@ -1,0 +1,192 @@
+"""The agent's line to the keeper of its node."""
+
+from base64 import b64decode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuops.checkpoint.digest import check_digest
+from gpuops.checkpoint.keeper_line import DEADLINE_S, SLACK_S, KeeperLine
+from gpuops.checkpoint.messages import ID_MAX, Fields, MessageError, shard_to_json, state_to_json
+from gpuops.checkpoint.states import (
+    IMAGE_BYTES_MAX,
+    Copy,
+    CorruptError,
+    Digest,
+    KeeperError,
+    Shard,
+    StateId,
+    Tier,
+)
+
+_EVENTS_MAX = 2000
+_COPIES_MAX = 100_000
+_TABLE_BYTES_MAX = IMAGE_BYTES_MAX // 2**21
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What came of a flush: *state* is persisted; None where none is, *why* says why.
+
+    ``seconds`` and ``nbytes`` are of the last writing, which may have been earlier.
+    """
+
+    state: StateId | None
+    seconds: float = 0.0
+    nbytes: int = 0
+    why: str = ""
+
+
+class AgentLink:
+    """A keeper has one agent at a time; a lost one may be followed by another within the lease.
+
+    Safe from several threads, which take turns. All calls raise `KeeperError` where the keeper is
+    gone, does not answer within the deadline, or refuses.
+    """
+
+    def __init__(self, line: KeeperLine) -> None:
+        self._line = line
+
+    @classmethod
+    def connect(cls, socket_path: Path, *, deadline_s: float = DEADLINE_S) -> "AgentLink":
+        """Return the line of the one agent of the keeper at *socket_path*.
+
+        Raises:
+            KeeperError: There is no keeper, or it has an agent.
+        """
+        line = KeeperLine(socket_path, deadline_s=deadline_s)
+        try:
+            line.ask("hello", role="agent")
+        except BaseException:
+            line.close()
+            raise
+        return cls(line)
+
+    def begin_generation(
+        self, generation: int, n_nodes: int, excluded_step: int | None, *, job: str = ""
+    ) -> None:
+        """Cut off the workers before, and let only those of *generation* in.
+
+        *excluded_step* is offered to none of them. *job* names the run in what is persisted; it
+        has to be the same on all nodes.
+        """
+        self._line.ask(
+            "begin_generation",
+            generation=generation,
+            n_nodes=n_nodes,
+            excluded_step=excluded_step,
+            job=job,
+        )
+
+    def choose(self, state: StateId | None, epoch: int) -> None:
+        """Have all ranks go on from *state* (None: from the start); new states are of *epoch*.
+
+        With several nodes the ranks wait for this; with one it is not needed.
+        """
+        pair = None if state is None else state_to_json(state)
+        self._line.ask("choose", state=pair, epoch=epoch)
+
+    def commit(self, state: StateId, *, persist: bool = False) -> bool:
+        """Commit a state that is whole on all nodes; return whether it was new here.
+
+        *persist*: and begin to persist this node's shards of it.
+        """
+        fields, _ = self._line.ask("commit", state=state_to_json(state), persist=persist)
+        return fields.flag("is_new")
+
+    def give_up(self, state: StateId) -> None:
+        """Let go of a state that will not be whole on all nodes, so that others may be saved."""
+        self._line.ask("give_up", state=state_to_json(state))
+
+    def flush(self, deadline_s: float) -> Flushed:
+        """Persist the newest committed state, where it is not; returns within *deadline_s*."""
+        try:
+            fields, _ = self._line.ask("flush", wait_s=deadline_s + SLACK_S, deadline_s=deadline_s)
+        except KeeperError as exc:
+            if not self._line.is_open:
+                raise
+            return Flushed(None, why=str(exc))
+        return Flushed(
+            fields.state() if "state" in fields else None,
+            fields.number("seconds"),
+            fields.integer("bytes", 0, ID_MAX),
+            fields.text("why", 10_000),
+        )
+
+    def inventory(self) -> list[Copy]:
+        """Return the copies in memory, the newest state first, with their digests."""
+        found: list[Copy] = []
+        after = 0
+        while len(found) < _COPIES_MAX:
+            fields, _ = self._line.ask("inventory", after=after)
+            holder = fields.text("holder", 4096)
+            page = [Fields(dict(item)) for item in fields.items("copies", 10_000)]
+            for item in page:
+                copy = self._copy(item, holder)
+                if copy is not None:
+                    found.append(copy)
+            after += len(page)
+            if fields.flag("is_all") or not page:
+                break
+        return found
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return counts by name, as `Keeper.stats` does."""
+        return self._line.ask("stats")[0].values
+
+    def events(self) -> list[Mapping[str, Any]]:
+        """Return what happened since the last call, the oldest first, each with a ``kind``."""
+        found: list[Mapping[str, Any]] = []
+        while len(found) < _EVENTS_MAX:
+            fields, _ = self._line.ask("events")
+            found += [item for item in fields.items("events", 10_000) if isinstance(item, dict)]
+            if fields.flag("is_all"):
+                break
+        return found
+
+    def end(self) -> None:
+        """End the keeper; what only memory holds is gone."""
+        self._line.ask("end")
+
+    def close(self) -> None:
+        """Hang up; the keeper waits for another agent, for as long as its lease."""
+        self._line.close()
+
+    def _copy(self, item: Fields, holder: str) -> Copy | None:
+        """Return a copy with the whole of its digest; None where it is gone by now."""
+        state, shard = item.state(), item.shard()
+        n_bytes = item.integer("table_bytes", 0, _TABLE_BYTES_MAX)
+        table = self._table(state, shard, n_bytes)
+        if table is None:
+            return None
+        digest = Digest(item.integer("nbytes", 1, IMAGE_BYTES_MAX), table, item.text("root", 64))
+        try:
+            check_digest(digest)
+        except CorruptError as exc:
+            raise KeeperError(f"the keeper's digest of {state} is wrong: {exc}") from exc
+        return Copy(state, shard, item.text("layout", 64), digest, Tier.MEMORY, holder)
+
+    def _table(self, state: StateId, shard: Shard, n_bytes: int) -> bytes | None:
+        table = b""
+        while len(table) < n_bytes:
+            try:
+                fields, _ = self._line.ask(
+                    "table",
+                    begin=len(table),
+                    state=state_to_json(state),
+                    shard=shard_to_json(shard),
+                )
+            except KeeperError:
+                if not self._line.is_open:
+                    raise
+                return None
+            piece = fields.text("table", 60_000)
+            try:
+                more = b64decode(piece, validate=True)
+            except ValueError as exc:
+                raise MessageError("a digest of the keeper's is no base64") from exc
+            if not more:
+                return None
+            table += more
+        return table

@@ -1,0 +1,304 @@
+"""What the keeper knows and decides, without sockets; one thread calls it, jobs work for long."""
+
+import time
+from collections.abc import Callable
+
+from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.crew import Crew, Guest, Post, pin_of
+from gpuops.checkpoint.finder import Command, Finder
+from gpuops.checkpoint.keeper import Policy, Skipped
+from gpuops.checkpoint.keeper_events import Events
+from gpuops.checkpoint.keeper_jobs import Jobs
+from gpuops.checkpoint.messages import state_to_json
+from gpuops.checkpoint.node_memory import Arena, NodeMemory, SealedSlot
+from gpuops.checkpoint.offering import Source
+from gpuops.checkpoint.persist import Origin
+from gpuops.checkpoint.persister import Persister
+from gpuops.checkpoint.persisting import OpenStore
+from gpuops.checkpoint.slots import Granted, Reason
+from gpuops.checkpoint.states import CheckpointError, Digest, KeeperError, Shard, StateId
+from gpuops.checkpoint.stores import open_store as open_any_store
+
+
+class Core:
+    """The keeper of one node."""
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        jobs: Jobs,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        open_store: OpenStore = open_any_store,
+    ) -> None:
+        self.memory = memory
+        self.jobs = jobs
+        self.clock_s = clock_s
+        self.events = Events()
+        self.agent: Guest | None = None
+        self.crew: Crew | None = None
+        self.command: Command | None = None
+        self.is_ending = False
+        self.hash_s: float | None = None
+        self.n_hashing = 0
+        self.persister = Persister(
+            memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending
+        )
+        self._finder = Finder(memory, jobs, self.events, open_store, self._goes_on)
+        self._granted_s: dict[StateId, float] = {}
+        self._sealed_s = 0.0
+        self._populating: set[int] = set()
+
+    # Who is there.
+
+    def begin_generation(
+        self, generation: int, n_nodes: int, excluded_step: int | None, job: str
+    ) -> None:
+        """Let nobody of an older generation do anything from now on.
+
+        Raises:
+            KeeperError: A newer one was begun.
+        """
+        if self.command is not None and generation < self.command.generation:
+            raise KeeperError(
+                f"generation {generation} is over: {self.command.generation} was begun"
+            )
+        self.command = Command(generation, n_nodes, excluded_step)
+        self.persister.origin = Origin(job or self.persister.origin.job, generation)
+        self._disband()
+        self.memory.gate.begin_epoch(0)
+
+    def join(self, guest: Guest, post: Post, *, is_patient: bool) -> bool:
+        """Take a rank in; return False where it has to wait until older workers are gone.
+
+        Not *is_patient*: it has waited long enough; they are cut off.
+
+        Raises:
+            KeeperError: It is of an older start, or cannot be of this node.
+        """
+        self._check_generation(post)
+        crew = self.crew
+        if crew is None or not crew.takes(post, guest):
+            if crew is not None and post.generation < crew.generation:
+                raise KeeperError(
+                    f"generation {post.generation} is over: {crew.generation} has begun"
+                )
+            if crew is not None and crew.members and is_patient:
+                return False
+            self._disband()
+            crew = self.crew = Crew(post.generation, post.shard.world, post.n_ranks)
+            self.memory.gate.begin_epoch(post.n_ranks, is_alone=self._is_alone(post))
+            self.persister.origin = Origin(self.persister.origin.job, post.generation)
+        crew.join(post, guest)
+        return True
+
+    def lost(self, guest: Guest) -> None:
+        """Take note that a connection ended."""
+        if self.agent is guest:
+            self.agent = None
+        crew = self.crew
+        for local_rank, member in list(crew.members.items()) if crew else []:
+            if member is guest:
+                assert crew is not None
+                given_up = self.memory.gate.given_up
+                self.memory.gate.lost(local_rank)
+                self.memory.gate.unpin(pin_of(local_rank))
+                crew.leave(local_rank)
+                if self.memory.gate.given_up > given_up:
+                    self.events.add("given_up", why=f"local rank {local_rank} is gone")
+
+    def _check_generation(self, post: Post) -> None:
+        command = self.command
+        if command is None:
+            return
+        if post.generation != command.generation:
+            what = "is over" if post.generation < command.generation else "was not begun"
+            raise KeeperError(
+                f"generation {post.generation} {what}: the agent runs {command.generation}"
+            )
+        if command.n_nodes == 1 and post.shard.world != post.n_ranks:
+            raise KeeperError(
+                f"{post.n_ranks} of {post.shard.world} ranks are on this node, but the agent says "
+                "that there is no other"
+            )
+
+    def _is_alone(self, post: Post) -> bool:
+        if self.command is not None:
+            return self.command.n_nodes == 1
+        return post.shard.world == post.n_ranks
+
+    def _disband(self) -> None:
+        crew, self.crew = self.crew, None
+        if crew is None:
+            return
+        for local_rank in crew.posts:
+            self.memory.gate.unpin(pin_of(local_rank))
+        for member in list(crew.members.values()):
+            member.close()
+        crew.is_over = True
+        crew.free()
+
+    # Saving.
+
+    def set_policy(self, policy: Policy) -> None:
+        """Take the policy over."""
+        self.persister.set_policy(policy)
+        self.memory.gate.every_s = policy.every_s
+
+    def reserve(self, post: Post, layout: str, nbytes: int, n_slots: int) -> Arena:
+        """Return the rank's slots, and begin to take their memory."""
+        try:
+            arena = self.memory.reserve(post.local_rank, post.shard, layout, nbytes, n_slots)
+        except CheckpointError as exc:
+            self.events.add("refused", rank=post.shard.rank, why=str(exc))
+            raise
+        for slot in self.memory.unpopulated():
+            if id(slot) not in self._populating:
+                self._populate(slot)
+        return arena
+
+    def _populate(self, slot: SlotMemory) -> None:
+        self._populating.add(id(slot))
+
+        def then(is_done: bool | None, error: BaseException | None) -> None:
+            self._populating.discard(id(slot))
+            if error is not None:
+                self.events.add("not_populated", why=str(error))
+            elif is_done:
+                self.memory.populated(slot)
+
+        self.jobs.populate(lambda: slot.populate(lambda: self.is_ending), then)
+
+    def begin(self, post: Post, step: int) -> Granted | Skipped:
+        """Say whether the rank is to copy."""
+        assert self.crew is not None
+        gate = self.memory.gate
+        self.done_reading(post)
+        if gate.epoch is None:
+            self.want(self.crew)
+        skipped, now_s = sum(gate.skipped.values()), self.clock_s()
+        answer = gate.begin(post.local_rank, step, now_s)
+        if isinstance(answer, Granted):
+            self._granted_s.setdefault(answer.state, now_s)
+            return answer
+        if sum(gate.skipped.values()) > skipped and answer.reason is not Reason.NOT_DUE:
+            self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
+        return Skipped(answer.why, answer.reason is not Reason.NOT_DUE)
+
+    def seal(self, post: Post, state: StateId) -> None:
+        """Have the image hashed."""
+        sealed = self.memory.seal(post.local_rank, state)
+        if sealed is None:
+            return
+        self._sealed_s = self.clock_s()
+        self.n_hashing += 1
+
+        def then(digest: Digest | None, error: BaseException | None) -> None:
+            self.n_hashing -= 1
+            if digest is None:
+                self.memory.gate.give_up(state)
+                self.events.add(
+                    "corrupt", state=state_to_json(state), rank=post.shard.rank, why=str(error)
+                )
+            else:
+                self._hashed(sealed, digest)
+
+        self.jobs.hash(sealed.hash, then)
+
+    def abandon(self, post: Post, state: StateId) -> None:
+        """Give the state up."""
+        self.memory.gate.abandon(post.local_rank, state)
+        self.events.add(
+            "given_up", state=state_to_json(state), why=f"rank {post.shard.rank} could not"
+        )
+
+    def _hashed(self, sealed: SealedSlot, digest: Digest) -> None:
+        if not self.memory.hashed(sealed, digest):
+            return
+        self.hash_s = self.clock_s() - self._sealed_s
+        if self.memory.gate.newest == sealed.state:
+            self._committed(sealed.state)
+        else:
+            self.events.add(
+                "whole", state=state_to_json(sealed.state), bytes=self._nbytes(sealed.state)
+            )
+
+    def _committed(self, state: StateId) -> None:
+        """Act on a commit: tell it, free what it makes superfluous, persist it when it is time."""
+        now_s = self.clock_s()
+        seconds = now_s - self._granted_s.get(state, now_s)
+        self._granted_s = {s: at for s, at in self._granted_s.items() if s > state}
+        nbytes = self._nbytes(state)
+        self.events.add("committed", state=state_to_json(state), seconds=seconds, bytes=nbytes)
+        self.memory.release()
+        self.persister.persist_if_due()
+
+    def _nbytes(self, state: StateId) -> int:
+        return sum(held.copy.digest.nbytes for held in self.memory.held(state).values())
+
+    # Going on from a state.
+
+    def want(self, crew: Crew) -> None:
+        """See to it that the state to go on from is found out."""
+        crew.is_wanted = True
+        self.tick()
+
+    def choose(self, state: StateId | None, epoch: int) -> None:
+        """Go on from *state* (None: anew), as all nodes do; new states are of *epoch*.
+
+        Raises:
+            KeeperError: No generation was begun, or its ranks were told something else already.
+        """
+        if self.command is None:
+            raise KeeperError("no generation was begun")
+        crew = self.crew
+        if crew is not None and (crew.is_looking or crew.found is not None):
+            if (self.command.state, self.command.epoch) == (state, epoch):
+                return
+            raise KeeperError("the ranks of this generation were told already where to go on")
+        if crew is not None:
+            crew.trouble = ""
+        self.command.state, self.command.epoch, self.command.is_chosen = state, epoch, True
+        self.tick()
+
+    def commit(self, state: StateId, *, is_to_persist: bool) -> bool:
+        """Commit a state that all nodes have; return whether memory holds it and it was newer.
+
+        Raises:
+            KeeperError: It is to be persisted, and cannot be just now.
+        """
+        is_new = self.memory.gate.commit_from_outside(state)
+        if is_new:
+            self._committed(state)
+        if is_to_persist:
+            self.persister.persist(state)
+        return is_new
+
+    def _goes_on(self, state: StateId | None) -> None:
+        self.persister.schedule.went_back(state)
+        self._granted_s.clear()
+
+    def source(self, state: StateId, shard: Shard) -> Source:
+        """Return where a shard of the offered state is read.
+
+        Raises:
+            KeeperError: It is not on offer.
+        """
+        found = self.crew.found if self.crew else None
+        chosen = found.chosen if found else None
+        if chosen is None or chosen.state != state or shard not in chosen.sources:
+            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not on offer")
+        return chosen.sources[shard]
+
+    def done_reading(self, post: Post) -> None:
+        """Let the rank's hold on the offered state go."""
+        self.memory.gate.unpin(pin_of(post.local_rank))
+        if self.crew is not None and self.crew.found is not None:
+            self.crew.is_done_with(post.local_rank)
+
+    def tick(self) -> None:
+        """Do what became possible, or due, meanwhile."""
+        if self.crew is not None:
+            policy = self.persister.policy
+            self._finder.look(self.crew, self.command, policy.directory if policy else None)
+        self.persister.persist_if_due()

@@ -1,0 +1,69 @@
+"""What the keeper has to tell the agent, until it is fetched: bounded, and what is lost is said."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+EVENTS_MAX = 1000
+_TEXT_CHARS_MAX = 500
+_ITEM_CHARS_MAX = 200
+_ITEMS_MAX = 8
+# Of these there may be one each step: those that follow one another become one with a count.
+_COUNTED = ("committed", "skipped", "given_up")
+
+
+@dataclass(slots=True)
+class Events:
+    """Mappings with a ``kind``, the oldest first; *told* hears of each that is not one of many."""
+
+    told: Callable[[Mapping[str, object]], None] = lambda _event: None
+    dropped: int = 0
+    _waiting: deque[dict[str, object]] = field(default_factory=deque)
+
+    def add(self, kind: str, **fields: object) -> None:
+        """Add an event; text in it is cut to a bound."""
+        event: dict[str, object] = {"kind": kind}
+        event |= {name: _short(value) for name, value in fields.items()}
+        if kind in _COUNTED:
+            event["n"] = 1
+            if self._waiting and self._waiting[-1]["kind"] == kind:
+                n = self._waiting[-1]["n"]
+                assert isinstance(n, int)
+                event["n"] = n + 1
+                self._waiting.pop()
+        else:
+            self.told(event)
+        if len(self._waiting) >= EVENTS_MAX:
+            self._waiting.popleft()
+            self.dropped += 1
+        self._waiting.append(event)
+
+    def take(self, chars_max: int) -> list[Mapping[str, object]]:
+        """Return, and forget, the oldest, at least one and as many as *chars_max* of JSON hold.
+
+        The first says how many were lost, if any.
+        """
+        found: list[Mapping[str, object]] = []
+        if self.dropped:
+            found.append({"kind": "events_lost", "n": self.dropped})
+            self.dropped = 0
+        n_chars = 0
+        while self._waiting:
+            n_chars += len(json.dumps(self._waiting[0]))
+            if found and n_chars > chars_max:
+                break
+            found.append(self._waiting.popleft())
+        return found
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+def _short(value: object) -> object:
+    if isinstance(value, str):
+        return value[:_TEXT_CHARS_MAX]
+    if isinstance(value, list | tuple):
+        items = value[:_ITEMS_MAX]
+        return [item[:_ITEM_CHARS_MAX] if isinstance(item, str) else item for item in items]
+    return value

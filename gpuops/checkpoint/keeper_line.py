@@ -1,0 +1,156 @@
+"""The asking side of a keeper's socket: one question at a time, each with a deadline."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from gpuops.checkpoint import messages
+from gpuops.checkpoint.messages import Fields, MessageError
+from gpuops.checkpoint.offering import CannotTellError
+from gpuops.checkpoint.socket_place import reachable
+from gpuops.checkpoint.states import CheckpointError, KeeperError
+
+DEADLINE_S = 30.0
+# How much longer than the keeper itself we wait for what it may take its time for.
+SLACK_S = 5.0
+
+
+class KeeperGoneError(KeeperError):
+    """Nobody listens there, or no more."""
+
+
+class KeeperLine:
+    """A connection to the keeper at *path*; safe from several threads, which take turns.
+
+    Raises:
+        KeeperGoneError: There is no keeper.
+        KeeperError: It does not answer, or refuses.
+    """
+
+    def __init__(self, path: Path, *, deadline_s: float = DEADLINE_S) -> None:
+        self._path = path
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._number = 0
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.settimeout(deadline_s)
+            with reachable(path.parent, path.name) as place:
+                sock.connect(place)
+        except OSError as exc:
+            sock.close()
+            raise KeeperGoneError(f"no keeper listens at {path}: {exc.strerror or exc}") from exc
+        self._sock: socket.socket | None = sock
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether questions can still be asked."""
+        return self._sock is not None
+
+    @property
+    def pid(self) -> int:
+        """The process that listens."""
+        size = struct.calcsize("3i")
+        with self._lock:
+            raw = self._open().getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(struct.unpack("3i", raw)[0])
+
+    def ask(
+        self, what: str, *, wait_s: float | None = None, **fields: object
+    ) -> tuple[Fields, list[int]]:
+        """Return the answer's fields, and the descriptors that came with it; those are yours.
+
+        Raises:
+            CannotTellError: As the keeper said it.
+            KeeperError: It refused (the line goes on), or is gone (the line is closed).
+        """
+        with self._lock:
+            self._number += 1
+            request = {"v": messages.VERSION, "id": self._number, "what": what, **fields}
+            end_s = time.monotonic() + (self._deadline_s if wait_s is None else wait_s)
+            data, fds = self._exchange(what, messages.to_bytes(request), end_s)
+            try:
+                return self._read(what, data), fds
+            except BaseException:
+                _close(fds)
+                raise
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            self._shut()
+
+    def _open(self) -> socket.socket:
+        if self._sock is None:
+            raise KeeperGoneError(f"the line to the keeper at {self._path} is closed")
+        return self._sock
+
+    def _exchange(self, what: str, request: bytes, end_s: float) -> tuple[bytes, list[int]]:
+        sock = self._open()
+        try:
+            _until(sock, end_s)
+            sock.send(request)
+            _until(sock, end_s)
+            data, fds, flags, _ = socket.recv_fds(
+                sock, messages.MESSAGE_BYTES_MAX, messages.FDS_MAX
+            )
+        except TimeoutError as exc:
+            self._shut()
+            raise KeeperError(
+                f"the keeper at {self._path} does not answer ({what}); is it stopped?"
+            ) from exc
+        except OSError as exc:
+            self._shut()
+            raise KeeperGoneError(
+                f"the keeper at {self._path} is gone ({what}): {exc.strerror or exc}"
+            ) from exc
+        is_cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+        if is_cut or not data:
+            _close(fds)
+            self._shut()
+            why = (
+                "its answer was cut short; too many files are open here" if is_cut else "it is gone"
+            )
+            raise KeeperGoneError(f"the keeper at {self._path} ({what}): {why}")
+        return data, fds
+
+    def _read(self, what: str, data: bytes) -> Fields:
+        try:
+            fields = messages.from_bytes(data)
+            if "error" in fields:
+                why = fields.text("error", 5000)
+                kind = fields.text("kind", 40)
+            else:
+                # One question is asked at a time: an answer to another is no answer.
+                fields.integer("id", self._number, self._number)
+                return fields.part("ok")
+        except MessageError as exc:
+            self._shut()
+            raise KeeperError(f"the keeper at {self._path} ({what}): {exc}") from exc
+        if kind == "cannot_tell":
+            raise CannotTellError(why)
+        raise KeeperError(f"the keeper refuses ({what}): {why}")
+
+    def _shut(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def checked(error: CheckpointError) -> KeeperError:
+    """Return *error* as one of the keeper's."""
+    return error if isinstance(error, KeeperError) else KeeperError(str(error))
+
+
+def _until(sock: socket.socket, end_s: float) -> None:
+    sock.settimeout(max(end_s - time.monotonic(), 1e-3))
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        with suppress(OSError):
+            os.close(fd)

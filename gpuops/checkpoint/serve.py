@@ -1,0 +1,136 @@
+"""``python -m gpuops.checkpoint.serve``: the keeper of a node's checkpoints, a process of its own.
+
+It prints one line, ``ready``, ``taken`` (another keeper has the folder) or ``failed WHY``, and then
+nothing; it writes a log into its folder. It outlives the agent and the ranks, so that what they
+saved does too, and ends by itself once none of them has been connected for the lease.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from gpuops.checkpoint.keeper_core import Core
+from gpuops.checkpoint.keeper_jobs import ThreadJobs, Waker
+from gpuops.checkpoint.keeper_server import KeeperServer
+from gpuops.checkpoint.node_memory import NodeMemory
+from gpuops.host.directories import why_not_ours
+from gpuops.log import printable
+
+LEASE_S = 120.0
+LOG = "keeper.log"
+LOCK = "keeper.lock"
+EXIT_TAKEN = 75
+_LOG_BYTES_MAX = 2**20
+_FILES_WANTED = 16_384
+_IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# A thread that holds Python's lock keeps the one that answers ranks waiting for this long.
+_SWITCH_S = 0.0005
+
+_logger = logging.getLogger("gpuops.checkpoint.keeper")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until nobody needs it; return 0, 75 where another one has the folder, 70 else."""
+    options = _options(argv)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
+    _raise_files_limit()
+    why = why_not_ours(options.folder, private=True)
+    if why is not None:
+        return _fail(f"{options.folder}: {why}")
+    try:
+        lock = os.open(options.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _say("taken")
+        return EXIT_TAKEN
+    except OSError as exc:
+        return _fail(f"{options.folder / LOCK}: {exc.strerror}")
+    try:
+        return _serve(options)
+    except OSError as exc:
+        return _fail(str(exc))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    _set_up_log(options.folder / LOG)
+    waker = Waker()
+    jobs = ThreadJobs(waker.wake)
+    core = Core(NodeMemory(options.node), jobs)
+    core.events.told = _log_event
+    server = KeeperServer(
+        core, options.folder, lease_s=options.lease, waker=waker, deliver=jobs.deliver
+    )
+    signal.signal(signal.SIGTERM, lambda _number, _frame: server.part())
+    _logger.info("the keeper of %s begins, pid %d", options.node, os.getpid())
+    _say("ready")
+    try:
+        server.serve()
+    finally:
+        core.is_ending = True
+        server.close()
+        jobs.close()
+        logging.shutdown()
+    # A thread may be deep in a file system that never answers; its work is of no use any more.
+    os._exit(0)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m gpuops.checkpoint.serve", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="of the socket and the log")
+    parser.add_argument("--lease", type=float, default=LEASE_S, help="seconds without a job")
+    parser.add_argument("--node", default=socket.gethostname(), help="the name of this node")
+    return parser.parse_args(argv)
+
+
+def _raise_files_limit() -> None:
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, _FILES_WANTED)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _set_up_log(path: Path) -> None:
+    handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES_MAX, backupCount=1, encoding="utf-8")
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(message)s"))
+    # A full disk must not be a reason for a traceback with each line.
+    logging.raiseExceptions = False
+    _logger.handlers[:] = [handler]
+    _logger.setLevel(logging.INFO)
+    _logger.propagate = False
+
+
+def _log_event(event: Mapping[str, object]) -> None:
+    _logger.info("%s", " ".join(f"{name}={value}" for name, value in event.items() if value))
+
+
+def _fail(why: str) -> int:
+    _say(f"failed {why}")
+    return os.EX_SOFTWARE
+
+
+def _say(line: str) -> None:
+    # Who started it may be gone, and nobody reads on after this line.
+    with suppress(OSError):
+        print(line, flush=True)  # noqa: T201 our output
+    with open(os.devnull, "r+b") as null:  # noqa: PTH123 a descriptor is wanted
+        for fd in (0, 1):
+            os.dup2(null.fileno(), fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -319,9 +319,10 @@ def test_no_more_descriptors_than_the_limit_is_an_error_that_says_so():
         SlotMemory.create("slot", 10**6)
 
     says = "cannot populate a slot: Too many open files$"
-    with SlotMemory.create("slot", 100) as slot:
-        with limit(resource.RLIMIT_NOFILE, 1), pytest.raises(CheckpointError, match=says):
-            slot.populate()
+    slot = SlotMemory.create("slot", 100)
+    with limit(resource.RLIMIT_NOFILE, 1), pytest.raises(CheckpointError, match=says):
+        slot.populate()
+    slot.close()
 
 
 def test_a_file_size_limit_is_an_error_that_says_so():

@@ -14,6 +14,7 @@ from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest
 from gpuops.checkpoint.transfer_wire import RANGE_BYTES_MAX
 
 TRIES_MAX = 6
+_SHARES = 16
 
 
 class DamagedError(CorruptError):
@@ -102,12 +103,11 @@ class Intake:
             self._claimed.add(first)
             if first in self._bad:
                 return Claim(first, 1, is_doubtful=True)
+            # Small chunks go several at a time, but leave work for the other connections.
+            most = min(RANGE_BYTES_MAX // self.chunk_bytes, len(self._open) // _SHARES)
             count = 1
             while (
-                self._open
-                and self._open[0] == first + count
-                and self._open[0] not in self._bad
-                and (count + 1) * self.chunk_bytes <= RANGE_BYTES_MAX
+                count < most and self._open[0] == first + count and self._open[0] not in self._bad
             ):
                 self._claimed.add(heapq.heappop(self._open))
                 count += 1

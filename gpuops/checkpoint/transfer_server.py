@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
 from gpuops.checkpoint import transfer_wire as wire
+from gpuops.checkpoint.digest import root_of
 from gpuops.checkpoint.states import CheckpointError, Digest, Shard, StateId
 from gpuops.checkpoint.transfer_auth import JobPass
 from gpuops.checkpoint.transfer_intake import DamagedError, Intake
@@ -282,6 +283,9 @@ class TransferServer:
         push, chunk_bytes = Push.from_bytes(body)
         self._check_chunks(chunk_bytes)
         table = line.receive_bytes(wire.table_bytes(push.nbytes, chunk_bytes))
+        if root_of(push.nbytes, table) != push.root:
+            # The table stands in no frame: no tag tells that it was damaged on the way.
+            raise WireError("a table with another root")
         sink = self._sink
         if sink is None:
             raise RefusedError(Refusal.NOT_WANTED, "it keeps no replicas")

@@ -268,16 +268,20 @@ def test_a_stranger_gets_nothing(image, target, job, why):
 
 def test_a_server_that_does_not_know_the_token_gets_nothing_to_serve(image, target):
     memory, copy = image
-    with serving(Shelf((memory, copy)), job=job_pass(token="wrong")) as server:
-        with pytest.raises(TransferError, match="token"):
-            fetch([peer(server.port)], job_pass(token=TOKEN), copy, target.view, terms())
+    with (
+        serving(Shelf((memory, copy)), job=job_pass(token="wrong")) as server,
+        pytest.raises(TransferError, match="token"),
+    ):
+        fetch([peer(server.port)], job_pass(token=TOKEN), copy, target.view, terms())
 
 
 def test_an_old_epoch_is_refused(image, target):
     memory, copy = image
-    with serving(Shelf((memory, copy)), job=job_pass(epoch=4)) as server:
-        with pytest.raises(RefusedError, match="epoch 4 has begun") as caught:
-            fetch([peer(server.port)], job_pass(epoch=3), copy, target.view, terms())
+    with (
+        serving(Shelf((memory, copy)), job=job_pass(epoch=4)) as server,
+        pytest.raises(RefusedError, match="epoch 4 has begun") as caught,
+    ):
+        fetch([peer(server.port)], job_pass(epoch=3), copy, target.view, terms())
 
     assert caught.value.code is Refusal.OLD_EPOCH
 
@@ -302,9 +306,11 @@ def test_an_epoch_that_begins_ends_the_transfers_of_the_last(target):
             server_job.advance(4)
             return super().open(state, shard)
 
-    with serving(Advancing((memory, copy)), job=server_job) as server:
-        with pytest.raises(RefusedError, match="epoch 4 has begun"):
-            fetch([peer(server.port)], job_pass(epoch=3), copy, target.view, terms())
+    with (
+        serving(Advancing((memory, copy)), job=server_job) as server,
+        pytest.raises(RefusedError, match="epoch 4 has begun"),
+    ):
+        fetch([peer(server.port)], job_pass(epoch=3), copy, target.view, terms())
 
 
 def test_a_transfer_can_be_stopped(image, target):
@@ -330,9 +336,11 @@ def test_a_deadline_ends_a_transfer(image, target):
     pace = Pace(RATE_MIN_BYTES_S, SystemClock())
     pace.take(30 * RATE_MIN_BYTES_S)
     began_s = time.monotonic()
-    with serving(Shelf((memory, copy)), pace=pace) as server:
-        with pytest.raises(TransferError, match="not over after 0.5 s, its deadline"):
-            fetch([peer(server.port)], job_pass(), copy, target.view, terms(deadline_s=0.5))
+    with (
+        serving(Shelf((memory, copy)), pace=pace) as server,
+        pytest.raises(TransferError, match=r"not over after 0\.5 s, its deadline"),
+    ):
+        fetch([peer(server.port)], job_pass(), copy, target.view, terms(deadline_s=0.5))
 
     assert time.monotonic() - began_s < 10
 

@@ -1,0 +1,380 @@
+"""Peers that misbehave: each is a clear error within its deadline, and disturbs no other."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from support import bad_peers
+from support.transfers import (
+    CHUNK,
+    SHARD,
+    STATE,
+    Memory,
+    Shelf,
+    copy_of,
+    filled,
+    job_pass,
+    limits,
+    no_pace,
+    peer,
+    push_of,
+    serving,
+    terms,
+    until,
+)
+
+from gpuops.checkpoint import transfer_wire as wire
+from gpuops.checkpoint.replicas import ReplicaStore
+from gpuops.checkpoint.states import CorruptError
+from gpuops.checkpoint.transfer_client import fetch, push
+from gpuops.checkpoint.transfer_turns import PinnedCopy
+from gpuops.checkpoint.transfer_wire import Kind, Open, Refusal, RefusedError, TransferError
+
+NBYTES = 40 * CHUNK + 123
+BIG = 64 * 2**20
+QUICK = {"stall_s": 0.4, "stranger_s": 0.4, "idle_s": 1.0}
+
+IMAGE = filled(NBYTES)
+COPY = copy_of(IMAGE)
+
+SERVERS = {
+    "accepts and says nothing": (bad_peers.hold, "too little"),
+    "one byte a second": (bad_peers.trickle, ""),
+    "another protocol": (bad_peers.babble, "not a keeper"),
+    "resets": (bad_peers.reset, "reset"),
+    "does not know the token": (bad_peers.impostor, "does not know the job's token"),
+    "a chunk by single bytes": (bad_peers.serves_one_byte_at_a_time(COPY), "too little"),
+    "stops in a chunk": (bad_peers.stops_after_a_request(COPY), "too little"),
+    "other chunks": (bad_peers.serves_other_chunks(COPY), "not the chunks"),
+    "a longer image": (bad_peers.lies_about_the_size(COPY), "not the copy"),
+    "a frame of 4 GB": (bad_peers.huge_frame, "a frame of 4294967295 bytes"),
+    "a wrong tag": (bad_peers.wrong_tag, "did not send"),
+    "done without a copy": (bad_peers.says_done, "not the copy"),
+}
+
+
+@pytest.fixture
+def target():
+    memory = Memory(NBYTES)
+    yield memory
+    memory.close()
+
+
+def patient(**more):
+    return terms(deadline_s=20, patience_s=0.6, limits=limits(**QUICK), **more)
+
+
+@pytest.mark.parametrize(("behave", "why"), SERVERS.values(), ids=SERVERS)
+def test_a_bad_server_is_given_up_and_the_next_holder_asked(behave, why, target):
+    with bad_peers.BadServer(behave) as bad, serving(Shelf((IMAGE, COPY))) as good:
+        began_s = time.monotonic()
+        with pytest.raises(TransferError) as caught:
+            fetch([peer(bad.port, "bad")], job_pass(), COPY, target.view, patient())
+        took_s = time.monotonic() - began_s
+        found = fetch(
+            [peer(bad.port, "bad"), peer(good.port, "good")],
+            job_pass(),
+            COPY,
+            target.view,
+            patient(),
+        )
+
+    assert f"bad (127.0.0.1:{bad.port})" in str(caught.value)
+    assert why in str(caught.value)
+    assert took_s < 8
+    assert bytes(target.view) == bytes(IMAGE.view)
+    assert dict(found.served)["good"] == NBYTES
+
+
+def test_a_server_that_sends_rubbish_is_a_corrupt_copy(target):
+    with (
+        bad_peers.BadServer(bad_peers.serves_rubbish(COPY)) as bad,
+        pytest.raises(CorruptError, match=r"chunk \d+ of 41 came damaged 6 times"),
+    ):
+        fetch([peer(bad.port, "bad")], job_pass(), COPY, target.view, patient())
+
+
+def test_nobody_there(target):
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(TransferError, match="nobody listens there"):
+        fetch([peer(port)], job_pass(), COPY, target.view, patient())
+
+
+def test_a_name_in_place_of_an_address(target):
+    with pytest.raises(TransferError, match="'nowhere' is no address of"):
+        fetch([type(peer(1))("b", "nowhere", 1)], job_pass(), COPY, target.view, patient())
+
+
+HOLDERS = {name: SERVERS[name] for name in list(SERVERS)[:5]} | {
+    "a frame of 4 GB": SERVERS["a frame of 4 GB"],
+    "a wrong tag": SERVERS["a wrong tag"],
+}
+
+
+@pytest.mark.parametrize(("behave", "why"), HOLDERS.values(), ids=HOLDERS)
+def test_a_bad_holder_is_given_up(behave, why):
+    with bad_peers.BadServer(behave) as bad:
+        began_s = time.monotonic()
+        with pytest.raises(TransferError) as caught:
+            push(
+                peer(bad.port, "bad"),
+                job_pass(),
+                push_of(COPY),
+                PinnedCopy(IMAGE.fd, COPY.digest),
+                patient(),
+                no_pace(),
+            )
+
+    assert "shard-00001-of-00004.safetensors of step 120 (epoch 3)" in str(caught.value)
+    assert why in str(caught.value)
+    assert time.monotonic() - began_s < 8
+
+
+@pytest.fixture
+def big():
+    memory = Memory(BIG)
+    yield memory, copy_of(memory, chunk_bytes=2**20)
+    memory.close()
+
+
+BOUNDS = limits(**QUICK, chunk_bytes=2**20)
+
+
+@contextlib.contextmanager
+def others_go_on(server, copy):
+    """Fetch again and again on the side; every one must succeed."""
+    stop, done, errors = threading.Event(), [], []
+    target = Memory(copy.digest.nbytes)
+
+    def go():
+        try:
+            while not stop.is_set():
+                fetch(
+                    [peer(server.port)],
+                    job_pass(),
+                    copy,
+                    target.view,
+                    terms(limits=server._limits),
+                )
+                done.append(1)
+        except (TransferError, CorruptError) as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    try:
+        yield
+        n_before = len(done)
+        until(lambda: len(done) > n_before or errors, 20)
+    finally:
+        stop.set()
+        thread.join(20)
+        target.close()
+    assert errors == []
+
+
+def test_a_client_that_never_reads_costs_its_connection_only(big):
+    shelf = Shelf(big)
+    with serving(shelf, bounds=BOUNDS) as server, others_go_on(server, big[1]):
+        lines = [bad_peers.called(server.port) for _ in range(5)]
+        for line in lines:
+            line.send(Kind.OPEN, Open(STATE, SHARD, 2**20).to_bytes())
+            for first in range(0, 48, 16):
+                line.send(Kind.GET, wire.Get(first, 16).to_bytes())
+        until(lambda: shelf.pins >= 5)
+        # Given up: each pin goes although the client still holds its connection open.
+        until(lambda: len(server._lines) <= 4, 15)
+        for line in lines:
+            line.close()
+    assert shelf.pins == 0
+
+
+def test_a_client_that_opens_and_asks_for_nothing_is_cut(big):
+    shelf = Shelf(big)
+    with serving(shelf, bounds=BOUNDS) as server:
+        line = bad_peers.called(server.port)
+        line.send(Kind.OPEN, Open(STATE, SHARD, 2**20).to_bytes())
+        assert line.receive(5)[0] is Kind.COPY
+        assert shelf.pins == 1
+        until(lambda: shelf.pins == 0)
+        line.close()
+
+
+def test_a_client_that_resets_costs_its_connection_only(big):
+    shelf = Shelf(big)
+    with serving(shelf, bounds=BOUNDS) as server, others_go_on(server, big[1]):
+        for _ in range(20):
+            line = bad_peers.called(server.port)
+            line.send(Kind.OPEN, Open(STATE, SHARD, 2**20).to_bytes())
+            line.send(Kind.GET, wire.Get(0, 16).to_bytes())
+            assert line.receive(5)[0] is Kind.COPY
+            line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            line.close()
+    assert shelf.pins == 0
+
+
+STRANGERS = {
+    "nothing": b"",
+    "half a length": b"\0\0",
+    "a length of 4 GB": b"\xff\xff\xff\xff",
+    "a length of nothing": b"\0\0\0\0",
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "a hello that is cut off": b"\0\0\0\x38gpuopst1",
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_is_cut_off_soon(said):
+    with serving(Shelf((IMAGE, COPY)), bounds=limits(**QUICK)) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+            began_s = time.monotonic()
+            sock.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(1 << 12):
+                    pass
+            assert time.monotonic() - began_s < 5
+        until(lambda: server.figures()["strangers_cut"] == 1)
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
+    with serving(Shelf((IMAGE, COPY)), bounds=limits(**QUICK)) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+            began_s = time.monotonic()
+            with contextlib.suppress(OSError):
+                for byte in b"\0\0\0\x38gpuopst1" + bytes(60):
+                    sock.sendall(bytes([byte]))
+                    threading.Event().wait(0.1)
+            assert time.monotonic() - began_s < 5
+        until(lambda: server.figures()["strangers_cut"] == 1)
+
+
+def test_strangers_in_number_are_turned_away_and_do_not_keep_others_out(target):
+    bounds = limits(strangers_per_address_max=4, **QUICK)
+    with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
+        crowd = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(30)]
+        until(lambda: server.figures()["turned_away"] >= 20)
+        fetch([peer(server.port)], job_pass(), COPY, target.view, terms(patience_s=10))
+        for sock in crowd:
+            sock.close()
+
+    assert bytes(target.view) == bytes(IMAGE.view)
+
+
+BAD_REQUESTS = {
+    "a range behind the end": (Kind.GET, wire.Get(41, 1).to_bytes()),
+    "a range over the end": (Kind.GET, wire.Get(40, 2).to_bytes()),
+    "an empty range": (Kind.GET, wire.Get(0, 0).to_bytes()),
+    "a range of 16 TB": (Kind.GET, wire.Get(0, 2**32 - 1).to_bytes()),
+    "a short message": (Kind.GET, b"\0"),
+    "a long message": (Kind.GET, bytes(500)),
+    "no answer was due": (Kind.DATA, bytes(9)),
+    "done with what": (Kind.DONE, b""),
+    "an impossible shard": (Kind.OPEN, b"\xff" * 52),
+}
+
+
+@pytest.mark.parametrize(("kind", "body"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_request_that_cannot_be_ends_the_connection(kind, body, target):
+    shelf = Shelf((IMAGE, COPY))
+    with serving(shelf) as server:
+        line = bad_peers.called(server.port)
+        line.send(Kind.OPEN, Open(STATE, SHARD, CHUNK).to_bytes())
+        assert line.receive(5)[0] is Kind.COPY
+        line.receive_bytes(len(COPY.digest.table))
+        line.send(kind, body)
+        with pytest.raises(ConnectionError):
+            line.receive(5)
+        line.close()
+        until(lambda: shelf.pins == 0)
+        fetch([peer(server.port)], job_pass(), COPY, target.view, terms())
+
+
+def test_a_request_before_any_copy_was_opened_ends_the_connection():
+    with serving(Shelf((IMAGE, COPY))) as server:
+        line = bad_peers.called(server.port)
+        line.send(Kind.GET, wire.Get(0, 1).to_bytes())
+        with pytest.raises(ConnectionError):
+            line.receive(5)
+        line.close()
+
+
+def test_a_replica_of_16_tb_is_refused_before_its_table_is_read():
+    store = ReplicaStore(
+        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=NBYTES, chunk_bytes=CHUNK
+    )
+    store.keep_only([SHARD])
+    offer = wire.Push(STATE, SHARD, "ab" * 32, 2**44, "cd" * 32)
+    with serving(store, store) as server:
+        line = bad_peers.called(server.port)
+        line.send(Kind.PUSH, offer.to_bytes(CHUNK))
+        with pytest.raises(ConnectionError):
+            line.receive(5)
+        line.close()
+    store.close()
+
+
+def test_other_chunks_are_refused(target):
+    with (
+        serving(Shelf((IMAGE, COPY)), bounds=limits(chunk_bytes=2 * CHUNK)) as server,
+        pytest.raises(TransferError, match="chunks of 4096 bytes, not of 8192"),
+    ):
+        fetch([peer(server.port)], job_pass(), COPY, target.view, terms())
+
+
+def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
+    memory, copy = big
+    store = ReplicaStore(
+        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2 * BIG, chunk_bytes=2**20
+    )
+    store.keep_only([SHARD])
+    with serving(store, store, bounds=BOUNDS) as server:
+        line = bad_peers.called(server.port)
+        line.send(Kind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
+        kind, body = line.receive(5)
+        assert kind is Kind.GET
+        get = wire.Get.from_bytes(body)
+        line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
+        line.send_file(memory.fd, 0, get.count * 2**20, no_pace())
+        # And nothing more, with the connection open: the others are not to wait for it for long.
+        done = push(
+            peer(server.port),
+            job_pass(),
+            push_of(copy),
+            PinnedCopy(memory.fd, copy.digest),
+            terms(limits=BOUNDS),
+            no_pace(),
+        )
+        line.close()
+
+    assert done.sent_bytes == BIG - get.count * 2**20
+    assert len(store.copies()) == 1
+    store.close()
+
+
+def test_a_pusher_of_other_bytes_is_told(big):
+    _memory, copy = big
+    store = ReplicaStore(
+        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2 * BIG, chunk_bytes=2**20
+    )
+    store.keep_only([SHARD])
+
+    def send_rubbish(line):
+        line.send(Kind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
+        while True:
+            _kind, body = line.receive(5)
+            get = wire.Get.from_bytes(body)
+            line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
+            line._socket.sendall(b"\1" * (get.count * 2**20))
+
+    with serving(store, store, bounds=BOUNDS) as server:
+        line = bad_peers.called(server.port)
+        with pytest.raises(RefusedError, match="came damaged 6 times") as caught:
+            send_rubbish(line)
+        line.close()
+
+    assert caught.value.code is Refusal.DAMAGED
+    assert store.copies() == []
+    store.close()

@@ -1,0 +1,78 @@
+"""A thousand bits flipped on the way: all are found, and what they spoilt is asked for again."""
+
+import random
+
+from support.corrupting_proxy import CorruptingProxy
+from support.transfers import (
+    CHUNK,
+    SHARD,
+    Memory,
+    Shelf,
+    copy_of,
+    filled,
+    job_pass,
+    no_pace,
+    peer,
+    push_of,
+    serving,
+    terms,
+)
+
+from gpuops.checkpoint.replicas import ReplicaStore
+from gpuops.checkpoint.states import StateId
+from gpuops.checkpoint.transfer_client import fetch, push
+from gpuops.checkpoint.transfer_turns import PinnedCopy
+
+N_FLIPS = 1000
+NBYTES = 48 * CHUNK + 77
+# A chunk that is spoilt six times in a row would be the end of its transfer.
+GAP_BYTES = 20 * CHUNK
+
+
+def test_1000_flips_while_copies_are_fetched_are_found_and_repaired():
+    memory = filled(NBYTES)
+    copy = copy_of(memory)
+    n_fetched = n_damaged = 0
+    with (
+        serving(Shelf((memory, copy))) as server,
+        CorruptingProxy(server.port, seed=11, gap_bytes=GAP_BYTES) as proxy,
+    ):
+        while proxy.n_flips < N_FLIPS:
+            target = filled(NBYTES, seed=n_fetched + 1)
+            found = fetch([peer(proxy.port)], job_pass(), copy, target.view, terms(60, 30))
+            assert bytes(target.view) == bytes(memory.view)
+            target.close()
+            n_fetched += 1
+            n_damaged += found.n_damaged
+
+    # Most of what passes is chunks; the rest of the flips broke frames, which ends a connection.
+    assert N_FLIPS / 2 < n_damaged <= proxy.n_flips
+    assert n_fetched > N_FLIPS * GAP_BYTES / NBYTES / 4
+
+
+def test_1000_flips_while_replicas_are_pushed_are_found_and_repaired():
+    store = ReplicaStore(
+        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2**30, chunk_bytes=CHUNK
+    )
+    store.keep_only([SHARD])
+    memory, target = filled(NBYTES), Memory(NBYTES)
+    step = 0
+    with (
+        serving(store, store) as server,
+        CorruptingProxy(server.port, seed=12, gap_bytes=GAP_BYTES) as proxy,
+    ):
+        while proxy.n_flips < N_FLIPS:
+            step += 1
+            state = StateId(3, step)
+            memory.view[:] = random.Random(step).randbytes(NBYTES)
+            copy = copy_of(memory, state=state)
+            pinned = PinnedCopy(memory.fd, copy.digest)
+            push(peer(proxy.port), job_pass(), push_of(copy), pinned, terms(60, 30), no_pace())
+            store.commit(state)
+            held = store.open(state, SHARD)
+            fetch([peer(server.port)], job_pass(), copy, target.view, terms())
+            held.release()
+            assert bytes(target.view) == bytes(memory.view)
+
+    assert server.figures()["received_bytes"] > step * NBYTES + N_FLIPS / 4 * CHUNK
+    store.close()

@@ -1,0 +1,205 @@
+"""Peers of a transfer that misbehave after, or before, they have proved the token."""
+
+import contextlib
+import socket
+import threading
+
+from gpuops.checkpoint import transfer_wire as wire
+from gpuops.checkpoint.transfer_auth import TAG_BYTES
+from gpuops.checkpoint.transfer_line import Line
+from gpuops.checkpoint.transfer_wire import Kind
+from support.transfers import job_pass, limits
+
+
+class BadServer:
+    """Accepts connections and hands each to *behave* in a thread of its own; says how many came."""
+
+    def __init__(self, behave):
+        self._behave = behave
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        self.n_calls = 0
+        self.ends = threading.Event()
+        self._socks = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_why):
+        self.ends.set()
+        for sock in (self._listener, *self._socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        self._listener.close()
+
+    def _accept(self):
+        while not self.ends.is_set():
+            with contextlib.suppress(OSError):
+                sock, _address = self._listener.accept()
+                self.n_calls += 1
+                self._socks.append(sock)
+                thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, sock):
+        with sock, contextlib.suppress(OSError, wire.WireError):
+            self._behave(self, sock)
+
+
+def opened(sock, epoch=3):
+    """Return the server's side of a connection that was opened as it should be."""
+    line = Line(sock, job_pass(epoch=epoch), limits())
+    line.answer_call()
+    return line
+
+
+def called(port, epoch=3, **bounds):
+    """Return the client's side of a connection to *port*."""
+    sock = socket.create_connection(("127.0.0.1", port), 10)
+    line = Line(sock, job_pass(epoch=epoch), limits(**bounds))
+    line.call()
+    return line
+
+
+def trickle(server, sock, data=b"\0"):
+    """Send *data* again and again, a byte at a time, until the end."""
+    while not server.ends.wait(0.1):
+        for byte in data:
+            sock.sendall(bytes([byte]))
+            if server.ends.wait(0.1):
+                return
+
+
+def hold(server, _sock):
+    """Accept, and neither read nor write."""
+    server.ends.wait(60)
+
+
+def babble(_server, sock):
+    """Speak another protocol."""
+    sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+    sock.recv(1 << 16)
+
+
+def reset(_server, sock):
+    """Send a reset at once."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+def impostor(_server, sock):
+    """Open without the token, and say welcome all the same."""
+    sock.recv(1 << 12)
+    challenge = wire.Challenge(bytes(32)).to_bytes()
+    sock.sendall(wire.LENGTH.pack(len(challenge)) + challenge)
+    sock.recv(1 << 12)
+    welcome = wire.welcome(wire.Welcome.COME_IN, bytes(32))
+    sock.sendall(wire.LENGTH.pack(len(welcome)) + welcome)
+    sock.recv(1 << 12)
+
+
+def _copy_told(sock, copy):
+    line = opened(sock)
+    line.receive(5)
+    digest = copy.digest
+    line.send(Kind.COPY, wire.copy_bytes(digest.nbytes, digest.root), digest.table)
+    return line
+
+
+def serves_one_byte_at_a_time(copy):
+    """Answer the first request so slowly that it never ends."""
+
+    def behave(server, sock):
+        line = _copy_told(sock, copy)
+        _kind, body = line.receive(5)
+        line.send(Kind.DATA, wire.Get(*_range(body)).to_bytes())
+        trickle(server, sock)
+
+    return behave
+
+
+def stops_after_a_request(copy):
+    """Answer the first request with the beginning of a chunk and nothing after it."""
+
+    def behave(server, sock):
+        line = _copy_told(sock, copy)
+        _kind, body = line.receive(5)
+        line.send(Kind.DATA, wire.Get(*_range(body)).to_bytes())
+        sock.sendall(bytes(100))
+        server.ends.wait(60)
+
+    return behave
+
+
+def serves_other_chunks(copy):
+    """Answer with a range that was not asked for."""
+
+    def behave(_server, sock):
+        line = _copy_told(sock, copy)
+        line.receive(5)
+        line.send(Kind.DATA, wire.Get(0, 4_000_000_000).to_bytes())
+        line.receive(5)
+
+    return behave
+
+
+def serves_rubbish(copy):
+    """Answer each request with as many bytes as it asks for, none of them right."""
+
+    def behave(_server, sock):
+        line = _copy_told(sock, copy)
+        while True:
+            _kind, body = line.receive(5)
+            first, count = _range(body)
+            line.send(Kind.DATA, wire.Get(first, count).to_bytes())
+            begin = first * 4096
+            end = min((first + count) * 4096, copy.digest.nbytes)
+            sock.sendall(bytes(end - begin))
+
+    return behave
+
+
+def lies_about_the_size(copy):
+    """Say that the image is much longer."""
+
+    def behave(_server, sock):
+        line = opened(sock)
+        line.receive(5)
+        line.send(Kind.COPY, wire.copy_bytes(copy.digest.nbytes * 1000, copy.digest.root))
+        line.receive(5)
+
+    return behave
+
+
+def huge_frame(_server, sock):
+    """Announce a frame of 4 GB, after the opening."""
+    line = opened(sock)
+    line.receive(5)
+    sock.sendall(b"\xff\xff\xff\xff" + bytes(1000))
+    line.receive(5)
+
+
+def wrong_tag(_server, sock):
+    """Send a frame that is whole but has another tag."""
+    line = opened(sock)
+    line.receive(5)
+    message = wire.HEAD.pack(job_pass().job, 3, Kind.DONE)
+    sock.sendall(wire.frame(bytes(TAG_BYTES), message))
+    line.receive(5)
+
+
+def says_done(_server, sock):
+    """Claim at once that there is nothing to do."""
+    line = opened(sock)
+    line.receive(5)
+    line.send(Kind.DONE)
+    line.receive(5)
+
+
+def _range(body):
+    get = wire.Get.from_bytes(body)
+    return get.first, get.count

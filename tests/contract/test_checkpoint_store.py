@@ -208,7 +208,7 @@ def test_a_state_of_a_later_version_is_left_as_it_is(store, kind, pair):
     (damaged,) = store.survey().damaged
     assert damaged.name == STATE.name
     assert "version 2" in damaged.why
-    with pytest.raises(CheckpointError, match="version 2.*Install the gpuops"):
+    with pytest.raises(CheckpointError, match=r"version 2.*Install the gpuops"):
         persist(store, STATE, pair, origin=ORIGIN)
     assert kind.read(key) == newer
     assert kind.read(file_key()) == content_of(pair[Shard(0, 2)])

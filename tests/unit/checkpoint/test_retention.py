@@ -1,0 +1,212 @@
+"""Which states are removed, and which never are."""
+
+from datetime import UTC, datetime
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuops.checkpoint.digest import root_of
+from gpuops.checkpoint.manifest import Manifest, ShardRecord, utc
+from gpuops.checkpoint.retention import (
+    DAY_S,
+    HOUR_S,
+    LADDER,
+    Retention,
+    Rung,
+    doomed,
+    judge,
+    prune,
+)
+from gpuops.checkpoint.state_store import Stored
+from gpuops.checkpoint.states import CheckpointError, Digest, Shard, StateId
+
+NOON_S = int(datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp())
+TABLE = blake3(b"").digest(8)
+RECORD = ShardRecord(Shard(0, 1), "0" * 64, Digest(1, TABLE, root_of(1, TABLE)))
+
+
+def stored(step, *, epoch=1, age_s=0, tags=()):
+    state = StateId(epoch, step)
+    made = Manifest(
+        state=state,
+        world=1,
+        shards=(RECORD,),
+        created=utc((NOON_S - age_s) * 1_000_000),
+        version="1",
+        generation=0,
+        job="",
+    )
+    return Stored(state, made, tags)
+
+
+def row(*steps):
+    """Return states of these steps, a minute apart, the last one now."""
+    return [stored(step, age_s=60 * (len(steps) - n)) for n, step in enumerate(steps, start=1)]
+
+
+def kept(states, retention, verified=()):
+    return [verdict.state.step for verdict in judge(states, retention, verified) if verdict.is_kept]
+
+
+def test_the_newest_stay_and_the_rest_go_oldest_first():
+    states = row(1, 2, 3, 4, 5)
+
+    gone = doomed(states, Retention(keep_last=2), {StateId(1, 5)})
+
+    assert [verdict.state.step for verdict in gone] == [1, 2, 3]
+    assert {verdict.why for verdict in gone} == {"no rule keeps it"}
+
+
+def test_newest_is_by_epoch_first():
+    states = [stored(900, epoch=1), stored(100, epoch=2), stored(200, epoch=2)]
+
+    gone = doomed(states, Retention(keep_last=2), {StateId(2, 200)})
+
+    assert [verdict.state for verdict in gone] == [StateId(1, 900)]
+
+
+def test_each_so_many_steps_one_stays():
+    states = row(0, 50, 100, 150, 200, 250)
+
+    assert kept(states, Retention(keep_last=1, keep_every=100), {StateId(1, 250)}) == [
+        250,
+        200,
+        100,
+        0,
+    ]
+
+
+def test_the_newest_verified_stays_however_old():
+    states = row(1, 2, 3, 4, 5, 6)
+
+    assert kept(states, Retention(keep_last=2), {StateId(1, 1), StateId(1, 2)}) == [6, 5, 2]
+
+
+def test_nothing_goes_while_none_is_known_to_be_good():
+    states = row(1, 2, 3, 4)
+
+    assert doomed(states, Retention(keep_last=1)) == []
+    assert doomed(states, Retention(keep_last=1), {StateId(7, 7)}) == []  # not in this store
+    verdicts = judge(states, Retention(keep_last=1))
+    assert verdicts[-1].why == "no state is known to be good"
+
+
+def test_pinned_ones_stay_and_the_reasons_are_told():
+    states = [stored(1, tags=("a", "b"), age_s=99), *row(2, 3)]
+
+    verdicts = judge(states, Retention(keep_last=1, keep_every=3), {StateId(1, 3)})
+
+    assert [(verdict.state.step, verdict.is_kept) for verdict in verdicts] == [
+        (3, True),
+        (2, False),
+        (1, True),
+    ]
+    assert verdicts[0].why == "among the newest 1; each 3 steps; the newest that was verified"
+    assert verdicts[2].why == "pinned by a, b"
+
+
+def test_the_ladder_keeps_one_an_hour_for_a_day_and_one_a_day_for_a_week():
+    minutes = range(0, 10 * 24 * 60, 20)
+    states = [stored(10**6 - minute, age_s=60 * minute) for minute in minutes]
+
+    retention = Retention(keep_last=1, ladder=LADDER)
+    steps = set(kept(states, retention, {StateId(1, 10**6)}))
+    ages_s = sorted(NOON_S - item.manifest.created_s for item in states if item.state.step in steps)
+
+    in_a_day = [age_s for age_s in ages_s if age_s <= DAY_S]
+    later = [age_s for age_s in ages_s if age_s > DAY_S]
+    # By the clock's hours and days: the newest of 12:00 itself, then 11:40, 10:40, …
+    assert in_a_day[:3] == [0, 20 * 60, 80 * 60]
+    assert len(in_a_day) == 25
+    assert len(later) == 6
+    assert max(later) <= 7 * DAY_S
+
+
+def test_a_clock_that_jumped_or_a_long_pause_removes_nothing_by_age():
+    states = [stored(step, age_s=400 * DAY_S + HOUR_S * (9 - step)) for step in range(10)]
+
+    retention = Retention(keep_last=1, ladder=(Rung(HOUR_S, DAY_S),))
+
+    assert len(kept(states, retention, {StateId(1, 9)})) == 10
+
+
+def test_one_state_or_none_is_left_alone():
+    assert judge([], Retention()) == []
+    assert doomed([stored(1)], Retention(keep_last=1), {StateId(1, 1)}) == []
+
+
+@pytest.mark.parametrize(
+    "values", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": -1}], ids=str
+)
+def test_a_rule_that_would_keep_none_is_refused(values):
+    with pytest.raises(ValueError, match="keep_last is"):
+        Retention(**values)
+
+
+@pytest.mark.parametrize("rung", [(0, 10), (-1, 10), (10, 5)])
+def test_a_rung_that_means_nothing_is_refused(rung):
+    with pytest.raises(ValueError, match="kept each"):
+        Rung(*rung)
+
+
+STORED = st.builds(
+    stored,
+    st.integers(0, 30),
+    epoch=st.integers(0, 2),
+    age_s=st.integers(0, 10 * DAY_S),
+    tags=st.sampled_from([(), (), (), ("x",)]),
+)
+RETENTIONS = st.builds(
+    Retention,
+    keep_last=st.integers(1, 5),
+    keep_every=st.integers(0, 7),
+    ladder=st.sampled_from([(), LADDER, (Rung(60, 3600),)]),
+)
+
+
+@given(
+    states=st.lists(STORED, max_size=25, unique_by=lambda item: item.state),
+    retention=RETENTIONS,
+    data=st.data(),
+)
+def test_what_must_stay_stays_and_a_second_time_nothing_goes(states, retention, data):
+    verified = data.draw(
+        st.sets(st.sampled_from([item.state for item in states])) if states else st.just(set())
+    )
+    gone = {verdict.state for verdict in doomed(states, retention, verified)}
+
+    assert not gone & {item.state for item in states if item.tags}
+    assert max(verified, default=None) not in gone
+    newest = sorted((item.state for item in states), reverse=True)[: retention.keep_last]
+    assert not gone & set(newest)
+    if not verified:
+        assert not gone
+    left = [item for item in states if item.state not in gone]
+    assert doomed(left, retention, verified) == []
+
+
+class ListOfStates:
+    """A store that only lists and deletes; one of its states cannot be removed."""
+
+    def __init__(self, states, stuck=None):
+        self.states, self.stuck = states, stuck
+
+    def list(self):
+        return tuple(self.states)
+
+    def delete(self, state):
+        if state == self.stuck:
+            raise CheckpointError("cannot")
+        self.states = [item for item in self.states if item.state != state]
+
+
+def test_pruning_tells_of_each_before_it_goes_and_stops_where_it_cannot():
+    store, told = ListOfStates(row(1, 2, 3, 4), stuck=StateId(1, 2)), []
+
+    with pytest.raises(CheckpointError):
+        prune(store, Retention(keep_last=1), {StateId(1, 4)}, told=told.append)
+
+    assert [verdict.state.step for verdict in told] == [1, 2]
+    assert [item.state.step for item in store.states] == [2, 3, 4]

@@ -1,0 +1,377 @@
+"""The newest state that all nodes can load, from examples and against a slower oracle."""
+
+from itertools import chain, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuops.checkpoint.negotiate import WHY_MAX, Situation, choose
+from gpuops.checkpoint.states import Copy, Digest, Shard, StateId, Tier
+
+OLD, NEW = StateId(2, 100), StateId(2, 110)
+
+
+def digest(root="a", nbytes=1000):
+    return Digest(nbytes, b"12345678", root * 64)
+
+
+def copy(state, rank, world, holder, root="a", tier=Tier.MEMORY, *, layout="1"):
+    return Copy(state, Shard(rank, world), layout * 64, digest(root), tier, holder)
+
+
+def memory(node, *held, world=2, root="a"):
+    """Return the inventory of *node*: *held* are pairs of state and rank."""
+    return [copy(state, rank, world, node, root) for state, rank in held]
+
+
+def disk(state, world=2, root="a", where="/ckpt"):
+    return [copy(state, rank, world, where, root, Tier.PERSISTENT) for rank in range(world)]
+
+
+RANKS = {"n0": [0], "n1": [1]}
+
+
+def test_each_rank_loads_from_its_own_memory():
+    plan = choose(
+        Situation(
+            inventories={"n0": memory("n0", (NEW, 0)), "n1": memory("n1", (NEW, 1))}, ranks=RANKS
+        )
+    )
+
+    assert (plan.offer.state, plan.offer.world, plan.offer.tier) == (NEW, 2, Tier.MEMORY)
+    assert (plan.offer.epoch, plan.why) == (3, ())
+    assert [(s.shard.rank, s.copies[0].holder) for s in plan.sources["n1"]] == [(1, "n1")]
+
+
+def test_a_replaced_node_loads_from_its_peer():
+    held = memory("n0", (NEW, 0), (NEW, 1))
+    plan = choose(Situation(inventories={"n0": held, "n2": []}, ranks={"n0": [0], "n2": [1]}))
+
+    assert plan.offer.tier is Tier.PEER
+    ((source,),) = [plan.sources["n2"]]
+    assert (source.shard, source.copies[0].tier) == (Shard(1, 2), Tier.PEER)
+    assert source.copies[0].holder == "n0"
+
+
+def test_an_older_state_only_with_a_reason():
+    plan = choose(
+        Situation(
+            inventories={
+                "n0": memory("n0", (NEW, 0), (OLD, 0)),
+                "n1": memory("n1", (OLD, 1)),
+                "n9": memory("n9", (NEW, 1)),
+            },
+            ranks=RANKS,
+        )
+    )
+
+    assert plan.offer.state == OLD
+    assert plan.why == ("step 110 (epoch 2), world 2: nobody has shard 1 of 2; lost with n9",)
+    assert plan.offer.why == plan.why
+
+
+def test_the_persistent_copy_fills_in_for_the_same_state_only():
+    inventories = {"n0": memory("n0", (NEW, 0)), "n1": []}
+    same = choose(Situation(inventories=inventories, ranks=RANKS, persistent=disk(NEW)))
+    other = choose(Situation(inventories=inventories, ranks=RANKS, persistent=disk(OLD)))
+
+    assert (same.offer.state, same.offer.tier) == (NEW, Tier.PERSISTENT)
+    assert same.sources["n0"][0].copies[0].tier is Tier.MEMORY
+    assert [c.holder for c in same.sources["n0"][0].copies] == ["n0", "/ckpt"]
+    assert same.sources["n1"][0].copies[0].holder == "/ckpt"
+    assert other.offer.state == OLD
+    assert {s.copies[0].state for of in other.sources.values() for s in of} == {OLD}
+
+
+def test_steps_made_again_are_newer_than_those_that_were_left_behind():
+    again = StateId(3, 90)
+    plan = choose(
+        Situation(
+            inventories={
+                "n0": memory("n0", (NEW, 0), (again, 0)),
+                "n1": memory("n1", (NEW, 1), (again, 1)),
+            },
+            ranks=RANKS,
+        )
+    )
+
+    assert (plan.offer.state, plan.epoch) == (again, 4)
+
+
+def test_nothing_to_load_is_a_fresh_start_with_reasons():
+    plan = choose(
+        Situation(inventories={"n0": memory("n0", (NEW, 0))}, ranks=RANKS, excluded=[OLD])
+    )
+
+    assert plan.offer is None
+    assert plan.sources == {"n0": (), "n1": ()}
+    assert (plan.epoch, len(plan.why)) == (3, 1)
+    assert choose(Situation(inventories={}, ranks=RANKS)).epoch == 0
+
+
+@pytest.mark.parametrize("excluded", [{"excluded": [NEW]}, {"excluded_steps": [110]}])
+def test_an_excluded_state_is_passed_over_and_its_epoch_is_not(excluded):
+    newer = StateId(7, 110)
+    inventories = {
+        "n0": memory("n0", (newer, 0), (NEW, 0), (OLD, 0)),
+        "n1": memory("n1", (NEW, 1), (OLD, 1)),
+    }
+    plan = choose(Situation(inventories=inventories, ranks=RANKS, **excluded))
+
+    assert (plan.offer.state, plan.epoch) == (OLD, 8)
+    assert "step 110 (epoch 2), world 2: it is excluded" in plan.why
+
+
+def test_of_two_copies_that_differ_neither_is_loaded():
+    inventories = {
+        "n0": [*memory("n0", (NEW, 0), (OLD, 0), (OLD, 1)), copy(NEW, 1, 2, "n0", "b")],
+        "n1": memory("n1", (NEW, 1)),
+    }
+    plan = choose(Situation(inventories=inventories, ranks=RANKS))
+
+    assert plan.offer.state == OLD
+    assert plan.why == (
+        "step 110 (epoch 2), world 2: "
+        + "the copies of shard 1 differ (n0, n1), and no majority has the same",
+    )
+
+
+@pytest.mark.parametrize("odd", ["n0", "n1", "/ckpt"])
+def test_of_three_copies_two_that_are_equal_are_loaded(odd):
+    def root(holder):
+        return "b" if holder == odd else "a"
+
+    inventories = {
+        "n0": [*memory("n0", (NEW, 0)), copy(NEW, 1, 2, "n0", root("n0"))],
+        "n1": [copy(NEW, 1, 2, "n1", root("n1"))],
+    }
+    saved = [copy(NEW, 1, 2, "/ckpt", root("/ckpt"), Tier.PERSISTENT)]
+    plan = choose(Situation(inventories=inventories, ranks=RANKS, persistent=saved))
+
+    assert plan.offer.state == NEW
+    (source,) = plan.sources["n1"]
+    assert odd not in [found.holder for found in source.copies]
+    assert {found.digest.root for found in source.copies} == {"a" * 64}
+
+
+def test_another_layout_is_another_content():
+    inventories = {
+        "n0": [*memory("n0", (NEW, 0), (NEW, 1))],
+        "n1": [copy(NEW, 1, 2, "n1", layout="2")],
+    }
+    assert choose(Situation(inventories=inventories, ranks=RANKS)).offer is None
+
+
+def test_a_holder_that_contradicts_itself_has_no_vote():
+    inventories = {
+        "n0": [*memory("n0", (NEW, 0), (NEW, 1)), copy(NEW, 1, 2, "n0", "b")],
+        "n1": memory("n1", (NEW, 1)),
+    }
+    plan = choose(Situation(inventories=inventories, ranks=RANKS))
+
+    assert [found.holder for found in plan.sources["n1"][0].copies] == ["n1"]
+
+
+def test_what_a_node_says_of_another_is_its_own_word():
+    told = [copy(NEW, rank, 2, "n7") for rank in (0, 1)]
+    plan = choose(Situation(inventories={"n0": told}, ranks=RANKS))
+
+    assert plan.sources["n0"][0].copies[0].holder == "n0"
+    assert plan.sources["n1"][0].copies[0].holder == "n0"
+
+
+def test_in_another_world_every_node_needs_every_shard():
+    inventories = {
+        f"n{rank}": memory(f"n{rank}", (NEW, rank), (NEW, (rank + 1) % 4), world=4)
+        for rank in range(3)
+    }
+    plan = choose(
+        Situation(inventories=inventories, ranks={"n0": [0], "n1": [1], "n2": [2], "spare": []})
+    )
+
+    assert (plan.offer.world, plan.offer.tier) == (4, Tier.PEER)
+    for node in ("n0", "n1", "n2"):
+        assert [source.shard.rank for source in plan.sources[node]] == [0, 1, 2, 3]
+    assert plan.sources["spare"] == ()
+
+
+def test_near_holders_before_far_ones_and_then_the_least_loaded():
+    held = {f"n{number}": memory(f"n{number}", (NEW, 0), (NEW, 1), world=4) for number in (0, 1)}
+    held |= {"n2": memory("n2", *[(NEW, rank) for rank in range(4)], world=4)}
+    ranks = {"a": [0], "b": [1], "c": [2], "d": [3], "n0": [], "n1": [], "n2": []}
+    far = choose(Situation(inventories=held, ranks=ranks))
+    near = choose(
+        Situation(inventories=held, ranks=ranks, domains={"a": "x", "n1": "x", "b": "y", "n0": "z"})
+    )
+
+    firsts = {node: of[0].copies[0].holder for node, of in far.sources.items() if of}
+    # c and d have no choice, so a and b spare n2.
+    assert firsts == {"a": "n0", "b": "n1", "c": "n2", "d": "n2"}
+    assert [found.holder for found in far.sources["a"][0].copies] == ["n0", "n1", "n2"]
+    assert near.sources["a"][0].copies[0].holder == "n1"
+
+
+def test_ranks_must_make_a_world():
+    for ranks in ({"n0": [0], "n1": [0]}, {"n0": [1]}, {"n0": [0, 2]}):
+        with pytest.raises(ValueError, match="each once"):
+            choose(Situation(inventories={}, ranks=ranks))
+
+
+def test_a_hostile_world_costs_little_and_reasons_are_bounded():
+    wild = [copy(StateId(5, step), 99_999, 100_000, "n0") for step in range(100)]
+    plan = choose(Situation(inventories={"n0": wild}, ranks=RANKS))
+
+    assert plan.offer is None
+    assert len(plan.why) == WHY_MAX
+    assert all(len(reason) < 300 for reason in plan.why)
+
+
+NODES = ["n0", "n1", "n2", "n3"]
+STATES = [StateId(epoch, step) for epoch in (1, 2) for step in (5, 6)]
+WORLDS = [1, 2, 3]
+
+copies_st = st.lists(
+    st.builds(
+        lambda state, world, rank, root, holder: copy(state, rank % world, world, holder, root),
+        st.sampled_from(STATES),
+        st.sampled_from(WORLDS),
+        st.integers(0, 2),
+        st.sampled_from("aaaab"),
+        st.just("?"),
+    ),
+    max_size=12,
+)
+
+
+@st.composite
+def situations(draw):
+    live = draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True))
+    world = draw(st.sampled_from(WORLDS))
+    ranks = {node: [] for node in live}
+    for rank in range(world):
+        ranks[draw(st.sampled_from(live))].append(rank)
+    saved = [
+        copy(c.state, c.shard.rank, c.shard.world, where, c.digest.root[0], Tier.PERSISTENT)
+        for c in draw(copies_st)
+        for where in [draw(st.sampled_from(["/a", "/b"]))]
+    ]
+    return Situation(
+        inventories={node: draw(copies_st) for node in NODES},
+        ranks=ranks,
+        persistent=saved,
+        excluded=draw(st.lists(st.sampled_from(STATES), max_size=1)),
+        domains=draw(st.dictionaries(st.sampled_from(NODES), st.sampled_from("xy"))),
+    )
+
+
+def trusted_by_hand(situation, state, shard):
+    """Return {holder: root} of the copies that may be loaded, by the words of the rule."""
+    told = {}
+    for node in situation.ranks:
+        for held in situation.inventories.get(node, ()):
+            if (held.state, held.shard) == (state, shard):
+                told.setdefault(node, set()).add(held.digest.root)
+    for held in situation.persistent:
+        if (held.state, held.shard) == (state, shard):
+            told.setdefault(held.holder, set()).add(held.digest.root)
+    votes = [next(iter(roots)) for roots in told.values() if len(roots) == 1]
+    for root in set(votes):
+        if votes.count(root) > len(votes) / 2:
+            return {holder: root for holder, roots in told.items() if roots == {root}}
+    return {}
+
+
+def complete_by_hand(situation):
+    """Return the pairs of state and world that can be loaded."""
+    return [
+        (state, world)
+        for state in STATES
+        for world in WORLDS
+        if state not in situation.excluded
+        and all(trusted_by_hand(situation, state, Shard(rank, world)) for rank in range(world))
+    ]
+
+
+@settings(max_examples=400, deadline=None)
+@given(situations())
+def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
+    plan = choose(situation)
+    complete = complete_by_hand(situation)
+
+    if not complete:
+        assert plan.offer is None
+        return
+    state, world = max(complete)
+    assert (plan.offer.state, plan.offer.world) == (state, world)
+    next_world = sum(len(ranks) for ranks in situation.ranks.values())
+    for node, sources in plan.sources.items():
+        expected = sorted(situation.ranks[node])
+        if next_world != world:
+            expected = list(range(world)) if expected else []
+        assert [source.shard for source in sources] == [Shard(rank, world) for rank in expected]
+        for source in sources:
+            by_hand = trusted_by_hand(situation, state, source.shard)
+            assert {found.holder: found.digest.root for found in source.copies} == by_hand
+            assert {found.state for found in source.copies} == {state}
+            tiers = [list(Tier).index(found.tier) for found in source.copies]
+            assert tiers == sorted(tiers)
+            if node in by_hand:
+                assert (source.copies[0].holder, source.copies[0].tier) == (node, Tier.MEMORY)
+
+
+@settings(max_examples=400, deadline=None)
+@given(situations())
+def test_every_newer_state_has_its_reason_and_the_epoch_is_beyond_all(situation):
+    plan = choose(situation)
+    seen = {
+        (held.state, held.shard.world)
+        for held in chain(situation.persistent, *situation.inventories.values())
+    }
+    chosen = (plan.offer.state, plan.offer.world) if plan.offer else (StateId(0, 0), 0)
+    passed = sorted((pair for pair in seen if pair > chosen), reverse=True)
+
+    assert [reason.split(":")[0] for reason in plan.why] == [
+        f"{state}, world {world}" for state, world in passed
+    ]
+    assert plan.epoch == 1 + max((state.epoch for state, _world in seen), default=-1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(situations(), st.randoms(use_true_random=False))
+def test_the_order_of_the_words_does_not_matter(situation, random):
+    def shuffled(items):
+        items = list(items)
+        random.shuffle(items)
+        return items
+
+    other = Situation(
+        inventories={
+            node: shuffled(held) for node, held in shuffled(situation.inventories.items())
+        },
+        ranks={node: shuffled(ranks) for node, ranks in shuffled(situation.ranks.items())},
+        persistent=shuffled(situation.persistent),
+        excluded=situation.excluded,
+        domains=dict(shuffled(situation.domains.items())),
+    )
+
+    assert choose(other) == choose(situation)
+
+
+def test_names_of_nodes_decide_ties_and_nothing_else():
+    held = {f"n{number}": memory(f"n{number}", (NEW, 0), (NEW, 1)) for number in range(3)}
+    ranks = {"x": [0], "y": [1], "n0": [], "n1": [], "n2": []}
+    plans = {
+        tuple(
+            (node, found.holder)
+            for node, of in choose(
+                Situation(inventories={node: held[node] for node in order}, ranks=ranks)
+            ).sources.items()
+            for source in of
+            for found in source.copies
+        )
+        for order in permutations(held)
+    }
+
+    assert len(plans) == 1
+    assert ("x", "n0") in next(iter(plans))

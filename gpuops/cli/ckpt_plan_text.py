@@ -127,7 +127,7 @@ def _costs(plan: Plan, ram_bytes: int | None, refused: str | None) -> Iterator[s
     need, seconds = plan.job.need, plan.seconds
     there = "" if ram_bytes is None or refused else f", of {format_bytes(ram_bytes)}"
     yield labelled("RAM", refused or f"{need}{there}")
-    if refused is None:
+    if ram_bytes is None:
         for option in options(need)[1:]:
             yield labelled("", f"{format_bytes(option.need.total_bytes)} with {described(option)}")
     state = format_bytes(need.state_bytes)

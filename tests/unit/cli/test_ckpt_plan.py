@@ -1,7 +1,9 @@
 """``gpuops ckpt plan``: what it prints, as text and JSON, and what it refuses."""
 
 import json
+import shlex
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -10,6 +12,7 @@ from gpuops.cli.ckpt_plan import nodes_and_domains, plan
 from gpuops.cli.main import run_command
 from gpuops.errors import UsageError
 
+README = Path(__file__).parents[3] / "gpuops" / "checkpoint" / "README.md"
 TOPOLOGY = """\
 SwitchName=leaf0 Nodes=gpu[01-04]
 SwitchName=leaf1 Nodes=gpu[05-08]
@@ -253,3 +256,13 @@ def test_names_that_a_terminal_would_obey_are_shown_and_not_sent(tmp_path):
         text = shown("--domains", str(path), "--replicas", replicas, *SIZE)
         assert "\x1b" not in text
         assert "/1 (2 states)" in text
+
+
+def test_the_example_of_the_readme_is_what_the_command_prints(tmp_path, monkeypatch):
+    _, topology, _, example, *_ = README.read_text().split("```\n")
+    command, _, printed = example.partition("\n")
+    (tmp_path / "topology.conf").write_text(topology)
+    monkeypatch.chdir(tmp_path)
+
+    assert command.startswith("$ gpuops ckpt plan ")
+    assert shown(*shlex.split(command)[4:]) == printed

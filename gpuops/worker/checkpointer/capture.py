@@ -1,0 +1,159 @@
+"""One rank's state at one moment: its tensors, how they stand in an image, and all else as JSON."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gpuops.checkpoint.image import ImageLayout, plan_image
+from gpuops.checkpoint.states import Shard
+from gpuops.worker.checkpointer.optimizer_part import OptimizerPart
+from gpuops.worker.checkpointer.part import Part, Reading, Sink
+from gpuops.worker.checkpointer.rng import read_rng
+from gpuops.worker.checkpointer.tensors import Places, check, is_carried, local_of
+from gpuops.worker.checkpointer.values import dumps
+
+FORMAT = 1
+EXTRA_STEP_BYTES = 64 * 1024
+
+PlaceOf = Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What is to be copied into a slot of *layout*.
+
+    ``tensors`` are this rank's parts, in the order of ``plan.names``; those of ``plan.fenced`` are
+    changed by the optimizers alone.
+    """
+
+    plan: "CopyPlan"
+    tensors: Sequence[torch.Tensor]
+    extra: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """The layout of an image, and which tensor of a capture goes where in it."""
+
+    layout: ImageLayout
+    names: tuple[str, ...]
+    fenced: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+class Capturer:
+    """Reads all parts of a state; plans the image anew only where something changed its shape."""
+
+    def __init__(self, parts: Sequence[Part], shard: Shard, *, allow_pickle: bool) -> None:
+        self._parts = tuple(parts)
+        self._shard = shard
+        self._allow_pickle = allow_pickle
+        self._plan: CopyPlan | None = None
+        self._names: list[tuple[str, ...]] = []
+        self._shapes: list[object] = []
+        self._types: list[type] = []
+        self._places: list[object] = []
+        self._dtypes: list[torch.dtype] = []
+        self._has_indirect = False
+
+    @torch.no_grad()
+    def capture(self, step: int) -> Capture:
+        """Return the state as it is now; its tensors are not copied yet.
+
+        Raises:
+            CheckpointError: Something in it cannot be stored; says which.
+        """
+        readings = [part.read() for part in self._parts]
+        tensors = [tensor for reading in readings for tensor in reading.tensors]
+        extra = self._extra(step, readings)
+        if not self._is_planned(readings, tensors) or not self._has_room(extra):
+            self._make_plan(readings, tensors, len(extra))
+        assert self._plan is not None
+        if self._has_indirect:
+            tensors = [local_of(tensor) for tensor in tensors]
+        return Capture(self._plan, tensors, extra)
+
+    def _extra(self, step: int, readings: Sequence[Reading]) -> bytes:
+        sink = Sink(allow_pickle=self._allow_pickle)
+        head = {
+            "format": FORMAT,
+            "step": step,
+            "rank": self._shard.rank,
+            "world": self._shard.world,
+            "torch": str(torch.__version__),
+            "rng": sink.encoder.encode(read_rng(), "rng"),
+        }
+        fragments = b",".join(
+            b"%b:%b" % (dumps(part.key), reading.fragment)
+            for part, reading in zip(self._parts, readings, strict=True)
+        )
+        return b'%b,"parts":{%b}}' % (dumps(head)[:-1], fragments)
+
+    def _has_room(self, extra: bytes) -> bool:
+        return self._plan is not None and len(extra) <= self._plan.layout.extra_capacity_bytes
+
+    def _is_planned(self, readings: Sequence[Reading], tensors: list[torch.Tensor]) -> bool:
+        if self._plan is None or len(self._names) != len(readings):
+            return False
+        if any(a.names is not b for a, b in zip(readings, self._names, strict=True)):
+            return False
+        return (
+            [tensor.shape for tensor in tensors] == self._shapes
+            and [tensor.dtype for tensor in tensors] == self._dtypes
+            and list(map(type, tensors)) == self._types
+            and (not self._places or _places(tensors) == self._places)
+        )
+
+    def _make_plan(
+        self, readings: Sequence[Reading], tensors: list[torch.Tensor], n_extra: int
+    ) -> None:
+        names = tuple(name for reading in readings for name in reading.names)
+        for name, tensor in zip(names, tensors, strict=True):
+            check(tensor, name)
+        places = Places()
+        specs = [
+            places.spec_of(tensor, local_of(tensor), name)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        room = -(-2 * n_extra // EXTRA_STEP_BYTES) * EXTRA_STEP_BYTES
+        layout = plan_image(self._shard, specs, room)
+        fenced = self._fenced(readings, tensors)
+        self._plan = CopyPlan(
+            layout,
+            names,
+            tuple(i for i, is_fenced in enumerate(fenced) if is_fenced),
+            tuple(i for i, is_fenced in enumerate(fenced) if not is_fenced),
+        )
+        self._names = [reading.names for reading in readings]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._types = list(map(type, tensors))
+        self._places = _places(tensors)
+        self._has_indirect = any(
+            isinstance(tensor, DTensor) or is_carried(tensor.dtype) for tensor in tensors
+        )
+
+    def _fenced(self, readings: Sequence[Reading], tensors: list[torch.Tensor]) -> list[bool]:
+        owned = {
+            id(each)
+            for part in self._parts
+            if isinstance(part, OptimizerPart)
+            for group in part.optimizer.param_groups
+            for each in group["params"]
+        }
+        fenced = [id(tensor) in owned for tensor in tensors]
+        begin = 0
+        for reading in readings:
+            fenced[begin : begin + reading.n_fenced] = [True] * reading.n_fenced
+            begin += len(reading.tensors)
+        return fenced
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [
+        (tensor.placements, tensor.to_local().shape)
+        for tensor in tensors
+        if isinstance(tensor, DTensor)
+    ]

@@ -1,0 +1,304 @@
+"""What a training script does for its checkpoints: three lines.
+
+``ck = gpuops.Checkpointer(model=model, optimizer=optimizer)``, ``start = ck.restore()``, and
+``ck.step(n)`` after the optimizer step, n being the steps completed.
+"""
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from gpuops.checkpoint.keeper import Keeper, Policy
+from gpuops.checkpoint.states import STEP_MAX, CheckpointError, KeeperError
+from gpuops.checkpoint.stores import open_store
+from gpuops.config import environ
+from gpuops.worker.api import phase
+from gpuops.worker.checkpointer.assembly import Given
+from gpuops.worker.checkpointer.interval_policy import (
+    Cost,
+    Schedule,
+    parse_every,
+    parse_time,
+    schedule_for,
+)
+from gpuops.worker.checkpointer.keeping import (
+    BusyDirectoryError,
+    Finder,
+    NoKeeperError,
+    default_directory,
+    group_store,
+)
+from gpuops.worker.checkpointer.place import Place, find_place
+from gpuops.worker.checkpointer.restoring import Restored, restore_parts
+from gpuops.worker.checkpointer.saver import Saver
+from gpuops.worker.checkpointer.sources import FromDirectory, FromKeeper, StateSource
+
+_log = logging.getLogger(__name__)
+
+OFFER_DEADLINE_S = 600.0
+UNKNOWN_COST_S = 30.0  # between two saves that nobody can find out the cost of together
+
+
+class Checkpointer:
+    """Saves the state of a training job, and restores it where it was lost.
+
+    Args:
+        model: A module; a list of those of one model that this rank has; a mapping of models.
+        optimizer: A torch optimizer, or several; their steps wait for a copy that is under way.
+        scheduler: Whatever schedules, with ``state_dict``; one, a list or a mapping of them.
+        dataloader: What gives the data, if it has ``state_dict``.
+        scaler: A gradient scaler.
+        ema: Averages: a module, something with ``state_dict``, or a mapping of tensors.
+        extra: A mapping of anything else: things with ``state_dict``, generators, plain values,
+            which are read at each save and put back into the mapping.
+        every: ``"auto"`` (what saving costs and how often nodes fail decide), a number of steps, or
+            a time such as ``"5s"``.
+        directory: Where states persist beside memory: a directory or a URL. None: what the agent or
+            ``GPUOPS_CKPT_DIR`` says.
+        persist_every: The time between two that persist.
+        slots: How many states the memory of a node holds at once, the one being written included.
+        keep_last: How many persistent states are kept.
+        keep_every: States whose step divides by this are kept as well; 0: none.
+        allow_pickle: Store values of any type with ``torch.save``. Loading such a state runs
+            whatever code it contains.
+        keeper: For tests: the keeper to use instead of that of this node.
+
+    Raises:
+        CheckpointError: An argument is not what can be saved; says which.
+    """
+
+    def __init__(  # noqa: PLR0913 each is a thing to save, or how
+        self,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        ema: object = None,
+        extra: object = None,
+        every: int | str = "auto",
+        directory: object = None,
+        persist_every: str | float = "10min",
+        slots: int = 2,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        allow_pickle: bool = False,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self._every = parse_every(every)
+        self._env = environ()
+        self._policy = Policy(
+            directory=default_directory(directory, self._env),
+            persist_every_s=(
+                parse_time(persist_every, "persist_every")
+                if isinstance(persist_every, str)
+                else float(persist_every)
+            ),
+            keep_last=keep_last,
+            keep_every=keep_every,
+            slots=slots,
+        )
+        given = Given(allow_pickle=allow_pickle, warn=_log.warning)
+        given.model(model)
+        given.optimizer(optimizer)
+        given.stateful("scheduler", scheduler)
+        given.stateful("scaler", scaler)
+        given.values("ema", ema)
+        given.dataloader(dataloader)
+        given.values("extra", extra)
+        if not given.parts:
+            raise CheckpointError("nothing to save was given: model=, optimizer=, … or extra=")
+        self._parts = given.parts
+        self._allow_pickle = allow_pickle
+        self._given_keeper = keeper
+        self._place: Place | None = None
+        self._schedule: Schedule | None = None
+        self._finder: Finder | None = None
+        self._cost = Cost(1)
+        self._saver: Saver | None = None
+        self._restored: Restored | None = None
+        self._is_closed = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step) for optimizer in given.optimizers
+        ]
+
+    def restore(self) -> int:
+        """Load the newest state of the job into what was given; call it on all ranks.
+
+        Returns:
+            The steps completed by then; 0 where there is nothing to load.
+
+        Raises:
+            CheckpointError: There is a state, or could be one, and it cannot be loaded. What was
+                given may be partly loaded then: do not train on.
+        """
+        with phase("restore"):
+            place = self._start()
+            begun_s = time.monotonic()
+            source = self._source(place)
+            self._restored = restore_parts(
+                self._parts, source, place, allow_pickle=self._allow_pickle
+            )
+            if self._restored is None:
+                return 0
+            self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - begun_s)
+            return self._restored.step
+
+    def step(self, n: int) -> None:
+        """Save the state, if it is time to; call it after the optimizer step, on all ranks.
+
+        *n* is the number of optimizer steps completed. Nothing that goes wrong is raised: saving
+        is then off, and said so once.
+        """
+        if self._is_closed:
+            return
+        now_s = time.monotonic()
+        try:
+            self._step(int(n), now_s)
+        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+            self._off(exc)
+
+    def close(self) -> None:
+        """Complete what is under way and take leave of the keeper; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+            if self._finder is not None and self._finder.own is not None:
+                self._finder.own.finish(self._saver.last_step if self._saver else None)
+        except Exception as exc:  # noqa: BLE001 boundary: the training is done, whatever this says
+            _log.warning("the last checkpoint may be missing: %s", exc)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What was saved and restored so far, on this rank.
+
+        ``saved`` and ``skipped`` (by reason) count states; ``stall_s`` is what `step` took for the
+        last save, ``stall_median_s`` for a usual one; ``step_s`` the time of a training step;
+        ``nbytes`` the size of an image; ``off``: why nothing is saved any more, or None;
+        ``restored``: what `restore` loaded, from where, and in how many seconds; ``keeper``: what
+        the keeper of the node counts.
+        """
+        found: dict[str, Any] = {
+            "saved": 0,
+            "skipped": {},
+            "last_step": None,
+            "stall_s": None,
+            "nbytes": 0,
+            "off": None,
+        }
+        if self._saver is not None:
+            found |= self._saver.counts()
+        found["stall_median_s"] = self._cost.stall_s
+        found["step_s"] = self._cost.step_s
+        found["restored"] = self._restored.as_dict() if self._restored else None
+        keeper = self._saver.keeper if self._saver is not None and not self._is_closed else None
+        if keeper is not None:
+            with suppress(KeeperError):
+                found["keeper"] = dict(keeper.stats())
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> Place:
+        """Find out which rank this is and who keeps its states; once, as late as can be."""
+        if self._place is not None:
+            return self._place
+        self._place = place = find_place(self._env)
+        self._cost = Cost(place.n_nodes)
+        self._schedule = schedule_for(
+            self._every,
+            self._cost,
+            world=place.world,
+            make_store=lambda: group_store(place),
+            rank=place.rank,
+            now_s=time.monotonic(),
+        )
+        if self._schedule.asks_first:
+            self._policy = replace(self._policy, every_s=self._every.seconds or UNKNOWN_COST_S)
+        self._finder = Finder(self._given_keeper, self._env, place, self._policy)
+        self._saver = saver = Saver(
+            self._parts,
+            place,
+            self._finder.find,
+            slots=self._policy.slots,
+            allow_pickle=self._allow_pickle,
+        )
+        saver.connect()
+        return place
+
+    def _source(self, place: Place) -> StateSource | None:
+        """Return where states come from; None where there can be none.
+
+        Raises:
+            CheckpointError: There is a keeper, which may have a state, and it cannot be asked; or
+                another job has the directory.
+        """
+        assert self._saver is not None
+        keeper, trouble = self._saver.keeper, self._saver.trouble
+        if keeper is not None:
+            return FromKeeper(keeper, OFFER_DEADLINE_S)
+        if isinstance(trouble, BusyDirectoryError):
+            raise trouble
+        if self._policy.directory is not None:
+            return FromDirectory(open_store(self._policy.directory), place)
+        if trouble is not None and not isinstance(trouble, NoKeeperError):
+            raise trouble
+        return None
+
+    def _step(self, n: int, now_s: float) -> None:
+        if not 0 < n <= STEP_MAX:
+            raise CheckpointError(f"step({n}): the steps completed so far, from 1 on, are wanted")
+        self._start()
+        schedule, saver = self._schedule, self._saver
+        assert schedule is not None
+        assert saver is not None
+        self._cost.begins(n, now_s)
+        saver.poll()
+        is_due = schedule.is_due(n, now_s)
+        stall_s = None
+        try:
+            saver.prepare(n)
+            begun_s = time.monotonic()
+            if is_due and saver.save(n, ask_first=schedule.asks_first):
+                stall_s = time.monotonic() - begun_s
+        finally:
+            ended_s = time.monotonic()
+            self._cost.ends(n, ended_s, stall_s)
+            if is_due:
+                schedule.dealt_with(n, ended_s)
+
+    def _before_step(self, *_: object) -> None:
+        """Have the optimizer's step come after a copy that is still being made."""
+        if self._saver is None or torch.compiler.is_compiling():
+            return
+        try:
+            self._saver.fence()
+        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+            self._off(exc)
+
+    def _off(self, exc: Exception) -> None:
+        if self._saver is None:
+            self._is_closed = True
+            _log.warning("nothing is saved: %s", exc)
+        else:
+            self._saver.turn_off(exc)

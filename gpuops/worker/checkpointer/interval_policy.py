@@ -1,0 +1,259 @@
+"""At which steps a state is saved.
+
+All ranks must save the same steps, and none may wait for another to find out. By steps, each knows
+by itself. By seconds, the first rank counts, and says at each save when the next one is; the others
+learn it at the step after, when it has long been said: whoever comes to that step has been through
+the collectives of it together with the first rank.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from statistics import median
+from typing import Any, Protocol
+
+from gpuops.checkpoint.interval import failures_per_hour, steps_between_saves
+from gpuops.checkpoint.states import CheckpointError
+from gpuops.units import parse_seconds
+
+STEPS_MAX = 1_000_000
+N_FIRST = 5  # steps before the first save whose time is measured, and compilers are done
+ANSWER_S = 5.0
+RESTORE_S = 30.0  # until one was measured: start of Python and torch, and a process group
+_N_MEASURED = 32
+_serial = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often to save: each ``steps`` steps, or ``seconds``; neither: what the cost says."""
+
+    steps: int = 0
+    seconds: float | None = None
+
+
+def parse_every(every: object) -> Every:
+    """Return what the user's *every* means: a number of steps, ``"5s"``, ``"auto"``.
+
+    Raises:
+        CheckpointError: It means nothing.
+    """
+    if every == "auto":
+        return Every()
+    if isinstance(every, int) and not isinstance(every, bool) and 1 <= every <= STEPS_MAX:
+        return Every(steps=every)
+    if isinstance(every, str) and (seconds := parse_time(every, "every")):
+        return Every(seconds=seconds)
+    raise CheckpointError(
+        f'every={every!r:.80}: a number of steps from 1, a time like "5s" or "2min", or "auto"'
+    )
+
+
+def parse_time(text: str, what: str) -> float:
+    """Return the seconds of a time such as ``"10min"``.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    try:
+        return parse_seconds(re.sub(r"min\s*$", "m", text))
+    except ValueError as exc:
+        raise CheckpointError(f"{what}={text!r:.80}: {exc}") from exc
+
+
+class Cost:
+    """What steps and saves take here, measured; medians of the last ones."""
+
+    def __init__(self, n_nodes: int) -> None:
+        self._failures_per_hour = failures_per_hour(n_nodes)
+        self._steps_s: deque[float] = deque(maxlen=_N_MEASURED)
+        self._stalls_s: deque[float] = deque(maxlen=_N_MEASURED)
+        self._last: tuple[int, float] | None = None
+        self.restore_s = RESTORE_S
+
+    @property
+    def step_s(self) -> float | None:
+        """The time of a step; None where none was measured yet."""
+        return median(self._steps_s) if self._steps_s else None
+
+    @property
+    def stall_s(self) -> float | None:
+        """What a save takes from training."""
+        return median(self._stalls_s) if self._stalls_s else None
+
+    def begins(self, step: int, now_s: float) -> None:
+        """Note that *step* was just completed, before anything is saved."""
+        if self._last is not None and step > self._last[0]:
+            self._steps_s.append((now_s - self._last[1]) / (step - self._last[0]))
+
+    def ends(self, step: int, now_s: float, stall_s: float | None) -> None:
+        """Note that training goes on after *step*; *stall_s* where a state was saved."""
+        self._last = (step, now_s)
+        if stall_s is not None:
+            self._stalls_s.append(stall_s)
+
+    def steps_until_next(self, every: Every) -> int:
+        """Return after how many steps to save again."""
+        step_s = max(self.step_s or 1e-6, 1e-6)
+        if every.steps:
+            return every.steps
+        if every.seconds is not None:
+            return min(STEPS_MAX, max(1, round(every.seconds / step_s)))
+        if self.stall_s is None:
+            return N_FIRST
+        steps = steps_between_saves(self.stall_s, self.restore_s, self._failures_per_hour, step_s)
+        return min(STEPS_MAX, steps)
+
+
+class Schedule(Protocol):
+    """Says which steps are saved; all ranks are told the same.
+
+    ``asks_first``: every step is due as far as it knows, and the keeper decides.
+    """
+
+    asks_first: bool
+
+    def is_due(self, step: int, now_s: float) -> bool:
+        """Say whether *step*, just completed, is to be saved."""
+        ...
+
+    def dealt_with(self, step: int, now_s: float) -> None:
+        """Take note that *step*, which was due, is saved, or was skipped."""
+        ...
+
+
+class BySteps:
+    """Every so many steps."""
+
+    asks_first = False
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
+        return step % self._steps == 0
+
+    def dealt_with(self, step: int, now_s: float) -> None:
+        pass
+
+
+class ByKeeper:
+    """As often as the keeper of the node says, which is asked at each step."""
+
+    asks_first = True
+
+    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
+        return True
+
+    def dealt_with(self, step: int, now_s: float) -> None:
+        pass
+
+
+class Alone:
+    """By the clock, or the cost, of the only rank there is."""
+
+    asks_first = False
+
+    def __init__(self, every: Every, cost: Cost, now_s: float) -> None:
+        self._every = every
+        self._cost = cost
+        self._next_s = now_s + (every.seconds or 0.0)
+        self._next_step: int | None = None
+
+    def is_due(self, step: int, now_s: float) -> bool:
+        if self._every.seconds is not None:
+            return now_s >= self._next_s
+        if self._next_step is None:
+            self._next_step = step + N_FIRST - 1
+        return step >= self._next_step
+
+    def dealt_with(self, step: int, now_s: float) -> None:
+        if self._every.seconds is not None:
+            self._next_s = now_s + self._every.seconds
+        else:
+            self._next_step = step + self._cost.steps_until_next(self._every)
+
+
+class Agreed:
+    """By the clock, or the cost, of the first rank, which says at each save when the next one is.
+
+    *store* is that of the process group: it needs ``set``, ``wait`` and ``get``. *run* names this
+    start of the workers; an older one may have left its answers there.
+    """
+
+    asks_first = False
+
+    def __init__(
+        self,
+        every: Every,
+        cost: Cost,
+        store: Any,  # noqa: ANN401 torch's, or a test's
+        *,
+        is_first: bool,
+        run: str,
+    ) -> None:
+        self._every = every
+        self._cost = cost
+        self._store = store
+        self._is_first = is_first
+        self._prefix = f"gpuops/checkpoint/{run}/{next(_serial)}"
+        self._last: int | None = None
+        self._next: int | None = None
+        self._distance = N_FIRST
+
+    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
+        if self._last is None:
+            self._last, self._next = step - 1, step + N_FIRST - 1
+        if self._next is None:
+            self._next = self._asked(self._last)
+        return step == self._next
+
+    def dealt_with(self, step: int, now_s: float) -> None:  # noqa: ARG002 as the others
+        self._last, self._next = step, None
+        if self._is_first:
+            self._distance = self._cost.steps_until_next(self._every)
+            self._next = step + self._distance
+            self._store.set(f"{self._prefix}/{step}", str(self._next))
+
+    def _asked(self, last: int) -> int:
+        """Return what the first rank said at *last*; as far as the time before, without an answer.
+
+        A rank that guessed saves a step that others do not, which is then never complete: no state
+        is wrong for it.
+        """
+        key = f"{self._prefix}/{last}"
+        try:
+            self._store.wait([key], timedelta(seconds=ANSWER_S))
+            said = int(self._store.get(key))
+        except (RuntimeError, ValueError):
+            said = last + self._distance
+        self._distance = max(1, said - last)
+        return said
+
+
+def schedule_for(
+    every: Every,
+    cost: Cost,
+    *,
+    world: int,
+    make_store: Callable[[], tuple[Any, str] | None],
+    rank: int,
+    now_s: float,
+) -> Schedule:
+    """Return how this job's ranks find out which steps to save.
+
+    *make_store* returns the process group's store and the name of this start of the workers; None
+    where there is no process group.
+    """
+    if every.steps:
+        return BySteps(every.steps)
+    if world == 1:
+        return Alone(every, cost, now_s)
+    found = make_store()
+    if found is None:
+        return ByKeeper()
+    store, run = found
+    return Agreed(every, cost, store, is_first=rank == 0, run=run)

@@ -1,0 +1,109 @@
+"""Anything else with a state: a scheduler, a scaler, a data loader, values of the user's own."""
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer.part import Drain, Finish, Reading, Remembered, Sink, Source
+from gpuops.worker.checkpointer.values import dumps
+
+
+class ObjectPart:
+    """An object with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, key: str, stateful: Any, *, allow_pickle: bool = False) -> None:  # noqa: ANN401
+        self.key = key
+        self._stateful = stateful
+        self._allow_pickle = allow_pickle
+        self._names = Remembered()
+
+    def read(self) -> Reading:
+        """Return what the object's ``state_dict`` says."""
+        return self._encode(self._stateful.state_dict())
+
+    def aim(self, source: Source) -> Finish:
+        """Want what was saved, for the object's ``load_state_dict``."""
+        state = self._decode(source, _current(self._stateful.state_dict))
+        return lambda: self._stateful.load_state_dict(state)
+
+    def _encode(self, value: object) -> Reading:
+        sink = Sink(allow_pickle=self._allow_pickle)
+        fragment = dumps(sink.encoder.encode(value, self.key))
+        return Reading(self._names.same(tuple(sink.names)), sink.tensors, fragment)
+
+    def _decode(self, source: Source, current: object) -> Any:  # noqa: ANN401 anything
+        fragments = source.fragments(self.key)
+        if not fragments:
+            raise CheckpointError(
+                f"the checkpoint has nothing of {self.key}: it was saved without it; "
+                "restore first without it as well"
+            )
+        drain = Drain(source, current, allow_pickle=self._allow_pickle)
+        return drain.decode(fragments[0], self.key)
+
+
+class GeneratorPart(ObjectPart):
+    """A `torch.Generator`, say that of a sampler."""
+
+    def __init__(self, key: str, generator: torch.Generator) -> None:
+        super().__init__(key, generator)
+
+    def read(self) -> Reading:
+        """Return the state of the generator."""
+        return self._encode(self._stateful.get_state().numpy().tobytes())
+
+    def aim(self, source: Source) -> Finish:
+        """Take the state that was saved."""
+        state = self._decode(source, None)
+        if not isinstance(state, bytes):
+            raise CorruptError(f"{self.key} is no state of a generator")
+        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        return lambda: self._stateful.set_state(tensor)
+
+
+class ValuePart(ObjectPart):
+    """One value of a mapping that the user gave: read from it at each save, put back into it."""
+
+    def __init__(
+        self, key: str, holder: Mapping[str, Any], name: str, *, allow_pickle: bool = False
+    ) -> None:
+        super().__init__(key, holder, allow_pickle=allow_pickle)
+        self._name = name
+
+    def read(self) -> Reading:
+        """Return the value that is there now."""
+        return self._encode(self._stateful[self._name])
+
+    def aim(self, source: Source) -> Finish:
+        """Want the value that was saved; tensors that are there are filled in place."""
+        now = self._stateful[self._name]
+        value = self._decode(source, now)
+        if value is now:
+            return _nothing
+        if isinstance(now, dict) and isinstance(value, dict):
+            return lambda: _replace(now, value)
+        if not isinstance(self._stateful, MutableMapping):
+            raise CheckpointError(f"{self.key} cannot be put back: extra is not a dict")
+        holder = self._stateful
+        return lambda: holder.__setitem__(self._name, value)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _replace(mapping: dict[Any, Any], values: dict[Any, Any]) -> None:
+    """Give the user's own *mapping* these values: others may hold it."""
+    for key in mapping.keys() - values.keys():
+        del mapping[key]
+    mapping.update(values)
+
+
+def _current(state_dict: Callable[[], object]) -> object:
+    """Return what is there now, for its tensors; None where it cannot be said before a restore."""
+    try:
+        return state_dict()
+    except Exception:  # noqa: BLE001 boundary: a state that is not there yet is no error
+        return None

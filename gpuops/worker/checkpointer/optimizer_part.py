@@ -1,0 +1,341 @@
+"""The state of a torch optimizer, by the names of its parameters.
+
+Torch's own state dict counts parameters; by names it also fits where another rank, or another
+number of ranks, has them. ``state`` of each parameter goes into the image as it is: torch's
+``load_state_dict`` would turn it into the dtype of the parameter, so what it did is put right.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from gpuops.checkpoint.image import TensorSpec
+from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer.part import (
+    Drain,
+    Finish,
+    Reading,
+    Remembered,
+    Sink,
+    Source,
+    empty_from,
+    shape_of,
+)
+from gpuops.worker.checkpointer.tensors import DTYPES, is_carried
+from gpuops.worker.checkpointer.values import dumps
+
+NamesOf = Callable[[], Mapping[int, str]]
+
+_OTHER, _BESIDE, _ON_HOST = 0, 1, 2  # no tensor; on the device of its parameter; on the host
+
+
+class _Shape(NamedTuple):
+    """What must be the same for the names to be the same."""
+
+    keys: tuple[object, ...]
+    fields: list[tuple[object, ...]]
+    kinds: list[bool]
+    parameters: list[int]
+
+
+class _Entry(NamedTuple):
+    """What is saved of one parameter's state; ``fields`` is None where it is no mapping."""
+
+    fields: list[Any] | None
+    values: list[Any]
+
+
+class OptimizerPart:
+    """A `torch.optim.Optimizer`; *names_of* returns the names of parameters by their `id`.
+
+    A parameter without one, which is in no model that was given, goes by its number.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        optimizer: torch.optim.Optimizer,
+        names_of: NamesOf,
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.key = key
+        self.optimizer = optimizer
+        self._names_of = names_of
+        self._allow_pickle = allow_pickle
+        self._shape: _Shape | None = None
+        self._names: tuple[str, ...] = ()
+        self._joined = Remembered()
+        self._paths: list[str] = []
+        self._fixed = b""
+        self._texts: dict[tuple[object, ...], bool] = {}
+
+    def read(self) -> Reading:
+        """Return state and groups; all tensors of the state but nested ones come first."""
+        state = self.optimizer.state_dict()["state"]
+        tensors: list[torch.Tensor] = []
+        others: list[object] = []
+        kinds: list[bool] = []
+        fields: list[tuple[object, ...]] = []
+        for entry in state.values():
+            found = tuple(entry) if type(entry) is dict else None
+            if found is None or not self._is_text(found):
+                fields.append(("",))
+                others.append(entry)
+                kinds.append(False)
+                continue
+            fields.append(found)
+            for value in entry.values():
+                is_tensor = isinstance(value, torch.Tensor)
+                kinds.append(is_tensor)
+                (tensors if is_tensor else others).append(value)
+        parameters = [id(each) for group in self.optimizer.param_groups for each in group["params"]]
+        shape = _Shape(tuple(state), fields, kinds, parameters)
+        if shape != self._shape:
+            self._arrange(state, shape)
+        sink = Sink(allow_pickle=self._allow_pickle)
+        values = [
+            sink.encoder.encode(value, path)
+            for path, value in zip(self._paths, others, strict=True)
+        ]
+        groups = [
+            sink.encoder.encode(_settings(group), f"{self.key}.param_groups.{index}")
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
+        moving = dumps({"values": values, "groups": groups})
+        fragment = b'{"fixed":%b,"moving":%b}' % (self._fixed, moving)
+        names = self._joined.same((*self._names, *sink.names)) if sink.names else self._names
+        return Reading(names, [*tensors, *sink.tensors], fragment, len(tensors))
+
+    def aim(self, source: Source) -> Finish:
+        """Want the state of each parameter; make what is not there yet."""
+        fragments = source.fragments(self.key)
+        if not fragments:
+            raise CheckpointError(
+                f"the checkpoint has nothing of {self.key}: it was saved without it; "
+                "restore first without it as well"
+            )
+        entries = _entries_of(fragments)
+        parameters = _numbered(self.optimizer)
+        names = self._named(parameters)
+        self._check_names(names, entries, source)
+        state: dict[Any, Any] = {
+            index: self._state_of(parameters[index], name, entries[name], source)
+            for index, name in names.items()
+            if name in entries
+        }
+        for name in entries.keys() - set(names.values()):
+            if name.startswith("$"):  # no parameter's
+                state[name.removeprefix("$")] = self._state_of(None, name, entries[name], source)
+        groups = [
+            self._group_of(index, group, names, fragments, source)
+            for index, group in enumerate(self.optimizer.state_dict()["param_groups"])
+        ]
+        return lambda: self._load(state, groups, parameters)
+
+    def _load(
+        self,
+        state: Mapping[Any, Any],
+        groups: Sequence[dict[str, Any]],
+        parameters: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.optimizer.load_state_dict({"state": dict(state), "param_groups": list(groups)})
+        for index, entry in state.items():
+            loaded = self.optimizer.state.get(parameters.get(index, index))
+            if (
+                isinstance(loaded, dict)
+                and isinstance(entry, dict)
+                and loaded.keys() == entry.keys()
+            ):
+                loaded.update(entry)
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({k: v for k, v in saved.items() if isinstance(v, torch.Tensor)})
+
+    def _named(self, parameters: Mapping[int, torch.Tensor]) -> dict[int, str]:
+        known = self._names_of()
+        return {index: known.get(id(each), f"#{index}") for index, each in parameters.items()}
+
+    def _is_text(self, fields: tuple[object, ...]) -> bool:
+        known = self._texts.get(fields)
+        if known is None:
+            known = self._texts[fields] = all(type(field) is str for field in fields)
+        return known
+
+    def _arrange(self, state: Mapping[Any, Any], shape: _Shape) -> None:
+        parameters = _numbered(self.optimizer)
+        named = self._named(parameters)
+        names: list[str] = []
+        paths: list[str] = []
+        entries: list[list[Any]] = []
+        for index, entry in state.items():
+            name = named.get(index, f"${index}")
+            root = f"{self.key}.state.{name}"
+            if type(entry) is not dict or not self._is_text(tuple(entry)):
+                paths.append(root)
+                entries.append([name, None])
+                continue
+            fields = []
+            for field, value in entry.items():
+                path = f"{root}.{field}"
+                if isinstance(value, torch.Tensor):
+                    names.append(path)
+                    fields.append(_field_of(field, value, parameters.get(index)))
+                else:
+                    paths.append(path)
+                    fields.append([field, _OTHER])
+            entries.append([name, fields])
+        grouped = [
+            [named[index] for index in group["params"]]
+            for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        self._shape, self._names, self._paths = shape, tuple(names), paths
+        self._fixed = dumps({"state": entries, "params": grouped})
+
+    def _check_names(
+        self, names: Mapping[int, str], entries: Mapping[str, _Entry], source: Source
+    ) -> None:
+        known = set(names.values())
+        surplus = sorted(name for name in entries.keys() - known if not name.startswith("$"))
+        if surplus and source.is_own:
+            raise CheckpointError(
+                f"the checkpoint has the state of {len(surplus)} parameters that {self.key} has "
+                f"not, {surplus[0]} among them; restore into an optimizer over the same parameters"
+            )
+
+    def _state_of(
+        self, parameter: torch.Tensor | None, name: str, entry: _Entry, source: Source
+    ) -> object:
+        root = f"{self.key}.state.{name}"
+        now = self.optimizer.state.get(parameter, {}) if parameter is not None else {}
+        device = torch.device("cpu") if parameter is None else parameter.device
+        drain = Drain(source, now, allow_pickle=self._allow_pickle, like=parameter, device=device)
+        values = iter(entry.values)
+        if entry.fields is None:
+            return drain.decode(next(values), root)
+        made: dict[str, Any] = {}
+        for field, kind, *more in entry.fields:
+            path = f"{root}.{field}"
+            if kind == _OTHER:
+                made[field] = drain.decode(next(values), root, path)
+                continue
+            spec = source.spec(path)
+            if spec is None:
+                raise CorruptError(f"the checkpoint tells of {path} and does not have it")
+            current = now.get(field) if isinstance(now, Mapping) else None
+            host = kind == _ON_HOST
+            made[field] = _target(
+                spec, current, parameter, torch.device("cpu") if host else device, more
+            )
+            source.want(path, made[field])
+        return made
+
+    def _group_of(
+        self,
+        index: int,
+        group: Mapping[str, Any],
+        names: Mapping[int, str],
+        fragments: Sequence[Any],
+        source: Source,
+    ) -> dict[str, Any]:
+        own = [names[each] for each in group["params"]]
+        root, saved = _saved_group(index, own, fragments, self.key)
+        if source.is_own and saved is None:
+            raise CheckpointError(
+                f"the checkpoint has no parameter group with the {len(own)} parameters of group "
+                f"{index} of {self.key}; restore into an optimizer with the same groups"
+            )
+        drain = Drain(source, _settings(group), allow_pickle=self._allow_pickle)
+        settings = drain.decode(saved, root) if saved is not None else {}
+        return {**group, **settings, "params": group["params"]}
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """Return the parameters by their numbers in the state dict."""
+    every = [each for group in optimizer.param_groups for each in group["params"]]
+    first: dict[int, int] = {}
+    for index, each in enumerate(every):
+        first.setdefault(id(each), index)
+    return {index: every[index] for index in first.values()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+
+
+def _field_of(field: str, value: torch.Tensor, parameter: torch.Tensor | None) -> list[Any]:
+    beside = parameter is None or value.device.type == parameter.device.type
+    found: list[Any] = [field, _BESIDE if beside else _ON_HOST]
+    placements = _placements_of(value, parameter)
+    if is_carried(value.dtype) or placements is not None:
+        found += [str(value.dtype).removeprefix("torch."), placements]
+    return found
+
+
+def _placements_of(value: torch.Tensor, parameter: torch.Tensor | None) -> list[int | None] | None:
+    """Return the sharded dimension per dimension of the mesh, where it is not the parameter's."""
+    if not isinstance(value, DTensor):
+        return None
+    if isinstance(parameter, DTensor) and tuple(value.placements) == tuple(parameter.placements):
+        return None
+    return [place.dim if isinstance(place, Shard) else None for place in value.placements]
+
+
+def _target(
+    spec: TensorSpec,
+    current: object,
+    parameter: torch.Tensor | None,
+    device: torch.device,
+    more: Sequence[Any],
+) -> torch.Tensor:
+    dtype_name, dims = more if len(more) == 2 else (None, None)
+    dtype = getattr(torch, str(dtype_name), None) if dtype_name else DTYPES[spec.dtype]
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError(f"{spec.name} has the dtype {dtype_name!r:.80}, unknown to torch")
+    if (
+        isinstance(current, torch.Tensor)
+        and current.dtype is dtype
+        and tuple(current.shape) == shape_of(spec, dtype)
+    ):
+        return current
+    places: list[Placement] | None = None
+    if isinstance(dims, list):
+        places = [Replicate() if dim is None else Shard(int(dim)) for dim in dims]
+    return empty_from(spec, parameter, dtype, device, places)
+
+
+def _entries_of(fragments: Sequence[Any]) -> dict[str, _Entry]:
+    """Return what is saved by the name of the parameter, of the first fragment that has it."""
+    found: dict[str, _Entry] = {}
+    for fragment in fragments:
+        try:
+            values = iter(fragment["moving"]["values"])
+            for name, fields in fragment["fixed"]["state"]:
+                entry = _Entry(fields, list(_taken(fields, values)))
+                found.setdefault(name, entry)
+        except (KeyError, TypeError, ValueError, StopIteration, RuntimeError) as exc:
+            raise CorruptError(f"the saved state of an optimizer cannot be read: {exc!r}") from exc
+    return found
+
+
+def _taken(fields: list[Any] | None, values: Iterator[Any]) -> Iterator[Any]:
+    n_values = 1 if fields is None else sum(field[1] == _OTHER for field in fields)
+    for _ in range(n_values):
+        yield next(values)
+
+
+def _saved_group(
+    index: int, own: Sequence[str], fragments: Sequence[Any], key: str
+) -> tuple[str, Any]:
+    """Return where the settings of the group with these parameters were stored, and them."""
+    best: tuple[str, Any] = ("", None)
+    for fragment in fragments:
+        groups, params = fragment["moving"]["groups"], fragment["fixed"]["params"]
+        for number, names in enumerate(params):
+            found = (f"{key}.param_groups.{number}", groups[number])
+            if list(names) == list(own) and number == index:
+                return found
+            if best[1] is None and own and own[0] in names:
+                best = found
+    return best

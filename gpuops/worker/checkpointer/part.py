@@ -1,0 +1,221 @@
+"""What a part of a state (a model, an optimizer, anything with a state) gives and takes.
+
+A part is saved as tensors, which go into the image under their names, and a fragment of JSON for
+all else. It is restored in two moves, so that nothing is changed before all of it is known to fit:
+`Part.aim` says which tensors it wants, and returns what is left to do once they are filled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import empty as empty_dtensor
+
+from gpuops.checkpoint.image import TensorSpec
+from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer.tensors import DTYPES, is_carried
+from gpuops.worker.checkpointer.values import DEPTH_MAX, Decoder, Encoder
+
+Finish = Callable[[], None]
+
+
+class Reading(NamedTuple):
+    """A part as it is now.
+
+    ``names`` is the same object as last time as long as nothing was added, removed or renamed.
+    ``fragment`` is JSON. ``n_fenced``: that many of the first tensors are changed by the optimizers
+    that were given and by nobody else, so that they can be copied until the next step.
+    """
+
+    names: tuple[str, ...]
+    tensors: Sequence[torch.Tensor]
+    fragment: bytes
+    n_fenced: int = 0
+
+
+class Source(Protocol):
+    """A saved state, of which parts take what they want.
+
+    ``is_own``: it is what this very rank saved, in a world of the same size.
+    """
+
+    is_own: bool
+
+    def spec(self, name: str) -> TensorSpec | None:
+        """Return the tensor of that name in the image of the lowest rank that has it."""
+        ...
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of what this rank had that begin so; of all ranks in another world."""
+        ...
+
+    def want(self, name: str, target: torch.Tensor) -> None:
+        """Have *target* filled with what is saved as *name*.
+
+        Raises:
+            CheckpointError: There is none, or it is of another shape or dtype.
+        """
+        ...
+
+    def fragments(self, key: str) -> list[Any]:
+        """Return what was saved of that part beside tensors: of this rank, or of all, in order."""
+        ...
+
+
+class Part(Protocol):
+    """One thing that has a state."""
+
+    key: str
+
+    def read(self) -> Reading:
+        """Return the state as it is now; CheckpointError where some of it cannot be stored."""
+        ...
+
+    def aim(self, source: Source) -> Finish:
+        """Say to *source* what is wanted; return what puts it in place.
+
+        Raises:
+            CheckpointError: What is saved is not what this part can take; says what.
+        """
+        ...
+
+
+class Remembered:
+    """Returns the same object for equal names, so that a change of names shows by identity."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+
+    def same(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return *names*, or what was returned last where that is equal."""
+        if names != self._names:
+            self._names = names
+        return self._names
+
+
+class Sink:
+    """Takes the tensors out of values on their way to JSON; the last ones of a `Reading`."""
+
+    def __init__(self, *, allow_pickle: bool) -> None:
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.encoder = Encoder(self.put, allow_pickle=allow_pickle)
+
+    def put(self, tensor: torch.Tensor, path: str) -> object:
+        """Keep *tensor*, whose name is its path; return what stands for it in the JSON."""
+        self.names.append(path)
+        self.tensors.append(tensor)
+        dtype = tensor.dtype
+        return [path, str(dtype).removeprefix("torch.")] if is_carried(dtype) else path
+
+
+class Drain:
+    """Gives values their tensors back: those of *current* at the same path, else new ones.
+
+    New ones are sharded as *like*, where that is a DTensor of the same shape. They have their data
+    once the source is loaded, not before.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        current: object = None,
+        *,
+        allow_pickle: bool,
+        like: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._source = source
+        self._like = like
+        self._device = device or torch.device("cpu")
+        self._current: dict[str, torch.Tensor] = {}
+        _find_tensors(current, "", self._current)
+        self._root = ""
+        self._decoder = Decoder(self._take, allow_pickle=allow_pickle)
+
+    def decode(self, value: object, root: str, path: str | None = None) -> Any:  # noqa: ANN401
+        """Return what *value* stands for.
+
+        It was stored under *path*, and *current* stands for what was stored under *root*.
+        """
+        self._root = root
+        return self._decoder.decode(value, path or root)
+
+    def _take(self, what: object, path: str) -> torch.Tensor:
+        name, dtype_name = what if isinstance(what, list) and len(what) == 2 else (what, None)
+        spec = self._source.spec(name) if isinstance(name, str) else None
+        if spec is None or not isinstance(name, str):
+            raise CorruptError(f"{path[:200]} is the tensor {name!r:.200}, which is not there")
+        dtype = getattr(torch, str(dtype_name), None) if dtype_name else DTYPES[spec.dtype]
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptError(f"{path[:200]} has the dtype {dtype_name!r:.80}, unknown to torch")
+        target = self._current.get(name.removeprefix(self._root))
+        if target is None or not _fits(target, spec, dtype):
+            target = empty_from(spec, self._like, dtype, self._device)
+        self._source.want(name, target)
+        return target
+
+
+def _fits(target: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> bool:
+    return target.dtype is dtype and tuple(target.shape) == shape_of(spec, dtype)
+
+
+def shape_of(spec: TensorSpec, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the whole shape of a tensor of *dtype* that stands in an image as *spec*."""
+    return spec.global_shape[:-1] if dtype is torch.complex128 else spec.global_shape
+
+
+def _find_tensors(value: object, path: str, found: dict[str, torch.Tensor]) -> None:
+    """Put the tensors in *value* into *found*, by paths as those of an `Encoder`."""
+    if path.count(".") > DEPTH_MAX:
+        return
+    if isinstance(value, torch.Tensor):
+        found[path] = value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _find_tensors(item, f"{path}.{key}", found)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _find_tensors(item, f"{path}.{index}", found)
+
+
+def empty_from(
+    spec: TensorSpec,
+    like: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    placements: Sequence[Placement] | None = None,
+) -> torch.Tensor:
+    """Return a new tensor for what *spec* says.
+
+    It is a DTensor on the mesh of *like*, where that is one, if *placements* are given or the
+    whole shape is the same.
+
+    Raises:
+        CheckpointError: It was one part of a sharded tensor, and *like* is none or of another
+            shape: nobody says how the new one is sharded.
+    """
+    shape = shape_of(spec, dtype)
+    is_alike = tuple(like.shape) == shape and bool(shape) if like is not None else False
+    made: torch.Tensor
+    if isinstance(like, DTensor) and placements:
+        mesh = like.device_mesh
+        made = empty_dtensor(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+        return made
+    if isinstance(like, DTensor) and is_alike:
+        made = DTensor.from_local(
+            torch.empty_like(like.to_local(), dtype=dtype, device=device, requires_grad=False),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        return made
+    if spec.shape != spec.global_shape and not is_alike:
+        raise CheckpointError(
+            f"{spec.name} is one part of a tensor of shape {spec.global_shape}, and what it is to "
+            "go into does not say how it is sharded: make it before restoring"
+        )
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,83 @@
+"""Which rank this process is, and how the ranks compare what they found."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gpuops.checkpoint.states import CheckpointError, StateId
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank of the job and of its node; ``run`` names this start of the workers."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    run: str
+
+    @property
+    def n_nodes(self) -> int:
+        """Return on how many nodes the job runs, if all have as many ranks as this one."""
+        return -(-self.world // self.local_world)
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Return this process' place: torch's process group knows it, else *env* as launchers set it.
+
+    Raises:
+        CheckpointError: *env* contradicts itself.
+    """
+    rank, world = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    local_world = _number(env, "LOCAL_WORLD_SIZE", world)
+    local_rank = _number(env, "LOCAL_RANK", rank if local_world == world else rank % local_world)
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
+        raise CheckpointError(
+            f"this is rank {rank} of {world} and local rank {local_rank} of {local_world}: that "
+            "cannot be; RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE come from the launcher"
+        )
+    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Place(rank, world, local_rank, local_world, run)
+
+
+def _number(env: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else otherwise
+
+
+def is_group(place: Place) -> bool:
+    """Say whether the ranks can speak with each other."""
+    return place.world > 1 and dist.is_available() and dist.is_initialized()
+
+
+def least(values: list[int]) -> list[int]:
+    """Return the least that any rank has of each of *values*; all ranks must call it."""
+    device = torch.device("cpu")
+    if "gloo" not in str(dist.get_backend()) and "cpu" not in str(dist.get_backend()):
+        device = torch.device("cuda", torch.cuda.current_device())
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return [int(value) for value in tensor.tolist()]
+
+
+def check_agreed(found: tuple[StateId, int] | None, what: str) -> None:
+    """Say nothing where all ranks call this with the same state and world; all must call it.
+
+    Raises:
+        CheckpointError: They found different states. All ranks raise it.
+    """
+    epoch, step, world = (found[0].epoch, found[0].step, found[1]) if found else (-1, -1, -1)
+    low = least([epoch, step, world, -epoch, -step, -world])
+    if low[:3] == [-value for value in low[3:]]:
+        return
+    own = str(found[0]) if found else "no state"
+    raise CheckpointError(
+        f"the ranks found different states to go on from ({what}): this one {own}, others from "
+        f"step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see another "
+        "directory?"
+    )

@@ -1,0 +1,202 @@
+"""A saved state: the images of all ranks, opened as far as they are needed.
+
+In a world of the same size each rank has its own image, and all that is plain comes from there:
+ranks may differ in what no placement tells of, such as running averages of a batch norm. Where the
+world or the placements changed, tensors are put together out of all images, and of what is not
+sharded the lowest rank's counts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gpuops.checkpoint.image import ImageLayout, PlacedTensor, TensorSpec, read_extra, read_layout
+from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
+from gpuops.worker.checkpointer.capture import FORMAT
+from gpuops.worker.checkpointer.part import shape_of
+from gpuops.worker.checkpointer.resharding import Piece, distinct, load_resharded
+from gpuops.worker.checkpointer.tensors import NAMES, Places, carried, check, local_of
+from gpuops.worker.checkpointer.values import loads
+from gpuops.worker.checkpointer.views import view_of
+
+OpenImage = Callable[[Shard], memoryview]
+
+
+class _Image(NamedTuple):
+    memory: memoryview
+    layout: ImageLayout
+    tensors: Mapping[str, PlacedTensor]
+    extra: Mapping[str, Any]
+
+
+class SavedState:
+    """A state that *world* ranks saved, for rank *rank* of a world of *own_world*.
+
+    *open_image* gives the verified bytes of a shard's image; they must stay until `load` returned.
+    ``notes`` has what a user should know of where values came from.
+    """
+
+    def __init__(
+        self, open_image: OpenImage, *, step: int, world: int, rank: int, own_world: int
+    ) -> None:
+        self._open = open_image
+        self._step = step
+        self._world = world
+        self._images: dict[int, _Image] = {}
+        self.is_own = world == own_world
+        self._home = rank if self.is_own else 0
+        self._wants: list[tuple[str, torch.Tensor]] = []
+        self.notes: list[str] = []
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        """What was saved beside parts: ``rng``, versions; of this rank, or of the lowest."""
+        return self._image(self._home).extra
+
+    def part_keys(self) -> set[str]:
+        """Return the keys of the parts that were saved."""
+        return set(self.head["parts"])
+
+    def spec(self, name: str) -> TensorSpec | None:
+        found = self._find(name)
+        return found[1].spec if found else None
+
+    def names(self, prefix: str) -> list[str]:
+        found: dict[str, None] = {}
+        for image in [self._image(self._home)] if self.is_own else self._all():
+            found.update(dict.fromkeys(n for n in image.tensors if n.startswith(prefix)))
+        return list(found)
+
+    def fragments(self, key: str) -> list[Any]:
+        if self.is_own:
+            parts = self.head["parts"]
+            return [parts[key]] if key in parts else []
+        return [image.extra["parts"][key] for image in self._all() if key in image.extra["parts"]]
+
+    def want(self, name: str, target: torch.Tensor) -> None:
+        check(target, name)
+        spec = self.spec(name)
+        if spec is None:
+            raise CheckpointError(f"the checkpoint has no {name}")
+        with torch.no_grad():
+            kept = carried(target) if not isinstance(target, DTensor) else target
+            dtype = NAMES[kept.dtype]
+        if spec.dtype != dtype:
+            raise CheckpointError(
+                f"{name} was saved as {spec.dtype} and is {dtype} now; restore with the dtypes "
+                "that were saved, and convert afterwards"
+            )
+        if tuple(target.shape) != shape_of(spec, target.dtype):
+            raise CheckpointError(
+                f"{name} was saved with the shape {shape_of(spec, target.dtype)} and has "
+                f"{tuple(target.shape)} now; restore into a model of the structure that was saved"
+            )
+        self._wants.append((name, target))
+
+    @torch.no_grad()
+    def load(self) -> int:
+        """Fill all that is wanted; return how many bytes were written.
+
+        Raises:
+            CheckpointError: The parts of a tensor do not make up the whole; nothing is known then
+                of what the wanted tensors hold.
+        """
+        places = Places()
+        straight: list[tuple[torch.Tensor, torch.Tensor]] = []
+        spread: dict[str, torch.Tensor] = {}
+        nbytes = 0
+        for name, target in self._wants:
+            local = local_of(target)
+            nbytes += local.numel() * local.element_size()
+            found = self._find(name)
+            assert found is not None
+            memory, placed = found
+            if _is_same(places.spec_of(target, local, name), placed.spec):
+                straight.append((local, view_of(memory, placed)))
+            elif name in spread:
+                straight.append((local, local_of(spread[name])))
+            else:
+                spread[name] = target if isinstance(target, DTensor) else local
+        if spread:
+            load_resharded(spread, {name: self._pieces(name) for name in spread})
+        _copy([target for target, _ in straight], [source for _, source in straight])
+        return nbytes
+
+    def _find(self, name: str) -> Piece | None:
+        for image in self._all():
+            if name in image.tensors:
+                return image.memory, image.tensors[name]
+        return None
+
+    def _pieces(self, name: str) -> list[Piece]:
+        found = distinct(
+            (image.memory, image.tensors[name]) for image in self._all() if name in image.tensors
+        )
+        if not found:
+            raise CheckpointError(f"no rank saved anything of {name}")
+        return found
+
+    def _all(self) -> Iterator[_Image]:
+        """Yield the own image first, then the others from the lowest rank on."""
+        yield self._image(self._home)
+        for rank in range(self._world):
+            if rank != self._home:
+                yield self._image(rank)
+
+    def _image(self, rank: int) -> _Image:
+        if rank not in self._images:
+            self._images[rank] = self._read(Shard(rank, self._world))
+        return self._images[rank]
+
+    def _read(self, shard: Shard) -> _Image:
+        memory = self._open(shard)
+        layout = read_layout(memory)
+        if layout.shard != shard:
+            raise CorruptError(
+                f"the image of rank {shard.rank} of {shard.world} says that it is of rank "
+                f"{layout.shard.rank} of {layout.shard.world}"
+            )
+        extra = loads(read_extra(memory, layout), f"the extra of rank {shard.rank}")
+        if not isinstance(extra, dict) or not isinstance(extra.get("parts"), dict):
+            raise CorruptError(f"the extra of rank {shard.rank} does not say what was saved")
+        if extra.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the state of rank {shard.rank} has the format {extra.get('format')!r:.40}, this "
+                f"gpuops reads {FORMAT}; use the gpuops that saved it, or a newer one"
+            )
+        if extra.get("step") != self._step:
+            raise CorruptError(
+                f"the image of rank {shard.rank} is of step {extra.get('step')!r:.40}, the others "
+                f"are of step {self._step}"
+            )
+        tensors = {placed.spec.name: placed for placed in layout.tensors}
+        return _Image(memory, layout, tensors, extra)
+
+
+def _is_same(wanted: TensorSpec, saved: TensorSpec) -> bool:
+    return (
+        wanted.shape == saved.shape
+        and wanted.offsets == saved.offsets
+        and wanted.global_shape == saved.global_shape
+    )
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    pairs = [_without_repeats(a, b) for a, b in zip(targets, sources, strict=True)]
+    if pairs:
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _without_repeats(
+    target: torch.Tensor, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both without the dimensions that *target* merely repeats (an expanded tensor)."""
+    repeats = any(
+        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
+    )
+    if not repeats:
+        return target, source
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+    return target[once], source[once]

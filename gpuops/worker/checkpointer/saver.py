@@ -1,0 +1,236 @@
+"""Saves states: captures, asks the keeper, copies, seals; and stops rather than disturb."""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import Any
+
+from gpuops.checkpoint.keeper import Grant, Keeper, Skipped
+from gpuops.checkpoint.keeper_line import KeeperGoneError
+from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard
+from gpuops.worker.checkpointer.capture import Capture, Capturer, CopyPlan
+from gpuops.worker.checkpointer.copying import Flight, SlotCopier
+from gpuops.worker.checkpointer.keeping import NoKeeperError
+from gpuops.worker.checkpointer.part import Part
+from gpuops.worker.checkpointer.place import Place
+
+_log = logging.getLogger(__name__)
+
+RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
+_N_STALLS = 64
+
+
+class Saver:
+    """One rank's saving.
+
+    A keeper that is gone is looked for again with *reconnect* after a while; what is wrong with
+    the state itself ends saving for good. Either is said once.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        place: Place,
+        connect: Callable[[], Keeper],
+        *,
+        slots: int,
+        allow_pickle: bool,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take *connect*, which finds the keeper or raises KeeperError; see `connect`."""
+        self._capturer = Capturer(parts, Shard(place.rank, place.world), allow_pickle=allow_pickle)
+        self.keeper: Keeper | None = None
+        self.trouble: Exception | None = None
+        self._slots = slots
+        self._connect = connect
+        self._clock_s = clock_s
+        self._copier: SlotCopier | None = None
+        self._flight: Flight | None = None
+        self._grant: Grant | None = None
+        self._retry_at_s: float | None = None
+        self._retry_s = RETRY_S_MIN
+        self._warned: set[str] = set()
+        self._skipped: Counter[str] = Counter()
+        self._stalls_s: deque[float] = deque(maxlen=_N_STALLS)
+        self._saved = 0
+        self.last_step: int | None = None
+
+    def connect(self) -> None:
+        """Find the keeper; without one nothing is saved, which is said once."""
+        try:
+            self.keeper = self._connect()
+        except CheckpointError as exc:
+            self.turn_off(exc)
+        else:
+            self.trouble = self._retry_at_s = None
+
+    def prepare(self, step: int) -> None:
+        """Reserve memory where none is: no rank is granted before all of a node have some."""
+        if self._copier is None and self._is_on():
+            self._guarded(lambda keeper: self._adopt(keeper, self._capturer.capture(step).plan))
+
+    def save(self, step: int, *, ask_first: bool) -> bool:
+        """Save the state after *step*; return whether it was copied."""
+        if not self._is_on():
+            return False
+        if self._flight is not None:
+            self._skip("the copy before is still being made")
+            return False
+        begun_s, before = self._clock_s(), self.last_step
+        self._guarded(lambda keeper: self._save(keeper, step, ask_first=ask_first))
+        if self.last_step == before:
+            return False
+        self._stalls_s.append(self._clock_s() - begun_s)
+        return True
+
+    def poll(self) -> None:
+        """Seal a copy that was still being made, if it is complete by now; never wait."""
+        if self._flight is not None and self._flight.is_done():
+            self._complete()
+
+    def fence(self) -> None:
+        """Make the step that is about to be made come after the copy that is under way."""
+        if self._flight is not None:
+            if self._flight.is_done():
+                self._complete()
+            else:
+                self._flight.fence()
+
+    def close(self) -> None:
+        """Wait for the copy that is under way, seal it, and let go of the memory."""
+        if self._flight is not None:
+            self._flight.wait()
+            self._complete()
+        self._drop()
+
+    def counts(self) -> dict[str, Any]:
+        """Return what was saved so far."""
+        return {
+            "saved": self._saved,
+            "skipped": dict(self._skipped),
+            "last_step": self.last_step,
+            "stall_s": self._stalls_s[-1] if self._stalls_s else None,
+            "stall_median_s": median(self._stalls_s) if self._stalls_s else None,
+            "nbytes": self._copier.plan.layout.nbytes if self._copier else 0,
+            "off": str(self.trouble) if self.trouble is not None else None,
+        }
+
+    def turn_off(self, exc: Exception) -> None:
+        """Save nothing for now, and say why once.
+
+        A keeper that is gone is looked for again later; one that refused is asked again on the same
+        line, since a rank that leaves and comes back would be taken for a restarted job.
+        """
+        self.trouble = exc
+        may_pass = isinstance(exc, KeeperError) and not isinstance(exc, NoKeeperError)
+        is_refused = may_pass and self.keeper is not None and not isinstance(exc, KeeperGoneError)
+        self._drop(keep_line=is_refused)
+        self._retry_at_s = self._clock_s() + self._retry_s if may_pass else None
+        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+        kind = type(exc).__name__
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        what = str(exc) if isinstance(exc, CheckpointError) else f"{kind}: {exc}"
+        later = "it is tried again later" if may_pass else "training goes on without"
+        _log.warning("no checkpoints are saved from now on, %s: %s", later, what)
+
+    def _save(self, keeper: Keeper, step: int, *, ask_first: bool) -> None:
+        answer = keeper.begin(step) if ask_first else None
+        if isinstance(answer, Skipped):
+            self._skip(answer.why, is_due=answer.is_due)
+            return
+        try:
+            capture = self._capturer.capture(step)
+            is_known = self._copier is not None and self._copier.plan is capture.plan
+            if not is_known and answer is None:
+                self._adopt(keeper, capture.plan)
+        except Exception:
+            if answer is not None:
+                keeper.abandon(answer)
+            raise
+        if answer is None:
+            answer = keeper.begin(step)
+        if isinstance(answer, Skipped):
+            self._skip(answer.why, is_due=answer.is_due)
+        elif not is_known and ask_first:
+            keeper.abandon(answer)
+            self._skip("the state changed its shape")
+            self._adopt(keeper, capture.plan)
+        else:
+            self._copy(keeper, answer, capture)
+
+    def _copy(self, keeper: Keeper, grant: Grant, capture: Capture) -> None:
+        assert self._copier is not None
+        try:
+            self._flight = self._copier.start(grant.slot, capture)
+        except Exception:
+            keeper.abandon(grant)
+            raise
+        self._grant, self.last_step = grant, grant.state.step
+        if self._flight.is_done():
+            self._complete()
+
+    def _complete(self) -> None:
+        grant, self._flight, self._grant = self._grant, None, None
+        assert grant is not None
+        self._guarded(lambda keeper: self._seal(keeper, grant))
+
+    def _seal(self, keeper: Keeper, grant: Grant) -> None:
+        keeper.seal(grant)
+        self._saved += 1
+        self._retry_s = RETRY_S_MIN
+
+    def _adopt(self, keeper: Keeper, plan: CopyPlan) -> None:
+        """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        slots = keeper.reserve(plan.layout, slots=self._slots)
+        self._copier = SlotCopier(plan, slots, self._warn_once)
+
+    def _guarded(self, act: Callable[[Keeper], None]) -> None:
+        if self.keeper is None:
+            return
+        try:
+            act(self.keeper)
+        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+            self.turn_off(exc)
+
+    def _is_on(self) -> bool:
+        if self.trouble is None:
+            return True
+        if self._retry_at_s is None or self._clock_s() < self._retry_at_s:
+            return False
+        if self.keeper is None:
+            self.connect()
+        else:
+            self.trouble = self._retry_at_s = None
+        return self.trouble is None
+
+    def _drop(self, *, keep_line: bool = False) -> None:
+        keeper, copier, flight = self.keeper, self._copier, self._flight
+        self._copier = self._flight = self._grant = None
+        if keep_line:
+            keeper = None
+        else:
+            self.keeper = None
+        with suppress(Exception):  # boundary: what is given up may be broken
+            if flight is not None:
+                flight.wait()
+            if copier is not None:
+                copier.close()
+            if keeper is not None:
+                keeper.close()
+
+    def _skip(self, why: str, *, is_due: bool = True) -> None:
+        if is_due:
+            self._skipped[why] += 1
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%s", text)

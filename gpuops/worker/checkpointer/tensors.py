@@ -1,0 +1,157 @@
+"""What one tensor of a state is in an image: its bytes on this rank, and which part they are.
+
+A DTensor gives its local tensor; where that lies in the whole is what torch's own planner of
+checkpoints says. Any other tensor is the whole of itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.tensor import DTensor
+
+from gpuops.checkpoint.image import TensorSpec
+from gpuops.checkpoint.states import CheckpointError
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, attribute)
+    for name, attribute in _NAMES.items()
+    if hasattr(torch, attribute)
+}
+"""What torch calls the dtypes of an image."""
+
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# Dtypes that safetensors has no name for go by the bits of another of the same width.
+_CARRIERS = {"complex32": torch.int32, "float4_e2m1fn_x2": torch.uint8}
+CARRIERS: Mapping[torch.dtype, torch.dtype] = {
+    getattr(torch, name): carrier for name, carrier in _CARRIERS.items() if hasattr(torch, name)
+}
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return *tensor* as an image can hold it: itself, or a view of its bits of the same memory.
+
+    A complex128 becomes float64 with one more dimension, of 2.
+    """
+    dtype = tensor.dtype
+    if dtype in NAMES:
+        return tensor
+    if dtype is torch.complex128:
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(CARRIERS[dtype])
+
+
+def is_carried(dtype: torch.dtype) -> bool:
+    """Say whether an image holds *dtype* under another name."""
+    return dtype is torch.complex128 or dtype in CARRIERS
+
+
+def check(tensor: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError where the tensor called *name* cannot be stored; say why."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    kind = type(local)
+    if local.device.type == "meta":
+        why = "is on the meta device: it has no data; materialise the model before training"
+    elif local.layout is not torch.strided:
+        why = f"has the layout {local.layout}; a checkpoint holds dense (strided) tensors"
+    elif local.is_quantized:
+        why = (
+            f"is quantized ({local.dtype}), which a checkpoint does not hold; store its int_repr()"
+        )
+    elif local.is_nested:
+        why = "is a nested tensor; store its values and offsets"
+    elif hasattr(kind, "__tensor_flatten__") and not _is_awaited(local):
+        why = f"is a {kind.__module__}.{kind.__qualname__}, a tensor made of others"
+    elif local.dtype not in NAMES and not is_carried(local.dtype):
+        why = f"has the dtype {local.dtype}, which a checkpoint does not hold"
+    elif isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+        why = f"is a partial sum ({tensor.placements}): no rank has its value"
+    elif isinstance(tensor, DTensor) and is_carried(local.dtype):
+        why = f"is a DTensor of {local.dtype}, which a checkpoint does not hold"
+    else:
+        return
+    raise CheckpointError(f"the tensor {name} {why}")
+
+
+def _is_awaited(local: torch.Tensor) -> bool:
+    """Say whether *local* is the result of a collective: it waits when it is used."""
+    return type(local).__name__ == "AsyncCollectiveTensor"
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of *tensor*, the same memory, as an image can hold it.
+
+    Call it without gradients.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local if local.dtype in NAMES else carried(local)
+
+
+class Places:
+    """Which part of a DTensor this rank has, asked of torch once for all that are spread alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+
+    def spec_of(self, tensor: torch.Tensor, local: torch.Tensor, name: str) -> TensorSpec:
+        """Return how *tensor*, whose local part is *local*, stands in the image as *name*.
+
+        Raises:
+            CheckpointError: The local tensor is not the part that the DTensor's placements say.
+        """
+        shape = tuple(local.shape)
+        offsets, global_shape = (0,) * len(shape), shape
+        if isinstance(tensor, DTensor):
+            offsets, global_shape = self._place_of(tensor, shape, name)
+        nbytes = local.numel() * local.element_size()
+        return TensorSpec(name, NAMES[local.dtype], shape, nbytes, offsets, global_shape)
+
+    def _place_of(
+        self, tensor: DTensor, shape: tuple[int, ...], name: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        global_shape = tuple(tensor.shape)
+        key = (tensor.device_mesh, tensor.placements, global_shape)
+        if key not in self._known:
+            self._known[key] = _chunk_of(tensor, name)
+        chunk = self._known[key]
+        if chunk is None:  # this rank is not of its mesh, and has nothing of it
+            return (0,) * len(shape), shape
+        offsets, sizes = chunk
+        if sizes != shape:
+            raise CheckpointError(
+                f"the tensor {name} has the local shape {shape}, and its placements "
+                f"{tensor.placements} say {sizes}"
+            )
+        return offsets, global_shape
+
+
+def _chunk_of(tensor: DTensor, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    items = create_default_local_save_plan({name: tensor}, is_coordinator=False).items
+    if not items:
+        return None
+    data = items[0].tensor_data
+    assert data is not None
+    return tuple(data.chunk.offsets), tuple(data.chunk.sizes)

@@ -28,11 +28,16 @@ def test_a_tree_of_switches_gives_each_node_its_path_from_the_widest():
 def test_a_leaf_that_hangs_higher_is_alone_under_itself():
     found = parse_domains(
         "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\n"
-        "SwitchName=mid Switches=a\nSwitchName=top Switches=mid\n",
+        "SwitchName=mid Switches=a\nSwitchName=top Switches=mid\n"
+        "SwitchName=c Nodes=n3\nSwitchName=low Switches=c\n",
         "t",
     )
 
-    assert found.paths == {"n1": ("top", "mid", "a"), "n2": ("b", "b", "b")}
+    assert found.paths == {
+        "n1": ("top", "mid", "a"),
+        "n2": ("b", "b", "b"),
+        "n3": ("low", "low", "c"),
+    }
     assert found.levels == ("switch 2 up", "switch 1 up", "switch")
 
 

@@ -68,7 +68,7 @@ def test_one_plus_w_solves_the_equation_of_w(x):
         assert abs(residual) <= 4e-16 * (1 + abs(math.log1p(-u))) + 1e-14 * u * slope
 
 
-@given(st.floats(1e-300, 1e-10))
+@given(st.floats(-14, -10).map(lambda exponent: 10**exponent) | st.floats(1e-300, 1e-14))
 def test_one_plus_w_keeps_its_precision_at_the_branch_point(x):
     p = math.sqrt(2 * x)  # W = -1 + p - p^2/3 + 11/72 p^3 - ... (Corless et al., 1996, 4.22)
 

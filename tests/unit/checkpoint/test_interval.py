@@ -70,9 +70,11 @@ def test_one_plus_w_solves_the_equation_of_w(x):
 
 @given(st.floats(-14, -10).map(lambda exponent: 10**exponent) | st.floats(1e-300, 1e-14))
 def test_one_plus_w_keeps_its_precision_at_the_branch_point(x):
-    p = math.sqrt(2 * x)  # W = -1 + p - p^2/3 + 11/72 p^3 - ... (Corless et al., 1996, 4.22)
+    # 1 + W(z) = p - p^2/3 + 11/72 p^3 - ..., p = sqrt(2 (e z + 1)) (Corless et al., 1996, 4.22).
+    p = math.sqrt(-2 * math.expm1(-x))
+    expected = p - p * p / 3 + 11 / 72 * p**3
 
-    assert one_plus_lambert_w(x) == pytest.approx(p - p * p / 3 + 11 / 72 * p**3, rel=1e-14)
+    assert one_plus_lambert_w(x) == pytest.approx(expected, rel=4e-15, abs=0)
 
 
 @given(COSTS, MTBFS)

@@ -158,7 +158,7 @@ def _whole(name: str, parts: Sequence[Part]) -> WholeTensor:
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
     """Disjoint parts inside of the whole that have its volume together leave no hole."""
-    overlap = _overlap([part.box for part in parts])
+    overlap = first_overlap([part.box for part in parts])
     if overlap is not None:
         one, other = (parts[place] for place in overlap)
         raise CorruptError(
@@ -173,10 +173,13 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> No
         )
 
 
-def _overlap(
+def first_overlap(
     boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> tuple[int, int] | None:
-    """Return two boxes of *boxes* that overlap, by a sweep along the dimension with most cuts."""
+    """Return the places of two of *boxes* (offsets, shape) that overlap, None where none do.
+
+    Found by a sweep along the dimension with most cuts.
+    """
     if len(boxes) < 2:
         return None
     n_dims = len(boxes[0][0])

@@ -72,3 +72,35 @@ def make_state(store, ranks, *, step=1, epoch=0, extras=None, job="made", genera
         for fd in fds:
             os.close(fd)
     return state
+
+
+def checkpointer_state(store, step, *, epoch=0, shard=None, **given):
+    """Persist the state that `gpuops.Checkpointer` would save of *given*; return its id."""
+    from gpuops.worker.checkpointer.assembly import Given
+    from gpuops.worker.checkpointer.capture import Capturer
+
+    shard = shard or Shard(0, 1)
+    parts = Given(allow_pickle=False, warn=print)
+    parts.model(given.pop("model", None))
+    parts.optimizer(given.pop("optimizer", None))
+    parts.stateful("scheduler", given.pop("scheduler", None))
+    parts.values("ema", given.pop("ema", None))
+    parts.values("extra", given.pop("extra", None))
+    assert not given
+    capture = Capturer(parts.parts, shard, allow_pickle=False).capture(step)
+    layout = capture.plan.layout
+    image = bytearray(layout.nbytes)
+    image[: len(layout.header)] = layout.header
+    by_name = dict(zip(capture.plan.names, capture.tensors, strict=True))
+    for placed in layout.tensors:
+        image[placed.begin : placed.end] = raw(by_name[placed.spec.name].detach())
+    write_extra(memoryview(image), layout, capture.extra)
+    state = StateId(epoch, step)
+    fd = os.memfd_create("image")
+    try:
+        os.write(fd, image)
+        shards = {shard: (fd, digest_of(memoryview(image)))}
+        persist(store, state, shards, origin=Origin("made", 0))
+    finally:
+        os.close(fd)
+    return state

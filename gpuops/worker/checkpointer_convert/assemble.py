@@ -73,7 +73,7 @@ class StateReader:
     def manifest(self) -> Manifest:
         return self._manifest
 
-    def extra(self, layout: ImageLayout) -> bytes:
+    def extra_of(self, layout: ImageLayout) -> bytes:
         """Return what the rank of *layout* saved beside tensors."""
         return read_extra(self._view(layout.shard), layout)
 

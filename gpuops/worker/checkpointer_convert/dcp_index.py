@@ -14,6 +14,7 @@ from gpuops.worker.checkpointer_convert.pickled import Made, Named, Pairs, read_
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 4 * 2**30
 _DIMS_MAX = 64
+_PATH_MAX = 100
 _SIZE_MAX = 2**62
 
 _DCP = "torch.distributed.checkpoint"
@@ -206,7 +207,9 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     return {
         name: path
         for name, path in planner_data.by_name().items()
-        if isinstance(path, tuple) and path and all(type(key) in (str, int) for key in path)
+        if isinstance(path, tuple)
+        and 0 < len(path) <= _PATH_MAX
+        and all(type(key) in (str, int) for key in path)
     }
 
 

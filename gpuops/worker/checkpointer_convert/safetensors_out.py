@@ -125,21 +125,17 @@ def write_file(
             if plan.nbytes > len(plan.header):
                 # Without it a full disk would end us with SIGBUS while we write to the mapping.
                 os.posix_fallocate(file.fileno(), 0, plan.nbytes)
-                with mmap.mmap(file.fileno(), plan.nbytes) as mapping:
-                    _fill(plan, state, mapping, advance)
-                    mapping.flush()
+                _fill(plan, state, memoryview(mmap.mmap(file.fileno(), plan.nbytes)), advance)
             os.fsync(file.fileno())
     except OSError as exc:
         raise CheckpointError(f"cannot write {path}: {exc.strerror or exc}") from exc
 
 
 def _fill(
-    plan: FilePlan, state: StateReader, mapping: mmap.mmap, advance: Callable[[int], object]
+    plan: FilePlan, state: StateReader, whole: memoryview, advance: Callable[[int], object]
 ) -> None:
     at = len(plan.header)
-    with memoryview(mapping) as whole:
-        for tensor in plan.tensors:
-            with whole[at : at + tensor.nbytes] as target:
-                state.fill(tensor, target)
-            at += tensor.nbytes
-            advance(tensor.nbytes)
+    for tensor in plan.tensors:
+        state.fill(tensor, whole[at : at + tensor.nbytes])
+        at += tensor.nbytes
+        advance(tensor.nbytes)

@@ -357,7 +357,7 @@ def test_help_lists_the_commands_and_imports_no_torch(tmp_path):
     )
 
     assert ended.returncode == 0, ended.stderr
-    for name in ("ls", "pin", "prune", "show", "unpin", "verify"):
+    for name in ("export", "import", "ls", "pin", "prune", "show", "unpin", "verify"):
         assert f"\n  {name} " in ended.stdout
 
 

@@ -1,0 +1,306 @@
+"""Write a state in a format of others: a DCP directory, safetensors files, a torch.save file.
+
+The result appears whole or not at all: it is written beside its place and renamed.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gpuops.checkpoint.inventory_view import WholeTensor
+from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer.tensors import DTYPES
+from gpuops.worker.checkpointer_convert.assemble import StateReader
+from gpuops.worker.checkpointer_convert.safetensors_out import (
+    EXTRA_BYTES_MAX,
+    EXTRA_KEY,
+    INDEX_FILE,
+    index_of,
+    plan_files,
+    write_file,
+)
+from gpuops.worker.checkpointer_convert.unfold import Unfolded, read_extras, unfold
+
+OWN_KEY = "gpuops"  # where an export keeps what an import needs to make the same state of it
+OWN_FORMAT = 1
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class Format(StrEnum):
+    """The formats of others."""
+
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written. ``left_out``: what the format cannot hold, or what was not asked for."""
+
+    files: tuple[Path, ...]
+    nbytes: int
+    n_tensors: int
+    left_out: tuple[str, ...]
+
+
+def export_state(
+    state: StateReader,
+    to: Path,
+    form: Format,
+    *,
+    part: str | None = None,
+    max_shard_bytes: int | None = None,
+    advance: Callable[[int], object] = lambda _nbytes: None,
+) -> Exported:
+    """Write *state* to *to*, which must not be there yet.
+
+    Args:
+        state: The state, open.
+        to: A file for safetensors and torch; a directory for dcp, and for safetensors where
+            *max_shard_bytes* is given.
+        form: The format.
+        part: Only this part (``model``), its tensors by their names without the part's.
+        max_shard_bytes: About so many bytes of tensors for each safetensors file.
+        advance: Is told the bytes of tensors written, for a progress bar.
+
+    Raises:
+        CorruptError: A shard is not what was saved.
+        CheckpointError: *to* is there, or cannot be written; the state has no such part.
+    """
+    if to.exists() or to.is_symlink():
+        raise CheckpointError(f"{to} is there already: name a place that is not")
+    if not to.parent.is_dir():
+        raise CheckpointError(f"there is no directory {to.parent}")
+    if form is Format.SAFETENSORS:
+        return _export_safetensors(state, to, part, max_shard_bytes, advance)
+    nested = _nested(state, part)
+    advance(sum(tensor.nbytes for tensor in state.tensors.values()))
+    if form is Format.TORCH:
+        with _file_beside(to) as file:
+            torch.save(dict(nested), file)
+        files: tuple[Path, ...] = (to,)
+    else:
+        with _directory_beside(to) as folder:
+            _save_dcp(nested, folder)
+        files = tuple(sorted(to.iterdir()))
+    return _exported(files, _n_tensors(state.tensors, part), nested.left_out)
+
+
+def _exported(files: Sequence[Path], n_tensors: int, left_out: Sequence[str]) -> Exported:
+    nbytes = sum(file.stat().st_size for file in files)
+    return Exported(tuple(files), nbytes, n_tensors, tuple(left_out))
+
+
+def _n_tensors(tensors: Mapping[str, WholeTensor], part: str | None) -> int:
+    return sum(part is None or name.startswith(f"{part}.") for name in tensors)
+
+
+def _save_dcp(nested: Mapping[str, Any], folder: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save(dict(nested), storage_writer=FileSystemWriter(folder), no_dist=True)
+    except OSError as exc:
+        raise CheckpointError(f"cannot write {folder}: {exc.strerror or exc}") from exc
+
+
+def _nested(state: StateReader, part: str | None) -> Unfolded:
+    """Return the state as nested dicts, with what an import makes the same state of."""
+    texts = [state.extra_of(layout) for layout in state.layouts]
+    cache: dict[tuple[str, str | None], torch.Tensor] = {}
+
+    def tensor_of(name: str, dtype: str | None) -> torch.Tensor:
+        if (name, dtype) not in cache:
+            if name not in state.tensors:
+                raise CorruptError(f"the state tells of a tensor {name!r:.200} and has it not")
+            cache[name, dtype] = _as_torch(state, state.tensors[name], dtype)
+        return cache[name, dtype]
+
+    if part is None:
+        made = unfold(read_extras(texts), state.tensors, tensor_of)
+        made[OWN_KEY] = _own(state, texts)
+        return made
+    wanted = [name for name in state.tensors if name.startswith(f"{part}.")]
+    extras = [_only(extra, part) for extra in read_extras(texts)]
+    found = unfold(extras, wanted, tensor_of)
+    if part in found:
+        chosen = found[part]
+    elif wanted:
+        chosen = {name.removeprefix(f"{part}."): found[name] for name in wanted}
+    else:
+        raise CheckpointError(f"the state has no part {part!r}: {_parts_of(state, texts)}")
+    made = Unfolded(chosen if isinstance(chosen, dict) else {part: chosen})
+    made.left_out = [*found.left_out, *_others(texts, part)]
+    return made
+
+
+def _only(extra: Mapping[str, Any], part: str) -> dict[str, Any]:
+    parts = extra.get("parts")
+    return {"parts": {part: parts[part]} if isinstance(parts, dict) and part in parts else {}}
+
+
+def _keys(texts: Sequence[bytes]) -> list[str]:
+    return list(dict.fromkeys(k for extra in read_extras(texts) for k in extra.get("parts", {})))
+
+
+def _others(texts: Sequence[bytes], part: str) -> list[str]:
+    return [f"{key}: only {part} was asked for" for key in _keys(texts) if key != part]
+
+
+def _parts_of(state: StateReader, texts: Sequence[bytes]) -> str:
+    known = _keys(texts) or sorted({name.partition(".")[0] for name in state.tensors})
+    return f"it has {', '.join(known) or 'none'}"
+
+
+def _as_torch(state: StateReader, tensor: WholeTensor, dtype_name: str | None) -> torch.Tensor:
+    dtype = DTYPES[tensor.dtype]
+    data = state.bytes_of(tensor)
+    found = torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+    found = found.reshape(tensor.shape)
+    held_as = getattr(torch, dtype_name, None) if dtype_name else dtype
+    if held_as is torch.complex128:
+        return torch.view_as_complex(found)
+    return found.view(held_as) if isinstance(held_as, torch.dtype) else found
+
+
+def _own(state: StateReader, texts: Sequence[bytes]) -> dict[str, Any]:
+    manifest = state.manifest
+    return {
+        "format": OWN_FORMAT,
+        "step": manifest.state.step,
+        "epoch": manifest.state.epoch,
+        "world": manifest.world,
+        "names": list(state.tensors),
+        "extra": [text.decode("utf-8", "replace") for text in texts],
+    }
+
+
+def _export_safetensors(
+    state: StateReader,
+    to: Path,
+    part: str | None,
+    max_shard_bytes: int | None,
+    advance: Callable[[int], object],
+) -> Exported:
+    tensors = _chosen(state.tensors, part)
+    texts = [state.extra_of(layout) for layout in state.layouts]
+    metadata, left_out = _metadata(state, texts, part)
+    if not tensors:
+        raise CheckpointError(f"the state has no part {part!r}: {_parts_of(state, texts)}")
+    plans = plan_files(tensors, metadata, max_shard_bytes)
+    with _directory_beside(to, becomes=max_shard_bytes is not None) as folder:
+        for plan in plans:
+            write_file(plan, state, folder, advance)
+        if len(plans) > 1:
+            _write_synced(folder / INDEX_FILE, index_of(plans))
+        if max_shard_bytes is None:
+            _appear(folder / plans[0].name, to)
+    files = (to,) if max_shard_bytes is None else tuple(sorted(to.iterdir()))
+    return _exported(files, len(tensors), left_out)
+
+
+def _chosen(tensors: Mapping[str, WholeTensor], part: str | None) -> dict[str, WholeTensor]:
+    if part is None:
+        return dict(tensors)
+    return {
+        name.removeprefix(f"{part}."): dataclasses.replace(
+            tensor, name=name.removeprefix(f"{part}.")
+        )
+        for name, tensor in tensors.items()
+        if name.startswith(f"{part}.")
+    }
+
+
+def _metadata(
+    state: StateReader, texts: Sequence[bytes], part: str | None
+) -> tuple[dict[str, str], list[str]]:
+    if part is not None:
+        return {}, ["what is not a tensor", *_others(texts, part)]
+    own = _own(state, texts)
+    del own["names"]
+    text = json.dumps(own)
+    if len(text) > EXTRA_BYTES_MAX:
+        return {}, [
+            f"what is not a tensor: {len(text)} bytes; the header has room for {EXTRA_BYTES_MAX}"
+        ]
+    return {EXTRA_KEY: text}, []
+
+
+@contextlib.contextmanager
+def _directory_beside(to: Path, *, becomes: bool = True) -> Iterator[Path]:
+    """Yield a new directory that then *becomes* the directory *to*, or is removed."""
+    folder = _beside(to)
+    try:
+        folder.mkdir()
+        yield folder
+        if becomes:
+            _sync_directory(folder)
+            folder.rename(to)
+            _sync_directory(to.parent)
+    except OSError as exc:
+        raise CheckpointError(f"cannot write {to}: {exc.strerror or exc}") from exc
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _file_beside(to: Path) -> Iterator[Any]:
+    """Yield a new open file that becomes *to*, unless something fails."""
+    path = _beside(to)
+    try:
+        with path.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _appear(path, to)
+    except OSError as exc:
+        raise CheckpointError(f"cannot write {to}: {exc.strerror or exc}") from exc
+    except RuntimeError as exc:  # what torch makes of a short write
+        raise CheckpointError(f"cannot write {to}: {str(exc)[:200]}") from exc
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _beside(to: Path) -> Path:
+    return to.with_name(f".{to.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _appear(path: Path, to: Path) -> None:
+    """Give the file *path* the name *to* and sync it; never takes another file's place."""
+    try:
+        os.link(path, to)
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS or to.exists():
+            raise
+        path.rename(to)
+    _sync_directory(to.parent)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from support.ledger import problems, read_lines
@@ -169,8 +170,13 @@ class ClusterRun:
         return pids if host is None else pids & set(host.pids())
 
     def orphans(self):
-        """Return the workers that live on."""
-        return {pid for pid in self.worker_pids() if is_alive(pid)}
+        """Return the workers that live on; a number may be another process's by now."""
+        return {pid for pid in self.worker_pids() if is_alive(pid) and self._is_of_this_run(pid)}
+
+    def _is_of_this_run(self, pid):
+        with suppress(OSError):
+            return f"JOB_DIR={self.job}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return False
 
     def events(self, kind=None, host=None):
         """Return the events in all journals, oldest first, once each."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from gpuops.checkpoint.directory_files import (
+    close_unwritten,
     explained,
     is_directory,
     names_in,
@@ -118,7 +119,7 @@ class DirectoryStore:
 
     def open_shard(self, state: StateId, shard: Shard) -> Path:
         with self._opened_state(state, shard.file_name) as folder:
-            os.close(open_to_read(shard.file_name, folder))
+            close_unwritten(open_to_read(shard.file_name, folder))
         return self._root / state.name / shard.file_name
 
     def read_chunks(self, state: StateId, shard: Shard) -> Iterator[memoryview]:
@@ -129,7 +130,7 @@ class DirectoryStore:
                     for _, chunk in chunks:
                         yield chunk
             finally:
-                os.close(fd)
+                close_unwritten(fd)
 
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         with self._opened_state(state, record.shard.file_name) as folder:
@@ -140,7 +141,7 @@ class DirectoryStore:
                 path = self._root / state.name / record.shard.file_name
                 raise CorruptError(f"{path}: {exc}") from exc
             finally:
-                os.close(fd)
+                close_unwritten(fd)
 
     def delete(self, state: StateId) -> None:
         with self._opened("remove a state from") as root:

@@ -14,6 +14,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking: what has the name of a file may be a pipe that nobody writes to.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_BYTES = 2**20
 _ADVICE = {
     errno.ENOSPC: ": free some space, or keep fewer states",
     errno.EDQUOT: ": free some of the quota, or keep fewer states",
@@ -48,6 +49,12 @@ def opened_directory(path: Path | str, *, dir_fd: int | None = None) -> Iterator
     try:
         yield fd
     finally:
+        close_unwritten(fd)
+
+
+def close_unwritten(fd: int) -> None:
+    """Close *fd*, through which nothing was written: what closing it says is of no account."""
+    with contextlib.suppress(OSError):
         os.close(fd)
 
 
@@ -59,7 +66,7 @@ def open_to_read(name: str, dir_fd: int) -> int:
     """
     fd = os.open(name, _READ, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        close_unwritten(fd)
         raise OSError(errno.EINVAL, "it is not a regular file")
     return fd
 
@@ -71,11 +78,13 @@ def read_small(name: str, dir_fd: int, bytes_max: int) -> bytes:
         OSError: It is none, or cannot be read.
     """
     fd = open_to_read(name, dir_fd)
-    with open(fd, "rb", buffering=0) as file:  # noqa: PTH123 a descriptor has no path
+    try:
         parts, left = [], bytes_max + 1
-        while left and (part := file.read(left)):
+        while left and (part := os.read(fd, min(left, _READ_BYTES))):
             parts.append(part)
             left -= len(part)
+    finally:
+        close_unwritten(fd)
     return b"".join(parts)
 
 
@@ -147,7 +156,8 @@ def rename(old: str, new: str, dir_fd: int) -> None:
 
 def remove_tree(name: str, dir_fd: int) -> None:
     """Remove the directory *name* as far as it can be; what stays is for the next sweep."""
-    shutil.rmtree(name, ignore_errors=True, dir_fd=dir_fd)
+    with contextlib.suppress(OSError):  # of closing what it looked into
+        shutil.rmtree(name, ignore_errors=True, dir_fd=dir_fd)
 
 
 def size_of(name: str, dir_fd: int) -> int:

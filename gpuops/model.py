@@ -110,6 +110,7 @@ class Role(StrEnum):
     SYMPTOM = "symptom"
     TEARDOWN = "teardown"
     NOISE = "noise"
+    RECOVERY = "recovery"  # no cause: from which state the job went on, or what was saved of it
 
 
 class ActionKind(StrEnum):

@@ -43,7 +43,10 @@ def incident_block(incident: Incident, *, indent: int = 2, whole: bool = False) 
         row("actions" if incident.run_id else "advice", _actions(incident)),
         row("state", state(incident)),
     ]
-    lines += _evidence(incident.evidence, indent, whole=whole)
+    recovery = [item for item in incident.evidence if item.role is Role.RECOVERY]
+    lines += [row("went on" if n == 0 else "", item.text) for n, item in enumerate(recovery)]
+    evidence = [item for item in incident.evidence if item.role is not Role.RECOVERY]
+    lines += _evidence(evidence, indent, whole=whole)
     lines.append(row("runbook", f"gpuops runbook {incident.failure_class.value}"))
     return lines
 

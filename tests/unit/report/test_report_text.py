@@ -1,5 +1,6 @@
 """The report as people read it: the whole text of one, and the hard cases of its parts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from support.exits import NODE, PEER_CLOSED, RUN, S, incident_of, killed, raised
 from support.history import a_killed_run, attempt_row, run_row, us
 
 from gpuops.incident.cancelled import incident_from_cancel
+from gpuops.model import Evidence, Incident, Role
 from gpuops.report.account import Agent, account
 from gpuops.report.advice import advice
 from gpuops.report.as_json import report_json
@@ -76,6 +78,18 @@ def test_the_same_exception_twice_is_blamed_once_and_restarts_are_called_useless
 
     assert "2 times: ranks 0-1 on n041 raised ValueError" in text
     assert "another restart will not help" in advice(found)[0]
+
+
+def test_where_the_job_went_on_is_no_evidence_and_never_left_out():
+    words = "resumed from step 41: ranks 0-1 from memory; 25 MB in 0.02 s"
+    seen = [Evidence(role=Role.SYMPTOM, text=f"rank {n} went too") for n in range(30)]
+    went_on = Evidence(role=Role.RECOVERY, text=words)
+    incident = replace(incident_of(raised(0)), evidence=(*seen, went_on))
+    text = "\n".join(incident_block(incident))
+
+    assert f"  went on    {words}" in text
+    assert "recovery:" not in text
+    assert Incident.from_json(incident.to_json()) == incident
 
 
 def test_an_unresolved_incident_stays_visible():

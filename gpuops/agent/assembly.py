@@ -157,6 +157,7 @@ def _checkpoints(prepared: Prepared, session: Session, pace: Pace, me: Member) -
     )
     job = Job(
         request=prepared.request,
+        name=session.identity.folder,
         env=prepared.env,
         node=me.node,
         cwd=str(Path.cwd()),

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gpuops.agent.agent_state import CheckpointState
@@ -37,11 +37,13 @@ class Flushed:
     """What a flush came to. ``state`` is what lies in ``directory`` now, None where nothing does.
 
     ``fitted``: the newest state that was committed is there; else ``why`` says what kept it.
+    ``has_place`` False: no directory was ever named, by nobody.
     """
 
     state: StateId | None = None
     newest: StateId | None = None
     fitted: bool = False
+    has_place: bool = True
     seconds: float = 0.0
     within_s: float = 0.0
     directory: str | None = None
@@ -64,7 +66,7 @@ class KeeperTie(Protocol):
         ...
 
     def flush(self, deadline_s: float) -> Flushed:
-        """Persist the newest committed state within *deadline_s*."""
+        """Persist the newest committed state within *deadline_s*; ``state`` is that, or None."""
         ...
 
     def end(self) -> None:
@@ -214,10 +216,12 @@ class Keeping:
         self._turn = threading.Lock()  # one call to the keeper at a time, and its news in order
         self._keeper: Started | None = None
         self._newest: StateId | None = None
+        self._persisted: StateId | None = None
         self._at_begin: StateId | None = None
         self._state: CheckpointState | None = CheckpointState(is_alive=False)
         self._stopping = threading.Event()
         self._is_over = False
+        self._is_alone = True
         self._thread = threading.Thread(target=self._run, name="gpuops-keeper", daemon=True)
 
     def open(self) -> "Keeping":
@@ -228,7 +232,7 @@ class Keeping:
     def env(self) -> Mapping[str, str]:
         """Return where the workers find the keeper; one that is not there is `OFF`."""
         keeper = self._keeper
-        socket = OFF if keeper is None else keeper.socket
+        socket = OFF if keeper is None or not self._is_alone else keeper.socket
         return {KEEPER: socket, **_place(self._directory)}
 
     def begin(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
@@ -238,6 +242,8 @@ class Keeping:
                 return
             self._look()
             self._record.over()
+            # States of several nodes need all of them to agree on what is whole.
+            self._is_alone = n_nodes == 1
             if not self._began(generation, n_nodes, excluded_step):
                 self._began(generation, n_nodes, excluded_step)
             self._look()
@@ -267,37 +273,46 @@ class Keeping:
 
     def flush(self, within_s: float) -> Flushed | None:
         """Persist the newest state within *within_s*."""
-        until_ns = self._clock.mono_ns() + round(within_s * NS_PER_S)
+        return self._flush(within_s)
+
+    def _flush(self, within_s: float, *, is_told: bool = True) -> Flushed | None:
+        """Persist the newest state; not *is_told*: it is no news that there is no directory."""
+        began_ns, done = self._clock.mono_ns(), None
         with self._called("persisting the newest checkpoint", within_s) as has_turn:
-            keeper = self._keeper
-            if keeper is None:
-                return None
-            if not has_turn:
-                done = Flushed(within_s=within_s, why="the keeper did not answer in time")
-            else:
-                self._look()
-                if self._newest is None:
-                    return None
-                left_s = max(0.0, (until_ns - self._clock.mono_ns()) / NS_PER_S)
-                done = self._flushed(keeper, left_s)
-            self._record.flushed(done)
             if has_turn:
                 self._look()
-            return done
+            if self._keeper is None or (has_turn and self._newest is None):
+                return done
+            done = Flushed(why="the keeper did not answer in time")
+            if has_turn:
+                done = self._flushed(within_s - self._seconds_since(began_ns))
+            done = replace(done, seconds=self._seconds_since(began_ns), within_s=within_s)
+            if is_told or done.has_place:
+                self._record.flushed(done)
+        return done
 
-    def _flushed(self, keeper: Started, within_s: float) -> Flushed:
-        newest = self._newest
+    def _flushed(self, within_s: float) -> Flushed:
+        assert self._keeper is not None
+        newest, tie = self._newest, self._keeper.tie
         try:
-            return keeper.tie.flush(within_s)
+            done = tie.flush(max(0.0, within_s))
         except KeeperError as exc:
             self._lost("persisting the newest checkpoint", exc)
-            return Flushed(newest=newest, within_s=within_s, why=str(exc))
+            return Flushed(newest=newest, why=str(exc))
+        self._look()
+        persisted = self._persisted if done.state is None else done.state
+        # A state may have been committed meanwhile: what was sealed before is waited for.
+        newest = newest if done.state is None else max(done.state, newest or done.state)
+        return replace(done, state=persisted, newest=newest)
+
+    def _seconds_since(self, then_ns: int) -> float:
+        return (self._clock.mono_ns() - then_ns) / NS_PER_S
 
     def end(self, save_s: float) -> None:
         """End the keeper; what is newest is persisted before."""
         self._stopping.set()
         if save_s > 0:
-            self.flush(save_s)
+            self._flush(save_s, is_told=False)
         with self._called("ending the keeper", END_S) as has_turn:
             if self._is_over:
                 return
@@ -393,7 +408,7 @@ class Keeping:
         if newest is not None and (has_changed or is_first):
             is_new = not is_first and (self._at_begin is None or newest > self._at_begin)
             self._record.newest(newest, is_new=is_new)
-        self._newest = newest
+        self._newest, self._persisted = newest, persisted
         known = newest or persisted
         is_same = before is not None and known == _named(before)
         skipped = stats.get("skipped")

@@ -40,6 +40,7 @@ class KeeperEvent:
     nbytes: int | None = None
     seconds: float | None = None
     why: str | None = None
+    reason: str | None = None
     directory: str | None = None
     count: int = 1
 
@@ -75,6 +76,7 @@ def read_events(told: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
                 nbytes=whole(item.get("bytes")),
                 seconds=_seconds(item.get("seconds")),
                 why=_text(item.get("why")),
+                reason=_text(item.get("reason")),
                 directory=_text(item.get("directory")),
                 count=max(1, whole(item.get("n")) or 1),
             )
@@ -111,7 +113,7 @@ class Tally:
     def add(self, event: KeeperEvent) -> None:
         """Count *event* in."""
         if event.kind == SKIPPED:
-            self.skipped[event.why or "unknown"] += event.count
+            self.skipped[event.reason or "unknown"] += event.count
             return
         if event.kind == GIVEN_UP:
             self.given_up += event.count

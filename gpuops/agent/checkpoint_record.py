@@ -95,6 +95,7 @@ class CheckpointRecord:
         """Record what became of a flush, and say so."""
         facts = LastSave(
             fitted=done.fitted,
+            has_place=done.has_place,
             step=None if done.state is None else done.state.step,
             newest_step=None if done.newest is None else done.newest.step,
             seconds=done.seconds,

@@ -13,16 +13,16 @@ from gpuops.agent.checkpoint_keeper import (
     KeeperRecord,
     Keeping,
     NoCheckpoints,
-    Started,
 )
 from gpuops.agent.keeper_folder import (
     FolderError,
-    KeeperFolder,
     keeper_key,
     runtime_parents,
+    sweep,
     take_folder,
 )
 from gpuops.host.clock import Clock
+from gpuops.units import US_PER_S
 
 # The keeper hashes with these; without them no script can make a Checkpointer either.
 NEEDED = ("xxhash", "blake3")
@@ -30,9 +30,10 @@ NEEDED = ("xxhash", "blake3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What this agent runs, and where."""
+    """What this agent runs, and where; ``name`` is the same on all nodes of the run."""
 
     request: Request
+    name: str
     env: Mapping[str, str]
     node: str
     cwd: str
@@ -46,33 +47,18 @@ def checkpoints_of(job: Job, record: KeeperRecord, clock: Clock) -> Checkpoints:
         return NoCheckpoints(plan.directory)
     key = keeper_key(job.request, job.env, node=job.node, cwd=job.cwd)
     parents = runtime_parents(job.env, Path(tempfile.gettempdir()), job.uid)
+    sweep(parents, job.uid, clock.now_us() / US_PER_S)
     try:
         folder = take_folder(parents, key, job.uid)
     except FolderError as exc:
         record.failed("making a folder for the keeper of the checkpoints", exc)
         return NoCheckpoints(plan.directory)
+    from gpuops.agent.keeper_tie import start_keeper
+
     return Keeping(
-        partial(start_keeper, folder, plan.lease_s),
+        partial(start_keeper, folder.path, lease_s=plan.lease_s, node=job.node, job=job.name),
         record,
         clock,
         directory=plan.directory,
         release=lambda ended: folder.leave(remove=ended),
     ).open()
-
-
-def start_keeper(folder: KeeperFolder, lease_s: float) -> Started:
-    """Return the keeper in *folder*, started where none is there.
-
-    Raises:
-        KeeperError: It could not be started, or does not answer.
-    """
-    from gpuops.checkpoint.agent_link import AgentLink
-    from gpuops.checkpoint.keeper_process import start_or_adopt
-
-    process = start_or_adopt(folder.path, lease_s=lease_s)
-    return Started(
-        tie=AgentLink.connect(process.socket_path),
-        socket=str(process.socket_path),
-        pid=process.pid,
-        adopted=process.adopted,
-    )

@@ -27,7 +27,7 @@ class CheckpointTelling(Telling):
     def resumed(self, words: str, longest_s: float) -> None:
         """Note from which state the ranks here go on, *words*; the slowest took *longest_s*."""
         self._restoring.told(longest_s)
-        evidence = Evidence(role=Role.NOISE, text=words, entity=self._here)
+        evidence = Evidence(role=Role.RECOVERY, text=words, entity=self._here)
         incident = self._book.resumed(evidence, round(longest_s * NS_PER_S))
         if incident is not None:
             self._emit_event(of_incident(incident))
@@ -37,7 +37,7 @@ class CheckpointTelling(Telling):
         """Record what became of the last save before an end; the incident of that end says it."""
         severity = Severity.INFO if facts.fitted else Severity.WARNING
         self._emit("checkpoint.flushed", records.last_save(facts), severity=severity)
-        self._last_save = (Evidence(role=Role.NOISE, text=facts.words(), entity=self._here),)
+        self._last_save = (Evidence(role=Role.RECOVERY, text=facts.words(), entity=self._here),)
 
     @property
     def _here(self) -> Entity:

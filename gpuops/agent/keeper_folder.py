@@ -21,6 +21,9 @@ from gpuops.errors import GpuopsError
 
 SOCKET = "keeper.sock"
 LOCK = "agent.lock"
+KEEPER_LOCK = "keeper.lock"
+# A keeper that was killed, or whose lease is over, leaves its log for so long.
+KEPT_S = 86_400.0
 DIGITS = 16
 # Agents of one very command on one node: tests and sweeps start several at once.
 TWINS_MAX = 64
@@ -52,10 +55,7 @@ class KeeperFolder:
     def leave(self, *, remove: bool) -> None:
         """Let go of it; *remove* it where nothing is in there for a next agent."""
         if remove:
-            with suppress(OSError):
-                for file in (SOCKET, LOCK):
-                    (self.path / file).unlink(missing_ok=True)
-                self.path.rmdir()
+            _remove(self.path)
         os.close(self.lock)
 
 
@@ -88,6 +88,18 @@ def runtime_parents(env: Mapping[str, str], temporary: Path, uid: int) -> list[P
     session = env.get("XDG_RUNTIME_DIR", "")
     found = [Path(session) / "gpuops"] if session.startswith("/") else []
     return [*found, temporary / f"gpuops-{uid}"]
+
+
+def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
+    """Remove the folders of keepers that are gone and that nobody came back to for `KEPT_S`."""
+    for parent in parents:
+        with suppress(OSError):
+            for path in list((parent / "keepers").iterdir()):
+                if now_s - path.stat().st_mtime < KEPT_S or _is_held(path / KEEPER_LOCK):
+                    continue
+                folder = _locked(path, uid, must_exist=False)
+                if folder is not None:
+                    folder.leave(remove=True)
 
 
 def take_folder(parents: Iterable[Path], key: str, uid: int) -> KeeperFolder:
@@ -147,3 +159,26 @@ def _locked(path: Path, uid: int, *, must_exist: bool) -> KeeperFolder | None:
         pass
     os.close(lock)
     return None
+
+
+def _is_held(path: Path) -> bool:
+    """Say whether a process holds the lock *path*; it is not held where there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove *folder* and the files in it; it is ours alone."""
+    with suppress(OSError):
+        for file in folder.iterdir():
+            file.unlink(missing_ok=True)
+        folder.rmdir()

@@ -68,9 +68,11 @@ class LastSave:
     """What became of the last save before an end. ``step`` lies in ``directory``, if any does.
 
     ``newest_step`` was committed in memory. ``fitted``: it is the one that was saved.
+    ``has_place`` False: nobody has named a directory.
     """
 
     fitted: bool
+    has_place: bool
     step: int | None
     newest_step: int | None
     seconds: float
@@ -85,6 +87,8 @@ class LastSave:
         if self.fitted:
             return f"the checkpoint of step {self.step} persisted{place} in time ({time})"
         newest = "" if self.newest_step is None else f" of step {self.newest_step}"
+        if not self.has_place:
+            return f"the checkpoint{newest} was in memory only: name a directory with --ckpt-dir"
         left = "none is" if self.step is None else f"that of step {self.step} is"
         why = self.why or "there was no time left"
         return f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} there{place}"

@@ -85,17 +85,16 @@ class FakeTie:
         keeper = self._check()
         keeper.flushing.set()
         assert keeper.flush_may_go_on.wait(30)
-        newest = keeper.committed[-1] if keeper.committed else None
+        if not keeper.committed:
+            return Flushed(why="there is no committed state")
         fits = keeper.directory is not None and keeper.flush_s <= deadline_s
         if fits:
-            keeper.persisted = newest
-        why = "no directory is set" if keeper.directory is None else "it takes longer"
+            keeper.persisted = keeper.committed[-1]
+        why = "nobody named a directory" if keeper.directory is None else "it takes longer"
         return Flushed(
-            state=keeper.persisted,
-            newest=newest,
+            state=keeper.persisted if fits else None,
             fitted=fits,
-            seconds=min(keeper.flush_s, deadline_s),
-            within_s=deadline_s,
+            has_place=keeper.directory is not None,
             directory=keeper.directory,
             why=None if fits else why,
         )

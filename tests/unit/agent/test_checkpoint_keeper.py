@@ -48,12 +48,22 @@ def test_the_workers_are_told_where_the_keeper_is_and_it_is_told_of_them(bench):
     assert keeping.env() == {"GPUOPS_KEEPER": "off", "GPUOPS_CKPT_DIR": "/ckpt"}
 
     keeping.begin(0, 1, None)
-    bench.keeping.begin(3, 2, 40)
+    bench.keeping.begin(3, 1, 40)
 
     assert keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock", "GPUOPS_CKPT_DIR": "/ckpt"}
-    assert bench.keeper.begun == [(3, 2, 40)]
+    assert bench.keeper.begun == [(3, 1, 40)]
     assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
     assert bench.starts == 1
+
+
+def test_ranks_of_several_nodes_are_not_led_to_a_keeper_that_knows_only_its_own(bench):
+    bench.keeping.begin(0, 2, None)
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": "off"}
+
+    bench.keeping.begin(1, 1, None)
+
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
+    assert bench.keeper.begun == [(0, 2, None), (1, 1, None)]
 
 
 def test_one_that_is_open_is_started_at_once_and_heard_by_itself():
@@ -187,7 +197,7 @@ def test_a_flush_says_whether_the_newest_state_fitted(bench):
     bench.keeper.flush_s = 60.0
     missed = bench.keeping.flush(5.0)
 
-    assert (fitted.fitted, fitted.state.step, fitted.seconds) == (True, 12, 0.5)
+    assert (fitted.fitted, fitted.state.step, fitted.within_s) == (True, 12, 5.0)
     assert (missed.fitted, missed.state.step, missed.newest.step) == (False, 12, 13)
     assert bench.heard.flushes == [fitted, missed]
     assert bench.keeping.state().persisted_step == 12
@@ -290,3 +300,13 @@ def test_without_a_keeper_the_workers_hear_that_none_is_to_be_started():
     assert nothing.env() == {"GPUOPS_KEEPER": "off", "GPUOPS_CKPT_DIR": "/ckpt"}
     assert nothing.state() is None
     assert nothing.flush(1.0) is None
+
+
+def test_a_run_that_ends_does_not_complain_that_it_was_given_no_directory(bench):
+    bench.keepers[0].directory = None
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(12)
+    assert not bench.keeping.flush(5.0).has_place
+    bench.keeping.end(5.0)
+
+    assert [done.has_place for done in bench.heard.flushes] == [False]  # that of the drain

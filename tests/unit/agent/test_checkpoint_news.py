@@ -111,9 +111,9 @@ def test_commits_and_skips_are_told_together():
     tally = Tally()
     for item in (
         event("committed", state=[0, 4], bytes=100, seconds=0.1, n=3),
-        event("skipped", why="in_flight", n=2),
+        event("skipped", reason="in_flight", why="step 4 is still being copied", n=2),
         event("committed", state=[0, 6], bytes=100, seconds=0.3),
-        event("skipped", why="no_free_slot"),
+        event("skipped", reason="no_free_slot"),
         event("given_up"),
     ):
         assert is_counted(item)

@@ -724,6 +724,7 @@ def test_the_end_that_was_asked_for_says_what_became_of_the_last_save(world, how
     world.step(1)
     save = LastSave(
         fitted=True,
+        has_place=True,
         step=1,
         newest_step=1,
         seconds=2.0,

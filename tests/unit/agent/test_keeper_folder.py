@@ -1,16 +1,21 @@
 """Where the keeper of a job is found again, and that two living agents never share one."""
 
+import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
 from support.launches import requested, slurm_env
 
 from gpuops.agent.keeper_folder import (
+    KEEPER_LOCK,
+    KEPT_S,
     SOCKET,
     FolderError,
     keeper_key,
     runtime_parents,
+    sweep,
     take_folder,
 )
 
@@ -167,3 +172,24 @@ def test_folders_without_end_are_not_tried(tmp_path):
     assert all(folder.socket.name == SOCKET for folder in held)
     for folder in held:
         folder.leave(remove=True)
+
+
+def test_what_dead_keepers_leave_goes_after_a_day_and_nothing_else_does(tmp_path):
+    parents = [tmp_path / "r", tmp_path / "missing"]
+    dead, held, waiting, young = (take_folder(parents, key, UID) for key in "abcd")
+    for folder in (dead, waiting, young):
+        (folder.path / "keeper.log").touch()
+        folder.leave(remove=False)
+    keeper = os.open(waiting.path / KEEPER_LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(keeper, fcntl.LOCK_EX)
+    now_s = time.time()
+    for folder in (dead, held, waiting):
+        os.utime(folder.path, (now_s - KEPT_S, now_s - KEPT_S))
+
+    sweep(parents, UID, now_s + 1)
+
+    assert not dead.path.exists()
+    assert held.path.exists()
+    assert waiting.path.exists()
+    assert young.path.exists()
+    os.close(keeper)

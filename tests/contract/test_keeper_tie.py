@@ -1,0 +1,219 @@
+"""What an agent may expect of its node's keeper: of the fake of unit tests, and of a real one."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.keeper_ranks import Rank, until
+from support.keepers import FakeKeeper
+
+from gpuops.agent import keeper_folder
+from gpuops.agent.checkpoint_news import pair, read_events
+from gpuops.agent.keeper_tie import start_keeper
+from gpuops.checkpoint import serve, socket_place
+from gpuops.checkpoint.client import connect
+from gpuops.checkpoint.states import KeeperError, StateId
+
+
+class Fake:
+    """The keeper of unit tests."""
+
+    def __init__(self, _folder):
+        self.keeper = FakeKeeper()
+        self.keeper.directory = None
+        self.keeper.flush_s = 0.0
+        self.started = self.keeper.started()
+        self.epoch = -1
+
+    def again(self):
+        return self.keeper.started(adopted=True)
+
+    def workers(self, generation, directory=None):
+        self.epoch += 1
+        self.keeper.directory = directory
+
+    def save(self, step):
+        self.keeper.commit(step, epoch=self.epoch)
+
+    def restored(self, step):
+        self.keeper.restored(step, rank=0, epoch=self.epoch - 1)
+
+    def kill(self):
+        self.keeper.kill()
+
+    def close(self):
+        pass
+
+
+class Real:
+    """A keeper's process, and one rank of a generation."""
+
+    def __init__(self, folder):
+        self.folder = folder / "k"
+        self.lines, self.all = [], []
+        self.started = self.again()
+
+    def again(self):
+        self.all.append(start_keeper(self.folder, lease_s=30.0, node="n1", job="run-1"))
+        return self.all[-1]
+
+    def workers(self, generation, directory=None):
+        path = Path(self.started.socket)
+        post = {"rank": 0, "world": 1, "local_rank": 0, "local_world": 1}
+        line = connect(path, **post, epoch_hint=generation)
+        self.lines.append(line)
+        self.rank = Rank(line, directory=directory, persist_every_s=None)
+        self.offer = line.offer(30.0)
+        self.rank.reserve()
+
+    def save(self, step):
+        state = self.rank.save(step).state
+        newest = [state.epoch, state.step]
+        until(lambda: self.rank.keeper.stats()["newest"] == newest, what="the commit")
+
+    def restored(self, step):
+        assert self.offer.state.step == step
+        self.rank.keeper.restored(self.offer, 0.25, self.rank.layout.nbytes)
+
+    def kill(self):
+        os.kill(self.started.pid, signal.SIGKILL)
+
+    def close(self):
+        for line in self.lines:
+            line.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.kill()
+        for started in self.all:
+            started.tie.close()
+
+
+@pytest.fixture(params=[Fake, Real])
+def node(request, tmp_path):
+    with contextlib.closing(request.param(tmp_path)) as found:
+        yield found
+
+
+def newest(tie):
+    return pair(tie.stats()["newest"])
+
+
+def test_a_new_keeper_has_nothing(node):
+    tie = node.started.tie
+
+    assert not node.started.adopted
+    assert newest(tie) is None
+    assert pair(tie.stats()["persisted"]) is None
+    assert read_events(tie.events()) == []
+    assert not tie.flush(5.0).fitted
+    with contextlib.closing(tie):
+        tie.end()
+
+
+def test_what_is_committed_is_told_with_its_bytes(node):
+    tie = node.started.tie
+    tie.begin_generation(0, 1, None)
+    node.workers(0)
+    node.save(3)
+
+    events = [event for event in read_events(tie.events()) if event.kind == "committed"]
+
+    assert newest(tie).step == 3
+    assert [event.state.step for event in events] == [3]
+    assert events[0].nbytes > 0
+    assert tie.stats()["committed"] == 1
+    assert [e for e in read_events(tie.events()) if e.kind == "committed"] == []
+
+
+def test_a_flush_without_a_directory_says_so_at_once(node):
+    tie = node.started.tie
+    tie.begin_generation(0, 1, None)
+    node.workers(0)
+    node.save(3)
+
+    done = tie.flush(5.0)
+
+    assert (done.state, done.fitted, done.has_place) == (None, False, False)
+    assert "directory" in done.why
+
+
+def test_a_flush_persists_the_newest_state(node, tmp_path):
+    tie = node.started.tie
+    tie.begin_generation(0, 1, None)
+    node.workers(0, directory=str(tmp_path / "ckpt"))
+    node.save(3)
+    node.save(5)
+
+    done = tie.flush(30.0)
+
+    assert (done.fitted, done.has_place, done.why) == (True, True, None)
+    assert done.state.step == 5
+    assert pair(tie.stats()["persisted"]) == done.state
+
+
+def test_the_next_workers_go_on_and_what_they_loaded_is_told(node):
+    tie = node.started.tie
+    tie.begin_generation(0, 1, None)
+    node.workers(0)
+    node.save(3)
+    first = newest(tie)
+    tie.begin_generation(1, 1, None)
+    node.workers(1)
+    node.restored(3)
+    (told,) = [event for event in read_events(tie.events()) if event.kind == "restored"]
+
+    assert (told.state, told.rank, told.tier) == (first, 0, "memory")
+    assert (told.seconds, told.nbytes > 0) == (0.25, True)
+    node.save(4)
+    assert newest(tie) > first
+    assert newest(tie).epoch == first.epoch + 1
+
+
+@pytest.mark.parametrize("generation", [0, 4])
+def test_an_agent_that_is_gone_is_followed_by_another_which_counts_anew(node, generation):
+    tie = node.started.tie
+    tie.begin_generation(generation, 1, None)
+    node.workers(generation)
+    node.save(3)
+    tie.close()
+
+    again = node.again()
+    again.tie.begin_generation(0, 1, None)
+
+    assert again.adopted
+    assert newest(again.tie) == StateId(newest(again.tie).epoch, 3)
+    node.workers(0)
+    node.save(4)
+    assert newest(again.tie).step == 4
+    again.tie.end()
+    again.tie.close()
+
+
+def test_a_keeper_that_was_killed_says_so_in_no_time(node):
+    tie = node.started.tie
+    node.kill()
+
+    for ask in (
+        lambda: tie.begin_generation(0, 1, None),
+        tie.stats,
+        tie.events,
+        lambda: tie.flush(5.0),
+        tie.end,
+    ):
+        with pytest.raises(KeeperError):
+            ask()
+
+
+def test_a_closed_tie_is_of_no_use_and_may_be_closed_again(node):
+    tie = node.started.tie
+    tie.close()
+    tie.close()
+
+    with pytest.raises(KeeperError):
+        tie.stats()
+
+
+def test_both_sides_name_the_files_of_the_folder_alike():
+    assert keeper_folder.SOCKET == socket_place.SOCKET
+    assert keeper_folder.KEEPER_LOCK == serve.LOCK

@@ -58,7 +58,8 @@ def run_demo(plan: Plan, folder: Path, env: Mapping[str, str], say: Callable[[st
 
     say(
         f"2. Train a small transformer on two ranks; rank {plan.victim_rank} gets SIGKILL at step "
-        f"{plan.kill_at_step} (seed {plan.seed})."
+        f"{plan.kill_at_step} (seed {plan.seed}). Its state is kept in memory, outside of its "
+        "processes: it goes on from there."
     )
     injector = _start_injector(plan, folder / "runs", child_env)
     command = ["run", "--standalone", f"--nproc-per-node={WORLD_SIZE}", "-m", "gpuops.demo.train"]

@@ -1,8 +1,10 @@
 """A small real training job: a byte-level transformer over the runbooks that ship with gpuops.
 
-It is an ordinary torch script: it imports nothing of gpuops but the folder of its text, runs under
-plain ``torchrun`` as well, and knows nothing of restarts. It has no checkpoint, so a restarted
-attempt starts again at step 1.
+It is an ordinary torch script, and runs under plain ``torchrun`` as well. Of gpuops it uses the
+folder of its text and three lines for its checkpoints: the `Checkpointer` is told what to keep,
+`restore` says how many steps are done, and `step` keeps the state after each. What has to be the
+same after a restart is among what is kept, the place in the stream of data too: then the losses are
+those of a run that nothing happened to, bit for bit.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import gpuops
 from gpuops.resources import data_dir
 
 VOCABULARY = 256
@@ -74,9 +77,8 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
 
 
-def batches(text: Tensor, seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets, each (BATCH, CONTEXT) of int64; a stream of its own per rank."""
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+def batches(text: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and targets, each (BATCH, CONTEXT) of int64, as *generator* draws them."""
     while True:
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)
         windows = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long()
@@ -100,20 +102,30 @@ def main() -> None:
     model = DistributedDataParallel(Transformer().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
+    drawing = torch.Generator().manual_seed(args.seed * 1000 + rank)  # each rank its own data
+    checkpointer = gpuops.Checkpointer(
+        model=model, optimizer=optimizer, extra={"data": drawing}, every=1
+    )
+    start = checkpointer.restore()
+    if start and rank == 0:
+        sys.stdout.write(f"rank 0  goes on after step {start}\n")
+
     started = time.monotonic()
-    stream = batches(read_text(), args.seed, rank)
-    for step in range(1, args.steps + 1):
+    stream = batches(read_text(), drawing)
+    for step in range(start + 1, args.steps + 1):
         inputs, targets = next(stream)
         logits = model(inputs.to(device))
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        checkpointer.step(step)
         if step == 1 or step % 40 == 0:
             elapsed_s = time.monotonic() - started
             sys.stdout.write(
                 f"rank {rank}  step {step:3d}  loss {loss.item():.3f}  {elapsed_s:5.1f} s\n"
             )
+    checkpointer.close()
     dist.destroy_process_group()
 
 

@@ -69,6 +69,7 @@ class KeeperClient:
         self.shard = shard
         self._line = line
         self._slots: list[int] = []
+        self._granted: set[Grant] = set()
 
     def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SlotMemory]:
         fields, fds = self._line.ask(
@@ -98,12 +99,16 @@ class KeeperClient:
         slot = fields.integer("slot", 0, ID_MAX)
         if slot not in self._slots:
             raise KeeperError(f"the keeper grants slot {slot}, which it did not send")
-        return Grant(self._slots.index(slot), fields.state())
+        grant = Grant(self._slots.index(slot), fields.state())
+        self._granted.add(grant)
+        return grant
 
     def seal(self, grant: Grant) -> None:
-        self._line.ask("seal", state=state_to_json(grant.state))
+        self._use_up(grant)
+        self._line.tell("seal", state=state_to_json(grant.state))
 
     def abandon(self, grant: Grant) -> None:
+        self._use_up(grant)
         self._line.ask("abandon", state=state_to_json(grant.state))
 
     def offer(self, deadline_s: float) -> Offer | None:
@@ -143,6 +148,12 @@ class KeeperClient:
 
     def close(self) -> None:
         self._line.close()
+
+    def _use_up(self, grant: Grant) -> None:
+        """Take note that the copy is over; the keeper is not asked whether there was one."""
+        if grant not in self._granted:
+            raise KeeperError(f"this rank is not writing {grant.state}")
+        self._granted.remove(grant)
 
 
 def _attach(fd: int, nbytes: int, *, writable: bool) -> SlotMemory:

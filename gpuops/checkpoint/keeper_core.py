@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.crew import Crew, Guest, Post, pin_of
@@ -295,6 +296,38 @@ class Core:
         self.memory.gate.unpin(pin_of(post.local_rank))
         if self.crew is not None and self.crew.found is not None:
             self.crew.is_done_with(post.local_rank)
+
+    def restored(
+        self, post: Post, state: StateId, *, tier: str, seconds: float, nbytes: int
+    ) -> None:
+        """Take note of what a rank has loaded."""
+        self.done_reading(post)
+        self.events.add(
+            "restored",
+            state=state_to_json(state),
+            tier=tier,
+            rank=post.shard.rank,
+            world=post.shard.world,
+            seconds=seconds,
+            bytes=nbytes,
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """Return what there is to know in a glance, by name."""
+        schedule = self.persister.schedule
+        return {
+            **self.memory.counts(),
+            "persisted": None if schedule.last is None else state_to_json(schedule.last),
+            "persisting": None if not schedule.busy_with else state_to_json(schedule.busy_with),
+            "persist_failures": schedule.failures,
+            "persist_trouble": self.persister.failure,
+            "persist_s": self.persister.seconds,
+            "persist_bytes": self.persister.nbytes,
+            "hash_s": self.hash_s,
+            "ranks": len(self.crew.members) if self.crew else 0,
+            "generation": self.crew.generation if self.crew else None,
+            "agent": self.agent.pid if self.agent else None,
+        }
 
     def tick(self) -> None:
         """Do what became possible, or due, meanwhile."""

@@ -79,6 +79,23 @@ class KeeperLine:
                 _close(fds)
                 raise
 
+    def tell(self, what: str, **fields: object) -> None:
+        """Say something that has no answer; returns as soon as it is on its way.
+
+        Raises:
+            KeeperError: The keeper is gone; the line is closed.
+        """
+        message = {"v": messages.VERSION, "id": 0, "what": what, **fields}
+        with self._lock:
+            sock = self._open()
+            try:
+                _until(sock, time.monotonic() + self._deadline_s)
+                sock.send(messages.to_bytes(message))
+            except OSError as exc:
+                self._shut()
+                why = "does not answer" if isinstance(exc, TimeoutError) else "is gone"
+                raise KeeperGoneError(f"the keeper at {self._path} {why} ({what})") from exc
+
     def close(self) -> None:
         """Hang up."""
         with self._lock:

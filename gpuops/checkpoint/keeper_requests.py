@@ -196,15 +196,12 @@ def _open_shard(core: Core, request: Request) -> Answer:
 
 def _restored(core: Core, request: Request) -> Answer:
     fields, post = request.fields, request.visitor.station
-    core.done_reading(post)
-    core.events.add(
-        "restored",
-        state=state_to_json(fields.state()),
+    core.restored(
+        post,
+        fields.state(),
         tier=fields.text("tier", 20),
-        rank=post.shard.rank,
-        world=post.shard.world,
         seconds=fields.number("seconds"),
-        bytes=fields.integer("bytes", 0, ID_MAX),
+        nbytes=fields.integer("bytes", 0, ID_MAX),
     )
     return Answer()
 
@@ -215,23 +212,7 @@ def _settings(core: Core, request: Request) -> Answer:
 
 
 def _stats(core: Core, _request: Request) -> Answer:
-    persister, crew = core.persister, core.crew
-    last, busy = persister.schedule.last, persister.schedule.busy_with
-    return Answer(
-        {
-            **core.memory.counts(),
-            "persisted": None if last is None else state_to_json(last),
-            "persisting": None if busy is None else state_to_json(busy),
-            "persist_failures": persister.schedule.failures,
-            "persist_trouble": persister.failure,
-            "persist_s": persister.seconds,
-            "persist_bytes": persister.nbytes,
-            "hash_s": core.hash_s,
-            "ranks": len(crew.members) if crew else 0,
-            "generation": crew.generation if crew else None,
-            "agent": core.agent.pid if core.agent else None,
-        }
-    )
+    return Answer(core.counts())
 
 
 def _begin_generation(core: Core, request: Request) -> Answer:

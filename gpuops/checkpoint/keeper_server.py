@@ -68,21 +68,28 @@ class Line:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def send(self, number: object, what: Answer | CheckpointError) -> None:
-        """Send an answer; a peer that takes none of it is cut off."""
-        message: dict[str, object] = {"v": messages.VERSION, "id": number}
-        fds: tuple[int, ...] = ()
-        if isinstance(what, Answer):
-            message["ok"], fds = what.ok, what.fds
-        else:
-            message |= {"error": str(what)[:4000], "kind": kind_of(what)}
+        """Send an answer; a peer that takes none of it is cut off. Number 0 wants none."""
+        fds = what.fds if isinstance(what, Answer) else ()
         try:
-            socket.send_fds(self.sock, [messages.to_bytes(message)], fds)
+            if number != 0:
+                socket.send_fds(self.sock, [_message(number, what)], fds)
+            elif not isinstance(what, Answer):
+                _log.warning("pid %d: %s", self.pid, what)
         except (OSError, MessageError) as exc:
             _log.warning("pid %d cannot be answered: %s", self.pid, exc)
             self.close()
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+def _message(number: object, what: Answer | CheckpointError) -> bytes:
+    message: dict[str, object] = {"v": messages.VERSION, "id": number}
+    if isinstance(what, Answer):
+        message["ok"] = what.ok
+    else:
+        message |= {"error": str(what)[:4000], "kind": kind_of(what)}
+    return messages.to_bytes(message)
 
 
 @dataclass(frozen=True, slots=True)

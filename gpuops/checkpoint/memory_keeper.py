@@ -1,237 +1,231 @@
 """A keeper in this very process: what it holds is gone with it, its answers are the same.
 
 For tests, and for a job that wants no process beside it. All ranks of a node share one
-`MemoryNode`; it is safe from several threads.
+`MemoryNode`; it is safe from several threads, which take turns, also while something is hashed.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.crew import Post
 from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper import Grant, Policy, Skipped
+from gpuops.checkpoint.keeper_core import Core
+from gpuops.checkpoint.keeper_jobs import Then, Work
 from gpuops.checkpoint.memory_room import available_bytes
-from gpuops.checkpoint.node_memory import Available, Held, NodeMemory, SealedSlot, share
-from gpuops.checkpoint.offering import Chosen, Wanted, choose
-from gpuops.checkpoint.slots import GateError, Granted, Reason
-from gpuops.checkpoint.state_store import CheckpointStore
-from gpuops.checkpoint.states import (
-    CheckpointError,
-    Digest,
-    KeeperError,
-    Offer,
-    Shard,
-    StateId,
-)
+from gpuops.checkpoint.node_memory import Available, NodeMemory, share
+from gpuops.checkpoint.offering import CannotTellError
+from gpuops.checkpoint.persisting import OpenStore
+from gpuops.checkpoint.states import CheckpointError, KeeperError, Offer, Shard
+from gpuops.checkpoint.stores import open_store as open_any_store
 
-OpenStore = Callable[[str], CheckpointStore]
+A = TypeVar("A")
+T = TypeVar("T")
+_EVENTS_CHARS_MAX = 10**9
 
 
-def no_store(directory: str) -> CheckpointStore:
-    """Refuse every directory."""
-    raise CheckpointError(f"nothing is kept in {directory}: this keeper has only memory")
+class _NowJobs:
+    """Does each job when `deliver` is called, in the thread that calls it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def hash(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
+    def populate(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
+    def look(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
+    def persist(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
+    def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
+        return map(function, things)
+
+    def deliver(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
+
+    def _add(self, work: Work[T], then: Then[T]) -> None:
+        def do() -> None:
+            try:
+                result = work()
+            except CheckpointError as exc:
+                then(None, exc)
+            else:
+                then(result, None)
+
+        self._waiting.append(do)
 
 
 class MemoryNode:
     """The memory of one node, and the ranks that use it.
 
-    ``excluded_step`` is passed over by the next offer.
+    A state is committed by the time that the last rank's `seal` returns, and persisted where the
+    policy says so.
     """
 
     def __init__(
         self,
         *,
         available: Available = available_bytes,
-        open_store: OpenStore = no_store,
+        open_store: OpenStore = open_any_store,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
-        self.memory = NodeMemory("memory", available)
-        self.excluded_step: int | None = None
-        self.events: list[Mapping[str, object]] = []
-        self.clock_s = clock_s
-        self.policy: Policy | None = None
-        self.n_ranks = 0
-        self._open_store = open_store
-        self._crew: dict[int, MemoryKeeper] = {}
-        self._epoch_max = -1
-        self._chosen: Chosen | None = None
-        self._offer: Offer | None = None
+        self.jobs = _NowJobs()
+        self.core = Core(
+            NodeMemory("memory", available), self.jobs, clock_s=clock_s, open_store=open_store
+        )
 
     def connect(
-        self, *, rank: int, world: int, local_rank: int = 0, local_world: int = 1
+        self,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        local_rank: int = 0,
+        local_world: int = 1,
+        generation: int = 0,
     ) -> "MemoryKeeper":
         """Return the keeper of one rank.
 
         A rank that was there before, or another number of ranks, are new workers: the handles of
-        the old ones are of no use from then on, as if they had been killed.
+        the old ones are of no use from then on, as if those had been killed.
+
+        Raises:
+            KeeperError: See `gpuops.checkpoint.client.connect`.
         """
         with self.lock:
-            of_old = next(iter(self._crew.values()), None)
-            is_other = of_old is not None and (of_old.shard.world, self.n_ranks) != (
-                world,
-                local_world,
-            )
-            if not self._crew or is_other or local_rank in self._crew:
-                self._begin(world, local_world)
-            keeper = MemoryKeeper(self, Shard(rank, world), local_rank)
-            self._crew[local_rank] = keeper
+            post = Post(Shard(rank, world), local_rank, local_world, generation)
+            keeper = MemoryKeeper(self, post)
+            self.core.join(keeper, post, is_patient=False)
             return keeper
 
     def kill(self) -> None:
         """End all ranks at once, as SIGKILL would."""
         with self.lock:
-            self._begin(1, 0)
+            crew = self.core.crew
+            for member in list(crew.members.values()) if crew else []:
+                member.close()
 
-    def fence(self, keeper: "MemoryKeeper") -> None:
-        """Raise KeeperError where *keeper* is of workers that are gone."""
-        if self._crew.get(keeper.local_rank) is not keeper:
-            raise KeeperError("the keeper does not know this rank any more: newer workers run")
+    def begin_generation(self, generation: int, excluded_step: int | None = None) -> None:
+        """Do what an agent asks for before it starts workers anew."""
+        with self.lock:
+            self.core.begin_generation(generation, 1, excluded_step, "")
 
-    def decide(self) -> Offer | None:
-        """Return what the ranks go on from; found out once for all of them."""
-        gate = self.memory.gate
-        if gate.epoch is None:
-            held: dict[StateId, dict[Shard, Held]] = {
-                state: self.memory.held(state) for state in self.memory.states()
-            }
-            directory = self.policy.directory if self.policy else None
-            store = self._open_store(directory) if directory else None
-            choice = choose(held, store, Wanted(excluded_step=self.excluded_step))
-            self.events += [
-                {"kind": "corrupt", "state": p.state, "rank": p.shard.rank, "why": p.why}
-                for p in choice.problems
-            ]
-            self._epoch_max = max(self._epoch_max, choice.epoch_max) + 1
-            self._chosen = chosen = choice.chosen
-            gate.resume(chosen.state if chosen else None, self._epoch_max)
-            if chosen is not None:
-                self._offer = Offer(
-                    chosen.state, chosen.world, chosen.tier, self._epoch_max, tuple(choice.why)
-                )
-                if chosen.state in gate.whole():
-                    for local_rank in self._crew:
-                        gate.pin(chosen.state, f"restore-{local_rank}")
-        return self._offer
+    def events(self) -> list[Mapping[str, object]]:
+        """Return, and forget, what happened."""
+        with self.lock:
+            return self.core.events.take(_EVENTS_CHARS_MAX)
 
-    def source(self, offer: Offer, shard: Shard) -> SlotMemory | Path:
-        """Return where *shard* is read.
-
-        Raises:
-            KeeperError: It is not what was offered.
-        """
-        chosen = self._chosen
-        if chosen is None or offer != self._offer or shard not in chosen.sources:
-            raise KeeperError(f"the shard of rank {shard.rank} of {offer.state} is not on offer")
-        return chosen.sources[shard]
-
-    def leave(self, keeper: "MemoryKeeper") -> None:
-        """Take a rank off."""
-        if self._crew.get(keeper.local_rank) is keeper:
-            self.memory.gate.lost(keeper.local_rank)
-            self.memory.gate.unpin(f"restore-{keeper.local_rank}")
-
-    def _begin(self, world: int, n_ranks: int) -> None:
-        for local_rank in self._crew:
-            self.memory.gate.unpin(f"restore-{local_rank}")
-        for memory in self._chosen.fetched if self._chosen else ():
-            memory.close()
-        self._crew.clear()
-        self._chosen = self._offer = None
-        self.n_ranks = n_ranks
-        self.memory.gate.begin_epoch(n_ranks, is_alone=world == n_ranks)
+    def close(self) -> None:
+        """Give all memory back."""
+        with self.lock:
+            self.kill()
+            self.core.memory.close()
 
 
 class MemoryKeeper:
     """A `Keeper` of one rank; see `MemoryNode.connect`."""
 
-    def __init__(self, node: MemoryNode, shard: Shard, local_rank: int) -> None:
-        self.shard = shard
-        self.local_rank = local_rank
+    pid = 0
+
+    def __init__(self, node: MemoryNode, post: Post) -> None:
+        self.shard = post.shard
+        self._post = post
         self._node = node
         self._indexes: list[int] = []
+        self._is_open = True
 
     def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SlotMemory]:
-        with self._node.lock:
-            self._node.fence(self)
-            memory = self._node.memory
-            if layout.shard != self.shard:
-                raise KeeperError(f"this is rank {self.shard.rank}, not {layout.shard.rank}")
-            arena = memory.reserve(self.local_rank, self.shard, layout.hash, layout.nbytes, slots)
+        def do(core: Core) -> Sequence[SlotMemory]:
+            arena = core.reserve(self._post, layout.hash, layout.nbytes, slots)
             self._indexes = sorted(arena.slots)
             return [share(arena.slots[index], writable=True) for index in self._indexes]
 
+        return self._done(do)
+
     def begin(self, step: int) -> Grant | Skipped:
-        with self._node.lock:
-            self._node.fence(self)
-            gate = self._node.memory.gate
-            gate.every_s = self._node.policy.every_s if self._node.policy else 0.0
-            if gate.epoch is None:
-                self._node.decide()
-            answer = gate.begin(self.local_rank, step, self._node.clock_s())
-            if isinstance(answer, Granted):
-                return Grant(self._indexes.index(answer.slot.index), answer.state)
-            return Skipped(answer.why, answer.reason is not Reason.NOT_DUE)
+        def do(core: Core) -> Grant | Skipped:
+            answer = core.begin(self._post, step)
+            if isinstance(answer, Skipped):
+                return answer
+            return Grant(self._indexes.index(answer.slot.index), answer.state)
+
+        return self._done(do)
 
     def seal(self, grant: Grant) -> None:
-        with self._node.lock:
-            self._node.fence(self)
-            try:
-                sealed = self._node.memory.seal(self.local_rank, grant.state)
-            except GateError as exc:
-                raise KeeperError(str(exc)) from exc
-            if sealed is not None:
-                self._hash(sealed)
+        self._done(lambda core: core.seal(self._post, grant.state))
 
     def abandon(self, grant: Grant) -> None:
-        with self._node.lock:
-            self._node.fence(self)
-            try:
-                self._node.memory.gate.abandon(self.local_rank, grant.state)
-            except GateError as exc:
-                raise KeeperError(str(exc)) from exc
+        self._done(lambda core: core.abandon(self._post, grant.state))
 
-    def offer(self, deadline_s: float) -> Offer | None:  # noqa: ARG002 it never waits
-        with self._node.lock:
-            self._node.fence(self)
-            return self._node.decide()
+    def offer(self, deadline_s: float) -> Offer | None:
+        def ask(core: Core) -> None:
+            if core.crew is not None:
+                core.want(core.crew)
+
+        def answer(core: Core) -> Offer | None:
+            assert core.crew is not None
+            if core.crew.trouble:
+                error = CannotTellError if core.crew.cannot_tell else KeeperError
+                raise error(core.crew.trouble)
+            if core.crew.found is None:
+                raise KeeperError(f"offer was not done within {deadline_s:g} s")
+            return core.crew.found.offer
+
+        self._done(ask)
+        return self._done(answer)
 
     def open_shard(self, offer: Offer, shard: Shard) -> SlotMemory | Path:
-        with self._node.lock:
-            self._node.fence(self)
-            source = self._node.source(offer, shard)
+        def do(core: Core) -> SlotMemory | Path:
+            source = core.source(offer.state, shard)
             return source if isinstance(source, Path) else share(source, writable=False)
 
+        return self._done(do)
+
     def restored(self, offer: Offer, seconds: float, nbytes: int) -> None:
-        with self._node.lock:
-            self._node.fence(self)
-            self._node.memory.gate.unpin(f"restore-{self.local_rank}")
-            self._node.events.append(
-                {"kind": "restored", "state": offer.state, "seconds": seconds, "bytes": nbytes}
+        self._done(
+            lambda core: core.restored(
+                self._post, offer.state, tier=offer.tier.value, seconds=seconds, nbytes=nbytes
             )
+        )
 
     def settings(self, policy: Policy) -> None:
-        with self._node.lock:
-            self._node.fence(self)
-            self._node.policy = policy
+        self._done(lambda core: core.set_policy(policy))
 
     def stats(self) -> Mapping[str, Any]:
-        with self._node.lock:
-            self._node.fence(self)
-            return self._node.memory.counts()
+        return self._done(lambda core: core.counts())
 
     def close(self) -> None:
         with self._node.lock:
-            self._node.leave(self)
+            self._is_open = False
+            self._node.core.lost(self)
 
-    def _hash(self, sealed: SealedSlot) -> None:
-        try:
-            digest: Digest = sealed.hash()
-        except CheckpointError as exc:
-            self._node.memory.gate.give_up(sealed.state)
-            self._node.events.append({"kind": "refused", "state": sealed.state, "why": str(exc)})
-        else:
-            self._node.memory.hashed(sealed, digest)
+    def _done(self, do: Callable[[Core], T]) -> T:
+        """Do something and all that follows from it."""
+        with self._node.lock:
+            if not self._is_open:
+                raise KeeperError("the line to the keeper is closed: newer workers run")
+            core, jobs = self._node.core, self._node.jobs
+            try:
+                result = do(core)
+            except KeeperError:
+                raise
+            except CannotTellError:
+                raise
+            except CheckpointError as exc:
+                raise KeeperError(str(exc)) from exc
+            finally:
+                jobs.deliver()
+                core.tick()
+                jobs.deliver()
+            return result

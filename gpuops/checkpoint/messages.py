@@ -1,7 +1,8 @@
 """What is said on a keeper's socket: one JSON object a message, versioned, bounded, checked.
 
 A request is ``{"v": 1, "id": n, "what": word, …}``; its answer has the same id and either ``"ok"``
-or ``"error"`` (a sentence) with ``"kind"``. Descriptors go beside an answer only.
+or ``"error"`` (a sentence) with ``"kind"``; a request with the id 0 has no answer. Descriptors go
+beside an answer only.
 """
 
 import json

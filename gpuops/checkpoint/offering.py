@@ -121,7 +121,7 @@ def choose(
         if state in stored:
             trouble = trouble or f"no copy of {state} serves"
     if trouble:
-        reasons = "; ".join([trouble, *choice.why[:4]])
+        reasons = "; ".join(dict.fromkeys([trouble, *choice.why[:4]]))
         raise CannotTellError(
             f"whether there is a state to go on from cannot be told: {reasons}. Repair the "
             "directory, or give another one to start anew"

@@ -1,0 +1,361 @@
+"""What a keeper promises a rank: in the process itself, and in one of its own."""
+
+import contextlib
+
+import pytest
+from support.keeper_ranks import Rank, fill, holds, layout_of, newest, ready, save_all, until
+
+from gpuops.checkpoint.agent_link import AgentLink
+from gpuops.checkpoint.client import CannotTellError, connect
+from gpuops.checkpoint.keeper import Grant, Policy, Skipped
+from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.stores import open_store
+
+
+class InProcess:
+    """A keeper in this process."""
+
+    def __init__(self, _folder):
+        self.node = MemoryNode()
+        self.generation = 0
+
+    def connect(self, rank=0, world=1):
+        return self.node.connect(
+            rank=rank,
+            world=world,
+            local_rank=rank,
+            local_world=world,
+            generation=self.generation,
+        )
+
+    def kill(self):
+        self.node.kill()
+
+    def exclude(self, step):
+        self.generation += 1
+        self.node.begin_generation(self.generation, step)
+
+    def close(self):
+        self.node.close()
+
+
+class OwnProcess:
+    """A keeper in a process of its own."""
+
+    def __init__(self, folder):
+        self.process = start_or_adopt(folder / "keeper", lease_s=20.0)
+        self.agent = None
+        self.generation = 0
+        self.lines = []
+
+    def connect(self, rank=0, world=1):
+        keeper = connect(
+            self.process.socket_path,
+            rank=rank,
+            world=world,
+            local_rank=rank,
+            local_world=world,
+            epoch_hint=self.generation,
+        )
+        self.lines.append(keeper)
+        return keeper
+
+    def kill(self):
+        for keeper in self.lines:
+            keeper.close()
+        self.lines.clear()
+
+    def exclude(self, step):
+        self.agent = self.agent or AgentLink.connect(self.process.socket_path)
+        self.generation += 1
+        self.agent.begin_generation(self.generation, 1, step)
+
+    def close(self):
+        self.kill()
+        if self.agent is not None:
+            self.agent.close()
+        self.process.kill()
+
+
+@pytest.fixture(params=[InProcess, OwnProcess])
+def node(request, tmp_path):
+    with contextlib.closing(request.param(tmp_path)) as found:
+        yield found
+
+
+def crew(node, n=2, **kwargs):
+    return ready([node.connect(rank, n) for rank in range(n)], **kwargs)
+
+
+def again(node, n=2, **kwargs):
+    """Return ranks that have started anew and not asked for anything yet."""
+    node.kill()
+    return [Rank(node.connect(rank, n), rank, n, **kwargs) for rank in range(n)]
+
+
+def test_without_a_state_the_job_begins_anew(node):
+    ranks = again(node)
+
+    assert [rank.keeper.offer(10.0) for rank in ranks] == [None, None]
+
+
+def test_a_saved_state_is_offered_to_all_ranks_after_they_are_gone(node):
+    state = save_all(crew(node), 7)
+    ranks = again(node)
+    offers = [rank.keeper.offer(10.0) for rank in ranks]
+
+    assert offers[0] == offers[1]
+    assert (offers[0].state, offers[0].world, offers[0].tier) == (state, 2, Tier.MEMORY)
+    assert offers[0].epoch > state.epoch
+    for rank in ranks:
+        shard = rank.keeper.open_shard(offers[0], rank.layout.shard)
+        assert holds(shard, rank.layout, 7)
+        with pytest.raises((TypeError, CheckpointError)):
+            shard.view[0] = 1
+        shard.close()
+
+
+def test_any_shard_is_served_to_any_rank_of_another_world(node):
+    save_all(crew(node), 3)
+    (rank,) = again(node, 1)
+    offer = rank.keeper.offer(10.0)
+
+    assert offer.world == 2
+    for number in range(2):
+        with rank.keeper.open_shard(offer, Shard(number, 2)) as shard:
+            assert holds(shard, layout_of(number, 2), 3)
+    with pytest.raises(KeeperError, match="not on offer"):
+        rank.keeper.open_shard(offer, Shard(0, 1))
+
+
+def test_the_other_world_saves_then_and_the_old_memory_goes(node):
+    save_all(crew(node), 3)
+    (rank,) = again(node, 1)
+    offer = rank.keeper.offer(10.0)
+    rank.keeper.restored(offer, 0.1, 100)
+    rank.reserve()
+    state = save_all([rank], 4)
+
+    assert state > offer.state
+    assert rank.keeper.stats()["reserved_bytes"] == 2 * rank.layout.nbytes
+    (rank,) = again(node, 1)
+    assert rank.keeper.offer(10.0).state == state
+
+
+def test_the_same_layout_is_the_same_memory(node):
+    ranks = crew(node)
+    save_all(ranks, 1)
+    reserved = ranks[0].keeper.stats()["reserved_bytes"]
+    ranks = again(node)
+    for rank in ranks:
+        rank.keeper.offer(10.0)
+        rank.reserve()
+
+    assert ranks[0].keeper.stats()["reserved_bytes"] == reserved
+    assert any(holds(slot, ranks[0].layout, 1) for slot in ranks[0].slots)
+
+
+def test_ranks_agree_on_every_step_and_the_newest_stays_whole(node):
+    ranks = crew(node)
+    state = save_all(ranks, 1)
+    halves = [rank.copy(2) for rank in ranks]
+    assert all(isinstance(half, Grant) for half in halves)
+    ranks[0].keeper.seal(halves[0])
+    skipped = [rank.keeper.begin(3) for rank in ranks]
+
+    assert all(isinstance(answer, Skipped) and answer.is_due for answer in skipped)
+    assert [answer.state.step for answer in halves] == [2, 2]
+    ranks = again(node)
+    offers = [rank.keeper.offer(10.0) for rank in ranks]
+    assert [offer.state for offer in offers] == [state, state]
+    assert all(holds(r.keeper.open_shard(offers[0], r.layout.shard), r.layout, 1) for r in ranks)
+
+
+def test_a_copy_that_failed_gives_the_state_up_for_all(node):
+    ranks = crew(node)
+    state = save_all(ranks, 1)
+    grants = [rank.copy(2) for rank in ranks]
+    ranks[0].keeper.seal(grants[0])
+    ranks[1].keeper.abandon(grants[1])
+
+    assert newest(ranks[0].keeper) == [state.epoch, state.step]
+    assert save_all(ranks, 3).step == 3
+
+
+def test_a_seal_without_a_grant_is_refused(node):
+    (rank,) = crew(node, 1)
+
+    with pytest.raises(KeeperError, match="is not writing"):
+        rank.keeper.seal(Grant(0, StateId(0, 99)))
+
+
+def test_nothing_is_due_before_its_time(node):
+    ranks = crew(node, every_s=1000.0)
+    save_all(ranks, 1)
+
+    for rank in ranks:
+        answer = rank.keeper.begin(2)
+        assert isinstance(answer, Skipped)
+        assert not answer.is_due
+
+
+def test_a_slot_without_its_header_is_no_state(node):
+    (rank,) = crew(node, 1)
+    state = save_all([rank], 1)
+    grant = rank.keeper.begin(2)
+    rank.slots[grant.slot].view[:8] = b"\xff" * 8
+    rank.keeper.seal(grant)
+
+    until(lambda: rank.keeper.stats()["given_up"] == 1, what="giving it up")
+    assert newest(rank.keeper) == [state.epoch, state.step]
+
+
+def test_a_bit_that_flipped_in_memory_is_found_and_the_state_before_it_serves(node):
+    ranks = crew(node)
+    first, second = save_all(ranks, 1), save_all(ranks, 2)
+    slots = [slot for slot in ranks[1].slots if holds(slot, ranks[1].layout, 2)]
+    slots[0].view[-100] ^= 4
+    ranks = again(node)
+    offer = ranks[0].keeper.offer(10.0)
+
+    assert offer.state == first
+    assert any(str(second) in why and "corrupt" in why for why in offer.why)
+    assert holds(ranks[1].keeper.open_shard(offer, Shard(1, 2)), ranks[1].layout, 1)
+
+
+def test_the_persistent_copy_of_the_same_state_serves_before_an_older_state(node, tmp_path):
+    ranks = crew(node, slots=3, directory=str(tmp_path / "states"))
+    save_all(ranks, 1)
+    second = save_all(ranks, 2)
+    persist_by_hand(ranks, second, tmp_path / "states")
+    for slot in ranks[1].slots:
+        slot.view[-100] ^= 4
+    ranks = again(node, directory=str(tmp_path / "states"))
+    offer = ranks[0].keeper.offer(10.0)
+
+    assert (offer.state, offer.tier) == (second, Tier.PERSISTENT)
+    for rank in ranks:
+        assert holds(rank.keeper.open_shard(offer, rank.layout.shard), rank.layout, 2)
+
+
+def test_what_is_only_in_the_directory_is_offered(node, tmp_path):
+    state = StateId(4, 20)
+    folder = tmp_path / "states"
+    put(folder, state, [layout_of(n, 2) for n in range(2)])
+    ranks = again(node, directory=str(folder))
+    offer = ranks[1].keeper.offer(10.0)
+
+    assert (offer.state, offer.tier, offer.epoch) == (state, Tier.PERSISTENT, 5)
+    assert holds(ranks[0].keeper.open_shard(offer, Shard(1, 2)), ranks[1].layout, 20)
+
+
+def test_a_directory_of_which_nothing_reads_is_not_a_fresh_start(node, tmp_path):
+    folder = tmp_path / "states"
+    put(folder, StateId(4, 20), [layout_of()])
+    (shard,) = folder.glob("*/shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    (rank,) = again(node, 1, directory=str(folder))
+
+    with pytest.raises(CannotTellError, match="corrupt"):
+        rank.keeper.offer(10.0)
+
+
+def test_an_excluded_step_is_passed_over(node):
+    ranks = crew(node)
+    first, _second = save_all(ranks, 1), save_all(ranks, 2)
+    node.kill()
+    node.exclude(2)
+    ranks = again(node)
+    offer = ranks[0].keeper.offer(10.0)
+
+    assert offer.state == first
+    assert any("excluded" in why for why in offer.why)
+
+
+def test_another_layout_within_a_run(node):
+    (rank,) = crew(node, 1)
+    first = save_all([rank], 1)
+    rank.layout = layout_of(n_floats=2000)
+    rank.reserve()
+
+    assert newest(rank.keeper) == [first.epoch, first.step]
+    second = save_all([rank], 2)
+    assert rank.keeper.stats()["reserved_bytes"] == 2 * rank.layout.nbytes
+    (rank,) = again(node, 1, n_floats=2000)
+    offer = rank.keeper.offer(10.0)
+    assert offer.state == second
+    assert holds(rank.keeper.open_shard(offer, Shard(0, 1)), rank.layout, 2)
+
+
+def test_more_slots_than_this_machine_has_memory_for_are_refused_with_figures(node):
+    keeper = node.connect()
+    layout = layout_of(n_floats=2**37)
+
+    with pytest.raises(KeeperError, match=r"2 slots of .* need .* available"):
+        keeper.reserve(layout, slots=2)
+
+
+def test_the_offered_memory_stays_until_it_was_read(node):
+    ranks = crew(node)
+    save_all(ranks, 1)
+    ranks = again(node)
+    offer = ranks[0].keeper.offer(10.0)
+    shard = ranks[0].keeper.open_shard(offer, Shard(0, 2))
+    for rank in ranks:
+        rank.reserve()
+    # Rank 1 has read it and goes on; rank 0 still reads.
+    ranks[1].keeper.restored(offer, 0.1, 10)
+    assert isinstance(ranks[1].keeper.begin(5), Grant)
+    assert holds(shard, ranks[0].layout, 1)
+
+
+def test_the_handles_of_workers_that_are_gone_are_of_no_use(node):
+    old = crew(node)
+    save_all(old, 1)
+    again(node)
+
+    with pytest.raises(KeeperError):
+        old[0].keeper.begin(2)
+    old[0].keeper.close()
+
+
+def test_a_policy_that_cannot_be_is_refused():
+    for wrong in (
+        {"slots": 1},
+        {"slots": 9},
+        {"keep_last": 0},
+        {"persist_every_s": float("nan")},
+        {"every_s": -1.0},
+        {"directory": ""},
+        {"directory": "a\0b"},
+    ):
+        with pytest.raises(CheckpointError):
+            Policy(**wrong)
+
+
+def put(folder, state, layouts):
+    """Write a state into a directory without any keeper."""
+    from gpuops.checkpoint.arena import SlotMemory
+    from gpuops.checkpoint.digest import digest_of
+    from gpuops.checkpoint.persist import Origin, persist
+
+    with contextlib.ExitStack() as stack:
+        sources = {}
+        for layout in layouts:
+            memory = stack.enter_context(SlotMemory.create("test", layout.nbytes))
+            fill(memory.view, layout, state.step)
+            sources[layout.shard] = (memory.fd, digest_of(memory.view))
+        persist(open_store(str(folder)), state, sources, origin=Origin("test", 0))
+
+
+def persist_by_hand(ranks, state, folder):
+    """Make sure that *state* is in *folder*, whichever keeper this is."""
+    if isinstance(ranks[0].keeper.stats().get("persist_failures"), int):
+        manifest = folder / state.name / "manifest.json"
+        until(lambda: newest(ranks[0].keeper) == [state.epoch, state.step])
+        if not manifest.exists():
+            until(lambda: ranks[0].keeper.stats()["persisting"] is None)
+    if not (folder / state.name).exists():
+        put(folder, state, [rank.layout for rank in ranks])

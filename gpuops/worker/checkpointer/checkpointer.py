@@ -148,6 +148,8 @@ class Checkpointer:
             if self._restored is None:
                 return 0
             self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - begun_s)
+            if self._saver is not None:
+                self._saver.prepare(self._restored.step)
             return self._restored.step
 
     def step(self, n: int) -> None:

@@ -41,6 +41,8 @@ class Saver:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take *connect*, which finds the keeper or raises KeeperError; see `connect`."""
+        self._is_single = place.local_world == 1
+        self._reserved_at: int | None = None
         self._capturer = Capturer(parts, Shard(place.rank, place.world), allow_pickle=allow_pickle)
         self.keeper: Keeper | None = None
         self.trouble: Exception | None = None
@@ -70,7 +72,9 @@ class Saver:
     def prepare(self, step: int) -> None:
         """Reserve memory where none is: no rank is granted before all of a node have some."""
         if self._copier is None and self._is_on():
-            self._guarded(lambda keeper: self._adopt(keeper, self._capturer.capture(step).plan))
+            self._guarded(
+                lambda keeper: self._adopt(keeper, self._capturer.capture(step).plan, step)
+            )
 
     def save(self, step: int, *, ask_first: bool) -> bool:
         """Save the state after *step*; return whether it was copied."""
@@ -147,19 +151,23 @@ class Saver:
             capture = self._capturer.capture(step)
             is_known = self._copier is not None and self._copier.plan is capture.plan
             if not is_known and answer is None:
-                self._adopt(keeper, capture.plan)
+                self._adopt(keeper, capture.plan, step)
         except Exception:
             if answer is not None:
                 keeper.abandon(answer)
             raise
         if answer is None:
+            if step == self._reserved_at and not self._is_single:
+                # Another rank of this node may not have come so far, and all would be refused.
+                self._skip("memory was reserved at this step")
+                return
             answer = keeper.begin(step)
         if isinstance(answer, Skipped):
             self._skip(answer.why, is_due=answer.is_due)
         elif not is_known and ask_first:
             keeper.abandon(answer)
             self._skip("the state changed its shape")
-            self._adopt(keeper, capture.plan)
+            self._adopt(keeper, capture.plan, step)
         else:
             self._copy(keeper, answer, capture)
 
@@ -184,13 +192,14 @@ class Saver:
         self._saved += 1
         self._retry_s = RETRY_S_MIN
 
-    def _adopt(self, keeper: Keeper, plan: CopyPlan) -> None:
+    def _adopt(self, keeper: Keeper, plan: CopyPlan, step: int) -> None:
         """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
         if self._copier is not None:
             self._copier.close()
             self._copier = None
         slots = keeper.reserve(plan.layout, slots=self._slots)
         self._copier = SlotCopier(plan, slots, self._warn_once)
+        self._reserved_at = step
 
     def _guarded(self, act: Callable[[Keeper], None]) -> None:
         if self.keeper is None:

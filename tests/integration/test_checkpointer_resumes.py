@@ -1,0 +1,50 @@
+"""Training that is killed and resumes is, bit for bit, training that was never disturbed."""
+
+import pytest
+import torch
+from support.gloo_ranks import run_ranks, said
+
+from gpuops.checkpoint.keeper_process import start_or_adopt
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+HALF, ALL = 4, 8
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    process = start_or_adopt(tmp_path / "keeper", lease_s=60)
+    yield process.socket_path
+    process.kill()
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("tp", 4), ("hsdp", 4)],
+    ids=lambda value: str(value),
+)
+def test_killed_and_resumed_equals_undisturbed(tmp_path, keeper, kind, world):
+    first = {"kind": kind, "name": "first", "reference": ALL, "until": HALF, "die": True}
+    before = run_ranks(tmp_path, world, first, keeper=keeper)
+    after = run_ranks(
+        tmp_path, world, {"kind": kind, "name": "second", "until": ALL}, keeper=keeper
+    )
+
+    for rank in range(world):
+        one, two = before[rank], after[rank]
+        assert one["start"] == 0
+        assert two["start"] == HALF, said(tmp_path, world, "second")
+        assert two["restored"]["tier"] == "memory"
+        assert two["tokens"] == 10 * HALF
+        assert one["losses"] + two["losses"] == one["reference"]
+        assert same(two["state"], one["reference_state"])
+        assert two["stats"]["saved"] + sum(two["stats"]["skipped"].values()) == ALL - HALF

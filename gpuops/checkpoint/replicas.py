@@ -44,6 +44,10 @@ class Memory(Protocol):
         """Return the bytes, to be written."""
         ...
 
+    def populate(self, stop: Callable[[], bool]) -> bool:
+        """Take all of it now; whether it came to the end before *stop* said so."""
+        ...
+
     def close(self) -> None:
         """Give the memory back."""
         ...
@@ -122,6 +126,41 @@ class ReplicaStore:
             for shard in shards:
                 self._slots.setdefault(shard, [])
 
+    def reserve(self, shard: Shard, nbytes: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Make the slots of *shard* for images of *nbytes*, and take their memory.
+
+        Without it the first push makes them, and is as slow as the kernel hands out new pages.
+
+        Raises:
+            RefusedError: It is not held here, or there is no room; nothing was made.
+        """
+        made: list[_Slot] = []
+        with self._lock:
+            slots = self._slots.get(shard)
+            if slots is None:
+                raise RefusedError(
+                    Refusal.NOT_WANTED, f"{self._node} is no holder of {shard.file_name}"
+                )
+            try:
+                while len(slots) < self._n_slots:
+                    made.append(self._new_slot(shard, nbytes))
+                    made[-1].pins += 1  # nobody closes it meanwhile
+                    slots.append(made[-1])
+            except RefusedError:
+                self._unmake(shard, made)
+                raise
+        try:
+            for slot in made:
+                slot.memory.populate(stop)
+        except CheckpointError as exc:
+            with self._lock:
+                self._unmake(shard, made)
+            raise RefusedError(Refusal.NO_ROOM, str(exc)) from exc
+        with self._lock:
+            for slot in made:
+                slot.pins -= 1
+            self._part()
+
     def commit(self, state: StateId) -> None:
         """Note that *state* is committed in the whole job.
 
@@ -177,6 +216,7 @@ class ReplicaStore:
                         copy.digest,
                         release=_once(partial(self._unpin, slot)),
                         damaged=partial(self._on_damage, slot, copy),
+                        view=slot.memory.view,
                     )
         return None
 
@@ -219,6 +259,10 @@ class ReplicaStore:
                 )
             inbox = slot.inbox
             if inbox is not None and inbox.push.state == push.state:
+                if inbox.is_over:
+                    raise RefusedError(
+                        Refusal.BUSY, f"{self._node} is still ending an earlier push of {what}"
+                    )
                 if inbox.intake.digest == digest:
                     return inbox, False
                 if inbox.n_users:
@@ -246,10 +290,8 @@ class ReplicaStore:
         if free and (free[0].copy is None or len(slots) >= self._n_slots):
             return self._of_size(free[0], push)
         if len(slots) < self._n_slots:
-            self._check_room(push, 0)
-            slot = _Slot(self._memory(push), push.nbytes)
-            slots.append(slot)
-            return slot
+            slots.append(self._new_slot(push.shard, push.nbytes))
+            return slots[-1]
         for slot in slots:
             # A state that was given up must not keep the next one out.
             if slot.inbox is not None and slot.inbox.push.state < push.state:
@@ -265,16 +307,29 @@ class ReplicaStore:
         settled = [pair for pair in held if committed is not None and pair[0] <= committed]
         return max(settled or held, key=lambda pair: pair[0], default=(None, None))[1]
 
+    def _new_slot(self, shard: Shard, nbytes: int) -> _Slot:
+        self._check_room(nbytes)
+        return _Slot(self._memory(shard, nbytes), nbytes)
+
     def _of_size(self, slot: _Slot, push: Push) -> _Slot:
         if slot.nbytes != push.nbytes:
-            self._check_room(push, slot.nbytes)
-            memory = self._memory(push)
+            self._check_room(push.nbytes - slot.nbytes)
+            memory = self._memory(push.shard, push.nbytes)
             slot.memory.close()
-            slot.memory, slot.nbytes, slot.last = memory, push.nbytes, None
+            slot.memory, slot.nbytes = memory, push.nbytes
+            slot.copy = slot.last = slot.inbox = None
         return slot
 
-    def _check_room(self, push: Push, freed_bytes: int) -> None:
-        would_be = self._held_bytes() - freed_bytes + push.nbytes
+    def _unmake(self, shard: Shard, made: list[_Slot]) -> None:
+        for slot in made:
+            slot.pins -= 1
+            if slot in self._slots.get(shard, ()):
+                self._slots[shard].remove(slot)
+                self._doom(slot)
+        self._part()
+
+    def _check_room(self, more_bytes: int) -> None:
+        would_be = self._held_bytes() + more_bytes
         if would_be > self._bytes_max:
             raise RefusedError(
                 Refusal.NO_ROOM,
@@ -282,12 +337,12 @@ class ReplicaStore:
                 f"{format_bytes(self._bytes_max)}",
             )
 
-    def _memory(self, push: Push) -> Memory:
+    def _memory(self, shard: Shard, nbytes: int) -> Memory:
         try:
-            return self._allocate(f"gpuops-replica-{push.shard.rank:05d}", push.nbytes)
+            return self._allocate(f"gpuops-replica-{shard.rank:05d}", nbytes)
         except (CheckpointError, OSError) as exc:
             raise RefusedError(
-                Refusal.NO_ROOM, f"{self._node} has no {format_bytes(push.nbytes)}: {exc}"
+                Refusal.NO_ROOM, f"{self._node} has no {format_bytes(nbytes)}: {exc}"
             ) from exc
 
     def _into(self, slot: _Slot, push: Push, digest: Digest) -> ReplicaInbox:

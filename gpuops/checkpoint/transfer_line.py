@@ -66,6 +66,16 @@ class Hasher(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
 
+class Image(Protocol):
+    """What is sent: a descriptor, and the same bytes mapped where they are mapped anyway."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def view(self) -> memoryview | None: ...
+
+
 class Line:
     """A connection whose both sides have proved the job's token.
 
@@ -84,6 +94,7 @@ class Line:
         self._rate: float | None = None
         self._receive_s = 0.0
         sock.settimeout(None)
+        self._is_local = sock.getsockname()[0] == sock.getpeername()[0]
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_LOOK_S))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -197,8 +208,12 @@ class Line:
                 self.received_bytes += len(piece)
                 hasher.update(piece)
 
-    def send_file(self, fd: int, offset: int, nbytes: int, pace: Pace) -> None:
-        """Send so many bytes of *fd* from *offset* on, no faster than *pace*."""
+    def send_image(self, image: Image, offset: int, nbytes: int, pace: Pace) -> None:
+        """Send so many bytes of *image* from *offset* on, no faster than *pace*.
+
+        A network card gathers the pages itself (sendfile(2)). Within one machine every page of 4
+        KiB would be handed on and copied by itself: a third slower than to copy the mapping first.
+        """
         if pace.bytes_per_s != self._rate:
             self._rate = pace.bytes_per_s
             smooth(self._socket, self._rate)
@@ -208,11 +223,15 @@ class Line:
             wait_s = pace.take(count)
             if wait_s > 0 and self._is_cut.wait(wait_s):
                 raise ConnectionAbortedError("the connection was cut")
-            self._send_slice(fd, offset, count)
+            if self._is_local and image.view is not None:
+                with image.view[offset : offset + count] as piece:
+                    self._write(piece, time.monotonic() + self.limits.stall_s)
+            else:
+                self._send_file(image.fd, offset, count)
             self.sent_bytes += count
             offset += count
 
-    def _send_slice(self, fd: int, offset: int, nbytes: int) -> None:
+    def _send_file(self, fd: int, offset: int, nbytes: int) -> None:
         sock = self._socket.fileno()
 
         def push(done: int) -> int:
@@ -223,9 +242,14 @@ class Line:
 
         self._send_all(push, nbytes, time.monotonic() + self.limits.stall_s)
 
-    def _write(self, data: bytes, end_s: float) -> None:
-        whole = memoryview(data)
-        self._send_all(lambda done: self._socket.send(whole[done:]), len(data), end_s)
+    def _write(self, data: bytes | memoryview, end_s: float) -> None:
+        with memoryview(data) as whole:
+
+            def push(done: int) -> int:
+                with whole[done:] as rest:
+                    return self._socket.send(rest)
+
+            self._send_all(push, len(data), end_s)
 
     def _send_all(self, push: Callable[[int], int], nbytes: int, end_s: float) -> None:
         """Call *push* with what is done already until all is; it returns how much it did."""

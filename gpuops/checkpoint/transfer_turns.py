@@ -24,14 +24,16 @@ _PIECE_BYTES = 2**20
 class PinnedCopy:
     """A whole copy that stays as it is until *release* is called, once.
 
-    *fd* is a memfd or a file that begins with the image. *damaged* is told the number of a chunk
-    whose bytes are found not to be those of the digest.
+    *fd* is a memfd or a file that begins with the image, *view* the same bytes where they are
+    mapped already. *damaged* is told the number of a chunk whose bytes are found not to be those of
+    the digest.
     """
 
     fd: int
     digest: Digest
     release: Callable[[], None] = lambda: None
     damaged: Callable[[int], None] = lambda _number: None
+    view: memoryview | None = None
 
 
 def ask(line: Line, intake: Intake, is_wanted: Callable[[], bool]) -> None:
@@ -98,7 +100,7 @@ def serve(line: Line, body: bytes, copy: PinnedCopy, pace: Pace, chunk_bytes: in
     begin = get.first * chunk_bytes
     nbytes = min(begin + get.count * chunk_bytes, digest.nbytes) - begin
     line.send(Kind.DATA, Get(get.first, get.count).to_bytes())
-    line.send_file(copy.fd, begin, nbytes, pace)
+    line.send_image(copy, begin, nbytes, pace)
 
 
 def _check_own(copy: PinnedCopy, number: int, chunk_bytes: int) -> None:

@@ -337,7 +337,7 @@ def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
         assert kind is Kind.GET
         get = wire.Get.from_bytes(body)
         line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
-        line.send_file(memory.fd, 0, get.count * 2**20, no_pace())
+        line.send_image(PinnedCopy(memory.fd, copy.digest), 0, get.count * 2**20, no_pace())
         # And nothing more, with the connection open: the others are not to wait for it for long.
         done = push(
             peer(server.port),

@@ -63,12 +63,13 @@ def is_same(one, other):
     return bytes(one.view) == bytes(other.view)
 
 
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["mapped", "file"])
 @pytest.mark.parametrize("n_connections", [1, 4, 9])
 @pytest.mark.parametrize("nbytes", [1, CHUNK - 1, CHUNK, CHUNK + 1, NBYTES])
-def test_a_copy_is_fetched(nbytes, n_connections):
+def test_a_copy_is_fetched(nbytes, n_connections, is_mapped):
     memory, target = filled(nbytes, seed=nbytes), Memory(nbytes)
     copy = copy_of(memory)
-    shelf = Shelf((memory, copy))
+    shelf = Shelf((memory, copy), is_mapped=is_mapped)
     with serving(shelf) as server:
         found = fetch(
             [peer(server.port)], job_pass(), copy, target.view, terms(n_connections=n_connections)

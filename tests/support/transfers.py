@@ -33,7 +33,11 @@ class Memory:
         os.ftruncate(self.fd, nbytes)
         self._map = mmap.mmap(self.fd, nbytes)
         self.view = memoryview(self._map)
-        self.is_closed = False
+        self.is_closed = self.is_populated = False
+
+    def populate(self, stop):
+        self.is_populated = True
+        return not stop()
 
     def close(self):
         self.view.release()
@@ -58,7 +62,8 @@ def copy_of(memory, state=STATE, shard=SHARD, chunk_bytes=CHUNK, holder="owner")
 class Shelf:
     """A source of copies that counts its pins."""
 
-    def __init__(self, *held):
+    def __init__(self, *held, is_mapped=True):
+        self._is_mapped = is_mapped
         self.held = {(copy.state, copy.shard): (memory, copy) for memory, copy in held}
         self.damaged = []
         self.pins = 0
@@ -71,7 +76,12 @@ class Shelf:
         memory, copy = found
         with self._lock:
             self.pins += 1
-        return PinnedCopy(memory.fd, copy.digest, self._release, self.damaged.append)
+        return PinnedCopy(
+            memory.fd, copy.digest, self._release, self.damaged.append, self._view(memory)
+        )
+
+    def _view(self, memory):
+        return memory.view if self._is_mapped else None
 
     def _release(self):
         with self._lock:

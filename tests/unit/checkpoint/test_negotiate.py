@@ -131,10 +131,8 @@ def test_of_two_copies_that_differ_neither_is_loaded():
     plan = choose(Situation(inventories=inventories, ranks=RANKS))
 
     assert plan.offer.state == OLD
-    assert plan.why == (
-        "step 110 (epoch 2), world 2: "
-        + "the copies of shard 1 differ (n0, n1), and no majority has the same",
-    )
+    (why,) = plan.why
+    assert why.startswith("step 110 (epoch 2), world 2: the copies of shard 1 differ (n0, n1), ")
 
 
 @pytest.mark.parametrize("odd", ["n0", "n1", "/ckpt"])

@@ -25,6 +25,7 @@ from gpuops.checkpoint.directory_files import (
 )
 from gpuops.checkpoint.directory_names import (
     PINS,
+    PINS_UNREADABLE,
     is_tag,
     leftover_of,
     pin_name,
@@ -32,6 +33,7 @@ from gpuops.checkpoint.directory_names import (
     state_of,
     this_host,
     trash_name,
+    word,
 )
 from gpuops.checkpoint.directory_sweep import sweep
 from gpuops.checkpoint.directory_writer import DirectoryWriter, Place, holds
@@ -64,7 +66,7 @@ class DirectoryStore:
         self._root = root.absolute()
         self._place = Place(
             root=self._root,
-            host=this_host() if host is None else host,
+            host=word(this_host() if host is None else host),
             pid=os.getpid() if pid is None else pid,
             nonce=lambda: randomness(8),
         )
@@ -99,7 +101,7 @@ class DirectoryStore:
                 except CheckpointError as exc:
                     damaged.append(Damaged(name, str(exc)))
                 else:
-                    states.append(Stored(state, manifest, pins.get(state, ())))
+                    states.append(Stored(state, manifest, pins(state)))
         states.sort(key=lambda stored: stored.state, reverse=True)
         return Survey(tuple(states), tuple(damaged), tuple(leftovers))
 
@@ -147,7 +149,7 @@ class DirectoryStore:
         with self._opened("remove a state from") as root:
             if root is None or not is_directory(state.name, root):
                 return
-            if tags := _pins(root).get(state):
+            if tags := _pins(root)(state):
                 raise CheckpointError(f"{state} in {self._root} is pinned by {', '.join(tags)}")
             trash = trash_name(state, self._place.nonce())
             rename(state.name, trash, root)
@@ -222,11 +224,18 @@ def _manifest(root: int, path: Path, state: StateId) -> Manifest:
     return manifest
 
 
-def _pins(root: int) -> dict[StateId, tuple[str, ...]]:
+def _pins(root: int) -> Callable[[StateId], tuple[str, ...]]:
+    """Return what tells the tags of a state."""
     pins: dict[StateId, tuple[str, ...]] = {}
-    with contextlib.suppress(FileNotFoundError), opened_directory(PINS, dir_fd=root) as folder:
-        for name in names_in(folder):
-            if found := pin_of(name):
-                state, tag = found
-                pins[state] = (*pins.get(state, ()), tag)
-    return pins
+    try:
+        with opened_directory(PINS, dir_fd=root) as folder:
+            for name in names_in(folder):
+                if found := pin_of(name):
+                    state, tag = found
+                    pins[state] = (*pins.get(state, ()), tag)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        # A state can be loaded all the same; but any may be pinned, so none may be deleted.
+        return lambda _state: (PINS_UNREADABLE,)
+    return lambda state: pins.get(state, ())

@@ -18,6 +18,7 @@ from enum import StrEnum
 from gpuops.checkpoint.states import StateId
 
 PINS = ".pins"
+PINS_UNREADABLE = "pins-unreadable"  # the tag of every state while it cannot be known
 _STATE = r"step-(?P<step>[0-9]{12})\.e(?P<epoch>[0-9]{5})"
 _WORD = r"[A-Za-z0-9_-]{1,96}"
 _STATE_NAME = re.compile(_STATE + r"\Z")
@@ -27,6 +28,7 @@ _TEMPORARY = re.compile(
 _SHARED = re.compile(_STATE + rf"\.tmp-of\.(?P<session>{_WORD})\Z")
 _REMOVED = re.compile(rf"\.(?P<kind>trash|aside)\.{_STATE}\.[0-9a-f]{{16}}\Z")
 _PIN = re.compile(_STATE + r"@(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,63})\Z")
+_HASHED = re.compile(r"(-[0-9a-f]{16}|^)\Z")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -71,8 +73,8 @@ def leftover_of(name: str) -> Leftover | None:
 
 
 def temporary_name(state: StateId, host: str, pid: int, nonce: bytes) -> str:
-    """Return the name under which one process writes *state*."""
-    return f"{state.name}.tmp.{word(host)}.{pid}.{nonce.hex()}"
+    """Return the name under which a process of *host*, a `word`, writes *state*."""
+    return f"{state.name}.tmp.{host}.{pid}.{nonce.hex()}"
 
 
 def shared_name(state: StateId, session: str) -> str:
@@ -109,7 +111,7 @@ def is_tag(text: str) -> bool:
 def word(text: str) -> str:
     """Return *text* as a part of a name; two texts that differ have names that differ."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64]
-    if plain == text and plain:
+    if plain == text and not _HASHED.search(plain):
         return plain
     return f"{plain}-{hashlib.blake2s(text.encode(errors='replace'), digest_size=8).hexdigest()}"
 
@@ -123,7 +125,7 @@ def this_host() -> str:
         namespace = f"-{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116 no path to build
     except OSError:
         namespace = ""
-    return word(os.uname().nodename + namespace)
+    return os.uname().nodename + namespace
 
 
 def _state(found: re.Match[str]) -> StateId:

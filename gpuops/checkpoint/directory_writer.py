@@ -58,7 +58,7 @@ class Place:
     """A directory and who writes into it. ``nonce`` returns 8 bytes that were never used before."""
 
     root: Path
-    host: str
+    host: str  # a `word`
     pid: int
     nonce: Callable[[], bytes]
 

@@ -10,14 +10,17 @@ from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.persist import Origin
 from gpuops.checkpoint.states import Shard
 
+_RANDOM_BYTES = 10**6 + 3  # no divisor of the size of a chunk: no two chunks are alike
 ORIGIN = Origin("train", 1)
 
 
 def image_bytes(shard, *, seed=0, nbytes=4096):
     """Return an image of *shard* with about *nbytes* of seeded data."""
     layout = plan_image(shard, [TensorSpec("w", "U8", (nbytes,), nbytes, (0,), (nbytes,))], 64)
-    data = random.Random(f"{seed} {shard}").randbytes(layout.nbytes - len(layout.header))
-    return layout.header + data
+    n_data = layout.nbytes - len(layout.header)
+    # Of a large one the same bytes over and over.
+    some = random.Random(f"{seed} {shard}").randbytes(min(n_data, _RANDOM_BYTES))
+    return layout.header + (some * -(-n_data // len(some)))[:n_data]
 
 
 def sealed(content):

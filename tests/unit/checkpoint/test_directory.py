@@ -1,0 +1,558 @@
+"""A directory of states beside foreign files, links, other writers and what the dead left."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoint_images import ORIGIN, content_of, images
+
+from gpuops.checkpoint.directory import DirectoryStore
+from gpuops.checkpoint.directory_names import (
+    LeftoverKind,
+    aside_name,
+    is_tag,
+    leftover_of,
+    pin_name,
+    pin_of,
+    shared_name,
+    state_of,
+    temporary_name,
+    this_host,
+    trash_name,
+    word,
+)
+from gpuops.checkpoint.directory_sweep import ABANDONED_S, ASIDE_S
+from gpuops.checkpoint.manifest import MANIFEST
+from gpuops.checkpoint.persist import Origin, RatePace, commit_parts, persist, put_part
+from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
+from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.verify import verify_state
+from gpuops.host.clock import FakeClock
+
+STATE, LATER = StateId(1, 100), StateId(1, 200)
+NONCE = bytes(8)
+STATES = st.builds(StateId, st.integers(0, 99_999), st.integers(0, 10**12 - 1))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DirectoryStore(tmp_path / "states")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "states"
+
+
+@pytest.fixture
+def pair():
+    with images(2) as shards:
+        yield shards
+
+
+def states(store):
+    return [stored.state for stored in store.list()]
+
+
+def dead_pid():
+    """Return the number of a process that is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def leave(root, name, *, age_s=0.0, content=b"x" * 100):
+    """Make a leftover of this *name* whose content is so old."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    file = folder / Shard(0, 2).file_name
+    file.write_bytes(content)
+    for path in (file, folder):
+        then_s = path.stat().st_mtime - age_s
+        os.utime(path, (then_s, then_s))
+    return folder
+
+
+# Names.
+
+
+@given(
+    state=STATES,
+    host=st.text(max_size=80),
+    pid=st.integers(1, 2**22),
+    nonce=st.binary(min_size=8, max_size=8),
+)
+def test_each_name_of_ours_is_known_again(state, host, pid, nonce):
+    made = leftover_of(temporary_name(state, word(host), pid, nonce))
+    assert (made.kind, made.state, made.pid) == (LeftoverKind.TEMPORARY, state, pid)
+    assert made.host == word(host)
+    made = leftover_of(shared_name(state, host))
+    assert (made.kind, made.state, made.session) == (LeftoverKind.SHARED, state, word(host))
+    assert leftover_of(trash_name(state, nonce)).kind is LeftoverKind.TRASH
+    assert leftover_of(aside_name(state, nonce)).kind is LeftoverKind.ASIDE
+    assert state_of(state.name) == state
+    assert pin_of(pin_name(state, "a.b-c")) == (state, "a.b-c")
+
+
+@given(st.text(max_size=60) | st.from_regex(r"step-[0-9]{1,14}\.e[0-9]{1,7}(\.tmp.*)?"))
+def test_no_other_name_is_taken_for_ours(name):
+    state = state_of(name)
+    assert state is None or state.name == name
+    left = leftover_of(name)
+    assert left is None or left.state.name in name
+    assert not (state and left)
+
+
+@given(st.text(), st.text())
+def test_texts_that_differ_make_words_that_differ(one, other):
+    assert (word(one) == word(other)) == (one == other)
+    assert len(word(one)) <= 96
+    assert word(one).isascii()
+    assert not set(word(one)) & set("./ \n")
+
+
+def test_a_word_is_never_another_ones_word():
+    hashed = word("a/b")
+
+    assert word(hashed) != hashed
+    assert word("a-b") == "a-b"
+
+
+@pytest.mark.parametrize("tag", ["a\n", "-a", "", "ü", "a" * 65])
+def test_no_other_text_is_a_tag(tag):
+    assert not is_tag(tag)
+
+
+def test_this_host_has_a_name_that_fits():
+    assert this_host().startswith(os.uname().nodename)
+    assert leftover_of(temporary_name(STATE, word(this_host()), 1, NONCE)).pid == 1
+
+
+# Foreign files and links.
+
+
+def test_foreign_files_are_neither_listed_nor_touched(store, root, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+    foreign = [
+        "notes",
+        "step-5",
+        "step-000000000100",
+        "step-000000000300.e00001.tmp",
+        "x.tmp.y.1.z",
+    ]
+    for name in foreign:
+        (root / name).mkdir()
+        (root / name / "file").touch()
+        os.utime(root / name, (0, 0))
+    (root / "step-000000000300.e00001.tmp.h.1.0000000000000000").touch()  # a file, no directory
+    (root / "README").write_text("mine")
+    before = sorted(path.relative_to(root) for path in root.rglob("*"))
+
+    assert states(store) == [STATE]
+    assert store.sweep() == ()
+    persist(store, LATER, pair, origin=ORIGIN)
+    store.delete(LATER)
+
+    assert sorted(path.relative_to(root) for path in root.rglob("*")) == before
+
+
+def test_links_in_the_place_of_anything_of_ours_are_not_followed(store, root, tmp_path, pair):
+    elsewhere = tmp_path / "elsewhere"
+    persist(DirectoryStore(elsewhere), STATE, pair, origin=ORIGIN)
+    precious = elsewhere / STATE.name
+    root.mkdir()
+    dead = dead_pid()
+    for name in (
+        STATE.name,
+        temporary_name(STATE, word(this_host()), dead, NONCE),
+        shared_name(LATER, "run"),
+        trash_name(STATE, NONCE),
+        aside_name(STATE, NONCE),
+        ".pins",
+    ):
+        (root / name).symlink_to(precious)
+    before = sorted((path.name, path.read_bytes()) for path in precious.iterdir())
+
+    assert states(store) == []
+    (damaged,) = store.survey().damaged
+    assert "is not a directory" in damaged.why
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        persist(store, STATE, pair, origin=ORIGIN)
+    with pytest.raises(CheckpointError):
+        put_part(store, LATER, pair, session="run")
+    with pytest.raises(CheckpointError):
+        store.read_manifest(STATE)
+    with pytest.raises(CheckpointError):
+        store.pin(STATE, "x")
+    with pytest.raises(CheckpointError):
+        store.open_shard(STATE, Shard(0, 2))
+    store.delete(STATE)
+    store.sweep()
+
+    assert sorted((path.name, path.read_bytes()) for path in precious.iterdir()) == before
+    assert len(list(root.iterdir())) == 6
+
+
+def test_where_pins_cannot_be_read_all_can_be_loaded_and_none_deleted(store, root, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+    (root / ".pins").write_text("in the way")
+
+    (stored,) = store.list()
+
+    assert stored.tags == ("pins-unreadable",)
+    with pytest.raises(CheckpointError, match="pinned by pins-unreadable"):
+        store.delete(STATE)
+    assert verify_state(store, STATE) == []
+
+
+def test_what_lies_inside_a_state_that_is_removed_is_not_followed(store, root, tmp_path, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    (root / STATE.name / "link").symlink_to(precious)
+
+    store.delete(STATE)
+
+    assert list(root.iterdir()) == []
+    assert (precious / "file").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link", "huge", "empty"])
+def test_a_manifest_that_is_something_else_is_damage(store, root, tmp_path, pair, kind):
+    persist(store, STATE, pair, origin=ORIGIN)
+    path = root / STATE.name / MANIFEST
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        (tmp_path / "copy").write_bytes(content)
+        path.symlink_to(tmp_path / "copy")
+    else:
+        path.touch()
+        os.truncate(path, 10**12 if kind == "huge" else 0)
+
+    survey = store.survey()
+
+    assert survey.states == ()
+    assert [damaged.name for damaged in survey.damaged] == [STATE.name]
+    assert str(path) in survey.damaged[0].why
+    assert len(verify_state(store, STATE)) == 1
+
+
+def test_a_root_that_is_a_link_is_the_users_choice(tmp_path, pair):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    persist(DirectoryStore(tmp_path / "link"), STATE, pair, origin=ORIGIN)
+
+    assert states(DirectoryStore(tmp_path / "real")) == [STATE]
+
+
+# Damage, and writers beside each other.
+
+
+def test_what_was_damaged_is_put_aside_and_kept_for_a_week(store, root, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+    shard = root / STATE.name / Shard(0, 2).file_name
+    shard.unlink()
+
+    persist(store, STATE, pair, origin=ORIGIN)
+
+    (aside,) = (root / name for name in store.survey().leftovers)
+    assert (aside / Shard(1, 2).file_name).read_bytes() == content_of(pair[Shard(1, 2)])
+    assert store.sweep() == ()
+    for path in (*aside.iterdir(), aside):
+        os.utime(path, (path.stat().st_mtime - ASIDE_S - 60,) * 2)
+    assert store.sweep() == (aside.name,)
+    assert not aside.exists()
+    assert verify_state(store, STATE) == []
+
+
+def test_a_file_in_the_place_of_the_state_is_left_and_told(store, root, pair):
+    root.mkdir()
+    (root / STATE.name).write_text("mine")
+
+    with pytest.raises(CheckpointError, match="is not a directory; move it"):
+        persist(store, STATE, pair, origin=ORIGIN)
+
+    assert (root / STATE.name).read_text() == "mine"
+    assert store.survey().leftovers == ()
+
+
+def test_an_empty_directory_in_its_place_makes_room(store, root, pair):
+    (root / STATE.name).mkdir(parents=True)
+
+    persist(store, STATE, pair, origin=ORIGIN)
+
+    assert verify_state(store, STATE) == []
+
+
+def test_of_two_writers_of_one_state_the_second_finds_it_there(store, pair):
+    manifests = []
+    with images(2) as same:
+        writers = [store.write(STATE, 2) for _ in range(2)]
+        persist(DirectoryStore(Path(store.address) / "other"), STATE, same, origin=ORIGIN)
+        manifests = DirectoryStore(Path(store.address) / "other").list()[0].manifest
+        for writer in writers:
+            for record in manifests.shards:
+                writer.put_shard(record, same[record.shard][0])
+
+        assert writers[0].commit(manifests) is True
+        assert writers[1].commit(replace(manifests, job="again")) is False
+
+    assert store.read_manifest(STATE).job == ORIGIN.job
+    assert store.survey().leftovers == ()
+
+
+def test_what_a_writer_did_not_put_it_does_not_commit(store, pair):
+    other = DirectoryStore(Path(store.address) / "other")
+    persist(other, STATE, pair, origin=ORIGIN)
+    manifest = other.read_manifest(STATE)
+    writer = store.write(STATE, 2)
+    writer.put_shard(manifest.shards[0], pair[Shard(0, 2)][0])
+
+    with pytest.raises(CheckpointError, match="1 of 2 shards are not there: shard-00001"):
+        writer.commit(manifest)
+    with pytest.raises(CheckpointError, match="not of a world of 2"):
+        writer.put_shard(replace(manifest.shards[1], shard=Shard(1, 3)), pair[Shard(1, 2)][0])
+    writer.abort()
+    writer.abort()
+
+    assert states(store) == []
+    assert store.survey().leftovers == ()
+
+
+def test_a_file_cut_short_behind_the_writers_back_is_not_committed(store, root, pair):
+    other = DirectoryStore(Path(store.address) / "other")
+    persist(other, STATE, pair, origin=ORIGIN)
+    manifest = other.read_manifest(STATE)
+    writer = store.write(STATE, 2)
+    for record in manifest.shards:
+        writer.put_shard(record, pair[record.shard][0])
+    (path,) = root.glob(f"*.tmp.*/{Shard(1, 2).file_name}")
+    os.truncate(path, 17)
+
+    with pytest.raises(CorruptError, match="has 17 bytes"):
+        writer.commit(manifest)
+    writer.abort()
+
+    assert states(store) == []
+
+
+def test_a_shared_directory_holds_nothing_else_once_it_is_committed(store, root, pair):
+    for shard, source in pair.items():
+        put_part(store, STATE, {shard: source}, session="run")
+    (shared,) = root.iterdir()
+    (shared / ".0123456789abcdef.part").write_bytes(b"of a writer that died")
+
+    assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+
+    assert sorted(path.name for path in (root / STATE.name).iterdir()) == sorted(
+        [MANIFEST, *(shard.file_name for shard in pair)]
+    )
+
+
+def test_committing_removes_what_the_session_left_of_older_states(store, root, pair):
+    older, other_run = StateId(1, 50), StateId(1, 60)
+    put_part(store, older, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
+    put_part(store, other_run, {Shard(0, 2): pair[Shard(0, 2)]}, session="another run")
+    put_part(store, LATER, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
+    put_part(store, STATE, pair, session="run")
+
+    assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+
+    assert sorted(path.name for path in root.iterdir()) == sorted(
+        [STATE.name, shared_name(other_run, "another run"), shared_name(LATER, "run")]
+    )
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"nbytes": 1}', b"[" * 10**5])
+def test_a_record_that_does_not_read_is_as_good_as_none(store, root, pair, damage):
+    put_part(store, STATE, pair, session="run")
+    (record,) = root.glob(f"*/{Shard(1, 2).file_name}.record.json")
+    record.write_bytes(damage)
+
+    assert not commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+    put_part(store, STATE, pair, session="run")
+    assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+    assert verify_state(store, STATE) == []
+
+
+# Sweeping.
+
+
+def test_what_a_dead_writer_of_this_host_left_is_swept_at_once(store, root):
+    leave(root, temporary_name(STATE, word(this_host()), dead_pid(), NONCE))
+    leave(root, trash_name(STATE, NONCE))
+
+    assert len(store.sweep()) == 2
+    assert list(root.iterdir()) == []
+
+
+def test_what_may_be_of_the_living_is_left_for_a_day(store, root):
+    names = [
+        temporary_name(STATE, word(this_host()), os.getpid(), NONCE),
+        temporary_name(STATE, "another-host", dead_pid(), NONCE),
+        shared_name(STATE, "run"),
+    ]
+    for name in names:
+        leave(root, name, age_s=ABANDONED_S - 3600)
+    assert store.sweep() == ()
+
+    for name in names:
+        for path in (*(root / name).iterdir(), root / name):
+            os.utime(path, (path.stat().st_mtime - 7200,) * 2)
+    assert sorted(store.sweep()) == sorted(names)
+    assert list(root.iterdir()) == []
+
+
+def test_one_new_file_shows_that_the_writer_lives(store, root):
+    folder = leave(root, shared_name(STATE, "run"), age_s=2 * ABANDONED_S)
+    (folder / "shard").touch()
+    os.utime(folder, (0, 0))
+
+    assert store.sweep() == ()
+
+
+def test_a_lock_shows_that_the_writer_lives_even_if_its_number_seems_dead(store, root):
+    """As in a container that numbers its processes anew but has the name of its host."""
+    folder = leave(root, temporary_name(STATE, word(this_host()), dead_pid(), NONCE))
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    assert store.sweep() == ()
+
+    os.close(fd)
+    assert len(store.sweep()) == 1
+
+
+def test_a_writer_at_work_is_not_swept_by_another(store, root, pair):
+    swept = []
+
+    def pace(_nbytes):
+        swept.extend(DirectoryStore(root, host=this_host()).sweep())
+
+    persist(store, STATE, pair, origin=ORIGIN, pace=pace)
+
+    assert swept == []
+    assert verify_state(store, STATE) == []
+
+
+def test_a_deletion_that_broke_off_is_gone_for_readers_and_swept(store, root, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+    (root / STATE.name).rename(root / trash_name(STATE, NONCE))
+    (root / trash_name(STATE, NONCE) / MANIFEST).unlink()
+
+    assert states(store) == []
+    assert store.survey().leftovers == (trash_name(STATE, NONCE),)
+    assert store.sweep() == (trash_name(STATE, NONCE),)
+
+
+# Persisting.
+
+
+def test_another_world_may_save_the_same_step_in_a_later_epoch(store):
+    with images(2) as two, images(3) as three:
+        persist(store, StateId(1, 100), two, origin=ORIGIN)
+        persist(store, StateId(2, 100), three, origin=ORIGIN)
+
+    assert [stored.manifest.world for stored in store.list()] == [3, 2]
+
+
+def test_ordinary_files_can_be_sources(store, tmp_path, pair):
+    files = {}
+    for shard, source in pair.items():
+        path = tmp_path / shard.file_name
+        path.write_bytes(content_of(source))
+        files[shard] = os.open(path, os.O_RDONLY), source[1]
+
+    persist(store, STATE, files, origin=ORIGIN)
+
+    for fd, _ in files.values():
+        os.close(fd)
+    assert verify_state(store, STATE) == []
+
+
+def test_a_source_that_is_longer_or_shorter_is_refused(store, tmp_path, pair):
+    for change in (-1, 1):
+        path = tmp_path / f"source{change}"
+        fd, digest = pair[Shard(0, 2)]
+        path.write_bytes((content_of((fd, digest)) + b"\0")[: digest.nbytes + change])
+        with path.open("rb") as file:
+            shards = {**pair, Shard(0, 2): (file.fileno(), digest)}
+            with pytest.raises(CorruptError, match=r"bytes"):
+                persist(store, STATE, shards, origin=ORIGIN)
+    assert states(store) == []
+
+
+def test_the_position_of_a_source_is_neither_used_nor_moved(store, pair):
+    for fd, _ in pair.values():
+        os.lseek(fd, 77, os.SEEK_SET)
+
+    persist(store, STATE, pair, origin=ORIGIN)
+
+    assert verify_state(store, STATE) == []
+    assert {os.lseek(fd, 0, os.SEEK_CUR) for fd, _ in pair.values()} == {77}
+
+
+def test_nothing_stays_open(store, pair):
+    def n_open():
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 as the kernel has it
+
+    persist(store, STATE, pair, origin=ORIGIN)
+    before = n_open()
+    for step in range(300, 310):
+        persist(store, StateId(1, step), pair, origin=ORIGIN)
+        put_part(store, StateId(2, step), pair, session="run")
+        assert commit_parts(store, StateId(2, step), 2, session="run", origin=ORIGIN)
+        assert verify_state(store, StateId(1, step)) == []
+        with pytest.raises(CheckpointError):
+            persist(store, StateId(1, step), pair, origin=Origin("x" * 300, 1))
+
+    assert n_open() == before
+
+
+def test_a_pace_holds_the_rate_and_is_told_of_every_byte():
+    clock, waited = FakeClock(), []
+
+    def wait(seconds):
+        waited.append(seconds)
+        clock.advance(seconds)
+
+    pace = RatePace(2 * CHUNK_BYTES, clock=clock, wait=wait)
+    begin_ns = clock.mono_ns()
+    for _ in range(9):
+        pace(CHUNK_BYTES)
+
+    assert (clock.mono_ns() - begin_ns) / 1e9 == pytest.approx(4.0)  # the last one is on its way
+    assert waited == pytest.approx([0.5] * 8)
+
+
+def test_a_pace_does_not_save_up_for_later():
+    clock, waited = FakeClock(), []
+    pace = RatePace(CHUNK_BYTES, clock=clock, wait=waited.append)
+    pace(CHUNK_BYTES)
+    clock.advance(100)
+    pace(CHUNK_BYTES)
+    pace(CHUNK_BYTES)
+
+    assert waited == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("how", ["file://{}", "{}"])
+def test_a_path_and_a_file_url_name_a_directory(tmp_path, pair, how):
+    store = open_store(how.format(tmp_path / "states"))
+
+    persist(store, STATE, pair, origin=ORIGIN)
+
+    assert isinstance(store, DirectoryStore)
+    assert (tmp_path / "states" / STATE.name).is_dir()

@@ -95,7 +95,7 @@ class Line:
         self._receive_s = 0.0
         sock.settimeout(None)
         self._is_local = sock.getsockname()[0] == sock.getpeername()[0]
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_LOOK_S))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _packed_s(_SEND_LOOK_S))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, seconds in _KEEPALIVE:
@@ -305,10 +305,10 @@ class Line:
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._receive_s:
             self._receive_s = seconds
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _packed_s(seconds))
 
 
-def _timeval(seconds: float) -> bytes:
+def _packed_s(seconds: float) -> bytes:
     # Nothing at all would mean: wait for ever.
     micros = max(round(seconds * 1e6), 1000)
     return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)

@@ -291,7 +291,7 @@ def complete_by_hand(situation):
     ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(situations())
 def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
     plan = choose(situation)
@@ -318,7 +318,7 @@ def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
                 assert (source.copies[0].holder, source.copies[0].tier) == (node, Tier.MEMORY)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(situations())
 def test_every_newer_state_has_its_reason_and_the_epoch_is_beyond_all(situation):
     plan = choose(situation)

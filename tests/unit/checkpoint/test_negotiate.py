@@ -210,6 +210,14 @@ def test_near_holders_before_far_ones_and_then_the_least_loaded():
     assert near.sources["a"][0].copies[0].holder == "n1"
 
 
+def test_who_has_no_choice_is_served_first():
+    held = {"n0": memory("n0", (NEW, 0), (NEW, 1)), "n1": memory("n1", (NEW, 0))}
+    plan = choose(Situation(inventories=held, ranks={"a": [0], "b": [1], "n0": [], "n1": []}))
+
+    assert plan.sources["b"][0].copies[0].holder == "n0"
+    assert plan.sources["a"][0].copies[0].holder == "n1"
+
+
 def test_ranks_must_make_a_world():
     for ranks in ({"n0": [0], "n1": [0]}, {"n0": [1]}, {"n0": [0, 2]}):
         with pytest.raises(ValueError, match="each once"):

@@ -58,7 +58,7 @@ class AgentLink:
         line = KeeperLine(socket_path, deadline_s=deadline_s)
         try:
             line.ask("hello", role="agent")
-        except BaseException:
+        except BaseException:  # boundary: the line is closed, the error goes on
             line.close()
             raise
         return cls(line)

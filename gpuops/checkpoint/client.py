@@ -56,7 +56,7 @@ def connect(  # noqa: PLR0913 where a rank stands has as many parts
             local_world=local_world,
             generation=epoch_hint,
         )
-    except BaseException:
+    except BaseException:  # boundary: the line is closed, the error goes on
         line.close()
         raise
     return KeeperClient(line, Shard(rank, world))

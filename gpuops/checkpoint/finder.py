@@ -46,7 +46,9 @@ class Finder:
         gate = self.memory.gate
         if not crew.is_wanted or crew.is_looking or crew.trouble or crew.found is not None:
             return
-        is_agreed = command is None or command.n_nodes == 1 or command.is_chosen
+        is_alone = command is None or command.n_nodes == 1
+        # Of which shards this node needs, the last of its ranks tells.
+        is_agreed = is_alone or (command.is_chosen and len(crew.posts) == crew.n_ranks)
         if gate.is_settling or not is_agreed:
             return
         wanted = _wanted(crew, command)
@@ -145,8 +147,9 @@ def _wanted(crew: Crew, command: Command | None) -> Wanted:
         return Wanted(excluded_step=command.excluded_step if command else None)
     if command.state is None:
         return Wanted(is_none=True)
+    is_whole = len(crew.posts) == crew.n_ranks
     mine = frozenset(post.shard for post in crew.posts.values())
-    return Wanted(only=command.state, shards=mine if len(mine) == crew.n_ranks else None)
+    return Wanted(only=command.state, shards=mine if is_whole else None)
 
 
 def _free(choice: Choice | None) -> None:

@@ -67,7 +67,7 @@ class Core:
         self.command = Command(generation, n_nodes, excluded_step)
         self.persister.origin = Origin(job or self.persister.origin.job, generation)
         self._disband()
-        self.memory.gate.begin_epoch(0)
+        self.memory.gate.begin_epoch(0, is_alone=n_nodes == 1)
 
     def join(self, guest: Guest, post: Post, *, is_patient: bool) -> bool:
         """Take a rank in; return False where it has to wait until older workers are gone.

@@ -24,7 +24,8 @@ Then = Callable[[T | None, BaseException | None], None]
 NICE_HASH = 5
 NICE_POPULATE = 10
 NICE_PERSIST = 19
-_HASH_THREADS_MAX = 4
+_HASH_THREADS_MAX = 8
+_POPULATE_THREADS_MAX = 4
 
 # ioprio_set(2), linux/ioprio.h: no I/O while anybody else wants the disk.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -69,7 +70,7 @@ class Jobs(Protocol):
         ...
 
     def populate(self, work: Work[T], then: Then[T]) -> None:
-        """Take memory: one at a time."""
+        """Take memory."""
         ...
 
     def look(self, work: Work[T], then: Then[T]) -> None:
@@ -90,9 +91,12 @@ class ThreadJobs:
 
     def __init__(self, wake: Callable[[], None], *, n_hash: int | None = None) -> None:
         self._wake = wake
-        n_hash = n_hash or min(_HASH_THREADS_MAX, os.cpu_count() or 1)
+        n_cpus = len(os.sched_getaffinity(0))
+        n_hash = n_hash or max(2, min(n_cpus // 2, _HASH_THREADS_MAX))
         self._hashers = _pool(n_hash, "hash", NICE_HASH)
-        self._populator = _pool(1, "populate", NICE_POPULATE)
+        self._populator = _pool(
+            max(1, min(n_cpus // 4, _POPULATE_THREADS_MAX)), "populate", NICE_POPULATE
+        )
         self._looker = _pool(1, "look", 0)
         self._persister = _pool(1, "persist", NICE_PERSIST, is_idle=True)
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -141,8 +145,11 @@ def lower_priority(nice: int, *, is_idle: bool = False) -> None:
 
     Where the kernel refuses, the thread runs on as it is: it is slower for the others, not wrong.
     """
+    thread_id = threading.get_native_id()
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        # Never up: root could, where whoever started the keeper wanted it to give way.
+        nice = max(nice, os.getpriority(os.PRIO_PROCESS, thread_id))
+        os.setpriority(os.PRIO_PROCESS, thread_id, nice)
     number = _IOPRIO_SET.get(platform.machine())
     if is_idle and number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)

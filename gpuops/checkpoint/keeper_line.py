@@ -36,6 +36,7 @@ class KeeperLine:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._number = 0
+        self._pid = os.getpid()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.settimeout(deadline_s)
@@ -75,7 +76,7 @@ class KeeperLine:
             data, fds = self._exchange(what, messages.to_bytes(request), end_s)
             try:
                 return self._read(what, data), fds
-            except BaseException:
+            except BaseException:  # boundary: nobody else closes them
                 _close(fds)
                 raise
 
@@ -102,6 +103,10 @@ class KeeperLine:
             self._shut()
 
     def _open(self) -> socket.socket:
+        if os.getpid() != self._pid:
+            raise KeeperError(
+                f"the line to the keeper belongs to process {self._pid}, not to one it forked"
+            )
         if self._sock is None:
             raise KeeperGoneError(f"the line to the keeper at {self._path} is closed")
         return self._sock

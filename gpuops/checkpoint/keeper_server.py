@@ -32,6 +32,7 @@ CONNECTIONS_MAX = 1024
 STRANGERS_MAX = 64
 STRANGER_S = 10.0
 PARTING_S = 5.0
+LAST_SAVE_S = 600.0
 _BACKLOG = 128
 _ACCEPTED_AT_ONCE = 32
 _PAUSE_S = 1.0
@@ -166,7 +167,7 @@ class KeeperServer:
             return alone_s >= min(PARTING_S, self.lease_s)
         if alone_s < self.lease_s:
             return False
-        return not self._is_saving_the_last() or alone_s >= 2 * self.lease_s
+        return not self._is_saving_the_last() or alone_s >= self.lease_s + LAST_SAVE_S
 
     def _is_saving_the_last(self) -> bool:
         """Persist what would be gone with us; say whether that is under way."""

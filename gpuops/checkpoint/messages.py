@@ -29,7 +29,7 @@ MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 8
 ID_MAX = 2**53
 SECONDS_MAX = 1e9
-WHY_CHARS_MAX = 400
+WHY_CHARS_MAX = 300
 
 
 class MessageError(CheckpointError):
@@ -62,7 +62,7 @@ def from_bytes(data: bytes) -> "Fields":
         raise MessageError("a message is no JSON") from exc
     if not isinstance(found, dict):
         raise MessageError("a message is no JSON object")
-    if found.get("v") != VERSION:
+    if type(found.get("v")) is not int or found["v"] != VERSION:
         version = str(found.get("v"))[:20]
         raise MessageError(
             f"a message is of version {version}, and this gpuops speaks {VERSION}: all processes "

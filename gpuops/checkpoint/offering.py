@@ -16,8 +16,8 @@ from gpuops.checkpoint.node_memory import Held
 from gpuops.checkpoint.state_store import CheckpointStore, Stored
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, StateId, Tier
 
-WHY_MAX = 32
-_WHY_CHARS_MAX = 400
+WHY_MAX = 16
+_WHY_CHARS_MAX = 300
 
 Source = SlotMemory | Path
 

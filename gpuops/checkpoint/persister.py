@@ -13,6 +13,7 @@ from gpuops.checkpoint.persisting import OpenStore, Outcome, Schedule, Task, car
 from gpuops.checkpoint.states import KeeperError, StateId
 
 _PIN = "persist"
+_FAILURE_CHARS_MAX = 1000
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class Persister:
         )
 
     def _failed(self, state: StateId, why: str) -> None:
-        self.failure = why
+        self.failure = why[:_FAILURE_CHARS_MAX]
         self.is_flushing = False
         wait_s = self.schedule.failed(self.clock_s())
         fields = {"state": state_to_json(state), "why": why, "again_s": wait_s}

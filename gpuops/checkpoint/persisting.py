@@ -134,7 +134,7 @@ class Schedule:
     def went_back(self, state: StateId | None) -> None:
         """Forget what is newer than the state the job goes on from: other steps follow it."""
         if self.last is not None and (state is None or self.last > state):
-            self.last = state
+            self.last = None
 
     def other_directory(self) -> None:
         """Begin anew: nothing of this job is known to be in the directory."""

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     _raise_files_limit()
+    options.folder = options.folder.absolute()
+    os.chdir("/")  # not to hold on to a directory that somebody wants to unmount
     why = why_not_ours(options.folder, private=True)
     if why is not None:
         return _fail(f"{options.folder}: {why}")

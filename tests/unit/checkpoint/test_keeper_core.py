@@ -1,0 +1,305 @@
+"""What the keeper decides, with jobs that end when the test says so."""
+
+from collections import deque
+
+import pytest
+from support.keeper_ranks import fill, layout_of
+
+from gpuops.checkpoint.crew import FENCE_S, Post
+from gpuops.checkpoint.keeper import Policy, Skipped
+from gpuops.checkpoint.keeper_core import Core
+from gpuops.checkpoint.node_memory import MARGIN_BYTES, NodeMemory
+from gpuops.checkpoint.slots import Granted
+from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId
+
+
+class Jobs:
+    """Work that waits for the test, by kind."""
+
+    def __init__(self):
+        self.waiting = {name: deque() for name in ("hash", "populate", "look", "persist")}
+
+    def __getattr__(self, name):
+        return lambda work, then: self.waiting[name].append((work, then))
+
+    def map(self, function, things):
+        return map(function, things)
+
+    def do(self, name, n=None):
+        for _ in range(len(self.waiting[name]) if n is None else n):
+            work, then = self.waiting[name].popleft()
+            try:
+                result = work()
+            except CheckpointError as exc:
+                then(None, exc)
+            else:
+                then(result, None)
+
+
+class Guest:
+    """A connection."""
+
+    def __init__(self, pid=0):
+        self.pid = pid
+        self.is_open = True
+
+    def close(self):
+        self.is_open = False
+
+
+class Node:
+    """A keeper, and the ranks of its node."""
+
+    def __init__(self, available=lambda: 2**40, **kwargs):
+        self.jobs = Jobs()
+        self.now_s = 1000.0
+        self.core = Core(
+            NodeMemory("n1", available), self.jobs, clock_s=lambda: self.now_s, **kwargs
+        )
+
+    def start(self, n=2, generation=0, world=None):
+        self.posts = [Post(Shard(r, world or n), r, n, generation) for r in range(n)]
+        self.guests = [Guest(100 + generation * 10 + r) for r in range(n)]
+        for guest, post in zip(self.guests, self.posts, strict=True):
+            assert self.core.join(guest, post, is_patient=False)
+        return self
+
+    def go(self):
+        self.core.want(self.core.crew)
+        self.jobs.do("look")
+        for post in self.posts:
+            layout = layout_of(post.shard.rank, post.shard.world)
+            self.core.reserve(post, layout.hash, layout.nbytes, 2)
+        return self
+
+    def copy(self, step):
+        states = []
+        for post in self.posts:
+            answer = self.core.begin(post, step)
+            assert isinstance(answer, Granted), answer
+            layout = layout_of(post.shard.rank, post.shard.world)
+            fill(self.core.memory.memory(answer.slot).view, layout, step)
+            states.append(answer.state)
+        return states[0]
+
+    def seal(self, state):
+        for post in self.posts:
+            self.core.seal(post, state)
+
+    def save(self, step):
+        state = self.copy(step)
+        self.seal(state)
+        self.jobs.do("hash")
+        return state
+
+    def lose(self):
+        for guest in self.guests:
+            self.core.lost(guest)
+
+    @property
+    def newest(self):
+        return self.core.memory.gate.newest
+
+    @property
+    def offer(self):
+        return self.core.crew.found.offer
+
+
+@pytest.fixture
+def node():
+    found = Node()
+    yield found
+    found.core.memory.close()
+
+
+def test_what_all_ranks_sealed_before_they_were_killed_is_waited_for(node):
+    node.start().go()
+    old = node.save(1)
+    state = node.copy(2)
+    node.seal(state)
+    node.lose()
+    node.start(generation=1)
+    node.core.want(node.core.crew)
+
+    assert node.newest == old
+    assert not node.jobs.waiting["look"]  # two digests are still to come
+    node.jobs.do("hash")
+    node.core.tick()
+    node.jobs.do("look")
+    assert node.offer.state == state
+    assert node.offer.epoch == state.epoch + 1
+
+
+def test_what_one_rank_had_not_sealed_is_not_waited_for(node):
+    node.start().go()
+    old = node.save(1)
+    state = node.copy(2)
+    node.core.seal(node.posts[0], state)
+    node.lose()
+    node.start(generation=1).go()
+
+    assert node.offer.state == old
+    node.jobs.do("hash")  # the digest of the one that had: nobody wants it
+    assert node.newest == old
+
+
+def test_an_answer_for_workers_that_were_replaced_is_not_given_to_the_new_ones(node):
+    node.start().go()
+    node.save(1)
+    node.start(generation=1)
+    node.core.want(node.core.crew)
+    node.start(generation=2)
+    node.jobs.do("look")
+
+    assert node.core.crew.found is None
+    node.core.want(node.core.crew)
+    node.jobs.do("look")
+    assert node.offer.epoch == 1
+
+
+def test_the_epoch_grows_with_each_start(node):
+    epochs = []
+    for generation in range(3):
+        node.start(generation=generation).go()
+        epochs.append(node.save(1).epoch)
+
+    assert epochs == [0, 1, 2]
+
+
+def test_new_workers_wait_for_old_ones_and_then_cut_them_off(node):
+    node.start()
+    old = node.guests
+    post = Post(Shard(0, 2), 0, 2, 0)
+    newer = Guest(999)
+
+    assert not node.core.join(newer, post, is_patient=True)
+    assert all(guest.is_open for guest in old)
+    assert node.core.join(newer, post, is_patient=False)
+    assert not any(guest.is_open for guest in old)
+    assert FENCE_S > 0
+
+
+def test_a_rank_of_an_older_start_is_refused_once_a_newer_is_there(node):
+    node.start(generation=3)
+
+    with pytest.raises(KeeperError, match="generation 2 is over"):
+        node.core.join(Guest(), Post(Shard(0, 2), 0, 2, 2), is_patient=False)
+
+
+def test_ranks_of_which_the_agent_knows_nothing_are_refused(node):
+    node.core.begin_generation(5, 1, None, "run")
+
+    with pytest.raises(KeeperError, match="there is no other"):
+        node.core.join(Guest(), Post(Shard(0, 4), 0, 2, 5), is_patient=False)
+
+
+def test_a_begin_before_anybody_asked_finds_out_by_itself_and_does_not_wait(node):
+    node.start()
+
+    assert isinstance(node.core.begin(node.posts[0], 1), Skipped)
+    node.jobs.do("look")
+    assert node.core.crew.found is not None
+
+
+def test_what_memory_holds_is_counted_before_it_is_taken():
+    nbytes = layout_of(0, 2).nbytes
+    available = [4 * nbytes + MARGIN_BYTES - 1]
+    node = Node(available=lambda: available[0])
+    node.start()
+    node.core.want(node.core.crew)
+    node.jobs.do("look")
+    layouts = [layout_of(rank, 2) for rank in range(2)]
+    node.core.reserve(node.posts[0], layouts[0].hash, nbytes, 2)
+
+    # Nothing is taken yet, and two slots are promised: the other two do not fit by one byte.
+    with pytest.raises(KeeperError, match=r"rank 1 do not fit.*promised"):
+        node.core.reserve(node.posts[1], layouts[1].hash, nbytes, 2)
+    assert [e["kind"] for e in node.core.events.take(10**6)] == ["fresh_start", "refused"]
+    node.jobs.do("populate")
+    available[0] = 2 * nbytes + MARGIN_BYTES
+    node.core.reserve(node.posts[1], layouts[1].hash, nbytes, 2)
+    assert isinstance(node.core.begin(node.posts[0], 1), Granted)
+    node.core.memory.close()
+
+
+def test_a_machine_that_does_not_say_how_much_it_has_is_an_error():
+    def unknown():
+        raise CheckpointError("how much memory is free cannot be told")
+
+    node = Node(available=unknown).start()
+    with pytest.raises(KeeperError, match="cannot be told"):
+        node.core.reserve(node.posts[0], "0" * 64, 1000, 2)
+
+
+def test_two_slots_cost_a_save_while_one_is_persisted_and_three_do_not(node, tmp_path):
+    node.start(1)
+    node.core.set_policy(Policy(directory=str(tmp_path / "states")))
+    node.go()
+    node.save(1)
+    assert node.core.counts()["persisting"] == [0, 1]
+    node.save(2)
+
+    skipped = node.core.begin(node.posts[0], 3)
+    assert isinstance(skipped, Skipped)
+    assert skipped.is_due
+    node.jobs.do("persist")
+    assert node.core.counts()["persisted"] == [0, 1]
+    assert node.save(4).step == 4
+
+
+def test_what_several_nodes_chose_is_served_or_said_to_be_missing(node):
+    node.core.begin_generation(0, 2, None, "run")
+    node.start(2, world=4)
+    node.core.want(node.core.crew)
+    node.core.choose(StateId(3, 9), 5)
+    node.jobs.do("look")
+    assert "cannot be served here" in node.core.crew.trouble
+    # The agents agree on another.
+    node.core.choose(None, 5)
+    node.jobs.do("look")
+    assert node.offer is None
+    assert node.core.memory.gate.epoch == 5
+
+
+def test_what_several_nodes_chose_waits_for_all_ranks_of_this_node(node):
+    node.core.begin_generation(0, 2, None, "run")
+    node.start(2, world=4)
+    node.core.choose(None, 0)
+    node.go()
+    state = node.save(1)
+    assert node.newest is None
+    assert node.core.commit(state, is_to_persist=False)
+    node.core.begin_generation(1, 2, None, "run")
+    node.core.choose(state, 1)
+    posts = [Post(Shard(r, 4), r, 2, 1) for r in range(2)]
+    node.core.join(Guest(), posts[0], is_patient=False)
+    node.core.want(node.core.crew)
+    assert not node.jobs.waiting["look"]
+    node.core.join(Guest(), posts[1], is_patient=False)
+    node.core.tick()
+    node.jobs.do("look")
+    assert node.offer.state == state
+
+
+def test_an_epoch_that_is_not_new_is_refused(node):
+    node.core.begin_generation(0, 2, None, "run")
+    node.start(2, world=4)
+    node.core.choose(None, 4)
+    node.go()
+    node.core.begin_generation(1, 2, None, "run")
+    node.core.choose(None, 4)
+    node.start(2, generation=1, world=4)
+    node.core.want(node.core.crew)
+    node.jobs.do("look")
+
+    assert "epoch 4 is not new" in node.core.crew.trouble
+
+
+def test_a_bug_in_looking_is_told_and_not_waited_for(node):
+    node.start()
+    node.core.want(node.core.crew)
+    _work, then = node.jobs.waiting["look"].popleft()
+    then(None, ZeroDivisionError("oops"))
+
+    assert "oops" in node.core.crew.trouble
+    assert not node.core.crew.cannot_tell

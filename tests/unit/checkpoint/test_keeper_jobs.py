@@ -1,0 +1,65 @@
+"""Threads of the keeper: each at its priority, results in the thread that asks for them."""
+
+import contextlib
+import os
+import threading
+
+from gpuops.checkpoint.keeper_jobs import (
+    NICE_HASH,
+    NICE_PERSIST,
+    NICE_POPULATE,
+    ThreadJobs,
+    Waker,
+)
+
+
+def results(jobs, waker, n):
+    import select
+
+    found = []
+    while len(found) < n:
+        assert select.select([waker], [], [], 30)[0]
+        waker.drain()
+        before = len(found)
+        jobs.deliver()
+        found += jobs.found[before:]
+    return found
+
+
+def nice():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
+    with contextlib.closing(Waker()) as waker, contextlib.closing(ThreadJobs(waker.wake)) as jobs:
+        jobs.found = []
+        base = nice()
+
+        def then(result, error):
+            jobs.found.append((result, error, threading.current_thread()))
+
+        for submit in (jobs.hash, jobs.populate, jobs.look, jobs.persist):
+            submit(nice, then)
+        found = results(jobs, waker, 4)
+
+        assert sorted(result for result, _, _ in found) == sorted(
+            [max(base, NICE_HASH), max(base, NICE_POPULATE), base, NICE_PERSIST]
+        )
+        assert {thread for _, _, thread in found} == {threading.current_thread()}
+
+
+def test_what_work_raises_is_its_result():
+    with contextlib.closing(Waker()) as waker, contextlib.closing(ThreadJobs(waker.wake)) as jobs:
+        jobs.found = []
+        jobs.look(lambda: 1 // 0, lambda result, error: jobs.found.append((result, error)))
+
+        ((result, error),) = results(jobs, waker, 1)
+        assert result is None
+        assert isinstance(error, ZeroDivisionError)
+
+
+def test_a_full_waker_is_no_error():
+    with contextlib.closing(Waker()) as waker:
+        for _ in range(100_000):
+            waker.wake()
+        waker.drain()

@@ -57,12 +57,17 @@ def is_group(place: Place) -> bool:
 
 def least(values: list[int]) -> list[int]:
     """Return the least that any rank has of each of *values*; all ranks must call it."""
-    device = torch.device("cpu")
-    if "gloo" not in str(dist.get_backend()) and "cpu" not in str(dist.get_backend()):
-        device = torch.device("cuda", torch.cuda.current_device())
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    tensor = torch.tensor(values, dtype=torch.int64, device=_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return [int(value) for value in tensor.tolist()]
+
+
+def _device() -> torch.device:
+    """Return a device on which the process group works."""
+    backend = str(dist.get_backend())
+    if any(name in backend for name in ("gloo", "cpu", "mpi", "ucc", "fake")):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def check_agreed(found: tuple[StateId, int] | None, what: str) -> None:

@@ -109,6 +109,8 @@ class SavedState:
         nbytes = 0
         for name, target in self._wants:
             local = local_of(target)
+            if local.numel() == 0:
+                continue
             nbytes += local.numel() * local.element_size()
             found = self._find(name)
             assert found is not None

@@ -240,7 +240,7 @@ class OptimizerPart:
         source: Source,
     ) -> dict[str, Any]:
         own = [names[each] for each in group["params"]]
-        root, saved = _saved_group(index, own, fragments, self.key)
+        root, saved = _saved_group(index, own, fragments, self.key, exactly=source.is_own)
         if source.is_own and saved is None:
             raise CheckpointError(
                 f"the checkpoint has no parameter group with the {len(own)} parameters of group "
@@ -326,9 +326,12 @@ def _taken(fields: list[Any] | None, values: Iterator[Any]) -> Iterator[Any]:
 
 
 def _saved_group(
-    index: int, own: Sequence[str], fragments: Sequence[Any], key: str
+    index: int, own: Sequence[str], fragments: Sequence[Any], key: str, *, exactly: bool
 ) -> tuple[str, Any]:
-    """Return where the settings of the group with these parameters were stored, and them."""
+    """Return where the settings of the group with these parameters were stored, and them.
+
+    Not *exactly*: a group will do that had the first of them.
+    """
     best: tuple[str, Any] = ("", None)
     for fragment in fragments:
         groups, params = fragment["moving"]["groups"], fragment["fixed"]["params"]
@@ -336,6 +339,6 @@ def _saved_group(
             found = (f"{key}.param_groups.{number}", groups[number])
             if list(names) == list(own) and number == index:
                 return found
-            if best[1] is None and own and own[0] in names:
+            if not exactly and best[1] is None and own and own[0] in names:
                 best = found
     return best

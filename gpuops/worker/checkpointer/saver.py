@@ -119,7 +119,7 @@ class Saver:
             "stall_s": self._stalls_s[-1] if self._stalls_s else None,
             "stall_median_s": median(self._stalls_s) if self._stalls_s else None,
             "nbytes": self._copier.plan.layout.nbytes if self._copier else 0,
-            "off": str(self.trouble) if self.trouble is not None else None,
+            "off": _said(self.trouble) if self.trouble is not None else None,
         }
 
     def turn_off(self, exc: Exception) -> None:
@@ -138,9 +138,8 @@ class Saver:
         if kind in self._warned:
             return
         self._warned.add(kind)
-        what = str(exc) if isinstance(exc, CheckpointError) else f"{kind}: {exc}"
         later = "it is tried again later" if may_pass else "training goes on without"
-        _log.warning("no checkpoints are saved from now on, %s: %s", later, what)
+        _log.warning("no checkpoints are saved from now on, %s: %s", later, _said(exc))
 
     def _save(self, keeper: Keeper, step: int, *, ask_first: bool) -> None:
         answer = keeper.begin(step) if ask_first else None
@@ -243,3 +242,7 @@ class Saver:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%s", text)
+
+
+def _said(exc: Exception) -> str:
+    return str(exc) if isinstance(exc, CheckpointError) else f"{type(exc).__name__}: {exc}"

@@ -75,14 +75,14 @@ def check(tensor: torch.Tensor, name: str) -> None:
     kind = type(local)
     if local.device.type == "meta":
         why = "is on the meta device: it has no data; materialise the model before training"
+    elif local.is_nested:
+        why = "is a nested tensor; store its values and offsets"
     elif local.layout is not torch.strided:
         why = f"has the layout {local.layout}; a checkpoint holds dense (strided) tensors"
     elif local.is_quantized:
         why = (
             f"is quantized ({local.dtype}), which a checkpoint does not hold; store its int_repr()"
         )
-    elif local.is_nested:
-        why = "is a nested tensor; store its values and offsets"
     elif hasattr(kind, "__tensor_flatten__") and not _is_awaited(local):
         why = f"is a {kind.__module__}.{kind.__qualname__}, a tensor made of others"
     elif local.dtype not in NAMES and not is_carried(local.dtype):

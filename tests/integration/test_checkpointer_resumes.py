@@ -30,7 +30,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("kind", "world"),
     [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("tp", 4), ("hsdp", 4)],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_killed_and_resumed_equals_undisturbed(tmp_path, keeper, kind, world):
     first = {"kind": kind, "name": "first", "reference": ALL, "until": HALF, "die": True}

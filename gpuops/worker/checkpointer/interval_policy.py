@@ -15,7 +15,11 @@ from itertools import count
 from statistics import median
 from typing import Any, Protocol
 
-from gpuops.checkpoint.interval import failures_per_hour, steps_between_saves
+from gpuops.checkpoint.interval import (
+    INTERVAL_S_MAX,
+    failures_per_hour,
+    steps_between_saves,
+)
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.units import parse_seconds
 
@@ -23,6 +27,10 @@ STEPS_MAX = 1_000_000
 N_FIRST = 5  # steps before the first save whose time is measured, and compilers are done
 ANSWER_S = 5.0
 RESTORE_S = 30.0  # until one was measured: start of Python and torch, and a process group
+# The failures of nodes are on record; those of the script, and kills, are not, and are many more.
+# So a state is saved at least as often as takes this share of the time, which nobody notices.
+FREE_SHARE = 1e-3
+FREE_S_MIN = 1.0
 _N_MEASURED = 32
 _serial = count()
 
@@ -104,7 +112,14 @@ class Cost:
             return min(STEPS_MAX, max(1, round(every.seconds / step_s)))
         if self.stall_s is None:
             return N_FIRST
-        steps = steps_between_saves(self.stall_s, self.restore_s, self._failures_per_hour, step_s)
+        free_s = max(self.stall_s / FREE_SHARE, FREE_S_MIN)
+        steps = steps_between_saves(
+            self.stall_s,
+            self.restore_s,
+            self._failures_per_hour,
+            step_s,
+            interval_s_max=max(step_s, min(free_s, INTERVAL_S_MAX)),
+        )
         return min(STEPS_MAX, steps)
 
 

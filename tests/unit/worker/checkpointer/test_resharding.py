@@ -5,7 +5,7 @@ nothing needs to be sent.
 """
 
 import contextlib
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -218,7 +218,7 @@ def test_a_grid_is_whole_and_no_grid_with_a_part_moved_or_dropped_is(data):
     cuts = [
         sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in (6, 5)
     ]
-    spans = [list(zip(c, c[1:], strict=False)) for c in cuts]
+    spans = [list(pairwise(c)) for c in cuts]
     parts = [
         TensorSpec("x", "F32", (b - a, d - c), 4 * (b - a) * (d - c), (a, c), (6, 5))
         for (a, b), (c, d) in product(*spans)

@@ -1,5 +1,6 @@
-"""What is not a tensor survives as JSON, of every type; hostile JSON is refused and runs nothing."""
+"""What is not a tensor survives as JSON, of every type; hostile JSON is refused."""
 
+import contextlib
 import enum
 import json
 import math
@@ -97,9 +98,7 @@ def test_sets_come_back(value):
         -(2**64),
         [[[]]],
     ],
-    ids=lambda value: (
-        repr(value)[:40] if not isinstance(value, int) else f"int of {value.bit_length()} bits"
-    ),
+    ids=lambda value: repr(value)[:40] if not isinstance(value, int) else "int",
 )
 def test_a_value_comes_back(value):
     back = through_json(value)
@@ -132,9 +131,7 @@ def test_a_stream_comes_back_with_its_position():
         np.datetime64("2026-01-01", "ns"),
         np.asfortranarray(np.arange(6).reshape(2, 3)),
     ],
-    ids=lambda value: (
-        repr(value)[:40] if not isinstance(value, int) else f"int of {value.bit_length()} bits"
-    ),
+    ids=lambda value: repr(value)[:40] if not isinstance(value, int) else "int",
 )
 def test_numpy_comes_back(array):
     back = through_json(array)
@@ -153,7 +150,7 @@ def test_an_array_that_comes_back_can_be_written():
 
 
 def test_the_states_of_generators_come_back():
-    state, numpy_state = random.getstate(), np.random.get_state()
+    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 what is saved
 
     assert through_json(state) == state
     back = through_json(numpy_state)
@@ -162,14 +159,18 @@ def test_the_states_of_generators_come_back():
 
 
 class Colour(enum.IntEnum):
+    """A number that is not quite one."""
+
     RED = 1
 
 
 class Mine:
-    pass
+    """A type of the user's own."""
 
 
 class Text(str):
+    """A text that is not quite one."""
+
     __slots__ = ()
 
 
@@ -210,6 +211,8 @@ def test_a_tensor_is_given_away_by_its_path():
 
 
 class Bomb:
+    """Runs code where it is unpickled."""
+
     def __reduce__(self):
         return (pytest.fail, ("code was run",))
 
@@ -235,29 +238,26 @@ json_values = st.recursive(
     ),
     max_leaves=12,
 )
-kinds = st.sampled_from(
+KINDS = (
     "tensor int float complex bytes bytearray bytesio dtype size device numpy tuple set frozenset "
-    "dict ordered counter deque pickle nonsense".split()
+    "dict ordered counter deque pickle nonsense"
 )
+kinds = st.sampled_from(KINDS.split())
 
 
 @given(kinds, json_values, st.dictionaries(st.sampled_from(["dtype", "shape", "max"]), json_values))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_hostile_objects_are_refused_or_harmless(kind, value, more):
     decoder = Decoder(lambda what, path: torch.zeros(1))
-    try:
+    with contextlib.suppress(CheckpointError):
         decoder.decode({"$": kind, "v": value, **more}, "root")
-    except CheckpointError:
-        pass
 
 
 @given(st.binary(max_size=200))
 @settings(deadline=None)
 def test_hostile_bytes_are_refused_or_json(data):
-    try:
+    with contextlib.suppress(CheckpointError):
         Decoder(lambda what, path: torch.zeros(1)).decode(loads(data, "it"), "root")
-    except CheckpointError:
-        pass
 
 
 @pytest.mark.parametrize(

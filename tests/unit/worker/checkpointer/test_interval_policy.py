@@ -1,0 +1,201 @@
+"""All ranks save the same steps, as often as was asked, or as the cost says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuops.checkpoint.interval import steps_between_saves
+from gpuops.checkpoint.states import CheckpointError
+from gpuops.worker.checkpointer.interval_policy import (
+    N_FIRST,
+    RESTORE_S,
+    Agreed,
+    Alone,
+    ByKeeper,
+    BySteps,
+    Cost,
+    Every,
+    parse_every,
+    parse_time,
+    schedule_for,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("auto", Every()),
+        (1, Every(steps=1)),
+        (500, Every(steps=500)),
+        ("5s", Every(seconds=5)),
+        ("2min", Every(seconds=120)),
+        ("2 min", Every(seconds=120)),
+        ("1.5h", Every(seconds=5400)),
+        ("250ms", Every(seconds=0.25)),
+    ],
+)
+def test_what_every_means(text, every):
+    assert parse_every(text) == every
+
+
+@pytest.mark.parametrize("text", [0, -1, 1.5, True, None, "", "0s", "-5s", "5 parsecs", 10**7])
+def test_what_every_cannot_mean(text):
+    with pytest.raises(CheckpointError, match="every="):
+        parse_every(text)
+
+
+def test_a_time_in_minutes_is_no_time_in_months():
+    assert parse_time("10min", "persist_every") == 600
+    with pytest.raises(CheckpointError, match="persist_every="):
+        parse_time("10mini", "persist_every")
+
+
+class Rank:
+    """A rank with a clock of its own, and a training loop."""
+
+    def __init__(self, schedule, cost, *, step_s, stall_s=0.0):
+        self.schedule, self.cost = schedule, cost
+        self.step_s, self.stall_s = step_s, stall_s
+        self.now_s = 0.0
+        self.saved = []
+
+    def train(self, step):
+        self.now_s += self.step_s
+        self.cost.begins(step, self.now_s)
+        is_due = self.schedule.is_due(step, self.now_s)
+        if is_due:
+            self.saved.append(step)
+            self.now_s += self.stall_s
+        self.cost.ends(step, self.now_s, self.stall_s if is_due else None)
+        if is_due:
+            self.schedule.dealt_with(step, self.now_s)
+
+
+def alone(every, **times):
+    cost = Cost(1)
+    rank = Rank(Alone(every, cost, 0.0), cost, **times)
+    for step in range(1, 401):
+        rank.train(step)
+    return rank
+
+
+def test_by_steps():
+    assert [n for n in range(1, 11) if BySteps(3).is_due(n, 0.0)] == [3, 6, 9]
+
+
+def test_one_rank_saves_by_the_clock():
+    rank = alone(Every(seconds=5.0), step_s=0.5, stall_s=0.1)
+
+    assert rank.saved[:3] == [10, 20, 30]
+
+
+def test_one_rank_saves_as_the_cost_says():
+    rank = alone(Every(), step_s=2.0, stall_s=0.1)
+
+    assert rank.saved[0] == N_FIRST
+    assert rank.saved[2] - rank.saved[1] == 50  # 0.1 s are a thousandth of 100 s
+
+
+def test_where_failures_are_frequent_they_decide():
+    cost = Cost(16_000)
+    cost.begins(1, 0.0)
+    cost.ends(1, 0.0, None)
+    cost.begins(2, 10.0)
+    cost.ends(2, 12.0, 2.0)
+
+    distance = cost.steps_until_next(Every())
+    assert distance == steps_between_saves(2.0, RESTORE_S, cost._failures_per_hour, 10.0)
+    assert 1 < distance < 200
+
+
+def test_what_takes_longer_is_saved_less_often():
+    cheap = alone(Every(), step_s=2.0, stall_s=0.001)
+    dear = alone(Every(), step_s=2.0, stall_s=5.0)
+
+    assert len(cheap.saved) > len(dear.saved)
+
+
+class Store:
+    """What the ranks of a process group share; *deaf* answers nothing."""
+
+    def __init__(self, *, deaf=False):
+        self.values = {}
+        self.deaf = deaf
+        self.asked = 0
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def wait(self, keys, timeout):
+        self.asked += 1
+        assert timeout.total_seconds() < 60
+        if self.deaf or keys[0] not in self.values:
+            raise RuntimeError("timed out")
+
+    def get(self, key):
+        return self.values[key].encode()
+
+
+def agreed(every, times, store):
+    ranks = []
+    for number, (step_s, stall_s) in enumerate(times):
+        cost = Cost(1)
+        schedule = Agreed(every, cost, store, is_first=number == 0, run="a")
+        schedule._prefix = "same on all ranks"  # a process of its own counts from 0
+        ranks.append(Rank(schedule, cost, step_s=step_s, stall_s=stall_s))
+    return ranks
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(0.0, 2.0)), min_size=2, max_size=4),
+    st.sampled_from([Every(), Every(seconds=5.0), Every(seconds=0.1)]),
+    st.integers(1, 10_000),
+)
+def test_ranks_with_any_clocks_save_the_same_steps(times, every, start):
+    ranks = agreed(every, times, Store())
+    for step in range(start, start + 200):
+        for rank in ranks:
+            rank.train(step)
+
+    assert all(rank.saved == ranks[0].saved for rank in ranks)
+    assert ranks[0].saved
+
+
+def test_a_rank_asks_once_for_each_save():
+    store = Store()
+    ranks = agreed(Every(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
+    for step in range(1, 201):
+        for rank in ranks:
+            rank.train(step)
+
+    assert ranks[0].saved[1] - ranks[0].saved[0] == 10
+    assert store.asked == len(ranks[1].saved)
+
+
+def test_without_an_answer_a_rank_goes_on_as_before():
+    store = Store()
+    ranks = agreed(Every(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
+    for step in range(1, 40):
+        for rank in ranks:
+            rank.train(step)
+    before = list(ranks[1].saved)
+    store.deaf = True
+    for step in range(40, 100):
+        ranks[1].train(step)
+
+    assert [b - a for a, b in zip(ranks[1].saved, ranks[1].saved[1:], strict=False)][1:] == [10] * (
+        len(ranks[1].saved) - 2
+    )
+    assert ranks[1].saved[: len(before)] == before
+
+
+def test_who_decides():
+    def schedule(every, world, store):
+        return schedule_for(
+            every, Cost(1), world=world, make_store=lambda: store, rank=0, now_s=0.0
+        )
+
+    assert isinstance(schedule(Every(steps=2), 8, None), BySteps)
+    assert isinstance(schedule(Every(), 1, None), Alone)
+    assert isinstance(schedule(Every(), 8, (Store(), "run")), Agreed)
+    assert isinstance(schedule(Every(seconds=5), 8, None), ByKeeper)

@@ -1,0 +1,202 @@
+"""Without a keeper a state comes from the directory: the newest that verifies."""
+
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from gpuops.checkpoint.keeper import Policy
+from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.stores import open_store
+from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.checkpointer.keeping import (
+    BusyDirectoryError,
+    Finder,
+    NoKeeperError,
+    _locked,
+    default_directory,
+    own_folder,
+)
+from gpuops.worker.checkpointer.place import Place, find_place
+from gpuops.worker.checkpointer.sources import FromDirectory
+
+ALONE = Place(0, 1, 0, 1, "")
+
+
+class Persisted:
+    """A directory with the states of some steps, of one rank each."""
+
+    def __init__(self, folder, steps):
+        self.folder = folder
+        node = MemoryNode()
+        model = nn.Linear(40, 1, bias=False)
+        with Checkpointer(
+            model=model, every=1, directory=folder, persist_every=0, keeper=node.connect()
+        ) as ck:
+            ck.restore()
+            for step in steps:
+                nn.init.constant_(model.weight, step)
+                ck.step(step)
+            assert ck.stats["keeper"]["persisted"] == [0, steps[-1]]
+        node.close()
+
+    def shard(self, step):
+        return self.folder / StateId(0, step).name / Shard(0, 1).file_name
+
+
+@pytest.fixture
+def persisted(tmp_path):
+    return Persisted(tmp_path / "states", [1, 2, 3])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def source(folder):
+    return FromDirectory(open_store(str(folder)), ALONE)
+
+
+def test_the_newest_is_found_and_read(persisted):
+    found = source(persisted.folder)
+
+    assert found.find().state == StateId(0, 3)
+    assert bytes(found.open(Shard(0, 1))) == persisted.shard(3).read_bytes()
+    found.close()
+
+
+def test_a_damaged_one_is_passed_over_with_a_reason(persisted):
+    flip(persisted.shard(3))
+    persisted.shard(2).unlink()
+
+    found = source(persisted.folder).find()
+
+    assert (found.state, found.tier) == (StateId(0, 1), Tier.PERSISTENT)
+    assert any("step 3" in why for why in found.why)
+    assert any("step 2" in why for why in found.why)
+
+
+def test_where_all_are_damaged_training_does_not_begin_anew(persisted):
+    for step in (1, 2, 3):
+        flip(persisted.shard(step))
+
+    with pytest.raises(CheckpointError, match="none is whole"):
+        source(persisted.folder).find()
+
+
+def test_a_state_of_a_later_gpuops_is_not_silently_a_fresh_start(persisted):
+    for step in (1, 2, 3):
+        manifest = persisted.shard(step).parent / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b"checkpoint/1", b"checkpoint/9"))
+
+    with pytest.raises(CheckpointError, match="cannot be told"):
+        source(persisted.folder).find()
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+def test_an_empty_directory_is_a_fresh_start(tmp_path, kind):
+    folder = tmp_path / "states"
+    if kind == "empty":
+        folder.mkdir()
+
+    assert source(folder).find() is None
+
+
+def test_a_job_without_a_keeper_restores_and_says_what_it_does_not_do(persisted, caplog):
+    class Gone:
+        def __getattr__(self, name):
+            raise KeeperError("the keeper is gone")
+
+    model = nn.Linear(40, 1, bias=False)
+    with Checkpointer(model=model, directory=persisted.folder, every=1, keeper=Gone()) as ck:
+        assert ck.restore() == 3
+        ck.step(4)
+        assert ck.stats["restored"]["tier"] == "persistent"
+        assert ck.stats["saved"] == 0
+
+    assert torch.equal(model.weight, torch.full((1, 40), 3.0))
+    assert any("the keeper is gone" in record.getMessage() for record in caplog.records)
+
+
+def test_a_keeper_that_is_gone_is_no_fresh_start(tmp_path):
+    env = {"GPUOPS_KEEPER": str(tmp_path / "keeper.sock")}
+    with pytest.raises(KeeperError, match="no keeper listens"):
+        Finder(None, env, ALONE, Policy()).find()
+
+
+def test_without_agent_and_directory_nothing_is_kept():
+    with pytest.raises(NoKeeperError, match="gpuops run"):
+        Finder(None, {}, ALONE, Policy()).find()
+
+
+def test_several_nodes_need_agents(tmp_path):
+    place = Place(0, 4, 0, 2, "")
+    with pytest.raises(NoKeeperError, match="2 nodes"):
+        Finder(None, {}, place, Policy(directory=str(tmp_path))).find()
+
+
+def test_one_directory_serves_one_job_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuops.worker.checkpointer.keeping._LOCK_S", 0.2)
+    lock = _locked(tmp_path / "job.lock", "/states")
+
+    with pytest.raises(BusyDirectoryError, match=r"pid \d+"):
+        _locked(tmp_path / "job.lock", "/states")
+    assert lock > 0
+
+
+def test_the_folder_of_a_keeper_follows_from_the_directory():
+    env = {"XDG_RUNTIME_DIR": "/run/user/7"}
+
+    assert own_folder(env, "/a") == own_folder(env, "/a")
+    assert own_folder(env, "/a") != own_folder(env, "/b")
+    assert str(own_folder(env, "/a")).startswith("/run/user/7/gpuops/")
+    assert socket.gethostname() not in str(own_folder({}, "/a"))
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "expected"),
+    [
+        ("/a", {}, "/a"),
+        (None, {"GPUOPS_CKPT_DIR": "/b"}, "/b"),
+        ("/a", {"GPUOPS_CKPT_DIR": "/b"}, "/a"),
+        ("s3://bucket/run", {}, "s3://bucket/run"),
+        (None, {}, None),
+    ],
+)
+def test_where_states_persist(given, env, expected):
+    assert default_directory(given, env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, (0, 1, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 3, 4)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            (3, 4, 1, 2),
+        ),
+        ({"RANK": "nine", "WORLD_SIZE": ""}, (0, 1, 0, 1)),
+    ],
+)
+def test_which_rank_this_is(env, place):
+    found = find_place(env)
+
+    assert (found.rank, found.world, found.local_rank, found.local_world) == place
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "4", "WORLD_SIZE": "4"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+    ],
+)
+def test_a_launcher_that_contradicts_itself_is_an_error(env):
+    with pytest.raises(CheckpointError, match="that cannot be"):
+        find_place(env)

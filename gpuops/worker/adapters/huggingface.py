@@ -1,0 +1,219 @@
+"""Checkpoints for Hugging Face's ``Trainer``: one callback, nothing else changes.
+
+``Trainer(…, callbacks=[GpuopsCallback(directory="/shared/ckpt")])`` and ``trainer.train()``: at the
+start the newest state is loaded in place, the data that it has seen is passed over without being
+read, and each optimizer step is offered to the checkpointer.
+
+The run goes on bit for bit where what is drawn for the data depends on the epoch alone (the
+default) and reading a batch draws nothing from the global generators. Epochs that are passed over
+are still begun and ended for all callbacks, in milliseconds; nothing is logged, evaluated or saved
+in them. The states of other stateful callbacks are not kept.
+"""
+
+# ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
+
+import dataclasses
+import json
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.trainer_callback import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.training_args import TrainingArguments
+
+from gpuops.checkpoint.states import CheckpointError
+from gpuops.errors import UsageError
+from gpuops.worker.adapters.data_resume import DataResume
+from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.checkpointer.rng import read_rng, write_rng
+
+# What belongs to this start of the job and not to the training.
+_OF_THIS_START = {
+    "max_steps",
+    "num_train_epochs",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "is_hyper_param_search",
+    "trial_name",
+    "trial_params",
+    "stateful_callbacks",
+}
+_EXTRA = "trainer_state.json"
+
+
+class GpuopsCallback(TrainerCallback):
+    """Restores at the start, saves after optimizer steps.
+
+    *options* are those of `gpuops.Checkpointer` (``directory``, ``every``, ``persist_every``,
+    ``slots``, ``keep_last``, ``extra``, …); the model, the optimizer, the schedule, the scaler and
+    the Trainer's own progress are given to it here.
+
+    Raises:
+        UsageError: In ``trainer.train()``: DeepSpeed, which shards behind torch's back, or a
+            ``resume_from_checkpoint`` of another step than the one that is restored.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._resume = DataResume()
+        self._random: Mapping[str, Any] | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """Return the checkpointer of the training that runs, None outside of one."""
+        return self._checkpointer
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if getattr(args, "deepspeed", None):
+            raise UsageError("the adapter does not take DeepSpeed's engine; use DDP or FSDP2")
+        optimizer = kwargs["optimizer"]
+        options = dict(self._options)
+        # What is put back goes into the first of them, the user's own.
+        extra = ChainMap(options.pop("extra", {}), {_EXTRA: _Progress(state)})
+        told = state.global_step
+        checkpointer = Checkpointer(
+            model=kwargs["model"],
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            scheduler=_unwrapped(kwargs["lr_scheduler"]),
+            scaler=getattr(optimizer, "scaler", None),
+            extra=extra,
+            **options,
+        )
+        self._checkpointer = checkpointer
+        start = checkpointer.restore()
+        self._resume = DataResume()
+        self._random = None
+        if start == 0:
+            return
+        if told not in {0, start}:
+            raise UsageError(
+                f"resume_from_checkpoint took the data to step {told}, and the newest state is of "
+                f"step {start}: call trainer.train() without it"
+            )
+        if state.global_step != start:
+            raise CheckpointError(
+                f"the state of step {start} says that the Trainer was at {state.global_step}"
+            )
+        self._random = read_rng()
+        if told == 0:
+            loader = kwargs["train_dataloader"]
+            self._resume = DataResume.of(args, loader, start, is_done=start >= state.max_steps)
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        self._resume.begin_epoch()
+        if self._resume.now == self._resume.epoch and not self._resume.n_batches:
+            self._draw_again()  # making the iterator drew after the state was saved
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self._resume.now == self._resume.epoch:
+            self._draw_again()  # making the iterator drew before the state was saved
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        state.epoch = self._resume.epoch_at(state.epoch)
+        if self._checkpointer is not None:
+            self._checkpointer.step(state.global_step)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self._resume.is_over:
+            control.should_training_stop = state.global_step >= state.max_steps
+            control.should_log = control.should_evaluate = control.should_save = False
+        self._resume.end_epoch(args)
+
+    def _draw_again(self) -> None:
+        """Make the generators draw what they were about to draw when the state was saved."""
+        if self._random is not None:
+            write_rng(self._random)
+            self._random = None
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or not state.log_history:
+            return
+        is_first = "loss" in logs and not self._resume.is_logged
+        self._resume.is_logged |= is_first
+        if is_first or "train_loss" in logs:
+            factor = self._resume.loss_factor(state.global_step)
+            for entry in (logs, state.log_history[-1]):
+                for name in {"loss", "train_loss"} & entry.keys():
+                    entry[name] *= factor
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+
+class _Progress:
+    """The Trainer's own state as JSON, the text of its ``trainer_state.json``."""
+
+    def __init__(self, state: TrainerState) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, str]:
+        values = {
+            name: value
+            for name, value in dataclasses.asdict(self._state).items()
+            if name not in _OF_THIS_START
+        }
+        return {"json": json.dumps(values)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        values = json.loads(saved["json"])
+        names = {field.name for field in dataclasses.fields(self._state)} - _OF_THIS_START
+        for name in names & values.keys():
+            setattr(self._state, name, values[name])
+
+
+def _unwrapped(scheduler: Any) -> Any:
+    """Return torch's own schedule where accelerate has wrapped it."""
+    return getattr(scheduler, "scheduler", scheduler)

@@ -1,0 +1,161 @@
+"""Checkpoints for Lightning's ``Trainer``: one callback, nothing else changes.
+
+``Trainer(callbacks=[GpuopsCheckpoint(directory="/shared/ckpt")])`` and ``trainer.fit(…)``: before
+the loops start the newest state is loaded in place, with the loops' own progress, and each batch
+that ended with an optimizer step is offered to the checkpointer.
+
+As with Lightning's own checkpoints, the order of data within an epoch goes on only where the data
+loader has a state (torchdata's ``StatefulDataLoader``); Lightning warns where it has none.
+"""
+
+# ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from gpuops.checkpoint.states import CheckpointError
+from gpuops.errors import UsageError
+from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.checkpointer.rng import read_rng, write_rng
+
+
+class GpuopsCheckpoint(Callback):
+    """Restores before the first step of ``fit``, saves after optimizer steps.
+
+    *options* are those of `gpuops.Checkpointer` (``directory``, ``every``, ``persist_every``,
+    ``slots``, ``keep_last``, ``extra``, …); the module, its optimizers and schedules, the scaler,
+    the loops and the callbacks' states are given to it here.
+
+    Raises:
+        UsageError: In ``fit``: a ``ckpt_path`` besides, or a strategy that shards behind torch.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._progress: _Progress | None = None
+        self._step = 0
+        self._random: Mapping[str, Any] | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """Return the checkpointer of the fit that runs, None outside of one."""
+        return self._checkpointer
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = type(trainer.strategy).__name__
+        if "DeepSpeed" in strategy or strategy == "FSDPStrategy":
+            raise UsageError(f"the adapter does not take {strategy}; use DDP or ModelParallel")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path is not None:
+            raise UsageError(
+                f"fit(ckpt_path={trainer.ckpt_path!r}) and this callback would both restore: "
+                "leave the path out, or import it as a state with 'gpuops ckpt import'"
+            )
+        options = dict(self._options)
+        # What is put back goes into the first of them, the user's own.
+        self._progress = _Progress(trainer, self)
+        extra = ChainMap(options.pop("extra", {}), {"lightning": self._progress})
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._checkpointer = Checkpointer(
+            model=trainer.strategy.model or pl_module,
+            optimizer=list(trainer.optimizers),
+            scheduler=schedulers or None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            extra=extra,
+            **options,
+        )
+        self._step = self._checkpointer.restore()
+        if self._step != trainer.global_step:
+            raise CheckpointError(
+                f"the state of step {self._step} says that the loops were at {trainer.global_step}"
+            )
+        self._random = read_rng() if self._step else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the next epoch as it would have begun, where the state is of an epoch's end.
+
+        Lightning makes iterators of its own then, for the epoch that is over as well, or forgets
+        what the loader knew.
+        """
+        loop = trainer.fit_loop
+        if self._random is None or not loop.epoch_loop.batch_progress.is_last_batch:
+            return
+        loader = trainer.train_dataloader
+        if not isinstance(loader, DataLoader):
+            self._random = None
+            return
+        fetcher = loop._data_fetcher  # noqa: SLF001 the only way to the iterator in use
+        loaders = self._progress.loaders if self._progress is not None else []
+        if not loop.restarting and loaders and fetcher is not None:
+            loader.load_state_dict(loaders[0])  # type: ignore[attr-defined]
+            iter(loader)  # that of the epoch that is over
+            iter(fetcher)
+        write_rng(self._random)
+        if loader.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # as DataLoader's iterators: a base seed
+        self._random = read_rng()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._random is not None:
+            write_rng(self._random)
+            self._random = None
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if not trainer.is_last_batch:  # else when the epoch is over, so that none is begun twice
+            self._offer(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._offer(trainer)
+
+    def _offer(self, trainer: Trainer) -> None:
+        if self._checkpointer is not None and trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._checkpointer.step(self._step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+
+class _Progress:
+    """How far the loops are, and what the other callbacks keep."""
+
+    def __init__(self, trainer: Trainer, own: Callback) -> None:
+        self._trainer = trainer
+        self._own = own
+        self.loaders: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        callbacks = {
+            callback.state_key: state
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+            if callback is not self._own and (state := callback.state_dict())
+        }
+        return {"fit_loop": self._trainer.fit_loop.state_dict(), "callbacks": callbacks}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._trainer.fit_loop.load_state_dict(saved["fit_loop"])
+        self.loaders = saved["fit_loop"]["state_dict"].get("combined_loader", [])
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is not self._own and callback.state_key in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][callback.state_key])

@@ -256,6 +256,58 @@ def test_a_seal_without_a_grant_is_refused():
         gate_of().seal(0, StateId(1, 1))
 
 
+def test_the_digest_of_what_was_in_a_slot_before_says_nothing_of_what_is_sealed_now():
+    gate = gate_of(n_ranks=1)
+    old = gate.begin(0, 1, 0.0)
+    gate.seal(0, old.state)
+    gate.begin_epoch(1)
+    gate.resume(None, 2)
+    gate.register(0, 1, range(2))
+    new = gate.begin(0, 1, 0.0)
+    gate.seal(0, new.state)
+
+    assert new.slot == old.slot
+    assert not gate.verified(old.slot, old.state)
+    assert gate.newest is None
+    assert gate.verified(new.slot, new.state)
+
+
+def test_slots_that_killed_workers_were_writing_are_free_for_the_next_ones():
+    gate = gate_of()
+    save(gate, 1)
+    for local_rank in (0, 1):
+        gate.begin(local_rank, 2, 0.0)
+    gate.begin_epoch(2)
+    gate.resume(StateId(1, 1), 2)
+    for local_rank in (0, 1):
+        gate.register(local_rank, local_rank + 1, range(2))
+
+    assert all(save(gate, step) for step in (2, 3, 4))
+
+
+def test_of_three_slots_the_oldest_state_gives_way():
+    gate = gate_of(n_ranks=1, n_slots=3)
+    for step in (1, 2, 3):
+        save(gate, step, 1)
+    gate.begin(0, 4, 0.0)
+
+    assert sorted(gate.whole()) == [StateId(1, 2), StateId(1, 3)]
+
+
+def test_a_slot_that_is_read_stays_as_it_is_also_when_its_state_was_passed_over():
+    gate = gate_of(n_ranks=1)
+    save(gate, 1, 1)
+    save(gate, 2, 1)
+    read = set(gate.pin(StateId(1, 2), "persist").values())
+    gate.begin_epoch(1)
+    gate.resume(StateId(1, 1), 2)
+    gate.register(0, 1, range(2))
+
+    assert reason(gate.begin(0, 2, 0.0)) is Reason.NO_FREE_SLOT
+    gate.unpin("persist")
+    assert gate.begin(0, 3, 0.0).slot in read
+
+
 class Node(RuleBasedStateMachine):
     """A node whose ranks run, stall, fail, die and change, beside a model of what is in memory."""
 
@@ -270,8 +322,7 @@ class Node(RuleBasedStateMachine):
         self.answers = {}
         self.pins = {}
         self.epoch = 0
-        self.n_arenas = 0
-        self.skips = 0
+        self.layouts = {}
         self._new_workers(n_ranks, None)
 
     def _new_workers(self, n_ranks, state):
@@ -290,16 +341,20 @@ class Node(RuleBasedStateMachine):
             self._reserve(rank)
 
     def _reserve(self, rank):
-        self.n_arenas += 1
-        self.arenas[rank] = self.n_arenas
-        self.gate.register(rank, self.n_arenas, range(self.n_slots))
+        """Take the memory of the layout that the rank has now; the same for the same layout."""
+        layout = self.layouts.get(rank, 0)
+        arena = 100 * self.n_ranks + 10 * rank + layout
+        self.arenas[rank] = arena
+        self.gate.register(rank, arena, range(self.n_slots))
 
     @rule(rank=st.integers(0, 2), ahead=st.integers(0, 3))
     def ask(self, rank, ahead):
         if rank >= self.n_ranks:
             return
         self.steps[rank] += ahead
-        step = self.steps[rank]
+        self._ask(rank, self.steps[rank])
+
+    def _ask(self, rank, step):
         answer = self.gate.begin(rank, step, 0.0)
         if isinstance(answer, Granted):
             assert answer.slot not in self.gate.whole().get(self.gate.newest, {}).values()
@@ -322,6 +377,9 @@ class Node(RuleBasedStateMachine):
     def seal(self, data):
         rank = data.draw(st.sampled_from([r for r, slots in self.writing.items() if slots]))
         state = data.draw(st.sampled_from(sorted(self.writing[rank])))
+        self._seal(rank, state)
+
+    def _seal(self, rank, state):
         slot = self.writing[rank].pop(state)
         self.bytes[slot] = state
         key = self.gate.seal(rank, state)
@@ -370,12 +428,27 @@ class Node(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 2))
     def other_layout(self, rank):
         if rank < self.n_ranks:
+            self.layouts[rank] = (self.layouts.get(rank, 0) + 1) % 3
             self._reserve(rank)
+
+    @rule()
+    def save_by_all(self):
+        step = max(self.steps.values()) + 1
+        for rank in range(self.n_ranks):
+            self.steps[rank] = step
+            self._ask(rank, step)
+        for rank in range(self.n_ranks):
+            for state in [s for s in self.writing[rank] if s.step == step]:
+                self._seal(rank, state)
+        for key, state in self.hashing:
+            self.gate.verified(key, state)
+        self.hashing = []
 
     @rule()
     def release(self):
         for key in self.gate.release():
-            assert all(key not in slots for slots in self.writing.values())
+            assert all(key not in slots.values() for slots in self.writing.values())
+            assert all(key not in slots for slots in self.pins.values())
             self.bytes.pop(key, None)
 
     @rule(rank=st.integers(0, 2))

@@ -1,7 +1,8 @@
 """One rank's state at one moment: its tensors, how they stand in an image, and all else as JSON."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from gpuops.worker.checkpointer.values import dumps
 FORMAT = 1
 EXTRA_STEP_BYTES = 64 * 1024
 
-PlaceOf = Callable[[torch.Tensor], object]
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,14 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """The layout of an image, and which tensor of a capture goes where in it."""
+    """The layout of an image, and which tensor of a capture goes where in it.
+
+    ``device`` is that of the tensors that are not on the host, None where all are.
+    """
 
     layout: ImageLayout
     names: tuple[str, ...]
+    device: torch.device | None
     fenced: tuple[int, ...]
     free: tuple[int, ...]
 
@@ -56,6 +61,7 @@ class Capturer:
         self._types: list[type] = []
         self._places: list[object] = []
         self._dtypes: list[torch.dtype] = []
+        self._devices: list[object] = []
         self._has_indirect = False
 
     @torch.no_grad()
@@ -100,9 +106,10 @@ class Capturer:
         if any(a.names is not b for a, b in zip(readings, self._names, strict=True)):
             return False
         return (
-            [tensor.shape for tensor in tensors] == self._shapes
-            and [tensor.dtype for tensor in tensors] == self._dtypes
+            list(map(_SHAPE, tensors)) == self._shapes
+            and list(map(_DTYPE, tensors)) == self._dtypes
             and list(map(type, tensors)) == self._types
+            and _first_devices(readings) == self._devices
             and (not self._places or _places(tensors) == self._places)
         )
 
@@ -123,12 +130,14 @@ class Capturer:
         self._plan = CopyPlan(
             layout,
             names,
+            next((tensor.device for tensor in tensors if tensor.is_cuda), None),
             tuple(i for i, is_fenced in enumerate(fenced) if is_fenced),
             tuple(i for i, is_fenced in enumerate(fenced) if not is_fenced),
         )
         self._names = [reading.names for reading in readings]
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._shapes = list(map(_SHAPE, tensors))
+        self._dtypes = list(map(_DTYPE, tensors))
+        self._devices = _first_devices(readings)
         self._types = list(map(type, tensors))
         self._places = _places(tensors)
         self._has_indirect = any(
@@ -149,6 +158,11 @@ class Capturer:
             fenced[begin : begin + reading.n_fenced] = [True] * reading.n_fenced
             begin += len(reading.tensors)
         return fenced
+
+
+def _first_devices(readings: Sequence[Reading]) -> list[object]:
+    """Return where the parts are; a part is moved as a whole."""
+    return [reading.tensors[0].device if reading.tensors else None for reading in readings]
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[object]:

@@ -61,12 +61,12 @@ class SlotCopier:
         """Copy *capture* into *slot*, header and all; return what tells when it is complete."""
         memory = self._slots[slot].view
         layout = self.plan.layout
-        views = self._prepared(slot, capture)
+        views = self._prepared(slot)
         if memory[: len(layout.header)] != layout.header:
             memory[: len(layout.header)] = layout.header
         write_extra(memory, layout, capture.extra)
         tensors = capture.tensors
-        device = _device_of(tensors)
+        device = self.plan.device
         if device is None:
             _copy(views, tensors)
             return Flight(None, ())
@@ -81,12 +81,12 @@ class SlotCopier:
         for slot in self._slots:
             slot.close()
 
-    def _prepared(self, slot: int, capture: Capture) -> tuple[torch.Tensor, ...]:
+    def _prepared(self, slot: int) -> tuple[torch.Tensor, ...]:
         views = self._views[slot]
         if views is None:
             memory = self._slots[slot]
             memory.populate()
-            if _device_of(capture.tensors) is not None:
+            if self.plan.device is not None:
                 self._pins.append(_Pin(memory, self._warn))
             views = self._views[slot] = views_of(memory.view, self.plan.layout, self.plan.names)
         return views
@@ -136,10 +136,6 @@ class _Pin:
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._is_pinned = False
-
-
-def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def _at(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[torch.Tensor]:

@@ -205,9 +205,9 @@ def _start(folder: Path, directory: str) -> OwnKeeper:
     return OwnKeeper(process.socket_path, lock)
 
 
-def _locked(path: Path, directory: str) -> int:
+def _locked(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    end_s = time.monotonic() + _LOCK_S
+    end_s = time.monotonic() + wait_s
     try:
         while True:
             try:

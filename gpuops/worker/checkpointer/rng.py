@@ -2,6 +2,7 @@
 
 import random
 import sys
+from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -17,8 +18,9 @@ def read_rng() -> dict[str, object]:
     CUDA's are those of the devices this process uses, by their numbers; reading them waits for no
     device.
     """
+    version, words, gauss = random.getstate()
     found: dict[str, object] = {
-        "python": random.getstate(),
+        "python": [version, array("Q", words).tobytes(), gauss],
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     numpy = sys.modules.get("numpy")
@@ -39,7 +41,8 @@ def write_rng(states: Mapping[str, Any]) -> None:
         CorruptError: They are no states of generators.
     """
     try:
-        random.setstate(states["python"])
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(array("Q", words)), gauss))
         torch.set_rng_state(_tensor(states["torch"]))
         if "numpy" in states:
             import numpy as np

@@ -139,12 +139,11 @@ def test_several_nodes_need_agents(tmp_path):
         Finder(None, {}, place, Policy(directory=str(tmp_path))).find()
 
 
-def test_one_directory_serves_one_job_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuops.worker.checkpointer.keeping._LOCK_S", 0.2)
+def test_one_directory_serves_one_job_at_a_time(tmp_path):
     lock = _locked(tmp_path / "job.lock", "/states")
 
     with pytest.raises(BusyDirectoryError, match=r"pid \d+"):
-        _locked(tmp_path / "job.lock", "/states")
+        _locked(tmp_path / "job.lock", "/states", wait_s=0.2)
     assert lock > 0
 
 

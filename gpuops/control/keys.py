@@ -29,5 +29,11 @@ class Keys:
     def roster(self, generation: int) -> str:
         return f"{self.prefix}/roster/{generation}"
 
+    def watermark(self) -> str:
+        return f"{self.prefix}/ckpt/watermark"
+
+    def restore(self, generation: int) -> str:
+        return f"{self.prefix}/ckpt/restore/{generation}"
+
     def report(self, generation: int, agent: str = "") -> str:
         return f"{self.prefix}/report/{generation}/{agent}"

@@ -14,6 +14,7 @@ from gpuops.control.membership import form, seats
 from gpuops.control.record import ControlRecord, Member, Phase, Roster
 from gpuops.control.sight import Sight
 from gpuops.control.view import View
+from gpuops.control.witness import Aside
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_REQUEUE
 from gpuops.host.clock import Clock
 from gpuops.incident.budget import GROW_SNOOZE_S, history_after, may_grow
@@ -79,6 +80,7 @@ class Leader:
     """The common duties, as one agent sees them.
 
     ``decided`` is the last decision that was this agent's; written by the control thread.
+    ``aside`` has what the agents agree on beside.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Leader:
         self._saved_before: int | None = None
         self.is_leader = False
         self.decided: Decided | None = None
+        self.aside = Aside(self._sight)
 
     @property
     def is_near(self) -> bool:
@@ -143,6 +146,10 @@ class Leader:
         self.is_leader = self._sight.first(now_ns) == self._link.me.agent
         if not self.is_leader:
             return
+        self._lead(record, view, now_ns)
+        self.aside.look(record)
+
+    def _lead(self, record: ControlRecord, view: View, now_ns: int) -> None:
         if record.phase is Phase.RUN:
             self._while_running(record, now_ns)
         elif record.phase is Phase.GATHER:
@@ -312,6 +319,7 @@ class Leader:
             self._feasible_ns = now_ns
         if not self._is_complete(record, there, roster, now_ns):
             return
+        roster = self.aside.noted(record, roster)
         done, entry = board.swap(keys.roster(record.generation), roster.to_bytes(), version=0)
         if not done:
             log.debug("generation %d was formed by another agent", record.generation)

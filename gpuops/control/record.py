@@ -11,6 +11,7 @@ Keys on the board::
     ready/<g>/<agent id>   it would take a seat in generation g (`Member`, with a free port)
     roster/<g>             who sits where in generation g (`Roster`), written once
     report/<g>/<agent id>  what it has to say of generation g (`NodeReport`)
+    ckpt/...               what the agents agree on of checkpoints; only where there are any
 """
 
 import json
@@ -103,11 +104,15 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Who trains in a generation, by group rank; ``spares`` wait."""
+    """Who trains in a generation, by group rank; ``spares`` wait.
+
+    ``notes`` are words of others than the control plane for all who are seated; see `Witness`.
+    """
 
     generation: int
     members: tuple[Member, ...]
     spares: tuple[Member, ...] = ()
+    notes: Json = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -131,6 +136,7 @@ class Roster:
                 "generation": self.generation,
                 "members": [member.to_json() for member in self.members],
                 "spares": [member.to_json() for member in self.spares],
+                **({"notes": self.notes} if self.notes else {}),
             }
         )
 
@@ -143,10 +149,12 @@ class Roster:
         """
         with _unpacking("roster"):
             body = _unpack(data)
+            notes = body.get("notes", {})
             return cls(
                 generation=_generation(body["generation"]),
                 members=tuple(map(Member.from_json, body["members"])),
                 spares=tuple(map(Member.from_json, body["spares"])),
+                notes=notes if isinstance(notes, dict) else {},
             )
 
 

@@ -24,12 +24,15 @@ class Sight:
     """As read at the last `look`.
 
     ``roster`` is the newest one that was read, ``saved`` the newest checkpoint that any agent told
-    of.
+    of. ``beats`` has the heartbeats, and ``declared`` who was ready for the generation that was
+    asked for last, by agent.
     """
 
     def __init__(self, board: Board, keys: Keys, life: Liveness) -> None:
         self.roster: Roster | None = None
         self.saved: int | None = None
+        self.beats: dict[str, Entry] = {}
+        self.declared: dict[str, Entry] = {}
         self._board = board
         self._keys = keys
         self._life = life
@@ -46,7 +49,8 @@ class Sight:
         keys, board = self._keys, self._board
         self._looked_ns = now_ns
         beats = board.list(keys.alive())
-        alive = {key.rpartition("/")[2]: entry.version for key, entry in beats.items()}
+        self.beats = {key.rpartition("/")[2]: entry for key, entry in beats.items()}
+        alive = {agent: entry.version for agent, entry in self.beats.items()}
         self._life.look(alive, now_ns)
         self.saved = max(filter(None, map(_saved, beats.values())), default=self.saved)
         if alive.keys() - self._agents.keys():
@@ -110,8 +114,9 @@ class Sight:
         Raises:
             BoardError: See `Board`.
         """
-        entries = self._board.list(self._keys.ready(generation)).values()
-        members = [member for entry in entries if (member := _member(entry))]
+        entries = self._board.list(self._keys.ready(generation))
+        self.declared = {key.rpartition("/")[2]: entry for key, entry in entries.items()}
+        members = [member for entry in entries.values() if (member := _member(entry))]
         return [m for m in members if self._life.of(m.agent, now_ns) is not Life.DEAD]
 
     def reports(self, generation: int) -> dict[str, NodeReport]:

@@ -124,6 +124,8 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._restored: Restored | None = None
         self._is_closed = False
+        self._n_optimizers = len(given.optimizers)
+        self._stepping: set[int] = set()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step) for optimizer in given.optimizers
         ]
@@ -281,7 +283,11 @@ class Checkpointer:
         try:
             saver.prepare(n)
             begun_s = time.monotonic()
-            if is_due and saver.save(n, ask_first=schedule.asks_first):
+            # An optimizer that is compiled, or replayed as a CUDA graph, calls no hook: nothing
+            # would keep it from changing what is being copied.
+            overlap = len(self._stepping) == self._n_optimizers > 0
+            self._stepping.clear()
+            if is_due and saver.save(n, ask_first=schedule.asks_first, overlap=overlap):
                 stall_s = time.monotonic() - begun_s
         finally:
             ended_s = time.monotonic()
@@ -289,9 +295,12 @@ class Checkpointer:
             if is_due:
                 schedule.dealt_with(n, ended_s)
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, optimizer: object, *_: object) -> None:
         """Have the optimizer's step come after a copy that is still being made."""
-        if self._saver is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _is_capturing():
+            return
+        self._stepping.add(id(optimizer))
+        if self._saver is None:
             return
         try:
             self._saver.fence()
@@ -304,3 +313,8 @@ class Checkpointer:
             _log.warning("nothing is saved: %s", exc)
         else:
             self._saver.turn_off(exc)
+
+
+def _is_capturing() -> bool:
+    """Say whether what is put on the stream now becomes a CUDA graph, and is not done yet."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

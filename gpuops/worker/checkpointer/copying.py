@@ -6,8 +6,8 @@ device; what anything may change (buffers, averages) is copied on the computing 
 whatever comes later on it comes after the copy. The host waits for neither.
 """
 
-import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from gpuops.checkpoint.image import write_extra
 from gpuops.worker.checkpointer.capture import Capture, CopyPlan
 from gpuops.worker.checkpointer.views import views_of
 
-_log = logging.getLogger(__name__)
+_PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Flight:
     """A copy that a device may still be making; ``sources`` are kept alive for it."""
 
     event: Any
+    device: torch.device | None
     sources: Sequence[torch.Tensor]
 
     def is_done(self) -> bool:
@@ -40,7 +41,7 @@ class Flight:
     def fence(self) -> None:
         """Make what is put on the current stream from now on come after the copy."""
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class SlotCopier:
@@ -57,20 +58,22 @@ class SlotCopier:
         self._warn = warn
 
     @torch.no_grad()
-    def start(self, slot: int, capture: Capture) -> Flight:
-        """Copy *capture* into *slot*, header and all; return what tells when it is complete."""
+    def start(self, slot: int, capture: Capture, *, overlap: bool = False) -> Flight:
+        """Copy *capture* into *slot*, header and all; return what tells when it is complete.
+
+        *overlap*: `Flight.fence` will be called before anybody changes what the optimizers own.
+        """
         memory = self._slots[slot].view
         layout = self.plan.layout
         views = self._prepared(slot)
         if memory[: len(layout.header)] != layout.header:
             memory[: len(layout.header)] = layout.header
         write_extra(memory, layout, capture.extra)
-        tensors = capture.tensors
         device = self.plan.device
         if device is None:
-            _copy(views, tensors)
-            return Flight(None, ())
-        return self._start_on(device, views, tensors)
+            _copy(views, capture.tensors)
+            return Flight(None, None, ())
+        return self._start_on(device, views, capture, overlap=overlap)
 
     def close(self) -> None:
         """Let go of the memory; nothing may be in flight."""
@@ -87,61 +90,80 @@ class SlotCopier:
             memory = self._slots[slot]
             memory.populate()
             if self.plan.device is not None:
-                self._pins.append(_Pin(memory, self._warn))
+                self._pins.append(_Pin(memory, self.plan.device, self._warn))
             views = self._views[slot] = views_of(memory.view, self.plan.layout, self.plan.names)
         return views
 
     def _start_on(
-        self, device: torch.device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+        self,
+        device: torch.device,
+        views: Sequence[torch.Tensor],
+        capture: Capture,
+        *,
+        overlap: bool,
     ) -> Flight:
+        tensors = capture.tensors
+        fenced = [i for i in self.plan.fenced if tensors[i].device == device]
+        free = [i for i in self.plan.free if tensors[i].device == device]
+        rest = [i for i, tensor in enumerate(tensors) if tensor.device != device]
+        if not overlap:
+            fenced, free = [], [*fenced, *free]
         with torch.cuda.device(device):
             computing = torch.cuda.current_stream()
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
-            ready = torch.cuda.Event()
-            ready.record(computing)
-            fenced = [i for i in self.plan.fenced if tensors[i].is_cuda]
-            beside = [i for i in self.plan.free if tensors[i].is_cuda]
-            here = [i for i, tensor in enumerate(tensors) if not tensor.is_cuda]
-            _copy(_at(views, beside), _at(tensors, beside))
-            after_beside = torch.cuda.Event()
-            after_beside.record(computing)
+            self._stream.wait_stream(computing)
             with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                _copy(_at(views, fenced), _at(tensors, fenced))
-                self._stream.wait_event(after_beside)
-                done = torch.cuda.Event()
-                done.record(self._stream)
-            _copy(_at(views, here), _at(tensors, here))
-        return Flight(done, [tensors[i] for i in (*fenced, *beside)])
+                _copy(_at(views, fenced), _at(tensors, fenced), non_blocking=True)
+            _copy(_at(views, free), _at(tensors, free), non_blocking=True)
+            self._stream.wait_stream(computing)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        # On the host, or on another device of this process: at once.
+        _copy(_at(views, rest), _at(tensors, rest))
+        return Flight(done, device, [tensors[i] for i in (*fenced, *free)])
 
 
 class _Pin:
     """Memory registered with CUDA, so that a device copies into it by itself."""
 
-    def __init__(self, memory: SlotMemory, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, memory: SlotMemory, device: torch.device, warn: Callable[[str], None]
+    ) -> None:
         self._address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
         runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(self._address, memory.nbytes, 0))
+        with torch.cuda.device(device):
+            code = int(runtime.cudaHostRegister(self._address, memory.nbytes, _PORTABLE))
         self._is_pinned = code == 0
         if not self._is_pinned:
-            runtime.cudaGetLastError() if hasattr(runtime, "cudaGetLastError") else None
+            _forget_error(device)
             warn(
-                f"the {memory.nbytes} bytes of a slot could not be pinned (cudaHostRegister: error "
-                f"{code}; is `ulimit -l` too small?); copies from the device will be slower and "
-                "block"
+                f"the {memory.nbytes} bytes of a slot cannot be pinned (cudaHostRegister returned "
+                f"{code}; is `ulimit -l` too small?): copies from the device take longer and block"
             )
 
     def release(self) -> None:
+        """Undo the registration."""
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._is_pinned = False
+
+
+def _forget_error(device: torch.device) -> None:
+    """Have CUDA forget the error that it returned: the next kernel launch would raise it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
 
 
 def _at(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[torch.Tensor]:
     return [tensors[index] for index in indexes]
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    non_blocking: bool = False,
+) -> None:
     if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)

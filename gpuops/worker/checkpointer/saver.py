@@ -76,15 +76,18 @@ class Saver:
                 lambda keeper: self._adopt(keeper, self._capturer.capture(step).plan, step)
             )
 
-    def save(self, step: int, *, ask_first: bool) -> bool:
-        """Save the state after *step*; return whether it was copied."""
+    def save(self, step: int, *, ask_first: bool, overlap: bool = False) -> bool:
+        """Save the state after *step*; return whether it was copied.
+
+        *overlap*: `fence` is called before the next step of each optimizer.
+        """
         if not self._is_on():
             return False
         if self._flight is not None:
             self._skip("the copy before is still being made")
             return False
         begun_s, before = self._clock_s(), self.last_step
-        self._guarded(lambda keeper: self._save(keeper, step, ask_first=ask_first))
+        self._guarded(lambda keeper: self._save(keeper, step, ask_first, overlap))
         if self.last_step == before:
             return False
         self._stalls_s.append(self._clock_s() - begun_s)
@@ -141,7 +144,7 @@ class Saver:
         later = "it is tried again later" if may_pass else "training goes on without"
         _log.warning("no checkpoints are saved from now on, %s: %s", later, _said(exc))
 
-    def _save(self, keeper: Keeper, step: int, *, ask_first: bool) -> None:
+    def _save(self, keeper: Keeper, step: int, ask_first: bool, overlap: bool) -> None:
         answer = keeper.begin(step) if ask_first else None
         if isinstance(answer, Skipped):
             self._skip(answer.why, is_due=answer.is_due)
@@ -168,12 +171,12 @@ class Saver:
             self._skip("the state changed its shape")
             self._adopt(keeper, capture.plan, step)
         else:
-            self._copy(keeper, answer, capture)
+            self._copy(keeper, answer, capture, overlap=overlap)
 
-    def _copy(self, keeper: Keeper, grant: Grant, capture: Capture) -> None:
+    def _copy(self, keeper: Keeper, grant: Grant, capture: Capture, *, overlap: bool) -> None:
         assert self._copier is not None
         try:
-            self._flight = self._copier.start(grant.slot, capture)
+            self._flight = self._copier.start(grant.slot, capture, overlap=overlap)
         except Exception:
             keeper.abandon(grant)
             raise

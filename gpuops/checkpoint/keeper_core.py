@@ -57,10 +57,14 @@ class Core:
     ) -> None:
         """Let nobody of an older generation do anything from now on.
 
+        Another *job* counts its generations anew: the agent of the one before was killed, and who
+        took its place on this node began another run of the same program.
+
         Raises:
-            KeeperError: A newer one was begun.
+            KeeperError: A newer one of this job was begun.
         """
-        if self.command is not None and generation < self.command.generation:
+        is_same = job in ("", self.persister.origin.job)
+        if is_same and self.command is not None and generation < self.command.generation:
             raise KeeperError(
                 f"generation {generation} is over: {self.command.generation} was begun"
             )

@@ -27,7 +27,7 @@ from gpuops.units import NS_PER_S
 log = logging.getLogger(__name__)
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
-OFF = "off"
+OFF = ""  # a worker must not take one of somebody else's environment either
 LOOK_WAIT_S = 1.0
 END_S = 5.0
 

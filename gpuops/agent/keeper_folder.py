@@ -32,8 +32,6 @@ _PASSING = ("GPUOPS_", "SLURM", "SSH_", "XDG_", "TERM", "TMUX", "LC_", "PYTEST_"
 _OWN = frozenset(
     ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "DISPLAY", "WINDOWID", "LANG", "PS1")
 )
-# sockaddr_un holds 107 characters and a zero (unix(7)).
-PATH_CHARS_MAX = 107
 
 
 class FolderError(GpuopsError):
@@ -106,14 +104,12 @@ def take_folder(parents: Iterable[Path], key: str, uid: int) -> KeeperFolder:
     """Return the folder of *key*, locked: one that has a keeper already rather than a new one.
 
     Raises:
-        FolderError: None of *parents* can be made, is this user's, and is short enough a path.
+        FolderError: None of *parents* can be made and is this user's alone.
     """
     problems = []
     for parent in parents:
         base = parent / "keepers"
         problem = _why_not(parent, uid, private=False) or _why_not(base, uid, private=True)
-        if problem is None and len(str(base / f"{key}-{TWINS_MAX}" / SOCKET)) > PATH_CHARS_MAX:
-            problem = f"{base} is too long for the path of a socket"
         if problem is None:
             for must_exist in (True, False):
                 for number in range(TWINS_MAX):

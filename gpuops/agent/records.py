@@ -85,7 +85,7 @@ class LastSave:
         place = "" if self.directory is None else f" in {self.directory}"
         time = f"{format_seconds(self.seconds)} of {format_seconds(self.within_s)}"
         if self.fitted:
-            return f"the checkpoint of step {self.step} persisted{place} in time ({time})"
+            return f"the checkpoint of step {self.step} persisted{place} ({time})"
         newest = "" if self.newest_step is None else f" of step {self.newest_step}"
         if not self.has_place:
             return f"the checkpoint{newest} was in memory only: name a directory with --ckpt-dir"

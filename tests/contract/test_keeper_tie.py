@@ -56,7 +56,8 @@ class Real:
         self.started = self.again()
 
     def again(self):
-        self.all.append(start_keeper(self.folder, lease_s=30.0, node="n1", job="run-1"))
+        job = f"run-{len(self.all)}"  # on one node another agent begins another run
+        self.all.append(start_keeper(self.folder, lease_s=30.0, node="n1", job=job))
         return self.all[-1]
 
     def workers(self, generation, directory=None):

@@ -45,7 +45,7 @@ def bench():
 
 def test_the_workers_are_told_where_the_keeper_is_and_it_is_told_of_them(bench):
     keeping = Bench(directory="/ckpt").keeping
-    assert keeping.env() == {"GPUOPS_KEEPER": "off", "GPUOPS_CKPT_DIR": "/ckpt"}
+    assert keeping.env() == {"GPUOPS_KEEPER": "", "GPUOPS_CKPT_DIR": "/ckpt"}
 
     keeping.begin(0, 1, None)
     bench.keeping.begin(3, 1, 40)
@@ -58,7 +58,7 @@ def test_the_workers_are_told_where_the_keeper_is_and_it_is_told_of_them(bench):
 
 def test_ranks_of_several_nodes_are_not_led_to_a_keeper_that_knows_only_its_own(bench):
     bench.keeping.begin(0, 2, None)
-    assert bench.keeping.env() == {"GPUOPS_KEEPER": "off"}
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": ""}
 
     bench.keeping.begin(1, 1, None)
 
@@ -140,7 +140,7 @@ def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_gener
     assert bench.heard.failures[0][1] == "the keeper does not answer"
     state = bench.keeping.state()
     assert (state.is_alive, state.step, state.committed) == (False, None, 1)
-    assert bench.keeping.env() == {"GPUOPS_KEEPER": "off"}
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": ""}
     assert first.ties[0].is_closed
 
     bench.keeping.begin(1, 1, None)
@@ -174,7 +174,7 @@ def test_a_keeper_that_cannot_be_started_stops_nobody_and_is_tried_again():
     alone = Bench(FakeKeeper())
     alone.keepers[0].kill()
     alone.keeping.begin(0, 1, None)
-    assert alone.keeping.env() == {"GPUOPS_KEEPER": "off"}
+    assert alone.keeping.env() == {"GPUOPS_KEEPER": ""}
     assert alone.heard.failures[-1] == ("starting the keeper of the checkpoints", "no memory")
 
 
@@ -297,7 +297,7 @@ def test_without_a_keeper_the_workers_hear_that_none_is_to_be_started():
     nothing.end(1.0)
     nothing.leave()
 
-    assert nothing.env() == {"GPUOPS_KEEPER": "off", "GPUOPS_CKPT_DIR": "/ckpt"}
+    assert nothing.env() == {"GPUOPS_KEEPER": "", "GPUOPS_CKPT_DIR": "/ckpt"}
     assert nothing.state() is None
     assert nothing.flush(1.0) is None
 

@@ -123,7 +123,7 @@ def test_an_adopted_state_is_said(desk):
                 within_s=20.0,
                 directory="/ckpt",
             ),
-            "the checkpoint of step 12 persisted in /ckpt in time (2.00 s of 20.0 s)",
+            "the checkpoint of step 12 persisted in /ckpt (2.00 s of 20.0 s)",
         ),
         (
             Flushed(

@@ -1,12 +1,12 @@
 """Training that is killed and resumes is, bit for bit, training that was never disturbed."""
 
 import pytest
-import torch
 from support.gloo_ranks import run_ranks, said
+from support.same_state import same
 
 from gpuops.checkpoint.keeper_process import start_or_adopt
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 HALF, ALL = 4, 8
 
 
@@ -15,16 +15,6 @@ def keeper(tmp_path):
     process = start_or_adopt(tmp_path / "keeper", lease_s=60)
     yield process.socket_path
     process.kill()
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "checkpointed_train.py"
-LIMIT_S = 90.0
+LIMIT_S = 150.0
 
 
 def run_ranks(folder, world, job, *, keeper=None, env=None):

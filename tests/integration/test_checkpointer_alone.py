@@ -1,0 +1,98 @@
+"""Without `gpuops run` a job keeps its states by itself, in memory and in its directory."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.gloo_ranks import run_ranks, said
+from support.same_state import same
+
+from gpuops.checkpoint.agent_link import AgentLink
+from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.verify import verify_state
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
+HALF, ALL = 3, 6
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A runtime directory of its own, whose keepers are ended."""
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    yield {"XDG_RUNTIME_DIR": str(runtime)}
+    for socket in runtime.rglob("keeper.sock"):
+        try:
+            link = AgentLink.connect(socket)
+        except Exception:  # noqa: BLE001 it ended by itself
+            continue
+        link.end()
+        link.close()
+
+
+def job(folder, name, **more):
+    return {"kind": "ddp", "name": name, "directory": str(folder / "states"), **more}
+
+
+def test_a_killed_job_goes_on_from_memory_and_the_last_state_persists(tmp_path, home):
+    first = job(tmp_path, "first", reference=ALL, until=HALF, die=True)
+    before = run_ranks(tmp_path, 2, first, env=home)
+    after = run_ranks(tmp_path, 2, job(tmp_path, "second", until=ALL), env=home)
+
+    for one, two in zip(before, after, strict=True):
+        assert (two["start"], two["restored"]["tier"]) == (HALF, "memory")
+        assert one["losses"] + two["losses"] == one["reference"]
+        assert same(two["state"], one["reference_state"])
+    assert said(tmp_path, 2, "second").count("nobody restarts the job") == 1
+    store = open_store(str(tmp_path / "states"))
+    newest = store.list()[0]
+    assert newest.state.step == ALL
+    assert verify_state(store, newest.state) == []
+
+
+def test_the_directory_alone_is_enough(tmp_path, home):
+    first = job(tmp_path, "first", reference=ALL, until=HALF)
+    before = run_ranks(tmp_path, 2, first, env=home)
+    elsewhere = tmp_path / "another node"
+    elsewhere.mkdir(mode=0o700)
+    second = job(tmp_path, "second", until=ALL)
+    after = run_ranks(tmp_path, 2, second, env={"XDG_RUNTIME_DIR": str(elsewhere)})
+
+    for one, two in zip(before, after, strict=True):
+        assert (two["start"], two["restored"]["tier"]) == (HALF, "persistent")
+        assert one["losses"] + two["losses"] == one["reference"]
+        assert same(two["state"], one["reference_state"])
+
+
+HOLDS = """
+import sys, torch, gpuops
+ck = gpuops.Checkpointer(model=torch.nn.Linear(1, 1), every=1, directory=sys.argv[1])
+print(ck.restore(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_jobs_in_one_directory_do_not_load_each_others_states(tmp_path, home):
+    argv = [sys.executable, "-c", HOLDS, str(tmp_path / "states")]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    first = subprocess.Popen(argv, env=_env(home), text=True, **streams)
+    try:
+        assert first.stdout.readline().strip() == "0"
+        second = subprocess.run(
+            argv, env=_env(home), text=True, capture_output=True, timeout=90, check=False
+        )
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+
+    assert second.returncode == 1
+    assert "another job (pid" in second.stderr
+    assert str(first.pid) in second.stderr
+
+
+def _env(home):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUOPS_")}
+    return kept | home | {"PYTHONPATH": str(Path(__file__).parents[2])}

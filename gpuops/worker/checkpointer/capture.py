@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.image import ImageLayout, plan_image
 from gpuops.checkpoint.states import Shard
 from gpuops.worker.checkpointer.optimizer_part import OptimizerPart
 from gpuops.worker.checkpointer.part import Part, Reading, Sink
 from gpuops.worker.checkpointer.rng import read_rng
-from gpuops.worker.checkpointer.tensors import Places, check, is_carried, local_of
+from gpuops.worker.checkpointer.tensors import Places, check, is_carried, is_dtensor, local_of
 from gpuops.worker.checkpointer.values import dumps
 
 FORMAT = 1
@@ -141,7 +140,7 @@ class Capturer:
         self._types = list(map(type, tensors))
         self._places = _places(tensors)
         self._has_indirect = any(
-            isinstance(tensor, DTensor) or is_carried(tensor.dtype) for tensor in tensors
+            is_dtensor(tensor) or is_carried(tensor.dtype) for tensor in tensors
         )
 
     def _fenced(self, readings: Sequence[Reading], tensors: list[torch.Tensor]) -> list[bool]:
@@ -167,7 +166,5 @@ def _first_devices(readings: Sequence[Reading]) -> list[object]:
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
     return [
-        (tensor.placements, tensor.to_local().shape)
-        for tensor in tensors
-        if isinstance(tensor, DTensor)
+        (tensor.placements, tensor.to_local().shape) for tensor in tensors if is_dtensor(tensor)
     ]

@@ -169,17 +169,21 @@ class Checkpointer:
             self._off(exc)
 
     def close(self) -> None:
-        """Complete what is under way and take leave of the keeper; may be called twice."""
+        """Complete what is under way and take leave of the keeper; may be called twice.
+
+        Without `gpuops run`, the last state has persisted when this returns on local rank 0.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         for hook in self._hooks:
             hook.remove()
+        saver, own = self._saver, self._finder.own if self._finder is not None else None
         try:
-            if self._saver is not None:
-                self._saver.close()
-            if self._finder is not None and self._finder.own is not None:
-                self._finder.own.finish(self._saver.last_step if self._saver else None)
+            if saver is not None:
+                saver.close()
+            if own is not None:
+                own.finish(saver.last_step if saver is not None else None)
         except Exception as exc:  # noqa: BLE001 boundary: the training is done, whatever this says
             _log.warning("the last checkpoint may be missing: %s", exc)
 
@@ -308,11 +312,11 @@ class Checkpointer:
             self._off(exc)
 
     def _off(self, exc: Exception) -> None:
-        if self._saver is None:
-            self._is_closed = True
-            _log.warning("nothing is saved: %s", exc)
-        else:
+        if self._saver is not None:
             self._saver.turn_off(exc)
+        else:
+            _log.warning("no checkpoints are saved: %s", exc)
+            self.close()
 
 
 def _is_capturing() -> bool:

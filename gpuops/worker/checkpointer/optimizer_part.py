@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from gpuops.checkpoint.image import TensorSpec
 from gpuops.checkpoint.states import CheckpointError, CorruptError
@@ -23,7 +22,7 @@ from gpuops.worker.checkpointer.part import (
     empty_from,
     shape_of,
 )
-from gpuops.worker.checkpointer.tensors import DTYPES, is_carried
+from gpuops.worker.checkpointer.tensors import DTYPES, is_carried, is_dtensor
 from gpuops.worker.checkpointer.values import dumps
 
 NamesOf = Callable[[], Mapping[int, str]]
@@ -117,7 +116,7 @@ class OptimizerPart:
                 f"the checkpoint has nothing of {self.key}: it was saved without it; "
                 "restore first without it as well"
             )
-        entries = _entries_of(fragments)
+        entries = _entries_of(fragments, self.key)
         parameters = _numbered(self.optimizer)
         names = self._named(parameters)
         self._check_names(names, entries, source)
@@ -275,11 +274,11 @@ def _field_of(field: str, value: torch.Tensor, parameter: torch.Tensor | None) -
 
 def _placements_of(value: torch.Tensor, parameter: torch.Tensor | None) -> list[int | None] | None:
     """Return the sharded dimension per dimension of the mesh, where it is not the parameter's."""
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return None
-    if isinstance(parameter, DTensor) and tuple(value.placements) == tuple(parameter.placements):
+    if is_dtensor(parameter) and tuple(value.placements) == tuple(parameter.placements):
         return None
-    return [place.dim if isinstance(place, Shard) else None for place in value.placements]
+    return [getattr(place, "dim", None) for place in value.placements]
 
 
 def _target(
@@ -299,13 +298,10 @@ def _target(
         and tuple(current.shape) == shape_of(spec, dtype)
     ):
         return current
-    places: list[Placement] | None = None
-    if isinstance(dims, list):
-        places = [Replicate() if dim is None else Shard(int(dim)) for dim in dims]
-    return empty_from(spec, parameter, dtype, device, places)
+    return empty_from(spec, parameter, dtype, device, dims if isinstance(dims, list) else None)
 
 
-def _entries_of(fragments: Sequence[Any]) -> dict[str, _Entry]:
+def _entries_of(fragments: Sequence[Any], key: str) -> dict[str, _Entry]:
     """Return what is saved by the name of the parameter, of the first fragment that has it."""
     found: dict[str, _Entry] = {}
     for fragment in fragments:
@@ -315,7 +311,9 @@ def _entries_of(fragments: Sequence[Any]) -> dict[str, _Entry]:
                 entry = _Entry(fields, list(_taken(fields, values)))
                 found.setdefault(name, entry)
         except (KeyError, TypeError, ValueError, StopIteration, RuntimeError) as exc:
-            raise CorruptError(f"the saved state of an optimizer cannot be read: {exc!r}") from exc
+            raise CorruptError(
+                f"what was saved of {key} is not the state of an optimizer: {exc!r}"
+            ) from exc
     return found
 
 

@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor import empty as empty_dtensor
 
 from gpuops.checkpoint.image import TensorSpec
 from gpuops.checkpoint.states import CheckpointError, CorruptError
-from gpuops.worker.checkpointer.tensors import DTYPES, is_carried
+from gpuops.worker.checkpointer.tensors import DTYPES, is_carried, is_dtensor
 from gpuops.worker.checkpointer.values import DEPTH_MAX, Decoder, Encoder
 
 Finish = Callable[[], None]
@@ -185,12 +183,12 @@ def empty_from(
     like: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
-    placements: Sequence[Placement] | None = None,
+    dims: Sequence[int | None] | None = None,
 ) -> torch.Tensor:
     """Return a new tensor for what *spec* says.
 
-    It is a DTensor on the mesh of *like*, where that is one, if *placements* are given or the
-    whole shape is the same.
+    It is a DTensor on the mesh of *like*, where that is one, if the whole shape is the same; or if
+    *dims* says which dimension each dimension of the mesh shards (None: none).
 
     Raises:
         CheckpointError: It was one part of a sharded tensor, and *like* is none or of another
@@ -199,11 +197,15 @@ def empty_from(
     shape = shape_of(spec, dtype)
     is_alike = tuple(like.shape) == shape and bool(shape) if like is not None else False
     made: torch.Tensor
-    if isinstance(like, DTensor) and placements:
-        mesh = like.device_mesh
-        made = empty_dtensor(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    if is_dtensor(like) and dims is not None:
+        from torch.distributed.tensor import Replicate, Shard, empty
+
+        placements = [Replicate() if dim is None else Shard(int(dim)) for dim in dims]
+        made = empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
         return made
-    if isinstance(like, DTensor) and is_alike:
+    if is_dtensor(like) and is_alike:
+        from torch.distributed.tensor import DTensor
+
         made = DTensor.from_local(
             torch.empty_like(like.to_local(), dtype=dtype, device=device, requires_grad=False),
             like.device_mesh,

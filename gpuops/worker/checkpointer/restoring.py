@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuops.checkpoint.states import CorruptError
-from gpuops.worker.checkpointer.part import Part
+from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer.part import Finish, Part
 from gpuops.worker.checkpointer.place import Place, check_agreed, is_group
 from gpuops.worker.checkpointer.rng import reseed, write_rng
 from gpuops.worker.checkpointer.saved_state import SavedState
@@ -75,21 +75,41 @@ def _load(
         rank=place.rank,
         own_world=place.world,
     )
-    finishes = [part.aim(saved) for part in parts]
+    finishes = [_aimed(part, saved) for part in parts]
     ignored = sorted(saved.part_keys() - {part.key for part in parts})
     if ignored:
         _log.warning(
             "the checkpoint also has %s, which was not given and is not loaded", ", ".join(ignored)
         )
     nbytes = saved.load()
-    for finish in finishes:
-        finish()
+    for part, finish in zip(parts, finishes, strict=True):
+        _finished(part, finish)
     if saved.is_own:
         write_rng(_rng(saved, allow_pickle=allow_pickle))
     else:
         _say_what_changed(parts, saved, found, place)
         reseed(found.state.step, place.rank, place.world, dumps(saved.head.get("rng")))
     return nbytes
+
+
+def _aimed(part: Part, saved: SavedState) -> Finish:
+    try:
+        return part.aim(saved)
+    except CheckpointError:
+        raise
+    except Exception as exc:  # boundary: a state of another shape, or the user's own state_dict
+        raise CheckpointError(
+            f"{part.key} cannot be restored from what was saved of it: {type(exc).__name__}: {exc}"
+        ) from exc
+
+
+def _finished(part: Part, finish: Finish) -> None:
+    try:
+        finish()
+    except Exception as exc:  # boundary: the user's own load_state_dict
+        raise CheckpointError(
+            f"{part.key} does not take the state that was saved: {type(exc).__name__}: {exc}"
+        ) from exc
 
 
 def _rng(saved: SavedState, *, allow_pickle: bool) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, TensorSpec, read_extra, read_layout
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
 from gpuops.worker.checkpointer.capture import FORMAT
 from gpuops.worker.checkpointer.part import shape_of
-from gpuops.worker.checkpointer.resharding import Piece, distinct, load_resharded
-from gpuops.worker.checkpointer.tensors import NAMES, Places, carried, check, local_of
+from gpuops.worker.checkpointer.pieces import Piece, distinct
+from gpuops.worker.checkpointer.tensors import NAMES, Places, carried, check, is_dtensor, local_of
 from gpuops.worker.checkpointer.values import loads
 from gpuops.worker.checkpointer.views import view_of
 
@@ -81,7 +80,7 @@ class SavedState:
         if spec is None:
             raise CheckpointError(f"the checkpoint has no {name}")
         with torch.no_grad():
-            kept = carried(target) if not isinstance(target, DTensor) else target
+            kept = carried(target) if not is_dtensor(target) else target
             dtype = NAMES[kept.dtype]
         if spec.dtype != dtype:
             raise CheckpointError(
@@ -120,8 +119,11 @@ class SavedState:
             elif name in spread:
                 straight.append((local, local_of(spread[name])))
             else:
-                spread[name] = target if isinstance(target, DTensor) else local
+                spread[name] = target if is_dtensor(target) else local
         if spread:
+            # Imported where it is needed: most restores find everything in place.
+            from gpuops.worker.checkpointer.resharding import load_resharded
+
             load_resharded(spread, {name: self._pieces(name) for name in spread})
         _copy([target for target, _ in straight], [source for _, source in straight])
         return nbytes

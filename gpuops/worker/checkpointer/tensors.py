@@ -4,15 +4,17 @@ A DTensor gives its local tensor; where that lies in the whole is what torch's o
 checkpoints says. Any other tensor is the whole of itself.
 """
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.image import TensorSpec
 from gpuops.checkpoint.states import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NAMES = {
     "BOOL": "bool",
@@ -51,6 +53,16 @@ CARRIERS: Mapping[torch.dtype, torch.dtype] = {
 }
 
 
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Say whether *value* is a DTensor.
+
+    Where nobody has imported them there are none, and importing them would take as long as a third
+    of torch does.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """Return *tensor* as an image can hold it: itself, or a view of its bits of the same memory.
 
@@ -71,7 +83,7 @@ def is_carried(dtype: torch.dtype) -> bool:
 
 def check(tensor: torch.Tensor, name: str) -> None:
     """Raise CheckpointError where the tensor called *name* cannot be stored; say why."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     kind = type(local)
     if local.device.type == "meta":
         why = "is on the meta device: it has no data; materialise the model before training"
@@ -87,9 +99,9 @@ def check(tensor: torch.Tensor, name: str) -> None:
         why = f"is a {kind.__module__}.{kind.__qualname__}, a tensor made of others"
     elif local.dtype not in NAMES and not is_carried(local.dtype):
         why = f"has the dtype {local.dtype}, which a checkpoint does not hold"
-    elif isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+    elif is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
         why = f"is a partial sum ({tensor.placements}): no rank has its value"
-    elif isinstance(tensor, DTensor) and is_carried(local.dtype):
+    elif is_dtensor(tensor) and is_carried(local.dtype):
         why = f"is a DTensor of {local.dtype}, which a checkpoint does not hold"
     else:
         return
@@ -106,7 +118,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Call it without gradients.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     return local if local.dtype in NAMES else carried(local)
 
 
@@ -124,13 +136,13 @@ class Places:
         """
         shape = tuple(local.shape)
         offsets, global_shape = (0,) * len(shape), shape
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             offsets, global_shape = self._place_of(tensor, shape, name)
         nbytes = local.numel() * local.element_size()
         return TensorSpec(name, NAMES[local.dtype], shape, nbytes, offsets, global_shape)
 
     def _place_of(
-        self, tensor: DTensor, shape: tuple[int, ...], name: str
+        self, tensor: "DTensor", shape: tuple[int, ...], name: str
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         global_shape = tuple(tensor.shape)
         key = (tensor.device_mesh, tensor.placements, global_shape)
@@ -148,7 +160,9 @@ class Places:
         return offsets, global_shape
 
 
-def _chunk_of(tensor: DTensor, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _chunk_of(tensor: "DTensor", name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
     items = create_default_local_save_plan({name: tensor}, is_coordinator=False).items
     if not items:
         return None

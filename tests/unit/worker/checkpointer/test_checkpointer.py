@@ -676,6 +676,31 @@ def test_an_optimizer_over_other_parameters_is_refused(node):
         )
 
 
+class Picky:
+    """Something that refuses the state it is given."""
+
+    def state_dict(self):
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        raise KeyError("b")
+
+
+def test_a_part_that_refuses_its_state_is_named(node):
+    save(node, scheduler=Picky())
+
+    with pytest.raises(CheckpointError, match="scheduler does not take .* KeyError: 'b'"):
+        load(node, scheduler=Picky())
+
+
+def test_a_state_of_another_kind_is_named(node):
+    save(node, optimizer={"a": Picky()})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+    with pytest.raises(CheckpointError, match=r"optimizer\.a"):
+        load(node, optimizer={"a": optimizer})
+
+
 def test_a_part_that_was_not_saved_is_an_error_and_one_too_many_a_warning(node, warnings):
     save(node, model=nn.Linear(1, 1), extra={"tokens": 1})
 

@@ -25,7 +25,7 @@ from gpuops.checkpoint.image import TensorSpec
 from gpuops.checkpoint.memory_keeper import MemoryNode
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.resharding import check_whole
+from gpuops.worker.checkpointer.pieces import check_whole
 
 SHAPES = {"rows": (7, 3), "few": (2, 5), "flat": (9,), "cube": (4, 6, 2), "none": (0, 3)}
 

@@ -38,3 +38,14 @@ def test_killed_and_resumed_equals_undisturbed(tmp_path, keeper, kind, world):
         assert one["losses"] + two["losses"] == one["reference"]
         assert same(two["state"], one["reference_state"])
         assert two["stats"]["saved"] + sum(two["stats"]["skipped"].values()) == ALL - HALF
+
+
+@pytest.mark.parametrize(("every", "least"), [("20ms", 2), ("auto", 1)])
+def test_ranks_agree_on_when_to_save_over_the_store_of_their_group(tmp_path, keeper, every, least):
+    job = {"kind": "ddp", "name": "timed", "until": 150, "every": every, "settles": False}
+    ranks = run_ranks(tmp_path, 2, job, keeper=keeper)
+
+    stats = [rank["stats"] for rank in ranks]
+    assert stats[0]["saved"] == stats[1]["saved"] >= least, stats
+    assert stats[0]["last_step"] == stats[1]["last_step"]
+    assert stats[0]["keeper"]["given_up"] == 0

@@ -193,7 +193,7 @@ def _start(folder: Path, directory: str) -> OwnKeeper:
         raise KeeperError(f"cannot lock {folder / _LOCK}: {exc.strerror}") from exc
     try:
         process = start_or_adopt(folder)
-    except BaseException:
+    except BaseException:  # boundary: whatever it is, the lock does not stay
         os.close(lock)
         raise
     _log.warning(
@@ -223,7 +223,7 @@ def _locked(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int:
             time.sleep(_AGAIN_S)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
-    except BaseException:
+    except BaseException:  # boundary: whatever it is, the lock does not stay
         os.close(lock)
         raise
     return lock

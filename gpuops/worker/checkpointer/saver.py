@@ -154,7 +154,7 @@ class Saver:
             is_known = self._copier is not None and self._copier.plan is capture.plan
             if not is_known and answer is None:
                 self._adopt(keeper, capture.plan, step)
-        except Exception:
+        except Exception:  # boundary: whatever it is, the grant does not stay
             if answer is not None:
                 keeper.abandon(answer)
             raise
@@ -177,7 +177,7 @@ class Saver:
         assert self._copier is not None
         try:
             self._flight = self._copier.start(grant.slot, capture, overlap=overlap)
-        except Exception:
+        except Exception:  # boundary: whatever it is, the grant does not stay
             keeper.abandon(grant)
             raise
         self._grant, self.last_step = grant, grant.state.step

@@ -1,0 +1,240 @@
+"""A storage reader for DCP over states: every byte that it gives was verified."""
+
+# ruff: noqa: ARG002, ANN401 the methods and their arguments are torch's
+
+import base64
+import binascii
+import io
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.digest import check_digest, chunk_is_good
+from gpuops.checkpoint.image import ImageLayout, PlacedTensor, read_extra
+from gpuops.checkpoint.inventory_view import read_layouts, whole_tensors
+from gpuops.checkpoint.manifest import Manifest, ShardRecord
+from gpuops.checkpoint.state_store import CheckpointStore, Stored
+from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard
+from gpuops.checkpoint.stores import open_store
+from gpuops.worker.checkpointer.tensors import DTYPES
+from gpuops.worker.checkpointer.values import loads
+from gpuops.worker.checkpointer.views import view_of
+from gpuops.worker.checkpointer_convert.unfold import safe_value
+
+_LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)
+
+
+class GpuopsReader(StorageReader):
+    """Reads a state in *directory*, a path or URL: that of *step*, or the newest.
+
+    States of `gpuops.Checkpointer` can be read as well: their tensors, under names such as
+    ``model.layer.weight`` (``dcp.load({"model": model.state_dict()}, …)``).
+
+    Loading raises:
+        CorruptError: What is read is not what was saved.
+        CheckpointError: There is no such state; the ranks see different ones; or a value is of a
+            class that torch does not load without running code, and *trust* is false.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        trust: bool = False,
+    ) -> None:
+        super().__init__()
+        self._store = open_store(os.fspath(directory))
+        self._given_step = self._step = step
+        self._trust = trust
+        self._manifest: Manifest | None = None
+        self._images: dict[Shard, _Image] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], tuple[Shard, PlacedTensor]] = {}
+        self._values: dict[str, bytes] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._close()
+        if self._given_step is None and checkpoint_id is not None:
+            found = _LAST_NUMBER.search(Path(checkpoint_id).name)
+            self._step = int(found[1]) if found else None
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        self._close()
+        self._manifest = manifest = self._chosen().manifest
+        layouts = read_layouts(self._store, manifest)
+        self._images = {
+            layout.shard: _Image(self._store, manifest, manifest.record(layout.shard), layout)
+            for layout in layouts
+        }
+        found: dict[str, Any] = {}
+        for name, tensor in whole_tensors(layouts).items():
+            chunks = []
+            for part in tensor.parts:
+                offsets, shape = part.box
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
+                self._places[name, offsets] = part.shard, part.placed
+            properties = TensorProperties(dtype=DTYPES[tensor.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for image in self._images.values():
+            values, known = image.dcp()
+            self._values.update({name: values[name] for name in values.keys() - found.keys()})
+            paths.update(known)
+        found.update({name: BytesStorageMetadata() for name in self._values})
+        return Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
+
+    def _chosen(self) -> Stored:
+        states = self._store.list()
+        for stored in states:
+            if self._step is None or stored.state.step == self._step:
+                return stored
+        steps = ", ".join(str(stored.state.step) for stored in states[:5]) or "none"
+        wanted = "no state" if self._step is None else f"no state of step {self._step}"
+        raise CheckpointError(f"there is {wanted} in {self._store.address}; the newest are {steps}")
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: all is there."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert self._manifest is not None
+        manifest = self._manifest
+        plan.storage_data = (manifest.state, tuple(each.digest.root for each in manifest.shards))
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        seen = {plan.storage_data for plan in plans}
+        if len(seen) > 1:
+            states = ", ".join(sorted(str(state) for state, _ in seen))
+            raise CheckpointError(
+                f"the ranks see different states in {self._store.address} ({states}): one was just "
+                "saved or removed; load again, or give step="
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._value(item.storage_index.fqn))
+            else:
+                self._read_tensor(item, planner)
+        self._close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _value(self, name: str) -> io.BytesIO:
+        """Return a value as DCP's planner takes it, which unpickles it: so made by us just now."""
+        stream = io.BytesIO()
+        torch.save(safe_value(self._values[name], name, trust=self._trust), stream)
+        stream.seek(0)
+        return stream
+
+    def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
+        offsets = item.storage_index.offset
+        assert offsets is not None
+        shard, placed = self._places[item.storage_index.fqn, tuple(offsets)]
+        place = tuple(
+            slice(begin, begin + length)
+            for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
+        )
+        target = planner.resolve_tensor(item).detach()
+        if prod(item.lengths):
+            target.copy_(self._images[shard].tensor(placed)[place])
+        planner.commit_tensor(item, target)
+
+    def _close(self) -> None:
+        self._images.clear()
+        self._places.clear()
+        self._values.clear()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _LAST_NUMBER.search(os.fspath(checkpoint_id)) is not None
+
+
+class _Image:
+    """The image of one shard, mapped when it is first used; each chunk is verified once."""
+
+    def __init__(
+        self, store: CheckpointStore, manifest: Manifest, record: ShardRecord, layout: ImageLayout
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._record = record
+        self._layout = layout
+        self._memory: memoryview | None = None
+        self._good: set[int] = set()
+
+    def tensor(self, placed: PlacedTensor) -> torch.Tensor:
+        """Return one tensor of it, not to be written."""
+        return view_of(self._verified(placed), placed)
+
+    def dcp(self) -> tuple[Mapping[str, bytes], Mapping[str, tuple[str | int, ...]]]:
+        """Return the values that the writer saved beside tensors, and the paths of names."""
+        memory = self._verified(self._layout.extra)
+        where = f"{self._record.shard.file_name} of {self._manifest.state}"
+        extra = loads(read_extra(memory, self._layout) or b"{}", f"the extra of {where}")
+        saved = extra.get("dcp") if isinstance(extra, dict) else None
+        if saved is None:
+            return {}, {}
+        try:
+            values = {
+                name: base64.b64decode(text, validate=True)
+                for name, text in saved["values"].items()
+            }
+            return values, {name: tuple(path) for name, path in saved["paths"].items()}
+        except (KeyError, TypeError, AttributeError, binascii.Error) as exc:
+            raise CorruptError(f"the extra of {where} cannot be read: {exc!r:.200}") from exc
+
+    def _verified(self, placed: PlacedTensor) -> memoryview:
+        if self._memory is None:
+            self._memory = self._opened()
+        end = max(placed.end, placed.begin + 1)
+        for number in range(placed.begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            if number in self._good:
+                continue
+            begin = number * CHUNK_BYTES
+            chunk = self._memory[begin : min(begin + CHUNK_BYTES, self._record.digest.nbytes)]
+            if not chunk_is_good(chunk, self._record.digest, number):
+                raise CorruptError(
+                    f"{self._record.shard.file_name} of {self._manifest.state} in "
+                    f"{self._store.address}: the chunk at byte {begin} is not what was saved"
+                )
+            self._good.add(number)
+        return self._memory
+
+    def _opened(self) -> memoryview:
+        digest = self._record.digest
+        check_digest(digest)
+        path = self._store.open_shard(self._manifest.state, self._record.shard)
+        if path is None:
+            memory = SlotMemory.create("gpuops-dcp-read", digest.nbytes)
+            self._store.fetch_shard(self._record, self._manifest.state, memory.view)
+            return memory.view
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != digest.nbytes:
+                    raise CorruptError(f"{path} has {size} bytes, {digest.nbytes} were saved")
+                return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+        except OSError as exc:
+            raise CheckpointError(f"cannot read {path}: {exc.strerror or exc}") from exc

@@ -1,0 +1,211 @@
+"""A stager for ``dcp.async_save`` that copies into memory which it keeps."""
+
+# ruff: noqa: ANN401 a state dict may hold anything
+
+import copy
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.states import CheckpointError
+
+_ALIGN_BYTES = 64
+_POLL_S = 0.002
+WAIT_S = 120.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Slot:
+    memory: SlotMemory
+    is_pinned: bool = False
+    used: "weakref.ref[memoryview] | None" = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.used is None or self.used() is None
+
+
+class GpuopsStager(AsyncStager):
+    """Stages states into *slots* kept buffers of shared memory, one after the other.
+
+    A buffer is used again once nothing refers to what was staged in it, so an upload that still
+    runs is never overwritten. Where all are in use, `stage` waits, *wait_s* at most; ``n_waits``
+    counts that, ``n_created`` the buffers that were made. Keep one for the whole job: the first
+    saves pay for the memory.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        *,
+        slots: int = 2,
+        wait_s: float = WAIT_S,
+        clock_s: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if slots < 1:
+            raise CheckpointError(f"slots={slots}: one at least is wanted")
+        self._n_slots = slots
+        self._wait_s = wait_s
+        self._clock_s = clock_s
+        self._wait = wait
+        self._slots: list[_Slot] = []
+        self.n_waits = 0
+        self.n_created = 0
+
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of *state_dict* on the host, which nothing changes from now on.
+
+        Raises:
+            CheckpointError: There is no memory for a buffer; the message has the figures.
+        """
+        tensors = {id(tensor): tensor for tensor in _tensors_in(state_dict)}
+        sources = {key: _local(tensor) for key, tensor in tensors.items()}
+        offsets: dict[int, int] = {}
+        end = 0
+        for key, source in sources.items():
+            offsets[key] = end
+            end += -(-source.numel() * source.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+        slot = self._take(max(end, 1), any(source.is_cuda for source in sources.values()))
+        view = memoryview(slot.memory.view)
+        slot.used = weakref.ref(view)
+        whole = torch.frombuffer(view, dtype=torch.uint8)
+        staged = {key: _cut(whole, offsets[key], source) for key, source in sources.items()}
+        _copy(staged, sources)
+        made = {key: _like(tensors[key], local) for key, local in staged.items()}
+        copied: dict[str, Any] = _rebuilt(state_dict, made)
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: what `stage` returned is complete."""
+
+    def close(self) -> None:
+        """Give the memory back, that in use with its last user."""
+        for slot in self._slots:
+            _unpin(slot)
+            slot.memory.close()
+        self._slots.clear()
+
+    def _take(self, nbytes: int, from_device: bool) -> _Slot:
+        slot = self._free_slot(nbytes)
+        if slot is None:
+            self.n_waits += 1
+            end_s = self._clock_s() + self._wait_s
+            while (slot := self._free_slot(nbytes)) is None:
+                if self._clock_s() > end_s:
+                    _log.warning(
+                        "%d staging buffers are in use since %g s: does an upload hang, or does "
+                        "something keep what was staged? One more is made",
+                        self._n_slots,
+                        self._wait_s,
+                    )
+                    self._n_slots += 1
+                    continue
+                self._wait(_POLL_S)
+        if from_device and not slot.is_pinned:
+            _pin(slot)
+        return slot
+
+    def _free_slot(self, nbytes: int) -> _Slot | None:
+        free = [slot for slot in self._slots if slot.is_free]
+        fitting = [slot for slot in free if slot.memory.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda slot: slot.memory.nbytes)
+        for slot in free:  # too small by now
+            _unpin(slot)
+            slot.memory.close()
+            self._slots.remove(slot)
+        if len(self._slots) >= self._n_slots:
+            return None
+        memory = SlotMemory.create("gpuops-stage", nbytes)
+        memory.populate()
+        self.n_created += 1
+        slot = _Slot(memory)
+        self._slots.append(slot)
+        return slot
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in *value* that have plain memory to copy."""
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if type(local).__name__ in {"Tensor", "Parameter", "AsyncCollectiveTensor"} and (
+            local.layout is torch.strided and not local.is_quantized and not local.is_meta
+        ):
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _cut(whole: torch.Tensor, offset: int, source: torch.Tensor) -> torch.Tensor:
+    nbytes = source.numel() * source.element_size()
+    if nbytes == 0:
+        return torch.empty(source.shape, dtype=source.dtype)
+    return whole[offset : offset + nbytes].view(source.dtype).view(source.shape)
+
+
+def _copy(targets: Mapping[int, torch.Tensor], sources: Mapping[int, torch.Tensor]) -> None:
+    if not sources:
+        return
+    pairs = [(targets[key], sources[key]) for key in sources]
+    torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs], non_blocking=True)
+    if any(source.is_cuda for source in sources.values()):
+        torch.cuda.synchronize()
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return *local* in the place of *tensor*, sharded as it is, also where that is on a device."""
+    if not isinstance(tensor, DTensor):
+        return local
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
+    made: torch.Tensor = DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return made
+
+
+def _rebuilt(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, torch.Tensor):  # none with plain memory
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(item, made) for key, item in value.items()}
+    if type(value) is list:
+        return [_rebuilt(item, made) for item in value]
+    if type(value) is tuple:
+        return tuple(_rebuilt(item, made) for item in value)
+    return copy.deepcopy(value)
+
+
+def _pin(slot: _Slot) -> None:
+    """Register the memory with CUDA, so that a device copies into it by itself."""
+    address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
+    runtime: Any = torch.cuda.cudart()
+    slot.is_pinned = int(runtime.cudaHostRegister(address, slot.memory.nbytes, 0)) == 0
+
+
+def _unpin(slot: _Slot) -> None:
+    if slot.is_pinned:
+        address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(address)
+        slot.is_pinned = False

@@ -1,0 +1,266 @@
+"""A storage writer for DCP that makes a state of what it is given."""
+
+# ruff: noqa: ARG002, ANN401 the methods and their arguments are torch's
+
+import base64
+import dataclasses
+import io
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.digest import digest_of
+from gpuops.checkpoint.image import ImageLayout, TensorSpec, plan_image, write_extra
+from gpuops.checkpoint.persist import Origin, commit_parts, put_part
+from gpuops.checkpoint.retention import Retention, prune
+from gpuops.checkpoint.states import STEP_MAX, CheckpointError, Shard, StateId
+from gpuops.checkpoint.stores import open_store
+from gpuops.errors import UsageError
+from gpuops.worker.checkpointer.capture import FORMAT
+from gpuops.worker.checkpointer.tensors import NAMES, carried, is_carried
+from gpuops.worker.checkpointer.values import dumps
+from gpuops.worker.checkpointer.views import view_of
+
+_LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)
+_EXTRA_STEP_BYTES = 64 * 1024
+# Of this process: all that one start of a job saves into a directory is of one epoch.
+_epochs: dict[str, int] = {}
+_spare: list[SlotMemory] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Share:
+    """What the coordinator tells each rank with its plan."""
+
+    state: StateId
+    shard: Shard
+    session: str
+
+
+class GpuopsWriter(StorageWriter):
+    """Writes states into *directory*, a path that all ranks see or a URL.
+
+    *step* is the number of optimizer steps completed; None: the last number in the
+    ``checkpoint_id`` of each save (``"step-1200"``). *keep_last*: how many states are kept, all
+    where it is None. *job* is the name that the states are recorded under.
+
+    Saving raises:
+        UsageError: Nobody says the step; or ``use_collectives=False``.
+        CheckpointError: Something cannot be stored or written. Nothing of the state is kept then.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        job: str = "dcp",
+    ) -> None:
+        super().__init__()
+        self._address = os.fspath(directory)
+        self._store = open_store(self._address)
+        self._step = step
+        self._given_step = step
+        self._retention = None if keep_last is None else Retention(keep_last)
+        self._origin = Origin(job, 0)
+        self._share: _Share | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._share = None
+        if self._given_step is None:
+            self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("use_collectives=False makes no state of all ranks: leave it out")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._step is None or not 0 < self._step <= STEP_MAX:
+            raise UsageError(
+                f"of which step is this state? GpuopsWriter({self._address!r}, step=n), or "
+                "dcp.save(…, checkpoint_id='step-1200')"
+            )
+        state = StateId(self._epoch(self._step), self._step)
+        session = secrets.token_hex(8)
+        shares = [_Share(state, Shard(rank, len(plans)), session) for rank in range(len(plans))]
+        self._share = shares[0]
+        return [
+            dataclasses.replace(plan, storage_data=share)
+            for plan, share in zip(plans, shares, strict=True)
+        ]
+
+    def _epoch(self, step: int) -> int:
+        """Return an epoch newer than all that was there before this process, or went further."""
+        address, states = self._store.address, [stored.state for stored in self._store.list()]
+        if address not in _epochs:
+            self._store.sweep()
+            _epochs[address] = max((state.epoch for state in states), default=-1) + 1
+        if any(state.epoch == _epochs[address] and state.step >= step for state in states):
+            _epochs[address] += 1
+        return _epochs[address]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        share: _Share = plan.storage_data
+        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+        tensors = {}
+        values = {}
+        for item in plan.items:
+            name = item.index.fqn
+            if name in tensors or name in values:
+                raise CheckpointError(
+                    f"rank {share.shard.rank} has several parts of {name!r:.200}, which an image "
+                    "cannot hold; save it with one local part for each rank (DTensor)"
+                )
+            if item.type is WriteItemType.BYTE_IO:
+                values[name] = _bytes_of(planner.resolve_data(item))
+            else:
+                tensors[name] = item
+        extra = _extra(
+            share, values, {name: paths[name] for name in paths.keys() & {*tensors, *values}}
+        )
+        # So that the next save, whose values have more digits, finds memory of its size.
+        room = -(-2 * len(extra) // _EXTRA_STEP_BYTES) * _EXTRA_STEP_BYTES
+        layout = plan_image(share.shard, [_spec(item) for item in tensors.values()], room)
+        memory = _take(layout.nbytes)
+        try:
+            _write_image(memory.view, layout, tensors, planner, extra)
+            image = memory.view[: layout.nbytes]
+            shards = {share.shard: (memory.fd, digest_of(image))}
+            put_part(self._store, share.state, shards, session=share.session)
+        finally:
+            _give(memory)
+        results = [WriteResult(item.index, _nbytes_of(item), share) for item in plan.items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        share = self._share
+        assert share is not None
+        there = commit_parts(
+            self._store,
+            share.state,
+            share.shard.world,
+            session=share.session,
+            origin=self._origin,
+        )
+        if not there:
+            raise CheckpointError(
+                f"not all {share.shard.world} parts of {share.state} are in {self._store.address}: "
+                "do all ranks see this directory?"
+            )
+        if self._retention is not None:
+            prune(self._store, self._retention, [share.state])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _LAST_NUMBER.search(os.fspath(checkpoint_id)) is not None
+
+
+def _step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:
+    found = _LAST_NUMBER.search(Path(checkpoint_id).name)
+    return int(found[1]) if found else None
+
+
+def _bytes_of(data: torch.Tensor | io.BytesIO) -> bytes:
+    assert isinstance(data, io.BytesIO)
+    return data.getvalue()
+
+
+def _nbytes_of(item: WriteItem) -> int:
+    return 0 if item.tensor_data is None else item.tensor_storage_size() or 0
+
+
+def _extra(
+    share: _Share, values: Mapping[str, bytes], paths: Mapping[str, Sequence[object]]
+) -> bytes:
+    return dumps(
+        {
+            "format": FORMAT,
+            "step": share.state.step,
+            "rank": share.shard.rank,
+            "world": share.shard.world,
+            "torch": str(torch.__version__),
+            "parts": {},
+            "dcp": {
+                "values": {name: base64.b64encode(data).decode() for name, data in values.items()},
+                "paths": {name: list(path) for name, path in paths.items()},
+            },
+        }
+    )
+
+
+def _spec(item: WriteItem) -> TensorSpec:
+    data = item.tensor_data
+    assert data is not None
+    name, dtype = item.index.fqn, data.properties.dtype
+    if dtype not in NAMES:
+        how = "view it as float64 (torch.view_as_real)" if is_carried(dtype) else "convert it"
+        raise CheckpointError(f"{name!r:.200} has the dtype {dtype}, which no state holds: {how}")
+    shape = tuple(data.chunk.sizes)
+    nbytes = shape_nbytes(shape, dtype)
+    return TensorSpec(
+        name, NAMES[dtype], shape, nbytes, tuple(data.chunk.offsets), tuple(data.size)
+    )
+
+
+def shape_nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor of *shape*."""
+    n_items = 1
+    for size in shape:
+        n_items *= size
+    return n_items * dtype.itemsize
+
+
+def _write_image(
+    view: memoryview,
+    layout: ImageLayout,
+    tensors: Mapping[str, WriteItem],
+    planner: SavePlanner,
+    extra: bytes,
+) -> None:
+    view[: len(layout.header)] = layout.header
+    write_extra(view, layout, extra)
+    for placed in layout.tensors:
+        data = planner.resolve_data(tensors[placed.spec.name])
+        assert isinstance(data, torch.Tensor)
+        target = view_of(view, placed)
+        if tuple(data.shape) != placed.spec.shape:
+            raise CheckpointError(
+                f"{placed.spec.name!r:.200} is planned as {list(placed.spec.shape)} and has the "
+                f"shape {list(data.shape)}"
+            )
+        target.copy_(carried(data.detach()))
+
+
+def _take(nbytes: int) -> SlotMemory:
+    """Return memory of that size: that of the save before, where it fits."""
+    while _spare:
+        memory = _spare.pop()
+        if memory.nbytes == nbytes:
+            return memory
+        memory.close()
+    memory = SlotMemory.create("gpuops-dcp", nbytes)
+    memory.populate()
+    return memory
+
+
+def _give(memory: SlotMemory) -> None:
+    if _spare:
+        memory.close()
+    else:
+        _spare.append(memory)

@@ -58,6 +58,21 @@ def close_unwritten(fd: int) -> None:
         os.close(fd)
 
 
+def make_durably(path: Path) -> None:
+    """Make the directory *path* and those above it where they are not there, on stable storage.
+
+    Raises:
+        OSError: One of them cannot be made.
+    """
+    if path.is_dir():
+        return
+    make_durably(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir()
+        with opened_directory(path.parent) as parent:
+            os.fsync(parent)
+
+
 def open_to_read(name: str, dir_fd: int) -> int:
     """Return a descriptor of the regular file *name*.
 

@@ -18,6 +18,7 @@ from gpuops.checkpoint.directory_files import (
     create,
     explained,
     is_directory,
+    make_durably,
     names_in,
     opened_directory,
     read_small,
@@ -47,7 +48,7 @@ from gpuops.checkpoint.manifest import (
     to_bytes,
 )
 from gpuops.checkpoint.shard_file import write_image
-from gpuops.checkpoint.state_store import Pace, require_shards, unpaced
+from gpuops.checkpoint.state_store import BeingCommittedError, Pace, require_shards, unpaced
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, StateId
 
 _RENAMES_MAX = 8
@@ -72,23 +73,16 @@ class DirectoryWriter:
         self._place = place
         self._state = state
         self._world = world
-        self._shared = session is not None
+        self._shared_name = None if session is None else shared_name(state, session)
         self._ended = False
         self._records: dict[Shard, ShardRecord] = {}
-        self._name = (
-            temporary_name(state, place.host, place.pid, place.nonce())
-            if session is None
-            else shared_name(state, session)
+        self._name = self._shared_name or temporary_name(
+            state, place.host, place.pid, place.nonce()
         )
         with explained("write into", place.root), contextlib.ExitStack() as opening:
-            place.root.mkdir(parents=True, exist_ok=True)
+            make_durably(place.root)
             self._root = opening.enter_context(opened_directory(place.root))
-            try:
-                os.mkdir(self._name, dir_fd=self._root)
-            except FileExistsError:
-                if not self._shared:
-                    raise
-            self._folder = opening.enter_context(opened_directory(self._name, dir_fd=self._root))
+            self._folder = self._opened(opening)
             # Tells sweepers that we live, where the file system has locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -100,7 +94,7 @@ class DirectoryWriter:
             raise CheckpointError(f"{path} is not of a world of {self._world}")
         with explained("write", path):
             try:
-                if self._shared:
+                if self._shared_name is not None:
                     self._put_beside_others(record, source_fd, pace)
                 else:
                     self._put(record.shard.file_name, record, source_fd, pace)
@@ -109,7 +103,7 @@ class DirectoryWriter:
         self._records[record.shard] = record
 
     def records(self) -> Mapping[Shard, ShardRecord]:
-        if not self._shared:
+        if self._shared_name is None:
             return dict(self._records)
         with explained("look into", self._place.root / self._name):
             shards = (Shard(rank, self._world) for rank in range(self._world))
@@ -121,24 +115,65 @@ class DirectoryWriter:
                 raise CheckpointError(f"a manifest of {manifest.state} is not of {self._state}")
             is_new = not holds(self._root, self._place.root, manifest)
             if is_new:
+                self._claim()
                 self._complete(manifest)
                 is_new = self._move_into_place(manifest)
             os.fsync(self._root)
-            if is_new and self._shared:
+            if is_new and self._shared_name is not None:
                 self._remove_superseded()
-        self._end(remove=not is_new)
+        self._end(keep=is_new)
         return is_new
 
     def abort(self) -> None:
-        self._end(remove=not self._shared)
+        self._end(keep=False)
 
-    def _end(self, *, remove: bool) -> None:
+    def _end(self, *, keep: bool) -> None:
         if self._ended:
             return
         self._ended = True
         with self._open, contextlib.suppress(OSError):
-            if remove:
+            if keep:
+                return
+            if self._shared_name is None:
                 remove_tree(self._name, self._root)
+            elif self._name != self._shared_name:
+                # What the nodes put is whole; one of them may have better luck with it.
+                rename(self._name, self._shared_name, self._root)
+            else:
+                os.rmdir(self._name, dir_fd=self._root)  # made by asking, and empty
+
+    def _opened(self, opening: contextlib.ExitStack) -> int:
+        """Return a descriptor of the temporary directory, which *opening* closes."""
+        for _ in range(_RENAMES_MAX):
+            try:
+                os.mkdir(self._name, dir_fd=self._root)
+            except FileExistsError:
+                if self._shared_name is None:
+                    raise
+            with contextlib.suppress(FileNotFoundError):  # one that commits took it in between
+                return opening.enter_context(opened_directory(self._name, dir_fd=self._root))
+        raise CheckpointError(f"others keep taking {self._name}")
+
+    def _claim(self) -> None:
+        """Take what the nodes put for this process alone: of two that commit, one goes on."""
+        if self._shared_name is None:
+            return
+        own = temporary_name(self._state, self._place.host, self._place.pid, self._place.nonce())
+        try:
+            rename(self._name, own, self._root)
+        except FileNotFoundError:
+            raise BeingCommittedError(f"another node commits {self._state}") from None
+        self._name = own
+        if not self._is_ours():
+            raise BeingCommittedError(f"another node has begun {self._state} anew")
+
+    def _is_ours(self) -> bool:
+        """Return whether the directory of our name is still the one that we opened."""
+        try:
+            there = os.lstat(self._name, dir_fd=self._root)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._folder))
 
     def _put(self, name: str, record: ShardRecord, source_fd: int, pace: Pace) -> None:
         require_room(self._folder, record.digest.nbytes)
@@ -159,6 +194,9 @@ class DirectoryWriter:
             return
         part = f".{self._place.nonce().hex()}.part"
         self._put(part, record, source_fd, pace)
+        if not self._is_ours():
+            os.unlink(part, dir_fd=self._folder)
+            raise CheckpointError(f"another node took {self._name} while {name} was written")
         rename(part, name, self._folder)
         self._write_renamed(_record_name(record.shard), _record_content(record))
         os.fsync(self._folder)
@@ -204,14 +242,14 @@ class DirectoryWriter:
         raise CheckpointError(f"others keep writing {final} into {self._place.root}")
 
     def _remove_superseded(self) -> None:
-        """Remove what this session left of older states: all its nodes are past them."""
+        """Remove what this session left of this state and older ones: all nodes are past them."""
         for name in names_in(self._root):
             found = leftover_of(name)
             if (
                 found
                 and found.kind is LeftoverKind.SHARED
-                and self._name == shared_name(self._state, found.session)
-                and found.state < self._state
+                and self._shared_name == shared_name(self._state, found.session)
+                and found.state <= self._state
             ):
                 with contextlib.suppress(OSError):
                     trash = trash_name(found.state, self._place.nonce())

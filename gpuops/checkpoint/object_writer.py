@@ -71,8 +71,14 @@ class ObjectWriter:
         key = f"{self._state.name}/{MANIFEST}"
         is_new = not self._tree.holds(manifest)
         if is_new:
-            require_shards(self.records(), manifest)
-            self._require_ours(manifest)
+            try:
+                require_shards(self.records(), manifest)
+                self._require_ours(manifest)
+            except CheckpointError:
+                # Another node that committed it meanwhile has removed the records.
+                if self._parts is None or not self._tree.holds(manifest):
+                    raise
+                return False
             self._tree.write(key, to_bytes(manifest))
             if not self._tree.holds(manifest):
                 raise CheckpointError(

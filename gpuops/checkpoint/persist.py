@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import gpuops
 from gpuops.checkpoint.manifest import Manifest, ShardRecord, utc
 from gpuops.checkpoint.shard_file import layout_of
-from gpuops.checkpoint.state_store import CheckpointStore, NoStateError, Pace, StateWriter, unpaced
+from gpuops.checkpoint.state_store import (
+    BeingCommittedError,
+    CheckpointStore,
+    NoStateError,
+    Pace,
+    StateWriter,
+    unpaced,
+)
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Digest, Shard, StateId
 from gpuops.host.clock import Clock, SystemClock
 
@@ -104,7 +111,8 @@ def commit_parts(
 ) -> bool:
     """Make *state* appear where all nodes have put their parts; return whether it is there now.
 
-    Call it again while it returns False, or let another node do so: one of them succeeds.
+    Each node may call it after `put_part`: one of them finds all parts there and succeeds. One that
+    gets False may ask again.
 
     Raises:
         CheckpointError: The store cannot be written, or another run's state is there.
@@ -117,7 +125,10 @@ def commit_parts(
         if len(records) < world:
             return False
         shards = tuple(records[shard] for shard in sorted(records))
-        writer.commit(_manifest(state, world, shards, origin, clock or SystemClock()))
+        try:
+            writer.commit(_manifest(state, world, shards, origin, clock or SystemClock()))
+        except BeingCommittedError:
+            return False
     return True
 
 

@@ -20,6 +20,10 @@ class NoStateError(CheckpointError):
     """The store has no such state."""
 
 
+class BeingCommittedError(CheckpointError):
+    """Another node of the session commits this state at the moment."""
+
+
 def unpaced(_nbytes: int) -> None:
     """Move bytes as fast as they go."""
 
@@ -96,6 +100,7 @@ class StateWriter(Protocol):
         """Make the state appear, whole; return False where it was there already, bit for bit.
 
         Raises:
+            BeingCommittedError: Another node of the session does so at the moment.
             CheckpointError: A shard is missing or is not the one that *manifest* names; another
                 run has saved another state under this name; or the store cannot be written.
         """

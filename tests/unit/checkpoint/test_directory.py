@@ -4,6 +4,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from gpuops.checkpoint.directory_names import (
 from gpuops.checkpoint.directory_sweep import ABANDONED_S, ASIDE_S
 from gpuops.checkpoint.manifest import MANIFEST
 from gpuops.checkpoint.persist import Origin, RatePace, commit_parts, persist, put_part
+from gpuops.checkpoint.state_store import BeingCommittedError
 from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.checkpoint.stores import open_store
 from gpuops.checkpoint.verify import verify_state
@@ -362,6 +365,19 @@ def test_a_shared_directory_holds_nothing_else_once_it_is_committed(store, root,
     )
 
 
+def test_directories_that_are_made_are_made_to_last(tmp_path, pair, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(fd):
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    persist(DirectoryStore(tmp_path / "a" / "b"), STATE, pair, origin=ORIGIN)
+
+    assert synced.index(str(tmp_path)) < synced.index(str(tmp_path / "a"))
+
+
 def test_committing_removes_what_the_session_left_of_older_states(store, root, pair):
     older, other_run = StateId(1, 50), StateId(1, 60)
     put_part(store, older, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
@@ -374,6 +390,78 @@ def test_committing_removes_what_the_session_left_of_older_states(store, root, p
     assert sorted(path.name for path in root.iterdir()) == sorted(
         [STATE.name, shared_name(other_run, "another run"), shared_name(LATER, "run")]
     )
+
+
+def test_of_two_nodes_that_commit_one_does(store, root, pair):
+    for shard, source in pair.items():
+        put_part(store, STATE, {shard: source}, session="run")
+    other = DirectoryStore(root)
+    first, second = (node.write(STATE, 2, session="run") for node in (store, other))
+    persist(DirectoryStore(root / "model"), STATE, pair, origin=ORIGIN)
+    manifest = DirectoryStore(root / "model").read_manifest(STATE)
+    first._claim()
+
+    with pytest.raises(BeingCommittedError):
+        second.commit(manifest)
+    assert not commit_parts(other, STATE, 2, session="run", origin=ORIGIN)
+    second.abort()
+    first.abort()  # it had no luck, and puts it back
+    assert states(store) == []
+
+    assert commit_parts(other, STATE, 2, session="run", origin=ORIGIN)
+    assert verify_state(store, STATE) == []
+    assert store.survey().leftovers == ()
+
+
+def test_a_late_writer_never_writes_into_a_state_that_has_appeared(store, root, pair):
+    """Its directory was renamed while it wrote a shard that another writer had put as well."""
+    shard = Shard(0, 2)
+    late = store.write(STATE, 2, session="run")
+
+    def commit_meanwhile(_nbytes):
+        put_part(store, STATE, pair, session="run")
+        assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+
+    persist(DirectoryStore(root / "model"), STATE, pair, origin=ORIGIN)
+    record = DirectoryStore(root / "model").read_manifest(STATE).record(shard)
+    with pytest.raises(CheckpointError):
+        late.put_shard(record, pair[shard][0], pace=commit_meanwhile)
+    late.abort()
+
+    assert verify_state(store, STATE) == []
+    assert store.survey().leftovers == ()
+
+
+def test_four_nodes_at_once_never_disagree(tmp_path):
+    """Each puts its shard of eight states and commits until it is there, all at the same time."""
+    world, n_states, deadline_s = 4, 8, time.monotonic() + 60
+    with images(world) as shards:
+        nodes = []
+        for shard, source in shards.items():
+            pid = os.fork()
+            if pid:
+                nodes.append(pid)
+                continue
+            code = 1
+            try:
+                node = DirectoryStore(tmp_path / "states")
+                for step in range(n_states):
+                    state = StateId(1, step)
+                    put_part(node, state, {shard: source}, session="run")
+                    while not commit_parts(node, state, world, session="run", origin=ORIGIN):
+                        assert time.monotonic() < deadline_s
+                code = 0
+            except BaseException:  # noqa: BLE001 the parent wants to know
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in nodes]
+
+    store = DirectoryStore(tmp_path / "states")
+    assert codes == [0] * world
+    assert len(store.list()) == n_states
+    assert store.survey().leftovers == ()
+    assert all(verify_state(store, stored.state) == [] for stored in store.list())
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"nbytes": 1}', b"[" * 10**5])

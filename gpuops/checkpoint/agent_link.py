@@ -1,14 +1,25 @@
 """The agent's line to the keeper of its node."""
 
+import threading
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpuops.checkpoint.digest import check_digest
 from gpuops.checkpoint.keeper_line import DEADLINE_S, SLACK_S, KeeperLine
-from gpuops.checkpoint.messages import ID_MAX, Fields, MessageError, shard_to_json, state_to_json
+from gpuops.checkpoint.keeper_progress import Progress, progress_from_json
+from gpuops.checkpoint.messages import (
+    ID_MAX,
+    WHY_CHARS_MAX,
+    Fields,
+    MessageError,
+    shard_to_json,
+    state_to_json,
+)
+from gpuops.checkpoint.offering import WHY_MAX
+from gpuops.checkpoint.peer_messages import pages_of_holders, peers_to_json
 from gpuops.checkpoint.states import (
     IMAGE_BYTES_MAX,
     Copy,
@@ -19,6 +30,7 @@ from gpuops.checkpoint.states import (
     StateId,
     Tier,
 )
+from gpuops.checkpoint.transfer_team import Peer
 
 _EVENTS_MAX = 2000
 _COPIES_MAX = 100_000
@@ -47,6 +59,7 @@ class AgentLink:
 
     def __init__(self, line: KeeperLine) -> None:
         self._line = line
+        self._choosing = threading.Lock()
 
     @classmethod
     def connect(cls, socket_path: Path, *, deadline_s: float = DEADLINE_S) -> "AgentLink":
@@ -79,13 +92,72 @@ class AgentLink:
             job=job,
         )
 
-    def choose(self, state: StateId | None, epoch: int) -> None:
+    def serve_peers(self, address: str, *, node: str, token: str, job: str) -> int:
+        """Have the keeper listen at *address* for those of other nodes; return the port.
+
+        *node* becomes the holder's name in inventories; whoever does not know *token*, or is of
+        another *job*, is turned away. Once an agent's life; to ask again changes nothing.
+        """
+        fields, _ = self._line.ask("serve_peers", address=address, node=node, token=token, job=job)
+        return fields.integer("port", 1, 65_535)
+
+    def replicate(
+        self,
+        holders: Sequence[Peer],
+        keep: Sequence[Shard] = (),
+        *,
+        bytes_per_s: float | None = None,
+    ) -> None:
+        """Push every state that is whole here to *holders* from now on; none: to nobody.
+
+        *keep*: which shards of other nodes may be pushed here. What is held of others stays until a
+        state is committed after this. *bytes_per_s*: no faster, all pushes together.
+        """
+        self._line.ask(
+            "replicate",
+            holders=peers_to_json(holders),
+            keep=[shard_to_json(shard) for shard in keep],
+            bytes_per_s=bytes_per_s,
+        )
+
+    def choose(
+        self,
+        state: StateId | None,
+        epoch: int,
+        sources: Mapping[Shard, Sequence[Peer]] | None = None,
+        why: Sequence[str] = (),
+        *,
+        roots: Mapping[Shard, str] | None = None,
+    ) -> None:
         """Have all ranks go on from *state* (None: from the start); new states are of *epoch*.
 
-        With several nodes the ranks wait for this; with one it is not needed.
+        With several nodes the ranks wait for this; with one it is not needed. *sources*: who holds
+        the shards that this node needs, in the order in which they are to be asked; what is not
+        right in this node's memory is fetched there, the directory is last. *roots*: of the digests
+        that were agreed upon. *why*: what spoke against newer states. Returns at once.
         """
         pair = None if state is None else state_to_json(state)
-        self._line.ask("choose", state=pair, epoch=epoch)
+        with self._choosing:
+            for page in pages_of_holders(sources or {}, roots or {}):
+                self._line.ask("sources", wait_s=None, **page)
+            self._line.ask(
+                "choose",
+                state=pair,
+                epoch=epoch,
+                sources=len(sources or {}),
+                why=[text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]],
+            )
+
+    def progress(self) -> Progress:
+        """Return how far this node is; cheap enough for once a second."""
+        return progress_from_json(self._line.ask("progress")[0])
+
+    def seal_persisted(self, state: StateId, world: int) -> None:
+        """Make *state* appear in the shared directory: all nodes have written their parts.
+
+        Returns at once; `Progress.persisted` and an event say what came of it.
+        """
+        self._line.ask("seal_persisted", state=state_to_json(state), world=world)
 
     def commit(self, state: StateId, *, persist: bool = False) -> bool:
         """Commit a state that is whole on all nodes; return whether it was new here.
@@ -115,7 +187,10 @@ class AgentLink:
         )
 
     def inventory(self) -> list[Copy]:
-        """Return the copies in memory, the newest state first, with their digests."""
+        """Return the copies in memory, also those held for others, with their digests.
+
+        The newest state is first.
+        """
         found: list[Copy] = []
         after = 0
         while len(found) < _COPIES_MAX:

@@ -1,15 +1,17 @@
 """Finds out, once for each start of the workers, which state all of them go on from."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.crew import Crew, Found, pin_of
 from gpuops.checkpoint.keeper_events import Events
 from gpuops.checkpoint.keeper_jobs import Jobs
+from gpuops.checkpoint.keeper_peers import Lent, Peers
 from gpuops.checkpoint.messages import state_to_json
 from gpuops.checkpoint.node_memory import NodeMemory
-from gpuops.checkpoint.offering import CannotTellError, Choice, Wanted, choose
+from gpuops.checkpoint.offering import WHY_MAX, CannotTellError, Choice, Wanted, choose
+from gpuops.checkpoint.peer_shards import PeerShards
 from gpuops.checkpoint.persisting import OpenStore
 from gpuops.checkpoint.states import EPOCH_MAX, CheckpointError, KeeperError, Offer, StateId
 
@@ -18,7 +20,8 @@ from gpuops.checkpoint.states import EPOCH_MAX, CheckpointError, KeeperError, Of
 class Command:
     """What the agent has said of the present generation.
 
-    ``state`` and ``epoch``: what all nodes go on from, once ``is_chosen``.
+    ``state`` and ``epoch``: what all nodes go on from, once ``is_chosen``; ``why`` has what spoke
+    against newer ones, ``peers`` what other nodes hold of it.
     """
 
     generation: int
@@ -27,6 +30,13 @@ class Command:
     state: StateId | None = None
     epoch: int = 0
     is_chosen: bool = False
+    why: tuple[str, ...] = ()
+    peers: PeerShards | None = None
+
+    def close(self) -> None:
+        """End what is being fetched, and give back what was."""
+        if self.peers is not None:
+            self.peers.close()
 
 
 @dataclass(slots=True)
@@ -38,6 +48,7 @@ class Finder:
     events: Events
     open_store: OpenStore
     found: Callable[[StateId | None], None]
+    peers: Peers
     epoch_max: int = -1
     _n_looks: int = 0
 
@@ -46,10 +57,7 @@ class Finder:
         gate = self.memory.gate
         if not crew.is_wanted or crew.is_looking or crew.trouble or crew.found is not None:
             return
-        is_alone = command is None or command.n_nodes == 1
-        # Of which shards this node needs, the last of its ranks tells.
-        is_agreed = is_alone or (command.is_chosen and len(crew.posts) == crew.n_ranks)
-        if gate.is_settling or not is_agreed:
+        if gate.is_settling or not _can_tell(crew, command):
             return
         wanted = _wanted(crew, command)
         crew.is_looking = True
@@ -59,14 +67,26 @@ class Finder:
         held = {state: self.memory.held(state) for state in states}
         for state in states:
             gate.pin(state, pin)
+        lent, peers = self._of_others(command)
+        for state, replicas in lent.held.items():
+            own = held.get(state, {})
+            # A state of another world that has the same name is not to be mixed with ours.
+            worlds = {shard.world for shard in own}
+            fitting = {s: one for s, one in replicas.items() if not worlds or s.world in worlds}
+            held[state] = {**fitting, **own}
 
         def work() -> Choice:
             store = self.open_store(directory) if directory else None
-            return choose(held, store, wanted, run=self.jobs.map, make=self._made)
+            return choose(held, store, wanted, run=self.jobs.map, make=self.made, peers=peers)
 
         def then(choice: Choice | None, error: BaseException | None) -> None:
             gate.unpin(pin)
             crew.is_looking = False
+            if choice is not None and choice.chosen is not None:
+                chosen = choice.chosen
+                choice.chosen = replace(chosen, fetched=(*chosen.fetched, lent))
+            else:
+                lent.close()
             if crew.is_over:
                 _free(choice)
             else:
@@ -74,7 +94,18 @@ class Finder:
 
         self.jobs.look(work, then)
 
-    def _made(self, nbytes: int) -> SlotMemory:
+    def _of_others(self, command: Command | None) -> tuple[Lent, PeerShards | None]:
+        """Return the replicas that are here, and what other nodes have of the chosen state."""
+        if command is None or not command.is_chosen:
+            return self.peers.lend(None), None
+        if command.state is None:
+            return Lent(), None
+        if command.peers is not None and command.peers.is_closed:
+            command.peers = command.peers.again()  # other ranks have begun since
+        return self.peers.lend(command.state), command.peers
+
+    def made(self, nbytes: int) -> SlotMemory:
+        """Return memory for what is fetched; raises CheckpointError where there is no room."""
         self.memory.check_fits(nbytes)
         return SlotMemory.create("gpuops-fetched", nbytes)
 
@@ -86,7 +117,9 @@ class Finder:
         error: BaseException | None,
     ) -> None:
         if choice is None:
-            crew.cannot_tell = isinstance(error, CannotTellError)
+            # Where all nodes have chosen a state, none of them may start anew without it.
+            is_chosen = command is not None and command.is_chosen
+            crew.cannot_tell = isinstance(error, CannotTellError) and not is_chosen
             is_ours = isinstance(error, CheckpointError)
             crew.trouble = str(error) if is_ours else f"looking for a state failed: {error!r}"
         else:
@@ -105,8 +138,8 @@ class Finder:
         epoch = 1 + max(self.epoch_max, choice.epoch_max, newest)
         if command is not None and command.is_chosen:
             if command.state is not None and chosen is None:
-                why = "; ".join(choice.why[:4])
-                raise KeeperError(f"{command.state} cannot be served here: {why}")
+                reasons = "; ".join(choice.why[:4])
+                raise KeeperError(f"{command.state} cannot be served here: {reasons}")
             if command.epoch < epoch:
                 raise KeeperError(f"epoch {command.epoch} is not new: {epoch - 1} was seen here")
             epoch = command.epoch
@@ -116,8 +149,9 @@ class Finder:
         state = chosen.state if chosen else None
         gate.resume(state, epoch)
         offer = None
+        why = (*(command.why if command else ()), *choice.why)[:WHY_MAX]
         if chosen is not None:
-            offer = Offer(chosen.state, chosen.world, chosen.tier, epoch, tuple(choice.why))
+            offer = Offer(chosen.state, chosen.world, chosen.tier, epoch, why)
             for local_rank in set(range(crew.n_ranks)) - crew.gone:
                 if chosen.state in gate.whole():
                     gate.pin(chosen.state, pin_of(local_rank))
@@ -127,7 +161,7 @@ class Finder:
             state=state_to_json(offer.state) if offer else None,
             tier=offer.tier.value if offer else None,
             epoch=epoch,
-            why=list(choice.why),
+            why=list(why),
         )
         self.found(state)
 
@@ -140,6 +174,14 @@ class Finder:
                 tier=problem.tier.value,
                 why=problem.why,
             )
+
+
+def _can_tell(crew: Crew, command: Command | None) -> bool:
+    """Say whether it is known which state is wanted, and which shards of it."""
+    if command is None or command.n_nodes == 1:
+        return True
+    # Of which shards this node needs, the last of its ranks tells.
+    return command.is_chosen and len(crew.posts) == crew.n_ranks
 
 
 def _wanted(crew: Crew, command: Command | None) -> Wanted:

@@ -1,7 +1,7 @@
 """What the keeper knows and decides, without sockets; one thread calls it, jobs work for long."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuops.checkpoint.arena import SlotMemory
@@ -10,9 +10,12 @@ from gpuops.checkpoint.finder import Command, Finder
 from gpuops.checkpoint.keeper import Policy, Skipped
 from gpuops.checkpoint.keeper_events import Events
 from gpuops.checkpoint.keeper_jobs import Jobs
+from gpuops.checkpoint.keeper_peers import Peers
+from gpuops.checkpoint.keeper_progress import REFUSED_MAX, WHOLE_MAX, Progress
 from gpuops.checkpoint.messages import state_to_json
 from gpuops.checkpoint.node_memory import Arena, NodeMemory, SealedSlot
 from gpuops.checkpoint.offering import Source
+from gpuops.checkpoint.peer_shards import Holders
 from gpuops.checkpoint.persist import Origin
 from gpuops.checkpoint.persister import Persister
 from gpuops.checkpoint.persisting import OpenStore
@@ -45,7 +48,8 @@ class Core:
         self.persister = Persister(
             memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending
         )
-        self._finder = Finder(memory, jobs, self.events, open_store, self._goes_on)
+        self.peers = Peers(memory, jobs, self.events, clock_s, self._shards)
+        self._finder = Finder(memory, jobs, self.events, open_store, self._goes_on, self.peers)
         self._granted_s: dict[StateId, float] = {}
         self._sealed_s = 0.0
         self._populating: set[int] = set()
@@ -68,7 +72,10 @@ class Core:
             raise KeeperError(
                 f"generation {generation} is over: {self.command.generation} was begun"
             )
+        if self.command is not None:
+            self.command.close()
         self.command = Command(generation, n_nodes, excluded_step)
+        self.peers.begin_generation()
         self.persister.origin = Origin(job or self.persister.origin.job, generation)
         self._disband()
         self.memory.gate.begin_epoch(0, is_alone=n_nodes == 1)
@@ -126,6 +133,9 @@ class Core:
                 f"{post.n_ranks} of {post.shard.world} ranks are on this node, but the agent says "
                 "that there is no other"
             )
+
+    def _shards(self) -> set[Shard]:
+        return {post.shard for post in self.crew.posts.values()} if self.crew else set()
 
     def _is_alone(self, post: Post) -> bool:
         if self.command is not None:
@@ -227,6 +237,7 @@ class Core:
             self.events.add(
                 "whole", state=state_to_json(sealed.state), bytes=self._nbytes(sealed.state)
             )
+            self.peers.tick()
 
     def _committed(self, state: StateId) -> None:
         """Act on a commit: tell it, free what it makes superfluous, persist it when it is time."""
@@ -235,6 +246,7 @@ class Core:
         self._granted_s = {s: at for s, at in self._granted_s.items() if s > state}
         nbytes = self._nbytes(state)
         self.events.add("committed", state=state_to_json(state), seconds=seconds, bytes=nbytes)
+        self.peers.committed(state)
         self.memory.release()
         self.persister.persist_if_due()
 
@@ -248,22 +260,39 @@ class Core:
         crew.is_wanted = True
         self.tick()
 
-    def choose(self, state: StateId | None, epoch: int) -> None:
+    def choose(
+        self,
+        state: StateId | None,
+        epoch: int,
+        holders: Mapping[Shard, Holders] | None = None,
+        why: tuple[str, ...] = (),
+    ) -> None:
         """Go on from *state* (None: anew), as all nodes do; new states are of *epoch*.
 
+        *holders*: what other nodes hold of it; what is not here is fetched from now on. *why*: what
+        spoke against newer states.
+
         Raises:
-            KeeperError: No generation was begun, or its ranks were told something else already.
+            KeeperError: No generation was begun, its ranks were told something else already, or
+                there are holders and this keeper is not among peers.
         """
-        if self.command is None:
+        command = self.command
+        if command is None:
             raise KeeperError("no generation was begun")
         crew = self.crew
         if crew is not None and (crew.is_looking or crew.found is not None):
-            if (self.command.state, self.command.epoch) == (state, epoch):
+            if (command.state, command.epoch) == (state, epoch):
                 return
             raise KeeperError("the ranks of this generation were told already where to go on")
+        self.peers.chosen(state, epoch)
+        peers = None
+        if state is not None and holders:
+            peers = self.peers.shards_of(state, holders, self._finder.made)
+        command.close()
         if crew is not None:
             crew.trouble = ""
-        self.command.state, self.command.epoch, self.command.is_chosen = state, epoch, True
+        command.state, command.epoch, command.is_chosen = state, epoch, True
+        command.why, command.peers = why, peers
         self.tick()
 
     def commit(self, state: StateId, *, is_to_persist: bool) -> bool:
@@ -279,9 +308,32 @@ class Core:
             self.persister.persist(state)
         return is_new
 
+    def give_up(self, state: StateId) -> None:
+        """Give *state* up: it will not be whole on all nodes."""
+        self.memory.gate.give_up(state)
+        self.peers.tick()
+
+    def progress(self) -> Progress:
+        """Return what whoever decides for all nodes has to know of this one."""
+        gate, persister = self.memory.gate, self.persister
+        whole = tuple(self.memory.states()[:WHOLE_MAX])
+        refused = sorted(set(gate.refused) - set(whole), reverse=True)
+        return Progress(
+            whole=whole,
+            replicated=tuple(s for s in whole if self.peers.replication.is_replicated(s)),
+            refused=tuple(refused[:REFUSED_MAX]),
+            newest=gate.newest,
+            persisted=persister.last,
+            parts=tuple(persister.parts),
+            in_flight=gate.in_flight,
+            decided=gate.decided,
+            is_due=persister.is_due,
+        )
+
     def _goes_on(self, state: StateId | None) -> None:
-        self.persister.schedule.went_back(state)
+        self.persister.went_back(state)
         self._granted_s.clear()
+        self.peers.tick()
 
     def source(self, state: StateId, shard: Shard) -> Source:
         """Return where a shard of the offered state is read.
@@ -321,6 +373,7 @@ class Core:
         schedule = self.persister.schedule
         return {
             **self.memory.counts(),
+            **self.peers.counts(),
             "persisted": None if schedule.last is None else state_to_json(schedule.last),
             "persisting": None if not schedule.busy_with else state_to_json(schedule.busy_with),
             "persist_failures": schedule.failures,
@@ -339,3 +392,4 @@ class Core:
             policy = self.persister.policy
             self._finder.look(self.crew, self.command, policy.directory if policy else None)
         self.persister.persist_if_due()
+        self.peers.tick()

@@ -24,8 +24,12 @@ Then = Callable[[T | None, BaseException | None], None]
 NICE_HASH = 5
 NICE_POPULATE = 10
 NICE_PERSIST = 19
+NICE_PUSH = 10
 _HASH_THREADS_MAX = 8
 _POPULATE_THREADS_MAX = 4
+_FETCH_THREADS = 4
+# One for each holder, so that one that hangs keeps no other waiting.
+PUSHES_MAX = 16
 
 # ioprio_set(2), linux/ioprio.h: no I/O while anybody else wants the disk.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -85,6 +89,18 @@ class Jobs(Protocol):
         """Write to a directory, giving way to everything else: one at a time."""
         ...
 
+    def push(self, work: Work[T], then: Then[T]) -> None:
+        """Send to another node, giving way to the training: `PUSHES_MAX` at a time."""
+        ...
+
+    def fetch(self, work: Work[T], then: Then[T]) -> None:
+        """Get from another node what ranks will wait for: a few at a time."""
+        ...
+
+    def post(self, do: Callable[[], None]) -> None:
+        """Have *do* called soon in the thread of the messages; for any thread."""
+        ...
+
 
 class ThreadJobs:
     """Jobs in threads; *wake* is called from them when a result is there for `deliver`."""
@@ -99,6 +115,8 @@ class ThreadJobs:
         )
         self._looker = _pool(1, "look", 0)
         self._persister = _pool(1, "persist", NICE_PERSIST, is_idle=True)
+        self._pusher = _pool(PUSHES_MAX, "push", NICE_PUSH)
+        self._fetcher = _pool(_FETCH_THREADS, "fetch", 0)
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def hash(self, work: Work[T], then: Then[T]) -> None:
@@ -113,6 +131,16 @@ class ThreadJobs:
     def persist(self, work: Work[T], then: Then[T]) -> None:
         self._submit(self._persister, work, then)
 
+    def push(self, work: Work[T], then: Then[T]) -> None:
+        self._submit(self._pusher, work, then)
+
+    def fetch(self, work: Work[T], then: Then[T]) -> None:
+        self._submit(self._fetcher, work, then)
+
+    def post(self, do: Callable[[], None]) -> None:
+        self._done.put(do)
+        self._wake()
+
     def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
         """Call *function* for each of *things* in the threads that hash; for use by `look`."""
         return self._hashers.map(function, things)
@@ -125,7 +153,8 @@ class ThreadJobs:
 
     def close(self) -> None:
         """Begin nothing new; what is being done is not waited for."""
-        for pool in (self._hashers, self._populator, self._looker, self._persister):
+        pools = (self._hashers, self._populator, self._looker, self._persister)
+        for pool in (*pools, self._pusher, self._fetcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work[T], then: Then[T]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 from gpuops.checkpoint.crew import FENCE_S, Guest, Post
 from gpuops.checkpoint.keeper import SLOTS_MAX, Skipped
 from gpuops.checkpoint.keeper_core import Core
+from gpuops.checkpoint.keeper_progress import progress_to_json
 from gpuops.checkpoint.messages import (
     ID_MAX,
+    WHY_CHARS_MAX,
     Fields,
     MessageError,
     offer_to_json,
@@ -23,12 +25,16 @@ from gpuops.checkpoint.messages import (
     state_to_json,
 )
 from gpuops.checkpoint.node_memory import handle
+from gpuops.checkpoint.offering import WHY_MAX
+from gpuops.checkpoint.peer_messages import holders_from_json, peers_from_json, shards_from_json
+from gpuops.checkpoint.peer_shards import Holders
 from gpuops.checkpoint.states import (
     EPOCH_MAX,
     IMAGE_BYTES_MAX,
     STEP_MAX,
     WORLD_MAX,
     CheckpointError,
+    Copy,
     KeeperError,
     Shard,
 )
@@ -37,6 +43,7 @@ GENERATION_MAX = 2**31
 OFFER_WAIT_S_MAX = 86_400.0
 _HASH_CHARS = 64
 _NAME_CHARS_MAX = 200
+_TOKEN_CHARS_MAX = 4096
 _EVENTS_CHARS_PER_ANSWER = 40_000
 _COPIES_PER_ANSWER = 200
 TABLE_BYTES_PER_ANSWER = 24_000
@@ -56,11 +63,15 @@ class CannotTell(KeeperError):  # noqa: N818 not an error of the keeper's
 
 @dataclass(slots=True)
 class Visitor:
-    """One connection: who it says it is. ``role`` is "" until it has said so."""
+    """One connection: who it says it is. ``role`` is "" until it has said so.
+
+    ``sources``: who holds what of the state that is going to be chosen.
+    """
 
     guest: Guest
     role: str = ""
     post: Post | None = None
+    sources: dict[Shard, Holders] = field(default_factory=dict)
 
     @property
     def station(self) -> Post:
@@ -232,7 +243,14 @@ def _begin_generation(core: Core, request: Request) -> Answer:
 def _choose(core: Core, request: Request) -> Answer:
     fields = request.fields
     state = fields.state() if "state" in fields else None
-    core.choose(state, fields.integer("epoch", 0, EPOCH_MAX))
+    n_sources = fields.integer("sources", 0, WORLD_MAX) if "sources" in fields else 0
+    why = fields.items("why", WHY_MAX) if "why" in fields else []
+    holders = dict(request.visitor.sources) if n_sources else {}
+    request.visitor.sources.clear()
+    if n_sources != len(holders):
+        raise MessageError(f"of {n_sources} shards the holders were to be said, not {len(holders)}")
+    epoch = fields.integer("epoch", 0, EPOCH_MAX)
+    core.choose(state, epoch, holders, tuple(str(text)[:WHY_CHARS_MAX] for text in why))
     return Answer()
 
 
@@ -243,7 +261,7 @@ def _commit(core: Core, request: Request) -> Answer:
 
 
 def _give_up(core: Core, request: Request) -> Answer:
-    core.memory.gate.give_up(request.fields.state())
+    core.give_up(request.fields.state())
     return Answer()
 
 
@@ -280,9 +298,7 @@ def _flush(core: Core, request: Request) -> Answer | None:
 def _inventory(core: Core, request: Request) -> Answer:
     """Answer a page of the verified copies; the tables of their digests come apart."""
     after = request.fields.integer("after", 0, ID_MAX)
-    copies = [
-        held.copy for state in core.memory.states() for held in core.memory.held(state).values()
-    ]
+    copies = _copies(core)
     page = copies[after : after + _COPIES_PER_ANSWER]
     return Answer(
         {
@@ -303,14 +319,64 @@ def _inventory(core: Core, request: Request) -> Answer:
     )
 
 
+def _copies(core: Core) -> list[Copy]:
+    """Return what memory holds, of this node's ranks and for others, the newest state first."""
+    own = [held.copy for state in core.memory.states() for held in core.memory.held(state).values()]
+    there = {(copy.state, copy.shard) for copy in own}
+    others = [copy for copy in core.peers.copies() if (copy.state, copy.shard) not in there]
+    return sorted([*own, *others], key=lambda copy: copy.state, reverse=True)
+
+
 def _table(core: Core, request: Request) -> Answer:
     fields = request.fields
-    held = core.memory.held(fields.state()).get(fields.shard())
-    if held is None:
+    state, shard = fields.state(), fields.shard()
+    found = next((c for c in _copies(core) if (c.state, c.shard) == (state, shard)), None)
+    if found is None:
         raise KeeperError("memory holds that copy no more")
-    table = held.copy.digest.table
+    table = found.digest.table
     begin = fields.integer("begin", 0, len(table))
     return Answer({"table": b64encode(table[begin : begin + TABLE_BYTES_PER_ANSWER]).decode()})
+
+
+def _serve_peers(core: Core, request: Request) -> Answer:
+    fields = request.fields
+    port = core.peers.serve(
+        fields.text("address", _NAME_CHARS_MAX),
+        node=fields.text("node", _NAME_CHARS_MAX),
+        token=fields.text("token", _TOKEN_CHARS_MAX),
+        job=fields.text("job", _NAME_CHARS_MAX),
+    )
+    return Answer({"port": port})
+
+
+def _replicate(core: Core, request: Request) -> Answer:
+    fields = request.fields
+    bytes_per_s = fields.number("bytes_per_s", 1.0, 1e15) if "bytes_per_s" in fields else None
+    core.peers.replicate(
+        peers_from_json(fields, "holders"), shards_from_json(fields, "keep"), bytes_per_s
+    )
+    return Answer()
+
+
+def _sources(_core: Core, request: Request) -> Answer:
+    """Take a page of holders in; the last page is followed by `choose`."""
+    found = request.visitor.sources
+    if request.fields.flag("begin"):
+        found.clear()
+    found |= holders_from_json(request.fields)
+    if len(found) > WORLD_MAX:
+        raise MessageError(f"no world has {len(found)} shards")
+    return Answer()
+
+
+def _progress(core: Core, _request: Request) -> Answer:
+    return Answer(progress_to_json(core.progress()))
+
+
+def _seal_persisted(core: Core, request: Request) -> Answer:
+    fields = request.fields
+    core.persister.seal(fields.state(), fields.integer("world", 1, WORLD_MAX))
+    return Answer()
 
 
 def _events(core: Core, _request: Request) -> Answer:
@@ -344,6 +410,11 @@ _HANDLERS: Mapping[str, Mapping[str, Handler]] = {
         "flush": _flush,
         "inventory": _inventory,
         "table": _table,
+        "serve_peers": _serve_peers,
+        "replicate": _replicate,
+        "sources": _sources,
+        "progress": _progress,
+        "seal_persisted": _seal_persisted,
         "stats": _stats,
         "events": _events,
         "end": _end,

@@ -47,6 +47,15 @@ class _NowJobs:
     def persist(self, work: Work[T], then: Then[T]) -> None:
         self._add(work, then)
 
+    def push(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
+    def fetch(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
+    def post(self, do: Callable[[], None]) -> None:
+        self._waiting.append(do)
+
     def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
         return map(function, things)
 

@@ -48,6 +48,11 @@ class Arena:
     n_made: int = 0
 
 
+def margin_bytes(room_bytes: int) -> int:
+    """Return how many of the available bytes are not for checkpoints."""
+    return max(int(room_bytes * MARGIN_SHARE), MARGIN_BYTES)
+
+
 def share(memory: SlotMemory, *, writable: bool) -> SlotMemory:
     """Return the same memory once more, with a descriptor of its own."""
     return SlotMemory.attach(handle(memory, writable=writable), writable=writable)
@@ -57,7 +62,12 @@ def handle(memory: SlotMemory, *, writable: bool) -> int:
     """Return a new descriptor of *memory*; one that is not writable cannot be mapped to write."""
     if writable:
         return os.dup(memory.fd)
-    return os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    return handle_of(memory.fd)
+
+
+def handle_of(fd: int) -> int:
+    """Return a new descriptor of what *fd* is of, to be read only."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +110,15 @@ class SealedSlot:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """The memory of one node, named *node*; *available* says how many bytes could be taken."""
+    """The memory of one node, named *node*.
+
+    *available* says how many bytes could be taken, *promised_elsewhere* how many of them are
+    promised to others than this node's ranks.
+    """
 
     node: str
     available: Available = available_bytes
+    promised_elsewhere: Callable[[], int] = lambda: 0
     gate: Gate = field(default_factory=Gate)
     _arenas: dict[int, Arena] = field(default_factory=dict)
     _digests: dict[tuple[StateId, SlotKey], Digest] = field(default_factory=dict)
@@ -207,8 +222,11 @@ class NodeMemory:
 
     def populated_bytes(self) -> int:
         """Return what the slots have that were populated."""
-        waiting = sum(memory.nbytes for memory in self.unpopulated())
-        return self.reserved_bytes() - waiting
+        return self.reserved_bytes() - self.promised_bytes()
+
+    def promised_bytes(self) -> int:
+        """Return what the slots have that are still to be populated."""
+        return sum(memory.nbytes for memory in self.unpopulated())
 
     def counts(self) -> dict[str, Any]:
         """Return what was counted so far, by name; a state is [epoch, step]."""
@@ -253,7 +271,7 @@ class NodeMemory:
     def _check_room(self, shard: Shard, nbytes: int, n_slots: int, n_missing: int) -> None:
         """Refuse before it is too late: what is reserved is taken only little by little."""
         room, margin = self._room_bytes()
-        promised = sum(memory.nbytes for memory in self.unpopulated())
+        promised = self.promised_bytes() + self.promised_elsewhere()
         needed = n_missing * nbytes
         if needed + promised + margin > room:
             raise KeeperError(
@@ -270,4 +288,4 @@ class NodeMemory:
             room = self.available()
         except CheckpointError as exc:
             raise KeeperError(str(exc)) from exc
-        return room, max(int(room * MARGIN_SHARE), MARGIN_BYTES)
+        return room, margin_bytes(room)

@@ -30,6 +30,28 @@ class Run(Protocol):
     ) -> Iterator["Source | str"]: ...
 
 
+class Closing(Protocol):
+    """Something that is to be let go of."""
+
+    def close(self) -> None: ...
+
+
+class PeerCopies(Closing, Protocol):
+    """What other nodes hold of one state; see `gpuops.checkpoint.peer_shards`."""
+
+    @property
+    def state(self) -> StateId: ...
+
+    @property
+    def world(self) -> int | None: ...
+
+    def __contains__(self, shard: Shard) -> bool: ...
+
+    def get(self, shard: Shard) -> SlotMemory:
+        """Return it, verified; raises CheckpointError where no node could serve."""
+        ...
+
+
 class CannotTellError(CheckpointError):
     """Whether there is a state to go on from cannot be said, so starting anew could lose it."""
 
@@ -46,13 +68,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A state, and where each of its shards is read. ``fetched`` is memory made for it."""
+    """A state, and where each of its shards is read. ``fetched`` was made, or lent, for it."""
 
     state: StateId
     world: int
     tier: Tier
     sources: Mapping[Shard, Source]
-    fetched: tuple[SlotMemory, ...] = ()
+    fetched: tuple[Closing, ...] = ()
 
 
 @dataclass(slots=True)
@@ -91,10 +113,12 @@ def choose(
     *,
     run: Run = map,
     make: Callable[[int], SlotMemory] = lambda nbytes: SlotMemory.create("gpuops-fetched", nbytes),
+    peers: PeerCopies | None = None,
 ) -> Choice:
     """Return the newest state that is whole, from *memory* and *store*; every byte was read.
 
-    *memory* must stay as it is meanwhile. *make* is called for a shard that has to be fetched.
+    *memory* must stay as it is meanwhile. *make* is called for a shard that has to be fetched from
+    the store; what is not in memory, or not right there, is had from *peers* before.
 
     Raises:
         CannotTellError: The store cannot be read, or all that it has is damaged, and memory has
@@ -102,7 +126,8 @@ def choose(
     """
     choice = Choice()
     stored, trouble = _stored(store, choice)
-    states = sorted({*memory, *stored}, reverse=True)
+    of_peers = () if peers is None else (peers.state,)
+    states = sorted({*memory, *stored, *of_peers}, reverse=True)
     choice.epoch_max = max((state.epoch for state in states), default=-1)
     if wanted.is_none:
         return choice
@@ -114,7 +139,15 @@ def choose(
         if state.step == wanted.excluded_step:
             choice.note(f"{state} is excluded: it failed after it was loaded")
             continue
-        candidate = _Candidate(state, memory.get(state, {}), store, stored.get(state), choice, make)
+        candidate = _Candidate(
+            state,
+            memory.get(state, {}),
+            store,
+            stored.get(state),
+            choice,
+            make,
+            peers if peers is not None and peers.state == state else None,
+        )
         choice.chosen = candidate.look(wanted.shards, run)
         if choice.chosen is not None:
             return choice
@@ -152,24 +185,27 @@ class _Candidate:
     stored: Stored | None
     choice: Choice
     make: Callable[[int], SlotMemory]
-    fetched: list[SlotMemory] = field(default_factory=list)
+    peers: PeerCopies | None = None
+    fetched: list[Closing] = field(default_factory=list)
+    from_peers: set[Shard] = field(default_factory=set)
 
     def look(self, shards: frozenset[Shard] | None, run: Run) -> Chosen | None:
         """Return the state with a source for each of its shards, None where one has none."""
         self._part_if_other()
-        world = next(iter(self.memory)).world if self.memory else None
-        if self.stored is not None:
-            world = self.stored.manifest.world if world is None else world
+        world = self._world()
         if world is None:
             return None
         if shards is None or any(shard.world != world for shard in shards):
             shards = frozenset(Shard(rank, world) for rank in range(world))
         order = sorted(shards)
-        missing = [s for s in order if s not in self.memory and self._record(s) is None]
+        missing = [s for s in order if not self._is_somewhere(s)]
         if missing:
+            where = "in this node's memory nor in the directory"
+            if self.peers is not None:
+                where = "in this node's memory, nor in another's, nor in the directory"
             self.choice.note(
                 f"{self.state} is not whole: of its {len(order)} shards, that of rank "
-                f"{missing[0].rank} is neither in this node's memory nor in the directory"
+                f"{missing[0].rank} is neither {where}"
             )
             return None
         found = dict(zip(order, run(self._source, order), strict=True))
@@ -181,10 +217,28 @@ class _Candidate:
                     memory.close()
                 return None
             sources[shard] = source
+        if self.peers is not None:
+            self.fetched.append(self.peers)
+        return Chosen(self.state, world, self._tier(sources), sources, tuple(self.fetched))
+
+    def _world(self) -> int | None:
+        if self.memory:
+            return next(iter(self.memory)).world
+        if self.peers is not None:
+            return self.peers.world
+        return None if self.stored is None else self.stored.manifest.world
+
+    def _tier(self, sources: Mapping[Shard, Source]) -> Tier:
+        """Return where the farthest of *sources* is from."""
         in_memory = {id(held.memory) for held in self.memory.values()}
-        is_memory = all(id(source) in in_memory for source in sources.values())
-        tier = Tier.MEMORY if is_memory else Tier.PERSISTENT
-        return Chosen(self.state, world, tier, sources, tuple(self.fetched))
+        far = {shard for shard, source in sources.items() if id(source) not in in_memory}
+        if far - self.from_peers:
+            return Tier.PERSISTENT
+        return Tier.PEER if far else Tier.MEMORY
+
+    def _is_somewhere(self, shard: Shard) -> bool:
+        is_near = shard in self.memory or (self.peers is not None and shard in self.peers)
+        return is_near or self._record(shard) is not None
 
     def _part_if_other(self) -> None:
         """Leave the directory's copy out where it is not of what memory holds: of another run."""
@@ -204,6 +258,15 @@ class _Candidate:
             if not why:
                 return held.memory
             self._blame(shard, Tier.MEMORY, why)
+        if self.peers is not None and shard in self.peers:
+            try:
+                memory = self.peers.get(shard)
+            except CheckpointError as exc:
+                why = f"{why}, and {exc}"
+                self.choice.note(str(exc))
+            else:
+                self.from_peers.add(shard)
+                return memory
         if self._record(shard) is not None:
             try:
                 return self._verified_file(shard)

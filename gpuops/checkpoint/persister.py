@@ -9,11 +9,20 @@ from gpuops.checkpoint.keeper_jobs import Jobs
 from gpuops.checkpoint.messages import state_to_json
 from gpuops.checkpoint.node_memory import NodeMemory
 from gpuops.checkpoint.persist import Origin
-from gpuops.checkpoint.persisting import OpenStore, Outcome, Schedule, Task, carry_out
+from gpuops.checkpoint.persisting import (
+    OpenStore,
+    Outcome,
+    Schedule,
+    Seal,
+    Task,
+    carry_out,
+    carry_out_seal,
+)
 from gpuops.checkpoint.states import KeeperError, StateId
 
 _PIN = "persist"
 _FAILURE_CHARS_MAX = 1000
+_PARTS_KEPT = 4
 
 
 @dataclass(slots=True)
@@ -21,7 +30,8 @@ class Persister:
     """Persists from *memory*; a failure becomes an event and is tried again later.
 
     ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
-    succeeded. ``origin``: whose states these are.
+    succeeded. ``origin``: whose states these are. ``parts``: states of several nodes of which this
+    node's shards are written, the newest first; ``sealed`` is the newest of them known to be whole.
     """
 
     memory: NodeMemory
@@ -37,18 +47,40 @@ class Persister:
     failure: str = ""
     seconds: float = 0.0
     nbytes: int = 0
+    parts: list[StateId] = field(default_factory=list)
+    sealed: StateId | None = None
+    _sealing: StateId | None = None
+
+    @property
+    def last(self) -> StateId | None:
+        """The newest state that is known to lie in the directory, whole."""
+        return self.schedule.last if self.memory.gate.is_alone else self.sealed
 
     def set_policy(self, policy: Policy) -> None:
         """Take the policy over; another directory is one of which nothing is known yet."""
         if self.policy is None or self.policy.directory != policy.directory:
             self.schedule.other_directory()
+            self.parts, self.sealed = [], None
         self.policy = policy
+
+    def went_back(self, state: StateId | None) -> None:
+        """Forget what is newer than the state the job goes on from."""
+        self.schedule.went_back(state)
+        self.parts = [part for part in self.parts if state is not None and part <= state]
+        if self.sealed is not None and (state is None or self.sealed > state):
+            self.sealed = None
+
+    @property
+    def is_due(self) -> bool:
+        """Say whether the newest state is to be persisted by the policy."""
+        return self.schedule.is_due(self.memory.gate.newest, self.policy, self.clock_s())
 
     def persist_if_due(self) -> None:
         """Begin to persist the newest state where policy, or a flush, asks for it."""
         gate = self.memory.gate
-        is_due = gate.is_alone and self.schedule.is_due(gate.newest, self.policy, self.clock_s())
-        if is_due or (self.is_flushing and self.schedule.can(gate.newest, self.policy)):
+        if (gate.is_alone and self.is_due) or (
+            self.is_flushing and self.schedule.can(gate.newest, self.policy)
+        ):
             assert gate.newest is not None
             self.persist(gate.newest)
 
@@ -67,7 +99,8 @@ class Persister:
             raise KeeperError("the run has no name, and several nodes are to write one state")
         gate.pin(state, _PIN)
         parts = None if gate.is_alone else self.origin.job
-        task = Task(state, self.memory.held(state), policy, self.origin, parts)
+        shards = self.memory.held(state)
+        task = Task(state, shards, policy, self.origin, parts, is_last=self.is_flushing)
         self.schedule.began(state, self.clock_s())
 
         def then(outcome: Outcome | None, error: BaseException | None) -> None:
@@ -80,12 +113,47 @@ class Persister:
 
         self.jobs.persist(lambda: carry_out(task, self.open_store, self.is_ending), then)
 
+    def seal(self, state: StateId, world: int) -> None:
+        """Begin to make *state* appear in the directory: the parts of all nodes are there.
+
+        What comes of it is an event, and `sealed`. To ask again for the same does no harm.
+
+        Raises:
+            KeeperError: There is no directory, the run has no name, or another one is sealed now.
+        """
+        policy = self.policy
+        if policy is None or policy.directory is None:
+            raise KeeperError("no directory for checkpoints is set")
+        if not self.origin.job:
+            raise KeeperError("the run has no name, and several nodes are to write one state")
+        if self._sealing is not None and self._sealing != state:
+            raise KeeperError(f"{self._sealing} is being sealed just now")
+        if self._sealing == state or (self.sealed is not None and self.sealed >= state):
+            return
+        self._sealing = state
+        order = Seal(state, world, policy, self.origin)
+
+        def then(outcome: Outcome | None, error: BaseException | None) -> None:
+            self._sealing = None
+            if outcome is not None:
+                self._succeeded(outcome, policy)
+                return
+            why = str(error) or repr(error)
+            self.events.add("persist_failed", state=state_to_json(state), why=why)
+
+        self.jobs.persist(lambda: carry_out_seal(order, self.open_store), then)
+
     def _succeeded(self, outcome: Outcome, policy: Policy) -> None:
         done = outcome.persisted
-        self.schedule.busy_with = None
-        self.failure, self.seconds, self.nbytes = "", done.seconds, done.nbytes
+        if outcome.has_parts:
+            self.schedule.busy_with = None
+            self.failure, self.seconds, self.nbytes = "", done.seconds, done.nbytes
         if self.policy is not None and self.policy.directory == policy.directory:
-            self.schedule.succeeded(done.state)
+            if outcome.has_parts:
+                self.schedule.succeeded(done.state)
+                self.parts = sorted({*self.parts, done.state}, reverse=True)[:_PARTS_KEPT]
+            if outcome.is_whole:
+                self.sealed = max(self.sealed or done.state, done.state)
         newest = self.memory.gate.newest
         if newest is None or self.schedule.has(newest):
             self.is_flushing = False

@@ -3,6 +3,7 @@
 A failure is told and tried again later, ever more rarely; it never ends anything.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -28,25 +29,40 @@ OpenStore = Callable[[str], CheckpointStore]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One state to be written; ``parts`` is the session where other nodes write shards, too."""
+    """One state to be written; ``parts`` is the session where other nodes write shards, too.
+
+    ``is_last``: there may be nobody left to seal it, so whoever comes last does.
+    """
 
     state: StateId
     shards: Mapping[Shard, Held]
     policy: Policy
     origin: Origin
     parts: str | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A state of which all nodes have written their shards, to appear in the directory."""
+
+    state: StateId
+    world: int
+    policy: Policy
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a task.
 
-    ``is_whole`` is false where shards of other nodes are still missing; ``pruned`` were removed;
-    ``trouble`` is what went wrong beside it.
+    ``is_whole`` is false where shards of other nodes may be missing; ``has_parts`` where none of
+    this node were written; ``pruned`` were removed; ``trouble`` is what went wrong beside it.
     """
 
     persisted: Persisted
     is_whole: bool = True
+    has_parts: bool = True
     pruned: tuple[StateId, ...] = ()
     trouble: str = ""
 
@@ -71,15 +87,48 @@ def carry_out(task: Task, open_store: OpenStore, stop: Callable[[], bool]) -> Ou
     else:
         persisted = put_part(store, task.state, sources, session=task.parts, pace=pace)
         world = next(iter(task.shards)).world
-        if not commit_parts(store, task.state, world, session=task.parts, origin=task.origin):
+        is_whole = task.is_last and commit_parts(
+            store, task.state, world, session=task.parts, origin=task.origin
+        )
+        if not is_whole:
             return Outcome(persisted, is_whole=False, trouble=trouble)
-    pruned: tuple[StateId, ...] = ()
-    retention = Retention(keep_last=task.policy.keep_last, keep_every=task.policy.keep_every)
+    pruned, why = _pruned(store, task.policy, task.state)
+    return Outcome(persisted, pruned=pruned, trouble=trouble or why)
+
+
+def carry_out_seal(
+    order: Seal, open_store: OpenStore, clock_s: Callable[[], float] = time.monotonic
+) -> Outcome:
+    """Make the state appear, then remove what is too old.
+
+    Raises:
+        CheckpointError: Parts of it are missing, or it cannot be written; nothing was removed.
+    """
+    assert order.policy.directory is not None
+    began_s = clock_s()
+    store = open_store(order.policy.directory)
+    is_whole = commit_parts(
+        store, order.state, order.world, session=order.origin.job, origin=order.origin
+    )
+    if not is_whole:
+        raise CheckpointError(
+            f"{order.state} cannot be sealed in {store.address}: not all of its {order.world} "
+            "shards are there"
+        )
+    pruned, trouble = _pruned(store, order.policy, order.state)
+    persisted = Persisted(order.state, clock_s() - began_s, 0)
+    return Outcome(persisted, has_parts=False, pruned=pruned, trouble=trouble)
+
+
+def _pruned(
+    store: CheckpointStore, policy: Policy, state: StateId
+) -> tuple[tuple[StateId, ...], str]:
+    """Remove what is too old; return what was, and what went wrong."""
+    retention = Retention(keep_last=policy.keep_last, keep_every=policy.keep_every)
     try:
-        pruned = tuple(verdict.state for verdict in prune(store, retention, {task.state}))
+        return tuple(verdict.state for verdict in prune(store, retention, {state})), ""
     except CheckpointError as exc:
-        trouble = trouble or str(exc)
-    return Outcome(persisted, pruned=pruned, trouble=trouble)
+        return (), str(exc)
 
 
 @dataclass(slots=True)

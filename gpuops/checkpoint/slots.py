@@ -8,7 +8,7 @@ the slots of the newest committed state are never granted.
 Nothing here reads a clock or touches memory: the caller says what happened.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +16,7 @@ from enum import StrEnum
 from gpuops.checkpoint.states import CheckpointError, StateId
 
 _DECISIONS_KEPT = 256
+_REFUSED_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,17 +87,20 @@ class Gate:
     """The slots of one node.
 
     ``newest`` is the newest committed state that memory holds. ``is_alone`` is false where other
-    nodes have a say: a state is then committed by `commit_from_outside` only.
+    nodes have a say: a state is then committed by `commit_from_outside` only. ``refused`` has the
+    newest states that were skipped or given up, the newest last.
     """
 
     newest: StateId | None = None
     epoch: int | None = None
     every_s: float = 0.0
+    not_before: int = 0
     is_alone: bool = True
     skipped: Counter[Reason] = field(default_factory=Counter)
     granted: int = 0
     committed: int = 0
     given_up: int = 0
+    refused: deque[StateId] = field(default_factory=lambda: deque(maxlen=_REFUSED_KEPT))
     _n_ranks: int = 0
     _arenas: dict[int, set[SlotKey]] = field(default_factory=dict)
     _current: dict[int, int] = field(default_factory=dict)
@@ -138,6 +142,12 @@ class Gate:
         """The state that is on its way, if one is."""
         return None if self._flight is None else self._flight.state
 
+    @property
+    def decided(self) -> StateId | None:
+        """The newest state of which it was decided whether it is saved."""
+        is_none = self.epoch is None or self._decided_to < 0
+        return None if is_none or self.epoch is None else StateId(self.epoch, self._decided_to)
+
     def resume(self, state: StateId | None, epoch: int) -> None:
         """Let the ranks go on from *state* (None: from the start) with states of *epoch*.
 
@@ -149,6 +159,7 @@ class Gate:
             del self._whole[other]
         self.newest = max(self._whole, default=None)
         self.epoch = epoch
+        self.not_before = 0
 
     def register(self, local_rank: int, arena: int, indexes: Iterable[int]) -> None:
         """Take note that the rank saves into these slots of an arena from now on."""
@@ -301,6 +312,8 @@ class Gate:
             self._decided.popitem(last=False)
         if refused is not None:
             self.skipped[refused.reason] += 1
+            if self.epoch is not None:
+                self.refused.append(StateId(self.epoch, step))
         else:
             self.granted += 1
             self._granted_s = now_s
@@ -309,6 +322,8 @@ class Gate:
         """Return why *step* is not saved; where it is, the slots of all ranks are taken."""
         if self.epoch is None:
             return Refused(Reason.NOT_RESTORED, "the state to go on from is not known yet")
+        if step < self.not_before:
+            return Refused(Reason.NOT_DUE, f"all nodes save step {self.not_before} next, or after")
         if self._granted_s is not None and now_s - self._granted_s < self.every_s:
             return Refused(Reason.NOT_DUE, f"the last one is less than {self.every_s:g} s old")
         missing = [r for r in range(self._n_ranks) if r not in self._current]
@@ -375,6 +390,7 @@ class Gate:
     def _give_up(self) -> None:
         assert self._flight is not None
         self._whole.pop(self._flight.state, None)
+        self.refused.append(self._flight.state)
         self._flight = None
         self.given_up += 1
 

@@ -123,6 +123,8 @@ def fetch_digest(
 ) -> Digest:
     """Return the whole digest of the copy with this *root*, where only the root is known.
 
+    With *root* "" that of whichever copy *peer* has.
+
     Raises:
         TransferError: *peer* has no such copy, or cannot be reached, within the terms.
     """
@@ -136,8 +138,8 @@ def fetch_digest(
             raise WireError("not the copy that was asked for")
         nbytes, told = wire.read_copy(body)
         table = line.receive_bytes(wire.table_bytes(nbytes, chunk_bytes))
-        digest = Digest(nbytes, table, root)
-        if told != root or root_of(nbytes, table) != root:
+        digest = Digest(nbytes, table, told)
+        if root not in ("", told) or root_of(nbytes, table) != told:
             raise WireError("a digest that does not agree with itself")
         found.append(digest)
 

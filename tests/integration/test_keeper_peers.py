@@ -1,0 +1,311 @@
+"""Keepers of three nodes: what one saved is had from another when it is gone."""
+
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from support.keeper_ranks import holds, layout_of, until
+from support.peer_keepers import JOB, TOKEN, Node, commit, save, seat
+
+from gpuops.checkpoint.keeper import Policy
+from gpuops.checkpoint.states import KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.transfer_team import Peer
+from gpuops.checkpoint.verify import verify_state
+
+N_FLOATS = 300_000
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as found:
+        yield found
+
+
+@pytest.fixture
+def start(tmp_path, stack):
+    def make(name, number, **kwargs):
+        node = Node(tmp_path, name, f"127.0.0.{number}", **kwargs)
+        stack.callback(node.close)
+        return node
+
+    return make
+
+
+@pytest.fixture
+def nodes(start):
+    return [start(f"n{n}", n) for n in (1, 2, 3)]
+
+
+def sources_of(state, nodes, gone=()):
+    """Return who has what of *state*, as the agents would find it out from the inventories."""
+    found = {}
+    for node in nodes:
+        for shard in node.shards_here(state) if node not in gone else ():
+            found.setdefault(shard, []).append(node.peer)
+    return found
+
+
+def reads(node, rank, world, offer, step):
+    layout = layout_of(rank, world, n_floats=N_FLOATS)
+    line = node.lines[0]
+    source = line.open_shard(offer, Shard(rank, world))
+    return holds(source, layout, step)
+
+
+def test_a_lost_node_is_replaced_and_its_ranks_go_on_from_their_peers(nodes, start):
+    world = 6
+    seat(nodes, 0, world, n_floats=N_FLOATS)
+    first = commit(nodes, save(nodes, 1))
+    state = commit(nodes, save(nodes, 2))
+    assert nodes[1].shards_here(state) == [Shard(rank, world) for rank in (0, 1, 2, 3)]
+    told = nodes[0].heard_of("replicated")
+    assert {event["holder"] for event in told} == {"n2"}
+    assert {tuple(event["shard"]) for event in told} <= {(0, world), (1, world)}
+    assert all(event["seconds"] >= 0 and event["bytes"] > 0 for event in told)
+
+    nodes[2].kill()  # and its ranks with it
+    spare = start("n4", 4)
+    crew = [nodes[0], nodes[1], spare]
+    sources = sources_of(state, crew)
+    assert set(sources) == {Shard(rank, world) for rank in range(world)}
+    needed = {spare: {shard: sources[shard] for shard in (Shard(4, world), Shard(5, world))}}
+    offers = seat(crew, 1, world, state, first.epoch + 1, needed, n_floats=N_FLOATS)
+
+    assert {(offer.state, offer.epoch) for offer in offers} == {(state, 1)}
+    assert [offer.tier for offer in offers] == [Tier.MEMORY] * 4 + [Tier.PEER] * 2
+    for n, offer in enumerate(offers):
+        assert reads(crew[n // 2], n, world, offer, 2)
+    fetched = spare.heard_of("fetched")
+    # A peer has them: the directory is not even known.
+    assert {event["holder"] for event in fetched} == {"n1"}
+    assert sorted(event["shard"] for event in fetched) == [[4, world], [5, world]]
+    assert commit(crew, save(crew, 3)) == StateId(1, 3)
+
+
+def test_after_a_node_is_gone_its_ranks_are_resharded_onto_those_that_are_left(nodes):
+    seat(nodes, 0, 3, n_floats=N_FLOATS)
+    state = commit(nodes, save(nodes, 5))
+    nodes[0].kill()
+    crew = nodes[1:]
+    sources = dict.fromkeys(crew, sources_of(state, crew))
+    offers = seat(crew, 1, 2, state, 1, sources, n_floats=N_FLOATS)
+
+    assert {(offer.state, offer.world) for offer in offers} == {(state, 3)}
+    for node, offer in zip(crew, offers, strict=True):
+        assert all(reads(node, rank, 3, offer, 5) for rank in range(3))
+    # What was held of the old world is needed no more once the new one has committed.
+    newer = commit(crew, save(crew, 6))
+    assert newer == StateId(1, 6)
+    until(lambda: all({c.shard.world for c in n.agent.inventory()} == {2} for n in crew))
+
+
+def test_a_node_that_is_left_alone_has_the_replicas_of_the_others(nodes):
+    crew = nodes[:2]
+    seat(crew, 0, 2, n_floats=N_FLOATS)
+    state = commit(crew, save(crew, 5))
+    crew[0].kill()
+    offers = seat([crew[1]], 1, 1, state, 1, n_floats=N_FLOATS)
+
+    assert [(o.state, o.world, o.tier) for o in offers] == [(state, 2, Tier.MEMORY)]
+    assert all(reads(crew[1], rank, 2, offers[0], 5) for rank in range(2))
+
+
+def corrupt(node, shard):
+    """Flip a bit of a replica that *node* holds, behind its keeper's back."""
+    name = f"gpuops-replica-{shard.rank:05d}"
+    done = set()
+    for link in Path(f"/proc/{node.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if name not in str(link.readlink()):
+                continue
+            with link.open("r+b") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                byte = os.pread(file.fileno(), 1, 500_000)
+                if inode not in done:  # a mapping has a descriptor of its own
+                    os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), 500_000)
+                done.add(inode)
+    assert done
+
+
+def test_a_corrupt_replica_is_passed_over_for_that_of_the_next_holder(nodes, start):
+    seat(nodes, 0, 3, n_floats=N_FLOATS)
+    # All of them hold the last node's shard.
+    nodes[1].agent.replicate([nodes[2].peer], [Shard(0, 3), Shard(2, 3)])
+    nodes[2].agent.replicate([nodes[0].peer, nodes[1].peer], [Shard(1, 3)])
+    state = commit(nodes, save(nodes, 4))
+    nodes[2].kill()
+    corrupt(nodes[0], Shard(2, 3))
+    spare = start("n4", 4)
+    crew = [nodes[0], nodes[1], spare]
+    sources = {spare: {Shard(2, 3): [nodes[0].peer, nodes[1].peer]}}
+    offers = seat(crew, 1, 3, state, 1, sources, n_floats=N_FLOATS)
+
+    assert offers[2].tier is Tier.PEER
+    assert reads(spare, 2, 3, offers[2], 4)
+    (failed,) = spare.heard_of("fetch_failed")
+    assert (failed["holder"], failed["shard"], failed["state"]) == ("n1", [2, 3], [0, 4])
+    assert "damaged" in failed["why"]
+    assert spare.heard_of("fetched")[0]["holder"] == "n2"
+    assert [event["kind"] for event in nodes[0].heard_of("corrupt")] == ["corrupt"]
+    # Nobody is told of the damaged one any more.
+    assert Shard(2, 3) not in nodes[0].shards_here(state)
+
+
+def test_a_state_that_nobody_can_serve_fails_the_offer_and_not_an_older_one(nodes, start):
+    seat(nodes, 0, 3, n_floats=N_FLOATS)
+    commit(nodes, save(nodes, 1))
+    state = commit(nodes, save(nodes, 4))
+    nodes[2].kill()
+    corrupt(nodes[0], Shard(2, 3))
+    spare = start("n4", 4)
+    crew = [nodes[0], nodes[1], spare]
+    sources = {spare: {Shard(2, 3): [nodes[0].peer]}}
+    with pytest.raises(KeeperError, match=r"cannot be served here.*damaged"):
+        seat(crew, 1, 3, state, 1, sources, n_floats=N_FLOATS)
+    assert spare.heard_of("fetch_failed")
+    assert spare.heard_of("cannot_offer")
+
+
+def test_who_does_not_know_the_token_gets_nothing_and_gives_nothing(nodes, start):
+    seat(nodes[:2], 0, 2, n_floats=N_FLOATS)
+    state = commit(nodes[:2], save(nodes[:2], 4))
+    stranger = start("n5", 5, token="another token")
+    stranger.begin(1, 3)
+    stranger.agent.replicate([nodes[0].peer], [])
+    stranger.agent.choose(state, 1, {Shard(0, 2): [nodes[0].peer, nodes[1].peer]})
+    stranger.connect(1, [0], 2)
+    with pytest.raises(KeeperError, match="not a keeper of this job"):
+        stranger.lines[0].offer(60.0)
+    other = start("n6", 6, job="another run")
+    other.begin(1, 3)
+    other.agent.choose(state, 1, {Shard(0, 2): [nodes[0].peer]})
+    other.connect(1, [0], 2)
+    with pytest.raises(KeeperError, match="not a keeper of this job"):
+        other.lines[0].offer(60.0)
+
+
+def test_a_holder_that_is_stopped_does_not_stop_commits(nodes):
+    seat(nodes, 0, 3, n_floats=N_FLOATS)
+    commit(nodes, save(nodes, 1))
+    living = nodes[:1] + nodes[2:]
+    os.kill(nodes[1].process.pid, signal.SIGSTOP)
+    try:
+        saved = [commit(living, save(living, step * 1000)) for step in range(2, 6)]
+        (failed,) = nodes[0].heard_of("replica_failed")
+        assert (failed["holder"], failed["shard"], failed["state"]) == ("n2", [0, 3], [0, 2000])
+        assert failed["seconds"] < 20
+    finally:
+        os.kill(nodes[1].process.pid, signal.SIGCONT)
+    # It is back: what it lacks of the newest state is pushed to it.
+    until(lambda: Shard(0, 3) in nodes[1].shards_here(saved[-1]), deadline_s=60)
+
+
+def test_a_holder_without_room_is_told_with_figures_and_saving_goes_on(nodes):
+    seat(nodes[:2], 0, 2, n_floats=N_FLOATS)
+    nodes[1].agent.replicate([], [])
+    state = save(nodes[:2], 3)
+    until(lambda: nodes[0].heard_of("replica_failed"), deadline_s=40)
+    (failed,) = nodes[0].heard_of("replica_failed")
+    assert "no holder of" in failed["why"]
+    commit(nodes[:2], state)
+
+
+def test_an_older_start_is_fenced_off(nodes):
+    crew = nodes[:2]
+    seat(crew, 0, 2, n_floats=N_FLOATS)
+    state = commit(crew, save(crew, 3))
+    # One node goes on with the next epoch; the other one has not heard of it.
+    crew[1].begin(1, 2)
+    crew[1].agent.choose(state, 1)
+    before = crew[1].agent.stats()["replica_bytes"]
+    for rank in crew[0].ranks:
+        rank.save(4)
+    stale = StateId(0, 4)
+    until(lambda: crew[0].heard_of("replica_failed"), deadline_s=40)
+    assert "epoch" in crew[0].heard_of("replica_failed")[0]["why"]
+    assert stale not in {copy.state for copy in crew[1].agent.inventory()}
+    assert crew[1].agent.stats()["replica_bytes"] == before
+
+
+def test_a_shared_directory_has_a_state_once_it_is_sealed_and_not_before(nodes, tmp_path):
+    place = tmp_path / "states"
+    seat(nodes, 0, 3, n_floats=N_FLOATS, directory=str(place), persist_every_s=0.0)
+    store = open_store(str(place))
+    state = save(nodes, 3)
+    assert not any(node.agent.progress().is_due for node in nodes)
+    commit(nodes, state)
+    assert all(node.agent.progress().is_due for node in nodes)
+    for node in nodes[:2]:
+        node.agent.commit(state, persist=True)
+    until(lambda: all(state in node.agent.progress().parts for node in nodes[:2]))
+    # Two of three: nobody sees it, and nobody can make it appear.
+    assert store.list() == ()
+    nodes[0].agent.seal_persisted(state, 3)
+    until(lambda: nodes[0].heard_of("persist_failed"))
+    assert "not all of its 3 shards" in nodes[0].heard_of("persist_failed")[0]["why"]
+    assert store.list() == ()
+    assert nodes[0].agent.progress().persisted is None
+
+    nodes[2].agent.commit(state, persist=True)
+    until(lambda: state in nodes[2].agent.progress().parts)
+    assert store.list() == ()
+    nodes[0].agent.seal_persisted(state, 3)
+    until(lambda: nodes[0].agent.progress().persisted == state)
+    nodes[0].agent.seal_persisted(state, 3)
+    assert [stored.state for stored in store.list()] == [state]
+    assert verify_state(store, state) == []
+    assert store.read_manifest(state).job == JOB
+    assert sorted(p.name for p in place.iterdir()) == [state.name]
+
+
+def test_with_no_peer_left_the_directory_serves(nodes, start, tmp_path):
+    options = {"n_floats": N_FLOATS, "directory": str(tmp_path / "states")}
+    crew = nodes[:2]
+    seat(crew, 0, 2, **options)
+    state = commit(crew, save(crew, 3), persist=True)
+    until(lambda: all(state in node.agent.progress().parts for node in crew))
+    crew[1].agent.seal_persisted(state, 2)
+    until(lambda: crew[1].agent.progress().persisted == state)
+    crew[1].kill()
+    corrupt(crew[0], Shard(1, 2))
+    spare = start("n4", 4)
+    spare.begin(1, 2)
+    crew[0].begin(1, 2)
+    crew[0].agent.choose(state, 1)
+    spare.agent.choose(state, 1, {Shard(1, 2): [crew[0].peer]})
+    spare.connect(1, [1], 2)
+    spare.lines[0].settings(Policy(directory=options["directory"]))
+    offer = spare.lines[0].offer(60.0)
+    assert (offer.state, offer.tier) == (state, Tier.PERSISTENT)
+    assert reads(spare, 1, 2, offer, 3)
+    assert any("damaged" in why for why in offer.why)
+
+
+def test_serving_is_asked_for_again_without_harm(nodes):
+    node = nodes[0]
+    again = node.agent.serve_peers(node.address, node="n1", token=TOKEN, job=JOB)
+    assert again == node.port
+    with pytest.raises(KeeperError, match="is no address"):
+        node.agent.serve_peers("localhost", node="n1", token=TOKEN, job=JOB)
+    with pytest.raises(KeeperError, match="cannot listen"):
+        node.agent.serve_peers("203.0.113.7", node="n1", token=TOKEN, job=JOB)
+
+
+def test_a_peer_that_accepts_and_never_reads_delays_nobody(nodes, stack):
+    crew = nodes[:1]
+    deaf = stack.enter_context(socket.create_server(("127.0.0.9", 0)))
+    crew[0].begin(0, 2)
+    crew[0].agent.replicate([Peer("deaf", "127.0.0.9", deaf.getsockname()[1])], [])
+    crew[0].agent.choose(None, 0)
+    crew[0].connect(0, [0], 2)
+    crew[0].offers()
+    crew[0].reserve([0], 2, n_floats=N_FLOATS)
+    for step in (1, 2, 3):
+        # A slot that is being pushed is granted only once that has ended.
+        commit(crew, save(crew, step * 1000))
+    (failed,) = crew[0].heard_of("replica_failed")
+    assert failed["holder"] == "deaf"

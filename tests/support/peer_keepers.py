@@ -1,0 +1,131 @@
+"""Keepers of several nodes on addresses of their own, each with ranks, in this one machine."""
+
+import itertools
+
+from gpuops.checkpoint.agent_link import AgentLink
+from gpuops.checkpoint.client import connect
+from gpuops.checkpoint.keeper import Grant
+from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.transfer_team import Peer
+from support.keeper_ranks import Rank, until
+
+JOB, TOKEN = "run", "the token of the job"
+
+
+class Node:
+    """One node: a keeper's process, the agent's line to it, and its ranks."""
+
+    def __init__(self, folder, name, address, *, token=TOKEN, job=JOB):
+        self.name, self.address = name, address
+        self.process = start_or_adopt(folder / name, lease_s=60.0, node=name)
+        self.agent = AgentLink.connect(self.process.socket_path)
+        self.port = self.agent.serve_peers(address, node=name, token=token, job=job)
+        self.events = []
+        self.lines = []
+        self.ranks = []
+
+    @property
+    def peer(self):
+        return Peer(self.name, self.address, self.port)
+
+    def begin(self, generation, n_nodes, excluded_step=None):
+        for line in self.lines:
+            line.close()
+        self.lines = []
+        self.agent.begin_generation(generation, n_nodes, excluded_step, job=JOB)
+
+    def connect(self, generation, shards, world):
+        """Connect a rank for each of the numbers *shards*."""
+        self.lines = [
+            connect(
+                self.process.socket_path,
+                rank=rank,
+                world=world,
+                local_rank=n,
+                local_world=len(shards),
+                epoch_hint=generation,
+            )
+            for n, rank in enumerate(shards)
+        ]
+
+    def offers(self, deadline_s=60.0):
+        """Return what each rank is offered; all of them ask at once."""
+        return [self.lines[0].offer(deadline_s)] + [
+            line.offer(deadline_s) for line in self.lines[1:]
+        ]
+
+    def reserve(self, shards, world, **kwargs):
+        self.ranks = [
+            Rank(line, rank, world, **kwargs).reserve()
+            for line, rank in zip(self.lines, shards, strict=True)
+        ]
+
+    def heard(self):
+        self.events += self.agent.events()
+        return self.events
+
+    def heard_of(self, kind):
+        return [event for event in self.heard() if event["kind"] == kind]
+
+    def shards_here(self, state):
+        return sorted(copy.shard for copy in self.agent.inventory() if copy.state == state)
+
+    def is_replicated(self, state):
+        return state in self.agent.progress().replicated
+
+    def kill(self):
+        """End it as a node ends that loses its power."""
+        self.process.kill()
+
+    def close(self):
+        for line in self.lines:
+            line.close()
+        self.agent.close()
+        self.process.kill()
+
+
+def seat(nodes, generation, world, state=None, epoch=0, sources=None, **kwargs):
+    """Start the ranks of *nodes*, each a part of *world*, each the holder of the node before it."""
+    n_here = world // len(nodes)
+    posts = {node: list(range(n * n_here, (n + 1) * n_here)) for n, node in enumerate(nodes)}
+    for node in nodes:
+        node.begin(generation, len(nodes))
+    for n, node in enumerate(nodes):
+        before, after = nodes[n - 1], nodes[(n + 1) % len(nodes)]
+        keep = [Shard(rank, world) for rank in posts[before]] if before is not node else []
+        node.agent.replicate([after.peer] if after is not node else [], keep)
+    for node in nodes:
+        node.agent.choose(state, epoch, (sources or {}).get(node))
+    for node in nodes:
+        node.connect(generation, posts[node], world)
+    offers = []
+    for node in nodes:
+        offers += node.offers()
+    for node in nodes:
+        node.reserve(posts[node], world, **kwargs)
+    return offers
+
+
+def save(nodes, step):
+    """Save *step*, or the next that is granted, by all ranks; return its state once it is whole."""
+    steps = itertools.count(step)
+
+    def granted():
+        n = next(steps)
+        answers = [rank.save(n) for node in nodes for rank in node.ranks]
+        return answers if isinstance(answers[0], Grant) else None
+
+    answers = until(granted, what="a grant")
+    assert all(isinstance(answer, Grant) for answer in answers), answers
+    (state,) = {answer.state for answer in answers}
+    until(lambda: all(state in node.agent.progress().whole for node in nodes), what="all whole")
+    return state
+
+
+def commit(nodes, state, *, persist=False):
+    """Wait until *state* is replicated and commit it, as the leader of the agents does."""
+    until(lambda: all(node.is_replicated(state) for node in nodes), what=f"{state} replicated")
+    for node in nodes:
+        assert node.agent.commit(state, persist=persist)
+    return state

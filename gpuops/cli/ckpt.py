@@ -47,7 +47,9 @@ class _Group(click.Group):
         rows = []
         for name in self.list_commands(ctx):
             command = super().get_command(ctx, name)
-            summary = _ELSEWHERE[name][1] if command is None else command.get_short_help_str()
+            summary = (
+                _ELSEWHERE[name][1] if command is None else command.get_short_help_str(limit=80)
+            )
             rows.append((name, summary))
         with formatter.section("Commands"):
             formatter.write_dl(rows)

@@ -14,6 +14,7 @@ from support.made_states import checkpointer_state
 
 from gpuops.checkpoint.directory import DirectoryStore
 from gpuops.checkpoint.states import CheckpointError, Shard, StateId
+from gpuops.checkpoint.stores import open_store
 from gpuops.checkpoint.verify import verify_state
 from gpuops.errors import UsageError
 from gpuops.worker.adapters.dcp import GpuopsReader, GpuopsStager, GpuopsWriter
@@ -115,6 +116,17 @@ def test_a_step_that_is_made_again_is_newer(store):
     loaded = blank()
     dcp.load(loaded, storage_reader=GpuopsReader(store.address))
     assert same(loaded, state(3.0))
+
+
+def test_under_a_url(tmp_path):
+    address = f"memory://{tmp_path.name}"
+    for step in (1, 2):
+        dcp.save(state(step), storage_writer=GpuopsWriter(address, step=step))
+    loaded = blank()
+    dcp.load(loaded, storage_reader=GpuopsReader(address))
+
+    assert same(loaded, state(2))
+    assert [stored.state.step for stored in open_store(address).list()] == [2, 1]
 
 
 def test_another_start_of_the_job_is_another_epoch(store):

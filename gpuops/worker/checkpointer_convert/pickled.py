@@ -7,9 +7,9 @@ allowed to name is the caller's list, and anything else is refused before the ne
 
 # ruff: noqa: ANN401 what a pickle holds may be anything
 
-import pickletools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pickletools import genops
 from typing import Any
 
 from gpuops.checkpoint.states import CheckpointError, CorruptError
@@ -185,7 +185,7 @@ def read_pickle(
     """
     machine = _Machine(lambda name: name in names or also(name))
     try:
-        for opcode, arg, _ in pickletools.genops(data):
+        for opcode, arg, _ in genops(data):
             if opcode.name == "STOP":
                 (value,) = machine.stack
                 return value

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from gpuops.checkpoint.directory import DirectoryStore
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
+from gpuops.checkpoint.stores import open_store
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.checkpointer_convert.assemble import StateReader
 from gpuops.worker.checkpointer_convert.export import Format, export_state
@@ -212,6 +213,21 @@ def test_shards_of_four_ranks_are_put_together(store, tmp_path, form):
                 warnings.simplefilter("ignore")
                 dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     same(loaded, WHOLE)
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_a_state_under_a_url_is_fetched_and_verified(tmp_path, form):
+    store = open_store(f"memory://{tmp_path.name}")
+    state = make_state(store, RANKS, step=8)
+    export(store, state, tmp_path / "out", form)
+    other = open_store(f"memory://{tmp_path.name}-other")
+    incoming = open_incoming(tmp_path / "out", form, trust=False)
+    imported = import_state(incoming, other, tmp_path).state
+
+    with StateReader(other, other.read_manifest(imported), tmp_path) as reader:
+        names = {name.removeprefix("model.") for name in reader.tensors}
+    assert names >= {name.removeprefix("model.") for name in WHOLE}
+    no_leftovers(tmp_path, "out")
 
 
 def test_torchs_own_reader_puts_the_same_together(store, tmp_path):

@@ -167,6 +167,10 @@ class AgentLink:
         fields, _ = self._line.ask("commit", state=state_to_json(state), persist=persist)
         return fields.flag("is_new")
 
+    def aim(self, step: int) -> None:
+        """Save nothing before *step*, the first that all nodes can save together."""
+        self._line.ask("aim", step=step)
+
     def give_up(self, state: StateId) -> None:
         """Let go of a state that will not be whole on all nodes, so that others may be saved."""
         self._line.ask("give_up", state=state_to_json(state))

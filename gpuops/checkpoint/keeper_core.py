@@ -33,11 +33,13 @@ class Core:
         jobs: Jobs,
         *,
         clock_s: Callable[[], float] = time.monotonic,
+        wall_s: Callable[[], float] = time.time,
         open_store: OpenStore = open_any_store,
     ) -> None:
         self.memory = memory
         self.jobs = jobs
         self.clock_s = clock_s
+        self.wall_s = wall_s
         self.events = Events()
         self.agent: Guest | None = None
         self.crew: Crew | None = None
@@ -192,7 +194,8 @@ class Core:
         if gate.epoch is None:
             self.want(self.crew)
         skipped, now_s = sum(gate.skipped.values()), self.clock_s()
-        answer = gate.begin(post.local_rank, step, now_s)
+        gate_s = now_s if gate.is_alone else self.wall_s()
+        answer = gate.begin(post.local_rank, step, gate_s)
         if isinstance(answer, Granted):
             self._granted_s.setdefault(answer.state, now_s)
             return answer
@@ -308,6 +311,10 @@ class Core:
             self.persister.persist(state)
         return is_new
 
+    def aim(self, step: int) -> None:
+        """Grant nothing before *step*."""
+        self.memory.gate.not_before = step
+
     def give_up(self, state: StateId) -> None:
         """Give *state* up: it will not be whole on all nodes."""
         self.memory.gate.give_up(state)
@@ -378,6 +385,7 @@ class Core:
             "persisting": None if not schedule.busy_with else state_to_json(schedule.busy_with),
             "persist_failures": schedule.failures,
             "persist_trouble": self.persister.failure,
+            "directory": self.persister.policy.directory if self.persister.policy else None,
             "persist_s": self.persister.seconds,
             "persist_bytes": self.persister.nbytes,
             "hash_s": self.hash_s,

@@ -260,6 +260,11 @@ def _commit(core: Core, request: Request) -> Answer:
     return Answer({"is_new": is_new})
 
 
+def _aim(core: Core, request: Request) -> Answer:
+    core.aim(request.fields.integer("step", 0, STEP_MAX))
+    return Answer()
+
+
 def _give_up(core: Core, request: Request) -> Answer:
     core.give_up(request.fields.state())
     return Answer()
@@ -407,6 +412,7 @@ _HANDLERS: Mapping[str, Mapping[str, Handler]] = {
         "choose": _choose,
         "commit": _commit,
         "give_up": _give_up,
+        "aim": _aim,
         "flush": _flush,
         "inventory": _inventory,
         "table": _table,

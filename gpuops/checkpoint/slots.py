@@ -87,7 +87,8 @@ class Gate:
     """The slots of one node.
 
     ``newest`` is the newest committed state that memory holds. ``is_alone`` is false where other
-    nodes have a say: a state is then committed by `commit_from_outside` only. ``refused`` has the
+    nodes have a say: a state is then committed by `commit_from_outside` only; ``not_before`` is the
+    first step that all of them can save next, until `resume`. ``refused`` has the
     newest states that were skipped or given up, the newest last.
     """
 
@@ -180,7 +181,10 @@ class Gate:
     # One state.
 
     def begin(self, local_rank: int, step: int, now_s: float) -> Granted | Refused:
-        """Return the slot for *step*, or why there is none; the same for all ranks."""
+        """Return the slot for *step*, or why there is none; the same for all ranks.
+
+        *now_s*: where other nodes have a say, of a clock that they have, too.
+        """
         if not 0 <= local_rank < self._n_ranks:
             raise GateError(f"this node has no local rank {local_rank} of {self._n_ranks}")
         self._pass(local_rank, step)
@@ -322,10 +326,9 @@ class Gate:
         """Return why *step* is not saved; where it is, the slots of all ranks are taken."""
         if self.epoch is None:
             return Refused(Reason.NOT_RESTORED, "the state to go on from is not known yet")
-        if step < self.not_before:
-            return Refused(Reason.NOT_DUE, f"all nodes save step {self.not_before} next, or after")
-        if self._granted_s is not None and now_s - self._granted_s < self.every_s:
-            return Refused(Reason.NOT_DUE, f"the last one is less than {self.every_s:g} s old")
+        early = self._why_early(step, now_s)
+        if early:
+            return Refused(Reason.NOT_DUE, early)
         missing = [r for r in range(self._n_ranks) if r not in self._current]
         if missing:
             return Refused(Reason.NOT_RESERVED, f"local rank {missing[0]} has no slots yet")
@@ -342,6 +345,23 @@ class Gate:
         phases = dict.fromkeys(slots, _Phase.GRANTED)
         self._flight = _Flight(StateId(self.epoch, step), slots, phases)
         return None
+
+    def _why_early(self, step: int, now_s: float) -> str:
+        """Return why it is too early for the next save, "" where it is not.
+
+        Nodes that decide apart have to come to the same: with them a save is due once in each
+        stretch of *every_s* of the time of day. By the time since the last grant, two nodes that
+        once differed by a step would differ for ever.
+        """
+        if step < self.not_before:
+            return f"all nodes save step {self.not_before} next, or after"
+        if self._granted_s is None or self.every_s <= 0:
+            return ""
+        if self.is_alone:
+            is_early = now_s - self._granted_s < self.every_s
+            return f"the last one is less than {self.every_s:g} s old" if is_early else ""
+        is_early = now_s // self.every_s == self._granted_s // self.every_s
+        return f"of these {self.every_s:g} s one was saved" if is_early else ""
 
     def _stage(self) -> str:
         assert self._flight is not None

@@ -18,6 +18,7 @@ LONGEST_S = 30 * 86_400.0
 RESTARTS_DEFAULT = "3"
 GROW_AFTER_DEFAULT = "300"
 LOOPBACK = "127.0.0.1"
+REPLICAS_MAX = 16
 LEASE_DEFAULT = "120"
 LAST_SAVE_DEFAULT = "10m"
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -73,6 +74,13 @@ def grow_after(text: str) -> float | None:
 def drain_grace(text: str) -> float:
     """Return the seconds between the scheduler's notice and its SIGKILL."""
     return _seconds(text)
+
+
+def replicas(text: str) -> int:
+    """Return how many nodes are to have each checkpoint, from 1 to `REPLICAS_MAX`."""
+    if not text.isdecimal() or not 1 <= int(text) <= REPLICAS_MAX:
+        raise ValueError(f"a number from 1 to {REPLICAS_MAX} is wanted")
+    return int(text)
 
 
 def http(text: str) -> tuple[str, int | None]:
@@ -264,6 +272,13 @@ CHECKPOINT_SETTINGS = (
         lasting,
         LEASE_DEFAULT,
         "how long checkpoints in memory wait for the agent to come back after it was killed",
+    ),
+    _of_checkpoints(
+        "replicas",
+        "GPUOPS_CKPT_REPLICAS",
+        replicas,
+        "2",
+        "how many nodes of a run have each checkpoint in memory, the one that saved it among them",
     ),
     _of_checkpoints(
         "last_save",

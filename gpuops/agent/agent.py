@@ -149,7 +149,9 @@ class GpuopsAgent(LocalElasticAgent):
         )
         folder = self._log_folder()
         checkpoints, excluded = self._parts.checkpoints, self._left_out()
-        checkpoints.begin(self.generation, worker_group.group_world_size or 1, excluded)
+        assert self._seat is not None
+        n_nodes = worker_group.group_world_size or 1
+        checkpoints.begin(self.generation, n_nodes, excluded, self._seat.roster)
         env = {
             local_rank: {
                 **self._parts.worker_env(folder),

@@ -35,7 +35,7 @@ TORCH_WISHES = (
 OUR_WISHES = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
-    *("token_file", "ckpt", "ckpt_dir"),
+    *("token_file", "ckpt", "ckpt_dir", "ckpt_replicas"),
 )
 
 
@@ -242,6 +242,12 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--ckpt-dir",
         metavar="DIR|URL",
         help="Where they persist; default: nowhere, unless the script names a directory.",
+    )
+    _both(
+        group,
+        "--ckpt-replicas",
+        metavar="N",
+        help="How many nodes have each state in memory, its own among them; default: 2.",
     )
 
 

@@ -13,9 +13,13 @@ from uuid import uuid4
 from torch.distributed.launcher.api import LaunchConfig
 
 from gpuops.agent.arguments import Request
-from gpuops.agent.checkpoint_keeper import Checkpoints
+from gpuops.agent.checkpoint_peers import Agreement
+from gpuops.agent.checkpoint_peers import Place as PeerPlace
 from gpuops.agent.checkpoint_record import CheckpointRecord
 from gpuops.agent.checkpoint_start import Job, checkpoints_of
+from gpuops.agent.checkpoint_witness import CheckpointWitness
+from gpuops.agent.checkpoint_words import FIELD, Stored
+from gpuops.agent.checkpoints import Checkpoints
 from gpuops.agent.collectives import collective_env
 from gpuops.agent.deciding import decider
 from gpuops.agent.evidence import EVIDENCE_S
@@ -45,6 +49,7 @@ from gpuops.control.link import Link
 from gpuops.control.record import ControlRecord, Member, Phase
 from gpuops.control.view import View
 from gpuops.host.clock import Clock
+from gpuops.model import Json
 from gpuops.units import US_PER_S
 
 log = logging.getLogger(__name__)
@@ -117,6 +122,9 @@ def assemble(
     )
     leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
     link.leads = leader
+    if met.is_shared:
+        replicas = plan.checkpoints.replicas
+        leader.aside.witness = CheckpointWitness(met.board, link.keys, me, clock, replicas)
     job, restarts = slurm_job(prepared.env)
     pace = Pace()
     parts = Parts(
@@ -140,7 +148,7 @@ def assemble(
         sentries=(hang, gpus),
         hang=hang,
         pace=pace,
-        checkpoints=_checkpoints(prepared, session, pace, me),
+        checkpoints=_checkpoints(prepared, met, session, pace, link),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         gpu_signs=gpus.recent,
         worker_env=lambda folder: collective_env(
@@ -148,10 +156,19 @@ def assemble(
         ),
     )
     seats = Seats(link, plan.meeting.run_key)
+    seats.wish = lambda: _wish(parts.checkpoints)
     return Assembly(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
 
 
-def _checkpoints(prepared: Prepared, session: Session, pace: Pace, me: Member) -> Checkpoints:
+def _wish(checkpoints: Checkpoints) -> Json:
+    held = checkpoints.holding()
+    return {} if held is None else {FIELD: held}
+
+
+def _checkpoints(
+    prepared: Prepared, met: Met, session: Session, pace: Pace, link: Link
+) -> Checkpoints:
+    me = link.me
     record = CheckpointRecord(
         session.chronicle, pace, prepared.clock, log.warning, n_ranks=me.n_workers
     )
@@ -163,7 +180,34 @@ def _checkpoints(prepared: Prepared, session: Session, pace: Pace, me: Member) -
         cwd=str(Path.cwd()),
         uid=os.geteuid(),
     )
-    return checkpoints_of(job, record, prepared.clock)
+    agreement = _agreement(prepared, met, session, link) if met.is_shared else None
+    return checkpoints_of(job, record, prepared.clock, agreement)
+
+
+def _agreement(prepared: Prepared, met: Met, session: Session, link: Link) -> Agreement:
+    """Return this node's part in what all agree on of checkpoints."""
+    plan, run_id = prepared.request.plan, session.identity.run_id
+    place = PeerPlace(
+        me=link.me,
+        # Without a token whoever reaches the board knows the run's id: peers prove no more.
+        token=plan.meeting.token or run_id,
+        job=session.identity.folder,
+        directory=plan.checkpoints.directory,
+    )
+    return Agreement(
+        met.board,
+        link.keys,
+        place,
+        _survey,
+        log.warning,
+        is_led=lambda: link.record.phase in {Phase.RUN, Phase.DRAIN},
+    )
+
+
+def _survey(directory: str) -> Stored:
+    from gpuops.agent.keeper_tie import survey
+
+    return survey(directory)
 
 
 def _enter(prepared: Prepared, met: Met, node: str, mine: Identity) -> tuple[Member, View]:

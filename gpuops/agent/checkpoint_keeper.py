@@ -13,170 +13,25 @@ thread and the thread in here call in.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gpuops.agent.agent_state import CheckpointState
-from gpuops.agent.checkpoint_news import KeeperEvent, pair, read_events, whole
+from gpuops.agent.checkpoint_news import pair, read_events, whole
+from gpuops.agent.checkpoint_peers import Agreement
+from gpuops.agent.checkpoints import KEEPER, OFF, Flushed, KeeperRecord, Started, place_of
 from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.control.record import Roster
 from gpuops.host.clock import Clock
+from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
-OFF = ""  # a worker must not take one of somebody else's environment either
 LOOK_WAIT_S = 1.0
 END_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flushed:
-    """What a flush came to. ``state`` is what lies in ``directory`` now, None where nothing does.
-
-    ``fitted``: the newest state that was committed is there; else ``why`` says what kept it.
-    ``has_place`` False: no directory was ever named, by nobody.
-    """
-
-    state: StateId | None = None
-    newest: StateId | None = None
-    fitted: bool = False
-    has_place: bool = True
-    seconds: float = 0.0
-    within_s: float = 0.0
-    directory: str | None = None
-    why: str | None = None
-
-
-class KeeperTie(Protocol):
-    """What an agent asks of its node's keeper; each call ends, with KeeperError at the latest."""
-
-    def begin_generation(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
-        """Say that new workers come, and which state they are not to load."""
-        ...
-
-    def stats(self) -> Mapping[str, Any]:
-        """Return counts by name; ``newest`` and ``persisted`` are ``[epoch, step]`` or None."""
-        ...
-
-    def events(self) -> Sequence[Mapping[str, Any]]:
-        """Return what happened since the last call, oldest first; see `read_events`."""
-        ...
-
-    def flush(self, deadline_s: float) -> Flushed:
-        """Persist the newest committed state within *deadline_s*; ``state`` is that, or None."""
-        ...
-
-    def end(self) -> None:
-        """Have the keeper end, with all that it holds in memory."""
-        ...
-
-    def close(self) -> None:
-        """Let go of it: it lives on for its lease. Never raises."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A keeper that answers. ``adopted``: the one of an agent that was killed."""
-
-    tie: KeeperTie
-    socket: str
-    pid: int | None = None
-    adopted: bool = False
-
-
-class KeeperRecord(Protocol):
-    """Who writes down what a keeper tells; called by one thread at a time."""
-
-    def began(self, started: Started, newest: StateId | None) -> None:
-        """Hear that there is a keeper now, and what it holds."""
-        ...
-
-    def heard(self, events: Sequence[KeeperEvent]) -> None:
-        """Hear what happened in it."""
-        ...
-
-    def newest(self, state: StateId, *, is_new: bool) -> None:
-        """Hear of a newer state than before; *is_new*: this generation saved it."""
-        ...
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Hear that the keeper failed at *what*, or is gone."""
-        ...
-
-    def flushed(self, done: Flushed) -> None:
-        """Hear what became of a flush."""
-        ...
-
-    def over(self) -> None:
-        """Hear that a generation has ended: what was counted is told."""
-        ...
-
-
-class Checkpoints(Protocol):
-    """What the other parts of an agent ask; none of it raises."""
-
-    def env(self) -> Mapping[str, str]:
-        """Return what the workers of the next generation find in their environment."""
-        ...
-
-    def begin(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
-        """Prepare for the workers of a generation, which start next."""
-        ...
-
-    def look(self) -> None:
-        """Take in what there is to hear; waits `LOOK_WAIT_S` at most."""
-        ...
-
-    def state(self) -> CheckpointState | None:
-        """Return what is held, None where nothing is kept; from any thread, never waits."""
-        ...
-
-    def flush(self, within_s: float) -> Flushed | None:
-        """Persist the newest state within *within_s*; None where there is nothing to persist."""
-        ...
-
-    def end(self, save_s: float) -> None:
-        """End the keeper; what is newest is persisted before, within *save_s* (0: at once)."""
-        ...
-
-    def leave(self) -> None:
-        """Let go of the keeper, which waits for the next agent of this job."""
-        ...
-
-
-class NoCheckpoints:
-    """A run that keeps nothing in memory."""
-
-    def __init__(self, directory: str | None = None) -> None:
-        self._directory = directory
-
-    def env(self) -> Mapping[str, str]:
-        """Return that there is no keeper, and that none is to be started."""
-        return {KEEPER: OFF, **_place(self._directory)}
-
-    def begin(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
-        """Do nothing."""
-
-    def look(self) -> None:
-        """Do nothing."""
-
-    def state(self) -> CheckpointState | None:
-        """Return that nothing is kept."""
-        return None
-
-    def flush(self, within_s: float) -> Flushed | None:  # noqa: ARG002 the protocol's
-        """Return that there is nothing to persist."""
-        return None
-
-    def end(self, save_s: float) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +40,8 @@ class Times:
 
     every_s: float = 1.0
     ready_s: float = 15.0
+    hurried_s: float = 0.2  # while somebody waits for what all agree on
+    uncommitted_s: float = 15.0
 
 
 TIMES = Times()
@@ -194,10 +51,11 @@ class Keeping:
     """The keeper of this node and job.
 
     *start* starts or adopts it; it raises KeeperError within a time of its own. *release* is called
-    once it has been ended (True) or let go of (False).
+    once it has been ended (True) or let go of (False). *agreement*: with the other nodes of the
+    run; None: there never are any. *pause* waits so many seconds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 what it is made of, and its times
         self,
         start: Callable[[], Started],
         record: KeeperRecord,
@@ -206,6 +64,8 @@ class Keeping:
         directory: str | None = None,
         release: Callable[[bool], None] = lambda _ended: None,
         times: Times = TIMES,
+        agreement: Agreement | None = None,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
         self._start = start
         self._record = record
@@ -213,6 +73,8 @@ class Keeping:
         self._directory = directory
         self._release = release
         self._times = times
+        self._agreement = agreement
+        self._pause = pause or threading.Event().wait
         self._turn = threading.Lock()  # one call to the keeper at a time, and its news in order
         self._keeper: Started | None = None
         self._newest: StateId | None = None
@@ -221,7 +83,7 @@ class Keeping:
         self._state: CheckpointState | None = CheckpointState(is_alive=False)
         self._stopping = threading.Event()
         self._is_over = False
-        self._is_alone = True
+        self._is_shared = True  # by all who are to save
         self._thread = threading.Thread(target=self._run, name="gpuops-keeper", daemon=True)
 
     def open(self) -> "Keeping":
@@ -232,10 +94,34 @@ class Keeping:
     def env(self) -> Mapping[str, str]:
         """Return where the workers find the keeper; one that is not there is `OFF`."""
         keeper = self._keeper
-        socket = OFF if keeper is None or not self._is_alone else keeper.socket
-        return {KEEPER: socket, **_place(self._directory)}
+        socket = OFF if keeper is None or not self._is_shared else keeper.socket
+        return {KEEPER: socket, **place_of(self._directory)}
 
-    def begin(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
+    def said(self) -> Json | None:
+        """Return what goes with a heartbeat."""
+        return None if self._agreement is None else self._agreement.said()
+
+    def holding(self) -> Json | None:
+        """Return what goes with this node's wish for a seat."""
+        agreement, found = self._agreement, None
+        if agreement is None:
+            return None
+        with self._called("telling what is held in memory", self._times.ready_s) as has_turn:
+            keeper = (self._keeper or self._opened()) if has_turn and not self._is_over else None
+            if keeper is not None:
+                try:
+                    found = agreement.holding(keeper.tie)
+                except KeeperError as exc:
+                    self._lost("telling what is held in memory", exc)
+        return found
+
+    def begin(
+        self,
+        generation: int,
+        n_nodes: int,
+        excluded_step: int | None,
+        roster: Roster | None = None,
+    ) -> None:
         """Prepare for the workers of a generation; one that died is replaced first."""
         with self._called("preparing the checkpoints", self._times.ready_s) as has_turn:
             if not has_turn or self._is_over:
@@ -243,19 +129,23 @@ class Keeping:
             self._look()
             self._record.over()
             # States of several nodes need all of them to agree on what is whole.
-            self._is_alone = n_nodes == 1
-            if not self._began(generation, n_nodes, excluded_step):
-                self._began(generation, n_nodes, excluded_step)
+            self._is_shared = n_nodes == 1
+            if not self._began(generation, n_nodes, excluded_step, roster):
+                self._began(generation, n_nodes, excluded_step, roster)
             self._look()
             self._at_begin = self._newest
 
-    def _began(self, generation: int, n_nodes: int, excluded_step: int | None) -> bool:
+    def _began(
+        self, generation: int, n_nodes: int, excluded_step: int | None, roster: Roster | None
+    ) -> bool:
         """Say whether a keeper waits for this generation now."""
         keeper = self._keeper or self._opened()
         if keeper is None:
             return False
         try:
             keeper.tie.begin_generation(generation, n_nodes, excluded_step)
+            if self._agreement is not None and roster is not None:
+                self._is_shared = self._agreement.begin(keeper.tie, roster)
         except KeeperError as exc:
             self._lost("beginning a generation", exc)
             return False
@@ -294,6 +184,10 @@ class Keeping:
     def _flushed(self, within_s: float) -> Flushed:
         assert self._keeper is not None
         newest, tie = self._newest, self._keeper.tie
+        if self._agreement is not None and self._agreement.is_on:
+            done = self._persisted_by_all(self._agreement, newest, within_s)
+            if done is not None:
+                return done
         try:
             done = tie.flush(max(0.0, within_s))
         except KeeperError as exc:
@@ -304,6 +198,48 @@ class Keeping:
         # A state may have been committed meanwhile: what was sealed before is waited for.
         newest = newest if done.state is None else max(done.state, newest or done.state)
         return replace(done, state=persisted, newest=newest)
+
+    def settle(self, within_s: float) -> None:
+        """Wait until what was saved last is committed, and persistent, on all nodes."""
+        agreement, began_ns = self._agreement, self._clock.mono_ns()
+        if agreement is None or not agreement.is_on or agreement.said() is None:
+            return
+        while agreement.is_on and agreement.is_led() and agreement.is_uncommitted:
+            if self._seconds_since(began_ns) >= min(self._times.uncommitted_s, within_s):
+                break
+            agreement.fetch()
+            self.look()
+            self._pause(self._times.hurried_s)
+        with self._called("persisting the newest checkpoint", LOOK_WAIT_S) as has_turn:
+            if has_turn and self._keeper is not None:
+                left_s = within_s - self._seconds_since(began_ns)
+                self._persisted_by_all(agreement, self._newest, left_s)
+
+    def _persisted_by_all(
+        self, agreement: Agreement, newest: StateId | None, within_s: float
+    ) -> Flushed | None:
+        """Have all nodes write *newest*; None where nobody is there to see that all do."""
+        began_ns, why = self._clock.mono_ns(), "the other nodes have not written their shards yet"
+        if not agreement.has_directory:
+            return Flushed(newest=newest, has_place=False, why="nobody named a directory")
+        agreement.must_persist = True
+        try:
+            while newest is not None and self._keeper is not None:
+                agreement.fetch()
+                self._look()
+                state = agreement.persisted
+                if state is not None and state >= newest:
+                    return Flushed(
+                        state=state, newest=newest, fitted=True, directory=agreement.directory
+                    )
+                if not agreement.is_led() or not agreement.is_on:
+                    return None
+                if self._seconds_since(began_ns) >= within_s:
+                    break
+                self._pause(self._times.hurried_s)
+        finally:
+            agreement.must_persist = False
+        return Flushed(newest=newest, directory=agreement.directory, why=why)
 
     def _seconds_since(self, then_ns: int) -> float:
         return (self._clock.mono_ns() - then_ns) / NS_PER_S
@@ -354,8 +290,14 @@ class Keeping:
         with self._called("starting the keeper", self._times.ready_s) as has_turn:
             if has_turn and self._keeper is None and not self._is_over:
                 self._opened()
-        while not self._stopping.wait(self._times.every_s):
+        while not self._stopping.wait(self._wait_s()):
+            if self._agreement is not None:
+                self._agreement.fetch()
             self.look()
+
+    def _wait_s(self) -> float:
+        is_waiting = self._agreement is not None and self._agreement.is_waiting
+        return self._times.hurried_s if is_waiting else self._times.every_s
 
     @contextmanager
     def _called(self, what: str, within_s: float) -> Iterator[bool]:
@@ -394,6 +336,8 @@ class Keeping:
             return
         try:
             events, stats = read_events(keeper.tie.events()), keeper.tie.stats()
+            if self._agreement is not None:
+                self._agreement.look(keeper.tie, stats)
         except KeeperError as exc:
             self._lost("hearing the keeper of the checkpoints", exc)
             return
@@ -403,6 +347,8 @@ class Keeping:
 
     def _take_in(self, stats: Mapping[str, Any], *, is_first: bool) -> None:
         newest, persisted = pair(stats.get("newest")), pair(stats.get("persisted"))
+        if self._agreement is not None and self._agreement.is_on:
+            persisted = self._agreement.persisted
         before = self._state
         has_changed = newest is not None and newest != self._newest
         if newest is not None and (has_changed or is_first):
@@ -427,6 +373,8 @@ class Keeping:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.tie.close()
+        if self._agreement is not None:
+            self._agreement.lost()
         if self._state is not None:
             before = self._state
             self._state = CheckpointState(
@@ -437,10 +385,6 @@ class Keeping:
             )
         self._newest = self._at_begin = None
         self._record.failed(what, error)
-
-
-def _place(directory: str | None) -> dict[str, str]:
-    return {} if directory is None else {DIRECTORY: directory}
 
 
 def _named(state: CheckpointState) -> StateId | None:

@@ -6,7 +6,6 @@ States are committed with every step, so commits and skips are counted and told 
 import logging
 from collections.abc import Callable, Sequence
 
-from gpuops.agent.checkpoint_keeper import Flushed, Started
 from gpuops.agent.checkpoint_news import (
     RESTORED,
     KeeperEvent,
@@ -15,6 +14,7 @@ from gpuops.agent.checkpoint_news import (
     resumed,
     single,
 )
+from gpuops.agent.checkpoints import Flushed, Started
 from gpuops.agent.chronicle import Chronicle
 from gpuops.agent.pace import Pace
 from gpuops.agent.records import LastSave

@@ -8,12 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpuops.agent.arguments import Request
-from gpuops.agent.checkpoint_keeper import (
-    Checkpoints,
-    KeeperRecord,
-    Keeping,
-    NoCheckpoints,
-)
+from gpuops.agent.checkpoint_keeper import Keeping
+from gpuops.agent.checkpoint_peers import Agreement
+from gpuops.agent.checkpoints import Checkpoints, KeeperRecord, NoCheckpoints
 from gpuops.agent.keeper_folder import (
     FolderError,
     keeper_key,
@@ -40,8 +37,13 @@ class Job:
     uid: int
 
 
-def checkpoints_of(job: Job, record: KeeperRecord, clock: Clock) -> Checkpoints:
-    """Return what keeps the checkpoints of *job*; a keeper is being started when this returns."""
+def checkpoints_of(
+    job: Job, record: KeeperRecord, clock: Clock, agreement: Agreement | None = None
+) -> Checkpoints:
+    """Return what keeps the checkpoints of *job*; a keeper is being started when this returns.
+
+    *agreement*: with the other nodes of the run; None where there are none.
+    """
     plan = job.request.plan.checkpoints
     if not plan.in_memory or any(find_spec(name) is None for name in NEEDED):
         return NoCheckpoints(plan.directory)
@@ -61,4 +63,5 @@ def checkpoints_of(job: Job, record: KeeperRecord, clock: Clock) -> Checkpoints:
         clock,
         directory=plan.directory,
         release=lambda ended: folder.leave(remove=ended),
+        agreement=agreement,
     ).open()

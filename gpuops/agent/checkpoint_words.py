@@ -73,7 +73,7 @@ class Stored:
         body = _mapping(data)
         found = []
         for item in _list(body.get("states"), STORED_MAX):
-            epoch, step, world = _list(item, 3)
+            epoch, step, world = _row(item, 3)
             found.append((_state([epoch, step]), _world(world)))
         epoch_max = body.get("epoch", -1)
         return cls(tuple(found), -1 if epoch_max == -1 else _number(epoch_max, EPOCH_MAX))
@@ -193,7 +193,8 @@ class Holding:
 class Restore:
     """Where all ranks go on from. ``state`` None: from the start.
 
-    ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal.
+    ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal;
+    ``roots`` are of the digests of these shards.
     """
 
     state: StateId | None
@@ -202,6 +203,7 @@ class Restore:
     tier: Tier = Tier.MEMORY
     why: tuple[str, ...] = ()
     sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    roots: Mapping[int, str] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         return {
@@ -211,6 +213,7 @@ class Restore:
             "tier": self.tier.value,
             "why": [text[:WHY_CHARS_MAX] for text in self.why[:WHY_MAX]],
             "sources": {str(rank): list(nodes) for rank, nodes in self.sources.items()},
+            "roots": {str(rank): root for rank, root in self.roots.items()},
         }
 
     @classmethod
@@ -221,17 +224,18 @@ class Restore:
             WordError: It is none.
         """
         body = _mapping(data)
-        sources = _mapping(body.get("sources", {}))
-        if len(sources) > WORLD_MAX:
+        sources, roots = _mapping(body.get("sources", {})), _mapping(body.get("roots", {}))
+        if max(len(sources), len(roots)) > WORLD_MAX:
             raise WordError("too many shards")
         try:
             return cls(
                 state=_maybe(body.get("state")),
                 epoch=_number(body.get("epoch"), EPOCH_MAX),
                 world=_number(body.get("world"), WORLD_MAX),
-                tier=Tier(body.get("tier")),
+                tier=Tier(str(body.get("tier"))),
                 why=tuple(str(text)[:WHY_CHARS_MAX] for text in _list(body.get("why"), WHY_MAX)),
                 sources={int(rank): _names(nodes) for rank, nodes in sources.items()},
+                roots={int(rank): _root(root) for rank, root in roots.items()},
             )
         except (TypeError, ValueError) as exc:
             raise WordError(f"not where to go on from: {exc}") from exc
@@ -273,7 +277,7 @@ class Notes:
         placement, restore = body.get("placement"), body.get("restore")
         peers = {}
         for node, place in list(_mapping(body.get("peers", {})).items())[:NODES_MAX]:
-            host, port = _list(place, 2)
+            host, port = _row(place, 2)
             peers[_name(node)] = (_name(host), _number(port, PORT_MAX))
         epoch = body.get("epoch", -1)
         try:
@@ -294,8 +298,9 @@ class Watermark:
     """What is agreed on. ``committed``: every node of the generation has it, as often as asked.
 
     ``dropped`` will never be committed, the newest first. ``persist`` is to be written to the
-    directory by all, ``sealed`` is there whole but for its manifest, which ``sealer`` writes.
-    Nothing before the step ``aim`` is to be saved: by then all have heard that they may.
+    directory by all, ``sealed`` is there whole but for its manifest, which ``sealer`` writes, and
+    ``persisted`` has that, too. Nothing before the step ``aim`` is to be saved: by then all have
+    heard that they may.
     """
 
     generation: int = 0
@@ -303,6 +308,7 @@ class Watermark:
     dropped: tuple[StateId, ...] = ()
     persist: StateId | None = None
     sealed: StateId | None = None
+    persisted: StateId | None = None
     sealer: str = ""
     aim: StateId | None = None
 
@@ -313,6 +319,7 @@ class Watermark:
             "dropped": states_json(self.dropped, DROPPED_MAX),
             "persist": state_json(self.persist),
             "sealed": state_json(self.sealed),
+            "persisted": state_json(self.persisted),
             "sealer": self.sealer,
             "aim": state_json(self.aim),
         }
@@ -332,23 +339,28 @@ class Watermark:
             dropped=_states(body.get("dropped"), DROPPED_MAX),
             persist=_maybe(body.get("persist")),
             sealed=_maybe(body.get("sealed")),
+            persisted=_maybe(body.get("persisted")),
             sealer=sealer[:NAME_CHARS_MAX] if isinstance(sealer, str) else "",
             aim=_maybe(body.get("aim")),
         )
 
 
 def _copy(item: object, node: str) -> Copy:
-    epoch, step, rank, world, layout, nbytes, root = _list(item, 7)
+    epoch, step, rank, world, layout, nbytes, root = _row(item, 7)
     if not isinstance(layout, str) or len(layout) > _LAYOUT_CHARS:
         raise WordError("a layout is no text")
-    if not isinstance(root, str) or len(root) != 64:
-        raise WordError("a digest is no text of 64 digits")
     try:
         shard = Shard(_number(rank, WORLD_MAX), _world(world))
     except ValueError as exc:
         raise WordError(str(exc)) from exc
-    digest = Digest(_number(nbytes, IMAGE_BYTES_MAX), b"", root)
+    digest = Digest(_number(nbytes, IMAGE_BYTES_MAX), b"", _root(root))
     return Copy(_state([epoch, step]), shard, layout, digest, Tier.MEMORY, node)
+
+
+def _root(data: object) -> str:
+    if not isinstance(data, str) or len(data) != 64:
+        raise WordError("a digest is no text of 64 digits")
+    return data
 
 
 def _mapping(data: object) -> Mapping[str, Any]:
@@ -361,9 +373,13 @@ def _list(data: object, most: int) -> list[Any]:
     found = [] if data is None else data
     if not isinstance(found, list) or len(found) > most:
         raise WordError(f"a list of at most {most} is wanted")
-    if most in {2, 3, 7} and data is not None and len(found) != most:
-        raise WordError(f"{most} values are wanted")
     return found
+
+
+def _row(data: object, length: int) -> list[Any]:
+    if not isinstance(data, list) or len(data) != length:
+        raise WordError(f"a list of {length} values is wanted")
+    return data
 
 
 def _state(data: object) -> StateId:

@@ -1,13 +1,21 @@
 """The real keeper behind what the agent asks: its process, and the line to it."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuops.agent.checkpoint_keeper import Flushed, Started
+from gpuops.agent.checkpoint_tie import Peer, Progress
+from gpuops.agent.checkpoint_words import STORED_MAX, Stored
+from gpuops.agent.checkpoints import Flushed, Started
 from gpuops.checkpoint.agent_link import AgentLink
+from gpuops.checkpoint.keeper_line import KeeperGoneError
 from gpuops.checkpoint.keeper_process import KeeperProcess, start_or_adopt
-from gpuops.checkpoint.states import KeeperError
+from gpuops.checkpoint.states import CheckpointError, Copy, KeeperError, Shard, StateId
+from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.transfer_team import Peer as KeeperPeer
+
+log = logging.getLogger(__name__)
 
 # Of what the keeper knows by heart; a restart of the workers waits for it.
 ANSWER_S = 10.0
@@ -48,12 +56,88 @@ class LinkedKeeper:
             why=done.why or None,
         )
 
+    def serve_peers(self, address: str, *, node: str, token: str, job: str) -> int:
+        return self._link.serve_peers(address, node=node, token=token, job=job)
+
+    def inventory(self) -> Sequence[Copy]:
+        return self._link.inventory()
+
+    def replicate(self, holders: Sequence[Peer], keep: Sequence[Shard]) -> None:
+        self._link.replicate([KeeperPeer(*holder) for holder in holders], keep)
+
+    def choose(
+        self,
+        state: StateId | None,
+        epoch: int,
+        sources: Mapping[Shard, Sequence[Peer]],
+        why: Sequence[str],
+        *,
+        roots: Mapping[Shard, str],
+    ) -> None:
+        peers = {s: [KeeperPeer(*one) for one in of_shard] for s, of_shard in sources.items()}
+        self._link.choose(state, epoch, peers, why, roots=roots)
+
+    def progress(self) -> Progress:
+        found = self._link.progress()
+        return Progress(
+            whole=found.whole,
+            replicated=found.replicated,
+            refused=found.refused,
+            parts=found.parts,
+            newest=found.newest,
+            persisted=found.persisted,
+            in_flight=found.in_flight,
+            asked=None if found.decided is None else found.decided.step,
+            is_due=found.is_due,
+        )
+
+    def aim(self, step: int) -> None:
+        self._link.aim(step)
+
+    def commit(self, state: StateId) -> None:
+        self._link.commit(state)
+
+    def persist(self, state: StateId) -> bool:
+        return _is_taken(lambda: self._link.commit(state, persist=True))
+
+    def give_up(self, state: StateId) -> None:
+        self._link.give_up(state)
+
+    def seal_persisted(self, state: StateId, world: int) -> bool:
+        return _is_taken(lambda: self._link.seal_persisted(state, world))
+
     def end(self) -> None:
         self._link.end()
 
     def close(self) -> None:
         self._link.close()
         self._process.is_running()  # reaps it where it has ended
+
+
+def survey(directory: str) -> Stored:
+    """Return which states *directory* has whole, the newest first.
+
+    Raises:
+        CheckpointError: It cannot be read, or all that it has is damaged.
+    """
+    found = open_store(directory).survey()
+    if found.damaged and not found.states:
+        raise CheckpointError(f"{found.damaged[0].name} is damaged: {found.damaged[0].why}")
+    newest = sorted(((one.state, one.manifest.world) for one in found.states), reverse=True)
+    epochs = [state.epoch for state, _world in newest]
+    return Stored(tuple(newest[:STORED_MAX]), max(epochs, default=-1))
+
+
+def _is_taken(ask: Callable[[], object]) -> bool:
+    """Say whether the keeper takes what it is asked; one that is gone raises."""
+    try:
+        ask()
+    except KeeperGoneError:
+        raise
+    except KeeperError as exc:
+        log.debug("the keeper of the checkpoints refuses just now: %s", exc)
+        return False
+    return True
 
 
 def start_keeper(folder: Path, *, lease_s: float, node: str, job: str) -> Started:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from gpuops.agent.checkpoint_keeper import Checkpoints, NoCheckpoints
+from gpuops.agent.checkpoints import Checkpoints, NoCheckpoints
 from gpuops.agent.gatekeeper import GateKeeper
 from gpuops.agent.gpu_signs import GpuSign
 from gpuops.agent.logs import GenerationLogs

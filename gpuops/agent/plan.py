@@ -35,14 +35,16 @@ class CheckpointPlan:
     """What the run does for the checkpoints of its script.
 
     ``directory``: where they persist, an absolute path or a URL; None: the script says. The keeper
-    of a killed agent waits ``lease_s`` for the next one. A run that ends waits ``last_save_s`` at
-    most for its newest checkpoint to persist.
+    of a killed agent waits ``lease_s`` for the next one. Each node's part of a state lies in the
+    memory of ``replicas`` nodes. A run that ends waits ``last_save_s`` at most for its newest
+    checkpoint to persist.
     """
 
     in_memory: bool = True
     directory: str | None = None
     lease_s: float = 120.0
     last_save_s: float = 600.0
+    replicas: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ def _checkpoints(wishes: Wishes, settings: Settings) -> CheckpointPlan:
         in_memory=read(wanted, config_run.checkpoints) and not settings.disabled,
         directory=None if directory.text is None else _place(read(directory, config_run.directory)),
         lease_s=config_run.lasting(values["checkpoint.lease"].value),
+        replicas=read(wishes["ckpt_replicas"], config_run.replicas),
         last_save_s=config_run.lasting(values["checkpoint.last_save"].value),
     )
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 
 from gpuops.agent.agent_state import AgentState, RankState, checkpoint_json, run_state
+from gpuops.agent.checkpoint_words import FIELD
 from gpuops.agent.parts import Parts
 from gpuops.agent.workers import Workers
 from gpuops.control.board import Entry
@@ -22,8 +23,9 @@ def progress_of(parts: Parts, generation: int, workers: Workers | None) -> Json:
     steps = [progress.last_step for progress in known if progress.last_step is not None]
     beats_ns = [p.last_mono_ns for p in known if p.last_mono_ns is not None]
     silent_s = (parts.clock.mono_ns() - max(beats_ns)) / 1e9 if beats_ns else None
-    step_s = parts.pace.step_s()
+    step_s, saved = parts.pace.step_s(), parts.checkpoints.said()
     return {
+        **({} if saved is None else {FIELD: saved}),
         "generation": generation,
         "ranks": len(ranks),
         "first_rank": min(ranks, default=None),

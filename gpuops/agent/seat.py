@@ -23,6 +23,7 @@ from gpuops.control.board import BoardError
 from gpuops.control.link import Link
 from gpuops.control.record import ControlRecord, Phase, Roster, pack
 from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.model import Json
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.2
@@ -86,6 +87,7 @@ class Seats(RendezvousHandler):
     ) -> None:
         self.seat: Seat | None = None
         self.usher: Usher | None = None  # the agent, once there is one
+        self.wish: Callable[[], Json] = dict  # what goes with a wish for a seat
         self._link = link
         self._run_key = run_key
         self._pick_port = pick_port
@@ -144,9 +146,8 @@ class Seats(RendezvousHandler):
         me = replace(self._link.me, master_port=self._pick_port())
         try:
             if gate.passed:
-                self._link.board.put(
-                    self._link.keys.ready(generation, me.agent), pack(me.to_json())
-                )
+                body = pack({**me.to_json(), **self.wish()})
+                self._link.board.put(self._link.keys.ready(generation, me.agent), body)
             else:
                 self._link.propose(lambda now: _without(now, me.node, gate.reason))
         except BoardError as exc:

@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from gpuops.agent.draining import Draining
 from gpuops.agent.ending import Ending, has_moved_on
+from gpuops.agent.last_save import awaited
 from gpuops.agent.parts import Parts
 from gpuops.agent.plan import LOOK_S_MAX
 from gpuops.agent.published import Snapshot
@@ -135,7 +136,11 @@ class Supervision:
     def _done(self, result: RunResult) -> RunResult | None:
         """Say that all is done here and wait for the others; None if the run goes on after all."""
         self._session.safely("recording the success", self._session.chronicle.attempt_completed)
-        ending = self._ending
+        ending, checkpoints = self._ending, self._parts.checkpoints
+        # Before the others may hear that all is done: what was saved last needs all of them.
+        save_s = self._parts.plan.checkpoints.last_save_s
+        link = self._parts.link
+        awaited(lambda: checkpoints.settle(save_s), lambda: self._waiting(link.record))
         ending.file_done()
         record = ending.wait_for_the_others()
         if record.phase is Phase.STOP and record.exit_code == 0:

@@ -8,7 +8,11 @@ from gpuops.config_values import Value
 
 DEFAULT = "default"
 # Flags whose settings stand in another table than [run].
-_KEYS = {"ckpt": "checkpoint.keeper", "ckpt_dir": "checkpoint.directory"}
+_KEYS = {
+    "ckpt": "checkpoint.keeper",
+    "ckpt_dir": "checkpoint.directory",
+    "ckpt_replicas": "checkpoint.replicas",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,16 +215,25 @@ class Player:
         if record.phase is Phase.FORM and self.declared < record.generation:
             if self.node not in record.excluded:
                 key = self.link.keys.ready(record.generation, self.me.agent)
-                self.link.board.put(key, pack(self.me.to_json()))
+                self.link.board.put(key, pack({**self.me.to_json(), **self.wish()}))
                 self.declared = record.generation
         elif record.phase is not Phase.FORM:
             entry = self.link.board.get(self.link.keys.roster(record.generation))
-            self.rank = Roster.from_bytes(entry.value).group_rank(self.me.agent)
+            roster = Roster.from_bytes(entry.value)
+            self.rank = roster.group_rank(self.me.agent)
             if self.rank is not None and record.phase is Phase.RUN:
+                self.begins(roster)
                 self.running = self.seated = record.generation
             elif self.rank is not None:
                 self.link.report(self._report(ReportKind.STOPPED, record.generation))
                 self.left = record.generation
+
+    def wish(self):
+        """Return what goes with the wish for a seat."""
+        return {}
+
+    def begins(self, roster):
+        """Hear that workers start here, with the seats of *roster*."""
 
     def _report(self, kind, generation):
         blames, self.blames = self.blames, False
@@ -253,7 +262,11 @@ class World:
         self.after_each = []
         self.players = []
         for number in range(n_players):
-            self.players.append(Player(self, number, order=number))
+            self.players.append(self.player(number, order=number))
+
+    def player(self, number, order=None):
+        """Return another agent."""
+        return Player(self, number, order=order)
 
     def next_agent(self):
         self._agents += 1

@@ -2,7 +2,7 @@
 
 import threading
 
-from gpuops.agent.checkpoint_keeper import Flushed, Started
+from gpuops.agent.checkpoints import Flushed, Started
 from gpuops.checkpoint.states import KeeperError, StateId
 
 

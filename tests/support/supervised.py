@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
 
-from gpuops.agent.checkpoint_keeper import NoCheckpoints
+from gpuops.agent.checkpoints import NoCheckpoints
 from gpuops.agent.exits import RankFiles
 from gpuops.agent.gatekeeper import OpenGate
 from gpuops.agent.identity import Identity

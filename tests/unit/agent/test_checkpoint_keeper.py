@@ -6,7 +6,8 @@ import pytest
 from support.keepers import FakeKeeper, Heard
 from support.runs import wait_until
 
-from gpuops.agent.checkpoint_keeper import Flushed, Keeping, NoCheckpoints, Times
+from gpuops.agent.checkpoint_keeper import Keeping, Times
+from gpuops.agent.checkpoints import Flushed, NoCheckpoints
 from gpuops.checkpoint.states import KeeperError, StateId
 from gpuops.host.clock import FakeClock
 

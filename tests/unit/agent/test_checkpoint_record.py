@@ -3,9 +3,9 @@
 import pytest
 from support.keepers import FakeKeeper
 
-from gpuops.agent.checkpoint_keeper import Flushed
 from gpuops.agent.checkpoint_news import read_events
 from gpuops.agent.checkpoint_record import TOLD_EVERY_S, CheckpointRecord
+from gpuops.agent.checkpoints import Flushed
 from gpuops.agent.chronicle import Chronicle
 from gpuops.agent.pace import Pace
 from gpuops.checkpoint.states import KeeperError, StateId

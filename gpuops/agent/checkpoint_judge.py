@@ -1,0 +1,172 @@
+"""What the leader makes of what all nodes say of their states; pure.
+
+A state is committed once every node of the generation has it, as often as was asked for. One that
+a node will never have is dropped, so that those who have it get their memory back. Whatever was
+decided before stands: the newest watermark is the first argument, and the result replaces it by
+compare-and-swap.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gpuops.agent.checkpoint_words import DROPPED_MAX, Said, Watermark
+from gpuops.checkpoint.states import StateId
+
+LEAD_S = 3.0  # from a look at the heartbeats until all nodes have read what follows from them
+LEAD_MAX_S = 60.0
+CALMER = 0.8
+OVERDUE_S = 60.0  # without being committed a state is dropped: somebody lost count of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What all agents of a generation said last; ``seated`` are those that train.
+
+    States of another ``epoch`` are of former workers. ``overdue`` have been whole somewhere for too
+    long. ``aim`` is the first step that all can save after what is now decided has reached them.
+    ``leader`` is the node of who judges.
+    """
+
+    generation: int
+    epoch: int
+    seated: tuple[str, ...]
+    said: Mapping[str, Said]
+    is_replicated: bool = True
+    overdue: frozenset[StateId] = field(default_factory=frozenset)
+    aim: int | None = None
+    leader: str = ""
+
+
+def judge(before: Watermark, heard: Heard) -> Watermark:
+    """Return the watermark after *before*; *before* itself where nothing follows."""
+    said = [heard.said.get(agent) for agent in heard.seated]
+    words = [one for one in said if one is not None and one.generation == heard.generation]
+    if heard.generation < before.generation or not words:
+        return before
+    now = replace(before, generation=heard.generation)
+    committed = _committed(before, heard, words)
+    dropped = _dropped(now, heard, words, committed)
+    persist = _persist(before, heard, words, committed)
+    sealed = _sealed(before, heard, words)
+    is_freed = committed != before.committed or set(dropped) - set(before.dropped)
+    aim = before.aim
+    if is_freed and heard.aim is not None:
+        aim = StateId(heard.epoch, heard.aim)
+    there = [w.persisted for w in words if w.persisted is not None]
+    persisted = max([*there, *([before.persisted] if before.persisted else [])], default=None)
+    is_left = sealed is not None and (persisted is None or persisted < sealed)
+    found = replace(
+        now,
+        committed=committed,
+        dropped=dropped,
+        persist=persist,
+        sealed=sealed,
+        persisted=persisted,
+        sealer=heard.leader if is_left else before.sealer,
+        aim=aim if aim is None or before.aim is None else max(aim, before.aim),
+    )
+    return before if replace(found, generation=before.generation) == before else found
+
+
+def _is_complete(heard: Heard, words: list[Said]) -> bool:
+    return bool(heard.seated) and len(words) == len(heard.seated)
+
+
+def _committed(before: Watermark, heard: Heard, words: list[Said]) -> StateId | None:
+    if not _is_complete(heard, words):
+        return before.committed
+    had = [set(w.replicated) if heard.is_replicated else {*w.whole, *w.replicated} for w in words]
+    dropped = set(before.dropped)
+    common = {
+        state
+        for state in set.intersection(*had)
+        if state.epoch == heard.epoch and state not in dropped
+    }
+    return max([*common, *([before.committed] if before.committed else [])], default=None)
+
+
+def _dropped(
+    before: Watermark, heard: Heard, words: list[Said], committed: StateId | None
+) -> tuple[StateId, ...]:
+    held = {s for w in words for s in (*w.whole, *w.replicated) if s.epoch == heard.epoch}
+    lost = {s for s in held if s in heard.overdue or any(_will_lack(w, s) for w in words)}
+    both = (lost | set(before.dropped)) - {committed}
+    newest = sorted((s for s in both if committed is None or s > committed), reverse=True)
+    return tuple(newest[:DROPPED_MAX])
+
+
+def _will_lack(word: Said, state: StateId) -> bool:
+    """Say whether a node does not have *state*, and is past its step."""
+    if state in word.whole or state in word.replicated or state == word.in_flight:
+        return False
+    if word.newest is not None and word.newest >= state:
+        return False  # it has it, or a newer one that was agreed on
+    is_past = word.asked is not None and word.asked >= state.step
+    return state in word.refused or is_past
+
+
+def _persist(
+    before: Watermark, heard: Heard, words: list[Said], committed: StateId | None
+) -> StateId | None:
+    """Return what is to be persisted: the newest, once all know of the one before."""
+    is_ours = committed is not None and committed.epoch == heard.epoch
+    if not is_ours or committed == before.persist or not any(w.is_due for w in words):
+        return before.persist
+    last = before.persist
+    if last is not None and last.epoch == heard.epoch and any(w.told != last for w in words):
+        return last
+    return committed
+
+
+def _sealed(before: Watermark, heard: Heard, words: list[Said]) -> StateId | None:
+    if not _is_complete(heard, words):
+        return before.sealed
+    common = set.intersection(*(set(w.parts) for w in words))
+    ours = [state for state in common if state.epoch == heard.epoch]
+    return max([*ours, *([before.sealed] if before.sealed else [])], default=None)
+
+
+class Pacer:
+    """Finds the step by which all nodes have heard what was decided, from the steps they ask for.
+
+    Nodes hear of a decision at different times, and each would take the next step it is asked for:
+    never the same. So a step is named that none has come to yet.
+    """
+
+    def __init__(self) -> None:
+        self._lead_s = LEAD_S
+        self._first: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+        self._whole_since_s: dict[StateId, float] = {}
+
+    def hear(self, words: Mapping[str, Said], now_s: float) -> None:
+        """Take in what all said at *now_s*."""
+        asked = max((w.asked for w in words.values() if w.asked is not None), default=None)
+        if asked is not None and (self._last is None or asked != self._last[0]):
+            if self._last is not None and asked < self._last[0]:
+                self._first = None  # they went back
+            self._first = self._first or (asked, now_s)
+            self._last = (asked, now_s)
+        held = {state for w in words.values() for state in (*w.whole, *w.replicated)}
+        self._whole_since_s = {s: self._whole_since_s.get(s, now_s) for s in held}
+
+    def overdue(self, now_s: float) -> frozenset[StateId]:
+        """Return what has been whole somewhere for so long that it will not be everywhere."""
+        limit_s = now_s - OVERDUE_S
+        return frozenset(s for s, since_s in self._whole_since_s.items() if since_s <= limit_s)
+
+    def aim(self) -> int | None:
+        """Return the step, None where nobody has said a step yet."""
+        if self._first is None or self._last is None:
+            return None
+        (first, first_s), (last, last_s) = self._first, self._last
+        rate = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+        return last + 1 + math.ceil(rate * self._lead_s)
+
+    def went(self, before: Watermark, after: Watermark) -> None:
+        """Learn from what was decided: a state that some missed was aimed at too early."""
+        if set(after.dropped) - set(before.dropped):
+            self._lead_s = min(2 * self._lead_s, LEAD_MAX_S)
+        elif after.committed != before.committed:
+            self._lead_s = max(CALMER * self._lead_s, LEAD_S)

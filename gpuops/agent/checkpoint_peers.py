@@ -1,0 +1,353 @@
+"""One node's part in the agreement on checkpoints between nodes.
+
+It tells what this node's keeper has with each heartbeat, and does there what was agreed on. The
+board is read once a second, in the keeper's thread, and only while a script saves. A board that
+does not answer delays commits, and nothing else.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuops.agent.checkpoint_news import whole
+from gpuops.agent.checkpoint_tie import Peer, PeerTie, Progress
+from gpuops.agent.checkpoint_witness import notes_of, restore_in, watermark_of
+from gpuops.agent.checkpoint_words import (
+    Holding,
+    Notes,
+    Restore,
+    Said,
+    Stored,
+    Watermark,
+    WordError,
+)
+from gpuops.checkpoint.states import CheckpointError, Shard, StateId
+from gpuops.control.board import Board, BoardError
+from gpuops.control.keys import Keys
+from gpuops.control.record import Member, RecordError, Roster
+from gpuops.model import Json
+
+log = logging.getLogger(__name__)
+
+STATES_HELD_MAX = 4
+SEAL_AGAIN_LOOKS = 15
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What is known of the present one."""
+
+    number: int
+    roster: Roster
+    notes: Notes
+    restore: Restore | None
+    is_chosen: bool = False
+    committed: StateId | None = None
+    persisted: StateId | None = None  # the newest that the keeper agreed to persist
+    told: StateId | None = None
+    aimed: StateId | None = None
+    seal_looks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Who this node is to its peers, and what they prove to each other."""
+
+    me: Member
+    token: str
+    job: str
+    directory: str | None = None
+
+
+class Agreement:
+    """This node's part.
+
+    *survey* says what a directory has; it may take long, and raise. ``is_led`` says whether
+    somebody judges at present. ``must_persist`` asks all to persist their newest state.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        keys: Keys,
+        place: Place,
+        survey: Callable[[str], Stored],
+        say: Callable[[str], None],
+        is_led: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._board = board
+        self._keys = keys
+        self._place = place
+        self._say = say
+        self.is_led = is_led
+        self._look_up = _Survey(survey)
+        self._now: _Generation | None = None
+        self._said: Json | None = None
+        self._mark = Watermark()
+        self._found: Restore | None = None
+        self._epoch_max = -1
+        self._port: int | None = None
+        self._has_said = False
+        self.must_persist = False
+        self.is_uncommitted = False
+        self.directory = place.directory
+
+    @property
+    def is_on(self) -> bool:
+        """Say whether the present generation has other nodes to agree with."""
+        return self._now is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Say whether ranks wait for word of where to go on from."""
+        now = self._now
+        return now is not None and not now.is_chosen and self._said is not None
+
+    @property
+    def has_directory(self) -> bool:
+        """Say whether anybody has named a directory."""
+        return self.directory is not None
+
+    @property
+    def persisted(self) -> StateId | None:
+        """Return the newest state that lies whole in the directory, as far as anybody said."""
+        return self._mark.persisted
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this node has the first place."""
+        now = self._now
+        return now is not None and now.roster.members[0].agent == self._place.me.agent
+
+    def said(self) -> Json | None:
+        """Return what goes with the next heartbeat, None where no script saves; never waits."""
+        return self._said
+
+    def holding(self, tie: PeerTie) -> Json:
+        """Return what goes with the wish for a seat.
+
+        Raises:
+            KeeperError: The keeper does not answer.
+        """
+        me = self._place.me
+        self._port = tie.serve_peers(
+            me.address, node=me.node, token=self._place.token, job=self._place.job
+        )
+        copies = list(tie.inventory())
+        newest = sorted({copy.state for copy in copies}, reverse=True)
+        self._epoch_max = max([self._epoch_max, *(state.epoch for state in newest)])
+        kept = set(newest[:STATES_HELD_MAX])
+        return Holding(
+            port=self._port,
+            copies=tuple(copy for copy in copies if copy.state in kept),
+            epoch_max=self._epoch_max,
+        ).to_json()
+
+    def lost(self) -> None:
+        """Forget the keeper, which is gone: nothing is said of its states any more."""
+        self._now = self._said = self._port = None
+
+    def begin(self, tie: PeerTie, roster: Roster) -> bool:
+        """Prepare the keeper for the workers of *roster*; say whether they are to save.
+
+        Raises:
+            KeeperError: The keeper does not answer.
+        """
+        self._now = self._said = self._found = None
+        self.must_persist = False
+        notes, is_alone = notes_of(roster), len(roster.members) == 1
+        if notes is None or not notes.is_kept:
+            if not is_alone:
+                self._not_kept(notes)
+            return is_alone
+        holders, keep = self._copies(roster, notes)
+        tie.replicate(holders, keep)
+        now = _Generation(roster.generation, roster, notes, notes.restore)
+        if notes.restore is not None:
+            self._choose(tie, now, notes.restore)
+        if not is_alone:
+            self._now = now
+        return True
+
+    def fetch(self) -> None:
+        """Read from the board what was agreed on, where somebody saves; never raises."""
+        now = self._now
+        if now is None or self._said is None:
+            return
+        try:
+            self._mark = watermark_of(self._board.get(self._keys.watermark()))[1]
+            if now.restore is None:
+                entry = self._board.get(self._keys.restore(now.number))
+                self._found = restore_in(entry) if entry.version else None
+        except (BoardError, RecordError, WordError) as exc:
+            log.debug("what was agreed on of checkpoints cannot be read: %s", exc)
+
+    def look(self, tie: PeerTie, stats: Mapping[str, Any]) -> None:
+        """Do with the keeper what was agreed on, and take in how far it is.
+
+        Raises:
+            KeeperError: The keeper does not answer.
+        """
+        now = self._now
+        if now is None:
+            return
+        progress = tie.progress()
+        n_ranks = whole(stats.get("ranks")) or 0
+        if self._said is None and not n_ranks and not progress.whole:
+            return  # nobody saves
+        if now.restore is None and self._found is not None:
+            now.restore = self._found
+        if now.restore is not None and not now.is_chosen:
+            self._choose(tie, now, now.restore)
+        if now.restore is not None:
+            self._follow(tie, now, now.restore, progress)
+        named = stats.get("directory")
+        self.directory = named if isinstance(named, str) and named else self._place.directory
+        wants = not now.is_chosen and n_ranks >= self._place.me.n_workers
+        flying = {progress.in_flight, *progress.whole} - {None, progress.newest}
+        newest = progress.newest or _NONE
+        self.is_uncommitted = any(state is not None and state > newest for state in flying)
+        self._said = self._word(now, progress, wants=wants).to_json()
+
+    def _word(self, now: _Generation, progress: Progress, *, wants: bool) -> Said:
+        stored = self._look_up.of(self.directory) if wants and self.is_first else None
+        return Said(
+            generation=now.number,
+            whole=progress.whole,
+            replicated=progress.replicated,
+            refused=progress.refused,
+            parts=progress.parts,
+            newest=progress.newest,
+            persisted=progress.persisted,
+            in_flight=progress.in_flight,
+            asked=progress.asked,
+            told=now.told,
+            is_due=progress.is_due or self.must_persist,
+            wants=wants,
+            stored=stored,
+        )
+
+    def _follow(self, tie: PeerTie, now: _Generation, restore: Restore, progress: Progress) -> None:
+        mark = self._mark
+        aim, committed, persist = mark.aim, mark.committed, mark.persist
+        if aim is not None and aim.epoch == restore.epoch and aim != now.aimed:
+            tie.aim(aim.step)  # before the slots are free
+            now.aimed = aim
+        if persist is not None and persist.epoch == restore.epoch and persist != now.persisted:
+            now.told = persist
+            if tie.persist(persist):  # while it is still the newest
+                now.persisted = persist
+        is_new = committed is not None and committed.epoch == restore.epoch
+        if committed is not None and is_new and (now.committed or _NONE) < committed:
+            tie.commit(committed)
+            now.committed = committed
+        held = {*progress.whole, *progress.replicated, progress.in_flight}
+        for state in mark.dropped:
+            if state in held:
+                tie.give_up(state)
+        self._seal(tie, now, mark, progress)
+
+    def _seal(self, tie: PeerTie, now: _Generation, mark: Watermark, progress: Progress) -> None:
+        sealed = mark.sealed
+        if sealed is None or mark.sealer != self._place.me.node or sealed not in progress.parts:
+            return
+        if max(progress.persisted or _NONE, mark.persisted or _NONE) >= sealed:
+            now.seal_looks = 0
+            return
+        if now.seal_looks % SEAL_AGAIN_LOOKS == 0:
+            tie.seal_persisted(sealed, now.roster.world_size)
+        now.seal_looks += 1
+
+    def _choose(self, tie: PeerTie, now: _Generation, restore: Restore) -> None:
+        peers = _peers(now.notes)
+        me, world = self._place.me, restore.world
+        wanted = set(range(world))
+        if world == now.roster.world_size:
+            seat = now.roster.group_rank(me.agent) or 0
+            first = now.roster.first_rank(seat)
+            wanted &= set(range(first, first + me.n_workers))
+        sources = {}
+        for rank in sorted(wanted & restore.sources.keys()):
+            nodes = [node for node in restore.sources[rank] if node in peers and node != me.node]
+            if nodes:
+                sources[Shard(rank, world)] = _in_turn([peers[node] for node in nodes], rank)
+        roots = {s: restore.roots[s.rank] for s in sources if s.rank in restore.roots}
+        tie.choose(restore.state, restore.epoch, sources, restore.why, roots=roots)
+        self._epoch_max = max(self._epoch_max, restore.epoch)
+        now.is_chosen = True
+
+    def _copies(self, roster: Roster, notes: Notes) -> tuple[list[Peer], list[Shard]]:
+        """Return who is to have copies of what is saved here, and which shards others send."""
+        me, placement, peers = self._place.me.node, notes.placement, _peers(notes)
+        if placement is None or me not in placement.nodes:
+            return [], []
+        world = roster.world_size
+        seats = {member.node: place for place, member in enumerate(roster.members)}
+        keep = []
+        for owner in placement.held_by(me)[1:]:
+            if owner in seats:
+                first = roster.first_rank(seats[owner])
+                n_ranks = roster.members[seats[owner]].n_workers
+                keep += [Shard(rank, world) for rank in range(first, first + n_ranks)]
+        return [peers[node] for node in placement.holders(me)[1:] if node in peers], keep
+
+    def _not_kept(self, notes: Notes | None) -> None:
+        if self._has_said:
+            return
+        self._has_said = True
+        who = ", ".join(notes.missing) if notes is not None and notes.missing else "a node"
+        self._say(
+            f"no keeper of checkpoints on {who}: none are saved, since no state would be whole; "
+            "the ranks go on from the newest in the persistent directory, if they name one"
+        )
+
+
+@dataclass(slots=True)
+class _Survey:
+    """Looks at a directory in a thread of its own, again where that failed."""
+
+    act: Callable[[str], Stored]
+    _directory: str | None = None
+    _found: Stored | None = None
+    _thread: threading.Thread | None = field(default=None)
+
+    def of(self, directory: str | None) -> Stored | None:
+        """Return what *directory* has, None while that is not known."""
+        if directory is None:
+            return Stored()
+        if directory != self._directory:
+            self._directory, self._found = directory, None
+        if self._found is None and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(
+                target=self._run, args=(directory,), name="gpuops-ckpt-survey", daemon=True
+            )
+            self._thread.start()
+            self._thread.join(0.05)
+        return self._found
+
+    def _run(self, directory: str) -> None:
+        try:
+            found = self.act(directory)
+        except CheckpointError as exc:
+            log.warning("the checkpoints in %s cannot be listed: %s", directory, exc)
+            return
+        except Exception:  # boundary: whatever a file system raises, the ranks wait for word
+            log.exception("the checkpoints in %s cannot be listed", directory)
+            return
+        if directory == self._directory:
+            self._found = found
+
+
+def _peers(notes: Notes) -> dict[str, Peer]:
+    return {node: Peer(node, host, port) for node, (host, port) in notes.peers.items()}
+
+
+def _in_turn(peers: Sequence[Peer], number: int) -> list[Peer]:
+    """Return *peers* beginning at another one for each *number*, so that all serve alike."""
+    at = number % len(peers) if peers else 0
+    return [*peers[at:], *peers[:at]]
+
+
+_NONE = StateId(0, 0)

@@ -1,0 +1,208 @@
+"""The leader's part in the agreement on checkpoints: it hears all, judges, and writes it down.
+
+What fails in here delays commits, and nothing else: see `gpuops.control.witness.Aside`.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from gpuops.agent.checkpoint_judge import Heard, Pacer, judge
+from gpuops.agent.checkpoint_restore import notes_for, restore_of
+from gpuops.agent.checkpoint_words import (
+    FIELD,
+    Holding,
+    Notes,
+    Restore,
+    Said,
+    Watermark,
+    WordError,
+)
+from gpuops.control.board import Board, Entry
+from gpuops.control.keys import Keys
+from gpuops.control.record import ControlRecord, Member, RecordError, Roster, pack, unpack
+from gpuops.host.clock import Clock
+from gpuops.model import Json
+from gpuops.units import NS_PER_S
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWitness:
+    """One agent's; it acts while that agent leads. *replicas*: how many nodes have each state."""
+
+    def __init__(self, board: Board, keys: Keys, me: Member, clock: Clock, replicas: int) -> None:
+        self._board = board
+        self._keys = keys
+        self._me = me
+        self._clock = clock
+        self._replicas = replicas
+        self._generation = -1
+        self._notes: Notes | None = None
+        self._restore: Restore | None = None
+        self._mark: tuple[int, Watermark] | None = None
+        self._pacer = Pacer()
+
+    def seated(
+        self,
+        record: ControlRecord,
+        roster: Roster,
+        before: Roster | None,
+        ready: Mapping[str, Entry],
+    ) -> Json:
+        """Return who keeps whose states, and where the ranks go on from if that is known."""
+        held = self._held(roster, ready)
+        if not held:
+            return {}
+        notes = notes_for(
+            roster,
+            held,
+            None if before is None else notes_of(before),
+            replicas=self._replicas,
+            excluded_step=record.excluded_checkpoint,
+        )
+        return {FIELD: notes.to_json()}
+
+    def look(self, record: ControlRecord, roster: Roster, beats: Mapping[str, Entry]) -> None:
+        """Judge what all say of their states; costs nothing where nobody says anything.
+
+        Raises:
+            BoardError: It is not written down.
+        """
+        said = _said(roster, beats)
+        if len(roster.members) < 2 or not said:
+            return
+        if self._generation != roster.generation:
+            self._generation = roster.generation
+            self._notes = notes_of(roster)
+            self._restore = None if self._notes is None else self._notes.restore
+            self._mark = None  # others may have led meanwhile
+            self._pacer = Pacer()
+        notes = self._notes
+        if notes is None or not notes.is_kept:
+            return
+        restore = self._restore or self._find_restore(record, roster, notes, said)
+        if restore is not None:
+            self._restore = restore
+            self._judge(roster, notes, restore, said)
+
+    def _judge(
+        self, roster: Roster, notes: Notes, restore: Restore, said: Mapping[str, Said]
+    ) -> None:
+        now_s = self._clock.mono_ns() / NS_PER_S
+        self._pacer.hear(said, now_s)
+        version, before = self._mark or watermark_of(self._board.get(self._keys.watermark()))
+        heard = Heard(
+            generation=roster.generation,
+            epoch=restore.epoch,
+            seated=tuple(member.agent for member in roster.members),
+            said=said,
+            is_replicated=notes.placement is not None and notes.placement.replicas > 1,
+            overdue=self._pacer.overdue(now_s),
+            aim=self._pacer.aim(),
+            leader=self._me.node,
+        )
+        after = judge(before, heard)
+        self._mark = (version, before)
+        if after == before:
+            return
+        done, entry = self._board.swap(
+            self._keys.watermark(), pack(after.to_json()), version=version
+        )
+        self._mark = watermark_of(entry)
+        if done:
+            self._pacer.went(before, after)
+
+    def _find_restore(
+        self, record: ControlRecord, roster: Roster, notes: Notes, said: Mapping[str, Said]
+    ) -> Restore | None:
+        """Return where the ranks go on from, once the first node has looked at the directory."""
+        first = said.get(roster.members[0].agent)
+        if first is None or not first.wants or first.stored is None:
+            return None
+        key = self._keys.restore(roster.generation)
+        there = self._board.get(key)
+        if there.version:
+            return restore_in(there)
+        found = restore_of(
+            roster,
+            self._held(roster, _by_agent(self._board.list(self._keys.ready(roster.generation)))),
+            first.stored,
+            notes.epoch_max,
+            record.excluded_checkpoint,
+        )
+        _done, entry = self._board.swap(key, pack(found.to_json()), version=0)
+        return restore_in(entry)
+
+    def _held(self, roster: Roster, ready: Mapping[str, Entry]) -> dict[str, Holding]:
+        nodes = {m.agent: m.node for m in (*roster.members, *roster.spares)}
+        found = {}
+        for agent, entry in ready.items():
+            word = _field(entry)
+            if word is None or agent not in nodes:
+                continue
+            try:
+                found[agent] = Holding.from_json(word, nodes[agent])
+            except WordError as exc:
+                log.warning("what %s holds cannot be read: %s", nodes[agent], exc)
+        return found
+
+
+def notes_of(roster: Roster) -> Notes | None:
+    """Return the notes of *roster* on checkpoints, None where there are none to be read."""
+    word = roster.notes.get(FIELD)
+    if word is None:
+        return None
+    try:
+        return Notes.from_json(word)
+    except WordError as exc:
+        log.warning("the notes of generation %d cannot be read: %s", roster.generation, exc)
+        return None
+
+
+def watermark_of(entry: Entry) -> tuple[int, Watermark]:
+    """Return the version of the watermark and what it says; an empty one where there is none.
+
+    Raises:
+        WordError, RecordError: It is none.
+    """
+    if not entry.version:
+        return 0, Watermark()
+    return entry.version, Watermark.from_json(unpack(entry.value))
+
+
+def restore_in(entry: Entry) -> Restore:
+    """Return the decision in *entry*.
+
+    Raises:
+        WordError, RecordError: It is none.
+    """
+    return Restore.from_json(unpack(entry.value))
+
+
+def _said(roster: Roster, beats: Mapping[str, Entry]) -> dict[str, Said]:
+    found = {}
+    for member in roster.members:
+        entry = beats.get(member.agent)
+        word = None if entry is None else _field(entry)
+        if word is None:
+            continue
+        try:
+            said = Said.from_json(word)
+        except WordError as exc:
+            log.debug("what %s says of its states cannot be read: %s", member.node, exc)
+            continue
+        if said.generation == roster.generation:
+            found[member.agent] = said
+    return found
+
+
+def _field(entry: Entry) -> Json | None:
+    try:
+        word = unpack(entry.value).get(FIELD)
+    except RecordError:
+        return None
+    return word if isinstance(word, dict) else None
+
+
+def _by_agent(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    return {key.rpartition("/")[2]: entry for key, entry in entries.items()}

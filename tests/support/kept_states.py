@@ -1,0 +1,329 @@
+"""Nodes that save states and agree on them, without processes or bytes: on a fake clock.
+
+Each has a real gate of slots, `Agreement`, `Leader` and `CheckpointWitness`. Played are the ranks,
+which make the same steps on all nodes, and the transfers.
+"""
+
+import random
+
+from gpuops.agent.checkpoint_peers import Agreement, Place
+from gpuops.agent.checkpoint_tie import Progress
+from gpuops.agent.checkpoint_witness import CheckpointWitness, watermark_of
+from gpuops.agent.checkpoint_words import FIELD, Stored
+from gpuops.checkpoint.slots import Gate, Granted
+from gpuops.checkpoint.states import Copy, Digest, KeeperError, Shard, StateId, Tier
+from gpuops.control.record import Phase
+from support.agreement import Player, World
+
+NS_PER_S = 1e9
+
+
+def digest_of(state, rank):
+    """Return the digest of what *rank* has of *state*: always the same."""
+    return Digest(100, b"", f"{state.epoch:016x}{state.step:016x}{rank:032x}")
+
+
+class Keeper:
+    """One node's keeper with one rank; a `PeerTie` to itself."""
+
+    def __init__(self, world, node):
+        self.world, self.node = world, node
+        self.gate = Gate()
+        self.is_alive = True
+        self.saved = {}  # which shard a whole state is of
+        self.replicas = {}  # by state and shard
+        self.holders, self.keep = [], []
+        self.acks = {}
+        self.due = []  # what happens when
+        self.chosen = None
+        self.shard = None
+        self.ranks = 0
+        self.arenas = 0
+        self.persist_due = False
+        self.writing = []
+        self.parts = []
+
+    # What its agent asks.
+
+    def serve_peers(self, address, *, node, token, job):
+        self._check()
+        return 7000
+
+    def inventory(self):
+        self._check()
+        own = [(state, self.saved[state]) for state in self.gate.whole()]
+        return [
+            Copy(state, shard, "layout", digest_of(state, shard.rank), Tier.MEMORY, self.node)
+            for state, shard in sorted([*own, *self.replicas], reverse=True)
+        ]
+
+    def begin(self, shard):
+        self._check()
+        self.gate.begin_epoch(1, is_alone=False)
+        self.chosen, self.shard, self.ranks = None, shard, 0
+        self.due, self.holders, self.acks = [], [], {}
+
+    def replicate(self, holders, keep):
+        self._check()
+        self.holders, self.keep = [peer.name for peer in holders], list(keep)
+
+    def choose(self, state, epoch, sources, why, *, roots):
+        self._check()
+        self.chosen = (state, epoch, sources)
+        if state is not None:
+            self.world.restored(self, state, sources, roots)
+        self.gate.resume(state, epoch)
+        self.arenas += 1
+        self.gate.register(0, self.arenas, range(2))
+
+    def progress(self):
+        self._check()
+        whole = sorted(self.gate.whole(), reverse=True)
+        return Progress(
+            whole=tuple(whole[:4]),
+            replicated=tuple(state for state in whole[:4] if self._is_replicated(state)),
+            refused=tuple(reversed(self.gate.refused))[:8],
+            parts=tuple(self.parts[-2:]),
+            newest=self.gate.newest,
+            persisted=self.world.persisted.get(self.node),
+            in_flight=self.gate.in_flight,
+            asked=None if self.gate.decided is None else self.gate.decided.step,
+            is_due=self.persist_due,
+        )
+
+    def aim(self, step):
+        self._check()
+        self.gate.not_before = step
+
+    def commit(self, state):
+        self._check()
+        if self.gate.commit_from_outside(state):
+            self.replicas = {key for key in self.replicas if key[0] >= state}
+
+    def persist(self, state):
+        self.commit(state)
+        if state not in self.gate.whole() or self.world.rng.random() < 0.1:
+            return False
+        self.later(lambda: self.parts.append(state))
+        self.persist_due = False
+        return True
+
+    def give_up(self, state):
+        self._check()
+        self.gate.give_up(state)
+
+    def seal_persisted(self, state, world):
+        self._check()
+        for player in self.world.seated():
+            assert state in player.keeper.parts
+        self.world.persisted[self.node] = state
+        return True
+
+    # What happens in it.
+
+    def later(self, act):
+        self.due.append((self.world.now_s() + self.world.rng.uniform(0.05, 1.5), act))
+
+    def act(self):
+        """Do what takes time and is over by now."""
+        now_s = self.world.now_s()
+        ready = [act for at_s, act in self.due if at_s <= now_s]
+        self.due = [(at_s, act) for at_s, act in self.due if at_s > now_s]
+        for act in ready:
+            act()
+
+    def step(self, step):
+        """Have the rank ask for *step*."""
+        answer = self.gate.begin(0, step, self.world.now_s())
+        if isinstance(answer, Granted):
+            self.later(lambda: self._seal(answer))
+
+    def _seal(self, granted):
+        state = granted.state
+        if self.gate.seal(0, state) is None:
+            return
+        if self.world.rng.random() < self.world.p_corrupt:
+            self.gate.give_up(state)
+            return
+        if self.gate.verified(granted.slot, state):
+            self.saved[state] = self.shard
+            for name in self.holders:
+                self.later(lambda name=name: self._push(state, name))
+
+    def _push(self, state, name):
+        holder = self.world.keeper_of(name)
+        if state not in self.gate.whole():
+            return
+        if holder is None or not holder.is_alive:
+            self.later(lambda: self.acks.setdefault(state, set()).add(name))  # it counts as gone
+            return
+        if self.shard in holder.keep:
+            holder.replicas = {*holder.replicas, (state, self.shard)}
+            self.acks.setdefault(state, set()).add(name)
+
+    def _is_replicated(self, state):
+        return set(self.holders) <= self.acks.get(state, set())
+
+    def _check(self):
+        if not self.is_alive:
+            raise KeeperError("gone")
+
+
+class Saver(Player):
+    """An agent whose script saves."""
+
+    def __init__(self, world, number, order=None):
+        super().__init__(world, number, order)
+        self.keeper = Keeper(world, self.node)
+        place = Place(me=self.me, token="t" * 16, job="run", directory=None)
+        keys = self.link.keys
+        self.agreement = Agreement(
+            self.board,
+            keys,
+            place,
+            lambda _directory: Stored(),
+            world.said.append,
+            is_led=lambda: self.link.record.phase in {Phase.RUN, Phase.DRAIN},
+        )
+        self.link.progress = self._told
+        self.leader.aside.witness = CheckpointWitness(
+            self.board, keys, self.me, world.clock, world.replicas
+        )
+        self.looked_s = world.rng.uniform(-1, 0)
+
+    def _told(self):
+        said = self.agreement.said()
+        return {} if said is None else {FIELD: said}
+
+    def wish(self):
+        return {FIELD: self.agreement.holding(self.keeper)} if self.world.keeps(self) else {}
+
+    def begins(self, roster):
+        if self.world.keeps(self):
+            rank = roster.group_rank(self.me.agent)
+            self.keeper.begin(Shard(rank, len(roster.members)))
+            self.world.kept[self.node] = self.agreement.begin(self.keeper, roster)
+            self.keeper.ranks = int(self.world.saves)
+
+    def act(self):
+        super().act()
+        if self.is_dead or self.is_frozen or self.exit_code is not None:
+            return
+        now_s = self.world.now_s()
+        if self.running is not None and now_s - self.looked_s >= 1.0:
+            self.looked_s = now_s
+            self.agreement.fetch()
+            self.agreement.look(self.keeper, {"ranks": self.keeper.ranks})
+
+
+class SavingWorld(World):
+    """Everybody, the steps that all make together, and what must hold at any time."""
+
+    def __init__(self, terms, n_players, seed=0, replicas=2, step_s=0.1, p_corrupt=0.0, **more):
+        self.rng = random.Random(seed)
+        self.replicas, self.step_s, self.p_corrupt = replicas, step_s, p_corrupt
+        self.persisted, self.kept, self.said = {}, {}, []
+        self.is_kept = lambda _player: True
+        self.saves = True
+        self.committed = []
+        self.marks = []
+        self.restores = {}
+        self.step, self.of = 0, None
+        super().__init__(terms, n_players, n_workers=1, **more)
+        self.after_each.append(SavingWorld.train)
+        self.after_each.append(SavingWorld.check)
+
+    def player(self, number, order=None):
+        return Saver(self, number, order)
+
+    def keeps(self, player):
+        return self.is_kept(player)
+
+    def now_s(self):
+        return self.clock.mono_ns() / NS_PER_S
+
+    def keeper_of(self, name):
+        living = [p.keeper for p in self.players if p.node == name and not p.is_dead]
+        return living[-1] if living else None
+
+    def lose(self, player):
+        """Lose a whole node, with all that its memory holds."""
+        player.is_dead = True
+        player.keeper.is_alive = False
+
+    def seated(self):
+        """Return those that train."""
+        return [p for p in self.players if p.running is not None and not p.is_dead]
+
+    def train(self):
+        """Let all ranks make the steps of a turn, each node at a moment of its own."""
+        for player in self.players:
+            if not player.is_dead and not player.is_frozen:
+                player.keeper.act()
+        seated = self.seated()
+        generations = {player.running for player in seated}
+        if len(generations) != 1 or not all(p.keeper.chosen for p in seated):
+            return
+        if any(p.is_frozen for p in self.players) or len(seated) < self.n_seats(seated[0]):
+            return
+        if self.of != generations:
+            state = seated[0].keeper.chosen[0]
+            self.of, self.step = generations, 0 if state is None else state.step
+        for _ in range(max(1, round(0.25 / self.step_s))):
+            self.step += 1
+            for player in self.rng.sample(seated, len(seated)):
+                player.keeper.step(self.step)
+
+    def n_seats(self, player):
+        roster = player.leader.roster
+        return len(roster.members) if roster is not None else 0
+
+    def restored(self, keeper, state, sources, roots):
+        """Check that a node can have what it is to go on from, where it is to get it."""
+        here = {copy.shard for copy in keeper.inventory() if copy.state == state}
+        held = [(o, {c.shard for c in o.inventory() if c.state == state}) for o in self.living()]
+        (world,) = {shard.world for _o, shards in held for shard in shards}
+        is_same = world == keeper.shard.world
+        for shard in [keeper.shard] if is_same else [Shard(rank, world) for rank in range(world)]:
+            peers = {peer.name for peer in sources.get(shard, ())}
+            has = [o for o, shards in held if o.node in peers and shard in shards]
+            assert shard in here or has, (keeper.node, state, shard, peers)
+            assert shard not in roots or roots[shard] == digest_of(state, shard.rank).root
+
+    def living(self):
+        """Return the keepers of the nodes that live."""
+        return [player.keeper for player in self.players if not player.is_dead]
+
+    def mark(self):
+        """Return the watermark that is on the board."""
+        keys = self.players[0].link.keys
+        return watermark_of(self.board.get(keys.watermark()))[1]
+
+    def check(self):
+        """Fail where something was agreed on that must not be."""
+        mark, before = self.mark(), self.marks[-1] if self.marks else None
+        if before is None or mark != before:
+            self.marks.append(mark)
+        if mark.committed is not None and (before is None or mark.committed != before.committed):
+            assert before is None or before.committed is None or mark.committed > before.committed
+            self.committed.append(mark.committed)
+            for player in self.seated():
+                keeper = player.keeper
+                if keeper.chosen and keeper.chosen[1] == mark.committed.epoch:
+                    assert mark.committed in keeper.gate.whole(), (player.node, mark)
+        assert mark.committed not in mark.dropped
+        chosen = {}
+        for player in self.seated():
+            if player.keeper.chosen is not None:
+                chosen.setdefault(player.running, set()).add(player.keeper.chosen[:2])
+        for generation, found in chosen.items():
+            assert len(found) == 1, (generation, found)
+            self.restores[generation] = next(iter(found))
+
+
+def newest(states):
+    """Return the newest of *states*, None where there is none."""
+    return max(states, default=None)
+
+
+NOTHING = StateId(0, 0)

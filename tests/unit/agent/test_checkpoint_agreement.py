@@ -1,0 +1,148 @@
+"""Nodes agree on what is saved: seeds of losses, partitions and slow boards on a fake clock."""
+
+from collections import Counter
+
+import pytest
+from support.agreement import World
+from support.kept_states import NOTHING, SavingWorld, newest
+
+from gpuops.incident.decision import ReportKind, Terms
+
+
+def started(low, high, n_players, **more):
+    world = SavingWorld(Terms(nodes_min=low, nodes_max=high, restarts_max=99), n_players, **more)
+    world.run_until(lambda w: w.all_run(0, min(high, n_players)))
+    return world
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.1, 1.0])
+def test_states_are_committed_again_and_again_though_nodes_hear_of_it_at_different_times(step_s):
+    world = started(3, 3, 3, step_s=step_s)
+
+    world.pass_time(60)
+
+    assert len(world.committed) >= 6
+    assert all(state.epoch == world.restores[0][1] for state in world.committed)
+
+
+def test_a_lost_node_is_replaced_and_all_go_on_from_the_newest_that_was_agreed_on():
+    world = started(2, 2, 3)
+    world.pass_time(20)
+    last = world.committed[-1]
+
+    world.lose(world.players[1])
+    world.run_until(lambda w: w.players[2].running == 1)
+    world.pass_time(20)
+
+    state, epoch = world.restores[1]
+    assert state is not None
+    assert state >= last
+    assert epoch > last.epoch
+    assert world.committed[-1].epoch == epoch
+
+
+def test_one_node_that_goes_on_alone_has_what_the_lost_one_had():
+    world = started(1, 2, 2)
+    world.pass_time(20)
+    last = world.committed[-1]
+
+    world.lose(world.players[0])
+    world.run_until(lambda w: w.players[1].running == 1)
+
+    assert world.players[1].keeper.chosen[0] >= last
+
+
+def test_with_one_copy_only_the_state_of_a_lost_node_is_gone_and_all_begin_anew():
+    world = started(2, 2, 3, replicas=1)
+    world.pass_time(20)
+    assert world.committed
+
+    world.lose(world.players[1])
+    world.run_until(lambda w: w.players[2].running == 1)
+    world.pass_time(10)
+
+    state, epoch = world.restores[1]
+    assert state is None
+    assert epoch > world.marks[0].generation
+    assert epoch > max(state.epoch for state in world.committed[:1])
+
+
+def test_without_a_keeper_on_one_node_none_saves_and_it_is_said_once():
+    world = SavingWorld(Terms(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    world.is_kept = lambda player: player.node != "n1"
+    world.run_until(lambda w: w.all_run(0, 2))
+    world.pass_time(10)
+
+    assert world.kept == {"n0": False}
+    assert len(world.said) == 1
+    assert "n1" in world.said[0]
+    assert world.committed == []
+    world.players[0].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(1, 2))
+    world.pass_time(5)
+    assert len(world.said) == 1
+
+
+def test_a_run_without_a_checkpointer_asks_the_board_for_nothing_more():
+    terms = Terms(nodes_min=2, nodes_max=2, restarts_max=9)
+    found = []
+    for world in (SavingWorld(terms, 2), World(terms, 2, n_workers=1)):
+        world.saves = False
+        asked = Counter()
+        for player in world.players:
+            player.board.lose = lambda name, asked=asked: asked.update([name])
+        world.run_until(lambda w: w.all_run(0, 2))
+        world.pass_time(20)
+        found.append(asked)
+        assert not any("ckpt" in key for key in world.board.list(""))
+
+    assert found[0] == found[1]
+
+
+def test_what_is_due_is_written_by_all_and_sealed_by_one():
+    world = started(3, 3, 3)
+    world.pass_time(10)
+
+    world.players[2].keeper.persist_due = True
+    world.run_until(lambda w: w.persisted)
+
+    (state,) = set(world.persisted.values())
+    assert len(world.persisted) == 1
+    assert all(state in player.keeper.parts for player in world.players)
+    world.run_until(lambda w: w.mark().persisted == state)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_wrong_is_agreed_on_whatever_is_lost(seed):
+    world = started(2, 3, 4, seed=seed, step_s=0.1, p_corrupt=0.02)
+    rng = world.rng
+    for player in world.players:
+        player.board.lose = lambda _name: rng.choices([None, "call", "answer"], [98, 1, 1])[0]
+    for _ in range(3):
+        world.pass_time(rng.uniform(5, 25))
+        agreed = newest(world.committed) or NOTHING
+        living = [p for p in world.seated() if not p.is_frozen]
+        victim = rng.choice(living)
+        before = max(world.running())
+        deed = rng.choice(["lose", "fail", "freeze", "cut"])
+        if deed == "lose":
+            world.lose(victim)
+            fresh = world.player(100 + len(world.players))
+            fresh.board.lose = victim.board.lose
+            world.players.append(fresh)
+        elif deed == "fail":
+            victim.fails = ReportKind.WORKERS_FAILED
+        elif deed == "freeze":
+            victim.is_frozen = True
+        else:
+            victim.board.is_cut = True
+        world.run_until(
+            lambda w, before=before: w.restores.keys() and max(w.restores) > before, 120
+        )
+        victim.is_frozen = victim.board.is_cut = False
+        state, epoch = world.restores[max(world.restores)]
+        assert state is None or state >= agreed or agreed == NOTHING, (deed, state, agreed)
+        assert agreed == NOTHING or state is not None, (deed, agreed)
+        assert epoch > agreed.epoch or agreed == NOTHING
+        rest = len(world.committed)
+        world.run_until(lambda w, rest=rest: len(w.committed) > rest, 180)

@@ -10,7 +10,9 @@ _TEXT_CHARS_MAX = 500
 _ITEM_CHARS_MAX = 200
 _ITEMS_MAX = 8
 # Of these there may be one each step: those that follow one another become one with a count.
-_COUNTED = ("committed", "skipped", "given_up")
+_COUNTED = ("committed", "skipped", "given_up", "whole", "replicated")
+# What each save brings where there are several nodes: these take turns.
+_OF_A_SAVE = ("whole", "replicated", "committed")
 
 
 @dataclass(slots=True)
@@ -27,17 +29,27 @@ class Events:
         event |= {name: _short(value) for name, value in fields.items()}
         if kind in _COUNTED:
             event["n"] = 1
-            if self._waiting and self._waiting[-1]["kind"] == kind:
-                n = self._waiting[-1]["n"]
+            last = self._last(kind, event.get("holder"))
+            if last is not None:
+                n = last["n"]
                 assert isinstance(n, int)
                 event["n"] = n + 1
-                self._waiting.pop()
+                self._waiting.remove(last)
         else:
             self.told(event)
         if len(self._waiting) >= EVENTS_MAX:
             self._waiting.popleft()
             self.dropped += 1
         self._waiting.append(event)
+
+    def _last(self, kind: str, holder: object) -> dict[str, object] | None:
+        """Return the event that one more of *kind* is to be counted with."""
+        for event in reversed(self._waiting):
+            if event["kind"] == kind and event.get("holder") == holder:
+                return event
+            if not {kind, event["kind"]} <= set(_OF_A_SAVE):
+                return None
+        return None
 
     def take(self, chars_max: int) -> list[Mapping[str, object]]:
         """Return, and forget, the oldest, at least one and as many as *chars_max* of JSON hold.

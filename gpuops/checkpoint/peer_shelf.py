@@ -27,11 +27,14 @@ class Shelf:
         replicas: ReplicaStore,
         jobs: Jobs,
         damaged: Callable[[StateId, Shard, int], None],
+        *,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._memory = memory
         self._replicas = replicas
         self._jobs = jobs
         self._damaged = damaged
+        self._answer_s = answer_s
         self._n_pins = 0
 
     def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
@@ -55,7 +58,7 @@ class Shelf:
 
         self._jobs.post(do)
         try:
-            return answer.result(ANSWER_S)
+            return answer.result(self._answer_s)
         except TimeoutError:
             if answer.cancel():
                 raise RefusedError(Refusal.BUSY, "this keeper does not get to it") from None

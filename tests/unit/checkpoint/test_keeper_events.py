@@ -25,6 +25,27 @@ def test_commits_that_follow_one_another_are_one_with_the_last_ones_figures():
     assert found == [("committed", 5), ("skipped", 1), ("committed", 1)]
 
 
+def test_what_each_save_brings_is_counted_by_kind_and_holder():
+    events = Events()
+    for step in range(3):
+        events.add("whole", state=[0, step])
+        events.add("replicated", state=[0, step], holder="a")
+        events.add("replicated", state=[0, step], holder="b")
+        events.add("committed", state=[0, step])
+    events.add("replica_failed", holder="b")
+    events.add("whole", state=[0, 3])
+
+    found = [(event["kind"], event.get("holder"), event.get("n")) for event in events.take(10**6)]
+    assert found == [
+        ("whole", None, 3),
+        ("replicated", "a", 3),
+        ("replicated", "b", 3),
+        ("committed", None, 3),
+        ("replica_failed", "b", None),
+        ("whole", None, 1),
+    ]
+
+
 def test_too_many_drop_the_oldest_and_say_how_many():
     events = Events()
     for number in range(EVENTS_MAX + 3):

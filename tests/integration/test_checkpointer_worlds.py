@@ -12,7 +12,7 @@ STEPS = 3
 
 @pytest.fixture
 def keeper(tmp_path):
-    process = start_or_adopt(tmp_path / "keeper", lease_s=60)
+    process = start_or_adopt(tmp_path / "keeper", lease_s=600)
     yield process.socket_path
     process.kill()
 

@@ -204,7 +204,7 @@ def test_a_holder_that_is_stopped_does_not_stop_commits(nodes):
     until(lambda: Shard(0, 3) in nodes[1].shards_here(saved[-1]), deadline_s=60)
 
 
-def test_a_holder_without_room_is_told_with_figures_and_saving_goes_on(nodes):
+def test_a_node_that_holds_nothing_for_others_is_told_and_saving_goes_on(nodes):
     seat(nodes[:2], 0, 2, n_floats=N_FLOATS)
     nodes[1].agent.replicate([], [])
     state = save(nodes[:2], 3)

@@ -1,6 +1,7 @@
 """``gpuops ckpt export`` and ``import``: between states and the formats of others."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def export(
     limit = _size(max_shard_size)
     if limit is not None and form != "safetensors":
         raise UsageError("--max-shard-size is for --format safetensors")
+    if os.path.lexists(to):
+        raise UsageError(f"{to} is there already: name a place that is not")
     with needs_extra("gpuops ckpt export"), opened(ctx, address) as store:
         from gpuops.worker.checkpointer_convert.assemble import StateReader
         from gpuops.worker.checkpointer_convert.export import Format, export_state

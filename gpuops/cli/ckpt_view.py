@@ -1,6 +1,7 @@
 """What ``gpuops ckpt ls`` and ``show`` print."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from gpuops.checkpoint.inventory_view import WholeTensor
 from gpuops.checkpoint.state_store import CheckpointStore, Stored, Survey
@@ -53,7 +54,9 @@ def listing_text(store: CheckpointStore, survey: Survey) -> str:
         rows = [_row(store, stored) for stored in survey.states]
         lines.append(table(LISTED, rows, right=(0, 1, 3), width=WIDE))
     else:
-        lines.append(f"no states in {store.address}")
+        is_missing = "://" not in store.address and not Path(store.address).is_dir()
+        why = ": there is no such directory" if is_missing else ""
+        lines.append(f"no states in {store.address}{why}")
     lines += [f"damaged: {item.name}: {item.why}" for item in survey.damaged]
     if survey.leftovers:
         lines.append(f"{len(survey.leftovers)} leftovers of writers that did not finish")

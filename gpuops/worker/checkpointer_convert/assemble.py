@@ -118,7 +118,8 @@ class StateReader:
             if bad:
                 raise CorruptError(
                     f"{path}: {len(bad)} of {len(record.digest.table) // 8} chunks are not what "
-                    f"was saved, the first is number {bad[0]}"
+                    f"was saved, the first is number {bad[0]}; take another state: `gpuops ckpt "
+                    "verify --all` says which are whole"
                 )
         self._advance(record.digest.nbytes)
         return view

@@ -94,6 +94,9 @@ def test_ls_json(store, ckpt):
 
 
 def test_ls_of_nothing(ckpt, store):
+    missing = f"no states in {store.address}: there is no such directory\n"
+    assert ckpt("ls")[:2] == (0, missing)
+    store._root.mkdir()
     assert ckpt("ls")[:2] == (0, f"no states in {store.address}\n")
     assert json.loads(ckpt("ls", "--json")[1])["checkpoints"] == []
 

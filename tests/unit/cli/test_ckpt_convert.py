@@ -99,6 +99,17 @@ def test_what_cannot_be(tmp_path, store, ckpt, words, code, message):
     assert not (tmp_path / "x").exists()
 
 
+def test_what_is_there_is_not_written_over(tmp_path, store, ckpt):
+    make_state(store, RANKS, step=10)
+    (tmp_path / "x").write_text("mine")
+
+    code, _, err = ckpt("export", "--to", tmp_path / "x")
+
+    assert code == 64
+    assert "is there already" in err
+    assert (tmp_path / "x").read_text() == "mine"
+
+
 def test_a_file_that_is_refused(tmp_path, store, ckpt):
     torch.save({"x": torch.nn.Linear(1, 1)}, tmp_path / "x")
 

@@ -76,7 +76,7 @@ def test_every_shard_is_verified_once_before_a_byte_is_used(store, tmp_path):
 
     with (
         opened(store, state, tmp_path) as reader,
-        pytest.raises(CorruptError, match=r"shard-00001.*1 of 1 chunks"),
+        pytest.raises(CorruptError, match=r"shard-00001.*1 of 1 chunks.*verify --all"),
     ):
         reader.bytes_of(reader.tensors["w"])
 

@@ -18,6 +18,7 @@ COUNT_MAX = 2**62
 SECONDS_MAX = 4e9
 RANKS_NAMED_MAX = 64
 COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "restored"
+WHOLE, REPLICATED = "whole", "replicated"
 # Those that are told one by one, and how grave they are; the rest is counted.
 _SINGLE = {
     RESTORED: Severity.INFO,
@@ -26,6 +27,9 @@ _SINGLE = {
     "persist_failed": Severity.ERROR,
     "commit_failed": Severity.WARNING,
     "passed_over": Severity.WARNING,
+    "replica_failed": Severity.WARNING,
+    "fetch_failed": Severity.WARNING,
+    "cannot_offer": Severity.ERROR,
 }
 
 
@@ -109,6 +113,8 @@ class Tally:
     longest_s: float = 0.0
     skipped: Counter[str] = field(default_factory=Counter)
     given_up: int = 0
+    replicas: int = 0
+    replica_bytes: int = 0
 
     def add(self, event: KeeperEvent) -> None:
         """Count *event* in."""
@@ -117,6 +123,12 @@ class Tally:
             return
         if event.kind == GIVEN_UP:
             self.given_up += event.count
+            return
+        if event.kind == WHOLE:
+            return  # with several nodes, before each commit
+        if event.kind == REPLICATED:
+            self.replicas += event.count
+            self.replica_bytes += event.nbytes or 0
             return
         self.committed += event.count
         self.nbytes += event.nbytes or 0
@@ -141,8 +153,11 @@ class Tally:
             found.append(("checkpoint.skipped", payload, Severity.INFO))
         if self.given_up:
             found.append(("checkpoint.given_up", {"count": self.given_up}, Severity.INFO))
+        if self.replicas:
+            payload = {"count": self.replicas, "bytes": self.replica_bytes}
+            found.append(("checkpoint.replicated", payload, Severity.INFO))
         self.committed, self.newest, self.nbytes, self.longest_s = 0, None, 0, 0.0
-        self.skipped, self.given_up = Counter(), 0
+        self.skipped, self.given_up, self.replicas, self.replica_bytes = Counter(), 0, 0, 0
         return found
 
 
@@ -154,7 +169,7 @@ def single(event: KeeperEvent) -> tuple[str, Json, Severity]:
 
 def is_counted(event: KeeperEvent) -> bool:
     """Say whether *event* is one of many that are told together."""
-    return event.kind in {COMMITTED, SKIPPED, GIVEN_UP}
+    return event.kind in {COMMITTED, SKIPPED, GIVEN_UP, WHOLE, REPLICATED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,7 @@ class Said:
             "wants": self.wants,
             "stored": None if self.stored is None else self.stored.to_json(),
         }
-        return {name: value for name, value in body.items() if value or name == "g"}
+        return {k: v for k, v in body.items() if v is not None and v is not False and v != []}
 
     @classmethod
     def from_json(cls, data: object) -> Self:

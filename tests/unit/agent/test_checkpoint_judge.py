@@ -1,0 +1,247 @@
+"""What is agreed on follows from what was said, and never goes back; any words, in any order."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuops.agent.checkpoint_judge import LEAD_S, OVERDUE_S, Heard, Pacer, judge
+from gpuops.agent.checkpoint_words import (
+    DROPPED_MAX,
+    Holding,
+    Notes,
+    Restore,
+    Said,
+    Stored,
+    Watermark,
+    WordError,
+)
+from gpuops.checkpoint.placement import place
+from gpuops.checkpoint.states import Copy, Digest, Shard, StateId, Tier
+
+EPOCH = 3
+AGENTS = ("a", "b", "c")
+states = st.builds(StateId, st.integers(2, 4), st.integers(0, 6))
+some = st.lists(states, max_size=4).map(tuple)
+maybe = st.none() | states
+stored = st.builds(
+    Stored,
+    st.lists(st.tuples(states, st.integers(1, 9)), max_size=3).map(tuple),
+    st.integers(-1, 9),
+)
+said = st.builds(
+    Said,
+    generation=st.sampled_from([5, 5, 5, 4]),
+    whole=some,
+    replicated=some,
+    refused=some,
+    parts=some,
+    newest=maybe,
+    persisted=maybe,
+    in_flight=maybe,
+    told=maybe,
+    asked=st.none() | st.integers(0, 8),
+    is_due=st.booleans(),
+    wants=st.booleans(),
+    stored=st.none() | stored,
+)
+heard = st.builds(
+    Heard,
+    generation=st.just(5),
+    epoch=st.just(EPOCH),
+    seated=st.just(AGENTS),
+    said=st.dictionaries(st.sampled_from([*AGENTS, "stranger"]), said),
+    is_replicated=st.booleans(),
+    overdue=st.frozensets(states, max_size=2),
+    aim=st.none() | st.integers(0, 9),
+    leader=st.just("n0"),
+)
+
+
+def everybody(**more):
+    one = Said(generation=5, **more)
+    return Heard(
+        generation=5, epoch=EPOCH, seated=AGENTS, said=dict.fromkeys(AGENTS, one), leader="n0"
+    )
+
+
+@given(st.lists(heard, min_size=1, max_size=6))
+def test_nothing_goes_back_and_only_what_all_have_is_committed(found):
+    mark = Watermark()
+    for one in found:
+        after = judge(mark, one)
+        words = [one.said.get(agent) for agent in AGENTS]
+        if after.committed != mark.committed:
+            assert mark.committed is None or after.committed > mark.committed
+            assert after.committed.epoch == EPOCH
+            assert after.committed not in mark.dropped
+            for word in words:
+                assert word.generation == 5
+                has = word.replicated if one.is_replicated else (*word.whole, *word.replicated)
+                assert after.committed in has
+        if after.sealed != mark.sealed:
+            assert all(after.sealed in word.parts for word in words)
+            assert after.sealer == "n0"
+        for name in ("sealed", "persisted", "aim"):
+            before, now = getattr(mark, name), getattr(after, name)
+            assert before is None or now >= before
+        assert after.committed not in after.dropped
+        assert len(after.dropped) <= DROPPED_MAX
+        assert judge(after, one) == judge(judge(after, one), one) or one.said
+        assert Watermark.from_json(after.to_json()) == after
+        mark = after
+
+
+@given(heard, st.permutations(AGENTS))
+def test_the_order_in_which_nodes_are_named_does_not_matter(found, order):
+    assert judge(Watermark(), found) == judge(Watermark(), replace(found, seated=tuple(order)))
+
+
+def test_what_one_node_skipped_is_dropped_and_all_aim_at_a_later_step():
+    state = StateId(EPOCH, 10)
+    has = Said(generation=5, whole=(state,), asked=14)
+    lacks = Said(generation=5, asked=14)
+    words = {"a": has, "b": has, "c": lacks}
+
+    after = judge(Watermark(), replace(everybody(), said=words, aim=40))
+
+    assert after.dropped == (state,)
+    assert after.aim == StateId(EPOCH, 40)
+    assert after.committed is None
+
+
+def test_what_a_node_is_still_writing_is_not_dropped():
+    state = StateId(EPOCH, 10)
+    words = {
+        "a": Said(generation=5, whole=(state,), asked=14),
+        "b": Said(generation=5, in_flight=state, asked=14),
+        "c": Said(generation=5, asked=9),
+    }
+
+    assert judge(Watermark(), replace(everybody(), said=words)) == Watermark()
+
+
+def test_the_next_one_persists_only_once_all_know_of_the_one_before():
+    first, second = StateId(EPOCH, 1), StateId(EPOCH, 2)
+    mark = judge(Watermark(), everybody(replicated=(first,), is_due=True))
+    assert mark.persist == first
+
+    mark = judge(mark, everybody(replicated=(second,), is_due=True))
+    assert (mark.committed, mark.persist) == (second, first)
+
+    assert judge(mark, everybody(told=first, is_due=True)).persist == second
+
+
+def test_of_a_generation_that_is_over_nothing_is_taken():
+    mark = Watermark(generation=6)
+
+    assert judge(mark, everybody(replicated=(StateId(EPOCH, 1),))) == mark
+
+
+def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_missed():
+    pacer = Pacer()
+    assert pacer.aim() is None
+    pacer.hear({"a": Said(generation=0, asked=100), "b": Said(generation=0, asked=90)}, 0.0)
+    assert pacer.aim() == 101
+    pacer.hear({"a": Said(generation=0, asked=200)}, 10.0)
+    assert pacer.aim() == 201 + 10 * LEAD_S
+
+    pacer.went(Watermark(), Watermark(dropped=(StateId(1, 1),)))
+    assert pacer.aim() == 201 + 20 * LEAD_S
+
+
+def test_what_is_whole_for_too_long_is_overdue():
+    pacer, state = Pacer(), StateId(1, 1)
+    word = {"a": Said(generation=0, whole=(state,))}
+    pacer.hear(word, 0.0)
+    pacer.hear(word, OVERDUE_S)
+
+    assert pacer.overdue(OVERDUE_S) == {state}
+    pacer.hear({}, OVERDUE_S)
+    assert pacer.overdue(9 * OVERDUE_S) == set()
+
+
+@given(said)
+def test_words_come_back_as_they_were_said(word):
+    def newest(found, most):
+        return tuple(sorted(set(found), reverse=True)[:most])
+
+    back = Said.from_json(word.to_json())
+
+    assert back == replace(
+        word,
+        whole=newest(word.whole, 4),
+        replicated=newest(word.replicated, 4),
+        refused=newest(word.refused, 8),
+        parts=newest(word.parts, 4),
+    )
+
+
+def test_notes_and_holdings_come_back_as_they_were():
+    copy = Copy(StateId(1, 2), Shard(0, 2), "ab", Digest(9, b"", "f" * 64), Tier.MEMORY, "n0")
+    holding = Holding(port=70, copies=(copy,), epoch_max=1)
+    restore = Restore(
+        state=StateId(1, 2),
+        epoch=2,
+        world=2,
+        tier=Tier.PEER,
+        why=("a",),
+        sources={0: ("n0",)},
+        roots={0: "f" * 64},
+    )
+    notes = Notes(
+        is_kept=True,
+        placement=place(["n0", "n1"], 2),
+        peers={"n0": ("10.0.0.1", 70)},
+        restore=restore,
+        epoch_max=1,
+    )
+
+    assert Holding.from_json(holding.to_json(), "n0") == holding
+    assert Notes.from_json(notes.to_json()) == notes
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["g", "whole", "stored", "states", "port", "copies", "kept", "placement", "peers"]
+                + [
+                    "restore",
+                    "state",
+                    "sources",
+                    "committed",
+                    "generation",
+                    "epoch",
+                    "world",
+                    "tier",
+                ]
+            ),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(json_values)
+@pytest.mark.parametrize(
+    "read",
+    [
+        Said.from_json,
+        lambda data: Holding.from_json(data, "n"),
+        Notes.from_json,
+        Watermark.from_json,
+    ]
+    + [Restore.from_json],
+    ids=["said", "holding", "notes", "watermark", "restore"],
+)
+def test_whatever_another_agent_wrote_is_read_or_refused(read, data):
+    try:
+        read(data)
+    except WordError:
+        pass

@@ -134,8 +134,9 @@ class Finder:
         directory = self._policy.directory
         if directory is None:
             raise NoKeeperError(
-                "this job runs without `gpuops run` and was given no directory: nothing of a "
-                "checkpoint would outlive it"
+                "this job runs without `gpuops run` and was given no directory, so nothing of a "
+                "checkpoint would outlive it: start it with `gpuops run`, or give directory= or "
+                "GPUOPS_CKPT_DIR"
             )
         if place.world != place.local_world:
             raise NoKeeperError(

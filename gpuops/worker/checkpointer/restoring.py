@@ -50,7 +50,7 @@ def restore_parts(
         if found is None or source is None:
             _log.info("no checkpoint: training begins anew")
             return None
-        for why in found.why:
+        for why in found.why if place.rank == 0 else ():  # all ranks have the same
             _log.warning("checkpoint: %s", why)
         nbytes = _load(parts, source, found, place, allow_pickle=allow_pickle)
         seconds = time.monotonic() - begun_s
@@ -77,7 +77,7 @@ def _load(
     )
     finishes = [_aimed(part, saved) for part in parts]
     ignored = sorted(saved.part_keys() - {part.key for part in parts})
-    if ignored:
+    if ignored and place.rank == 0:
         _log.warning(
             "the checkpoint also has %s, which was not given and is not loaded", ", ".join(ignored)
         )
@@ -125,6 +125,8 @@ def _no_tensor(_what: object, path: str) -> Any:  # noqa: ANN401 it never return
 
 
 def _say_what_changed(parts: Sequence[Part], saved: SavedState, found: Found, place: Place) -> None:
+    if place.rank != 0:
+        return
     differing = [
         part.key
         for part in parts

@@ -42,6 +42,7 @@ class Saver:
     ) -> None:
         """Take *connect*, which finds the keeper or raises KeeperError; see `connect`."""
         self._is_single = place.local_world == 1
+        self._is_first = place.rank == 0
         self._reserved_at: int | None = None
         self._capturer = Capturer(parts, Shard(place.rank, place.world), allow_pickle=allow_pickle)
         self.keeper: Keeper | None = None
@@ -138,8 +139,8 @@ class Saver:
         self._retry_at_s = self._clock_s() + self._retry_s if may_pass else None
         self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
         kind = type(exc).__name__
-        if kind in self._warned:
-            return
+        if kind in self._warned or (isinstance(exc, NoKeeperError) and not self._is_first):
+            return  # said already, or true of all ranks alike and said by the first
         self._warned.add(kind)
         later = "it is tried again later" if may_pass else "training goes on without"
         _log.warning("no checkpoints are saved from now on, %s: %s", later, _said(exc))

@@ -122,6 +122,39 @@ def test_a_job_without_a_keeper_restores_and_says_what_it_does_not_do(persisted,
     assert any("the keeper is gone" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_says_that_nothing_is_saved(monkeypatch, caplog, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    with Checkpointer(model=nn.Linear(1, 1), every=1) as ck:
+        assert ck.restore() == 0
+        ck.step(1)
+        assert "directory=" in ck.stats["off"]
+
+    assert len([r for r in caplog.records if "no checkpoints are saved" in r.getMessage()]) == (
+        rank == 0
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_says_what_all_loaded(persisted, monkeypatch, caplog, rank):
+    class Gone:
+        def __getattr__(self, name):
+            raise KeeperError("the keeper is gone")
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Linear(40, 1, bias=False)
+    with Checkpointer(model=model, directory=persisted.folder, keeper=Gone()) as ck:
+        assert ck.restore() == 3
+
+    said = [r for r in caplog.records if "is loaded by 2" in r.getMessage()]
+    assert len(said) == (rank == 0)
+
+
 def test_a_keeper_that_is_gone_is_no_fresh_start(tmp_path):
     env = {"GPUOPS_KEEPER": str(tmp_path / "keeper.sock")}
     with pytest.raises(KeeperError, match="no keeper listens"):

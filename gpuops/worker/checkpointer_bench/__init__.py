@@ -1,0 +1,1 @@
+"""What saving and restoring costs on this machine, beside torch's own ways and physical limits."""

@@ -1,0 +1,318 @@
+"""The ways to save a state that are measured: ours, torch's, and what the hardware allows."""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    async_save,
+)
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from gpuops.checkpoint.agent_link import AgentLink
+from gpuops.checkpoint.client import connect
+from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.states import CheckpointError
+from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.checkpointer_bench.subject import Subject, copy_into, warm_copies
+
+MEMCPY, RAW = "memcpy", "write + fsync"
+OURS = "gpuops"
+State = dict[str, Any]
+_WRITE_BYTES = 16 * 2**20
+
+
+class BenchError(CheckpointError):
+    """Something was not saved, or not restored: there is nothing to measure."""
+
+
+class Saver(Protocol):
+    """One way to save. ``recoverable_s`` and ``durable_s`` are filled in by what knows better."""
+
+    name: str
+
+    def save(self, step: int, /) -> None:
+        """Begin to save; return when training may go on."""
+        ...
+
+    def is_done(self) -> bool:
+        """Say whether the state is durable by now; never waits.
+
+        Raises:
+            BenchError: It will not be.
+        """
+        ...
+
+    def recoverable_s(self, stall_s: float, durable_s: float, /) -> float | None:
+        """Return from when on after the step the state outlives a SIGKILL of the worker."""
+        ...
+
+    def clean(self) -> None:
+        """Remove what was written."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+class Memcpy:
+    """The limit of a stall: the same tensors copied into memory that is there already."""
+
+    name = MEMCPY
+
+    def __init__(self, subject: Subject) -> None:
+        self._sources = subject.tensors()
+        self.whole, self.targets = warm_copies(self._sources)
+
+    def save(self, _step: int, /) -> None:
+        copy_into(self.targets, self._sources)
+
+    def is_done(self) -> bool:
+        return True
+
+    def recoverable_s(self, _stall_s: float, _durable_s: float, /) -> float | None:
+        return None
+
+    def clean(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RawWrite:
+    """The limit of durability: the same bytes, already in memory, written and fsynced."""
+
+    name = RAW
+
+    def __init__(self, whole: torch.Tensor, folder: Path) -> None:
+        self._view = bytes_of(whole)
+        self._path = folder / "raw"
+        self._thread = threading.Thread()
+
+    def save(self, _step: int, /) -> None:
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def recoverable_s(self, _stall_s: float, _durable_s: float, /) -> float | None:
+        return None
+
+    def clean(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._thread.join()
+
+    def _write(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for at in range(0, len(self._view), _WRITE_BYTES):
+                piece = self._view[at : at + _WRITE_BYTES]
+                while piece:
+                    piece = piece[os.write(fd, piece) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Gpuops:
+    """Our checkpointer, with a keeper of its own, each state persisted as soon as it is whole."""
+
+    name = OURS
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self.socket_path, self._end = start_keeper(folder / "keeper")
+        self.directory = folder / "gpuops"
+        self._link = AgentLink.connect(self.socket_path)
+        self._keeper = rank_line(self.socket_path)
+        self.checkpointer = Checkpointer(
+            model=subject.model,
+            optimizer=subject.optimizer,
+            every=1,
+            directory=self.directory,
+            persist_every=0.0,
+            keep_last=1000,  # old states are removed between the measurements, by `clean`
+            keeper=self._keeper,
+        )
+        if self.checkpointer.restore():
+            raise BenchError(f"{folder} is not empty")
+        self._step = 0
+        self._saved = 0
+
+    def save(self, step: int, /) -> None:
+        self._step = step
+        self.checkpointer.step(step)
+
+    def is_done(self) -> bool:
+        stats = self._link.stats()
+        if stats.get("persist_trouble"):
+            raise BenchError(f"step {self._step} was not persisted: {stats['persist_trouble']}")
+        persisted = stats.get("persisted")
+        if persisted and persisted[1] >= self._step:
+            return True
+        saved = self.checkpointer.stats
+        if saved["last_step"] != self._step:
+            raise BenchError(f"step {self._step} was not saved: {saved['off'] or saved['skipped']}")
+        return False
+
+    def recoverable_s(self, stall_s: float, _durable_s: float, /) -> float | None:
+        hash_s = self._link.stats().get("hash_s")  # from the seal to the commit
+        return None if hash_s is None else stall_s + float(hash_s)
+
+    def clean(self) -> None:
+        if self.directory.is_dir():
+            for path in self.directory.glob("step-*"):
+                shutil.rmtree(path)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        self._link.close()
+        self._end()
+
+
+class TorchSave:
+    """``torch.save`` into a file; the fsync after it does not count as stall."""
+
+    name = "torch.save"
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self._subject = subject
+        self._path = folder / "torch.pt"
+        self._thread = threading.Thread()
+
+    def save(self, _step: int, /) -> None:
+        torch.save(self._subject.state_dict(), self._path)
+        self._thread = threading.Thread(target=self._sync)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def recoverable_s(self, stall_s: float, _durable_s: float, /) -> float | None:
+        return stall_s
+
+    def clean(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._thread.join()
+
+    def _sync(self) -> None:
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Dcp:
+    """``dcp.save`` and ``dcp.async_save`` in one of their settings; each into a new directory."""
+
+    def __init__(
+        self, name: str, subject: Subject, folder: Path, save: Callable[..., Future[Any] | None]
+    ) -> None:
+        self.name = name
+        self._subject = subject
+        self._folder = folder / name.replace(" ", "-").replace(",", "")
+        self._folder.mkdir()
+        self._save = save
+        self._future: Future[Any] | None = None
+
+    def save(self, step: int, /) -> None:
+        path = self._folder / f"step-{step}"
+        self._future = self._save(self._subject.state_dict(), path)
+
+    def is_done(self) -> bool:
+        if self._future is None:
+            return True
+        if not self._future.done():
+            return False
+        error = self._future.exception()
+        if error is not None:
+            raise BenchError(f"{self.name} failed: {error!r}") from error
+        return True
+
+    def recoverable_s(self, stall_s: float, durable_s: float, /) -> float | None:
+        # What it holds in memory dies with the worker, and a process of its with its parent.
+        return durable_s if self._future is not None else stall_s
+
+    def clean(self) -> None:
+        for path in self._folder.iterdir():
+            shutil.rmtree(path)
+
+    def close(self) -> None:
+        end_s = time.monotonic() + 600
+        while not self.is_done() and time.monotonic() < end_s:
+            time.sleep(0.01)
+
+
+def dcp_savers(subject: Subject, folder: Path) -> list[Saver]:
+    """Return DCP's ways: as it comes, and as well as it can be tuned."""
+    kept = DefaultStager(StagingOptions(False, False, False, False))
+    kept_shared = DefaultStager(StagingOptions(False, True, False, False))
+
+    def save(state: State, path: Path) -> None:
+        dcp_save(state, checkpoint_id=path, no_dist=True)
+
+    def save_tuned(state: State, path: Path) -> None:
+        writer = FileSystemWriter(path, sync_files=False, thread_count=2)
+        dcp_save(state, storage_writer=writer, no_dist=True)
+
+    def thread(state: State, path: Path) -> Any:  # noqa: ANN401 torch's own type
+        return async_save(state, checkpoint_id=path, no_dist=True)
+
+    def thread_kept(state: State, path: Path) -> Any:  # noqa: ANN401
+        return async_save(state, checkpoint_id=path, no_dist=True, async_stager=kept)
+
+    process_type = AsyncCheckpointerType.PROCESS
+
+    def process(state: State, path: Path) -> Any:  # noqa: ANN401
+        return async_save(state, checkpoint_id=path, async_checkpointer_type=process_type)
+
+    def process_kept(state: State, path: Path) -> Any:  # noqa: ANN401
+        return async_save(
+            state,
+            checkpoint_id=path,
+            async_checkpointer_type=process_type,
+            async_stager=kept_shared,
+        )
+
+    ways: dict[str, Callable[..., Any]] = {
+        "dcp.save": save,
+        "dcp.save, 2 threads, no fsync": save_tuned,
+        "dcp.async_save, thread": thread,
+        "dcp.async_save, thread, kept stager": thread_kept,
+        "dcp.async_save, process": process,
+        "dcp.async_save, process, kept stager": process_kept,
+    }
+    return [Dcp(name, subject, folder, way) for name, way in ways.items()]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B")
+
+
+def rank_line(socket_path: Path) -> Any:  # noqa: ANN401 a Keeper
+    """Return the line of the only rank of a job."""
+    return connect(socket_path, rank=0, world=1, local_rank=0, local_world=1)
+
+
+def start_keeper(folder: Path) -> tuple[Path, Callable[[], None]]:
+    """Start a keeper for one measurement; return its socket, and what ends it."""
+    process = start_or_adopt(folder, lease_s=60.0)
+    return process.socket_path, process.kill

@@ -1,0 +1,91 @@
+"""What saving and restoring costs beside torch's own ways, other checkpointers, and the hardware.
+
+The same code as ``gpuops ckpt bench``; here with the peers of ``.venv-peers`` and a fetch from
+another keeper, over loopback, beside a raw socket (see bench_transfer).
+
+    python tests/benchmarks/bench_checkpoint.py --size 2GB --rounds 7 --out checkpoint.json
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bench_transfer
+import checkpoint_peers
+
+from gpuops.cli.ckpt_bench_text import print_bench
+from gpuops.model import envelope
+from gpuops.units import parse_bytes
+from gpuops.worker.checkpointer_bench.bench import run_bench
+from gpuops.worker.checkpointer_bench.plan import ROWS, SCHEMA, Plan
+from gpuops.worker.checkpointer_bench.rounds import figures
+
+CONNECTIONS = 4
+
+
+def peer_row(nbytes, n_rounds):
+    """Return a fetch's seconds and its rate as a share of the raw socket's, round by round."""
+    took = bench_transfer.measure(nbytes, n_rounds, CONNECTIONS)
+    shares = [raw / mine for raw, mine in zip(took["raw"], took["fetch"], strict=True)]
+    return {
+        "nbytes": nbytes,
+        "connections": CONNECTIONS,
+        "ways": [{"way": name, "seconds": figures(seconds)} for name, seconds in took.items()],
+        "of_raw": figures(shares)["median"],
+    }
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="2GB")
+    parser.add_argument("--tensors", type=int, default=300)
+    parser.add_argument("--small-tensors", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kill-size", default="64MB")
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--only", default=",".join(ROWS))
+    parser.add_argument("--peer-size", default="512MiB")
+    parser.add_argument("--no-peers", action="store_true", help="only torch and gpuops")
+    parser.add_argument("--dir", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, help="write the figures to this file as JSON")
+    return parser.parse_args()
+
+
+def main():
+    """Measure, print the tables, write the figures."""
+    args = options()
+    logging.disable(logging.INFO)  # a peer tells of each save
+    plan = Plan(
+        nbytes=parse_bytes(args.size),
+        n_tensors=args.tensors,
+        small_tensors=args.small_tensors,
+        rounds=args.rounds,
+        kills=args.kills,
+        kill_nbytes=parse_bytes(args.kill_size),
+        flips=args.flips,
+        only=tuple(args.only.split(",")),
+    )
+    began_s = time.monotonic()
+    found = run_bench(
+        plan,
+        args.dir.absolute(),
+        lambda text: print(f"{time.monotonic() - began_s:7.1f} s  {text}", file=sys.stderr),
+        peer=lambda: peer_row(parse_bytes(args.peer_size), args.rounds),
+        others=None if args.no_peers else checkpoint_peers.others,
+    )
+    body = envelope(SCHEMA, found)
+    print_bench(body)
+    if args.out:
+        args.out.write_text(json.dumps(body, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

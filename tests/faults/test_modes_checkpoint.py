@@ -1,0 +1,68 @@
+"""Checkpoints of a run on several nodes: whole nodes are lost, and their state is not."""
+
+import time
+
+import pytest
+from support.cluster_run import ClusterRun
+from support.hosts import Hosts
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with Hosts(3, tmp_path) as made:
+        yield made
+
+
+def started(hosts, folder, *flags, nnodes, nodes=None, args=(), env=None):
+    words = ["--diary", folder / "job" / "steps", "--steps", "100000", "--pause", "0.05", *args]
+    run = ClusterRun(hosts, folder, *flags, nnodes=nnodes, script="resumes.py", args=words, env=env)
+    run.start(*(nodes or ()))
+    return run
+
+
+def loads(run, generation):
+    """Return the steps that the ranks of *generation* went on from."""
+    lines = [line for line in run.lines() if line.generation == generation]
+    return {line.number for line in lines if line.what == "load"}
+
+
+def tiers(run):
+    """Return where ranks had their states from."""
+    return {event["payload"]["tier"] for event in run.events("checkpoint.restored")}
+
+
+def test_a_lost_node_is_replaced_by_a_spare_that_has_its_state_from_a_peers_memory(hosts, tmp_path):
+    run = started(hosts, tmp_path, "--spares", "1", nnodes="2")
+    run.wait_for_step(200)
+    busy = [host for host in hosts if run.worker_pids(host)]
+    victim = busy[1] if busy[0] is hosts[0] else busy[0]
+    lost_ns = time.monotonic_ns()
+    step = max(line.number for line in run.lines() if line.what == "step")
+
+    victim.kill_all()
+
+    run.seconds_to_generation(1, lost_ns)
+    (found,) = loads(run, 1)
+    assert 0 < found <= step
+    run.wait(lambda: len(run.events("checkpoint.restored")) == 2, "word of what was loaded")
+    assert tiers(run) == {"memory", "peer"}
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_two_that_go_on_without_the_third_have_its_state_and_persist_into_one_directory(
+    hosts, tmp_path
+):
+    directory = tmp_path / "ckpt"
+    flags = ("--ckpt-dir", directory, "--grow-after", "never")
+    run = started(hosts, tmp_path, *map(str, flags), nnodes="2:3")
+    run.wait_for_step(200)
+    run.wait(lambda: list(directory.glob("step-*/manifest.json")), "the first that persists")
+
+    hosts[2].kill_all()
+
+    run.wait_for_generation(1)
+    (found,) = loads(run, 1)
+    assert found > 0
+    assert "persistent" not in tiers(run)

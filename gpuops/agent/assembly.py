@@ -110,16 +110,7 @@ def assemble(
         node=around.node, env=prepared.env, root=settings.root, site_dir=settings.site_dir
     )
     gpus = open_sentry(place, clock)
-    fence_s = plan.fence_s if met.is_shared else None
-    link = Link(met.board, me, view, clock, fence_s=fence_s, end_s=_end_s(prepared))
-    link.on_silence = lambda silent_s: session.chronicle.board_lost(f"silent for {silent_s:.1f} s")
-    link.on_answer = session.chronicle.board_back
-    link.wants_peers = lambda: hang.is_suspicious
-    link.on_peers = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
-    link.on_record = lambda record: session.safely(
-        "recording a phase",
-        lambda: session.chronicle.phase_seen(record.phase.value, record.generation, record.reason),
-    )
+    link = _link(prepared, met, me, view, session, hang)
     leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
     link.leads = leader
     if met.is_shared:
@@ -158,6 +149,24 @@ def assemble(
     seats = Seats(link, plan.meeting.run_key)
     seats.wish = lambda: _wish(parts.checkpoints)
     return Assembly(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
+
+
+def _link(  # noqa: PLR0913 what the link tells goes to each of them
+    prepared: Prepared, met: Met, me: Member, view: View, session: Session, hang: HangSentry
+) -> Link:
+    """Return this agent's line to the board, which tells the others what it has to."""
+    fence_s = prepared.request.plan.fence_s if met.is_shared else None
+    end_s = _end_s(prepared)
+    link = Link(met.board, me, view, prepared.clock, fence_s=fence_s, end_s=end_s)
+    link.on_silence = lambda silent_s: session.chronicle.board_lost(f"silent for {silent_s:.1f} s")
+    link.on_answer = session.chronicle.board_back
+    link.wants_peers = lambda: hang.is_suspicious
+    link.on_peers = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
+    link.on_record = lambda record: session.safely(
+        "recording a phase",
+        lambda: session.chronicle.phase_seen(record.phase.value, record.generation, record.reason),
+    )
+    return link
 
 
 def _wish(checkpoints: Checkpoints) -> Json:

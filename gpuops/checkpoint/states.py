@@ -28,8 +28,8 @@ class KeeperError(CheckpointError):
 class StateId:
     """One state of a job; the greater of two is the newer.
 
-    ``epoch`` grows by one each time the job's workers are started: steps that are made again after a
-    restart from step 8 are newer than a step 10 that was left behind. ``step`` is the number of
+    ``epoch`` grows by one each time the job's workers are started: steps that are made again after
+    a restart from step 8 are newer than a step 10 that was left behind. ``step`` is the number of
     optimizer steps completed.
     """
 

@@ -79,6 +79,11 @@ class _State(Collector):
             "1 while the process that keeps checkpoints in this node's memory runs.",
             value=float(kept.is_alive),
         )
+        yield GaugeMetricFamily(
+            "gpuops_checkpoint_copies",
+            "Nodes that have this node's part of the newest checkpoint, itself among them.",
+            value=kept.copies,
+        )
         if kept.step is not None:
             yield GaugeMetricFamily(
                 "gpuops_checkpoint_step",

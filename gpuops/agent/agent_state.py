@@ -38,6 +38,8 @@ class CheckpointState:
     ``tier`` says where that state lies: ``memory``, or ``persistent`` where only that is left.
     ``persisted_step`` is of the newest that lies in the persistent directory as well. ``skipped``
     counts the saves that found no free slot, by reason; a training step never waits for one.
+    ``copies``: so many nodes that live have this node's part of it. Not ``is_used``: some other
+    node has no keeper, so that nothing is saved.
     """
 
     step: int | None = None
@@ -48,6 +50,8 @@ class CheckpointState:
     committed: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
     is_alive: bool = True
+    copies: int = 1
+    is_used: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +157,8 @@ def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
         "committed": state.committed,
         "skipped": sum(state.skipped.values()),
         "skipped_by_reason": dict(sorted(state.skipped.items())[:SKIP_REASONS_MAX]),
-        "keeper": "running" if state.is_alive else "gone",
+        "copies": state.copies,
+        "keeper": ("running" if state.is_used else "unused") if state.is_alive else "gone",
     }
 
 

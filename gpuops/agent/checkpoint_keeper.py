@@ -366,6 +366,8 @@ class Keeping:
             persisted_step=None if persisted is None else persisted.step,
             committed=whole(stats.get("committed")) or 0,
             skipped=_counts(skipped) if isinstance(skipped, Mapping) else {},
+            copies=1 + _length(stats.get("holders")) - _length(stats.get("holders_gone")),
+            is_used=self._is_shared,
         )
 
     def _lost(self, what: str, error: KeeperError) -> None:
@@ -395,6 +397,10 @@ def _named(state: CheckpointState) -> StateId | None:
 
 def _now(known: StateId | None, clock: Clock) -> int | None:
     return None if known is None else clock.mono_ns()
+
+
+def _length(found: object) -> int:
+    return len(found) if isinstance(found, list) else 0
 
 
 def _counts(found: Mapping[Any, Any]) -> dict[str, int]:

@@ -123,6 +123,7 @@ def test_the_state_says_where_the_job_would_resume_from(serve):
         "committed": 17,
         "skipped": 3,
         "skipped_by_reason": {"in_flight": 2, "no_free_slot": 1},
+        "copies": 1,
         "keeper": "running",
     }
     assert none["checkpoint"] is None

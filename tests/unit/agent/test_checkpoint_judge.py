@@ -203,23 +203,8 @@ def test_notes_and_holdings_come_back_as_they_were():
 
 
 NAMES = [
-    "g",
-    "whole",
-    "stored",
-    "states",
-    "port",
-    "copies",
-    "kept",
-    "placement",
-    "peers",
-    "restore",
-    "state",
-    "sources",
-    "committed",
-    "generation",
-    "epoch",
-    "world",
-    "tier",
+    *("g", "whole", "stored", "states", "port", "copies", "kept", "placement", "peers"),
+    *("restore", "state", "sources", "committed", "generation", "epoch", "world", "tier"),
 ]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False),

@@ -151,7 +151,7 @@ def assemble(
     return Assembly(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
 
 
-def _link(  # noqa: PLR0913 what the link tells goes to each of them
+def _link(
     prepared: Prepared, met: Met, me: Member, view: View, session: Session, hang: HangSentry
 ) -> Link:
     """Return this agent's line to the board, which tells the others what it has to."""

@@ -1,5 +1,6 @@
 """Checkpoints of a run on several nodes: whole nodes are lost, and their state is not."""
 
+import re
 import time
 
 import pytest
@@ -15,10 +16,10 @@ def hosts(tmp_path):
         yield made
 
 
-def started(hosts, folder, *flags, nnodes, nodes=None, args=(), env=None):
+def started(hosts, folder, *flags, args=(), **options):
     words = ["--diary", folder / "job" / "steps", "--steps", "100000", "--pause", "0.05", *args]
-    run = ClusterRun(hosts, folder, *flags, nnodes=nnodes, script="resumes.py", args=words, env=env)
-    run.start(*(nodes or ()))
+    run = ClusterRun(hosts, folder, *flags, script="resumes.py", args=words, **options)
+    run.start()
     return run
 
 
@@ -66,3 +67,42 @@ def test_two_that_go_on_without_the_third_have_its_state_and_persist_into_one_di
     (found,) = loads(run, 1)
     assert found > 0
     assert "persistent" not in tiers(run)
+
+
+def digests(run):
+    """Return what each rank said of its weights, random numbers and losses at the end."""
+    said = "".join(agent.said() for agent in run.agents)
+    return dict(re.findall(r"rank (\d+) weights (\w{16}) after", said))
+
+
+@pytest.mark.parametrize(
+    ("kind", "nproc"),
+    [
+        ("plain", 1),
+        pytest.param("ddp", 1, marks=pytest.mark.soak),
+        ("ddp", 2),
+        pytest.param("fsdp", 1, marks=pytest.mark.soak),
+        ("fsdp", 2),
+    ],
+)
+def test_a_run_that_lost_a_node_ends_bit_for_bit_as_one_that_did_not(hosts, tmp_path, kind, nproc):
+    """Weights, random numbers and every loss; the state of the lost ranks came from a peer."""
+    words, options = ["--kind", kind, "--steps", "300"], {"nproc": nproc, "nnodes": "2"}
+    calm = started(hosts[:2], tmp_path / "calm", args=[*words, "--pause", "0"], **options)
+    assert set(calm.finish().values()) == {0}, calm.said()
+    undisturbed = digests(calm)
+    assert len(undisturbed) == 2 * nproc
+    run = started(hosts, tmp_path / "lost", "--spares", "1", args=words, run_id="lost", **options)
+    run.wait_for_step(120)
+    busy = [host for host in hosts if run.worker_pids(host)]
+    victim = busy[1] if busy[0] is hosts[0] else busy[0]
+
+    victim.kill_all()
+
+    left = [host for host in hosts if host is not victim]
+    assert set(run.finish(*left, limit_s=150).values()) == {0}, run.said()
+    (found,) = loads(run, 1)
+    assert 0 < found < 300
+    assert tiers(run) == {"memory", "peer"}
+    assert digests(run) == undisturbed
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -8,9 +8,11 @@ right to do so: root, the same user without ptrace restrictions, or CAP_SYS_PTRA
 import contextlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO
 
 BYTES_MAX = 4 * 2**20
@@ -19,9 +21,13 @@ _LOOK_EVERY_S = 0.02
 _REAP_S = 0.2
 
 
-def find_pyspy(path: str | None) -> str | None:
-    """Return the program on the search *path*, None where it is not installed."""
-    return shutil.which("py-spy", path=path)
+def find_pyspy(path: str | None, beside: Path | None = None) -> str | None:
+    """Return the program on the search *path*, else *beside* this interpreter, else None.
+
+    The environment that we were installed into need not have been activated.
+    """
+    folder = Path(sys.executable).parent if beside is None else beside
+    return shutil.which("py-spy", path=path) or shutil.which("py-spy", path=str(folder))
 
 
 def dump(program: str, pids: Mapping[int, int], deadline_s: float) -> dict[int, bytes]:

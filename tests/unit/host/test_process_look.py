@@ -106,6 +106,15 @@ def test_a_pyspy_whose_read_was_torn_is_asked_again_and_not_for_ever(tmp_path):
     assert (tmp_path / "asked").read_text().split().count("8") == TRIES
 
 
+def test_a_pyspy_beside_the_interpreter_is_found_though_nobody_activated_its_environment(tmp_path):
+    beside = tmp_path / "bin" / "py-spy"
+    beside.parent.mkdir()
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+
+    assert find_pyspy(str(tmp_path), beside.parent) == str(beside)
+
+
 def test_a_pyspy_that_cannot_be_started_says_nothing(tmp_path):
-    assert find_pyspy(str(tmp_path)) is None
+    assert find_pyspy(str(tmp_path), tmp_path) is None
     assert dump(str(tmp_path / "none"), {0: 1}, 0.5) == {}

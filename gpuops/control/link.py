@@ -254,7 +254,8 @@ class Link:
         Raises:
             BoardError: Nothing was done, or not all of it.
         """
-        was_away = self.silent_s > AWAY_S
+        # A board that takes its time for each answer is not away, and asking it more is no help.
+        was_away = self.silent_s > AWAY_S + 4 * self.round_trip_s
         try:
             self._beat(hold_s)
         except BoardError:

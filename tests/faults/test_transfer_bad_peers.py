@@ -369,12 +369,22 @@ def test_a_pusher_of_other_bytes_is_told(big):
             line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
             line._socket.sendall(b"\1" * (get.count * 2**20))
 
-    with serving(store, store, bounds=BOUNDS) as server:
-        line = bad_peers.called(server.port)
-        with pytest.raises(RefusedError, match="came damaged 6 times") as caught:
+    def refusal(port):
+        """Return what the server says; where it hung up amid our bytes, its word may be lost."""
+        line = bad_peers.called(port)
+        try:
             send_rubbish(line)
-        line.close()
+        except RefusedError as exc:
+            return exc
+        except OSError:
+            return None
+        finally:
+            line.close()
 
-    assert caught.value.code is Refusal.DAMAGED
+    with serving(store, store, bounds=BOUNDS) as server:
+        said = next(filter(None, (refusal(server.port) for _ in range(20))))
+
+    assert "came damaged 6 times" in str(said)
+    assert said.code is Refusal.DAMAGED
     assert store.copies() == []
     store.close()

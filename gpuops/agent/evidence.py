@@ -97,10 +97,10 @@ class Eyes(Protocol):
 
 
 class SystemEyes:
-    """This machine's."""
+    """This machine's; py-spy is looked for as `find_pyspy` says."""
 
-    def __init__(self, search_path: str | None) -> None:
-        self._pyspy = find_pyspy(search_path)
+    def __init__(self, search_path: str | None, beside: Path | None = None) -> None:
+        self._pyspy = find_pyspy(search_path, beside)
 
     def look(self, pid: int) -> ProcessLook | None:
         return look_at(pid)

@@ -61,10 +61,10 @@ for step in range(10**9):
 class Job:
     """Two workers under the shim, and a sentry as the agent uses it."""
 
-    def __init__(self, folder, how, path=TOOLS, timeout_s=3.0):
+    def __init__(self, folder, how, eyes=None, timeout_s=3.0):
         (folder / "job.py").write_text(JOB)
         self.processes = [self._start(folder, rank, how) for rank in (0, 1)]
-        self.sentry = HangSentry(SystemClock(), timeout_s, {"PATH": path})
+        self.sentry = HangSentry(SystemClock(), timeout_s, {"PATH": TOOLS}, eyes=eyes)
         self.workers = [
             Worker(
                 rank=rank,
@@ -154,7 +154,8 @@ def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["sleep", "gil"])
 def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp_path, how):
-    with Job(tmp_path, how, path="") as job:
+    eyes = SystemEyes("", beside=tmp_path)
+    with Job(tmp_path, how, eyes) as job:
         report = job.report()
         evidence = job.sentry.collect(5.0)
 

@@ -188,6 +188,14 @@ def test_who_does_not_know_the_token_gets_nothing_and_gives_nothing(nodes, start
         other.lines[0].offer(60.0)
 
 
+def test_what_only_some_nodes_grant_is_given_up_and_the_next_is_saved_by_all(nodes):
+    crew = nodes[:2]
+    seat(crew, 0, 2, n_floats=N_FLOATS)
+    crew[1].agent.aim(6)
+    assert commit(crew, save(crew, 4)) == StateId(0, 6)
+    assert crew[0].agent.stats()["given_up"] == 2
+
+
 def test_a_holder_that_is_stopped_does_not_stop_commits(nodes):
     seat(nodes, 0, 3, n_floats=N_FLOATS)
     commit(nodes, save(nodes, 1))

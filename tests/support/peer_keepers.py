@@ -108,17 +108,27 @@ def seat(nodes, generation, world, state=None, epoch=0, sources=None, **kwargs):
 
 
 def save(nodes, step):
-    """Save *step*, or the next that is granted, by all ranks; return its state once it is whole."""
+    """Save *step*, or the next that all nodes grant; return its state once it is whole.
+
+    Each node decides for itself, and one may have a slot still in a push's hands when another has
+    none: what only some of them grant is given up there, as the leader of the agents has it done.
+    """
     steps = itertools.count(step)
 
     def granted():
         n = next(steps)
-        answers = [rank.save(n) for node in nodes for rank in node.ranks]
-        return answers if isinstance(answers[0], Grant) else None
+        answers = {node: [rank.save(n) for rank in node.ranks] for node in nodes}
+        grants = {node: here[0] for node, here in answers.items() if isinstance(here[0], Grant)}
+        for here in answers.values():
+            assert len({isinstance(answer, Grant) for answer in here}) == 1, here
+        states = {grant.state for grant in grants.values()}
+        if len(grants) == len(nodes):
+            return states
+        for node, grant in grants.items():
+            node.agent.give_up(grant.state)
+        return None
 
-    answers = until(granted, what="a grant")
-    assert all(isinstance(answer, Grant) for answer in answers), answers
-    (state,) = {answer.state for answer in answers}
+    (state,) = until(granted, what="a grant on all nodes")
     until(lambda: all(state in node.agent.progress().whole for node in nodes), what="all whole")
     return state
 

@@ -14,8 +14,10 @@ from gpuops.agent.plan import CheckpointPlan, MeetingKind, Plan
 from gpuops.agent.rdzv_conf import Timing, parse_conf
 from gpuops.agent.run_terms import read, size_of, terms_of
 from gpuops.agent.slurm_launch import Step, refuse_batch_script, step_of
-from gpuops.agent.wishes import Wishes, wish
+from gpuops.agent.wishes import Wish, Wishes, wish
+from gpuops.checkpoint.address import AddressError, check_address
 from gpuops.config import Settings
+from gpuops.errors import UsageError
 from gpuops.incident.decision import Terms
 
 _LOOPBACK = "127.0.0.1"
@@ -90,15 +92,21 @@ def _checkpoints(wishes: Wishes, settings: Settings) -> CheckpointPlan:
     values = settings.values
     return CheckpointPlan(
         in_memory=read(wanted, config_run.checkpoints) and not settings.disabled,
-        directory=None if directory.text is None else _place(read(directory, config_run.directory)),
+        directory=None if directory.text is None else _place(directory),
         lease_s=config_run.lasting(values["checkpoint.lease"].value),
         replicas=read(wishes["ckpt_replicas"], config_run.replicas),
+        domain=read(wishes["ckpt_domain"], config_run.domain),
         last_save_s=config_run.lasting(values["checkpoint.last_save"].value),
     )
 
 
-def _place(directory: str) -> str:
-    """Return *directory* as every worker finds it, whatever folder it goes to."""
+def _place(wish: Wish) -> str:
+    """Return the directory as every worker finds it, whatever folder it goes to."""
+    directory = read(wish, config_run.directory)
+    try:
+        check_address(directory)
+    except AddressError as exc:
+        raise UsageError(f"{wish.shown}: {exc}") from None
     return directory if "://" in directory else str(Path(directory).expanduser().absolute())
 
 

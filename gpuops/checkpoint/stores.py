@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gpuops.checkpoint.address import check_address
 from gpuops.checkpoint.directory import DirectoryStore
 from gpuops.checkpoint.state_store import CheckpointStore
 
@@ -12,9 +13,11 @@ def open_store(address: str) -> CheckpointStore:
     Nothing is looked at yet.
 
     Raises:
-        CheckpointError: fsspec, or what it needs for this kind of URL, is not installed; or the
-            URL is none.
+        AddressError: fsspec, or what it needs for this kind of URL, is not installed; or the URL
+            is none.
+        CheckpointError: fsspec cannot make anything of it.
     """
+    check_address(address)
     if address.startswith("file://"):
         return DirectoryStore(Path(address.removeprefix("file://")))
     if "://" not in address:

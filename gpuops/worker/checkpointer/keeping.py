@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gpuops.checkpoint.address import check_address
 from gpuops.checkpoint.agent_link import AgentLink
 from gpuops.checkpoint.client import connect
 from gpuops.checkpoint.keeper import Keeper, Policy
@@ -90,7 +91,7 @@ def default_directory(given: object, env: Mapping[str, str]) -> str | None:
     """Return where states persist: what was *given*, else what *env* says; paths are absolute.
 
     Raises:
-        CheckpointError: It is neither a path nor a URL.
+        CheckpointError: It is neither a path nor a URL that can be spoken to here.
     """
     if given is None:
         given = env.get(DIRECTORY) or None
@@ -99,6 +100,7 @@ def default_directory(given: object, env: Mapping[str, str]) -> str | None:
     if not isinstance(given, str | Path) or not str(given).strip():
         raise CheckpointError(f"directory={given!r:.80}: a path or a URL is wanted")
     text = str(given)
+    check_address(text)
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 

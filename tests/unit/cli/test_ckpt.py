@@ -101,6 +101,14 @@ def test_ls_of_nothing(ckpt, store):
     assert json.loads(ckpt("ls", "--json")[1])["checkpoints"] == []
 
 
+@pytest.mark.parametrize("words", [["ls"], ["verify", "--dir"], ["prune", "--dir"]])
+def test_an_address_that_is_none_is_a_usage_error(capsys, words):
+    code = run_command(["ckpt", *words, "foo://x"])
+
+    assert code == 64
+    assert "no kind of store is called foo" in capsys.readouterr().err
+
+
 def test_the_directory_is_the_configured_one(ckpt, store, monkeypatch):
     make_state(store, RANKS, step=7)
     monkeypatch.setenv("GPUOPS_CKPT_DIR", store.address)

@@ -1,7 +1,6 @@
 """Starting the keeper of a node, or taking over the one that outlived the agent before."""
 
 import os
-import select
 import signal
 import sys
 import time
@@ -14,13 +13,12 @@ from gpuops.checkpoint.serve import LEASE_S
 from gpuops.checkpoint.socket_place import socket_of
 from gpuops.checkpoint.states import KeeperError
 from gpuops.config import environ
-from gpuops.host.companion import Companion, start_companion
+from gpuops.host.companion import start_companion
 from gpuops.host.directories import why_not_ours
 
 READY_S = 30.0
 _PROBE_S = 10.0
 _AGAIN_S = 0.05
-_LINE_BYTES_MAX = 4000
 
 
 @dataclass(slots=True)
@@ -120,25 +118,4 @@ def _start(folder: Path, lease_s: float, node: str, end_s: float) -> tuple[str, 
         process = start_companion(argv, environ())
     except OSError as exc:
         raise KeeperError(f"the keeper cannot be started: {exc.strerror}") from exc
-    try:
-        return _hear(process, end_s), process.pid
-    except OSError as exc:
-        return f"failed {exc.strerror}", process.pid
-    finally:
-        process.hang_up()
-        os.close(process.read)
-
-
-def _hear(process: Companion, end_s: float) -> str:
-    said = b""
-    poll = select.poll()
-    poll.register(process.read, select.POLLIN)
-    while b"\n" not in said and len(said) < _LINE_BYTES_MAX:
-        left_s = max(end_s - time.monotonic(), 0.0)
-        if not poll.poll(left_s * 1000):
-            return ""
-        chunk = os.read(process.read, _LINE_BYTES_MAX)
-        if not chunk:
-            return ""
-        said += chunk
-    return said.partition(b"\n")[0].decode("utf-8", errors="replace")
+    return process.first_line(end_s), process.pid

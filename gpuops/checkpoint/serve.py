@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from gpuops.checkpoint.keeper_core import Core
 from gpuops.checkpoint.keeper_jobs import ThreadJobs, Waker
 from gpuops.checkpoint.keeper_server import KeeperServer
 from gpuops.checkpoint.node_memory import NodeMemory
+from gpuops.host.companion import say_and_let_go
 from gpuops.host.directories import why_not_ours
 from gpuops.log import printable
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lock = os.open(options.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        _say("taken")
+        say_and_let_go("taken")
         return EXIT_TAKEN
     except OSError as exc:
         return _fail(f"{options.folder / LOCK}: {exc.strerror}")
@@ -75,7 +75,7 @@ def _serve(options: argparse.Namespace) -> int:
     )
     signal.signal(signal.SIGTERM, lambda _number, _frame: server.part())
     _logger.info("the keeper of %s begins, pid %d", options.node, os.getpid())
-    _say("ready")
+    say_and_let_go("ready")
     try:
         server.serve()
     finally:
@@ -121,17 +121,8 @@ def _log_event(event: Mapping[str, object]) -> None:
 
 
 def _fail(why: str) -> int:
-    _say(f"failed {why}")
+    say_and_let_go(f"failed {why}")
     return os.EX_SOFTWARE
-
-
-def _say(line: str) -> None:
-    # Who started it may be gone, and nobody reads on after this line.
-    with suppress(OSError):
-        print(line, flush=True)  # noqa: T201 our output
-    with open(os.devnull, "r+b") as null:  # noqa: PTH123 a descriptor is wanted
-        for fd in (0, 1):
-            os.dup2(null.fileno(), fd)
 
 
 if __name__ == "__main__":

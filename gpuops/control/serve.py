@@ -13,11 +13,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 from gpuops.config import environ
 from gpuops.control.board_room import Limits, Room
 from gpuops.control.board_server import LEASE_S, BoardServer, raise_files_limit
+from gpuops.host.companion import say_and_let_go
 
 TOKEN_BYTES_MAX = 4096
 EXIT_TAKEN = 75
@@ -65,21 +65,14 @@ async def _serve(server: BoardServer, host: str, port: int) -> int:
         listener = await server.listen(host, port)
     except OSError as exc:
         is_taken = exc.errno == errno.EADDRINUSE
-        _say("taken" if is_taken else f"failed {os.strerror(exc.errno) if exc.errno else exc}")
+        say_and_let_go(
+            "taken" if is_taken else f"failed {os.strerror(exc.errno) if exc.errno else exc}"
+        )
         return EXIT_TAKEN
-    _say(f"ready {listener.sockets[0].getsockname()[1]}")
+    say_and_let_go(f"ready {listener.sockets[0].getsockname()[1]}")
     async with listener:
         await server.until_unused()
     return 0
-
-
-def _say(line: str) -> None:
-    # Who started it may be gone, and nobody reads on after this line.
-    with suppress(OSError):
-        print(line, flush=True)  # noqa: T201 our output
-    with open(os.devnull, "r+b") as null:  # noqa: PTH123 a descriptor is wanted
-        for fd in (0, 1):
-            os.dup2(null.fileno(), fd)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Starting the server of a board from an agent: whoever is first does, the others find it."""
 
 import os
-import select
 import signal
 import sys
 import time
@@ -14,10 +13,9 @@ from gpuops.control.board_line import shown
 from gpuops.control.board_server import LEASE_S, OVER
 from gpuops.control.local_host import listen_address
 from gpuops.control.tcp_board import TcpBoard
-from gpuops.host.companion import Companion, start_companion
+from gpuops.host.companion import start_companion
 
 READY_S = 20.0
-_LINE_BYTES_MAX = 1000
 
 
 @dataclass(slots=True)
@@ -99,16 +97,7 @@ def start_server(
         process = start_companion(argv, environ())
     except OSError as exc:
         raise BoardError(f"cannot start the board's server: {exc.strerror}") from exc
-    try:
-        os.write(process.write, token.encode())
-        process.hang_up()
-        said = _hear(process, end_s)
-    except OSError as exc:
-        said = f"failed {exc.strerror}"
-    finally:
-        process.hang_up()
-        os.close(process.read)
-    word, _, rest = said.partition(" ")
+    word, _, rest = process.first_line(end_s, token.encode()).partition(" ")
     if word == "ready" and rest.isdecimal():
         return ServerProcess(host, int(rest), process.pid)
     ServerProcess(host, port, process.pid).kill()
@@ -119,22 +108,6 @@ def start_server(
         raise BoardUnreachableError(f"the board's server at {place} did not begin in {ready_s:g} s")
     _check_ours(host, port, run_key, token)
     return ServerProcess(host, port, None)
-
-
-def _hear(process: Companion, end_s: float) -> str:
-    """Return its first line; "" where it says none in time, or ends."""
-    said = b""
-    poll = select.poll()
-    poll.register(process.read, select.POLLIN)
-    while b"\n" not in said and len(said) < _LINE_BYTES_MAX:
-        left_s = max(end_s - time.monotonic(), 0.0)
-        if not poll.poll(left_s * 1000):
-            return ""
-        chunk = os.read(process.read, _LINE_BYTES_MAX)
-        if not chunk:
-            return ""
-        said += chunk
-    return said.partition(b"\n")[0].decode("utf-8", errors="replace")
 
 
 def _check_ours(host: str, port: int, run_key: str, token: str) -> None:

@@ -1,9 +1,14 @@
 """A process at our side that hears when we end: by its standard input, which closes then."""
 
 import os
+import select
 import signal
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+_FIRST_BYTES_MAX = 4000
 
 
 @dataclass(slots=True)
@@ -36,6 +41,37 @@ class Companion:
                 break
             text += byte
         return text.decode("utf-8", errors="replace")
+
+    def first_line(self, end_s: float, tell: bytes = b"") -> str:
+        """Tell it *tell*, leave it on its own, and return the first line that it says.
+
+        That is "" where it says none until *end_s* (monotonic), or ends; ``failed WHY`` where the
+        pipes to it fail.
+        """
+        try:
+            if tell:
+                os.write(self.write, tell)
+            self.hang_up()
+            return self._first_line(end_s)
+        except OSError as exc:
+            return f"failed {exc.strerror}"
+        finally:
+            self.hang_up()
+            os.close(self.read)
+
+    def _first_line(self, end_s: float) -> str:
+        said = b""
+        poll = select.poll()
+        poll.register(self.read, select.POLLIN)
+        while b"\n" not in said and len(said) < _FIRST_BYTES_MAX:
+            left_s = max(end_s - time.monotonic(), 0.0)
+            if not poll.poll(left_s * 1000):
+                return ""
+            chunk = os.read(self.read, _FIRST_BYTES_MAX)
+            if not chunk:
+                return ""
+            said += chunk
+        return said.partition(b"\n")[0].decode("utf-8", errors="replace")
 
     def part(self) -> int | None:
         """Hang up, wait for its end, return its exit code; None where somebody else reaped it."""
@@ -81,3 +117,15 @@ def start_companion(argv: Sequence[str], env: Mapping[str, str]) -> Companion:
         os.close(theirs_in)
         os.close(theirs_out)
     return Companion(pid, ours_out, ours_in)
+
+
+def say_and_let_go(line: str) -> None:
+    """Print *line* to whoever started this process, then let go of its standard input and output.
+
+    This is what `Companion.first_line` hears. Who started us may be gone, and that is no error.
+    """
+    with suppress(OSError):
+        print(line, flush=True)  # noqa: T201 our output
+    with open(os.devnull, "r+b") as null:  # noqa: PTH123 a descriptor is wanted
+        for fd in (0, 1):
+            os.dup2(null.fileno(), fd)

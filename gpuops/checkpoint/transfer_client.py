@@ -26,8 +26,8 @@ from gpuops.checkpoint.transfer_wire import (
     Refusal,
     RefusedError,
     TransferError,
-    WireError,
 )
+from gpuops.host.frames import WireError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,25 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
-from gpuops.checkpoint import transfer_auth as auth
 from gpuops.checkpoint import transfer_wire as wire
 from gpuops.checkpoint.states import CHUNK_BYTES
-from gpuops.checkpoint.transfer_auth import Channel, JobPass
+from gpuops.checkpoint.transfer_auth import JobPass
 from gpuops.checkpoint.transfer_pace import Pace, smooth
-from gpuops.checkpoint.transfer_wire import Kind, Refusal, RefusedError, Welcome, WireError
+from gpuops.checkpoint.transfer_wire import Kind, Refusal, RefusedError
+from gpuops.host import frames
+from gpuops.host import job_proof as proof
+from gpuops.host.frames import WireError
+from gpuops.host.job_proof import Channel, Handshake, Welcome
+from gpuops.host.tcp import set_lasting
 
 # Of image bytes: at most so many between two looks at the time, the pace and the hash.
 SLICE_BYTES = 2**18
 # sendfile(2) waits anew for each of its pipe's fillings; so it comes back to look at the time.
 _SEND_LOOK_S = 1.0
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+_FRAME_BYTES_MIN = proof.TAG_BYTES + wire.HEAD.size
 _TIMEVAL = struct.Struct("@ll")
 T = TypeVar("T")
 
@@ -96,10 +101,7 @@ class Line:
         sock.settimeout(None)
         self._is_local = sock.getsockname()[0] == sock.getpeername()[0]
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _packed_s(_SEND_LOOK_S))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in _KEEPALIVE:
-            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        set_lasting(sock)
 
     def cut(self) -> None:
         """End it from another thread: whoever waits on it gets an OSError at once."""
@@ -121,17 +123,17 @@ class Line:
             BusyError: It has too many connections.
         """
         end_s = time.monotonic() + self.limits.stranger_s
-        hello = wire.Hello(self._job.job, auth.nonce()).to_bytes()
+        hello = wire.Hello(self._job.job, proof.nonce()).to_bytes()
         self._send_short(hello, end_s)
         got = self._receive_opening(end_s)
-        if len(got) == 1 + auth.PROOF_BYTES:
-            self._turned_away(wire.read_welcome(got)[0])
+        if len(got) == 1 + proof.PROOF_BYTES:
+            self._turned_away(proof.read_welcome(got)[0])
         _sound(wire.Challenge.from_bytes, got)
-        shake = auth.Handshake(self._job.key, hello + got)
+        shake = Handshake(self._job.key, hello + got)
         self._send_short(shake.proof("client"), end_s)
-        code, proof = _sound(wire.read_welcome, self._receive_opening(end_s))
+        code, theirs = _sound(proof.read_welcome, self._receive_opening(end_s))
         self._turned_away(code)
-        if code is not Welcome.COME_IN or not auth.same(proof, shake.proof("server")):
+        if code is not Welcome.COME_IN or not proof.same(theirs, shake.proof("server")):
             raise StrangeError("it does not know the job's token")
         self._out, self._in = shake.channel("client"), shake.channel("server")
 
@@ -140,29 +142,28 @@ class Line:
         end_s = time.monotonic() + self.limits.stranger_s
         got = self._receive_opening(end_s)
         hello = _sound(wire.Hello.from_bytes, got)
-        if not auth.same(hello.job, self._job.job):
+        if not proof.same(hello.job, self._job.job):
             self.turn_away(Welcome.OTHER_JOB)
             raise StrangeError("it is of another job")
-        challenge = wire.Challenge(auth.nonce()).to_bytes()
-        shake = auth.Handshake(self._job.key, got + challenge)
+        challenge = wire.Challenge(proof.nonce()).to_bytes()
+        shake = Handshake(self._job.key, got + challenge)
         self._send_short(challenge, end_s)
-        if not auth.same(self._receive_opening(end_s), shake.proof("client")):
+        if not proof.same(self._receive_opening(end_s), shake.proof("client")):
             self.turn_away(Welcome.WRONG_TOKEN)
             raise StrangeError("it does not know the job's token")
-        self._send_short(wire.welcome(Welcome.COME_IN, shake.proof("server")), end_s)
+        self._send_short(proof.welcome(Welcome.COME_IN, shake.proof("server")), end_s)
         self._out, self._in = shake.channel("server"), shake.channel("client")
 
     def turn_away(self, code: Welcome) -> None:
         """Say why the caller may not come in."""
-        self._send_short(wire.welcome(code), time.monotonic() + _SEND_LOOK_S)
+        self._send_short(proof.welcome(code), time.monotonic() + _SEND_LOOK_S)
 
     # Frames.
 
     def send(self, kind: Kind, body: bytes = b"", tail: bytes = b"") -> None:
         """Send a frame, and *tail* (a table) after it."""
         message = wire.HEAD.pack(self._job.job, self._job.epoch, kind) + body
-        data = wire.frame(self._out.tag(message), message) + tail
-        self._write(data, time.monotonic() + self.limits.stall_s)
+        self._write(self._out.frame(message) + tail, time.monotonic() + self.limits.stall_s)
 
     def receive(self, wait_s: float) -> tuple[Kind, bytes]:
         """Return the next frame, which must begin within *wait_s*.
@@ -170,13 +171,9 @@ class Line:
         Raises:
             RefusedError: It is a refusal; or `OLD_EPOCH`: the other side's epoch is over.
         """
-        (length,) = wire.LENGTH.unpack(self._read(wire.LENGTH.size, wait_s))
-        if not auth.TAG_BYTES + wire.HEAD.size <= length <= wire.FRAME_BYTES_MAX:
-            raise WireError(f"a frame of {length} bytes")
-        body = self._read(length, self.limits.stall_s)
-        message = body[auth.TAG_BYTES :]
-        if not self._in.is_next(body[: auth.TAG_BYTES], message):
-            raise WireError("a frame that the other side did not send")
+        head = self._read(frames.LENGTH.size, wait_s)
+        length = frames.length_of(head, wire.FRAME_BYTES_MAX, bytes_min=_FRAME_BYTES_MIN)
+        message = self._in.message(self._read(length, self.limits.stall_s))
         job, epoch, number = wire.HEAD.unpack_from(message)
         if job != self._job.job:
             raise WireError("a message of another job")
@@ -263,12 +260,11 @@ class Line:
                 raise TimeoutError("the other side read too little in time")
 
     def _send_short(self, body: bytes, end_s: float) -> None:
-        self._write(wire.LENGTH.pack(len(body)) + body, end_s)
+        self._write(frames.framed(body), end_s)
 
     def _receive_opening(self, end_s: float) -> bytes:
-        (length,) = wire.LENGTH.unpack(self._read(wire.LENGTH.size, end_s - time.monotonic()))
-        if length > wire.OPENING_BYTES_MAX:
-            raise StrangeError("it is not a keeper of gpuops")
+        head = self._read(frames.LENGTH.size, end_s - time.monotonic())
+        length = _sound(partial(frames.length_of, bytes_max=wire.OPENING_BYTES_MAX), head)
         return self._read(length, end_s - time.monotonic())
 
     def _turned_away(self, code: Welcome) -> None:

@@ -29,9 +29,9 @@ from gpuops.checkpoint.transfer_wire import (
     Refusal,
     RefusedError,
     TransferError,
-    Welcome,
-    WireError,
 )
+from gpuops.host.frames import WireError
+from gpuops.host.job_proof import Welcome
 
 log = logging.getLogger(__name__)
 

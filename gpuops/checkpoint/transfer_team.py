@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from gpuops.checkpoint.states import CorruptError
 from gpuops.checkpoint.transfer_auth import JobPass
 from gpuops.checkpoint.transfer_line import Limits, Line, OldPeerError, StrangeError
-from gpuops.checkpoint.transfer_wire import Refusal, RefusedError, TransferError, WireError
+from gpuops.checkpoint.transfer_wire import Refusal, RefusedError, TransferError
+from gpuops.host.frames import WireError
 
 # A damaged opening looks like another token; three in a row are one.
 STRANGE_MAX = 3

@@ -13,7 +13,8 @@ from gpuops.checkpoint.states import Digest
 from gpuops.checkpoint.transfer_intake import Claim, Intake
 from gpuops.checkpoint.transfer_line import Line
 from gpuops.checkpoint.transfer_pace import Pace
-from gpuops.checkpoint.transfer_wire import Get, Kind, Refusal, RefusedError, WireError
+from gpuops.checkpoint.transfer_wire import Get, Kind, Refusal, RefusedError
+from gpuops.host.frames import WireError
 
 # Requests on their way: while one range arrives, the next is already asked for.
 _AHEAD = 2

@@ -1,10 +1,9 @@
 """The bytes between two keepers that hand an image over.
 
-Two short frames of fixed layout each way open a connection (`Hello`, `Challenge`, proofs). After
-them a frame is its length, a tag (see `transfer_auth.Channel`), the job, the epoch, a kind and what
-belongs to that kind; its length is checked before it is read. Two kinds are followed by bytes that
-stand in no frame: `COPY` and `PUSH` by a table of chunk hashes, `DATA` by chunks. How many those
-are follows from what was agreed before, and they are checked by digest.
+Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see `host.job_proof`).
+After them a frame is a tag, the job, the epoch, a kind and what belongs to that kind. Three kinds
+are followed by bytes that stand in no frame: `COPY` and `PUSH` by a table of chunk hashes, `DATA`
+by chunks. How many those are follows from what was agreed before, and they are checked by digest.
 
 One side *asks* for chunks and the other *serves* them. Who fetches asks; who pushes serves. So what
 is missing after a broken connection is always decided by the side that has the memory.
@@ -22,10 +21,11 @@ from gpuops.checkpoint.states import (
     Shard,
     StateId,
 )
-from gpuops.checkpoint.transfer_auth import JOB_BYTES, NONCE_BYTES, PROOF_BYTES, TAG_BYTES
+from gpuops.checkpoint.transfer_auth import JOB_BYTES
+from gpuops.host.frames import Greeting, WireError
+from gpuops.host.job_proof import NONCE_BYTES
 
 MAGIC = b"gpuopst1"
-LENGTH = struct.Struct(">I")
 HEAD = struct.Struct(f">{JOB_BYTES}sIB")  # job, epoch, kind
 FRAME_BYTES_MAX = 1024
 # Before the token is proved there is nothing longer to say.
@@ -35,16 +35,12 @@ RANGE_BYTES_MAX = 16 * 2**20
 TABLE_BYTES_MAX = 2**23  # of `IMAGE_BYTES_MAX` in chunks of 16 MiB
 WHY_BYTES_MAX = 600
 
-_HELLO = struct.Struct(f">8s{JOB_BYTES}s{NONCE_BYTES}s")
-_CHALLENGE = struct.Struct(f">8s{NONCE_BYTES}s")
+_HELLO = Greeting("hello", MAGIC, f"{JOB_BYTES}s{NONCE_BYTES}s")
+_CHALLENGE = Greeting("challenge", MAGIC, f"{NONCE_BYTES}s")
 _OPEN = struct.Struct(">IQIII32s")  # epoch, step, rank, world, chunk size, root
 _COPY = struct.Struct(">Q32s")
 _RANGE = struct.Struct(">II?")
 _PUSH = struct.Struct(">IQIII32sQ32s?IQ")
-
-
-class WireError(ValueError):
-    """The bytes are not of this protocol."""
 
 
 class TransferError(CheckpointError):
@@ -85,15 +81,6 @@ class Kind(IntEnum):
     REFUSED = 8
 
 
-class Welcome(IntEnum):
-    """The first byte of the server's last word of the opening."""
-
-    COME_IN = 1
-    OTHER_JOB = 2
-    WRONG_TOKEN = 3
-    BUSY = 4
-
-
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Who calls: the digest of its job, and its nonce."""
@@ -102,14 +89,12 @@ class Hello:
     nonce: bytes
 
     def to_bytes(self) -> bytes:
-        return _HELLO.pack(MAGIC, self.job, self.nonce)
+        return _HELLO.pack(self.job, self.nonce)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the hello in *data*; raises `WireError` where there is none."""
-        if len(data) != _HELLO.size or not data.startswith(MAGIC):
-            raise WireError("not a hello")
-        return cls(*_HELLO.unpack(data)[1:])
+        return cls(*_HELLO.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +104,12 @@ class Challenge:
     nonce: bytes
 
     def to_bytes(self) -> bytes:
-        return _CHALLENGE.pack(MAGIC, self.nonce)
+        return _CHALLENGE.pack(self.nonce)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the challenge in *data*; raises `WireError` where there is none."""
-        if len(data) != _CHALLENGE.size or not data.startswith(MAGIC):
-            raise WireError("not a challenge")
-        return cls(*_CHALLENGE.unpack(data)[1:])
-
-
-def welcome(code: Welcome, proof: bytes = bytes(PROOF_BYTES)) -> bytes:
-    """Return the server's last word of the opening."""
-    return bytes([code]) + proof
-
-
-def read_welcome(data: bytes) -> tuple[Welcome, bytes]:
-    """Return the server's last word and its proof; raises `WireError` where it is neither."""
-    if len(data) != 1 + PROOF_BYTES:
-        raise WireError("not a welcome")
-    try:
-        return Welcome(data[0]), data[1:]
-    except ValueError as exc:
-        raise WireError(str(exc)) from exc
+        return cls(*_CHALLENGE.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +226,6 @@ def read_refused(data: bytes) -> RefusedError:
         raise WireError("not a refusal") from exc
     text = data[1:].decode("utf-8", "replace")
     return RefusedError(code, "".join(char if char.isprintable() else "?" for char in text))
-
-
-def frame(channel_tag: bytes, message: bytes) -> bytes:
-    """Return *message* as it goes out."""
-    return LENGTH.pack(TAG_BYTES + len(message)) + channel_tag + message
 
 
 def _unpack(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuops.control import board_wire as wire
-from gpuops.control import seal
 from gpuops.control.board import BoardError, BoardUnreachableError
-from gpuops.control.board_wire import How, Request, Welcome, WireError
+from gpuops.control.board_wire import How, Request
+from gpuops.host import job_proof as proof
+from gpuops.host.frames import WireError, framed, take_frame
+from gpuops.host.job_proof import Channel, Handshake, Welcome
 
 PAUSE_MIN_S = 0.05
 PAUSE_MAX_S = 1.0
@@ -24,7 +26,7 @@ _CHUNK = 2**18
 
 Address = tuple[socket.AddressFamily, tuple[object, ...]]
 _WHY = {
-    Welcome.OTHER_RUN: "it belongs to another run (--rdzv-id)",
+    Welcome.OTHER_JOB: "it belongs to another run (--rdzv-id)",
     Welcome.WRONG_TOKEN: "it has another token",
 }
 
@@ -56,7 +58,7 @@ class Line:
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
         self._number = 0
-        self._out = self._in = seal.Channel(b"")
+        self._out = self._in = Channel(b"")
 
     def ask(self, build: Callable[[int, float], Request], end_s: float) -> tuple[How, bytes]:
         """Return the answer to what *build* makes of a number and the time of this try.
@@ -111,12 +113,9 @@ class Line:
                 self._open(end_s)
             self._number += 1
             request = build(self._number, time.monotonic())
-            message = request.to_bytes()
-            self._send(self._out.tag(message) + message, end_s)
-            body = self._receive(wire.FRAME_BYTES_MAX, end_s)
-            if not self._in.is_next(body[: seal.TAG_BYTES], body[seal.TAG_BYTES :]):
-                raise WireError("an answer that the board did not send")
-            number, how, payload = wire.read_answer(body[seal.TAG_BYTES :])
+            self._ready(end_s).sendall(self._out.frame(request.to_bytes()))
+            message = self._in.message(self._receive(wire.FRAME_BYTES_MAX, end_s))
+            number, how, payload = wire.read_answer(message)
             if number != self._number:
                 raise WireError("the answer to another request")
             is_whole = True
@@ -130,18 +129,18 @@ class Line:
         self._socket = _connect(self._place, end_s)
         hello = self._hello()
         sent = hello.to_bytes()
-        self._send(sent, end_s)
+        self._ready(end_s).sendall(framed(sent))
         got = self._receive_opening(end_s)
         try:
             challenge = wire.Challenge.from_bytes(got)
         except WireError:
             self._refused(got)
             raise
-        shake = seal.Handshake(self._key, sent + got)
-        self._send(shake.proof("client"), end_s)
+        shake = Handshake(self._key, sent + got)
+        self._ready(end_s).sendall(framed(shake.proof("client")))
         got = self._receive_opening(end_s)
         self._refused(got)
-        if not seal.same(wire.read_welcome(got)[1], shake.proof("server")):
+        if not proof.same(proof.read_welcome(got)[1], shake.proof("server")):
             raise self._strange("it does not know the job's token")
         self._out, self._in = shake.channel("client"), shake.channel("server")
         self._on_open(str(self._socket.getsockname()[0]), challenge.instance.hex())
@@ -149,7 +148,7 @@ class Line:
     def _refused(self, got: bytes) -> None:
         """Raise what the server's word, if it is one, says against us."""
         try:
-            code, _proof = wire.read_welcome(got)
+            code, _proof = proof.read_welcome(got)
         except WireError as exc:
             raise self._strange("it is not a board of gpuops") from exc
         if code in _WHY:
@@ -163,27 +162,13 @@ class Line:
         except WireError as exc:
             raise self._strange("it is not a board of gpuops") from exc
 
-    def _send(self, body: bytes, end_s: float) -> None:
-        line = self._ready(end_s)
-        line.sendall(wire.LENGTH.pack(len(body)) + body)
-
     def _receive(self, bytes_max: int, end_s: float) -> bytes:
-        self._fill(wire.LENGTH.size, end_s)
-        (length,) = wire.LENGTH.unpack_from(self._buffer)
-        if length > bytes_max:
-            raise WireError(f"a frame of {length} bytes")
-        end = wire.LENGTH.size + length
-        self._fill(end, end_s)
-        body = bytes(memoryview(self._buffer)[wire.LENGTH.size : end])
-        del self._buffer[:end]
-        return body
-
-    def _fill(self, wanted: int, end_s: float) -> None:
-        while len(self._buffer) < wanted:
+        while (body := take_frame(self._buffer, bytes_max)) is None:
             chunk = self._ready(end_s).recv(_CHUNK)
             if not chunk:
                 raise ConnectionResetError("the connection was closed")
             self._buffer += chunk
+        return body
 
     def _ready(self, end_s: float) -> socket.socket:
         left_s = end_s - time.monotonic()

@@ -8,23 +8,23 @@ A client that is slow to read holds back only itself.
 import asyncio
 import logging
 import math
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpuops.control import board_wire as wire
-from gpuops.control import seal
 from gpuops.control.board import BoardError, Entry
 from gpuops.control.board_room import Room
-from gpuops.control.board_wire import How, Request, Welcome, What, WireError
+from gpuops.control.board_wire import How, Request, What
 from gpuops.control.shelf import check_key, check_prefix
+from gpuops.host import job_proof as proof
+from gpuops.host.frames import WireError, framed, take_frame
+from gpuops.host.job_proof import Channel, Handshake, Welcome
+from gpuops.host.tcp import set_lasting
 
 log = logging.getLogger(__name__)
 
 HOLD_S_MAX = 60.0
-# A peer whose machine is gone sends no word of it: found out after 60 s.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 
 @dataclass(slots=True)
@@ -66,9 +66,9 @@ class Peer(asyncio.Protocol):
         self._handle: Callable[[bytes], None] = self._on_hello
         self._hello: wire.Hello | None = None
         self._held: _Held | None = None
-        self._shake: seal.Handshake | None = None
-        self._in: seal.Channel | None = None
-        self._out: seal.Channel | None = None
+        self._shake: Handshake | None = None
+        self._in: Channel | None = None
+        self._out: Channel | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -85,7 +85,7 @@ class Peer(asyncio.Protocol):
             room.figures.turned_away += 1
             self._turn_away(Welcome.BUSY)
             return
-        _set_options(transport.get_extra_info("socket"))
+        set_lasting(transport.get_extra_info("socket"))
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(limits.stranger_s, self.cut)
 
@@ -129,41 +129,32 @@ class Peer(asyncio.Protocol):
             self.cut()
 
     def _next_frame(self) -> bytes | None:
-        buffer, head = self._buffer, wire.LENGTH.size
-        if len(buffer) < head:
-            return None
-        (length,) = wire.LENGTH.unpack_from(buffer)
-        if length > (wire.OPENING_BYTES_MAX if self._in is None else wire.FRAME_BYTES_MAX):
-            raise WireError(f"a frame of {length} bytes")
-        end = head + length
-        if len(buffer) < end:
-            return None
-        body = bytes(memoryview(buffer)[head:end])
-        del buffer[:end]
-        return body
+        is_stranger = self._in is None
+        bytes_max = wire.OPENING_BYTES_MAX if is_stranger else wire.FRAME_BYTES_MAX
+        return take_frame(self._buffer, bytes_max)
 
     # The opening.
 
     def _on_hello(self, body: bytes) -> None:
         hello = wire.Hello.from_bytes(body)
-        if not seal.same(hello.run, self._room.run):
-            self._turn_away(Welcome.OTHER_RUN)
+        if not proof.same(hello.run, self._room.run):
+            self._turn_away(Welcome.OTHER_JOB)
             return
-        challenge = wire.Challenge(seal.nonce(), self._room.instance).to_bytes()
+        challenge = wire.Challenge(proof.nonce(), self._room.instance).to_bytes()
         self._hello = hello
-        self._shake = seal.Handshake(self._room.key, body + challenge)
-        self._send(challenge)
+        self._shake = Handshake(self._room.key, body + challenge)
+        self._send(framed(challenge))
         self._handle = self._on_proof
 
     def _on_proof(self, body: bytes) -> None:
         assert self._shake is not None
         assert self._hello is not None
-        if not seal.same(body, self._shake.proof("client")):
+        if not proof.same(body, self._shake.proof("client")):
             self._turn_away(Welcome.WRONG_TOKEN)
             return
         self._known()
         self._in = self._shake.channel("client")
-        self._send(wire.welcome(Welcome.COME_IN, self._shake.proof("server")))
+        self._send(framed(proof.welcome(Welcome.COME_IN, self._shake.proof("server"))))
         self._out = self._shake.channel("server")
         self._handle = self._on_frame
         self._room.heard_s = time.monotonic()
@@ -190,10 +181,7 @@ class Peer(asyncio.Protocol):
 
     def _on_frame(self, body: bytes) -> None:
         assert self._in is not None
-        message = body[seal.TAG_BYTES :]
-        if not self._in.is_next(body[: seal.TAG_BYTES], message):
-            raise WireError("a frame that its client did not send")
-        request = Request.from_bytes(message)
+        request = Request.from_bytes(self._in.message(body))
         self._room.heard_s = time.monotonic()
         self._room.figures.requests += 1
         try:
@@ -279,18 +267,16 @@ class Peer(asyncio.Protocol):
 
     def _reply(self, number: int, how: How, payload: bytes) -> None:
         assert self._out is not None
-        message = wire.answer(number, how, payload)
-        self._send(self._out.tag(message), message)
+        self._send(self._out.frame(wire.answer(number, how, payload)))
 
-    def _send(self, *parts: bytes) -> None:
+    def _send(self, frame: bytes) -> None:
         if self._closed or self._transport is None:
             return
-        body = b"".join((wire.LENGTH.pack(sum(map(len, parts))), *parts))
-        self._room.figures.bytes_out += len(body)
-        self._transport.write(body)
+        self._room.figures.bytes_out += len(frame)
+        self._transport.write(frame)
 
     def _turn_away(self, why: Welcome) -> None:
-        self._send(wire.welcome(why))
+        self._send(framed(proof.welcome(why)))
         self._closed = True
         if self._transport is not None:
             self._transport.close()
@@ -301,10 +287,3 @@ class Peer(asyncio.Protocol):
         self._forget_held()
         if self._transport is not None:
             self._transport.abort()
-
-
-def _set_options(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in _KEEPALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, option, seconds)

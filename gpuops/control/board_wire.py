@@ -1,8 +1,8 @@
 """The bytes between a board's server and its clients.
 
-A frame is its length, then its body; lengths are checked before a body is read. Three short frames
-of fixed layout each way open a connection (`Hello`, `Challenge`, proofs); after them every frame is
-a tag (see `seal.Channel`) and a message: a request or an answer, both with the request's number.
+Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see `host.job_proof`);
+after them every frame is a tag and a message: a request or an answer, both with the request's
+number.
 """
 
 import struct
@@ -11,12 +11,12 @@ from enum import IntEnum
 from typing import Self
 
 from gpuops.control.board import KEY_CHARS_MAX, VALUE_BYTES_MAX, Beaten, Entry
-from gpuops.control.seal import NONCE_BYTES, PROOF_BYTES, TAG_BYTES
+from gpuops.host.frames import Greeting, WireError
+from gpuops.host.job_proof import NONCE_BYTES, TAG_BYTES
 
 MAGIC = b"gpuopsb1"
 ID_BYTES = 16
 DIGEST_BYTES = 32
-LENGTH = struct.Struct(">I")
 # One value, two keys and the numbers beside them.
 MESSAGE_BYTES_MAX = VALUE_BYTES_MAX + 2 * KEY_CHARS_MAX + 256
 FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + TAG_BYTES
@@ -28,13 +28,9 @@ PAGE_BYTES = 2**20
 _REQUEST = struct.Struct(">IBQdBB")  # number, what, version or order, hold_s, lengths of two keys
 _ANSWER = struct.Struct(">IB")  # number, how
 _ENTRY = struct.Struct(">QQI")  # version, order, length of the value
-_HELLO = struct.Struct(f">8s{DIGEST_BYTES}s{ID_BYTES}sB{NONCE_BYTES}s")
-_CHALLENGE = struct.Struct(f">8s{NONCE_BYTES}s{ID_BYTES}s")
+_HELLO = Greeting("hello", MAGIC, f"{DIGEST_BYTES}s{ID_BYTES}sB{NONCE_BYTES}s")
+_CHALLENGE = Greeting("challenge", MAGIC, f"{NONCE_BYTES}s{ID_BYTES}s")
 _TIME = struct.Struct(">d?")
-
-
-class WireError(ValueError):
-    """The bytes are not of this protocol."""
 
 
 class What(IntEnum):
@@ -61,15 +57,6 @@ class How(IntEnum):
     REFUSED = 8
 
 
-class Welcome(IntEnum):
-    """The first byte of the server's last word of the opening."""
-
-    COME_IN = 1
-    OTHER_RUN = 2
-    WRONG_TOKEN = 3
-    BUSY = 4
-
-
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Who calls: the digest of the run's key, a client's random name, which of its lines it is."""
@@ -80,14 +67,12 @@ class Hello:
     nonce: bytes
 
     def to_bytes(self) -> bytes:
-        return _HELLO.pack(MAGIC, self.run, self.client, self.lane, self.nonce)
+        return _HELLO.pack(self.run, self.client, self.lane, self.nonce)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the hello in *data*; raises `WireError` where there is none."""
-        if len(data) != _HELLO.size or not data.startswith(MAGIC):
-            raise WireError("not a hello")
-        return cls(*_HELLO.unpack(data)[1:])
+        return cls(*_HELLO.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +83,12 @@ class Challenge:
     instance: bytes
 
     def to_bytes(self) -> bytes:
-        return _CHALLENGE.pack(MAGIC, self.nonce, self.instance)
+        return _CHALLENGE.pack(self.nonce, self.instance)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Return the challenge in *data*; raises `WireError` where there is none."""
-        if len(data) != _CHALLENGE.size or not data.startswith(MAGIC):
-            raise WireError("not a challenge")
-        return cls(*_CHALLENGE.unpack(data)[1:])
-
-
-def welcome(code: Welcome, proof: bytes = bytes(PROOF_BYTES)) -> bytes:
-    """Return the server's last word of the opening."""
-    return bytes([code]) + proof
-
-
-def read_welcome(data: bytes) -> tuple[Welcome, bytes]:
-    """Return the server's last word and its proof; raises `WireError` where it is neither."""
-    if len(data) != 1 + PROOF_BYTES:
-        raise WireError("not a welcome")
-    try:
-        return Welcome(data[0]), data[1:]
-    except ValueError as exc:
-        raise WireError(str(exc)) from exc
+        return cls(*_CHALLENGE.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)

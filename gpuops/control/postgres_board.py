@@ -23,8 +23,9 @@ from gpuops.control.board import (
     Entry,
 )
 from gpuops.control.postgres_session import Sessions
-from gpuops.control.seal import PROOF_BYTES, Sealed, SealError, nonce
+from gpuops.control.seal import Sealed, SealError
 from gpuops.control.shelf import check_key, check_prefix, check_value, is_ours
+from gpuops.host.job_proof import PROOF_BYTES, nonce
 
 if TYPE_CHECKING:
     from psycopg import Connection, Cursor

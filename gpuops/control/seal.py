@@ -1,84 +1,20 @@
-"""Proofs of the job's token: HMAC-SHA256 over everything that must not be exchanged or replayed.
+"""What the job's token protects on a board: its connections, and values that others can reach."""
 
-The token itself is never sent. An empty token is a run in open mode: the same proofs, which then
-show only that both sides speak of the same run.
-"""
-
-import hashlib
-import hmac
-import secrets
 import struct
-from dataclasses import dataclass
 
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-# 128 bits: a forger who is cut off after the first mistake has one try per connection.
-TAG_BYTES = 16
+from gpuops.host.job_proof import PROOF_BYTES, derived, same, sign
+
 _COUNTER = struct.Struct(">Q")
-
-
-def nonce() -> bytes:
-    """Return new random bytes that no earlier connection had."""
-    return secrets.token_bytes(NONCE_BYTES)
 
 
 def token_key(token: str) -> bytes:
     """Return the key that everything else is derived from."""
-    return hashlib.sha256(b"gpuops board token\0" + token.encode()).digest()
+    return derived("gpuops board token", token)
 
 
 def run_digest(run_key: str) -> bytes:
     """Return *run_key* at a fixed length."""
-    return hashlib.sha256(b"gpuops board run\0" + run_key.encode()).digest()
-
-
-def sign(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of *parts*, each with its length, so that none can grow into the next."""
-    body = b"".join(_COUNTER.pack(len(part)) + part for part in parts)
-    return hmac.digest(key, body, "sha256")
-
-
-def same(left: bytes, right: bytes) -> bool:
-    """Compare in a time that does not tell where they differ."""
-    return hmac.compare_digest(left, right)
-
-
-@dataclass(frozen=True, slots=True)
-class Handshake:
-    """What both sides of one connection know once each has sent its nonce."""
-
-    key: bytes
-    said: bytes  # the first message of each side, whole
-
-    def proof(self, side: str) -> bytes:
-        """Return what only a holder of the token can say as *side* (client or server)."""
-        return sign(self.key, b"proof", side.encode(), self.said)
-
-    def channel(self, side: str) -> "Channel":
-        """Return the tags of the frames that *side* sends."""
-        return Channel(sign(self.key, b"frames", side.encode(), self.said))
-
-
-class Channel:
-    """Tags for one direction of a connection: a frame left out, repeated or changed is noticed."""
-
-    __slots__ = ("_count", "_key")
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._count = 0
-
-    def tag(self, body: bytes) -> bytes:
-        """Return the tag of the next frame."""
-        self._count += 1
-        # A large value would otherwise be copied once more only to stand behind the counter.
-        digest = hmac.new(self._key, _COUNTER.pack(self._count), "sha256")
-        digest.update(body)
-        return digest.digest()[:TAG_BYTES]
-
-    def is_next(self, tag: bytes, body: bytes) -> bool:
-        """Say whether *tag* is that of the next frame."""
-        return same(tag, self.tag(body))
+    return derived("gpuops board run", run_key)
 
 
 class SealError(ValueError):

@@ -10,8 +10,10 @@ from gpuops.control import board_wire as wire
 from gpuops.control import seal
 from gpuops.control.board import Beaten, BoardError, BoardForgotError, Entry
 from gpuops.control.board_line import Line, shown
-from gpuops.control.board_wire import How, Request, What, WireError
+from gpuops.control.board_wire import How, Request, What
 from gpuops.control.shelf import check_key, check_prefix, check_value
+from gpuops.host.frames import WireError
+from gpuops.host.job_proof import nonce
 
 DEADLINE_S = 5.0
 T = TypeVar("T")
@@ -45,7 +47,7 @@ class TcpBoard:
 
         def line(lane: int) -> Line:
             def hello() -> wire.Hello:
-                return wire.Hello(run, client, lane, seal.nonce())
+                return wire.Hello(run, client, lane, nonce())
 
             return Line(self._place, hello, key, self._on_open)
 

@@ -34,6 +34,8 @@ from gpuops.control.board import (
     Entry,
 )
 from gpuops.control.server_process import start_server
+from gpuops.host import frames
+from gpuops.host import job_proof as proof
 
 SECRET = b"the record of the run"
 
@@ -67,13 +69,13 @@ class Stranger:
         self.socket.close()
 
     def say(self, body):
-        self.socket.sendall(wire.LENGTH.pack(len(body)) + body)
+        self.socket.sendall(frames.framed(body))
 
     def hear(self):
         """Return the next frame, None where there is none any more."""
         with contextlib.suppress(ConnectionError):
             head = self._exactly(4)
-            return self._exactly(wire.LENGTH.unpack(head)[0])
+            return self._exactly(frames.LENGTH.unpack(head)[0])
         return None
 
     def _exactly(self, number):
@@ -87,15 +89,15 @@ class Stranger:
 
     def greet(self, client=None):
         """Say hello; return the handshake."""
-        hello = wire.Hello(self.run, client or secrets.token_bytes(16), 0, seal.nonce()).to_bytes()
+        hello = wire.Hello(self.run, client or secrets.token_bytes(16), 0, proof.nonce()).to_bytes()
         self.say(hello)
-        return seal.Handshake(self.key, hello + self.hear())
+        return proof.Handshake(self.key, hello + self.hear())
 
     def enter(self, client=None):
         """Prove the token; return the tags of our frames."""
         shake = self.greet(client)
         self.say(shake.proof("client"))
-        assert self.hear()[0] == wire.Welcome.COME_IN
+        assert self.hear()[0] == proof.Welcome.COME_IN
         return shake.channel("client")
 
     def was_cut_off(self):
@@ -141,7 +143,7 @@ def test_a_request_before_the_proof_is_not_answered(shared):
         with Stranger(shared.port) as stranger:
             stranger.greet()
             stranger.say(early)
-            assert stranger.hear()[0] == wire.Welcome.WRONG_TOKEN
+            assert stranger.hear()[0] == proof.Welcome.WRONG_TOKEN
             assert stranger.was_cut_off()
 
 
@@ -150,13 +152,13 @@ def test_an_overheard_proof_opens_no_second_connection(shared):
         overheard = first.greet().proof("client")
         second.greet()
         second.say(overheard)
-        assert second.hear()[0] == wire.Welcome.WRONG_TOKEN
+        assert second.hear()[0] == proof.Welcome.WRONG_TOKEN
 
 
 def test_the_servers_own_proof_is_no_clients(shared):
     with Stranger(shared.port) as stranger:
         stranger.say(stranger.greet().proof("server"))
-        assert stranger.hear()[0] == wire.Welcome.WRONG_TOKEN
+        assert stranger.hear()[0] == proof.Welcome.WRONG_TOKEN
 
 
 @pytest.mark.parametrize("how", ["no tag", "another's tag", "the same again", "changed"])
@@ -167,11 +169,11 @@ def test_a_frame_put_into_a_proved_connection_is_refused(shared, how):
         harmless = request()
         frame = channel.tag(harmless) + harmless
         if how == "no tag":
-            stranger.say(bytes(seal.TAG_BYTES) + message)
+            stranger.say(bytes(proof.TAG_BYTES) + message)
         elif how == "another's tag":
-            stranger.say(seal.Channel(bytes(32)).tag(message) + message)
+            stranger.say(proof.Channel(bytes(32)).tag(message) + message)
         elif how == "changed":
-            stranger.say(channel.tag(harmless)[: seal.TAG_BYTES] + message)
+            stranger.say(channel.tag(harmless)[: proof.TAG_BYTES] + message)
         else:
             stranger.say(frame)
             assert stranger.hear() is not None
@@ -243,7 +245,7 @@ def test_a_line_that_its_client_gave_up_is_read_no_more(shared):
 def test_an_oversized_frame_of_a_proved_client_is_cut_off(shared):
     with Stranger(shared.port) as stranger:
         stranger.enter()
-        stranger.socket.sendall(wire.LENGTH.pack(wire.FRAME_BYTES_MAX + 1))
+        stranger.socket.sendall(frames.LENGTH.pack(wire.FRAME_BYTES_MAX + 1))
         assert stranger.was_cut_off()
     assert still_serves(shared)
 
@@ -261,7 +263,7 @@ def test_who_does_not_prove_the_token_in_time_is_cut_off(shared):
 def test_many_silent_strangers_of_one_address_leave_room_for_another_address(shared):
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(Stranger(shared.port)) for _ in range(600)]
-        assert silent[-1].hear()[0] == wire.Welcome.BUSY
+        assert silent[-1].hear()[0] == proof.Welcome.BUSY
         # 127.0.0.2 is another address of this machine.
         line = stack.enter_context(socket.socket())
         line.bind(("127.0.0.2", 0))
@@ -281,9 +283,9 @@ def test_a_client_that_does_not_read_holds_back_only_itself():
         with Stranger(process.port) as stranger:
             channel = stranger.enter()
             message = request(key="big")
-            frames = [channel.tag(message) + message for _ in range(500)]
+            messages = [channel.tag(message) + message for _ in range(500)]
             # All at once, so that the server has them before it can stop reading.
-            stranger.socket.sendall(b"".join(wire.LENGTH.pack(len(f)) + f for f in frames))
+            stranger.socket.sendall(b"".join(frames.framed(each) for each in messages))
             assert still_serves(process)
             # 500 answers are 2 GB; what it does not fetch is not made.
             assert psutil.Process(process.pid).memory_info().rss < 300 * 2**20
@@ -477,11 +479,11 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
             line, _ = listener.accept()
             with line:
                 line.recv(1000)
-                body = wire.Challenge(seal.nonce(), bytes(16)).to_bytes()
-                line.sendall(wire.LENGTH.pack(len(body)) + body)
+                body = wire.Challenge(proof.nonce(), bytes(16)).to_bytes()
+                line.sendall(frames.framed(body))
                 line.recv(1000)
-                body = wire.welcome(wire.Welcome.COME_IN, bytes(32))
-                line.sendall(wire.LENGTH.pack(len(body)) + body)
+                body = proof.welcome(proof.Welcome.COME_IN, bytes(32))
+                line.sendall(frames.framed(body))
                 assert SECRET not in line.recv(1000)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
@@ -502,17 +504,17 @@ def test_the_answer_to_another_request_is_not_taken():
             line, _ = listener.accept()
             with line:
                 hello = line.recv(1000)[4:]
-                challenge = wire.Challenge(seal.nonce(), bytes(16)).to_bytes()
-                line.sendall(wire.LENGTH.pack(len(challenge)) + challenge)
+                challenge = wire.Challenge(proof.nonce(), bytes(16)).to_bytes()
+                line.sendall(frames.framed(challenge))
                 line.recv(1000)
-                shake = seal.Handshake(key, hello + challenge)
-                word = wire.welcome(wire.Welcome.COME_IN, shake.proof("server"))
-                line.sendall(wire.LENGTH.pack(len(word)) + word)
-                asked = wire.Request.from_bytes(line.recv(1000)[4 + seal.TAG_BYTES :])
+                shake = proof.Handshake(key, hello + challenge)
+                word = proof.welcome(proof.Welcome.COME_IN, shake.proof("server"))
+                line.sendall(frames.framed(word))
+                asked = wire.Request.from_bytes(line.recv(1000)[4 + proof.TAG_BYTES :])
                 held = wire.entry_bytes(Entry(b"wrong" if offset else b"right", 1, 1))
                 said = wire.answer(asked.number + offset, wire.How.ENTRY, held)
                 frame = shake.channel("server").tag(said) + said
-                line.sendall(wire.LENGTH.pack(len(frame)) + frame)
+                line.sendall(frames.framed(frame))
                 line.recv(1000)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:

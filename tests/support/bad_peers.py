@@ -5,9 +5,10 @@ import socket
 import threading
 
 from gpuops.checkpoint import transfer_wire as wire
-from gpuops.checkpoint.transfer_auth import TAG_BYTES
 from gpuops.checkpoint.transfer_line import Line
 from gpuops.checkpoint.transfer_wire import Kind
+from gpuops.host import job_proof as proof
+from gpuops.host.frames import WireError, framed
 from support.transfers import job_pass, limits
 
 
@@ -47,7 +48,7 @@ class BadServer:
                 thread.start()
 
     def _serve(self, sock):
-        with sock, contextlib.suppress(OSError, wire.WireError):
+        with sock, contextlib.suppress(OSError, WireError):
             self._behave(self, sock)
 
 
@@ -95,10 +96,10 @@ def impostor(_server, sock):
     """Open without the token, and say welcome all the same."""
     sock.recv(1 << 12)
     challenge = wire.Challenge(bytes(32)).to_bytes()
-    sock.sendall(wire.LENGTH.pack(len(challenge)) + challenge)
+    sock.sendall(framed(challenge))
     sock.recv(1 << 12)
-    welcome = wire.welcome(wire.Welcome.COME_IN, bytes(32))
-    sock.sendall(wire.LENGTH.pack(len(welcome)) + welcome)
+    welcome = proof.welcome(proof.Welcome.COME_IN, bytes(32))
+    sock.sendall(framed(welcome))
     sock.recv(1 << 12)
 
 
@@ -188,7 +189,7 @@ def wrong_tag(_server, sock):
     line = opened(sock)
     line.receive(5)
     message = wire.HEAD.pack(job_pass().job, 3, Kind.DONE)
-    sock.sendall(wire.frame(bytes(TAG_BYTES), message))
+    sock.sendall(framed(bytes(proof.TAG_BYTES), message))
     line.receive(5)
 
 

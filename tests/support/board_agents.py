@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from gpuops.control import board_wire as wire
 from gpuops.control import seal
 from gpuops.control.record import CONTROL, pack
+from gpuops.host import frames
+from gpuops.host import job_proof as proof
 
 # Not all at once: the server lets so many strangers in from one address.
 OPENING_MAX = 128
@@ -34,9 +36,9 @@ class Agent(asyncio.Protocol):
     def connection_made(self, transport):
         self.transport = transport
         run = seal.run_digest(self.crowd.run_key)
-        hello = wire.Hello(run, secrets.token_bytes(16), 1, seal.nonce()).to_bytes()
+        hello = wire.Hello(run, secrets.token_bytes(16), 1, proof.nonce()).to_bytes()
         self.shake = hello
-        self.say(hello)
+        self.say(frames.framed(hello))
 
     def connection_lost(self, exc):
         if not self.entered.done():
@@ -44,30 +46,25 @@ class Agent(asyncio.Protocol):
         elif not self.crowd.is_over:
             self.crowd.lost += 1
 
-    def say(self, body):
-        self.bytes_out += len(body) + wire.LENGTH.size
-        self.transport.write(wire.LENGTH.pack(len(body)) + body)
+    def say(self, frame):
+        self.bytes_out += len(frame)
+        self.transport.write(frame)
 
     def data_received(self, data):
         self.bytes_in += len(data)
         self.buffer += data
-        while len(self.buffer) >= 4:
-            end = 4 + wire.LENGTH.unpack_from(self.buffer)[0]
-            if len(self.buffer) < end:
-                return
-            body = bytes(self.buffer[4:end])
-            del self.buffer[:end]
+        while (body := frames.take_frame(self.buffer, wire.FRAME_BYTES_MAX)) is not None:
             self.hear(body)
 
     def on_challenge(self, body):
-        self.shake = seal.Handshake(self.crowd.key, self.shake + body)
-        self.say(self.shake.proof("client"))
+        self.shake = proof.Handshake(self.crowd.key, self.shake + body)
+        self.say(frames.framed(self.shake.proof("client")))
         self.hear = self.on_welcome
 
     def on_welcome(self, body):
-        code, proof = wire.read_welcome(body)
-        assert code is wire.Welcome.COME_IN
-        assert seal.same(proof, self.shake.proof("server"))
+        code, theirs = proof.read_welcome(body)
+        assert code is proof.Welcome.COME_IN
+        assert proof.same(theirs, self.shake.proof("server"))
         self.ours, self.theirs = self.shake.channel("client"), self.shake.channel("server")
         self.entered.set_result(None)
         self.hear = self.on_answer
@@ -80,13 +77,11 @@ class Agent(asyncio.Protocol):
         message = wire.Request(
             self.number, wire.What.BEAT, key, value, self.seen, CONTROL, hold_s
         ).to_bytes()
-        self.say(self.ours.tag(message) + message)
+        self.say(self.ours.frame(message))
         self.crowd.told.set()
 
     def on_answer(self, body):
-        tag, message = body[: seal.TAG_BYTES], body[seal.TAG_BYTES :]
-        assert self.theirs.is_next(tag, message)
-        number, how, payload = wire.read_answer(message)
+        number, how, payload = wire.read_answer(self.theirs.message(body))
         assert (number, how) == (self.number, wire.How.BEATEN)
         watched = wire.read_beaten(payload).watched
         if watched is not None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpuops.checkpoint import transfer_wire as wire
 from gpuops.checkpoint.states import CHUNK_BYTES, IMAGE_BYTES_MAX, Shard, StateId
-from gpuops.checkpoint.transfer_auth import Channel, Handshake, JobPass, nonce
+from gpuops.checkpoint.transfer_auth import JobPass
 from gpuops.checkpoint.transfer_wire import (
     Challenge,
     Get,
@@ -14,9 +14,9 @@ from gpuops.checkpoint.transfer_wire import (
     Open,
     Push,
     Refusal,
-    Welcome,
-    WireError,
 )
+from gpuops.host.frames import WireError
+from gpuops.host.job_proof import nonce
 
 ROOT = "0f" * 32
 STATES = st.builds(StateId, st.integers(0, 99_999), st.integers(0, 10**12 - 1))
@@ -47,8 +47,6 @@ def test_the_opening_goes_through():
     hello, challenge = Hello(bytes(16), nonce()), Challenge(nonce())
     assert Hello.from_bytes(hello.to_bytes()) == hello
     assert Challenge.from_bytes(challenge.to_bytes()) == challenge
-    word = wire.welcome(Welcome.BUSY)
-    assert wire.read_welcome(word) == (Welcome.BUSY, bytes(32))
     assert len(hello.to_bytes()) <= wire.OPENING_BYTES_MAX
 
 
@@ -60,7 +58,6 @@ READERS = [
     Challenge.from_bytes,
     wire.read_copy,
     wire.read_refused,
-    wire.read_welcome,
 ]
 
 
@@ -102,35 +99,11 @@ def test_a_refusal_is_cut_and_fit_to_be_printed():
     assert len(wire.refused_bytes(Refusal.BUSY, 5000 * "é")) < wire.FRAME_BYTES_MAX - 60
 
 
-def test_proofs_differ_by_side_token_and_what_was_said():
-    one, other = JobPass("job", "token"), JobPass("job", "another")
-    shake = Handshake(one.key, b"said")
-    proofs = {
-        shake.proof("client"),
-        shake.proof("server"),
-        Handshake(other.key, b"said").proof("client"),
-        Handshake(one.key, b"said otherwise").proof("client"),
-    }
-    assert len(proofs) == 4
+def test_a_pass_is_of_one_job_and_token():
+    one = JobPass("job", "token")
     assert JobPass("job", "x").job == one.job != JobPass("job 2", "token").job
-
-
-def test_a_frame_left_out_repeated_or_changed_is_noticed():
-    shake = Handshake(b"key", b"said")
-    out = shake.channel("client")
-    tags = [out.tag(b"one"), out.tag(b"two")]
-
-    def fresh():
-        return shake.channel("client")
-
-    assert fresh().is_next(tags[0], b"one")
-    assert not fresh().is_next(tags[0], b"onE")
-    assert not fresh().is_next(tags[1], b"two")
-    assert not shake.channel("server").is_next(tags[0], b"one")
-    line = fresh()
-    assert line.is_next(tags[0], b"one")
-    assert not line.is_next(tags[0], b"one")
-    assert isinstance(line, Channel)
+    assert JobPass("job 2", "token").key == one.key != JobPass("job", "x").key
+    assert one.key[: len(one.job)] != JobPass("token", "job").job
 
 
 def test_an_epoch_never_goes_back():

@@ -19,8 +19,10 @@ RESTARTS_DEFAULT = "3"
 GROW_AFTER_DEFAULT = "300"
 LOOPBACK = "127.0.0.1"
 REPLICAS_MAX = 16
+DOMAIN_LEVELS_MAX = 16
 LEASE_DEFAULT = "120"
 LAST_SAVE_DEFAULT = "10m"
+_DOMAIN_NAME = re.compile(r"[^\s/]{1,200}")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -133,6 +135,20 @@ def directory(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise ValueError("a directory, or a URL such as s3://bucket/name, is wanted")
     return text
+
+
+def domain(text: str) -> str:
+    """Return *text*: ``auto``, ``off``, a path of names like row1/rack3, or an absolute file."""
+    names = text.split("/")
+    is_path = len(names) <= DOMAIN_LEVELS_MAX and all(map(_DOMAIN_NAME.fullmatch, names))
+    if not is_path and not (is_domain_file(text) and "\0" not in text):
+        raise ValueError("auto, off, a path like row1/rack3, or an absolute file is wanted")
+    return text
+
+
+def is_domain_file(text: str) -> bool:
+    """Say whether *text* names a file of failure domains, not a domain."""
+    return text.startswith(("/", "~"))
 
 
 def lasting(text: str) -> float:
@@ -279,6 +295,14 @@ CHECKPOINT_SETTINGS = (
         replicas,
         "2",
         "how many nodes of a run have each checkpoint in memory, the one that saved it among them",
+    ),
+    _of_checkpoints(
+        "domain",
+        "GPUOPS_CKPT_DOMAIN",
+        domain,
+        "auto",
+        "what fails together with a node, so that copies lie elsewhere: auto (the switches that "
+        "Slurm tells of), off, a path like row1/rack3, or a file (topology.conf, or labels)",
     ),
     _of_checkpoints(
         "last_save",

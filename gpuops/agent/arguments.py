@@ -35,7 +35,7 @@ TORCH_WISHES = (
 OUR_WISHES = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
-    *("token_file", "ckpt", "ckpt_dir", "ckpt_replicas"),
+    *("token_file", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
 )
 
 
@@ -248,6 +248,13 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--ckpt-replicas",
         metavar="N",
         help="How many nodes have each state in memory, its own among them; default: 2.",
+    )
+    _both(
+        group,
+        "--ckpt-domain",
+        metavar="PATH|FILE",
+        help="What fails together with this node: row1/rack3, or a file that says it of all nodes "
+        "(topology.conf, or labels); default: auto, the switches that Slurm tells of.",
     )
 
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 from torch.distributed.launcher.api import LaunchConfig
 
 from gpuops.agent.arguments import Request
+from gpuops.agent.checkpoint_domain import domain_of
 from gpuops.agent.checkpoint_peers import Agreement
 from gpuops.agent.checkpoint_peers import Place as PeerPlace
 from gpuops.agent.checkpoint_record import CheckpointRecord
@@ -202,6 +203,7 @@ def _agreement(prepared: Prepared, met: Met, session: Session, link: Link) -> Ag
         token=plan.meeting.token or run_id,
         job=session.identity.folder,
         directory=plan.checkpoints.directory,
+        domain=domain_of(plan.checkpoints.domain, link.me.node, prepared.env, log.warning),
     )
     return Agreement(
         met.board,

@@ -23,6 +23,7 @@ from gpuops.agent.checkpoint_words import (
     Watermark,
     WordError,
 )
+from gpuops.checkpoint.domains import DomainPath
 from gpuops.checkpoint.states import CheckpointError, Shard, StateId
 from gpuops.control.board import Board, BoardError
 from gpuops.control.keys import Keys
@@ -53,12 +54,13 @@ class _Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Who this node is to its peers, and what they prove to each other."""
+    """Who this node is to its peers, what fails with it, and what they prove to each other."""
 
     me: Member
     token: str
     job: str
     directory: str | None = None
+    domain: DomainPath = ()
 
 
 class Agreement:
@@ -90,6 +92,7 @@ class Agreement:
         self._epoch_max = -1
         self._port: int | None = None
         self._has_said = False
+        self._together = 0
         self.must_persist = False
         self.is_uncommitted = False
         self.directory = place.directory
@@ -143,6 +146,7 @@ class Agreement:
             port=self._port,
             copies=tuple(copy for copy in copies if copy.state in kept),
             epoch_max=self._epoch_max,
+            domain=self._place.domain,
         ).to_json()
 
     def lost(self) -> None:
@@ -165,6 +169,7 @@ class Agreement:
         holders, keep = self._copies(roster, notes)
         tie.replicate(holders, keep)
         now = _Generation(roster.generation, roster, notes, notes.restore)
+        self._say_what_lies_together(now)
         if notes.restore is not None:
             self._choose(tie, now, notes.restore)
         if not is_alone:
@@ -292,6 +297,22 @@ class Agreement:
                 n_ranks = roster.members[seats[owner]].n_workers
                 keep += [Shard(rank, world) for rank in range(first, first + n_ranks)]
         return [peers[node] for node in placement.holders(me)[1:] if node in peers], keep
+
+    def _say_what_lies_together(self, now: _Generation) -> None:
+        """Say once, on the first node, that copies could not be kept apart."""
+        notes, n_nodes = now.notes, len(now.roster.members)
+        is_mine = now.roster.members[0].agent == self._place.me.agent
+        together, self._together = self._together, notes.together
+        if not is_mine or not notes.together or notes.together == together:
+            return
+        if notes.n_domains == 1:
+            what = f"all {n_nodes} nodes are in one failure domain, so no copies lie apart"
+        else:
+            what = f"{notes.together} of {n_nodes} nodes have all their copies in one domain"
+        self._say(
+            f"checkpoints in memory: {what}; what is lost with a whole domain is had from the "
+            "persistent directory only"
+        )
 
     def _not_kept(self, notes: Notes | None) -> None:
         if self._has_said:

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gpuops.agent.checkpoint_words import WHY_MAX, Holding, Notes, Restore, Stored
+from gpuops.checkpoint.domains import DomainPath, aligned
 from gpuops.checkpoint.negotiate import Situation, choose
 from gpuops.checkpoint.placement import Placement, place, place_again
+from gpuops.checkpoint.spread import n_together
 from gpuops.checkpoint.states import (
     EPOCH_MAX,
     CheckpointError,
@@ -52,9 +54,13 @@ def notes_for(
     if missing:
         return notes
     everybody = (*roster.members, *roster.spares)
+    domains = aligned({m.node: held[m.agent].domain for m in roster.members})
+    placement = _placed([m.node for m in roster.members], before, replicas, domains)
     notes = replace(
         notes,
-        placement=_placed([m.node for m in roster.members], before, replicas),
+        placement=placement,
+        n_domains=len(set(domains.values())) or None,
+        together=n_together(placement, domains),
         peers={m.node: (m.address, held[m.agent].port) for m in everybody if m.agent in held},
     )
     if before is None:
@@ -119,14 +125,16 @@ def restore_of(
     )
 
 
-def _placed(nodes: list[str], before: Notes | None, replicas: int) -> Placement:
+def _placed(
+    nodes: list[str], before: Notes | None, replicas: int, domains: Mapping[str, DomainPath]
+) -> Placement:
     old = None if before is None else before.placement
     if old is not None and old.asked == replicas:
         try:
-            return place_again(old, nodes)
+            return place_again(old, nodes, domains or None)
         except CheckpointError:
             pass  # it was written by somebody else, and need not be one of ours
-    return place(nodes, replicas)
+    return place(nodes, replicas, domains or None)
 
 
 def _with_stored(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gpuops.agent.checkpoint_news import pair, whole
+from gpuops.checkpoint.domains import LEVELS_MAX, DomainPath
 from gpuops.checkpoint.placement import Placement
 from gpuops.checkpoint.states import (
     EPOCH_MAX,
@@ -152,17 +153,20 @@ class Said:
 class Holding:
     """What a node that would take a seat holds in memory, and the port where peers get it.
 
-    Digests are roots only, and layouts are short: enough to see what is equal.
+    Digests are roots only, and layouts are short: enough to see what is equal. ``domain``: what
+    fails together with it, the widest first; () where it knows of nothing.
     """
 
     port: int
     copies: tuple[Copy, ...] = ()
     epoch_max: int = -1
+    domain: DomainPath = ()
 
     def to_json(self) -> Json:
         return {
             "port": self.port,
             "epoch": self.epoch_max,
+            "domain": list(self.domain),
             "copies": [
                 [
                     *(copy.state.epoch, copy.state.step, copy.shard.rank, copy.shard.world),
@@ -186,6 +190,7 @@ class Holding:
             port=_number(body.get("port"), PORT_MAX),
             copies=copies,
             epoch_max=-1 if epoch == -1 else _number(epoch, EPOCH_MAX),
+            domain=tuple(_name(name) for name in _list(body.get("domain"), LEVELS_MAX)),
         )
 
 
@@ -246,7 +251,8 @@ class Notes:
     """What all who are seated know alike. ``peers``: where the keeper of each node is.
 
     ``is_kept`` False: some node has no keeper (``missing``), so that none saves. ``restore`` None:
-    it is decided once the ranks have named their directory.
+    it is decided once the ranks have named their directory. ``n_domains``: of the nodes, None where
+    none is known; of ``together`` nodes all copies lie in one.
     """
 
     is_kept: bool
@@ -255,6 +261,8 @@ class Notes:
     peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     restore: Restore | None = None
     epoch_max: int = -1  # that anybody told of
+    n_domains: int | None = None
+    together: int = 0
 
     def to_json(self) -> Json:
         return {
@@ -264,6 +272,8 @@ class Notes:
             "peers": {node: [host, port] for node, (host, port) in self.peers.items()},
             "restore": self.restore and self.restore.to_json(),
             "epoch": self.epoch_max,
+            "domains": self.n_domains,
+            "together": self.together,
         }
 
     @classmethod
@@ -275,6 +285,7 @@ class Notes:
         """
         body = _mapping(data)
         placement, restore = body.get("placement"), body.get("restore")
+        n_domains = body.get("domains")
         peers = {}
         for node, place in list(_mapping(body.get("peers", {})).items())[:NODES_MAX]:
             host, port = _row(place, 2)
@@ -288,6 +299,8 @@ class Notes:
                 peers=peers,
                 restore=None if restore is None else Restore.from_json(restore),
                 epoch_max=-1 if epoch == -1 else _number(epoch, EPOCH_MAX),
+                n_domains=None if n_domains is None else _number(n_domains, NODES_MAX),
+                together=_number(body.get("together", 0), NODES_MAX),
             )
         except CheckpointError as exc:
             raise WordError(str(exc)) from exc

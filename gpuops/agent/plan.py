@@ -36,7 +36,8 @@ class CheckpointPlan:
 
     ``directory``: where they persist, an absolute path or a URL; None: the script says. The keeper
     of a killed agent waits ``lease_s`` for the next one. Each node's part of a state lies in the
-    memory of ``replicas`` nodes. A run that ends waits ``last_save_s`` at most for its newest
+    memory of ``replicas`` nodes, apart by ``domain`` (see `gpuops.agent.checkpoint_domain`). A run
+    that ends waits ``last_save_s`` at most for its newest
     checkpoint to persist.
     """
 
@@ -45,6 +46,7 @@ class CheckpointPlan:
     lease_s: float = 120.0
     last_save_s: float = 600.0
     replicas: int = 2
+    domain: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ DEFAULT = "default"
 _KEYS = {
     "ckpt": "checkpoint.keeper",
     "ckpt_dir": "checkpoint.directory",
+    "ckpt_domain": "checkpoint.domain",
     "ckpt_replicas": "checkpoint.replicas",
 }
 

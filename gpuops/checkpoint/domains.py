@@ -80,6 +80,20 @@ def parse_domains(text: str, source: str) -> Domains:
     return _labels(lines, source)
 
 
+def aligned(paths: Mapping[str, DomainPath]) -> dict[str, DomainPath]:
+    """Return *paths*, which nodes tell of themselves, all of one length; nothing where all are ().
+
+    A shorter path hangs under itself on the levels that it lacks, as in `parse_domains`. Nodes
+    without one share a domain without a name, so that none is taken for apart from another.
+    """
+    depth = max(map(len, paths.values()), default=0)
+    if not depth:
+        return {}
+    return {
+        node: ((path or ("",))[0],) * (depth - len(path)) + path for node, path in paths.items()
+    }
+
+
 def _lines(text: str) -> Iterable[tuple[int, str]]:
     """Yield the lines with their numbers, without comments; a backslash joins a line to a next."""
     held, since = "", 0

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.checkpoint.domains import Domains
+from gpuops.checkpoint.domains import DomainPath, Domains
 from gpuops.checkpoint.placement import Placement
 
 
@@ -40,6 +40,17 @@ def spread(placement: Placement, domains: Domains) -> tuple[Spread, ...]:
         _level(placement, name, {node: path[: depth + 1] for node, path in paths.items()})
         for depth, name in enumerate(domains.levels)
     )
+
+
+def n_together(placement: Placement, paths: Mapping[str, DomainPath]) -> int:
+    """Return of how many nodes all copies of the state lie in one of the narrowest domains.
+
+    *paths* are those of all nodes, of one length. 0 where there are none, and where one copy is all
+    that was asked for, or can be.
+    """
+    if not paths or placement.replicas == 1:
+        return 0
+    return sum(len({paths[h] for h in placement.holders(node)}) == 1 for node in placement.nodes)
 
 
 def _level(placement: Placement, name: str, domain: Mapping[str, tuple[str, ...]]) -> Spread:

@@ -175,7 +175,13 @@ class Saver(Player):
     def __init__(self, world, number, order=None):
         super().__init__(world, number, order)
         self.keeper = Keeper(world, self.node)
-        place = Place(me=self.me, token="t" * 16, job="run", directory=None)
+        place = Place(
+            me=self.me,
+            token="t" * 16,
+            job="run",
+            directory=None,
+            domain=world.domains.get(self.node, ()),
+        )
         keys = self.link.keys
         self.agreement = Agreement(
             self.board,
@@ -219,10 +225,22 @@ class Saver(Player):
 class SavingWorld(World):
     """Everybody, the steps that all make together, and what must hold at any time."""
 
-    def __init__(self, terms, n_players, seed=0, replicas=2, step_s=0.1, p_corrupt=0.0, **more):
+    def __init__(
+        self,
+        terms,
+        n_players,
+        seed=0,
+        replicas=2,
+        step_s=0.1,
+        *,
+        p_corrupt=0.0,
+        domains=None,
+        **more,
+    ):
         self.rng = random.Random(seed)
         self.replicas, self.step_s, self.p_corrupt = replicas, step_s, p_corrupt
         self.persisted, self.kept, self.said = {}, {}, []
+        self.domains = domains or {}
         self.is_kept = lambda _player: True
         self.saves = True
         self.committed = []

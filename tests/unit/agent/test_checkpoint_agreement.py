@@ -52,6 +52,34 @@ def test_one_node_that_goes_on_alone_has_what_the_lost_one_had():
     assert world.players[1].keeper.chosen[0] >= last
 
 
+RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_whole_rack_is_lost_and_the_rest_goes_on_from_the_other_racks_memory(seed):
+    world = started(2, 4, 4, seed=seed, domains=RACKS)
+    world.pass_time(20)
+    last = world.committed[-1]
+
+    for player in world.players:
+        if RACKS[player.node] == ("spine", "leaf0"):
+            world.lose(player)
+    world.run_until(lambda w: w.players[1].running == w.players[3].running == 1)
+
+    assert world.restores[1][0] >= last
+    (said,) = world.said
+    assert "all 2 nodes are in one failure domain" in said
+
+
+def test_what_cannot_be_kept_apart_is_said_once():
+    world = started(2, 3, 3, domains=dict.fromkeys(RACKS, ("spine", "leaf0")))
+    world.players[0].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(1, 3))
+
+    (said,) = world.said
+    assert "all 3 nodes are in one failure domain" in said
+
+
 def test_with_one_copy_only_the_state_of_a_lost_node_is_gone_and_all_begin_anew():
     world = started(2, 2, 3, replicas=1)
     world.pass_time(20)

@@ -1,0 +1,166 @@
+"""Where a node's failure domain is had from, and that copies are placed by it."""
+
+import random
+
+import pytest
+
+from gpuops.agent.checkpoint_domain import domain_of
+from gpuops.agent.checkpoint_restore import notes_for
+from gpuops.agent.checkpoint_words import Holding, Notes, WordError
+from gpuops.checkpoint.domains import aligned
+from gpuops.checkpoint.placement import moves
+from gpuops.config_run import domain
+from gpuops.control.record import Member, Roster
+
+STEP = {
+    "SLURM_TOPOLOGY_ADDR": "spine.leaf3.gpu017",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+    "SLURMD_NODENAME": "gpu017",
+}
+
+
+def found(wanted, node="gpu017", env=STEP):
+    said = []
+    return domain_of(wanted, node, env, said.append), said
+
+
+def test_slurm_is_believed_unless_something_else_is_named():
+    assert found("auto") == (("spine", "leaf3"), [])
+    assert found("row1/rack3") == (("row1", "rack3"), [])
+    assert found("off") == ((), [])
+    assert found("auto", env={}) == ((), [])
+
+
+def test_a_file_names_the_domains_of_all_nodes(tmp_path):
+    file = tmp_path / "racks"
+    file.write_text("gpu[001-016]  row1/rack3\ngpu[017-032]  row1/rack4\n")
+    assert found(str(file)) == (("row1", "rack4"), [])
+    assert found(str(file), node="gpu017.site.org", env={}) == (("row1", "rack4"), [])
+    assert found(str(file), node="nid0001") == (("row1", "rack4"), [])
+
+
+@pytest.mark.parametrize("content", [None, b"SwitchName=a\xff", b"gpu1 row1 rack3\n", b"\0" * 20])
+def test_a_file_that_is_of_no_use_is_said_and_stops_nothing(tmp_path, content):
+    file = tmp_path / "racks"
+    if content is not None:
+        file.write_bytes(content)
+    path, said = found(str(file))
+    assert path == ()
+    assert len(said) == 1
+    assert str(file) in said[0]
+
+
+def test_a_node_that_no_line_names_is_said(tmp_path):
+    file = tmp_path / "racks"
+    file.write_text("gpu1 rack3\n")
+    assert found(str(file)) == (
+        (),
+        [f"no failure domain of gpu017 in {file}: copies of checkpoints may lie together"],
+    )
+
+
+@pytest.mark.parametrize("text", ["auto", "off", "rack3", "row1/rack3", "/etc/racks", "~/racks"])
+def test_what_a_domain_may_be(text):
+    assert domain(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "row1//rack3", "two words", "/".join("a" * 17), "/a\0b"])
+def test_what_a_domain_cannot_be(text):
+    with pytest.raises(ValueError, match="row1/rack3"):
+        domain(text)
+
+
+def test_paths_of_different_lengths_are_made_one():
+    paths = {"a": ("spine", "leaf1"), "b": ("leaf2",), "c": ()}
+    assert aligned(paths) == {"a": ("spine", "leaf1"), "b": ("leaf2", "leaf2"), "c": ("", "")}
+    assert aligned({"a": (), "b": ()}) == {}
+    assert aligned({}) == {}
+
+
+# Rosters.
+
+
+def roster_of(nodes, generation=0):
+    members = tuple(
+        Member(agent=f"agent-{node}", node=node, address="127.0.0.1", n_workers=1) for node in nodes
+    )
+    return Roster(generation=generation, members=members)
+
+
+def held_by(domains):
+    return {f"agent-{node}": Holding(port=7000, domain=path) for node, path in domains.items()}
+
+
+def placed(domains, before=None, replicas=2):
+    """Return the notes of a roster of these nodes, as they come out at the other agents."""
+    notes = notes_for(
+        roster_of(domains), held_by(domains), before, replicas=replicas, excluded_step=None
+    )
+    return Notes.from_json(notes.to_json())
+
+
+def test_copies_lie_in_different_domains():
+    domains = {f"n{at}": ("row1", f"rack{at % 4}") for at in range(8)}
+    notes = placed(domains)
+    assert (notes.n_domains, notes.together) == (4, 0)
+    for node in domains:
+        one, other = notes.placement.holders(node)
+        assert domains[one] != domains[other]
+    # Without knowing of them, the same nodes would keep copies in their own rack.
+    unknown = placed(dict.fromkeys(domains, ()))
+    one, other = unknown.placement.holders("n0")
+    assert domains[one] == domains[other]
+    assert (unknown.n_domains, unknown.together) == (None, 0)
+
+
+def test_all_agents_place_the_same_whatever_the_order_of_what_they_heard():
+    domains = {f"n{at}": (f"rack{at % 3}",) for at in range(11)}
+    items = list(held_by(domains).items())
+    found = set()
+    for seed in range(20):
+        random.Random(seed).shuffle(items)
+        notes = notes_for(roster_of(domains), dict(items), None, replicas=2, excluded_step=None)
+        found.add(repr(notes.placement))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("domains", "n_domains", "together"),
+    [
+        ({"a": ("r",), "b": ("r",), "c": ("r",), "d": ("r",)}, 1, 4),
+        ({"a": ("r",), "b": ("r",), "c": ("r",), "d": ("s",)}, 2, 2),
+        # Two that nobody knows anything of are not taken for apart.
+        ({"a": (), "b": (), "c": (), "d": ("s",)}, 2, 2),
+        ({"a": ("r",), "b": ("s",), "c": (), "d": ()}, 3, 0),
+        ({"a": ("r",)}, 1, 0),
+    ],
+)
+def test_what_cannot_be_kept_apart_is_counted(domains, n_domains, together):
+    notes = placed(domains)
+    assert (notes.n_domains, notes.together) == (n_domains, together)
+
+
+def test_one_copy_is_never_kept_apart():
+    assert placed({"a": ("r",), "b": ("r",)}, replicas=1).together == 0
+
+
+def test_a_newcomer_takes_the_seat_of_who_is_gone_and_nobody_else_moves():
+    domains = {f"n{at}": (f"rack{at // 4}",) for at in range(8)}
+    before = placed(domains)
+    after = placed({**{n: d for n, d in domains.items() if n != "n1"}, "n9": ("rack0",)}, before)
+    gone = set(before.placement.holders("n1")) - {"n1"}
+    pairs = moves(before.placement, after.placement)
+    assert {node for pair in pairs for node in pair} == gone | {"n9"}
+    assert after.together == 0
+
+
+@pytest.mark.parametrize("domain", ["rack1", [""], ["x" * 300], ["a"] * 17, [3], {"a": 1}])
+def test_a_domain_that_another_agent_made_up_is_refused(domain):
+    with pytest.raises(WordError):
+        Holding.from_json({**Holding(port=1).to_json(), "domain": domain}, "n1")
+
+
+def test_an_agent_of_before_there_were_domains_is_understood():
+    body = Holding(port=1, domain=("r",)).to_json()
+    del body["domain"]
+    assert Holding.from_json(body, "n1").domain == ()

@@ -9,30 +9,31 @@ import pytest
 from support import bad_peers
 from support.transfers import (
     CHUNK,
+    NBYTES,
     SHARD,
     STATE,
     Memory,
     Shelf,
     copy_of,
     filled,
+    hand_over,
     job_pass,
     limits,
     no_pace,
     peer,
     push_of,
+    replica_store,
     serving,
     terms,
     until,
 )
 
 from gpuops.checkpoint import transfer_wire as wire
-from gpuops.checkpoint.replicas import ReplicaStore
 from gpuops.checkpoint.states import CorruptError
-from gpuops.checkpoint.transfer_client import fetch, push
+from gpuops.checkpoint.transfer_client import fetch
 from gpuops.checkpoint.transfer_turns import PinnedCopy
 from gpuops.checkpoint.transfer_wire import Kind, Open, Refusal, RefusedError, TransferError
 
-NBYTES = 40 * CHUNK + 123
 BIG = 64 * 2**20
 QUICK = {"stall_s": 0.4, "stranger_s": 0.4, "idle_s": 1.0}
 
@@ -119,14 +120,7 @@ def test_a_bad_holder_is_given_up(behave, why):
     with bad_peers.BadServer(behave) as bad:
         began_s = time.monotonic()
         with pytest.raises(TransferError) as caught:
-            push(
-                peer(bad.port, "bad"),
-                job_pass(),
-                push_of(COPY),
-                PinnedCopy(IMAGE.fd, COPY.digest),
-                patient(),
-                no_pace(),
-            )
+            hand_over(IMAGE, COPY, peer(bad.port, "bad"), patient())
 
     assert "shard-00001-of-00004.safetensors of step 120 (epoch 3)" in str(caught.value)
     assert why in str(caught.value)
@@ -302,10 +296,7 @@ def test_a_request_before_any_copy_was_opened_ends_the_connection():
 
 
 def test_a_replica_of_16_tb_is_refused_before_its_table_is_read():
-    store = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=NBYTES, chunk_bytes=CHUNK
-    )
-    store.keep_only([SHARD])
+    store = replica_store(NBYTES)
     offer = wire.Push(STATE, SHARD, "ab" * 32, 2**44, "cd" * 32)
     with serving(store, store) as server:
         line = bad_peers.called(server.port)
@@ -326,10 +317,7 @@ def test_other_chunks_are_refused(target):
 
 def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
     memory, copy = big
-    store = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2 * BIG, chunk_bytes=2**20
-    )
-    store.keep_only([SHARD])
+    store = replica_store(2 * BIG, chunk_bytes=2**20)
     with serving(store, store, bounds=BOUNDS) as server:
         line = bad_peers.called(server.port)
         line.send(Kind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
@@ -339,14 +327,7 @@ def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
         line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
         line.send_image(PinnedCopy(memory.fd, copy.digest), 0, get.count * 2**20, no_pace())
         # And nothing more, with the connection open: the others are not to wait for it for long.
-        done = push(
-            peer(server.port),
-            job_pass(),
-            push_of(copy),
-            PinnedCopy(memory.fd, copy.digest),
-            terms(limits=BOUNDS),
-            no_pace(),
-        )
+        done = hand_over(memory, copy, peer(server.port), terms(limits=BOUNDS))
         line.close()
 
     assert done.sent_bytes == BIG - get.count * 2**20
@@ -356,10 +337,7 @@ def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
 
 def test_a_pusher_of_other_bytes_is_told(big):
     _memory, copy = big
-    store = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2 * BIG, chunk_bytes=2**20
-    )
-    store.keep_only([SHARD])
+    store = replica_store(2 * BIG, chunk_bytes=2**20)
 
     def send_rubbish(line):
         line.send(Kind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)

@@ -14,11 +14,11 @@ from support.transfers import (
     no_pace,
     peer,
     push_of,
+    replica_store,
     serving,
     terms,
 )
 
-from gpuops.checkpoint.replicas import ReplicaStore
 from gpuops.checkpoint.states import StateId
 from gpuops.checkpoint.transfer_client import fetch, push
 from gpuops.checkpoint.transfer_turns import PinnedCopy
@@ -51,10 +51,7 @@ def test_1000_flips_while_copies_are_fetched_are_found_and_repaired():
 
 
 def test_1000_flips_while_replicas_are_pushed_are_found_and_repaired():
-    store = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2**30, chunk_bytes=CHUNK
-    )
-    store.keep_only([SHARD])
+    store = replica_store()
     memory, target = filled(NBYTES), Memory(NBYTES)
     step = 0
     with (

@@ -13,23 +13,20 @@ from pathlib import Path
 import pytest
 from support import transfer_process
 from support.transfers import (
-    SHARD,
     Memory,
     Shelf,
+    hand_over,
     job_pass,
     limits,
-    no_pace,
     peer,
-    push_of,
+    replica_store,
     serving,
     terms,
     until,
 )
 
-from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.transfer_client import fetch, push
+from gpuops.checkpoint.transfer_client import fetch
 from gpuops.checkpoint.transfer_pace import Pace
-from gpuops.checkpoint.transfer_turns import PinnedCopy
 from gpuops.checkpoint.transfer_wire import TransferError
 from gpuops.host.clock import SystemClock
 
@@ -156,10 +153,7 @@ def test_a_receiver_that_is_killed_and_started_again_fetches_only_the_rest(image
 
 def test_an_owner_that_is_killed_and_started_again_pushes_only_the_rest(image, sides):
     path, memory, _copy = image
-    store = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2**30, chunk_bytes=CHUNK
-    )
-    store.keep_only([SHARD])
+    store = replica_store(chunk_bytes=CHUNK)
     with serving(store, store, bounds=BOUNDS) as server:
         first = sides("push", path, port=server.port, bytes_per_s=RATE)
         until(lambda: server.figures()["received_bytes"] >= 12 * CHUNK, 30)
@@ -183,14 +177,7 @@ def test_a_holder_that_is_killed_loses_its_memory_and_gets_all_again(image, side
     port = first.heard()["port"]
     pace = Pace(RATE, SystemClock())
     wait = in_thread(
-        lambda: push(
-            peer(port),
-            job_pass(),
-            push_of(copy),
-            PinnedCopy(memory.fd, copy.digest),
-            terms(60, 20, limits=BOUNDS),
-            pace,
-        )
+        lambda: hand_over(memory, copy, peer(port), terms(60, 20, limits=BOUNDS), pace)
     )
     until(lambda: n_arrived(tmp_path / "one", memory) >= 12, 30)
     first.kill()
@@ -258,10 +245,7 @@ def test_a_receiver_that_is_stopped_pins_no_copy_for_long(image, sides, tmp_path
 
 def test_an_owner_that_is_stopped_and_goes_on_finishes_its_push(image, sides):
     path, _memory, _copy = image
-    store = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2**30, chunk_bytes=CHUNK
-    )
-    store.keep_only([SHARD])
+    store = replica_store(chunk_bytes=CHUNK)
     bounds = limits(chunk_bytes=CHUNK, stall_s=0.5)
     with serving(store, store, bounds=bounds) as server:
         first = sides("push", path, port=server.port, bytes_per_s=RATE)
@@ -282,11 +266,4 @@ def test_no_push_to_a_holder_that_is_stopped_for_good(image, sides, tmp_path):
     holder.send(signal.SIGSTOP)
     bounds = limits(chunk_bytes=CHUNK, stall_s=0.5, stranger_s=0.5)
     with pytest.raises(TransferError, match="did not get to holder"):
-        push(
-            peer(port),
-            job_pass(),
-            push_of(copy),
-            PinnedCopy(memory.fd, copy.digest),
-            terms(20, 1.0, limits=bounds),
-            no_pace(),
-        )
+        hand_over(memory, copy, peer(port), terms(20, 1.0, limits=bounds))

@@ -7,6 +7,7 @@ import time
 import pytest
 from support.transfers import (
     CHUNK,
+    NBYTES,
     SHARD,
     STATE,
     TOKEN,
@@ -14,25 +15,24 @@ from support.transfers import (
     Shelf,
     copy_of,
     filled,
+    hand_over,
     job_pass,
     limits,
     no_pace,
     peer,
     push_of,
+    replica_store,
     serving,
     terms,
     until,
 )
 
-from gpuops.checkpoint.replicas import ReplicaStore
 from gpuops.checkpoint.states import CorruptError, Shard, StateId
 from gpuops.checkpoint.transfer_client import fetch, fetch_digest, push
 from gpuops.checkpoint.transfer_pace import RATE_MIN_BYTES_S, Pace
 from gpuops.checkpoint.transfer_turns import PinnedCopy
 from gpuops.checkpoint.transfer_wire import Refusal, RefusedError, TransferError
 from gpuops.host.clock import SystemClock
-
-NBYTES = 40 * CHUNK + 123
 
 
 @pytest.fixture
@@ -51,10 +51,7 @@ def target():
 
 @pytest.fixture
 def store():
-    held = ReplicaStore(
-        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=10 * NBYTES, chunk_bytes=CHUNK
-    )
-    held.keep_only([SHARD])
+    held = replica_store(10 * NBYTES)
     yield held
     held.close()
 
@@ -163,22 +160,8 @@ def test_a_damaged_copy_is_named_by_chunk_and_the_next_holder_has_the_rest(image
 def test_a_replica_is_pushed_and_verified(image, store, n_connections):
     memory, copy = image
     with serving(store, store) as server:
-        done = push(
-            peer(server.port),
-            job_pass(),
-            push_of(copy),
-            PinnedCopy(memory.fd, copy.digest),
-            terms(n_connections=n_connections),
-            no_pace(),
-        )
-        again = push(
-            peer(server.port),
-            job_pass(),
-            push_of(copy),
-            PinnedCopy(memory.fd, copy.digest),
-            terms(),
-            no_pace(),
-        )
+        done = hand_over(memory, copy, peer(server.port), terms(n_connections=n_connections))
+        again = hand_over(memory, copy, peer(server.port))
         target = Memory(NBYTES)
         fetch([peer(server.port)], job_pass(), copy, target.view, terms())
 
@@ -194,14 +177,7 @@ def test_two_who_push_the_same_share_the_work(image, store):
     with serving(store, store, bounds=limits()) as server:
 
         def give():
-            pushed = push(
-                peer(server.port),
-                job_pass(),
-                push_of(copy),
-                PinnedCopy(memory.fd, copy.digest),
-                terms(),
-                no_pace(),
-            )
+            pushed = hand_over(memory, copy, peer(server.port))
             sent.append(pushed.sent_bytes)
 
         threads = [threading.Thread(target=give) for _ in range(3)]
@@ -237,14 +213,7 @@ def test_a_holder_that_refuses_says_why(image, store):
     memory, copy = image
     other = dataclasses.replace(copy, shard=Shard(2, 4))
     with serving(store, store) as server, pytest.raises(RefusedError, match="no holder") as caught:
-        push(
-            peer(server.port),
-            job_pass(),
-            push_of(other),
-            PinnedCopy(memory.fd, copy.digest),
-            terms(),
-            no_pace(),
-        )
+        hand_over(memory, other, peer(server.port))
 
     assert caught.value.code is Refusal.NOT_WANTED
 

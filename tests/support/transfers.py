@@ -8,8 +8,10 @@ import threading
 import time
 
 from gpuops.checkpoint.digest import digest_of
+from gpuops.checkpoint.replicas import ReplicaStore
 from gpuops.checkpoint.states import Copy, Shard, StateId, Tier
 from gpuops.checkpoint.transfer_auth import JobPass
+from gpuops.checkpoint.transfer_client import push
 from gpuops.checkpoint.transfer_line import Limits
 from gpuops.checkpoint.transfer_pace import Pace
 from gpuops.checkpoint.transfer_server import TransferServer
@@ -20,6 +22,7 @@ from gpuops.host.clock import SystemClock
 
 JOB, TOKEN = "job-17", "a token of the job"
 CHUNK = 4096
+NBYTES = 40 * CHUNK + 123  # of most images
 STATE, SHARD = StateId(3, 120), Shard(1, 4)
 LAYOUT = "ab" * 32
 
@@ -121,6 +124,21 @@ def serving(source, sink=None, job=None, pace=None, bounds=None):
 
 def peer(port, name="holder"):
     return Peer(name, "127.0.0.1", port)
+
+
+def replica_store(bytes_max=2**30, chunk_bytes=CHUNK):
+    """Return the store of a holder that keeps the one shard."""
+    store = ReplicaStore(
+        "holder", lambda _name, nbytes: Memory(nbytes), bytes_max=bytes_max, chunk_bytes=chunk_bytes
+    )
+    store.keep_only([SHARD])
+    return store
+
+
+def hand_over(memory, copy, to, term=None, pace=None):
+    """Push *copy*, which lies in *memory*, to the peer *to*; return what it took."""
+    pinned = PinnedCopy(memory.fd, copy.digest)
+    return push(to, job_pass(), push_of(copy), pinned, term or terms(), pace or no_pace())
 
 
 def push_of(copy, committed=None):

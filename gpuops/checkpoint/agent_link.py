@@ -92,13 +92,16 @@ class AgentLink:
             job=job,
         )
 
-    def serve_peers(self, address: str, *, node: str, token: str, job: str) -> int:
+    def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
         """Have the keeper listen at *address* for those of other nodes; return the port.
 
         *node* becomes the holder's name in inventories; whoever does not know *token*, or is of
-        another *job*, is turned away. Once an agent's life; to ask again changes nothing.
+        another *job*, is turned away. Once an agent's life; to ask again changes nothing. *port*:
+        where they look for it already, because the keeper before this one listened there; 0: any.
         """
-        fields, _ = self._line.ask("serve_peers", address=address, node=node, token=token, job=job)
+        fields, _ = self._line.ask(
+            "serve_peers", address=address, node=node, token=token, job=job, port=port
+        )
         return fields.integer("port", 1, 65_535)
 
     def replicate(
@@ -147,6 +150,14 @@ class AgentLink:
                 sources=len(sources or {}),
                 why=[text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]],
             )
+
+    def take_over(self, epoch: int) -> None:
+        """Let ranks that run already save states of *epoch*; after `begin_generation`.
+
+        For a keeper in place of one that died: what that held is gone, and to ranks that have
+        loaded theirs it is of no matter. A rank that still asks what to load is refused.
+        """
+        self._line.ask("take_over", epoch=epoch)
 
     def progress(self) -> Progress:
         """Return how far this node is; cheap enough for once a second."""

@@ -34,12 +34,14 @@ def connect(  # noqa: PLR0913 where a rank stands has as many parts
     local_rank: int,
     local_world: int,
     epoch_hint: int = 0,
+    is_back: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> "KeeperClient":
     """Return a rank's line to the keeper at *socket_path*.
 
-    *epoch_hint* is the generation of the workers: of an older one nobody is let in. Each call
-    takes *deadline_s* seconds at most.
+    *epoch_hint* is the generation of the workers: of an older one nobody is let in. *is_back*: this
+    process was connected before and goes on with its training. Each call takes *deadline_s* seconds
+    at most.
 
     Raises:
         KeeperGoneError: There is no keeper.
@@ -55,6 +57,7 @@ def connect(  # noqa: PLR0913 where a rank stands has as many parts
             local_rank=local_rank,
             local_world=local_world,
             generation=epoch_hint,
+            is_back=is_back,
         )
     except BaseException:  # boundary: the line is closed, the error goes on
         line.close()

@@ -54,6 +54,7 @@ class Crew:
     posts: dict[int, Post] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     restored: set[int] = field(default_factory=set)
+    _pids: dict[int, int] = field(default_factory=dict)
     is_wanted: bool = False
     is_looking: bool = False
     found: Found | None = None
@@ -61,8 +62,10 @@ class Crew:
     cannot_tell: bool = False
     is_over: bool = False
 
-    def takes(self, post: Post, guest: Guest) -> bool:
+    def takes(self, post: Post, guest: Guest, *, is_back: bool = False) -> bool:
         """Say whether the rank belongs to this start; where not, it is of another one.
+
+        A process that was here and says that it *is_back* does: only its line broke.
 
         Raises:
             KeeperError: It can be of none.
@@ -79,8 +82,11 @@ class Crew:
                 f"process {guest.pid} is connected as local rank {post.local_rank} already: "
                 "close that first"
             )
-        if other is not None or post.local_rank in self.gone:
+        if other is not None:
             return False
+        if post.local_rank in self.gone:
+            is_same = guest.pid != 0 and guest.pid == self._pids.get(post.local_rank)
+            return is_back and is_same and self.posts[post.local_rank] == post
         twin = next((p for p in self.posts.values() if p.shard == post.shard), None)
         if twin is not None:
             raise KeeperError(
@@ -93,9 +99,11 @@ class Crew:
         """Take a rank in."""
         self.members[post.local_rank] = guest
         self.posts[post.local_rank] = post
+        self._pids[post.local_rank] = guest.pid
+        self.gone.discard(post.local_rank)
 
     def leave(self, local_rank: int) -> None:
-        """Take note that a rank is gone; it does not come back to this crew."""
+        """Take note that a rank is gone; a new process in its place is of another crew."""
         self.members.pop(local_rank, None)
         self.gone.add(local_rank)
         self.is_done_with(local_rank)

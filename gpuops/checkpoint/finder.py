@@ -21,7 +21,8 @@ class Command:
     """What the agent has said of the present generation.
 
     ``state`` and ``epoch``: what all nodes go on from, once ``is_chosen``; ``why`` has what spoke
-    against newer ones, ``peers`` what other nodes hold of it.
+    against newer ones, ``peers`` what other nodes hold of it. ``is_taken_over``: the ranks run
+    already, and save states of ``epoch``.
     """
 
     generation: int
@@ -30,6 +31,7 @@ class Command:
     state: StateId | None = None
     epoch: int = 0
     is_chosen: bool = False
+    is_taken_over: bool = False
     why: tuple[str, ...] = ()
     peers: PeerShards | None = None
 
@@ -56,6 +58,9 @@ class Finder:
         """Begin to look where somebody waits for it, and it can be told by now."""
         gate = self.memory.gate
         if not crew.is_wanted or crew.is_looking or crew.trouble or crew.found is not None:
+            return
+        if command is not None and command.is_taken_over:
+            self._take_over(crew, command.epoch)
             return
         if gate.is_settling or not _can_tell(crew, command):
             return
@@ -93,6 +98,14 @@ class Finder:
                 self._looked(crew, command, choice, error)
 
         self.jobs.look(work, then)
+
+    def _take_over(self, crew: Crew, epoch: int) -> None:
+        """Let the ranks save: they were told where to go on by a keeper that is gone."""
+        self.epoch_max = max(self.epoch_max, epoch)
+        self.memory.gate.resume(None, epoch)
+        crew.found = Found(None, None)
+        self.events.add("took_over", epoch=epoch)
+        self.found(None)
 
     def _of_others(self, command: Command | None) -> tuple[Lent, PeerShards | None]:
         """Return the replicas that are here, and what other nodes have of the chosen state."""

@@ -82,17 +82,18 @@ class Core:
         self._disband()
         self.memory.gate.begin_epoch(0, is_alone=n_nodes == 1)
 
-    def join(self, guest: Guest, post: Post, *, is_patient: bool) -> bool:
+    def join(self, guest: Guest, post: Post, *, is_patient: bool, is_back: bool = False) -> bool:
         """Take a rank in; return False where it has to wait until older workers are gone.
 
-        Not *is_patient*: it has waited long enough; they are cut off.
+        Not *is_patient*: it has waited long enough; they are cut off. *is_back*: it goes on after
+        its line broke, and is no new worker.
 
         Raises:
             KeeperError: It is of an older start, or cannot be of this node.
         """
         self._check_generation(post)
         crew = self.crew
-        if crew is None or not crew.takes(post, guest):
+        if crew is None or not crew.takes(post, guest, is_back=is_back):
             if crew is not None and post.generation < crew.generation:
                 raise KeeperError(
                     f"generation {post.generation} is over: {crew.generation} has begun"
@@ -296,6 +297,23 @@ class Core:
             crew.trouble = ""
         command.state, command.epoch, command.is_chosen = state, epoch, True
         command.why, command.peers = why, peers
+        self.tick()
+
+    def take_over(self, epoch: int) -> None:
+        """Let ranks that run already save states of *epoch*: the keeper before this one is gone.
+
+        Raises:
+            KeeperError: No generation was begun, or its ranks were told something already.
+        """
+        command, crew = self.command, self.crew
+        if command is None:
+            raise KeeperError("no generation was begun")
+        if crew is not None and (crew.is_looking or crew.found is not None):
+            raise KeeperError("the ranks of this generation were told already where to go on")
+        self.peers.chosen(None, epoch)
+        command.close()
+        command.state, command.epoch = None, epoch
+        command.is_chosen = command.is_taken_over = True
         self.tick()
 
     def commit(self, state: StateId, *, is_to_persist: bool) -> bool:

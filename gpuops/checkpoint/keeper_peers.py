@@ -7,6 +7,7 @@ the server has threads of its own.
 import ipaddress
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -93,10 +94,11 @@ class Peers:
         self._holds_more = False
         self._epoch = 0
 
-    def serve(self, address: str, *, node: str, token: str, job: str) -> int:
+    def serve(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
         """Be there for other keepers of *job*, as *node*; return the port.
 
-        To ask again for the same changes nothing.
+        To ask again for the same changes nothing. *port*: where others look for this node already;
+        one that is taken by somebody else is not waited for.
 
         Raises:
             KeeperError: *address* is none, or cannot be listened on.
@@ -116,10 +118,18 @@ class Peers:
         replicas.keep_only(self._keep)
         shelf = Shelf(self._memory, replicas, self._jobs, self._own_is_damaged)
         try:
-            server = _beside(
-                lambda: TransferServer(
-                    (address, 0), job_pass, shelf, replicas, Pace(None, SystemClock())
-                )
+            server = _first_of(
+                [
+                    partial(
+                        TransferServer,
+                        (address, number),
+                        job_pass,
+                        shelf,
+                        replicas,
+                        Pace(None, SystemClock()),
+                    )
+                    for number in dict.fromkeys((port, 0))
+                ]
             )
         except CheckpointError as exc:
             raise KeeperError(str(exc)) from exc
@@ -266,6 +276,14 @@ class Peers:
         )
         # No commit may rest on it; a committed one has its other copies.
         self._memory.gate.give_up(state)
+
+
+def _first_of(makes: Sequence[Callable[[], TransferServer]]) -> TransferServer:
+    """Return what the first of *makes* returns that can be made."""
+    for make in makes[:-1]:
+        with suppress(CheckpointError):
+            return _beside(make)
+    return _beside(makes[-1])
 
 
 def _beside(make: Callable[[], TransferServer]) -> TransferServer:

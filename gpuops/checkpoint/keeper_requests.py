@@ -132,7 +132,8 @@ def _hello(core: Core, request: Request) -> Answer | None:
     elif role == "rank":
         post = _post(fields)
         is_patient = request.waited_s < FENCE_S
-        if not core.join(visitor.guest, post, is_patient=is_patient):
+        is_back = fields.flag("is_back") if "is_back" in fields else False
+        if not core.join(visitor.guest, post, is_patient=is_patient, is_back=is_back):
             return None
         visitor.post = post
     elif role != "probe":
@@ -186,8 +187,13 @@ def _abandon(core: Core, request: Request) -> Answer:
 
 
 def _offer(core: Core, _request: Request) -> Answer | None:
-    crew = core.crew
+    crew, command = core.crew, core.command
     assert crew is not None
+    if command is not None and command.is_taken_over:
+        # Which state the others loaded nobody knows any more: all have to be started anew.
+        raise KeeperError(
+            "the keeper that told the ranks of this generation where to go on from is gone"
+        )
     if crew.found is None and not crew.trouble:
         core.want(crew)
     if crew.trouble:
@@ -251,6 +257,11 @@ def _choose(core: Core, request: Request) -> Answer:
         raise MessageError(f"of {n_sources} shards the holders were to be said, not {len(holders)}")
     epoch = fields.integer("epoch", 0, EPOCH_MAX)
     core.choose(state, epoch, holders, tuple(str(text)[:WHY_CHARS_MAX] for text in why))
+    return Answer()
+
+
+def _take_over(core: Core, request: Request) -> Answer:
+    core.take_over(request.fields.integer("epoch", 0, EPOCH_MAX))
     return Answer()
 
 
@@ -347,6 +358,7 @@ def _serve_peers(core: Core, request: Request) -> Answer:
     fields = request.fields
     port = core.peers.serve(
         fields.text("address", _NAME_CHARS_MAX),
+        port=fields.integer("port", 0, 65_535) if "port" in fields else 0,
         node=fields.text("node", _NAME_CHARS_MAX),
         token=fields.text("token", _TOKEN_CHARS_MAX),
         job=fields.text("job", _NAME_CHARS_MAX),
@@ -410,6 +422,7 @@ _HANDLERS: Mapping[str, Mapping[str, Handler]] = {
     "agent": {
         "begin_generation": _begin_generation,
         "choose": _choose,
+        "take_over": _take_over,
         "commit": _commit,
         "give_up": _give_up,
         "aim": _aim,

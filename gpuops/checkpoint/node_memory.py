@@ -237,6 +237,7 @@ class NodeMemory:
             "given_up": gate.given_up,
             "skipped": {reason.value: n for reason, n in gate.skipped.items()},
             "newest": None if gate.newest is None else [gate.newest.epoch, gate.newest.step],
+            "epoch": gate.epoch,
             "states": [[state.epoch, state.step] for state in self.states()],
             "reserved_bytes": self.reserved_bytes(),
             "populated_bytes": self.populated_bytes(),

@@ -196,6 +196,24 @@ def test_what_only_some_nodes_grant_is_given_up_and_the_next_is_saved_by_all(nod
     assert crew[0].agent.stats()["given_up"] == 2
 
 
+def test_a_keeper_in_place_of_one_that_died_is_found_where_that_was(nodes, stack):
+    seat(nodes, 0, 3, n_floats=N_FLOATS)
+    first = commit(nodes, save(nodes, 1))
+    nodes[1].process.kill()
+    nodes[1].replace()
+    stack.callback(nodes[1].process.kill)
+    nodes[1].begin(0, 3)
+    nodes[1].agent.replicate([nodes[2].peer], [Shard(0, 3)])
+    nodes[1].agent.take_over(first.epoch)
+    nodes[1].connect(0, [1], 3)
+    nodes[1].reserve([1], 3, n_floats=N_FLOATS)
+
+    state = commit(nodes, save(nodes, 2))
+    assert state.epoch == first.epoch
+    assert nodes[1].shards_here(state) == [Shard(0, 3), Shard(1, 3)]
+    assert nodes[2].shards_here(state) == [Shard(1, 3), Shard(2, 3)]
+
+
 def test_a_holder_that_is_stopped_does_not_stop_commits(nodes):
     seat(nodes, 0, 3, n_floats=N_FLOATS)
     commit(nodes, save(nodes, 1))

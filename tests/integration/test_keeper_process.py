@@ -50,7 +50,7 @@ def keeper(tmp_path, stack):
     return process
 
 
-def line_of(stack, keeper, rank=0, world=1, generation=0):
+def line_of(stack, keeper, rank=0, world=1, generation=0, **kwargs):
     found = connect(
         keeper.socket_path,
         rank=rank,
@@ -58,6 +58,7 @@ def line_of(stack, keeper, rank=0, world=1, generation=0):
         local_rank=rank,
         local_world=world,
         epoch_hint=generation,
+        **kwargs,
     )
     stack.callback(found.close)
     return found
@@ -663,6 +664,50 @@ def test_a_killed_keeper_is_an_error_and_its_memory_stays_with_who_maps_it(keepe
     with pytest.raises(KeeperError):
         until(lambda: rank.keeper.begin(2) and False)
     assert holds(rank.slots[grant.slot], rank.layout, 1)
+
+
+def test_ranks_that_run_go_on_saving_into_a_keeper_in_place_of_one_that_died(
+    keeper, stack, tmp_path
+):
+    agent = agent_of(stack, keeper)
+    agent.begin_generation(4, 1, None)
+    lines = [line_of(stack, keeper, rank, 2, 4) for rank in range(2)]
+    place = str(tmp_path / "states")
+    ranks = ready(lines, directory=place, persist_every_s=0.0)
+    save_all(ranks, 7)
+    until(lambda: agent.stats()["persisted"] == [0, 7])
+    epoch = agent.stats()["epoch"]
+    keeper.kill()
+
+    second = start_or_adopt(tmp_path / "keeper", lease_s=30.0)
+    stack.callback(second.kill)
+    agent = agent_of(stack, second)
+    agent.begin_generation(4, 1, None)
+    agent.take_over(epoch)
+    lines = [line_of(stack, second, rank, 2, 4, is_back=True) for rank in range(2)]
+    again = [Rank(line, n, 2, directory=place) for n, line in enumerate(lines)]
+    ranks = [rank.reserve() for rank in again]
+    # Nothing is read of what persists: the first step that is asked for is saved.
+    assert save_all(ranks, 8) == StateId(epoch, 8)
+    assert "took_over" in [event["kind"] for event in agent.events()]
+    with pytest.raises(KeeperError, match="told the ranks of this generation"):
+        lines[1].offer(5.0)
+    agent.begin_generation(5, 1, None)
+    (fresh,) = crew_of(stack, second, generation=5)
+    assert fresh.keeper.offer(30.0).state == StateId(epoch, 8)
+
+
+def test_a_rank_whose_line_broke_comes_back_and_nobody_begins_anew(keeper, stack):
+    ranks = crew_of(stack, keeper, 2)
+    state = save_all(ranks, 3)
+    ranks[1].keeper.close()
+    back = Rank(line_of(stack, keeper, 1, 2, is_back=True), 1, 2).reserve()
+    assert save_all([ranks[0], back], 4) == StateId(state.epoch, 4)
+    # One that does not say so is a worker that was started anew, and so are all.
+    back.keeper.close()
+    line_of(stack, keeper, 1, 2)
+    with pytest.raises(KeeperError):
+        ranks[0].keeper.stats()
 
 
 def test_neither_torch_nor_numpy_is_in_it(keeper):

@@ -18,12 +18,22 @@ class Node:
 
     def __init__(self, folder, name, address, *, token=TOKEN, job=JOB):
         self.name, self.address = name, address
-        self.process = start_or_adopt(folder / name, lease_s=60.0, node=name)
-        self.agent = AgentLink.connect(self.process.socket_path)
-        self.port = self.agent.serve_peers(address, node=name, token=token, job=job)
+        self._folder, self._pass = folder / name, {"token": token, "job": job}
+        self.port, self.agent = 0, None
         self.events = []
         self.lines = []
         self.ranks = []
+        self.replace()
+
+    def replace(self):
+        """Start a keeper in place of one that is gone, where that one was, and an agent's line."""
+        if self.agent is not None:
+            self.agent.close()
+        self.process = start_or_adopt(self._folder, lease_s=60.0, node=self.name)
+        self.agent = AgentLink.connect(self.process.socket_path)
+        self.port = self.agent.serve_peers(
+            self.address, node=self.name, port=self.port, **self._pass
+        )
 
     @property
     def peer(self):

@@ -9,10 +9,11 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from support.agent_states import FOLDER, RUN, agent_state
 from support.decisions import failure
 from support.history import T0, a_killed_run, record_run
 
-from gpuops.agent.agent_state import AgentState, RankState, run_state
+from gpuops.agent.agent_state import run_state
 from gpuops.agent.http import AgentServer
 from gpuops.cli.main import run_command
 from gpuops.cli.run_status import Pace
@@ -25,10 +26,8 @@ from gpuops.report.run_view import NodeView, RunView
 from gpuops.store.recorder import spool_recorder
 from gpuops.units import NS_PER_S
 
-RUN = "0190f6a0-0000-7000-8000-0000abcd1234"
 AGENT = "00000000-0000-0000-0000-000000000001"
 RUN_KEY = "job-17"
-FOLDER = "20260101T000000Z-train-abcd1234"
 
 
 @pytest.fixture
@@ -46,26 +45,6 @@ def call(tmp_path, monkeypatch, capsys):
         return code, captured.out, captured.err
 
     return command
-
-
-def state_of(**changes):
-    fields = {
-        "run_id": RUN,
-        "name": FOLDER,
-        "node": "n1",
-        "agent_pid": 1,
-        "main_ns": 0,
-        "control_ns": 0,
-        "generation": 1,
-        "phase": "run",
-        "group_rank": 0,
-        "world_size": 2,
-        "ranks": (RankState(rank=0, pid=5, step=41), RankState(rank=1, pid=6, step=40)),
-        "restarts_used": 1,
-        "restarts_max": 3,
-        "board": {"kind": "private"},
-    }
-    return AgentState(**{**fields, **changes})
 
 
 def publish(tmp_path, state):
@@ -106,7 +85,7 @@ def fill(board, **changes):
 
 
 def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
-    publish(tmp_path, state_of(board=board))
+    publish(tmp_path, agent_state(board=board))
     code, out, _ = call("--json")
     body = json.loads(out)
 
@@ -128,7 +107,7 @@ def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
 
 @pytest.mark.parametrize("words", [["abcd1234"], ["0190f6a0"], [], [FOLDER]])
 def test_a_run_is_named_by_an_end_of_its_id(call, board, tmp_path, words):
-    folder = publish(tmp_path, state_of(board=board))
+    folder = publish(tmp_path, agent_state(board=board))
 
     assert "steps       57" in call(*words)[1]
     assert "steps       57" in call("--run-dir", str(folder))[1]
@@ -136,18 +115,18 @@ def test_a_run_is_named_by_an_end_of_its_id(call, board, tmp_path, words):
 
 
 def test_with_another_token_the_files_are_shown_and_it_is_said(call, board, tmp_path, monkeypatch):
-    publish(tmp_path, state_of(board=board))
+    publish(tmp_path, agent_state(board=board))
     monkeypatch.setenv("GPUOPS_TOKEN", secrets.token_hex(16))
     code, out, _ = call("--json")
     body = json.loads(out)
 
     assert (code, body["source"], body["phase"]) == (0, "file", "running")
     assert "the board does not answer" in body["notes"][0]
-    assert board["run_key"] in json.dumps(run_state(state_of(board=board)))
+    assert board["run_key"] in json.dumps(run_state(agent_state(board=board)))
 
 
 def test_a_board_that_holds_another_run_is_not_believed(call, board, tmp_path):
-    folder = publish(tmp_path, state_of(board=board))
+    folder = publish(tmp_path, agent_state(board=board))
     path = folder / "state.json"
     path.write_text(path.read_text().replace(RUN, "0190f6a0-0000-7000-8000-0000eeee0000"))
     body = json.loads(call("--json")[1])
@@ -157,7 +136,7 @@ def test_a_board_that_holds_another_run_is_not_believed(call, board, tmp_path):
 
 
 def test_on_its_own_node_a_private_run_is_asked_over_http(call, tmp_path):
-    state = state_of()
+    state = agent_state()
     with closing(AgentServer("127.0.0.1", 0, lambda: state).start()) as server:
         publish(tmp_path, replace(state, http_port=server.port))
         body = json.loads(call("--json")[1])
@@ -167,7 +146,7 @@ def test_on_its_own_node_a_private_run_is_asked_over_http(call, tmp_path):
 
 
 def test_what_listens_there_may_be_anything(call, tmp_path):
-    state = state_of(run_id="another")
+    state = agent_state(run_id="another")
     with closing(AgentServer("127.0.0.1", 0, lambda: state).start()) as server:
         publish(tmp_path, replace(state, http_port=server.port))
 
@@ -175,7 +154,7 @@ def test_what_listens_there_may_be_anything(call, tmp_path):
 
 
 def test_an_agent_that_does_not_answer_leaves_the_files(call, tmp_path):
-    publish(tmp_path, state_of(http_port=1))
+    publish(tmp_path, agent_state(http_port=1))
     code, out, _ = call()
 
     assert code == 0
@@ -222,7 +201,7 @@ def record_run_once(tmp_path):
 
 
 def test_watching_ends_with_the_run(call, board, tmp_path):
-    folder = publish(tmp_path, state_of(board=board))
+    folder = publish(tmp_path, agent_state(board=board))
     out = tmp_path / "watched"
     with (
         out.open("w") as file,

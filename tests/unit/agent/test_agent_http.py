@@ -10,13 +10,13 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from support.agent_states import agent_state, kept
 from support.decisions import decision, report
 from support.runs import wait_until
 from support.services import unavailable
 
 from gpuops.agent.agent_metrics import metrics
 from gpuops.agent.agent_state import (
-    AgentState,
     CheckpointState,
     RankState,
     run_state,
@@ -28,18 +28,12 @@ from gpuops.host.clock import FakeClock
 from gpuops.units import NS_PER_S
 
 NOW_NS = 1000 * NS_PER_S
-STATE = AgentState(
-    run_id="r1",
-    name="20260101T000000Z-train-1",
-    node="n1",
-    agent_pid=7,
+STATE = agent_state(
     main_ns=NOW_NS,
     control_ns=NOW_NS - NS_PER_S,
     generation=2,
-    phase="run",
     phase_ns=NOW_NS - 90 * NS_PER_S,
     reason="a worker failed",
-    group_rank=0,
     world_size=16,
     ranks=(
         RankState(rank=0, pid=10, step=57, phase="stepping", beat_ns=NOW_NS - NS_PER_S // 2),
@@ -48,7 +42,6 @@ STATE = AgentState(
     excluded={"n9": "Xid 79"},
     decision=decision(report("n9")),
     restarts_used=2,
-    restarts_max=3,
     restarts_by_class={"gpu_hw.fell_off_bus": 1, "user_code.exception": 1},
     badput_s={"detect": 0.5, "decide": 1.25},
     round_trip_s=0.004,
@@ -56,11 +49,8 @@ STATE = AgentState(
     cpu_s=3.5,
     board={"kind": "tcp", "host": "n1", "port": 29400},
     http_port=8080,
-    checkpoint=CheckpointState(
-        step=57,
-        epoch=1,
+    checkpoint=kept(
         since_ns=NOW_NS - 3 * NS_PER_S,
-        tier="memory",
         persisted_step=40,
         committed=17,
         skipped={"in_flight": 2, "no_free_slot": 1},

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.agent_states import RUN, agent_state, kept
 from support.decisions import decision, failure, report
 from support.history import T0, a_killed_run, us
 
 from gpuops.agent.agent_state import (
-    AgentState,
     CheckpointState,
     RankState,
     checkpoint_json,
@@ -31,7 +31,6 @@ from gpuops.report.run_view_text import status_view
 from gpuops.store.queries import ExclusionRow
 from gpuops.units import NS_PER_S
 
-RUN = "0190f6a0-0000-7000-8000-0000abcd1234"
 KEYS = {
     "run",
     "name",
@@ -169,26 +168,16 @@ def test_an_empty_board_has_no_run_and_strange_entries_are_skipped():
     assert view.step is None
 
 
-STATE = AgentState(
-    run_id=RUN,
-    name="20260101T000000Z-train-abcd1234",
-    node="n1",
-    agent_pid=7,
-    main_ns=0,
-    control_ns=0,
+STATE = agent_state(
     generation=3,
     phase="gather",
     phase_ns=5 * NS_PER_S,
     reason="n1: a worker failed",
-    group_rank=0,
-    world_size=2,
     ranks=(
         RankState(rank=4, pid=1, step=9, beat_ns=8 * NS_PER_S),
         RankState(rank=5, pid=2, step=8, beat_ns=9 * NS_PER_S),
     ),
     excluded={"n9": "sick"},
-    restarts_used=1,
-    restarts_max=3,
     decision=decision(),
 )
 
@@ -298,11 +287,6 @@ def test_state_files_that_are_none_are_skipped_and_the_first_rank_s_comes_first(
     assert [state["node"] for state in states(tmp_path)] == ["n0", "n2", "n10"]
 
 
-def kept(**changes):
-    fields = {"step": 57, "epoch": 1, "since_ns": 0, "tier": "memory", "committed": 9}
-    return CheckpointState(**{**fields, **changes})
-
-
 def beats_of(board, **states):
     """Let n1 and n2 say with their heartbeats which states they keep."""
     for number, state in enumerate(states.values(), start=1):
@@ -350,15 +334,7 @@ def test_a_run_whose_script_saves_nothing_has_no_line_of_it():
 
 
 def test_an_agent_tells_of_its_own_checkpoints():
-    state = AgentState(
-        run_id=RUN,
-        name="x",
-        node="n1",
-        agent_pid=1,
-        main_ns=0,
-        control_ns=0,
-        checkpoint=kept(step=None, epoch=None, since_ns=None, tier=None),
-    )
+    state = agent_state(checkpoint=CheckpointState(committed=9))
     view = of_agent(state_json(state, NS_PER_S))
 
     assert view.checkpoint.keeper == "running"

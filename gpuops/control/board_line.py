@@ -16,6 +16,7 @@ from contextlib import suppress
 from gpuops.control import board_wire as wire
 from gpuops.control.board import BoardError, BoardUnreachableError
 from gpuops.control.board_wire import How, Request
+from gpuops.control.turns import Turns
 from gpuops.host import job_proof as proof
 from gpuops.host.frames import WireError, framed, take_frame
 from gpuops.host.job_proof import Channel, Handshake, Welcome
@@ -36,7 +37,7 @@ class StrangeServerError(BoardError):
 
 
 class Line:
-    """A connection that renews itself. Several threads may ask; they take turns.
+    """A connection that renews itself. Several threads may ask; they take turns, as they came.
 
     *on_open* is given our own address and the server's instance each time that it is opened; what
     it raises is raised.
@@ -53,7 +54,7 @@ class Line:
         self._hello = hello
         self._key = key
         self._on_open = on_open
-        self._turn = threading.Lock()
+        self._turns = Turns()
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
@@ -70,12 +71,10 @@ class Line:
             StrangeServerError: See there.
             BoardError: The server refuses the request.
         """
-        if not self._turn.acquire(timeout=max(end_s - time.monotonic(), 0.0)):
-            raise self._unreachable("an earlier call still waits for its answer")
-        try:
+        with self._turns.taken(max(end_s - time.monotonic(), 0.0)) as is_ours:
+            if not is_ours:
+                raise self._unreachable("an earlier call still waits for its answer")
             how, payload = self._ask_until(build, end_s)
-        finally:
-            self._turn.release()
         if how is How.REFUSED:
             raise BoardError(payload.decode("utf-8", errors="replace")[:500])
         return how, payload
@@ -87,9 +86,9 @@ class Line:
         if line is not None:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
-        if self._turn.acquire(timeout=1.0):
-            self._drop()
-            self._turn.release()
+        with self._turns.taken(1.0) as is_ours:
+            if is_ours:
+                self._drop()
 
     def _ask_until(self, build: Callable[[int, float], Request], end_s: float) -> tuple[How, bytes]:
         pause_s = PAUSE_MIN_S

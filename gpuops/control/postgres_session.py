@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuops.control.board import BoardError, BoardUnreachableError
+from gpuops.control.turns import Turns
 from gpuops.scrub import scrub
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Sessions:
         self._url = url.replace("postgresql+psycopg://", "postgresql://", 1)
         self._prepare = prepare
         self._connect_s = max(round(connect_s), _CONNECT_S_MIN)
-        self._turn = threading.Lock()
+        self._turns = Turns()
         self._closed = threading.Event()
         self._session: _Session | None = None
         _check_driver(self._url)
@@ -54,14 +55,14 @@ class Sessions:
             BoardError: Postgres refuses, and would again.
         """
         end_s = time.monotonic() + within_s
-        if not self._turn.acquire(timeout=within_s):
-            raise _unreachable("an earlier call still waits for its answer")
-        try:
-            return self._run_until(act, end_s)
-        finally:
-            if self._closed.is_set():
-                self._abandon()
-            self._turn.release()
+        with self._turns.taken(within_s) as is_ours:
+            if not is_ours:
+                raise _unreachable("an earlier call still waits for its answer")
+            try:
+                return self._run_until(act, end_s)
+            finally:
+                if self._closed.is_set():
+                    self._abandon()
 
     def wait(self, seconds: float) -> None:
         """Wait, less long where it is closed meanwhile."""

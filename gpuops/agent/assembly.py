@@ -24,6 +24,7 @@ from gpuops.agent.checkpoints import Checkpoints
 from gpuops.agent.collectives import collective_env
 from gpuops.agent.deciding import decider
 from gpuops.agent.evidence import EVIDENCE_S
+from gpuops.agent.failure_record import FailureRecord, failures_on_record
 from gpuops.agent.fingerprint import fingerprint
 from gpuops.agent.gatekeeper import GateKeeper, HealthKeeper, OpenGate
 from gpuops.agent.gpu_memory import open_memory
@@ -119,6 +120,10 @@ def assemble(
         leader.aside.witness = CheckpointWitness(met.board, link.keys, me, clock, replicas)
     job, restarts = slurm_job(prepared.env)
     pace = Pace()
+    store, root = settings.store_url, settings.root
+    failures = FailureRecord(
+        partial(failures_on_record, store, settings.cluster, root, clock), clock
+    )
     parts = Parts(
         clock=clock,
         node=around.node,
@@ -143,9 +148,10 @@ def assemble(
         checkpoints=_checkpoints(prepared, met, session, pace, link),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         gpu_signs=gpus.recent,
-        worker_env=lambda folder: collective_env(
-            prepared.env, folder, hang_timeout_s=plan.hang_timeout_s
-        ),
+        worker_env=lambda folder: {
+            **collective_env(prepared.env, folder, hang_timeout_s=plan.hang_timeout_s),
+            **failures.env(),
+        },
     )
     seats = Seats(link, plan.meeting.run_key)
     seats.wish = lambda: _wish(parts.checkpoints)

@@ -15,11 +15,8 @@ from itertools import count
 from statistics import median
 from typing import Any, Protocol
 
-from gpuops.checkpoint.interval import (
-    INTERVAL_S_MAX,
-    failures_per_hour,
-    steps_between_saves,
-)
+from gpuops.checkpoint.failure_rate import FailureRate
+from gpuops.checkpoint.interval import INTERVAL_S_MAX, steps_between_saves
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.units import parse_seconds
 
@@ -73,10 +70,14 @@ def parse_time(text: str, what: str) -> float:
 
 
 class Cost:
-    """What steps and saves take here, measured; medians of the last ones."""
+    """What steps and saves take here, measured; medians of the last ones.
 
-    def __init__(self, n_nodes: int) -> None:
-        self._failures_per_hour = failures_per_hour(n_nodes)
+    *failures*: what is on record; None: nothing is.
+    """
+
+    def __init__(self, n_nodes: int, failures: FailureRate | None = None) -> None:
+        self.failures = failures or FailureRate()
+        self._failures_per_hour = self.failures.per_hour(n_nodes)
         self._steps_s: deque[float] = deque(maxlen=_N_MEASURED)
         self._stalls_s: deque[float] = deque(maxlen=_N_MEASURED)
         self._last: tuple[int, float] | None = None

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuops.checkpoint.failure_rate import FailureRate
 from gpuops.checkpoint.interval import steps_between_saves
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.worker.checkpointer.interval_policy import (
@@ -106,6 +107,21 @@ def test_where_failures_are_frequent_they_decide():
     distance = cost.steps_until_next(Every())
     assert distance == steps_between_saves(2.0, RESTORE_S, cost._failures_per_hour, 10.0)
     assert 1 < distance < 200
+
+
+def test_what_is_on_record_decides_over_what_was_published():
+    def distance(*record):
+        cost = Cost(1000, FailureRate(*record))
+        cost.begins(1, 0.0)
+        cost.ends(1, 0.0, None)
+        cost.begins(2, 10.0)
+        cost.ends(2, 12.0, 20.0)
+        return cost.steps_until_next(Every())
+
+    published = distance()
+    assert distance(5000, 1e5) < published / 5
+    assert distance(0, 1e6) > published
+    assert distance(1, 3692.3) == published
 
 
 def test_what_takes_longer_is_saved_less_often():

@@ -30,6 +30,7 @@ from gpuops.host.clock import Clock, SystemClock
 from gpuops.scrub import scrub
 
 DEADLINE_S = 300.0
+FIRST_ANSWER_S = 20.0
 ABANDONED_S = 86_400
 _CONNECTIONS = 4
 _FETCHES_MAX = 3  # of one chunk whose bytes arrive as others than were saved
@@ -44,11 +45,13 @@ def open_object_store(
     options: Mapping[str, Any] | None = None,
     *,
     deadline_s: float = DEADLINE_S,
+    first_answer_s: float = FIRST_ANSWER_S,
     clock: Clock | None = None,
 ) -> "ObjectStore":
     """Return the store at *url*; nothing is asked of it yet.
 
-    *options* go to the file system class of fsspec, before what its configuration says.
+    *options* go to the file system class of fsspec, before what its configuration says. A store
+    that has never answered is given up after *first_answer_s*, one that has after *deadline_s*.
 
     Raises:
         CheckpointError: fsspec, or what it needs for this kind of URL, is not installed; or the
@@ -71,7 +74,8 @@ def open_object_store(
     except (ImportError, ValueError, TypeError) as exc:
         raise CheckpointError(f"{shown} cannot be opened: {scrub(str(exc))}") from exc
     clock = clock or SystemClock()
-    return ObjectStore(ObjectTree(filesystem, path, shown, Retrying(deadline_s, clock)), clock)
+    retrying = Retrying(deadline_s, clock, first_answer_s=first_answer_s)
+    return ObjectStore(ObjectTree(filesystem, path, shown, retrying), clock)
 
 
 class ObjectStore:
@@ -93,8 +97,9 @@ class ObjectStore:
 
     def survey(self) -> Survey:
         states, damaged, leftovers = [], [], []
+        names = sorted(self._tree.names())
         pins = self._pins()
-        for name in sorted(self._tree.names()):
+        for name in names:
             state = state_of(name)
             if state is None:
                 continue

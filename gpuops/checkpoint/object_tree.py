@@ -261,4 +261,4 @@ class ObjectTree:
         return f"{self._root}/{key}" if key else self._root
 
     def _shown(self, key: str) -> str:
-        return f"{self.address}/{key}"
+        return f"{self.address}/{key}" if key else self.address

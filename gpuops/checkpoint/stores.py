@@ -7,10 +7,11 @@ from gpuops.checkpoint.directory import DirectoryStore
 from gpuops.checkpoint.state_store import CheckpointStore
 
 
-def open_store(address: str) -> CheckpointStore:
+def open_store(address: str, *, first_answer_s: float | None = None) -> CheckpointStore:
     """Return the store at *address*: a path, ``file:///path``, or a URL such as ``s3://bucket/run``.
 
-    Nothing is looked at yet.
+    Nothing is looked at yet. *first_answer_s*: how long the server of a URL is waited for that has
+    not answered before; None: as long as a training that starts can afford.
 
     Raises:
         AddressError: fsspec, or what it needs for this kind of URL, is not installed; or the URL
@@ -22,6 +23,6 @@ def open_store(address: str) -> CheckpointStore:
         return DirectoryStore(Path(address.removeprefix("file://")))
     if "://" not in address:
         return DirectoryStore(Path(address))
-    from gpuops.checkpoint.object_store import open_object_store
+    from gpuops.checkpoint.object_store import FIRST_ANSWER_S, open_object_store
 
-    return open_object_store(address)
+    return open_object_store(address, first_answer_s=first_answer_s or FIRST_ANSWER_S)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # needs an extra that this command line may do without
     from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored
 
 SETTING = "checkpoint.directory"
+FIRST_ANSWER_S = 8.0  # somebody sits there and waits
 NEWEST = {"newest", "latest", "last"}
 _EXTRA = {"blake3", "xxhash", "torch", "numpy", "safetensors", "fsspec"}
 _NAME = re.compile(r"step-(\d{12})\.e(\d{5})", re.ASCII)
@@ -71,7 +72,7 @@ def opened(ctx: click.Context, address: str | None) -> "Iterator[CheckpointStore
     where = address_of(ctx, address)
     from gpuops.checkpoint.stores import open_store
 
-    yield open_store(where)
+    yield open_store(where, first_answer_s=FIRST_ANSWER_S)
 
 
 def find_state(store: "CheckpointStore", wanted: str) -> "Stored":

@@ -11,6 +11,7 @@ from support.faulty_http import FaultyHttp
 from support.s3_server import s3_server
 
 from gpuops.checkpoint.manifest import MANIFEST
+from gpuops.checkpoint.object_calls import UnreachableError
 from gpuops.checkpoint.object_store import ABANDONED_S, open_object_store
 from gpuops.checkpoint.persist import persist
 from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
@@ -149,6 +150,20 @@ def test_a_server_that_is_gone_is_told(server, bucket, pair):
 
     with pytest.raises(CheckpointError, match="cannot"):
         persist(store, STATE, pair, origin=ORIGIN)
+
+
+def test_an_address_at_which_nobody_listens_is_told_long_before_a_store_that_fails(server, bucket):
+    store = open_object_store(f"s3://{bucket}/run", server.options(port=1), first_answer_s=0.5)
+    clock = SystemClock()
+
+    began_ns = clock.mono_ns()
+    with pytest.raises(
+        UnreachableError, match=rf"cannot list s3://{bucket}/run: no answer"
+    ) as gone:
+        store.survey()
+
+    assert (clock.mono_ns() - began_ns) / 1e9 < 10
+    assert gone.value.exit_code == 75
 
 
 def test_a_bucket_that_is_not_there_is_told_and_not_made(server, pair):

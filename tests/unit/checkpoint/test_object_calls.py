@@ -1,8 +1,16 @@
 """Which calls are made again, how often, and for how long."""
 
+import threading
+
 import pytest
 
-from gpuops.checkpoint.object_calls import WAIT_MAX_S, Retrying, ShortAnswerError, is_final
+from gpuops.checkpoint.object_calls import (
+    WAIT_MAX_S,
+    Retrying,
+    ShortAnswerError,
+    UnreachableError,
+    is_final,
+)
 from gpuops.checkpoint.states import CheckpointError, CorruptError
 from gpuops.host.clock import FakeClock
 
@@ -166,3 +174,49 @@ def test_an_error_that_is_its_own_cause_ends():
 def test_interrupts_are_not_held_up(retrying):
     with pytest.raises(KeyboardInterrupt):
         retrying.call("read x", Calls(KeyboardInterrupt()))
+
+
+@pytest.fixture
+def stranger(clock):
+    """Calls to a store that has never answered."""
+    return Retrying(300.0, clock, wait=clock.advance, random=lambda: 0.5, first_answer_s=20.0)
+
+
+def test_who_never_answered_is_given_up_sooner(stranger, clock):
+    began_ns = clock.mono_ns()
+    with pytest.raises(UnreachableError, match="cannot list y: no answer, timed out after 20 s"):
+        stranger.call("list y", Calls(*[ConnectionRefusedError()] * 1000))
+
+    assert (clock.mono_ns() - began_ns) / 1e9 <= 20
+
+
+@pytest.mark.parametrize("first", [None, FileNotFoundError(), StatusError(503), StatusError(403)])
+def test_who_has_answered_once_is_given_all_the_time(stranger, clock, first):
+    try:
+        stranger.call("ask for y", Calls(*[first] if first else []))
+    except (FileNotFoundError, CheckpointError):
+        assert first is not None
+
+    began_ns = clock.mono_ns()
+    with pytest.raises(CheckpointError, match="ConnectionRefusedError") as caught:
+        stranger.call("list y", Calls(*[ConnectionRefusedError()] * 1000))
+
+    assert not isinstance(caught.value, UnreachableError)
+    assert 270 < (clock.mono_ns() - began_ns) / 1e9 <= 300
+
+
+def test_an_attempt_that_hangs_is_left_behind(clock):
+    retrying = Retrying(300.0, clock, first_answer_s=0.05)
+    over = threading.Event()
+    with pytest.raises(UnreachableError, match=r"timed out after 0.05 s: is the server there"):
+        retrying.call("list y", over.wait)
+    over.set()
+
+    assert retrying.call("list y", lambda: "done") == "done"
+
+
+def test_what_the_first_call_raises_is_passed_on(stranger):
+    with pytest.raises(CorruptError, match="bad"):
+        stranger.call("read y", Calls(CorruptError("bad")))
+    with pytest.raises(CheckpointError, match="NoCredentialsError"):
+        stranger.call("read y", Calls(NoCredentialsError()))

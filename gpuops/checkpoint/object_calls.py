@@ -135,8 +135,8 @@ class Retrying:
     def _unreachable(self, doing: str, last: Exception | None) -> UnreachableError:
         why = "" if last is None else f" ({_said(last)})"
         return UnreachableError(
-            f"cannot {doing}: no answer, timed out after {self._limit_s:g} s{why}: is the server "
-            "there, and is this its address?"
+            f"cannot {doing}: no answer, timed out after {self._limit_s:g} s{why}; see that the "
+            "server is up and that this is its address"
         )
 
 

@@ -156,8 +156,8 @@ def choose(
     if trouble:
         reasons = "; ".join(dict.fromkeys([trouble, *choice.why[:4]]))
         raise CannotTellError(
-            f"whether there is a state to go on from cannot be told: {reasons}. Repair the "
-            "directory, or give another one to start anew"
+            f"cannot tell what to go on from: {reasons}. Repair the directory, or give another one "
+            "to start anew"
         )
     return choice
 

@@ -208,7 +208,9 @@ def test_who_has_answered_once_is_given_all_the_time(stranger, clock, first):
 def test_an_attempt_that_hangs_is_left_behind(clock):
     retrying = Retrying(300.0, clock, first_answer_s=0.05)
     over = threading.Event()
-    with pytest.raises(UnreachableError, match=r"timed out after 0.05 s: is the server there"):
+    with pytest.raises(
+        UnreachableError, match=r"timed out after 0.05 s; see that the server is up"
+    ):
         retrying.call("list y", over.wait)
     over.set()
 

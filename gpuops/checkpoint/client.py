@@ -23,6 +23,7 @@ from gpuops.checkpoint.states import CheckpointError, KeeperError, Offer, Shard
 
 __all__ = ["CannotTellError", "Grant", "Keeper", "KeeperClient", "Policy", "Skipped", "connect"]
 
+_NOTICE_CHARS_MAX = 4000
 _PATH_CHARS_MAX = 16_384
 
 
@@ -102,7 +103,8 @@ class KeeperClient:
         slot = fields.integer("slot", 0, ID_MAX)
         if slot not in self._slots:
             raise KeeperError(f"the keeper grants slot {slot}, which it did not send")
-        grant = Grant(self._slots.index(slot), fields.state())
+        notice = fields.text("notice", _NOTICE_CHARS_MAX) if "notice" in fields else None
+        grant = Grant(self._slots.index(slot), fields.state(), notice)
         self._granted.add(grant)
         return grant
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from gpuops.checkpoint import replicated
 from gpuops.checkpoint.states import (
     IMAGE_BYTES_MAX,
     CheckpointError,
@@ -111,8 +112,15 @@ def extra_name(rank: int) -> str:
     return f"{EXTRA_PREFIX}rank{rank:05d}"
 
 
-def plan_image(shard: Shard, specs: Sequence[TensorSpec], extra_capacity_bytes: int) -> ImageLayout:
+def plan_image(
+    shard: Shard,
+    specs: Sequence[TensorSpec],
+    extra_capacity_bytes: int,
+    alike: Mapping[str, tuple[int, ...]] | None = None,
+) -> ImageLayout:
     """Return the layout of an image of *specs*, with room for that many bytes beside them.
+
+    *alike*: the ranks that must hold a tensor bit for bit as this one does, by its name.
 
     Raises:
         CheckpointError: Two tensors of one name, a name, dtype, shape or size that cannot be,
@@ -127,7 +135,7 @@ def plan_image(shard: Shard, specs: Sequence[TensorSpec], extra_capacity_bytes: 
     _check_names(specs)
     extra = _extra_spec(shard, extra_capacity_bytes + _LENGTH_BYTES)
     order = sorted([*specs, extra], key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name))
-    header = _header_of(shard, order)
+    header = _header_of(shard, order, alike or {})
     placed = tuple(_place(order, len(header)))
     nbytes = placed[-1].end
     if nbytes > IMAGE_BYTES_MAX:
@@ -245,7 +253,9 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
         raise error(f"{name}: {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}")
 
 
-def _header_of(shard: Shard, order: Sequence[TensorSpec]) -> bytes:
+def _header_of(
+    shard: Shard, order: Sequence[TensorSpec], alike: Mapping[str, tuple[int, ...]]
+) -> bytes:
     sharding = {spec.name: {"saved_offsets": spec.offsets} for spec in order}
     own = {
         "rank": shard.rank,
@@ -253,6 +263,9 @@ def _header_of(shard: Shard, order: Sequence[TensorSpec]) -> bytes:
         "format": FORMAT,
         "shapes": {s.name: s.global_shape for s in order if s.global_shape != s.shape},
     }
+    if alike:
+        names = [spec.name for spec in order if not spec.name.startswith(EXTRA_PREFIX)]
+        own[replicated.KEY] = replicated.to_json(names, alike)
     entries: dict[str, Any] = {
         _METADATA: {
             "format": "pt",

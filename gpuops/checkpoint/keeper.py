@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,10 +20,14 @@ KEPT_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Copy now: into this one of the slots that `Keeper.reserve` returned; it becomes *state*."""
+    """Copy now: into this one of the slots that `Keeper.reserve` returned; it becomes *state*.
+
+    ``notice`` is for whoever trains, where no agent is there to tell it.
+    """
 
     slot: int
     state: StateId
+    notice: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from gpuops.checkpoint.persisting import OpenStore
 from gpuops.checkpoint.slots import Granted, Reason
 from gpuops.checkpoint.states import CheckpointError, Digest, KeeperError, Shard, StateId
 from gpuops.checkpoint.stores import open_store as open_any_store
+from gpuops.checkpoint.voting import Voting
 
 
 class Core:
@@ -51,6 +52,7 @@ class Core:
             memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending
         )
         self.peers = Peers(memory, jobs, self.events, clock_s, self._shards)
+        self.voting = Voting(memory, jobs, self.events, clock_s)
         self._finder = Finder(memory, jobs, self.events, open_store, self._goes_on, self.peers)
         self._granted_s: dict[StateId, float] = {}
         self._sealed_s = 0.0
@@ -253,6 +255,12 @@ class Core:
         self.peers.committed(state)
         self.memory.release()
         self.persister.persist_if_due()
+        self.voting.committed(state)
+
+    def notice_for(self, post: Post) -> str | None:
+        """Return what the first rank here is to tell whoever trains; an agent would tell itself."""
+        is_teller = self.agent is None and post.local_rank == 0
+        return self.voting.take_notice() if is_teller else None
 
     def _nbytes(self, state: StateId) -> int:
         return sum(held.copy.digest.nbytes for held in self.memory.held(state).values())
@@ -399,6 +407,7 @@ class Core:
         return {
             **self.memory.counts(),
             **self.peers.counts(),
+            **self.voting.counts(),
             "persisted": None if schedule.last is None else state_to_json(schedule.last),
             "persisting": None if not schedule.busy_with else state_to_json(schedule.busy_with),
             "persist_failures": schedule.failures,

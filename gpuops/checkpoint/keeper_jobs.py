@@ -24,6 +24,7 @@ Then = Callable[[T | None, BaseException | None], None]
 NICE_HASH = 5
 NICE_POPULATE = 10
 NICE_PERSIST = 19
+NICE_VOTE = 19
 NICE_PUSH = 10
 _HASH_THREADS_MAX = 8
 _POPULATE_THREADS_MAX = 4
@@ -89,6 +90,10 @@ class Jobs(Protocol):
         """Write to a directory, giving way to everything else: one at a time."""
         ...
 
+    def vote(self, work: Work[T], then: Then[T]) -> None:
+        """Read memory, giving way to everything else: one at a time."""
+        ...
+
     def push(self, work: Work[T], then: Then[T]) -> None:
         """Send to another node, giving way to the training: `PUSHES_MAX` at a time."""
         ...
@@ -115,6 +120,7 @@ class ThreadJobs:
         )
         self._looker = _pool(1, "look", 0)
         self._persister = _pool(1, "persist", NICE_PERSIST, is_idle=True)
+        self._voter = _pool(1, "vote", NICE_VOTE)
         self._pusher = _pool(PUSHES_MAX, "push", NICE_PUSH)
         self._fetcher = _pool(_FETCH_THREADS, "fetch", 0)
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -130,6 +136,9 @@ class ThreadJobs:
 
     def persist(self, work: Work[T], then: Then[T]) -> None:
         self._submit(self._persister, work, then)
+
+    def vote(self, work: Work[T], then: Then[T]) -> None:
+        self._submit(self._voter, work, then)
 
     def push(self, work: Work[T], then: Then[T]) -> None:
         self._submit(self._pusher, work, then)
@@ -154,7 +163,7 @@ class ThreadJobs:
     def close(self) -> None:
         """Begin nothing new; what is being done is not waited for."""
         pools = (self._hashers, self._populator, self._looker, self._persister)
-        for pool in (*pools, self._pusher, self._fetcher):
+        for pool in (*pools, self._voter, self._pusher, self._fetcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work[T], then: Then[T]) -> None:

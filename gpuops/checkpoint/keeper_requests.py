@@ -173,7 +173,10 @@ def _begin(core: Core, request: Request) -> Answer:
     decided = core.begin(request.visitor.station, step)
     if isinstance(decided, Skipped):
         return Answer({"skipped": decided.why, "is_due": decided.is_due})
-    return Answer({"slot": decided.slot.index, "state": state_to_json(decided.state)})
+    notice = core.notice_for(request.visitor.station)
+    return Answer(
+        {"slot": decided.slot.index, "state": state_to_json(decided.state), "notice": notice}
+    )
 
 
 def _seal(core: Core, request: Request) -> Answer:

@@ -47,6 +47,9 @@ class _NowJobs:
     def persist(self, work: Work[T], then: Then[T]) -> None:
         self._add(work, then)
 
+    def vote(self, work: Work[T], then: Then[T]) -> None:
+        self._add(work, then)
+
     def push(self, work: Work[T], then: Then[T]) -> None:
         self._add(work, then)
 
@@ -167,7 +170,8 @@ class MemoryKeeper:
             answer = core.begin(self._post, step)
             if isinstance(answer, Skipped):
                 return answer
-            return Grant(self._indexes.index(answer.slot.index), answer.state)
+            notice = core.notice_for(self._post)
+            return Grant(self._indexes.index(answer.slot.index), answer.state, notice)
 
         return self._done(do)
 

@@ -17,7 +17,7 @@ class Jobs:
     """Work that waits for the test, by kind."""
 
     def __init__(self):
-        self.waiting = {name: deque() for name in ("hash", "populate", "look", "persist")}
+        self.waiting = {name: deque() for name in ("hash", "populate", "look", "persist", "vote")}
 
     def __getattr__(self, name):
         return lambda work, then: self.waiting[name].append((work, then))

@@ -32,7 +32,8 @@ class Jobs:
 
     def __init__(self):
         self.waiting = {
-            name: deque() for name in ("hash", "populate", "look", "persist", "push", "fetch")
+            name: deque()
+            for name in ("hash", "populate", "look", "persist", "vote", "push", "fetch")
         }
         self.posted = deque()
 

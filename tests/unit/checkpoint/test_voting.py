@@ -1,0 +1,219 @@
+"""The keeper of a node compares what its ranks hold alike, in the memory where it lies."""
+
+import itertools
+import struct
+
+import pytest
+
+from gpuops.checkpoint.image import TensorSpec, plan_image
+from gpuops.checkpoint.keeper import Grant
+from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.vote import only_difference
+
+N_FLOATS = 1000
+NAMES = ("a.bias", "a.running_mean", "a.weight", "b.weight")
+TRAINED = ("a.bias", "a.weight", "b.weight")
+
+
+class Node:
+    """A node with ranks that hold three of four tensors alike."""
+
+    def __init__(self, n=3, world=None, *, first=0, trained=TRAINED, every_s=60.0):
+        clock = itertools.count(0.0, every_s)
+        self.node = MemoryNode(clock_s=lambda: next(clock))
+        self.n, self.world, self.first = n, world or n, first
+        self.alike = dict.fromkeys(trained, tuple(range(self.world)))
+        if self.world != n:
+            self.node.core.begin_generation(0, 2, None, "job")
+        self.start()
+
+    def start(self, generation=0):
+        specs = [TensorSpec(x, "F32", (N_FLOATS,), 4 * N_FLOATS, (0,), (N_FLOATS,)) for x in NAMES]
+        self.ranks = []
+        keepers = [
+            self.node.connect(
+                rank=self.first + r,
+                world=self.world,
+                local_rank=r,
+                local_world=self.n,
+                generation=generation,
+            )
+            for r in range(self.n)
+        ]
+        for rank, keeper in enumerate(keepers):
+            layout = plan_image(Shard(self.first + rank, self.world), specs, 100, self.alike)
+            if self.world == self.n:
+                keeper.offer(1.0)
+            self.ranks.append((keeper, layout, keeper.reserve(layout, slots=2)))
+        if self.world != self.n:
+            self.node.core.choose(None, 1)
+            self.ranks[0][0].offer(1.0)
+
+    def save(self, step, wrong=None):
+        """Save a state of *step*; *wrong* has (rank, tensor) whose one bit is flipped."""
+        notices = []
+        for rank, (keeper, layout, slots) in enumerate(self.ranks):
+            grant = keeper.begin(step)
+            assert isinstance(grant, Grant), grant
+            notices.append(grant.notice)
+            view = slots[grant.slot].view
+            view[: len(layout.header)] = layout.header
+            for placed in layout.tensors:
+                own = rank if placed.spec.name not in self.alike else 0
+                data = bytearray(struct.pack("<f", step + own) * N_FLOATS)
+                if (rank, placed.spec.name) in (wrong or ()):
+                    data[1234] ^= 4
+                view[placed.begin : placed.end] = bytes(data)
+            state = grant.state
+        for keeper, *_ in self.ranks:
+            keeper.seal(Grant(grant.slot, state))
+        return notices
+
+    def told(self, *kinds):
+        events = self.node.events()
+        assert not [e for e in events if e["kind"] == "vote_failed"], events
+        return [e for e in events if e["kind"].startswith("replicas")]
+
+    def stats(self):
+        return self.ranks[0][0].stats()
+
+
+@pytest.fixture
+def nodes():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Node(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.node.close()
+
+
+def test_ranks_that_hold_the_same_are_compared_and_nothing_is_said(nodes):
+    node = nodes()
+    for step in range(1, 6):
+        node.save(step)
+
+    assert node.told() == []
+    assert node.stats()["votes"] == 5
+    assert node.stats()["notice"] is None
+
+
+def test_one_bit_in_one_rank_is_told_once_with_rank_tensor_and_step(nodes):
+    node = nodes()
+    bad = [(1, "a.weight")]
+    for step in range(1, 9):
+        node.save(step, bad if step in (4, 5, 6) else ())
+    differ, alike = node.told()
+
+    assert differ["kind"] == "replicas_differ"
+    assert differ["state"][1] == 4
+    assert differ["alike"][1] == 3
+    assert (differ["ranks"], differ["suspects"], differ["outcome"]) == ("0-2", "1", "minority")
+    assert differ["tensors"] == ["a.weight"]
+    assert differ["why"] == "rank 1 differs from ranks 0, 2 in a.weight at step 4 (alike at step 3)"
+    assert (alike["kind"], alike["state"][1]) == ("replicas_alike", 7)
+
+
+def test_two_ranks_that_differ_are_both_named(nodes):
+    node = nodes(2)
+    node.save(1)
+    node.save(2, [(0, "b.weight")])
+    (differ,) = node.told()
+
+    assert (differ["suspects"], differ["outcome"]) == ("0-1", "tie")
+    assert "either may be wrong" in differ["why"]
+
+
+def test_what_never_was_equal_is_said_once_and_the_rest_is_compared(nodes):
+    node = nodes(trained=NAMES[:3])
+    node.alike.pop("a.running_mean")  # filled by each rank with values of its own
+    for step in range(1, 5):
+        node.save(step)
+    (apart,) = node.told()
+
+    assert apart["kind"] == "replicas_apart"
+    assert "a.running_mean" in apart["why"]
+    node.save(5, [(2, "a.weight")])
+    (differ,) = node.told()
+    assert (differ["suspects"], differ["tensors"]) == ("2", ["a.weight"])
+
+
+def test_ranks_of_which_no_two_agree_train_apart_and_are_not_blamed(nodes):
+    node = nodes()
+    node.save(1)
+    for step in (2, 3):
+        node.save(step, [(1, "a.weight"), (2, "b.weight")])
+    (apart,) = node.told()
+
+    assert apart["kind"] == "replicas_apart"
+
+
+def test_whoever_trains_without_an_agent_hears_it_from_the_first_rank(nodes):
+    node = nodes()
+    node.save(1)
+    node.save(2, [(1, "a.weight")])
+    said = node.save(3, [(1, "a.weight")])
+
+    assert said[0].endswith(
+        "rank 1 differs from ranks 0, 2 in a.weight at step 2 (alike at step 1)"
+    )
+    assert said[1:] == [None, None]
+    assert node.save(4, [(1, "a.weight")]) == [None, None, None]
+
+
+def test_a_difference_that_outlives_a_restart_is_no_news(nodes):
+    node = nodes()
+    node.save(1)
+    node.save(2, [(1, "a.weight")])
+    assert len(node.told()) == 1
+    node.node.kill()
+    node.start(generation=1)
+    for step in (3, 4):
+        node.save(step, [(1, "a.weight")])
+
+    assert node.told() == []
+    assert node.stats()["votes"] == 4
+
+
+def test_jobs_that_declare_nothing_are_not_looked_at(nodes):
+    node = nodes(trained=())
+    node.save(1)
+    node.save(2)
+
+    assert node.stats()["votes"] == 0
+    assert node.node.core.voting.counts()["vote_s"] == 0
+
+
+def test_a_slot_that_is_written_meanwhile_says_nothing(nodes):
+    node = nodes()
+    node.save(1)
+    late, jobs = [], node.node.jobs
+    jobs.vote = lambda work, then: late.append((work(), then))  # a thread that has to wait
+    node.save(2, [(1, "a.weight")])
+    node.save(3)
+    node.save(4)
+    (done, then), *_ = late
+    then(done, None)
+
+    assert node.told() == []
+    assert node.stats()["votes_missed"] == 1
+
+
+def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
+    here, there = nodes(2, world=4), nodes(2, world=4, first=2)
+    for node, wrong in ((here, ()), (there, [(1, "b.weight")])):
+        node.save(1, wrong)
+        (state,) = node.node.core.memory.states()
+        node.node.core.commit(state, is_to_persist=False)
+        node.node.jobs.deliver()
+
+    (mine,), (theirs,) = here.node.core.voting.ballots, there.node.core.voting.ballots
+    assert (mine.state, mine.key, mine.ranks) == (theirs.state, theirs.key, (0, 1, 2, 3))
+    assert mine.sketches[0] == mine.sketches[1] == theirs.sketches[2]
+    number = only_difference(mine.sketches[0], theirs.sketches[3], mine.n_tensors)
+    assert TRAINED[number] == "b.weight"
+    assert here.told() == there.told() == []

@@ -10,6 +10,7 @@ from gpuops.checkpoint.image import ImageLayout, plan_image
 from gpuops.checkpoint.states import Shard
 from gpuops.worker.checkpointer.optimizer_part import OptimizerPart
 from gpuops.worker.checkpointer.part import Part, Reading, Sink
+from gpuops.worker.checkpointer.replicated import replicated_by_name
 from gpuops.worker.checkpointer.rng import read_rng
 from gpuops.worker.checkpointer.tensors import Places, check, is_carried, is_dtensor, local_of
 from gpuops.worker.checkpointer.values import dumps
@@ -124,7 +125,8 @@ class Capturer:
             for name, tensor in zip(names, tensors, strict=True)
         ]
         room = -(-2 * n_extra // EXTRA_STEP_BYTES) * EXTRA_STEP_BYTES
-        layout = plan_image(self._shard, specs, room)
+        alike = replicated_by_name(self._parts, names, tensors, self._shard.rank)
+        layout = plan_image(self._shard, specs, room, alike)
         fenced = self._fenced(readings, tensors)
         self._plan = CopyPlan(
             layout,

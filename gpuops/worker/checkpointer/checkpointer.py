@@ -8,12 +8,14 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from gpuops.checkpoint.keeper import Keeper, Policy
+from gpuops.checkpoint.keeper_line import KeeperGoneError
 from gpuops.checkpoint.states import STEP_MAX, CheckpointError, KeeperError
 from gpuops.checkpoint.stores import open_store
 from gpuops.config import environ
@@ -27,13 +29,14 @@ from gpuops.worker.checkpointer.interval_policy import (
     schedule_for,
 )
 from gpuops.worker.checkpointer.keeping import (
+    KEEPER,
     BusyDirectoryError,
     Finder,
     NoKeeperError,
     default_directory,
     group_store,
 )
-from gpuops.worker.checkpointer.place import Place, find_place
+from gpuops.worker.checkpointer.place import Place, find_place, is_group
 from gpuops.worker.checkpointer.restoring import Restored, restore_parts
 from gpuops.worker.checkpointer.saver import Saver
 from gpuops.worker.checkpointer.sources import FromDirectory, FromKeeper, StateSource
@@ -41,6 +44,7 @@ from gpuops.worker.checkpointer.sources import FromDirectory, FromKeeper, StateS
 _log = logging.getLogger(__name__)
 
 OFFER_DEADLINE_S = 600.0
+KEEPER_AGAIN_S = 30.0  # until there is one in place of one that died before it was asked
 UNKNOWN_COST_S = 30.0  # between two saves that nobody can find out the cost of together
 
 
@@ -261,10 +265,17 @@ class Checkpointer:
             CheckpointError: There is a keeper, which may have a state, and it cannot be asked; or
                 another job has the directory.
         """
-        assert self._saver is not None
-        keeper, trouble = self._saver.keeper, self._saver.trouble
+        saver = self._saver
+        assert saver is not None
+        # Without a group the ranks could not find out that two keepers told them different things.
+        may_ask_again = place.world == 1 or is_group(place)
+        again = partial(saver.connect_again, KEEPER_AGAIN_S) if may_ask_again else None
+        if isinstance(saver.trouble, KeeperGoneError) and self._env.get(KEEPER):
+            with suppress(KeeperError):
+                saver.connect_again(KEEPER_AGAIN_S)
+        keeper, trouble = saver.keeper, saver.trouble
         if keeper is not None:
-            return FromKeeper(keeper, OFFER_DEADLINE_S)
+            return FromKeeper(keeper, OFFER_DEADLINE_S, again)
         if isinstance(trouble, BusyDirectoryError):
             raise trouble
         if self._policy.directory is not None:

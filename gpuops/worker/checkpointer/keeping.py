@@ -116,23 +116,24 @@ class Finder:
         self._policy = policy
         self.own: OwnKeeper | None = None
 
-    def find(self) -> Keeper:
-        """Return the keeper, told of the policy.
+    def find(self, *, is_back: bool = False) -> Keeper:
+        """Return the keeper, told of the policy; *is_back*: this rank trains already.
 
         Raises:
             NoKeeperError: There is none, and none would be of use.
             BusyDirectoryError: Another job has the directory.
             KeeperError: It does not answer, or cannot be started.
         """
-        keeper = self._given or self._connected()
+        keeper = self._given or self._connected(is_back=is_back)
         keeper.settings(self._policy)
         return keeper
 
-    def _connected(self) -> Keeper:
+    def _connected(self, *, is_back: bool) -> Keeper:
         env, place = self._env, self._place
         path = env.get(KEEPER, "")
         if path:
-            return _line(Path(path), place, int(env.get(GENERATION) or 0))
+            generation = int(env.get(GENERATION) or 0)
+            return _line(Path(path), place, generation, is_back=is_back)
         directory = self._policy.directory
         if directory is None:
             raise NoKeeperError(
@@ -148,17 +149,19 @@ class Finder:
         folder = own_folder(env, directory)
         if place.local_rank == 0 and self.own is None:
             self.own = _start(folder, directory)
+        elif place.local_rank == 0:
+            start_or_adopt(folder)  # it may have died, and nobody else starts another
         end_s = time.monotonic() + _APPEAR_S
         while True:
             try:
-                return _line(socket_of(folder), place, 0)
+                return _line(socket_of(folder), place, 0, is_back=is_back)
             except KeeperGoneError:
                 if place.local_rank == 0 or time.monotonic() > end_s:
                     raise
             time.sleep(_AGAIN_S)
 
 
-def _line(path: Path, place: Place, generation: int) -> Keeper:
+def _line(path: Path, place: Place, generation: int, *, is_back: bool) -> Keeper:
     return connect(
         path,
         rank=place.rank,
@@ -166,6 +169,7 @@ def _line(path: Path, place: Place, generation: int) -> Keeper:
         local_rank=place.local_rank,
         local_world=place.local_world,
         epoch_hint=generation,
+        is_back=is_back,
     )
 
 

@@ -5,8 +5,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from gpuops.checkpoint.keeper import Grant, Keeper, Skipped
 from gpuops.checkpoint.keeper_line import KeeperGoneError
@@ -16,25 +17,35 @@ from gpuops.worker.checkpointer.copying import Flight, SlotCopier
 from gpuops.worker.checkpointer.keeping import NoKeeperError
 from gpuops.worker.checkpointer.part import Part
 from gpuops.worker.checkpointer.place import Place
+from gpuops.worker.checkpointer.searching import Search
 
 _log = logging.getLogger(__name__)
 
 RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
+# A keeper that is gone is soon replaced by the agent; to look for it costs a thread and no more.
+SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
+AGAIN_S = 0.1
 _N_STALLS = 64
+
+
+class Connect(Protocol):
+    """Finds the keeper; *is_back*: for a rank that was connected before, and trains."""
+
+    def __call__(self, *, is_back: bool = False) -> Keeper: ...
 
 
 class Saver:
     """One rank's saving.
 
-    A keeper that is gone is looked for again with *reconnect* after a while; what is wrong with
-    the state itself ends saving for good. Either is said once.
+    A keeper that is gone is looked for again, beside the training, and used from the next step on;
+    what is wrong with the state itself ends saving for good. Either is said once.
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
         place: Place,
-        connect: Callable[[], Keeper],
+        connect: Connect,
         *,
         slots: int,
         allow_pickle: bool,
@@ -49,6 +60,8 @@ class Saver:
         self.trouble: Exception | None = None
         self._slots = slots
         self._connect = connect
+        self._search: Search | None = None
+        self._search_s = SEARCH_S_MIN
         self._clock_s = clock_s
         self._copier: SlotCopier | None = None
         self._flight: Flight | None = None
@@ -69,6 +82,26 @@ class Saver:
             self.turn_off(exc)
         else:
             self.trouble = self._retry_at_s = None
+
+    def connect_again(self, within_s: float) -> Keeper:
+        """Return a keeper in place of one that is gone; waits for it.
+
+        Raises:
+            KeeperGoneError: There is none within *within_s* seconds.
+            KeeperError: It refuses this rank.
+        """
+        end_s = self._clock_s() + within_s
+        self._drop()
+        while True:
+            try:
+                self.keeper = keeper = self._connect()
+            except KeeperGoneError:
+                if self._clock_s() >= end_s:
+                    raise
+            else:
+                self.trouble = self._retry_at_s = None
+                return keeper
+            time.sleep(AGAIN_S)
 
     def prepare(self, step: int) -> None:
         """Reserve memory where none is: no rank is granted before all of a node have some."""
@@ -112,6 +145,8 @@ class Saver:
         if self._flight is not None:
             self._flight.wait()
             self._complete()
+        if self._search is not None:
+            self._search.cancel()
         self._drop()
 
     def counts(self) -> dict[str, Any]:
@@ -136,14 +171,21 @@ class Saver:
         may_pass = isinstance(exc, KeeperError) and not isinstance(exc, NoKeeperError)
         is_refused = may_pass and self.keeper is not None and not isinstance(exc, KeeperGoneError)
         self._drop(keep_line=is_refused)
-        self._retry_at_s = self._clock_s() + self._retry_s if may_pass else None
-        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+        self._retry_at_s = self._clock_s() + self._wait_s(exc) if may_pass else None
         kind = type(exc).__name__
         if kind in self._warned or (isinstance(exc, NoKeeperError) and not self._is_first):
             return  # said already, or true of all ranks alike and said by the first
         self._warned.add(kind)
         later = "it is tried again later" if may_pass else "training goes on without"
         _log.warning("no checkpoints are saved from now on, %s: %s", later, _said(exc))
+
+    def _wait_s(self, exc: Exception) -> float:
+        """Return how long to leave alone who failed by *exc*: each time longer."""
+        if isinstance(exc, KeeperGoneError):
+            wait_s, self._search_s = self._search_s, min(2 * self._search_s, SEARCH_S_MAX)
+        else:
+            wait_s, self._retry_s = self._retry_s, min(2 * self._retry_s, RETRY_S_MAX)
+        return wait_s
 
     def _save(self, keeper: Keeper, step: int, ask_first: bool, overlap: bool) -> None:
         answer = keeper.begin(step) if ask_first else None
@@ -193,7 +235,7 @@ class Saver:
     def _seal(self, keeper: Keeper, grant: Grant) -> None:
         keeper.seal(grant)
         self._saved += 1
-        self._retry_s = RETRY_S_MIN
+        self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN
 
     def _adopt(self, keeper: Keeper, plan: CopyPlan, step: int) -> None:
         """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
@@ -215,13 +257,31 @@ class Saver:
     def _is_on(self) -> bool:
         if self.trouble is None:
             return True
+        if self._search is not None:
+            return self._has_found(self._search)
         if self._retry_at_s is None or self._clock_s() < self._retry_at_s:
             return False
         if self.keeper is None:
-            self.connect()
-        else:
-            self.trouble = self._retry_at_s = None
-        return self.trouble is None
+            self._search = Search(partial(self._connect, is_back=True))
+            return False
+        self.trouble = self._retry_at_s = None
+        return True
+
+    def _has_found(self, search: Search) -> bool:
+        """Take over what a search has found, if it is done; never wait."""
+        if not search.is_done():
+            return False
+        self._search = None
+        try:
+            self.keeper = search.result()
+        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+            self.turn_off(exc)
+            return False
+        self.trouble = self._retry_at_s = None
+        if self._is_first:
+            _log.warning("a keeper is there again: checkpoints are saved from now on")
+        self._warned.discard(KeeperGoneError.__name__)
+        return True
 
     def _drop(self, *, keep_line: bool = False) -> None:
         keeper, copier, flight = self.keeper, self._copier, self._flight

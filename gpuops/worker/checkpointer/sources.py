@@ -2,13 +2,14 @@
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.keeper import Keeper
+from gpuops.checkpoint.keeper_line import KeeperGoneError
 from gpuops.checkpoint.offering import Chosen, Wanted, choose
 from gpuops.checkpoint.state_store import CheckpointStore
 from gpuops.checkpoint.states import STEP_MAX, CheckpointError, Offer, Shard, StateId, Tier
@@ -53,16 +54,30 @@ class StateSource(Protocol):
 
 
 class FromKeeper:
-    """What the keeper of this node offers, from memory, a peer or the directory."""
+    """What the keeper of this node offers, from memory, a peer or the directory.
 
-    def __init__(self, keeper: Keeper, deadline_s: float) -> None:
+    *again* returns one in place of one that is gone, which is asked once more: a keeper that dies
+    here may have told nobody anything yet. None: the ranks cannot compare what they were told.
+    """
+
+    def __init__(
+        self, keeper: Keeper, deadline_s: float, again: Callable[[], Keeper] | None = None
+    ) -> None:
         self._keeper = keeper
         self._deadline_s = deadline_s
+        self._again = again
         self._offer: Offer | None = None
         self._opened: list[SlotMemory | _Mapped] = []
 
     def find(self) -> Found | None:
-        self._offer = offer = self._keeper.offer(self._deadline_s)
+        try:
+            offer = self._keeper.offer(self._deadline_s)
+        except KeeperGoneError:
+            if self._again is None:
+                raise
+            self._keeper = self._again()
+            offer = self._keeper.offer(self._deadline_s)
+        self._offer = offer
         if offer is None:
             return None
         return Found(offer.state, offer.world, offer.tier, offer.why)

@@ -20,16 +20,32 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+# What went well and a user waits to hear: shown without a level, and not only when asked for.
+NEWS = "gpuops.news"
+
+
 class _LineFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("gpuops: %(levelname)s: %(message)s")
+        self._plain = logging.Formatter("gpuops: %(message)s")
+
     def format(self, record: logging.LogRecord) -> str:
+        if record.name == NEWS:
+            return printable(self._plain.format(record))
         return printable(super().format(record))
+
+
+def say_news(text: str) -> None:
+    """Log *text* as good news: one line that `setup` has shown, as it has warnings."""
+    logging.getLogger(NEWS).info("%s", text)
 
 
 def setup(*, verbose: bool = False) -> None:
     """Send gpuops' own log lines to standard error; only the cli and the agent call this."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter("gpuops: %(levelname)s: %(message)s"))
+    handler.setFormatter(_LineFormatter())
     logger = logging.getLogger("gpuops")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
     logger.propagate = False
+    logging.getLogger(NEWS).setLevel(logging.INFO)

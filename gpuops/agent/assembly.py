@@ -51,6 +51,7 @@ from gpuops.control.link import Link
 from gpuops.control.record import ControlRecord, Member, Phase
 from gpuops.control.view import View
 from gpuops.host.clock import Clock
+from gpuops.log import say_news
 from gpuops.model import Json
 from gpuops.units import US_PER_S
 
@@ -186,7 +187,12 @@ def _checkpoints(
 ) -> Checkpoints:
     me = link.me
     record = CheckpointRecord(
-        session.chronicle, pace, prepared.clock, log.warning, n_ranks=me.n_workers
+        session.chronicle,
+        pace,
+        prepared.clock,
+        log.warning,
+        say_news=say_news,
+        n_ranks=me.n_workers,
     )
     job = Job(
         request=prepared.request,

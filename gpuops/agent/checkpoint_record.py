@@ -4,6 +4,8 @@ States are committed with every step, so commits and skips are counted and told 
 """
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from gpuops.agent.checkpoint_news import (
@@ -30,10 +32,14 @@ _TROUBLE = {
     "persist_failed": "persisting a checkpoint",
     "corrupt": "the bytes of a checkpoint",
 }
+_NUMBERS = re.compile(r"[0-9a-f]{16}|\d+")
 
 
 class CheckpointRecord:
-    """The record of one agent's keeper; *n_ranks* are this node's."""
+    """The record of one agent's keeper; *n_ranks* are this node's.
+
+    *say* tells the user what is worth a warning, *say_news* what went well.
+    """
 
     def __init__(
         self,
@@ -42,17 +48,21 @@ class CheckpointRecord:
         clock: Clock,
         say: Callable[[str], None],
         *,
+        say_news: Callable[[str], None] | None = None,
         n_ranks: int,
     ) -> None:
         self._chronicle = chronicle
         self._pace = pace
         self._clock = clock
         self._say = say
+        self._say_news = say_news or say
         self._n_ranks = n_ranks
         self._tally = Tally()
         self._told_ns = clock.mono_ns()
         self._loads: list[KeeperEvent] = []
         self._has_said = False
+        self._warned: dict[str, str] = {}  # of which trouble last
+        self._repeats: Counter[str] = Counter()
 
     def began(self, started: Started, newest: StateId | None) -> None:
         """Record that there is a keeper; a user hears of one that was adopted with a state."""
@@ -64,7 +74,7 @@ class CheckpointRecord:
         }
         self._chronicle.checkpoint("checkpoint.keeper", payload)
         if started.adopted and newest is not None:
-            self._say(
+            self._say_news(
                 f"found the checkpoint of step {newest.step} in memory, of an agent of this job "
                 "that was killed: the workers go on from there"
             )
@@ -78,6 +88,8 @@ class CheckpointRecord:
             self._chronicle.checkpoint(*single(event))
             if event.kind in _TROUBLE:
                 self._trouble(event)
+            elif event.kind == "persisted":
+                self._warned.pop("persist_failed", None)
         self._resumed([event for event in events if event.kind == RESTORED])
         if self._clock.mono_ns() - self._told_ns >= TOLD_EVERY_S * NS_PER_S:
             self._tell()
@@ -104,11 +116,14 @@ class CheckpointRecord:
             why=done.why,
         )
         self._chronicle.saved_last(facts)
-        self._say(facts.words())
+        (self._say_news if facts.fitted else self._say)(facts.words())
 
     def over(self) -> None:
         """Tell what was counted: a generation has ended, or the run has."""
         self._tell()
+        for kind, times in self._repeats.items():
+            self._chronicle.tool_failed_again(_TROUBLE[kind], times)
+        self._repeats.clear()
         self._loads.clear()
         self._has_said = False
 
@@ -126,9 +141,15 @@ class CheckpointRecord:
         self._chronicle.resumed(found.words(), found.longest_s)
         if len(found.tiers) >= self._n_ranks and not self._has_said:
             self._has_said = True
-            self._say(found.words())
+            self._say_news(found.words())
 
     def _trouble(self, event: KeeperEvent) -> None:
+        """Warn of what is wrong; of the same again, with each try, only the number is told."""
+        same = _NUMBERS.sub("#", event.why or "")
+        if self._warned.get(event.kind) == same:
+            self._repeats[event.kind] += 1
+            return
+        self._warned[event.kind] = same
         which = "" if event.state is None else f"{event.state}: "
         error = CheckpointError(f"{which}{event.why or 'no reason was told'}")
         self.failed(_TROUBLE[event.kind], error)

@@ -89,9 +89,11 @@ class LastSave:
         newest = "" if self.newest_step is None else f" of step {self.newest_step}"
         if not self.has_place:
             return f"the checkpoint{newest} was in memory only: name a directory with --ckpt-dir"
-        left = "none is" if self.step is None else f"that of step {self.step} is"
+        left = "nothing of this run" if self.step is None else f"that of step {self.step}"
         why = self.why or "there was no time left"
-        return f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} there{place}"
+        return (
+            f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} is there{place}"
+        )
 
 
 def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:

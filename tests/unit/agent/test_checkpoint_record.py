@@ -17,11 +17,16 @@ class Desk:
 
     def __init__(self):
         self.clock = FakeClock()
-        self.events, self.said = [], []
+        self.events, self.said, self.news = [], [], []
         self.pace = Pace()
         chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node="n1", rules=())
         self.record = CheckpointRecord(
-            chronicle, self.pace, self.clock, self.said.append, n_ranks=2
+            chronicle,
+            self.pace,
+            self.clock,
+            self.said.append,
+            say_news=self.news.append,
+            n_ranks=2,
         )
         self.keeper = FakeKeeper()
 
@@ -59,7 +64,7 @@ def test_commits_are_told_once_a_minute_and_when_a_generation_ends(desk):
 def test_a_restore_is_said_once_all_ranks_have_loaded(desk):
     desk.keeper.restored(41, rank=0)
     desk.hear()
-    assert desk.said == []
+    assert desk.news == []
     desk.keeper.restored(41, rank=1)
     desk.hear()
     desk.record.over()
@@ -68,7 +73,8 @@ def test_a_restore_is_said_once_all_ranks_have_loaded(desk):
     desk.keeper.restored(44, rank=1)
     desk.hear()
 
-    assert desk.said == [
+    assert desk.said == []
+    assert desk.news == [
         "resumed from step 41: ranks 0-1 from memory; 2.0 kB in 0.25 s",
         "resumed from step 44: ranks 0-1 from memory; 2.0 kB in 0.25 s",
     ]
@@ -102,13 +108,34 @@ def test_trouble_becomes_an_incident_of_our_own(desk):
     assert len(desk.of("checkpoint.persist_failed")) == len(desk.of("checkpoint.corrupt")) == 1
 
 
+def test_the_same_trouble_again_is_counted_until_it_has_passed(desk):
+    def fail(why):
+        desk.keeper.told.append({"kind": "persist_failed", "state": [0, 8], "why": why})
+        desk.hear()
+
+    for nonce in ("0123456789abcdef", "fedcba9876543210"):
+        fail(f"cannot write /c/step-000000000008.e00000.tmp.n1.7.{nonce}: Read-only file system")
+    fail("No space left on device")
+    fail("No space left on device")
+    desk.keeper.told.append({"kind": "persisted", "state": [0, 9]})
+    fail("No space left on device")
+    desk.record.over()
+
+    told = [payload["error"] for payload in desk.of("tool.failed")]
+    assert ["Read-only" in error for error in told[:1]] == [True]
+    assert ["No space" in error for error in told[1:3]] == [True, True]
+    assert told[3:] == ["failed 2 more times"]
+    assert len(desk.of("checkpoint.persist_failed")) == 5
+
+
 def test_an_adopted_state_is_said(desk):
     desk.record.began(desk.keeper.started(adopted=True), StateId(3, 41))
     desk.record.began(desk.keeper.started(), None)
 
     assert [p["adopted"] for p in desk.of("checkpoint.keeper")] == [True, False]
-    assert len(desk.said) == 1
-    assert "step 41 in memory" in desk.said[0]
+    assert desk.said == []
+    assert len(desk.news) == 1
+    assert "step 41 in memory" in desk.news[0]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +170,7 @@ def test_an_adopted_state_is_said(desk):
             Flushed(within_s=5.0, why="the keeper did not answer in time"),
             (
                 "the newest checkpoint did not persist (0.00 s of 5.00 s): "
-                "the keeper did not answer in time; none is there"
+                "the keeper did not answer in time; nothing of this run is there"
             ),
         ),
     ],
@@ -151,7 +178,8 @@ def test_an_adopted_state_is_said(desk):
 def test_what_became_of_the_last_save(desk, done, said):
     desk.record.flushed(done)
 
-    assert desk.said == [said]
+    assert (desk.news if done.fitted else desk.said) == [said]
+    assert len(desk.news + desk.said) == 1
     (payload,) = desk.of("checkpoint.flushed")
     assert (payload["fitted"], payload["within_s"]) == (done.fitted, done.within_s)
 

@@ -69,7 +69,12 @@ def ckpt() -> None:
 @json_option
 @click.pass_context
 def ls_command(ctx: click.Context, address: str | None, *, as_json: bool) -> None:
-    """List the states in DIR, the newest first; DIR may be a URL such as s3://bucket/run."""
+    """List the states in DIR, the newest first; DIR may be a URL such as s3://bucket/run.
+
+    The epoch, the `e00001` of a name, counts how often the job's workers were started on this
+    directory (it has nothing to do with passes over data): after a restart from step 8, a step 10
+    that is made again is newer than the step 10 from before.
+    """
     with needs_extra("gpuops ckpt ls"), opened(ctx, address) as store:
         from gpuops.cli.ckpt_view import listing_json, listing_text
 

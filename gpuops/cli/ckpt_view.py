@@ -1,11 +1,11 @@
 """What ``gpuops ckpt ls`` and ``show`` print."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpuops.checkpoint.inventory_view import WholeTensor
 from gpuops.checkpoint.state_store import CheckpointStore, Stored, Survey
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.verify import Problem, verify_state
 from gpuops.host.clock import SystemClock
 from gpuops.log import printable
 from gpuops.model import Json
@@ -15,6 +15,9 @@ from gpuops.units import US_PER_S, format_bytes, format_seconds
 LISTED = ("step", "epoch", "age", "world", "size", "files", "pinned", "name")
 WIDE = 10_000  # names are not cut: they are typed again
 TENSORS_SHOWN = 40
+SIZES_ONLY = (
+    "sizes ok: every file is there and as long as it was; what is in it, `gpuops ckpt verify` tells"
+)
 SHARDS_SHOWN = 16
 
 
@@ -51,8 +54,14 @@ def listing_text(store: CheckpointStore, survey: Survey) -> str:
     """Return the same for a person."""
     lines = []
     if survey.states:
-        rows = [_row(store, stored) for stored in survey.states]
+        found = [
+            (stored, verify_state(store, stored.state, sizes_only=True)) for stored in survey.states
+        ]
+        rows = [_row(stored, is_whole=not problems) for stored, problems in found]
         lines.append(table(LISTED, rows, right=(0, 1, 3), width=WIDE))
+        bad = [(stored.state.name, problems) for stored, problems in found if problems]
+        lines += [f"NOT WHOLE: {name}: {_summary(problems)}" for name, problems in bad]
+        lines += [SIZES_ONLY] if len(bad) < len(found) else []
     else:
         is_missing = "://" not in store.address and not Path(store.address).is_dir()
         why = ": there is no such directory" if is_missing else ""
@@ -63,16 +72,20 @@ def listing_text(store: CheckpointStore, survey: Survey) -> str:
     return printable("\n".join(lines))
 
 
-def _row(store: CheckpointStore, stored: Stored) -> tuple[str, ...]:
+def _summary(problems: Sequence[Problem]) -> str:
+    rest = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"{problems[0]}{rest}"
+
+
+def _row(stored: Stored, *, is_whole: bool) -> tuple[str, ...]:
     manifest = stored.manifest
-    problems = verify_state(store, stored.state, sizes_only=True)
     return (
         str(stored.state.step),
         str(stored.state.epoch),
         _age(manifest.created_s),
         str(manifest.world),
         format_bytes(manifest.nbytes),
-        "NOT WHOLE" if problems else "complete",
+        "sizes ok" if is_whole else "NOT WHOLE",
         ", ".join(stored.tags) or "-",
         stored.state.name,
     )
@@ -133,7 +146,7 @@ def state_text(
     lines = [
         f"{stored.state} in {store.address}",
         f"saved    {manifest.created}, {_age(manifest.created_s)} ago",
-        f"by       {wrote}, generation {manifest.generation}",
+        f"by       {wrote}, attempt {manifest.generation}",
         f"pinned   {', '.join(stored.tags) or 'no'}",
         f"size     {format_bytes(manifest.nbytes)} in {manifest.world} shards",
         f"tensors  {len(tensors)}, {format_bytes(n_bytes)} without copies",

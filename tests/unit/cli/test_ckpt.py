@@ -58,9 +58,11 @@ def test_ls_has_the_newest_first_and_marks_what_is_pinned_or_not_whole(store, ck
     rows = [line.split() for line in out.splitlines()[1:]]
 
     assert code == 0
-    assert [row[0] for row in rows] == ["15", "20", "10"]
+    assert [row[0] for row in rows[:3]] == ["15", "20", "10"]
     assert "NOT WHOLE" in out.splitlines()[1]
-    assert "complete" in out.splitlines()[2]
+    assert "sizes ok" in out.splitlines()[2]
+    assert "NOT WHOLE: step-000000000015.e00001: shard-00001-of-00002.safetensors: it is" in out
+    assert "what is in it, `gpuops ckpt verify` tells" in out
     assert "paper" in out.splitlines()[3]
 
 

@@ -1,7 +1,8 @@
 """What one agent does for all of a run: notice the dead, gather reports, decide, give out seats.
 
-Any agent can; the first live one in the order of the last roster does. Two that both think it is
-theirs do no harm: every step is one compare-and-swap, and whoever comes second follows.
+Any agent can; the first live one in the order of the last roster does, as long as the board answers
+it at once (see `Sight.first`). Two that both think it is theirs do no harm: every step is one
+compare-and-swap, and whoever comes second follows.
 """
 
 import logging
@@ -12,7 +13,7 @@ from gpuops.control.link import Link
 from gpuops.control.liveness import Life, Liveness
 from gpuops.control.membership import form, seats
 from gpuops.control.record import ControlRecord, Member, Phase, Roster
-from gpuops.control.sight import Sight
+from gpuops.control.sight import DEPUTIES, Sight
 from gpuops.control.view import View
 from gpuops.control.witness import Aside
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_REQUEUE
@@ -34,9 +35,6 @@ from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-# Beyond so many in line, an agent does not follow the heartbeats of all: what the board has to
-# answer for each agent must not grow with their number.
-DEPUTIES = 8
 LOOK_S = 0.5
 # Those further back in line: a list of all heartbeats costs, and two would have to die before their
 # turn. With a beat more it stays below `BLIND_S`, beyond which a look sees no more.

@@ -1,12 +1,14 @@
-"""The control thread of one agent: it beats, follows the record, and lets its leader act.
+"""The control threads of one agent: one beats and follows the record, one lets its leader act.
 
-A second, smaller thread only watches the time since the last round trip: an agent that is cut off
-cannot learn that it was removed, so it ends its own workers before its peers count it dead. That
-thread waits for nothing, so no slow answer delays it.
+They are two, so that a leader whose questions are answered slowly still beats in time. A third,
+smaller one only watches the time since the last round trip: an agent that is cut off cannot learn
+that it was removed, so it ends its own workers before its peers count it dead. That thread waits
+for nothing, so no slow answer delays it.
 """
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -19,7 +21,7 @@ from gpuops.control.board import (
     Entry,
 )
 from gpuops.control.keys import Keys
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, RecordError, pack
+from gpuops.control.record import CONTROL, SLOW, ControlRecord, Member, Phase, RecordError, pack
 from gpuops.control.view import View
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
@@ -31,8 +33,12 @@ log = logging.getLogger(__name__)
 HOLD_S = 1.0
 HURRIED_HOLD_S = 0.1  # while a generation is being ended or formed, for those who may decide
 RETRY_S = 0.25
+SLOW_S, SLOW_BEATS = 1.0, 4  # a round trip that so many beats in a row exceed
 WATCH_S = 0.25
 AWAY_S = 3 * HOLD_S
+# A leader that comes to no end hangs, and must not look alive: beyond this its agent beats no more.
+# What a slow board takes for the longest list of things to do is less.
+LEAD_S_MAX = 60.0
 SILENT_S = 5.0  # so long without an answer is worth a line in the history
 END_S = 15.0
 _HURRIED = frozenset({Phase.FORM, Phase.GATHER, Phase.DRAIN})
@@ -40,7 +46,7 @@ _OVER = frozenset({Phase.FORM, Phase.GATHER, Phase.STOP})  # for the workers tha
 
 
 class Leads(Protocol):
-    """What an agent does for all, if it is the one to do it. Called in the control thread."""
+    """What an agent does for all, if it is the one to do it. Called in a thread of its own."""
 
     def tick(self, view: View) -> None:
         """Look at the board and write what follows; raises what the board raises."""
@@ -61,7 +67,8 @@ class Link:
     hear of a board that does not answer and answers again. ``on_record`` hears each change of the
     record, in whichever thread learns of it, ``on_peers`` all heartbeats for as long as
     ``wants_peers`` says so. ``progress`` tells peers of this
-    agent's workers; it is called with every beat and must not block.
+    agent's workers; it is called with every beat and must not block. ``is_slow`` says that its
+    last beats were all answered late.
     """
 
     def __init__(
@@ -95,6 +102,11 @@ class Link:
         self._view = view
         self._last_ns = self._heard_ns = clock.mono_ns()
         self._in_vain_ns: int | None = None
+        self._round_trips_s: deque[float] = deque(maxlen=SLOW_BEATS)
+        self._was_away = False
+        self._is_near = False
+        self._leading_ns: int | None = None
+        self._beaten = threading.Event()
         self._changed = threading.Condition()
         self._telling = threading.Lock()
         self._stopping = threading.Event()
@@ -104,8 +116,12 @@ class Link:
         self._is_refused = False
         self._lost: BoardForgotError | None = None
         self._threads = [
-            threading.Thread(target=self._run, name="gpuops-control", daemon=True),
-            threading.Thread(target=self._watch, name="gpuops-fence", daemon=True),
+            threading.Thread(target=act, args=args, name=name, daemon=True)
+            for act, args, name in (
+                (self._go_on, (self._beat_in_time,), "gpuops-control"),
+                (self._go_on, (self._lead_after_a_beat,), "gpuops-lead"),
+                (self._watch, (), "gpuops-fence"),
+            )
         ]
 
     def start(self) -> None:
@@ -116,6 +132,7 @@ class Link:
     def stop(self) -> None:
         """Beat no more. The board stays open; a call that waits for it ends by itself."""
         self._stopping.set()
+        self._beaten.set()
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
@@ -151,6 +168,12 @@ class Link:
         however late the answer came.
         """
         return (self._clock.mono_ns() - self._heard_ns) / NS_PER_S
+
+    @property
+    def is_slow(self) -> bool:
+        """Say whether the board takes its time to answer this agent, for several beats now."""
+        trips_s = self._round_trips_s
+        return len(trips_s) == SLOW_BEATS and min(trips_s) >= SLOW_S
 
     @property
     def lost_s(self) -> float:
@@ -229,10 +252,10 @@ class Link:
         key = self.keys.report(report.generation, agent)
         self.board.swap(key, pack(report.to_json()), version=0)
 
-    def _run(self) -> None:
+    def _go_on(self, act: Callable[[], None]) -> None:
         while not self._stopping.is_set() and self._lost is None:
             try:
-                self.turn(self._hold_s())
+                act()
             except BoardUnreachableError as exc:
                 log.debug("the board does not answer: %s", exc)
                 self._stopping.wait(RETRY_S)
@@ -245,14 +268,39 @@ class Link:
                 self._is_refused = True
                 self._stopping.wait(RETRY_S)
             except Exception:  # boundary: a mistake of ours must not end the heartbeat
-                log.exception("the control thread failed and goes on")
+                log.exception("a control thread failed and goes on")
                 self._stopping.wait(RETRY_S)
+        self._beaten.set()  # whoever waits for a beat is to see that there is none any more
+
+    def _beat_in_time(self) -> None:
+        since_ns = self._leading_ns
+        if since_ns is not None and self._clock.mono_ns() - since_ns >= LEAD_S_MAX * NS_PER_S:
+            self._stopping.wait(RETRY_S)
+            return
+        is_hurried = self._is_near and self.record.phase in _HURRIED
+        self.beat(HURRIED_HOLD_S if is_hurried else HOLD_S)
+        self._beaten.set()
+
+    def _lead_after_a_beat(self) -> None:
+        self._beaten.wait()
+        self._beaten.clear()
+        if not self._stopping.is_set():
+            self.lead()
 
     def turn(self, hold_s: float) -> None:
-        """Beat once, follow the record, and do what is this agent's to do for all.
+        """Beat once, and do what is this agent's to do for all; for who has but one thread.
 
         Raises:
             BoardError: Nothing was done, or not all of it.
+        """
+        self.beat(hold_s)
+        self.lead()
+
+    def beat(self, hold_s: float) -> None:
+        """Say that this agent lives, and follow the record.
+
+        Raises:
+            BoardError: Nobody heard of it, or nobody answers.
         """
         # A board that takes its time for each answer is not away, and asking it more is no help.
         was_away = self.silent_s > AWAY_S + 4 * self.round_trip_s
@@ -262,17 +310,27 @@ class Link:
             if self._in_vain_ns is None:
                 self._in_vain_ns = self._clock.mono_ns()
             raise
-        if was_away:
-            # The run may have ended meanwhile and have been cleaned up: no beat would ever say so.
-            self._follow(self.board.get(CONTROL))
-        if self.wants_peers():
-            self.on_peers(self.board.list(self.keys.alive()))
-        if self.leads is not None:
-            self.leads.tick(self.view)
+        self._was_away = self._was_away or was_away
 
-    def _hold_s(self) -> float:
-        is_near = self.leads is not None and self.leads.is_near
-        return HURRIED_HOLD_S if is_near and self.record.phase in _HURRIED else HOLD_S
+    def lead(self) -> None:
+        """Do what is this agent's to do for all.
+
+        Raises:
+            BoardError: Nothing was done, or not all of it.
+        """
+        self._leading_ns = self._clock.mono_ns()
+        try:
+            if self._was_away:
+                # The run may have ended meanwhile and been cleaned up: no beat would ever say so.
+                self._follow(self.board.get(CONTROL))
+                self._was_away = False
+            if self.wants_peers():
+                self.on_peers(self.board.list(self.keys.alive()))
+            if self.leads is not None:
+                self.leads.tick(self.view)
+        finally:
+            self._leading_ns = None
+            self._is_near = self.leads is not None and self.leads.is_near
 
     def _beat(self, hold_s: float) -> None:
         self.check_fence()  # a beat now would hide that peers may have gone on without us
@@ -281,7 +339,7 @@ class Link:
         began_ns = self._clock.mono_ns()
         beaten = self.board.beat(
             self.keys.alive(self.me.agent),
-            pack({"seq": self._number, **self._told()}),
+            pack({"seq": self._number, **({SLOW: True} if self.is_slow else {}), **self._told()}),
             watch=CONTROL,
             seen=view.version,
             hold_s=hold_s,
@@ -290,6 +348,8 @@ class Link:
         self._last_ns, self._heard_ns, self._in_vain_ns = now_ns, began_ns, None
         self._is_refused = False
         self.round_trip_s = max(0.0, (now_ns - began_ns) / NS_PER_S - hold_s)
+        if beaten.watched is None:  # else it was not held, nobody knows for how long
+            self._round_trips_s.append(self.round_trip_s)
         with self._changed:
             self._view = replace(self._view, board_s=beaten.board_s, seen_ns=now_ns)
         if beaten.watched is not None:

@@ -40,6 +40,7 @@ WORKERS_MAX = 4096  # of one node
 PORT_MAX = 2**16 - 1
 EXIT_CODE_MAX = 255
 CONTROL = "control"
+SLOW = "slow"  # in the heartbeat of an agent that the board takes its time to answer
 # A run's folder: one name, no way out of the directory of all runs.
 FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
 

@@ -8,6 +8,7 @@ from gpuops.control.keys import Keys
 from gpuops.control.liveness import Life, Liveness
 from gpuops.control.record import (
     BAD_ENTRY,
+    SLOW,
     ControlRecord,
     Member,
     Phase,
@@ -15,9 +16,14 @@ from gpuops.control.record import (
     unpack,
 )
 from gpuops.incident.decision import NodeReport
+from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
+
+# Beyond so many in line, an agent does not follow the heartbeats of all: what the board has to
+# answer for each agent must not grow with their number.
+DEPUTIES = 8
 
 
 class Sight:
@@ -38,6 +44,7 @@ class Sight:
         self._life = life
         self._agents: dict[str, Member] = {}
         self._orders: dict[str, int] = {}
+        self._slow: frozenset[str] = frozenset()
         self._looked_ns: int | None = None
 
     def look(self, record: ControlRecord, now_ns: int) -> None:
@@ -52,7 +59,9 @@ class Sight:
         self.beats = {key.rpartition("/")[2]: entry for key, entry in beats.items()}
         alive = {agent: entry.version for agent, entry in self.beats.items()}
         self._life.look(alive, now_ns)
-        self.saved = max(filter(None, map(_saved, beats.values())), default=self.saved)
+        told = {agent: _told(entry) for agent, entry in self.beats.items()}
+        self.saved = max(filter(None, map(_saved, told.values())), default=self.saved)
+        self._slow = frozenset(agent for agent, words in told.items() if words.get(SLOW) is True)
         if alive.keys() - self._agents.keys():
             for key, entry in board.list(keys.agent()).items():
                 member = _member(entry)
@@ -83,8 +92,14 @@ class Sight:
         return line.index(agent) if agent in line else None
 
     def first(self, now_ns: int) -> str | None:
-        """Return the first in line that is not dead."""
-        return next(iter(self._life.not_dead(self.line(), now_ns)), None)
+        """Return who leads: the first in line that is not dead.
+
+        One whose every call takes seconds comes after the deputies that are answered at once.
+        """
+        line = self.line()
+        living = self._life.not_dead(line, now_ns)
+        quick = set(line[:DEPUTIES]) - self._slow
+        return next((agent for agent in living if agent in quick), next(iter(living), None))
 
     @property
     def dead(self) -> tuple[str, ...]:
@@ -136,11 +151,15 @@ class Sight:
         return found
 
 
-def _saved(entry: Entry) -> int | None:
+def _told(entry: Entry) -> Json:
     try:
-        step = unpack(entry.value).get("checkpoint_step")
+        return unpack(entry.value)
     except BAD_ENTRY:
-        return None
+        return {}
+
+
+def _saved(words: Json) -> int | None:
+    step = words.get("checkpoint_step")
     return step if isinstance(step, int) else None
 
 

@@ -57,7 +57,7 @@ def test_a_wall_clock_that_jumps_by_a_day_ends_nothing(tmp_path, clock_shift, sh
 def test_a_store_whose_answers_take_two_seconds_is_not_lost(tmp_path):
     """One agent of two reaches the board through a slow way; a rank dies in the meantime."""
     port = free_port("127.0.0.1")
-    words = ("kill", "--rank", 1, "--at", 100, "--generation", 0, "--steps", 110, "--pause", 0.1)
+    words = ("kill", "--rank", 1, "--at", 60, "--generation", 0, "--steps", 65, "--pause", 0.1)
     options = {"n_nodes": 2, "nproc": 1, "endpoint": f"127.0.0.1:{port}"}
     with closing(SlowProxy(port)) as way, FaultyRun(tmp_path, (), words, **options) as run:
         run.start(run.hosts[0])

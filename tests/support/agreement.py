@@ -118,6 +118,14 @@ class Player:
         self.done = False
         self.exit_code = None
 
+    def is_answered_late(self, seconds):
+        """Let each of its heartbeats take *seconds*; nobody else acts meanwhile."""
+
+        def wait(name):
+            self.world.clock.advance(seconds if name == "beat" else 0.0)
+
+        self.board.lose = wait
+
     def _killed(self):
         """Hear that the workers here were killed, whatever the main thread does."""
         if not self.link.is_fenced and self.running is not None:

@@ -107,6 +107,46 @@ def test_the_leaders_death_is_noticed_by_the_next_in_line():
     assert {world.players[1].rank, world.players[2].rank} == {0, 1}
 
 
+def leaders(world):
+    return [p.node for p in world.players if p.leader.is_leader and not p.is_dead]
+
+
+def test_who_is_answered_late_leaves_the_lead_to_one_that_is_not_and_takes_it_back():
+    world = started(3, 3, 3)
+    world.players[0].is_answered_late(1.2)
+    assert leaders(world) == ["n0"]
+
+    world.run_until(lambda w: leaders(w) == ["n1"])
+    world.players[2].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(1, 3))
+    assert world.players[0].link.record.decided_by == "n1"
+
+    world.players[0].is_answered_late(0.0)
+    world.run_until(lambda w: leaders(w) == ["n0"])
+
+
+def test_a_slow_one_leads_where_all_are_slow_or_it_is_alone():
+    world = started(2, 3, 3)
+    for player in world.players:
+        player.is_answered_late(1.2)
+    world.run_until(lambda w: all(p.link.is_slow for p in w.players))
+    for _ in range(40):
+        world.turn()
+    assert leaders(world) == ["n0"]
+
+    world.players[0].is_dead = True
+    world.run_until(lambda w: w.all_run(1, 2) and len(leaders(w)) == 1, limit_s=120)
+
+
+def test_the_quick_one_dies_and_the_slow_one_leads_again():
+    world = started(1, 2, 2)
+    world.players[0].is_answered_late(1.2)
+    world.run_until(lambda w: leaders(w) == ["n1"])
+
+    world.players[1].is_dead = True
+    world.run_until(lambda w: w.all_run(1, 1) and leaders(w) == ["n0"])
+
+
 def test_two_deaths_at_once_are_survived():
     world = started(2, 4, 4)
     world.players[0].is_dead = world.players[1].is_dead = True
@@ -300,7 +340,7 @@ def backing_off(*known):
 
 def hurt(rng, world, victim):
     """Do one random thing to *victim*."""
-    act = rng.choice(["fail", "freeze", "cut", "die", "wait"])
+    act = rng.choice(["fail", "freeze", "cut", "die", "wait", "slow"])
     if act == "fail" and victim.running is not None:
         victim.fails = ReportKind.WORKERS_FAILED
     elif act == "freeze":
@@ -308,6 +348,8 @@ def hurt(rng, world, victim):
         victim.is_frozen = True
     elif act == "cut":
         victim.board.is_cut = True
+    elif act == "slow":
+        victim.is_answered_late(rng.choice([0.0, 1.2]))
     elif act == "die" and len([p for p in world.players if not p.is_dead]) > 3:
         victim.is_dead, victim.running = True, None
 

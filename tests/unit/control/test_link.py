@@ -7,10 +7,11 @@ from uuid import UUID
 
 import pytest
 from support.agreement import CutBoard
+from support.runs import wait_until
 
 from gpuops.control.board import BoardError, BoardForgotError
 from gpuops.control.enter import enter
-from gpuops.control.link import AWAY_S, Link
+from gpuops.control.link import AWAY_S, LEAD_S_MAX, RETRY_S, Link
 from gpuops.control.memory_board import MemoryBoard
 from gpuops.control.record import CONTROL, ControlRecord, Member, Phase
 from gpuops.host.clock import FakeClock
@@ -226,6 +227,68 @@ def test_an_agent_that_was_away_while_its_run_was_cleaned_up_hears_of_it():
     with pytest.raises(BoardForgotError):
         bench.turn()
     assert bench.link.lost is not None
+
+
+def test_only_who_is_answered_late_several_times_in_a_row_is_slow():
+    bench = Bench()
+    told = []
+    for late_s in (2.0, 2.0, 2.0, 0.1, 2.0, 2.0, 2.0, 2.0, 0.1):
+        bench.board.late_s = late_s
+        bench.turn()
+        told.append(bench.link.is_slow)
+
+    assert told == [False] * 7 + [True, False]
+
+
+def test_an_answer_that_brings_news_does_not_tell_how_long_it_took():
+    bench = Bench()
+    bench.board.late_s = 2.0
+    for _ in range(6):
+        bench.shared.put(CONTROL, bench.fresh.to_bytes())
+        bench.turn()
+
+    assert not bench.link.is_slow
+
+
+class Busy:
+    """A leader whose turn takes until it is told."""
+
+    is_near = True
+
+    def __init__(self):
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def tick(self, _view):
+        self.began.set()
+        assert self.may_end.wait(60)
+
+
+def test_an_agent_beats_while_it_leads_unless_that_comes_to_no_end():
+    bench = Bench()
+    bench.link.leads = busy = Busy()
+
+    def goes_on(after):
+        bench.shared.put(CONTROL, bench.fresh.to_bytes())  # a record that changes ends the hold
+        beats = bench.shared.get(bench.link.keys.alive(bench.link.me.agent)).version
+        return beats if beats > after else 0
+
+    bench.link.start()
+    try:
+        assert busy.began.wait(30)
+        first = goes_on(0)
+        wait_until(lambda: goes_on(first + 3))
+        bench.clock.advance(LEAD_S_MAX)
+        last = goes_on(0) + 1  # one may be under way
+        with pytest.raises(AssertionError):
+            wait_until(lambda: goes_on(last), limit_s=4 * RETRY_S)
+        assert bench.fenced
+        assert not bench.link.rejoin()
+
+        busy.may_end.set()
+        wait_until(bench.link.rejoin)
+    finally:
+        busy.may_end.set()
+        bench.link.stop()
 
 
 def test_a_watch_that_fails_is_tried_again_and_costs_no_fence():

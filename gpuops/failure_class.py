@@ -42,6 +42,7 @@ class FailureClass(StrEnum):
     STORAGE_SHARED_FS = "storage.shared_fs"
     STORAGE_IO_ERROR = "storage.io_error"
     CHECKPOINT_POISONED = "checkpoint.poisoned"
+    REPLICAS_DIFFER = "numerics.replicas_differ"
     SEGFAULT = "crash.segfault"
     ABORT = "crash.abort"
     NETWORK_PORT = "network.port_down"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuops.checkpoint.states import EPOCH_MAX, STEP_MAX, StateId, Tier
+from gpuops.incident.replicas import NAMED_MAX, DifferingReplicas
 from gpuops.model import Json, Severity
 from gpuops.units import format_bytes, format_seconds
 
@@ -19,6 +20,7 @@ SECONDS_MAX = 4e9
 RANKS_NAMED_MAX = 64
 COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "restored"
 WHOLE, REPLICATED = "whole", "replicated"
+DIFFER, ALIKE, APART = "replicas_differ", "replicas_alike", "replicas_apart"
 # Those that are told one by one, and how grave they are; the rest is counted.
 _SINGLE = {
     RESTORED: Severity.INFO,
@@ -30,6 +32,8 @@ _SINGLE = {
     "replica_failed": Severity.WARNING,
     "fetch_failed": Severity.WARNING,
     "cannot_offer": Severity.ERROR,
+    DIFFER: Severity.ERROR,
+    APART: Severity.WARNING,
 }
 
 
@@ -47,6 +51,8 @@ class KeeperEvent:
     reason: str | None = None
     directory: str | None = None
     count: int = 1
+    ranks: str | None = None
+    differing: DifferingReplicas | None = None
 
     def to_json(self) -> Json:
         """Return the payload of its event in the record."""
@@ -83,9 +89,34 @@ def read_events(told: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
                 reason=_text(item.get("reason")),
                 directory=_text(item.get("directory")),
                 count=max(1, whole(item.get("n")) or 1),
+                ranks=_text(item.get("ranks")),
+                differing=_differing(item) if kind == DIFFER else None,
             )
         )
     return found
+
+
+def _differing(item: Mapping[str, Any]) -> DifferingReplicas | None:
+    state, why, ranks = pair(item.get("state")), _text(item.get("why")), _text(item.get("ranks"))
+    suspects, tensors = item.get("suspects"), item.get("tensors")
+    if state is None or why is None or ranks is None:
+        return None
+    alike = pair(item.get("alike"))
+    return DifferingReplicas(
+        words=why,
+        step=state.step,
+        epoch=state.epoch,
+        alike_step=None if alike is None else alike.step,
+        ranks=ranks,
+        suspects=tuple(n for each in _few(suspects) if (n := whole(each)) is not None),
+        by_majority=item.get("outcome") == "minority",
+        is_here=item.get("is_here") is True,
+        tensors=tuple(name for each in _few(tensors) if (name := _text(each)) is not None),
+    )
+
+
+def _few(value: object) -> list[Any]:
+    return value[:NAMED_MAX] if isinstance(value, list) else []
 
 
 def state_of(item: Mapping[str, Any]) -> StateId | None:

@@ -13,3 +13,8 @@ def incident_id(run_id: str, attempt: int) -> str:
 def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
     """Return the id of the incident that kept *node* out of *attempt*."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}/{node}"))
+
+
+def replicas_incident_id(run_id: str, ranks: str, epoch: int, step: int) -> str:
+    """Return the id of the incident of *ranks* that differ from a state on."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/replicas {ranks}/{epoch}.{step}"))

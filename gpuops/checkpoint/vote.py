@@ -13,13 +13,13 @@ i does (the syndromes of a Reed-Solomon code).
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-
-import xxhash
+from typing import Self
 
 from gpuops.checkpoint.replicated import words_of
 from gpuops.checkpoint.states import StateId
 
-DIGEST_BYTES = 16
+N_STRIPES = 16
+SKETCH_BYTES = 16 + 3 * 8 + N_STRIPES
 _PRIME = 2**61 - 1
 _FEW = 8
 NAMED_MAX = 8
@@ -75,22 +75,54 @@ def weighed(verdict: Verdict, n_differ: int, n_tensors: int) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """The tensors of one rank in few bytes: a digest of all, and what names one that differs."""
+    """The tensors of one rank in `SKETCH_BYTES`.
+
+    ``digest`` is of all; ``sums`` name one that differs; each of ``stripes`` is a byte of every
+    sixteenth tensor, so that they tell a few that differ from nearly all.
+    """
 
     digest: bytes
     sums: tuple[int, int, int]
+    stripes: bytes
+
+    def to_bytes(self) -> bytes:
+        sums = b"".join(each.to_bytes(8, "big") for each in self.sums)
+        return self.digest + sums + self.stripes
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the sketch in *data*; raises ValueError where that is none."""
+        if len(data) != SKETCH_BYTES:
+            raise ValueError(f"a sketch has {SKETCH_BYTES} bytes, not {len(data)}")
+        first, second, third = (int.from_bytes(data[at : at + 8], "big") for at in (16, 24, 32))
+        return cls(data[:16], (first, second, third), data[40:])
 
 
-def sketch_of(digests: Sequence[bytes]) -> Sketch:
-    """Return the sketch of a rank whose tensors have these *digests*, in order."""
+def sums_of(digests: Sequence[bytes]) -> tuple[int, int, int]:
+    """Return the three sums over the *digests* of a rank's tensors, in order."""
     first = second = third = 0
     for number, digest in enumerate(digests, 1):
         h = int.from_bytes(digest[:8], "big") % _PRIME
         first += h
         second += number * h
         third += number * number * h
-    whole = xxhash.xxh3_128_digest(b"".join(digests))
-    return Sketch(whole, (first % _PRIME, second % _PRIME, third % _PRIME))
+    return first % _PRIME, second % _PRIME, third % _PRIME
+
+
+def stripes_of(digests: Sequence[bytes]) -> bytes:
+    """Return the stripes over the *digests* of a rank's tensors, in order."""
+    found = bytearray(N_STRIPES)
+    for number, digest in enumerate(digests):
+        found[number % N_STRIPES] ^= digest[-1]
+    return bytes(found)
+
+
+def n_differing(a: Sketch, b: Sketch, n_tensors: int) -> int:
+    """Return about how many tensors differ: 1 is exact; many, some two dozen, count as all."""
+    if only_difference(a, b, n_tensors) is not None:
+        return 1
+    n_stripes = sum(x != y for x, y in zip(a.stripes, b.stripes, strict=True))
+    return n_tensors if n_stripes > N_STRIPES * 3 // 4 else n_stripes
 
 
 def only_difference(a: Sketch, b: Sketch, n_tensors: int) -> int | None:
@@ -102,6 +134,17 @@ def only_difference(a: Sketch, b: Sketch, n_tensors: int) -> int | None:
     if not 1 <= i <= n_tensors or (i * d_i) % _PRIME != d_ii:
         return None
     return i - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """What one node's ranks have of what ``n_ranks`` must hold alike, some of them elsewhere."""
+
+    state: StateId
+    key: str
+    n_ranks: int
+    n_tensors: int
+    sketches: Mapping[int, Sketch]
 
 
 @dataclass(slots=True)
@@ -149,7 +192,7 @@ class Difference:
         others = [rank for rank in self.ranks if rank not in suspects]
         since = f" (alike at step {self.alike.step})" if self.alike is not None else ""
         when = f"at step {self.state.step}{since}"
-        what = _named(self.tensors, self.n_tensors)
+        what = named(self.tensors, self.n_tensors)
         if self.verdict.outcome is Outcome.MINORITY:
             verb = "differs" if len(suspects) == 1 else "differ"
             return f"{ranks_of(suspects)} {verb} from {ranks_of(others)} in {what} {when}"
@@ -163,7 +206,8 @@ def ranks_of(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(each) == 1 else 'ranks'} {words_of(each)}"
 
 
-def _named(tensors: Sequence[str], n_tensors: int) -> str:
+def named(tensors: Sequence[str], n_tensors: int) -> str:
+    """Return two of *tensors*, and how many more there are."""
     if not tensors:
         return "several tensors"
     shown = ", ".join(tensors[:2])

@@ -9,7 +9,7 @@ follows from their steps, so that all nodes look at the same.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
@@ -22,13 +22,16 @@ from gpuops.checkpoint.replicated import KEY, replicated_in, words_of
 from gpuops.checkpoint.states import Shard, StateId
 from gpuops.checkpoint.vote import (
     NAMED_MAX,
+    Ballot,
     Course,
     Difference,
     Outcome,
     Sketch,
     judge,
+    named,
     ranks_of,
-    sketch_of,
+    stripes_of,
+    sums_of,
     weighed,
 )
 
@@ -79,17 +82,6 @@ class _Counted:
     layouts: Mapping[str, tuple[_Group, ...]]
     sets: tuple[_Set, ...]
     took_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ballot:
-    """What this node's ranks have of a set of ranks that are on other nodes as well."""
-
-    state: StateId
-    key: str
-    ranks: tuple[int, ...]
-    n_tensors: int
-    sketches: Mapping[int, Sketch]
 
 
 class Sampler:
@@ -162,6 +154,7 @@ class Voting:
         self._n_compared = self._n_missed = self._missed_in_turn = 0
         self._took_s = 0.0
         self._is_busy = False
+        self._local: frozenset[int] = frozenset()
 
     def committed(self, state: StateId) -> None:
         """Have *state* compared, if it is chosen and there is anything to compare."""
@@ -173,6 +166,7 @@ class Voting:
         if self._missed_in_turn >= _MISSED_MAX:
             self._memory.gate.pin(state, _PIN)
         self._is_busy = True
+        self._local = frozenset(shard.rank for shard in held)
         sheets = [
             _Sheet(shard, each.copy.layout, each.memory.view, self._groups.get(each.copy.layout))
             for shard, each in held.items()
@@ -193,24 +187,18 @@ class Voting:
 
         self._jobs.vote(lambda: _count(sheets, self._cpu_s), then)
 
-    def told(self, key: str, difference: Difference, number: int | None) -> None:
-        """Take in that ranks of several nodes differ, some of this node's among them.
+    def told(self, key: str, found: Difference, number: int | None) -> None:
+        """Take in that ranks of several nodes differ, as who compared them says.
 
         *number*: the one tensor in which they do, None where there are several.
         """
         groups = (group for each in self._groups.values() for group in each)
         names = next((group.names for group in groups if group.key == key), ())
         named = (names[number],) if number is not None and number < len(names) else ()
-        self._tell(
-            Difference(
-                state=difference.state,
-                ranks=difference.ranks,
-                verdict=difference.verdict,
-                tensors=named,
-                n_tensors=len(named),
-                alike=difference.alike,
-            )
-        )
+        if found.verdict.outcome is Outcome.APART:
+            self._tell_apart(found.state, found.ranks, named)
+        else:
+            self._tell(replace(found, tensors=named, n_tensors=len(named)))
 
     def counts(self) -> dict[str, object]:
         """Return what was compared so far, and what it cost."""
@@ -249,7 +237,7 @@ class Voting:
             Ballot(
                 state=state,
                 key=each.group.key,
-                ranks=each.group.ranks,
+                n_ranks=len(each.group.ranks),
                 n_tensors=len(each.group.names),
                 sketches=each.sketches,
             )
@@ -292,12 +280,14 @@ class Voting:
         )
 
     def _tell(self, found: Difference) -> None:
+        suspects = found.verdict.suspects
         self.notice = f"replicas of the training state differ: {found.words}"
         self._events.add(
             "replicas_differ",
             state=state_to_json(found.state),
             ranks=words_of(found.ranks),
-            suspects=words_of(found.verdict.suspects),
+            suspects=list(suspects) if len(suspects) <= NAMED_MAX else [],
+            is_here=self._local >= set(suspects),
             outcome=found.verdict.outcome.value,
             tensors=list(found.tensors),
             n_tensors=found.n_tensors,
@@ -306,7 +296,7 @@ class Voting:
         )
 
     def _tell_apart(self, state: StateId, ranks: Sequence[int], names: Sequence[str]) -> None:
-        what = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        what = named(names, len(names))
         why = (
             f"{ranks_of(ranks)} have values of their own in {what} at step {state.step}, which "
             "replicas have not: the program trains them apart, and they are not compared"
@@ -347,6 +337,12 @@ def _set_of(group: _Group, by_rank: Mapping[int, Sequence[bytes]]) -> _Set:
         if len(set(column)) > 1
     }
     return _Set(group, differ, {})
+
+
+def sketch_of(digests: Sequence[bytes]) -> Sketch:
+    """Return the sketch of a rank whose tensors have these *digests*, in order."""
+    whole = xxhash.xxh3_128_digest(b"".join(digests))
+    return Sketch(whole, sums_of(digests), stripes_of(digests))
 
 
 def _groups_of(view: memoryview) -> tuple[_Group, ...]:

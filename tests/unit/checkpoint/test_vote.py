@@ -11,13 +11,14 @@ from gpuops.checkpoint.vote import (
     Course,
     Difference,
     Outcome,
+    Sketch,
     Verdict,
     judge,
+    n_differing,
     only_difference,
-    sketch_of,
     weighed,
 )
-from gpuops.checkpoint.voting import Sampler
+from gpuops.checkpoint.voting import Sampler, sketch_of
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 
@@ -67,6 +68,8 @@ def test_one_tensor_that_differs_is_named_by_sketches_and_several_are_not():
             assert bad.digest != good.digest
             assert only_difference(good, bad, n_tensors) == number
             assert only_difference(bad, good, n_tensors) == number
+            assert n_differing(bad, good, n_tensors) == 1
+            assert Sketch.from_bytes(bad.to_bytes()) == bad
     digests = digests[:300]
     good, n_tensors = sketch_of(digests), 300
     for _ in range(200):
@@ -74,6 +77,11 @@ def test_one_tensor_that_differs_is_named_by_sketches_and_several_are_not():
         for number in dice.sample(range(n_tensors), dice.randint(2, 9)):
             changed[number] = dice.randbytes(16)
         assert only_difference(good, sketch_of(changed), n_tensors) is None
+        assert n_differing(good, sketch_of(changed), n_tensors) <= 9
+    other = sketch_of([dice.randbytes(16) for _ in digests])
+    assert n_differing(good, other, n_tensors) == n_tensors
+    with pytest.raises(ValueError, match="56 bytes"):
+        Sketch.from_bytes(good.digest)
 
 
 PAIR = "ranks 0-1, which must be equal,"

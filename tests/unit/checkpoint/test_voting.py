@@ -112,7 +112,8 @@ def test_one_bit_in_one_rank_is_told_once_with_rank_tensor_and_step(nodes):
     assert differ["kind"] == "replicas_differ"
     assert differ["state"][1] == 4
     assert differ["alike"][1] == 3
-    assert (differ["ranks"], differ["suspects"], differ["outcome"]) == ("0-2", "1", "minority")
+    assert (differ["ranks"], differ["suspects"], differ["outcome"]) == ("0-2", [1], "minority")
+    assert differ["is_here"]
     assert differ["tensors"] == ["a.weight"]
     assert differ["why"] == "rank 1 differs from ranks 0, 2 in a.weight at step 4 (alike at step 3)"
     assert (alike["kind"], alike["state"][1]) == ("replicas_alike", 7)
@@ -124,7 +125,7 @@ def test_two_ranks_that_differ_are_both_named(nodes):
     node.save(2, [(0, "b.weight")])
     (differ,) = node.told()
 
-    assert (differ["suspects"], differ["outcome"]) == ("0-1", "tie")
+    assert (differ["suspects"], differ["outcome"]) == ([0, 1], "tie")
     assert "either may be wrong" in differ["why"]
 
 
@@ -139,7 +140,7 @@ def test_what_never_was_equal_is_said_once_and_the_rest_is_compared(nodes):
     assert "a.running_mean" in apart["why"]
     node.save(5, [(2, "a.weight")])
     (differ,) = node.told()
-    assert (differ["suspects"], differ["tensors"]) == ("2", ["a.weight"])
+    assert (differ["suspects"], differ["tensors"]) == ([2], ["a.weight"])
 
 
 def test_ranks_of_which_no_two_agree_train_apart_and_are_not_blamed(nodes):
@@ -212,7 +213,7 @@ def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
         node.node.jobs.deliver()
 
     (mine,), (theirs,) = here.node.core.voting.ballots, there.node.core.voting.ballots
-    assert (mine.state, mine.key, mine.ranks) == (theirs.state, theirs.key, (0, 1, 2, 3))
+    assert (mine.state, mine.key, mine.n_ranks) == (theirs.state, theirs.key, 4)
     assert mine.sketches[0] == mine.sketches[1] == theirs.sketches[2]
     number = only_difference(mine.sketches[0], theirs.sketches[3], mine.n_tensors)
     assert TRAINED[number] == "b.weight"

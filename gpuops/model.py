@@ -247,7 +247,9 @@ class WorkerExit:
     """How one worker of an attempt ended, as its agent saw it.
 
     ``terminated`` means that the agent itself ended it because another worker had failed: such an
-    exit is teardown and never a failure. Monotonic times are comparable on one host only.
+    exit is teardown and never a failure. ``finished_mono_ns`` is when its program came to its end
+    by itself; a process may take a while to be gone after that. Monotonic times are comparable on
+    one host only.
     """
 
     node: str
@@ -268,9 +270,19 @@ class WorkerExit:
     last_beat_mono_ns: int | None = None
     log_tail: tuple[str, ...] = ()
     log_path: str | None = None
+    finished_mono_ns: int | None = None
+
+    @property
+    def was_done(self) -> bool:
+        """Say whether it ended well: by itself, or while it only had things to tidy up."""
+        if self.terminated:
+            return self.finished_mono_ns is not None
+        return self.exit_code == 0 and self.signal is None
 
     def describe(self) -> str:
         """Return ``"ended by SIGKILL"`` or ``"exited with code 3"``."""
+        if self.terminated and self.was_done:
+            return "came to its end"
         if self.signal is not None:
             return f"ended by {self.signal}"
         return f"exited with code {self.exit_code}"

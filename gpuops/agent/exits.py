@@ -66,7 +66,9 @@ def to_exit(  # noqa: PLR0913 a record has as many sources
 ) -> WorkerExit:
     """Return the end of one worker as one record."""
     name = signal_name(seen.code)
-    error_mono_ns = note.mono_ns if note else None
+    error_mono_ns, finished_ns = note.mono_ns if note else None, progress.finished_ns
+    # One that came to its end because we asked it to is not done.
+    by_itself = sent is None or (finished_ns or 0) < sent.at_mono_ns
     return WorkerExit(
         node=place.node,
         rank=place.rank,
@@ -81,6 +83,7 @@ def to_exit(  # noqa: PLR0913 a record has as many sources
         exception_message=note.message if note else None,
         traceback=note.traceback if note else (),
         error_mono_ns=error_mono_ns,
+        finished_mono_ns=finished_ns if by_itself else None,
         last_step=progress.last_step,
         beats=progress.beats,
         last_beat_mono_ns=progress.last_mono_ns,

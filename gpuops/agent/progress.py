@@ -37,11 +37,12 @@ class Minute:
 
 @dataclass(slots=True)
 class RankProgress:
-    """How far one rank came."""
+    """How far one rank came; ``finished_ns`` is when its program came to its end."""
 
     beats: int = 0
     last_step: int | None = None
     last_mono_ns: int | None = None
+    finished_ns: int | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class Progress:
         for beat in beats:
             if beat.phase is Phase.STEPPING:
                 self._feed_one(rank, beat)
+            elif beat.phase is Phase.FINISHED:
+                self.ranks.setdefault(rank, RankProgress()).finished_ns = beat.mono_ns
 
     def _feed_one(self, rank: int, beat: Beat) -> None:
         step = None if beat.step == STEP_UNKNOWN else beat.step

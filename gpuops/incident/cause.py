@@ -167,7 +167,12 @@ def _left_early(verdicts: Sequence[Verdict], symptoms: Sequence[Verdict]) -> lis
     """Return the workers that had finished with exit code 0 when others lost their peer."""
     done = [v for v in verdicts if v.role is Role.NOISE]
     limit = symptoms[0].failed_ns + POLL_SLACK_NS
-    return sorted((v for v in done if v.failed_ns <= limit), key=lambda v: v.order)
+    return sorted((v for v in done if _done_ns(v) <= limit), key=lambda v: (_done_ns(v), v.order))
+
+
+def _done_ns(verdict: Verdict) -> int:
+    """Return when it was done; on a busy host its process may be gone seconds later only."""
+    return verdict.worker.finished_mono_ns or verdict.failed_ns
 
 
 def _early_exit(early: Sequence[Verdict], symptoms: Sequence[Verdict]) -> Cause:

@@ -122,10 +122,10 @@ def classify(
         rules: Log rules; those of other sources than the worker's log are left aside.
         kernel_lines: The node's kernel log around the failure, if it could be read.
     """
+    if worker.was_done:
+        return _plain(worker, Role.NOISE, "it was done")
     if worker.terminated:
         return _plain(worker, Role.TEARDOWN, "its agent ended it after another worker had failed")
-    if worker.exit_code == 0 and worker.signal is None:
-        return _plain(worker, Role.NOISE, "it was done")
     about = kernel.lines_about(kernel_lines, _pids(worker))
     return (
         _by_oom(worker, about)

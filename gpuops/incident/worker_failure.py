@@ -125,7 +125,7 @@ def _deed(verdict: Verdict) -> str:
     worker = verdict.worker
     if worker.exception_type is not None:
         return f"raised {worker.exception_type.rpartition('.')[2]}"
-    signal = ending_signal(worker)
+    signal = None if worker.was_done else ending_signal(worker)
     if signal is not None:
         how = f"was ended by {signal}"
         return f"{how} (out of memory)" if _was_oom(verdict) else how

@@ -32,6 +32,15 @@ def test_caught_up_is_the_first_step_above_all_earlier_ones():
     assert progress.highest == 7
 
 
+def test_the_end_of_a_program_is_known_and_is_no_step():
+    progress = Progress()
+    end = Beat(3, 2, 9 * S, Phase.FINISHED, StepSource.OPTIMIZER_STATE, 2)
+    progress.feed(1, [*beats((1, 1.0), (2, 2.0)), end])
+
+    assert progress.ranks[1].finished_ns == 9 * S
+    assert (progress.ranks[1].beats, progress.last_mono_ns) == (2, 2 * S)
+
+
 def test_a_first_attempt_never_catches_up():
     progress = Progress()
     progress.feed(0, beats((1, 1.0), (2, 2.0)))

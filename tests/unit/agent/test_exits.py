@@ -63,6 +63,22 @@ def test_an_exit_holds_everything_that_is_known():
     assert (exit_.exception_type, exit_.error_mono_ns) == ("ValueError", 900)
 
 
+@pytest.mark.parametrize(
+    ("sent", "finished_ns", "told_ns"),
+    [(None, 900, 900), (TERM, 900, 900), (TERM, 1001, None), (TERM, None, None)],
+)
+def test_who_came_to_its_end_before_our_signal_was_done(sent, finished_ns, told_ns):
+    exit_ = to_exit(
+        Place(node="n1", rank=5, local_rank=1, pid=7),
+        SeenExit(7, -15, 10, 1100),
+        sent=sent,
+        note=None,
+        progress=RankProgress(finished_ns=finished_ns),
+    )
+
+    assert exit_.finished_mono_ns == told_ns
+
+
 def test_our_exception_file_comes_before_torchs(tmp_path):
     ours, torchs = tmp_path / "exception.json", tmp_path / "error.json"
     torchs.write_text(

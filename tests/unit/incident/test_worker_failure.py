@@ -175,6 +175,23 @@ def test_a_rank_that_left_early_is_the_culprit_when_the_others_lose_their_peer()
     assert incident.title == "rank 1 on n041 exited with code 0 at step 10"
 
 
+def test_a_rank_that_left_early_is_the_culprit_however_long_its_process_took_to_be_gone():
+    slow = finished(1, at_s=104, last_step=10, finished_mono_ns=99 * S)
+    ended = terminated(1, at_s=100.2, last_step=10, finished_mono_ns=99 * S)
+
+    for early in (slow, ended):
+        incident = incident_of(early, lost_peer(0), terminated(2))
+        assert incident.failure_class is FailureClass.USER_EARLY_EXIT
+        assert culprits(incident) == ["rank 1"]
+    assert incident.title == "rank 1 on n041 came to its end at step 10"
+
+
+def test_who_was_done_long_after_the_others_had_lost_their_peer_is_not_to_blame():
+    done = finished(1, at_s=104, finished_mono_ns=103 * S)
+
+    assert incident_of(done, lost_peer(0)).failure_class is FailureClass.PEER_CLOSED
+
+
 def test_a_rank_that_finished_normally_is_not_blamed_for_a_later_kill():
     incident = incident_of(finished(1), killed(0, at_s=100.2))
 

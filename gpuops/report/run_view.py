@@ -33,7 +33,8 @@ class NodeView:
 class CheckpointView:
     """The newest state that the job can resume from; with several nodes what the last one has.
 
-    ``tier``: ``memory`` or ``persistent``. ``skipped`` saves found no free slot.
+    ``tier``: ``memory`` or ``persistent``. ``skipped`` saves found no free slot. ``copies``: each
+    node's part of it is in the memory of so many nodes, its own among them.
     """
 
     step: int | None = None
@@ -42,6 +43,7 @@ class CheckpointView:
     persisted_step: int | None = None
     skipped: int | None = None
     keeper: str = ""
+    copies: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +327,7 @@ def checkpoint_of(value: object) -> CheckpointView | None:
         persisted_step=whole(value.get("persisted_step")),
         skipped=whole(value.get("skipped")),
         keeper=text(value.get("keeper")),
+        copies=whole(value.get("copies")),
     )
 
 
@@ -336,7 +339,8 @@ def _oldest(found: Sequence[CheckpointView | None]) -> CheckpointView | None:
     least = min(known, key=lambda view: -1 if view.step is None else view.step)
     skipped = [view.skipped for view in known if view.skipped is not None]
     gone = next((view.keeper for view in known if view.keeper != "running"), least.keeper)
-    return replace(least, skipped=max(skipped, default=None), keeper=gone)
+    copies = min((view.copies for view in known if view.copies is not None), default=None)
+    return replace(least, skipped=max(skipped, default=None), keeper=gone, copies=copies)
 
 
 def _checkpoint_json(view: CheckpointView) -> Json:
@@ -347,6 +351,7 @@ def _checkpoint_json(view: CheckpointView) -> Json:
         "persisted_step": view.persisted_step,
         "skipped": view.skipped,
         "keeper": view.keeper or None,
+        "copies": view.copies,
     }
 
 

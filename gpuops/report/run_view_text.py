@@ -67,7 +67,7 @@ def _checkpoint(kept: CheckpointView) -> str:
     parts = []
     if kept.step is not None:
         age = "" if kept.age_s is None else f", {format_seconds(kept.age_s)} ago"
-        where = f" in {flat(kept.tier)}" if kept.tier == "memory" else f" {flat(kept.tier)}"
+        where = f" in memory{_copies(kept)}" if kept.tier == "memory" else f" {flat(kept.tier)}"
         parts.append(f"step {kept.step}{where if kept.tier else ''}{age}")
     if kept.persisted_step is not None:
         parts.append(f"step {kept.persisted_step} persisted")
@@ -76,6 +76,12 @@ def _checkpoint(kept: CheckpointView) -> str:
     if kept.keeper == "gone":
         parts.append("its keeper is gone: nothing is saved until the next restart")
     return f"checkpoint  {'; '.join(parts)}" if parts else ""
+
+
+def _copies(kept: CheckpointView) -> str:
+    if not kept.copies:
+        return ""
+    return f" ({kept.copies} {'copy' if kept.copies == 1 else 'copies'} of each part)"
 
 
 def _nodes(nodes: Sequence[NodeView], silent_s: dict[str, float]) -> Table:

@@ -302,8 +302,8 @@ def test_the_newest_checkpoint_is_the_one_that_every_node_has():
     board = a_board(FakeClock())
     beats_of(
         board,
-        n1=kept(skipped={"in_flight": 1}),
-        n2=kept(step=55, persisted_step=40, skipped={"in_flight": 4}),
+        n1=kept(skipped={"in_flight": 1}, copies=3),
+        n2=kept(step=55, persisted_step=40, skipped={"in_flight": 4}, copies=2),
     )
     view = ask_board(board)
 
@@ -314,8 +314,10 @@ def test_the_newest_checkpoint_is_the_one_that_every_node_has():
         "persisted_step": 40,
         "skipped": 4,
         "keeper": "running",
+        "copies": 2,
     }
-    assert "checkpoint  step 55 in memory, 3.00 s ago; step 40 persisted; 4 skipped" in shown(view)
+    said = "step 55 in memory (2 copies of each part), 3.00 s ago; step 40 persisted; 4 skipped"
+    assert f"checkpoint  {said}" in shown(view)
 
 
 def test_a_keeper_that_is_gone_is_said():
@@ -339,5 +341,7 @@ def test_an_agent_tells_of_its_own_checkpoints():
 
     assert view.checkpoint.keeper == "running"
     assert "checkpoint" not in shown(view)
+    alone = of_agent(state_json(replace(state, checkpoint=kept()), NS_PER_S))
+    assert "step 57 in memory (1 copy of each part)" in shown(alone)
     later = of_agent(state_json(replace(state, checkpoint=kept(tier="persistent")), NS_PER_S))
     assert "checkpoint  step 57 persistent, 1.00 s ago" in shown(later)

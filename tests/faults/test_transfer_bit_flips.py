@@ -1,7 +1,8 @@
-"""A thousand bits flipped on the way: all are found, and what they spoilt is asked for again."""
+"""Bits flipped on the way: all are found, and what they spoilt is asked for again."""
 
 import random
 
+import pytest
 from support.corrupting_proxy import CorruptingProxy
 from support.transfers import (
     CHUNK,
@@ -23,13 +24,15 @@ from gpuops.checkpoint.states import StateId
 from gpuops.checkpoint.transfer_client import fetch, push
 from gpuops.checkpoint.transfer_turns import PinnedCopy
 
-N_FLIPS = 1000
 NBYTES = 48 * CHUNK + 77
 # A chunk that is spoilt six times in a row would be the end of its transfer.
 GAP_BYTES = 20 * CHUNK
 
+some_flips = pytest.mark.parametrize("n_flips", [100, pytest.param(1000, marks=pytest.mark.soak)])
 
-def test_1000_flips_while_copies_are_fetched_are_found_and_repaired():
+
+@some_flips
+def test_flips_while_copies_are_fetched_are_found_and_repaired(n_flips):
     memory = filled(NBYTES)
     copy = copy_of(memory)
     n_fetched = n_damaged = 0
@@ -37,7 +40,7 @@ def test_1000_flips_while_copies_are_fetched_are_found_and_repaired():
         serving(Shelf((memory, copy))) as server,
         CorruptingProxy(server.port, seed=11, gap_bytes=GAP_BYTES) as proxy,
     ):
-        while proxy.n_flips < N_FLIPS:
+        while proxy.n_flips < n_flips:
             target = filled(NBYTES, seed=n_fetched + 1)
             found = fetch([peer(proxy.port)], job_pass(), copy, target.view, terms(60, 30))
             assert bytes(target.view) == bytes(memory.view)
@@ -46,11 +49,12 @@ def test_1000_flips_while_copies_are_fetched_are_found_and_repaired():
             n_damaged += found.n_damaged
 
     # Most of what passes is chunks; the rest of the flips broke frames, which ends a connection.
-    assert N_FLIPS / 2 < n_damaged <= proxy.n_flips
-    assert n_fetched > N_FLIPS * GAP_BYTES / NBYTES / 4
+    assert n_flips / 2 < n_damaged <= proxy.n_flips
+    assert n_fetched > n_flips * GAP_BYTES / NBYTES / 4
 
 
-def test_1000_flips_while_replicas_are_pushed_are_found_and_repaired():
+@some_flips
+def test_flips_while_replicas_are_pushed_are_found_and_repaired(n_flips):
     store = replica_store()
     memory, target = filled(NBYTES), Memory(NBYTES)
     step = 0
@@ -58,7 +62,7 @@ def test_1000_flips_while_replicas_are_pushed_are_found_and_repaired():
         serving(store, store) as server,
         CorruptingProxy(server.port, seed=12, gap_bytes=GAP_BYTES) as proxy,
     ):
-        while proxy.n_flips < N_FLIPS:
+        while proxy.n_flips < n_flips:
             step += 1
             state = StateId(3, step)
             memory.view[:] = random.Random(step).randbytes(NBYTES)
@@ -71,5 +75,5 @@ def test_1000_flips_while_replicas_are_pushed_are_found_and_repaired():
             held.release()
             assert bytes(target.view) == bytes(memory.view)
 
-    assert server.figures()["received_bytes"] > step * NBYTES + N_FLIPS / 4 * CHUNK
+    assert server.figures()["received_bytes"] > step * NBYTES + n_flips / 4 * CHUNK
     store.close()

@@ -24,11 +24,13 @@ from gpuops.checkpoint.replication import HOLDERS_MAX, Replication
 from gpuops.checkpoint.slots import SlotKey
 from gpuops.checkpoint.states import CheckpointError, Copy, KeeperError, Shard, StateId
 from gpuops.checkpoint.transfer_auth import JobPass
+from gpuops.checkpoint.transfer_gaps import GapPace
 from gpuops.checkpoint.transfer_pace import Pace
 from gpuops.checkpoint.transfer_server import TransferServer
 from gpuops.checkpoint.transfer_team import Peer
 from gpuops.checkpoint.transfer_turns import PinnedCopy
 from gpuops.host.clock import SystemClock
+from gpuops.host.traffic import Traffic, interface_of
 
 # What is held for others is bounded by the room in memory.
 _BYTES_MAX = 2**63
@@ -80,7 +82,7 @@ class Peers:
             memory,
             jobs,
             events,
-            Pace(None, SystemClock()),
+            GapPace(SystemClock()),
             mine,
             clock_s,
             damaged=self._own_is_damaged,
@@ -135,6 +137,8 @@ class Peers:
             raise KeeperError(str(exc)) from exc
         self._service = _Service(asked, job_pass, replicas, server)
         self.replication.job = job_pass
+        interface = interface_of(address)
+        self.replication.pace.watch(Traffic(interface).sent_bytes if interface else None)
         return server.port
 
     def replicate(

@@ -10,8 +10,10 @@ Used by the thread of the messages; the pushes themselves are jobs.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from gpuops.checkpoint.keeper_events import Events
 from gpuops.checkpoint.keeper_jobs import Jobs
@@ -20,6 +22,7 @@ from gpuops.checkpoint.node_memory import Held, NodeMemory
 from gpuops.checkpoint.states import CorruptError, Shard, StateId
 from gpuops.checkpoint.transfer_auth import JobPass
 from gpuops.checkpoint.transfer_client import Pushed, push
+from gpuops.checkpoint.transfer_gaps import GapPace
 from gpuops.checkpoint.transfer_line import Limits
 from gpuops.checkpoint.transfer_pace import Pace
 from gpuops.checkpoint.transfer_team import Peer, Terms
@@ -37,6 +40,12 @@ BACKOFF_MAX_S = 120.0
 _DEADLINE_S = 86_400.0  # what counts is whether something moves
 _LIMITS = Limits(stall_s=5.0)
 _N_CONNECTIONS = 2
+# Of the time between two states, replicas have this part before they take no heed of the training.
+WITHIN_SHARE = 0.8
+WITHIN_MIN_S = 1.0  # nodes agree on a commit about as often
+WITHIN_MAX_S = 60.0
+WITHIN_FIRST_S = 2.0
+_GAPS_KEPT = 9
 # That the holder will not change its mind about within seconds.
 _FOR_GOOD = (Refusal.NO_ROOM, Refusal.DIFFERENT)
 
@@ -53,9 +62,12 @@ class _Watched(Pace):
     def bytes_per_s(self) -> float | None:
         return self._pace.bytes_per_s
 
-    def take(self, nbytes: int) -> float:
+    def turn(self, nbytes: int) -> float:
         self._moved()
-        return self._pace.take(nbytes)
+        return self._pace.turn(nbytes)
+
+    def wait_s(self, turn: float) -> float:
+        return self._pace.wait_s(turn)
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +101,32 @@ class _Holder:
 
 
 @dataclass(slots=True)
+class AskedFor:
+    """How often the ranks ask for a state to be saved, whether it is or not.
+
+    ``within_s``: in so much of the time until the next one replicas have to be at their holders.
+    """
+
+    within_s: float = WITHIN_FIRST_S
+    _last: tuple[StateId, float] | None = None
+    _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_GAPS_KEPT))
+
+    def look(self, now_s: float, asked: StateId | None) -> None:
+        """Take note of the newest state that was *asked* for by now."""
+        last = self._last
+        if asked is None or (last is not None and asked == last[0]):
+            return
+        self._last = (asked, now_s)
+        if last is None or asked.epoch != last[0].epoch:
+            self._gaps_s.clear()
+            self.within_s = WITHIN_FIRST_S
+            return
+        self._gaps_s.append(now_s - last[1])
+        part = WITHIN_SHARE * median(self._gaps_s)
+        self.within_s = min(max(part, WITHIN_MIN_S), WITHIN_MAX_S)
+
+
+@dataclass(slots=True)
 class Replication:
     """The pushes of one node. ``job`` None: this keeper is not among peers yet.
 
@@ -99,7 +137,7 @@ class Replication:
     memory: NodeMemory
     jobs: Jobs
     events: Events
-    pace: Pace
+    pace: GapPace
     mine: Callable[[], Collection[Shard]]
     clock_s: Callable[[], float] = time.monotonic
     job: JobPass | None = None
@@ -110,6 +148,8 @@ class Replication:
     _holders: dict[Peer, _Holder] = field(default_factory=dict)
     _arrived: dict[StateId, set[tuple[Shard, Peer]]] = field(default_factory=dict)
     _n_pins: int = 0
+    _asked: AskedFor = field(default_factory=AskedFor)
+    _due_s: dict[StateId, float] = field(default_factory=dict)
 
     def to(self, holders: Sequence[Peer]) -> None:
         """Push to *holders* from now on, and to no other."""
@@ -142,8 +182,10 @@ class Replication:
     def pump(self) -> None:
         """Begin what can be begun, end what is not wanted any more or does not move."""
         now_s, wanted = self.clock_s(), self._wanted()
+        self._asked.look(now_s, self.memory.gate.decided)
         for state in [s for s in self._arrived if s not in self.memory.gate.whole()]:
             del self._arrived[state]
+        self._due_s = {s: self._due_s.get(s, now_s + self._asked.within_s) for s in wanted}
         for holder in self._holders.values():
             task = holder.task
             if task is None:
@@ -164,6 +206,7 @@ class Replication:
             "replicas_pushed": self.pushed,
             "replicas_failed": self.failed,
             "replica_bytes": self.pushed_bytes,
+            "replicas_yielded_s": round(self.pace.yielded_s, 3),
             "holders": [holder.peer.name for holder in self._holders.values()],
             "holders_gone": [h.peer.name for h in self._holders.values() if h.is_gone],
         }
@@ -198,6 +241,9 @@ class Replication:
         self._n_pins += 1
         who = f"push-{self._n_pins}"
         gate.pin(copy.state, who)
+        self.pace.owe(
+            sum(map(self._left_bytes, self._due_s)), max(min(self._due_s.values()) - now_s, 0.0)
+        )
         digest = copy.digest
         offer = Push(copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, gate.newest)
         pinned = PinnedCopy(
@@ -234,6 +280,17 @@ class Replication:
             self.pump()
 
         self.jobs.push(work, then)
+
+    def _left_bytes(self, state: StateId) -> int:
+        """Return how much of *state* is still to be sent to holders that live."""
+        mine, arrived = self.mine(), self._arrived.get(state, set())
+        return sum(
+            held.copy.digest.nbytes
+            for shard, held in self.memory.held(state).items()
+            if shard in mine
+            for holder in self._holders.values()
+            if not holder.is_gone and (shard, holder.peer) not in arrived
+        )
 
     def _has_arrived(self, holder: _Holder, task: _Task, done: Pushed) -> None:
         if holder.peer not in self._holders:

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from gpuops.checkpoint import transfer_wire as wire
 from gpuops.checkpoint.states import CHUNK_BYTES
 from gpuops.checkpoint.transfer_auth import JobPass
-from gpuops.checkpoint.transfer_pace import Pace, smooth
+from gpuops.checkpoint.transfer_pace import LOOK_S, Pace, smooth
 from gpuops.checkpoint.transfer_wire import Kind, Refusal, RefusedError
 from gpuops.host import frames
 from gpuops.host import job_proof as proof
@@ -217,9 +217,10 @@ class Line:
         end = offset + nbytes
         while offset < end:
             count = min(SLICE_BYTES, end - offset)
-            wait_s = pace.take(count)
-            if wait_s > 0 and self._is_cut.wait(wait_s):
-                raise ConnectionAbortedError("the connection was cut")
+            turn = pace.turn(count)
+            while (wait_s := pace.wait_s(turn)) > 0:
+                if self._is_cut.wait(min(wait_s, LOOK_S)):
+                    raise ConnectionAbortedError("the connection was cut")
             if self._is_local and image.view is not None:
                 with image.view[offset : offset + count] as piece:
                     self._write(piece, time.monotonic() + self.limits.stall_s)

@@ -17,7 +17,16 @@ from gpuops.checkpoint.peer_messages import holders_from_json, pages_of_holders
 from gpuops.checkpoint.peer_shelf import Shelf
 from gpuops.checkpoint.replica_room import ReplicaRoom
 from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.replication import AGAIN_S, BACKOFF_MIN_S, GONE_S
+from gpuops.checkpoint.replication import (
+    AGAIN_S,
+    BACKOFF_MIN_S,
+    GONE_S,
+    WITHIN_FIRST_S,
+    WITHIN_MAX_S,
+    WITHIN_MIN_S,
+    WITHIN_SHARE,
+    AskedFor,
+)
 from gpuops.checkpoint.slots import Granted
 from gpuops.checkpoint.states import CorruptError, KeeperError, Shard, StateId
 from gpuops.checkpoint.transfer_client import Pushed
@@ -295,3 +304,38 @@ def test_what_peers_read_is_pinned_by_the_thread_of_the_messages(node):
     found[0].release()
     node.jobs.posted.popleft()()
     assert isinstance(node.core.begin(node.post, 4), Granted)
+
+
+def test_replicas_have_most_of_the_time_between_two_states_that_are_asked_for():
+    asked = AskedFor()
+    assert asked.within_s == WITHIN_FIRST_S
+    asked.look(100.0, None)
+    asked.look(100.0, StateId(1, 10))
+    asked.look(103.0, StateId(1, 10))
+    assert asked.within_s == WITHIN_FIRST_S
+    for n, gap_s in enumerate([10.0, 10.0, 900.0], start=1):
+        asked.look(100.0 + gap_s * n, StateId(1, 10 + n))
+    assert asked.within_s == pytest.approx(WITHIN_SHARE * 10.0)
+    # Other workers: what those before did says nothing.
+    asked.look(5000.0, StateId(2, 11))
+    assert asked.within_s == WITHIN_FIRST_S
+    for step in range(12, 30):
+        asked.look(5000.0 + step / 100, StateId(2, step))
+    assert asked.within_s == WITHIN_MIN_S
+    for step in range(30, 50):
+        asked.look(5000.0 + 1000.0 * step, StateId(2, step))
+    assert asked.within_s == WITHIN_MAX_S
+
+
+def test_what_is_owed_is_what_holders_lack_still(node):
+    owed = node.core.peers.replication.pace
+    node.replicate(NEAR, FAR)
+    state = node.save(1)
+    nbytes = next(iter(node.core.memory.held(state).values())).copy.digest.nbytes
+    assert owed._due.left_bytes == 2 * nbytes
+    node.jobs.end_push()
+    node.jobs.end_push(TransferError("broken"))
+    node.wait(AGAIN_S)  # the second one again
+
+    assert node.pushes == 1
+    assert owed._due.left_bytes == nbytes

@@ -101,11 +101,15 @@ class Finder:
 
     def _take_over(self, crew: Crew, epoch: int) -> None:
         """Let the ranks save: they were told where to go on by a keeper that is gone."""
+        gate = self.memory.gate
+        if gate.is_alone:
+            # They may have found this one before their agent had, and have saved in a newer epoch.
+            epoch = max(epoch, self.epoch_max)
         self.epoch_max = max(self.epoch_max, epoch)
-        self.memory.gate.resume(None, epoch)
+        gate.resume(gate.newest, epoch)
         crew.found = Found(None, None)
         self.events.add("took_over", epoch=epoch)
-        self.found(None)
+        self.found(gate.newest)
 
     def _of_others(self, command: Command | None) -> tuple[Lent, PeerShards | None]:
         """Return the replicas that are here, and what other nodes have of the chosen state."""

@@ -295,6 +295,27 @@ def test_an_epoch_that_is_not_new_is_refused(node):
     assert "epoch 4 is not new" in node.core.crew.trouble
 
 
+def test_what_ranks_saved_before_an_agent_had_a_new_keeper_take_over_stays_older(tmp_path):
+    """They may find it first; what they save later must be newer, or a restart would go back."""
+    place = str(tmp_path / "states")
+    old = Node().start()
+    old.core.set_policy(Policy(directory=place))
+    last = old.go().save(1)
+    old.jobs.do("persist")
+    node = Node().start()
+    node.core.set_policy(Policy(directory=place))
+    early = node.go().save(5)
+    assert early > last
+    node.core.begin_generation(0, 1, None, "run")
+    node.core.take_over(last.epoch)
+    node.start().go()
+
+    assert node.newest == early
+    later = node.save(6)
+
+    assert node.newest == later > early
+
+
 def test_a_bug_in_looking_is_told_and_not_waited_for(node):
     node.start()
     node.core.want(node.core.crew)

@@ -25,6 +25,7 @@ STARTS, LOADS, TRAINS, COPIES, SEALED = range(5)
 PHASES = ("starts", "loads", "trains", "copies", "sealed")
 STEP_S = 0.002
 _LOOK_S = 0.0005
+_AGAIN_S = 0.02
 _PIECES = 64
 _PERIOD_BYTES = 2**16
 _ROW = struct.Struct("=qq")  # phase, steps done
@@ -83,15 +84,24 @@ class Rank:
         self.board = Board(Path(told["board"]), self.world)
         path = Path(told["folder"]) / f"{told['generation']:05}-{rank}"
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.keeper = connect(
-            Path(told["socket"]),
-            rank=rank,
+        self._socket, self._generation = Path(told["socket"]), told["generation"]
+        self._policy = Policy(**told["policy"])
+        self._again_s = 0.0
+        self.slots = []
+        self.keeper = self._connected()
+
+    def _connected(self, **more):
+        keeper = connect(
+            self._socket,
+            rank=self.rank,
             world=self.world,
-            local_rank=rank,
+            local_rank=self.rank,
             local_world=self.world,
-            epoch_hint=told["generation"],
+            epoch_hint=self._generation,
+            **more,
         )
-        self.keeper.settings(Policy(**told["policy"]))
+        keeper.settings(self._policy)
+        return keeper
 
     def note(self, word, state, **more):
         """Write a line that stays when this process is killed."""
@@ -118,32 +128,46 @@ class Rank:
     def train(self):
         """Train without end, all ranks in step, as collectives keep them."""
         step = self.load()
-        slots = self.keeper.reserve(self.layout, slots=2)
+        self.slots = self.keeper.reserve(self.layout, slots=2)
         self.board.tell(self.rank, TRAINS, step)
         while True:
             while min(self.board.steps()) < step:
                 time.sleep(_LOOK_S)
             step += 1
             time.sleep(STEP_S)
-            self._save(step, slots)
+            self._save(step)
             self.board.tell(self.rank, done=step)
 
-    def _save(self, step, slots):
-        if self.keeper is None:
-            return
+    def _save(self, step):
         try:
+            if self.keeper is None and not self._is_back():
+                return
             answer = self.keeper.begin(step)
             if isinstance(answer, Grant):
                 self.note("granted", answer.state)
                 self.board.tell(self.rank, COPIES)
-                self._copy(slots[answer.slot].view, answer.state)
+                self._copy(self.slots[answer.slot].view, answer.state)
                 self.note("copied", answer.state)
                 self.keeper.seal(answer)
                 self.board.tell(self.rank, SEALED)
         except KeeperError as exc:
-            # As for any rank: the keeper is gone, and training goes on.
+            # As for any rank: the keeper is gone, and training goes on; there may be another soon.
             self.note("alone", None, why=str(exc))
+            if self.keeper is not None:
+                self.keeper.close()
             self.keeper = None
+
+    def _is_back(self):
+        """Look, now and then, for a keeper in place of the one that is gone; say whether one is."""
+        if time.monotonic() < self._again_s:
+            return False
+        self._again_s = time.monotonic() + _AGAIN_S
+        try:
+            self.keeper = self._connected(is_back=True)
+        except KeeperError:
+            return False
+        self.slots = self.keeper.reserve(self.layout, slots=2)
+        return True
 
     def _copy(self, view, state):
         image = content(self.layout, state)

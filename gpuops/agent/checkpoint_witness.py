@@ -5,9 +5,11 @@ What fails in here delays commits, and nothing else: see `gpuops.control.witness
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gpuops.agent.checkpoint_judge import Heard, Pacer, judge
 from gpuops.agent.checkpoint_restore import notes_for, restore_of
+from gpuops.agent.checkpoint_vote import Polls
 from gpuops.agent.checkpoint_words import (
     FIELD,
     Holding,
@@ -17,6 +19,8 @@ from gpuops.agent.checkpoint_words import (
     Watermark,
     WordError,
 )
+from gpuops.checkpoint.vote import NAMED_MAX
+from gpuops.checkpoint.vote_words import Told
 from gpuops.control.board import Board, Entry
 from gpuops.control.keys import Keys
 from gpuops.control.record import ControlRecord, Member, RecordError, Roster, pack, unpack
@@ -41,6 +45,8 @@ class CheckpointWitness:
         self._restore: Restore | None = None
         self._mark: tuple[int, Watermark] | None = None
         self._pacer = Pacer()
+        self._polls = Polls()
+        self._differ: list[Told] = []  # not written down yet
 
     def seated(
         self,
@@ -77,6 +83,7 @@ class CheckpointWitness:
             self._restore = None if self._notes is None else self._notes.restore
             self._mark = None  # others may have led meanwhile
             self._pacer = Pacer()
+            self._polls, self._differ = Polls(), []
         notes = self._notes
         if notes is None or not notes.is_kept:
             return
@@ -102,6 +109,10 @@ class CheckpointWitness:
             leader=self._me.node,
         )
         after = judge(before, heard)
+        self._differ = [*self._differ, *self._polls.hear(said.values(), restore.epoch)][-NAMED_MAX:]
+        if self._differ:
+            told = tuple(self._differ)
+            after = replace(after, differ=(*before.differ, *told)[-NAMED_MAX:])
         self._mark = (version, before)
         if after == before:
             return
@@ -110,6 +121,7 @@ class CheckpointWitness:
         )
         self._mark = watermark_of(entry)
         if done:
+            self._differ = []
             self._pacer.went(before, after)
 
     def _find_restore(

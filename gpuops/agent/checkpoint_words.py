@@ -23,6 +23,8 @@ from gpuops.checkpoint.states import (
     StateId,
     Tier,
 )
+from gpuops.checkpoint.vote import Ballot
+from gpuops.checkpoint.vote_words import Told, ballots_from, ballots_json, many_from, told_json
 from gpuops.control.record import NAME_CHARS_MAX, PORT_MAX
 from gpuops.model import Json
 
@@ -88,7 +90,7 @@ class Said:
     ``refused``: it skipped them or gave them up; ``parts``: its shards lie in the directory.
     ``asked`` is the newest step that its ranks asked to save. ``told`` is the newest state that it
     knows is to persist. ``wants``: its ranks wait for word of where to go on from, and ``stored``
-    is what its directory has.
+    is what its directory has. ``ballots``: what its ranks hold alike with those of other nodes.
     """
 
     generation: int
@@ -104,6 +106,7 @@ class Said:
     is_due: bool = False
     wants: bool = False
     stored: Stored | None = None
+    ballots: tuple[Ballot, ...] = ()
 
     def to_json(self) -> Json:
         body: dict[str, Any] = {
@@ -120,6 +123,7 @@ class Said:
             "due": self.is_due,
             "wants": self.wants,
             "stored": None if self.stored is None else self.stored.to_json(),
+            "votes": ballots_json(self.ballots),
         }
         return {k: v for k, v in body.items() if v is not None and v is not False and v != []}
 
@@ -146,6 +150,7 @@ class Said:
             is_due=body.get("due") is True,
             wants=body.get("wants") is True,
             stored=None if stored is None else Stored.from_json(stored),
+            ballots=ballots_from(body.get("votes")),
         )
 
 
@@ -313,7 +318,7 @@ class Watermark:
     ``dropped`` will never be committed, the newest first. ``persist`` is to be written to the
     directory by all, ``sealed`` is there whole but for its manifest, which ``sealer`` writes, and
     ``persisted`` has that, too. Nothing before the step ``aim`` is to be saved: by then all have
-    heard that they may.
+    heard that they may. ``differ``: ranks of several nodes that differ, the newest last.
     """
 
     generation: int = 0
@@ -324,6 +329,7 @@ class Watermark:
     persisted: StateId | None = None
     sealer: str = ""
     aim: StateId | None = None
+    differ: tuple[Told, ...] = ()
 
     def to_json(self) -> Json:
         return {
@@ -335,6 +341,7 @@ class Watermark:
             "persisted": state_json(self.persisted),
             "sealer": self.sealer,
             "aim": state_json(self.aim),
+            **({"differ": [told_json(told) for told in self.differ]} if self.differ else {}),
         }
 
     @classmethod
@@ -355,6 +362,7 @@ class Watermark:
             persisted=_maybe(body.get("persisted")),
             sealer=sealer[:NAME_CHARS_MAX] if isinstance(sealer, str) else "",
             aim=_maybe(body.get("aim")),
+            differ=many_from(body.get("differ")),
         )
 
 

@@ -31,6 +31,7 @@ from gpuops.checkpoint.states import (
     Tier,
 )
 from gpuops.checkpoint.transfer_team import Peer
+from gpuops.checkpoint.vote_words import Told, told_json
 
 _EVENTS_MAX = 2000
 _COPIES_MAX = 100_000
@@ -169,6 +170,10 @@ class AgentLink:
         Returns at once; `Progress.persisted` and an event say what came of it.
         """
         self._line.ask("seal_persisted", state=state_to_json(state), world=world)
+
+    def differ(self, told: Told) -> None:
+        """Have the keeper tell of ranks of several nodes, some of them here, that differ."""
+        self._line.ask("differ", told=told_json(told))
 
     def commit(self, state: StateId, *, persist: bool = False) -> bool:
         """Commit a state that is whole on all nodes; return whether it was new here.

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from gpuops.checkpoint.messages import Fields, MessageError, state_to_json
 from gpuops.checkpoint.states import EPOCH_MAX, STEP_MAX, StateId
+from gpuops.checkpoint.vote import Ballot
+from gpuops.checkpoint.vote_words import ballots_from, ballots_json
 
 WHOLE_MAX = 4
 REFUSED_MAX = 8
@@ -18,7 +20,7 @@ class Progress:
     only, so to know whether any state was: one that is neither whole nor ``in_flight`` and is not
     after ``decided`` (of its epoch) was. ``newest`` committed one. ``persisted``: lies whole in the
     directory. ``parts``: of these this node's shards lie there. ``is_due``: by the policy of the
-    job the newest is to be persisted.
+    job the newest is to be persisted. ``ballots``: of a committed state, for others to compare.
     """
 
     whole: tuple[StateId, ...] = ()
@@ -30,6 +32,7 @@ class Progress:
     in_flight: StateId | None = None
     decided: StateId | None = None
     is_due: bool = False
+    ballots: tuple[Ballot, ...] = ()
 
 
 _LISTS = ("whole", "replicated", "refused", "parts")
@@ -38,7 +41,10 @@ _SINGLE = ("newest", "persisted", "in_flight", "decided")
 
 def progress_to_json(progress: Progress) -> dict[str, object]:
     """Return the fields of *progress*."""
-    found: dict[str, object] = {"is_due": progress.is_due}
+    found: dict[str, object] = {
+        "is_due": progress.is_due,
+        "ballots": ballots_json(progress.ballots),
+    }
     for name in _LISTS:
         found[name] = [state_to_json(state) for state in getattr(progress, name)]
     for name in _SINGLE:
@@ -61,6 +67,7 @@ def progress_from_json(fields: Fields) -> Progress:
         in_flight=single["in_flight"],
         decided=single["decided"],
         is_due=fields.flag("is_due"),
+        ballots=ballots_from(fields.values.get("ballots")),
     )
 
 

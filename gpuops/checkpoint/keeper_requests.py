@@ -38,6 +38,7 @@ from gpuops.checkpoint.states import (
     KeeperError,
     Shard,
 )
+from gpuops.checkpoint.vote_words import told_from
 
 GENERATION_MAX = 2**31
 OFFER_WAIT_S_MAX = 86_400.0
@@ -393,6 +394,14 @@ def _progress(core: Core, _request: Request) -> Answer:
     return Answer(progress_to_json(core.progress()))
 
 
+def _differ(core: Core, request: Request) -> Answer:
+    told = told_from(request.fields.values.get("told"))
+    if told is None:
+        raise MessageError("a message tells of no replicas that differ")
+    core.voting.told(told.key, told.difference, told.number)
+    return Answer()
+
+
 def _seal_persisted(core: Core, request: Request) -> Answer:
     fields = request.fields
     core.persister.seal(fields.state(), fields.integer("world", 1, WORLD_MAX))
@@ -437,6 +446,7 @@ _HANDLERS: Mapping[str, Mapping[str, Handler]] = {
         "sources": _sources,
         "progress": _progress,
         "seal_persisted": _seal_persisted,
+        "differ": _differ,
         "stats": _stats,
         "events": _events,
         "end": _end,

@@ -37,7 +37,7 @@ def to_json(names: Sequence[str], alike: Mapping[str, tuple[int, ...]]) -> list[
         if ranks is not None and (ranks in sets or len(sets) < SETS_MAX):
             sets.setdefault(ranks, []).append(number)
     return [
-        {"ranks": _spans(ranks), "tensors": _spans(numbers)}
+        {"ranks": spans_of(ranks), "tensors": spans_of(numbers)}
         for ranks, numbers in sorted(sets.items())
     ]
 
@@ -65,12 +65,13 @@ def replicated_in(header: bytes, shard: Shard, n_tensors: int) -> tuple[Replicat
 
 def words_of(numbers: Sequence[int]) -> str:
     """Return ascending *numbers* in few characters: ``0-2, 5``."""
-    spans = _spans(numbers)
+    spans = spans_of(numbers)
     pairs = zip(spans[::2], spans[1::2], strict=True)
     return ", ".join(f"{b}-{e - 1}" if e - b > 1 else str(b) for b, e in pairs)
 
 
-def _spans(numbers: Iterable[int]) -> list[int]:
+def spans_of(numbers: Iterable[int]) -> list[int]:
+    """Return ascending *numbers* as ``[begin, end, begin, end, …]``, the ends not in them."""
     found: list[int] = []
     for number in numbers:
         if found and found[-1] == number:

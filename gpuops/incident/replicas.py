@@ -45,7 +45,7 @@ def incident_from_replicas(
     """Return the open incident of *found*, as *node* tells it.
 
     The cause may be a device, memory, or a program that is not deterministic: nothing follows from
-    it by itself, and it ends no attempt. A node is named where the fault, if it is one of hardware, must be on it.
+    it by itself, and it ends no attempt. A node is named where a fault of hardware must be on it.
     """
     here = Entity(EntityKind.NODE, node)
     ranks = tuple(Entity(EntityKind.RANK, str(rank)) for rank in found.suspects)

@@ -241,9 +241,7 @@ class Replication:
         self._n_pins += 1
         who = f"push-{self._n_pins}"
         gate.pin(copy.state, who)
-        self.pace.owe(
-            sum(map(self._left_bytes, self._due_s)), max(min(self._due_s.values()) - now_s, 0.0)
-        )
+        self._owe(now_s)
         digest = copy.digest
         offer = Push(copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, gate.newest)
         pinned = PinnedCopy(
@@ -280,6 +278,12 @@ class Replication:
             self.pump()
 
         self.jobs.push(work, then)
+
+    def _owe(self, now_s: float) -> None:
+        """Tell the pace what is still to be sent, and by when."""
+        left = {state: self._left_bytes(state) for state in self._due_s}
+        due_s = min((self._due_s[state] for state, nbytes in left.items() if nbytes), default=now_s)
+        self.pace.owe(sum(left.values()), max(due_s - now_s, 0.0))
 
     def _left_bytes(self, state: StateId) -> int:
         """Return how much of *state* is still to be sent to holders that live."""

@@ -1,6 +1,7 @@
 """What is pushed to whom, and when a holder is not waited for, with pushes that the test ends."""
 
 import threading
+import time
 from collections import deque
 
 import pytest
@@ -339,3 +340,17 @@ def test_what_is_owed_is_what_holders_lack_still(node):
 
     assert node.pushes == 1
     assert owed._due.left_bytes == nbytes
+
+
+def test_a_state_that_has_arrived_long_ago_hurries_no_other(node):
+    owed = node.core.peers.replication.pace
+    node.replicate(NEAR)
+    state = node.save(1)
+    node.jobs.end_push()
+    node.core.commit(state, is_to_persist=False)
+    node.wait(1000.0)
+    before_s = time.monotonic()
+    node.save(2)
+
+    assert node.pushes == 1
+    assert owed._due.at_s >= before_s + WITHIN_MIN_S

@@ -6,9 +6,10 @@ sleeps from then on. A start on demand would save that for scripts without a Che
 would put a start that can fail, and the question who does it, into the middle of the training of
 all others.
 
-Nothing here stops a job: what fails is recorded, the workers save nothing until the next restart,
-and then it is tried again. Every call is bounded in time. The agent's main thread, its control
-thread and the thread in here call in.
+Nothing here stops a job: what fails is recorded. A keeper that dies under running workers is soon
+followed by another one, into which they save again by themselves. Every call is bounded in time.
+The agent's main thread, its control thread and the thread in here call in; it is the last one that
+listens.
 """
 
 import logging
@@ -19,9 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuops.agent.agent_state import CheckpointState
+from gpuops.agent.checkpoint_held import held_by_it, held_by_none
 from gpuops.agent.checkpoint_news import pair, read_events, whole
 from gpuops.agent.checkpoint_peers import Agreement
 from gpuops.agent.checkpoints import KEEPER, OFF, Flushed, KeeperRecord, Started, place_of
+from gpuops.agent.keeper_looks import Looks
+from gpuops.agent.keeper_revival import Begun, Restarts
 from gpuops.checkpoint.states import KeeperError, StateId
 from gpuops.control.record import Roster
 from gpuops.host.clock import Clock
@@ -30,7 +34,7 @@ from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-LOOK_WAIT_S = 1.0
+LOOK_WAIT_S = 0.8
 END_S = 5.0
 
 
@@ -80,10 +84,13 @@ class Keeping:
         self._newest: StateId | None = None
         self._persisted: StateId | None = None
         self._at_begin: StateId | None = None
+        self._begun: Begun | None = None
+        self._restarts = Restarts()
         self._state: CheckpointState | None = CheckpointState(is_alive=False)
         self._stopping = threading.Event()
         self._is_over = False
         self._is_shared = True  # by all who are to save
+        self._looks = Looks()
         self._thread = threading.Thread(target=self._run, name="gpuops-keeper", daemon=True)
 
     def open(self) -> "Keeping":
@@ -126,6 +133,7 @@ class Keeping:
         with self._called("preparing the checkpoints", self._times.ready_s) as has_turn:
             if not has_turn or self._is_over:
                 return
+            self._begun = None
             self._look()
             self._record.over()
             # States of several nodes need all of them to agree on what is whole.
@@ -149,13 +157,66 @@ class Keeping:
         except KeeperError as exc:
             self._lost("beginning a generation", exc)
             return False
+        self._begun = Begun(generation, n_nodes, excluded_step, roster, keeper.pid)
         return True
 
     def look(self) -> None:
-        """Take in what there is to hear."""
+        """Take in what there is to hear; a keeper that does not answer is not waited for."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            self._hear()
+        else:
+            self._looks.ask(LOOK_WAIT_S)
+
+    def _hear(self) -> None:
         with self._called("hearing the keeper", LOOK_WAIT_S) as has_turn:
             if has_turn:
                 self._look()
+
+    def tend(self) -> None:
+        """Hear the keeper; where it has died under running workers, start another one."""
+        number = self._looks.begin()
+        if self._agreement is not None:
+            self._agreement.fetch()
+        self._hear()
+        self._looks.end(number)
+        if self._is_due_again():
+            with self._called("starting another keeper", LOOK_WAIT_S) as has_turn:
+                if has_turn and self._is_due_again():
+                    self._begin_again()
+
+    def _is_due_again(self) -> bool:
+        begun = self._begun
+        if self._keeper is not None or begun is None or begun.lost_s is None or self._is_over:
+            return False
+        return self._is_shared and self._restarts.is_due(self._now_s(), begun.lost_s)
+
+    def _begin_again(self) -> None:
+        """Have another keeper go on where one died; what that held in memory is gone."""
+        begun = self._begun
+        assert begun is not None
+        self._restarts.tried(self._now_s())
+        keeper = self._opened(instead_of=begun)
+        if keeper is None:
+            return
+        try:
+            if keeper.adopted and keeper.pid == begun.pid:
+                # It was only slow, and knows it all.
+                if self._agreement is not None:
+                    self._agreement.found_again()
+            else:
+                tie, epoch = keeper.tie, begun.epoch
+                tie.begin_generation(begun.generation, begun.n_nodes, begun.excluded_step)
+                if self._agreement is not None and begun.roster is not None:
+                    self._is_shared = self._agreement.begin_again(tie, begun.roster, epoch)
+                elif epoch is not None:
+                    tie.take_over(epoch)
+        except KeeperError as exc:
+            self._lost("letting another keeper take over", exc)
+            return
+        self._begun = replace(begun, pid=keeper.pid, newest=None, lost_s=None)
+
+    def _now_s(self) -> float:
+        return self._clock.mono_ns() / NS_PER_S
 
     def state(self) -> CheckpointState | None:
         """Return what is held."""
@@ -247,6 +308,7 @@ class Keeping:
     def end(self, save_s: float) -> None:
         """End the keeper; what is newest is persisted before."""
         self._stopping.set()
+        self._looks.wake()
         if save_s > 0:
             self._flush(save_s, is_told=False)
         with self._called("ending the keeper", END_S) as has_turn:
@@ -275,6 +337,7 @@ class Keeping:
     def leave(self) -> None:
         """Let go of the keeper."""
         self._stopping.set()
+        self._looks.wake()
         with self._called("leaving the keeper", LOOK_WAIT_S) as has_turn:
             if self._is_over:
                 return
@@ -290,10 +353,10 @@ class Keeping:
         with self._called("starting the keeper", self._times.ready_s) as has_turn:
             if has_turn and self._keeper is None and not self._is_over:
                 self._opened()
-        while not self._stopping.wait(self._wait_s()):
-            if self._agreement is not None:
-                self._agreement.fetch()
-            self.look()
+        while not self._stopping.is_set():
+            self._looks.wait(self._wait_s())
+            if not self._stopping.is_set():
+                self.tend()
 
     def _wait_s(self) -> float:
         is_waiting = self._agreement is not None and self._agreement.is_waiting
@@ -316,7 +379,7 @@ class Keeping:
             if has_turn:
                 self._turn.release()
 
-    def _opened(self) -> Started | None:
+    def _opened(self, instead_of: Begun | None = None) -> Started | None:
         """Return a keeper that was started or adopted just now, None where that failed."""
         try:
             self._keeper = self._start()
@@ -327,7 +390,8 @@ class Keeping:
         self._look(is_first=True)
         if self._keeper is not None:
             self._at_begin = self._newest
-            self._record.began(self._keeper, self._newest)
+            lost = None if instead_of is None else instead_of.newest
+            self._record.began(self._keeper, self._newest, lost=lost)
         return self._keeper
 
     def _look(self, *, is_first: bool = False) -> None:
@@ -349,59 +413,27 @@ class Keeping:
         newest, persisted = pair(stats.get("newest")), pair(stats.get("persisted"))
         if self._agreement is not None and self._agreement.is_on:
             persisted = self._agreement.persisted
-        before = self._state
         has_changed = newest is not None and newest != self._newest
         if newest is not None and (has_changed or is_first):
             is_new = not is_first and (self._at_begin is None or newest > self._at_begin)
             self._record.newest(newest, is_new=is_new)
         self._newest, self._persisted = newest, persisted
-        known = newest or persisted
-        is_same = before is not None and known == _named(before)
-        skipped = stats.get("skipped")
-        self._state = CheckpointState(
-            step=None if known is None else known.step,
-            epoch=None if known is None else known.epoch,
-            since_ns=before.since_ns if before and is_same else _now(known, self._clock),
-            tier=None if known is None else ("memory" if newest is not None else "persistent"),
-            persisted_step=None if persisted is None else persisted.step,
-            committed=whole(stats.get("committed")) or 0,
-            skipped=_counts(skipped) if isinstance(skipped, Mapping) else {},
-            copies=1 + _length(stats.get("holders")) - _length(stats.get("holders_gone")),
-            is_used=self._is_shared,
-        )
+        if self._begun is not None and newest is not None:
+            epoch = whole(stats.get("epoch"))
+            saved = epoch if epoch == newest.epoch else self._begun.epoch
+            self._begun = replace(self._begun, epoch=saved, newest=newest)
+        now_ns, is_used = self._clock.mono_ns(), self._is_shared
+        self._state = held_by_it(self._state, stats, newest, persisted, now_ns, is_used=is_used)
 
     def _lost(self, what: str, error: KeeperError) -> None:
-        """Give the keeper up; the next generation gets another."""
+        """Give the keeper up; another one takes its place."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.tie.close()
+        if self._begun is not None and self._begun.lost_s is None:
+            self._begun = replace(self._begun, lost_s=self._now_s())
         if self._agreement is not None:
             self._agreement.lost()
-        if self._state is not None:
-            before = self._state
-            self._state = CheckpointState(
-                persisted_step=before.persisted_step,
-                committed=before.committed,
-                skipped=before.skipped,
-                is_alive=False,
-            )
+        self._state = held_by_none(self._state)
         self._newest = self._at_begin = None
         self._record.failed(what, error)
-
-
-def _named(state: CheckpointState) -> StateId | None:
-    if state.step is None or state.epoch is None:
-        return None
-    return StateId(state.epoch, state.step)
-
-
-def _now(known: StateId | None, clock: Clock) -> int | None:
-    return None if known is None else clock.mono_ns()
-
-
-def _length(found: object) -> int:
-    return len(found) if isinstance(found, list) else 0
-
-
-def _counts(found: Mapping[Any, Any]) -> dict[str, int]:
-    return {str(k)[:40]: n for k, v in list(found.items())[:16] if (n := whole(v)) is not None}

@@ -8,7 +8,7 @@ does not answer delays commits, and nothing else.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuops.agent.checkpoint_news import whole
@@ -86,6 +86,7 @@ class Agreement:
         self.is_led = is_led
         self._look_up = _Survey(survey)
         self._now: _Generation | None = None
+        self._before: tuple[_Generation | None, int | None] = (None, None)
         self._said: Json | None = None
         self._mark = Watermark()
         self._found: Restore | None = None
@@ -151,7 +152,36 @@ class Agreement:
 
     def lost(self) -> None:
         """Forget the keeper, which is gone: nothing is said of its states any more."""
+        self._before = (self._now or self._before[0], self._port or self._before[1])
         self._now = self._said = self._port = None
+
+    def found_again(self) -> None:
+        """Go on with the keeper that was given up: it answers again."""
+        self._now, self._port = self._before
+
+    def begin_again(self, tie: PeerTie, roster: Roster, epoch: int | None) -> bool:
+        """Do as `begin` with a keeper in place of one that died under these workers.
+
+        *epoch*: of the states that they have saved, None where they may still ask what to load.
+
+        Raises:
+            KeeperError: The keeper does not answer.
+        """
+        me, (left, port) = self._place.me, self._before
+        if port is not None:
+            # The others look for this node there for as long as they run.
+            self._port = tie.serve_peers(
+                me.address, node=me.node, token=self._place.token, job=self._place.job, port=port
+            )
+        if epoch is None:
+            return self.begin(tie, roster)
+        notes = notes_of(roster)
+        if notes is not None and notes.is_kept:
+            tie.replicate(*self._copies(roster, notes))
+        tie.take_over(epoch)
+        if left is not None:
+            self._now = replace(left, is_chosen=True, committed=None, aimed=None, seal_looks=0)
+        return True
 
     def begin(self, tie: PeerTie, roster: Roster) -> bool:
         """Prepare the keeper for the workers of *roster*; say whether they are to save.
@@ -160,6 +190,7 @@ class Agreement:
             KeeperError: The keeper does not answer.
         """
         self._now = self._said = self._found = None
+        self._before = (None, None)
         self.must_persist = False
         notes, is_alone = notes_of(roster), len(roster.members) == 1
         if notes is None or not notes.is_kept:

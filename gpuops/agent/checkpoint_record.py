@@ -64,16 +64,24 @@ class CheckpointRecord:
         self._warned: dict[str, str] = {}  # of which trouble last
         self._repeats: Counter[str] = Counter()
 
-    def began(self, started: Started, newest: StateId | None) -> None:
+    def began(
+        self, started: Started, newest: StateId | None, *, lost: StateId | None = None
+    ) -> None:
         """Record that there is a keeper; a user hears of one that was adopted with a state."""
         payload = {
             "adopted": started.adopted,
             "pid": started.pid,
             "step": None if newest is None else newest.step,
             "epoch": None if newest is None else newest.epoch,
+            "lost_step": None if lost is None else lost.step,
         }
         self._chronicle.checkpoint("checkpoint.keeper", payload)
-        if started.adopted and newest is not None:
+        if lost is not None and newest is None:
+            self._say(
+                f"the keeper of the checkpoints died, and with it the state of step {lost.step} "
+                "in memory; another one has begun, and the next state is saved as ever"
+            )
+        if started.adopted and newest is not None and lost is None:
             self._say_news(
                 f"found the checkpoint of step {newest.step} in memory, of an agent of this job "
                 "that was killed: the workers go on from there"

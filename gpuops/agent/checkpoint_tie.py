@@ -36,8 +36,8 @@ class Progress:
 class PeerTie(Protocol):
     """What an agent asks of a keeper that works with others; KeeperError where it is gone."""
 
-    def serve_peers(self, address: str, *, node: str, token: str, job: str) -> int:
-        """Let other keepers in at *address*; return the port."""
+    def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
+        """Let other keepers in at *address*, at *port* where that can be; return the port."""
         ...
 
     def inventory(self) -> Sequence[Copy]:
@@ -58,6 +58,10 @@ class PeerTie(Protocol):
         roots: Mapping[Shard, str],
     ) -> None:
         """Have the ranks go on from *state*."""
+        ...
+
+    def take_over(self, epoch: int) -> None:
+        """Let ranks that run already save states of *epoch*."""
         ...
 
     def progress(self) -> Progress:

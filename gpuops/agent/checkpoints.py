@@ -74,8 +74,10 @@ class Started:
 class KeeperRecord(Protocol):
     """Who writes down what a keeper tells; called by one thread at a time."""
 
-    def began(self, started: Started, newest: StateId | None) -> None:
-        """Hear that there is a keeper now, and what it holds."""
+    def began(
+        self, started: Started, newest: StateId | None, *, lost: StateId | None = None
+    ) -> None:
+        """Hear that there is a keeper now, what it holds, and what one that died had held."""
         ...
 
     def heard(self, events: Sequence[KeeperEvent]) -> None:
@@ -132,7 +134,7 @@ class Checkpoints(Protocol):
         ...
 
     def look(self) -> None:
-        """Take in what there is to hear; waits a second at most."""
+        """Take in what there is to hear; waits for less than a second."""
         ...
 
     def state(self) -> CheckpointState | None:

@@ -56,8 +56,8 @@ class LinkedKeeper:
             why=done.why or None,
         )
 
-    def serve_peers(self, address: str, *, node: str, token: str, job: str) -> int:
-        return self._link.serve_peers(address, node=node, token=token, job=job)
+    def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
+        return self._link.serve_peers(address, node=node, token=token, job=job, port=port)
 
     def inventory(self) -> Sequence[Copy]:
         return self._link.inventory()
@@ -76,6 +76,9 @@ class LinkedKeeper:
     ) -> None:
         peers = {s: [KeeperPeer(*one) for one in of_shard] for s, of_shard in sources.items()}
         self._link.choose(state, epoch, peers, why, roots=roots)
+
+    def take_over(self, epoch: int) -> None:
+        self._link.take_over(epoch)
 
     def progress(self) -> Progress:
         found = self._link.progress()

@@ -74,7 +74,7 @@ def _checkpoint(kept: CheckpointView) -> str:
     if kept.skipped:
         parts.append(f"{kept.skipped} skipped")
     if kept.keeper == "gone":
-        parts.append("its keeper is gone: nothing is saved until the next restart")
+        parts.append("its keeper is gone: nothing is saved until another one has begun")
     return f"checkpoint  {'; '.join(parts)}" if parts else ""
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -220,25 +221,39 @@ def test_a_drain_persists_the_newest_state_and_the_next_job_goes_on_from_it(tmp_
     assert sorted(second.loads()) == [(0, last, "persistent"), (1, last, "persistent")]
 
 
-def test_a_keeper_that_dies_stops_nobody_and_the_next_generation_has_another(tmp_path):
+def test_a_keeper_that_dies_is_followed_by_another_while_the_workers_train(tmp_path, undisturbed):
     with Training(tmp_path, "--pause=0.2") as run:
-        run.wait_for_step(4)
+        run.wait_for_step(2)
+        port = run.state()["http_port"]
+
+        def kept():
+            assert run.process.poll() is None, run.said()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=10) as answer:
+                return (json.load(answer)["checkpoint"] or {}).get("step") or 0
+
+        wait_until(kept, LIMIT_S, what="a state that the agent knows of")
         first = run.keeper()
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: run.payloads("tool.failed"), what="the word of it")
-        run.wait_for_step(10)
+        died_at = max(x.number for x in run.lines() if x.what == "step")
+        wait_until(lambda: kept() > died_at + 1, LIMIT_S, what="a state that another keeper has")
+        (second,) = run.keepers()
+        # Nobody was restarted for it.
+        assert {x.generation for x in run.lines()} == {0}
         os.kill(run.pid_of(1), signal.SIGKILL)
-        run.wait_for_step(3, generation=1)
-        second = run.keeper()
-        assert second != first
-        run.wait_for_step(5, generation=1)
-        os.kill(run.pid_of(1, generation=1), signal.SIGKILL)
         run.finished()
 
+    assert second != first
+    assert_whole(run, undisturbed)
+    assert_nothing_left(run)
+    assert {(rank, step > died_at, tier) for rank, step, tier in run.loads()} == {
+        (0, True, "memory"),
+        (1, True, "memory"),
+    }
+    began = run.payloads("checkpoint.keeper")
+    assert [p["pid"] for p in began] == [first, second]
+    assert 0 < began[1]["lost_step"] <= died_at + 1
     assert "keeper" in run.payloads("tool.failed")[0]["what"]
-    assert {step >= 4 for _, step, _ in run.loads()} == {True}
-    assert {tier for _, _, tier in run.loads()} == {"memory"}
-    assert [p["pid"] for p in run.payloads("checkpoint.keeper")] == [first, second]
+    assert f"the state of step {began[1]['lost_step']} in memory" in run.said()
 
 
 def test_a_state_after_which_the_job_fails_twice_is_passed_over(tmp_path, undisturbed):

@@ -15,6 +15,10 @@ class FakeKeeper:
         self.directory = "/ckpt"
         self.told = []
         self.begun = []  # of each generation: number, nodes, excluded step
+        self.epoch = None  # of what is saved now
+        self.taken_over = []
+        self.answers = threading.Event()
+        self.answers.set()
         self.is_alive = True
         self.has_ended = False
         self.ties = []
@@ -66,13 +70,18 @@ class FakeTie:
         self._check()
         self._keeper.begun.append((generation, n_nodes, excluded_step))
 
+    def take_over(self, epoch):
+        self._check().taken_over.append(epoch)
+
     def stats(self):
         keeper = self._check()
+        assert keeper.answers.wait(30)
         newest = keeper.committed[-1] if keeper.committed else None
         return {
             "newest": newest and [newest.epoch, newest.step],
             "persisted": keeper.persisted and [keeper.persisted.epoch, keeper.persisted.step],
             "committed": len(keeper.committed),
+            "epoch": keeper.epoch,
             "skipped": keeper.skipped,
         }
 
@@ -117,14 +126,16 @@ class Heard:
 
     def __init__(self):
         self.adopted = []
+        self.lost = []
         self.events = []
         self.states = []
         self.failures = []
         self.flushes = []
         self.overs = 0
 
-    def began(self, started, newest):
+    def began(self, started, newest, *, lost=None):
         self.adopted.append((started.adopted, newest))
+        self.lost.append(lost)
 
     def heard(self, events):
         self.events += events

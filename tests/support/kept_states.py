@@ -42,12 +42,13 @@ class Keeper:
         self.persist_due = False
         self.writing = []
         self.parts = []
+        self.is_behind_to = -1  # states up to this step were held by one that died
 
     # What its agent asks.
 
-    def serve_peers(self, address, *, node, token, job):
+    def serve_peers(self, address, *, node, token, job, port=0):
         self._check()
-        return 7000
+        return port or 7000
 
     def inventory(self):
         self._check()
@@ -73,6 +74,13 @@ class Keeper:
         if state is not None:
             self.world.restored(self, state, sources, roots)
         self.gate.resume(state, epoch)
+        self.arenas += 1
+        self.gate.register(0, self.arenas, range(2))
+
+    def take_over(self, epoch):
+        self._check()
+        self.chosen = (self.world.restores[max(self.world.restores)][0], epoch, {})
+        self.gate.resume(None, epoch)
         self.arenas += 1
         self.gate.register(0, self.arenas, range(2))
 
@@ -269,6 +277,17 @@ class SavingWorld(World):
         player.is_dead = True
         player.keeper.is_alive = False
 
+    def replace_keeper(self, player):
+        """End a node's keeper under its workers, and start another one in its place."""
+        before, roster = player.keeper, player.leader.roster
+        before.is_alive = False
+        player.agreement.lost()
+        player.keeper = keeper = Keeper(self, player.node)
+        keeper.begin(before.shard)
+        keeper.is_behind_to = self.step
+        assert player.agreement.begin_again(keeper, roster, before.chosen[1])
+        keeper.ranks = before.ranks
+
     def seated(self):
         """Return those that train."""
         return [p for p in self.players if p.running is not None and not p.is_dead]
@@ -327,7 +346,8 @@ class SavingWorld(World):
             self.committed.append(mark.committed)
             for player in self.seated():
                 keeper = player.keeper
-                if keeper.chosen and keeper.chosen[1] == mark.committed.epoch:
+                is_had = mark.committed.step > keeper.is_behind_to
+                if keeper.chosen and keeper.chosen[1] == mark.committed.epoch and is_had:
                     assert mark.committed in keeper.gate.whole(), (player.node, mark)
         assert mark.committed not in mark.dropped
         chosen = {}

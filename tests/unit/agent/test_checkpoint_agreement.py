@@ -52,6 +52,22 @@ def test_one_node_that_goes_on_alone_has_what_the_lost_one_had():
     assert world.players[1].keeper.chosen[0] >= last
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_keeper_in_place_of_one_that_died_saves_with_the_others(seed):
+    world = started(3, 3, 3, seed=seed)
+    world.pass_time(20)
+    epoch, before = world.committed[-1].epoch, len(world.committed)
+
+    world.replace_keeper(world.players[seed % 3])
+    world.run_until(lambda w: len(w.committed) >= before + 3, 60)
+
+    assert {state.epoch for state in world.committed} == {epoch}
+    last = world.committed[-1]
+    world.players[(seed + 1) % 3].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(1, 3) and 1 in w.restores)
+    assert world.restores[1][0] >= last
+
+
 RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}
 
 

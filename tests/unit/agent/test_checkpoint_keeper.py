@@ -1,6 +1,7 @@
 """A keeper that is started, adopted, listened to, lost and ended; training never waits long."""
 
 import threading
+import time
 
 import pytest
 from support.keepers import FakeKeeper, Heard
@@ -10,6 +11,7 @@ from gpuops.agent.checkpoint_keeper import Keeping, Times
 from gpuops.agent.checkpoints import Flushed, NoCheckpoints
 from gpuops.checkpoint.states import KeeperError, StateId
 from gpuops.host.clock import FakeClock
+from gpuops.units import NS_PER_S
 
 NEVER_S = 3600.0
 
@@ -149,6 +151,90 @@ def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_gener
     assert second.begun == [(1, 1, None)]
     assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
     assert bench.keeping.state().is_alive
+
+
+def test_a_keeper_that_dies_under_its_workers_is_followed_by_one_that_takes_over():
+    first, second = FakeKeeper(), FakeKeeper()
+    bench = Bench(first, second)
+    bench.keeping.begin(4, 1, 40)
+    first.epoch = 2
+    first.commit(9, epoch=2)
+    bench.keeping.tend()
+    first.kill()
+    bench.keeping.tend()
+
+    assert second.begun == [(4, 1, 40)]
+    assert second.taken_over == [2]
+    assert bench.heard.lost == [None, StateId(2, 9)]
+    assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
+    second.epoch = 2
+    second.commit(10, epoch=2)
+    bench.keeping.tend()
+    assert bench.heard.states == [(9, True), (10, True)]
+
+
+def test_while_ranks_may_still_ask_what_to_load_another_keeper_begins_as_the_first_did():
+    first, second = FakeKeeper(), FakeKeeper()
+    first.commit(5)  # of a former generation
+    bench = Bench(first, second)
+    bench.keeping.begin(1, 1, None)
+    first.epoch = 1
+    bench.keeping.tend()
+    first.kill()
+    bench.keeping.tend()
+
+    assert (second.begun, second.taken_over) == ([(1, 1, None)], [])
+
+
+def test_keepers_that_die_again_and_again_are_given_up_for_a_while():
+    bench = Bench(*(FakeKeeper() for _ in range(9)))
+    bench.keeping.begin(0, 1, None)
+    found = []
+    for _ in range(700):
+        bench.keeper.kill()
+        bench.keeping.tend()
+        if bench.keeping.state().is_alive:
+            found.append(round(bench.clock.mono_ns() / NS_PER_S))
+        bench.clock.advance(1.0)
+
+    start = found[0]
+    assert [at - start for at in found[:4]] == [0, 11, 72, 600]  # seen a second later
+    bench.keeping.begin(1, 1, None)  # a new generation has one whatever was
+    assert bench.keeping.state().is_alive
+
+
+def test_a_keeper_that_only_took_its_time_goes_on_where_it_was():
+    keeper = FakeKeeper()
+    heard, is_adopted = Heard(), iter([False, True])
+    clock = FakeClock()
+    keeping = Keeping(lambda: keeper.started(adopted=next(is_adopted)), heard, clock)
+    keeping.begin(0, 1, None)
+    keeper.commit(3)
+    keeping.tend()
+    keeper.ties[0].close()  # as a line is closed on which no answer came
+    keeping.tend()
+
+    assert keeper.begun == [(0, 1, None)]
+    assert keeping.state().step == 3
+    assert keeping.state().is_alive
+
+
+def test_who_looks_does_not_wait_for_a_keeper_that_does_not_answer():
+    bench = Bench(times=Times(every_s=NEVER_S, ready_s=5.0))
+    bench.keeping.open()
+    wait_until(lambda: bench.heard.adopted, what="the start")
+    bench.keeper.commit(5)
+    bench.keeping.look()
+    assert bench.keeping.state().step == 5
+    bench.keeper.answers.clear()
+    bench.keeper.commit(6)
+    began_s = time.monotonic()
+    bench.keeping.look()
+    assert time.monotonic() - began_s < 5.0  # it would be given up after 30
+    assert bench.keeping.state().step == 5
+    bench.keeper.answers.set()
+    wait_until(lambda: bench.keeping.state().step == 6, what="the answer")
+    bench.keeping.end(0)
 
 
 def test_one_that_dies_unnoticed_is_replaced_in_the_same_breath():

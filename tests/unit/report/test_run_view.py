@@ -324,7 +324,7 @@ def test_a_keeper_that_is_gone_is_said():
     board = a_board(FakeClock())
     beats_of(board, n1=kept(), n2=CheckpointState(is_alive=False))
 
-    assert "nothing is saved until the next restart" in shown(ask_board(board))
+    assert "nothing is saved until another one has begun" in shown(ask_board(board))
 
 
 def test_a_run_whose_script_saves_nothing_has_no_line_of_it():

@@ -79,12 +79,13 @@ class Node:
         self.step = 0  # reached since the last offer
         self.kills, self.untold = [], []
         path = Path(mortal_ranks.__file__)
+        places = [str(path.parents[1]), os.environ.get("PYTHONPATH", "")]
         self._nursery = subprocess.Popen(
             [sys.executable, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(path.parents[1])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
         )
         assert json.loads(self._nursery.stdout.readline()) == "ready"
 

@@ -1,8 +1,8 @@
 """Write the image of a shard to a file: at the disk's rate, and hashed on the way.
 
-The bytes go from the mapping of the image to the file without a copy in between, a chunk at a time.
+The bytes go from the mapping of the image to the disk without a copy in between, a chunk at a time.
 Each chunk is hashed after it was written: had anything changed the image meanwhile, the hash would
-show it. Writing back is begun with each chunk, so that the disk works while the rest is copied.
+show it.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 
 from gpuops.checkpoint.digest import Digester, chunk_is_good
-from gpuops.checkpoint.directory_files import write_all
+from gpuops.checkpoint.direct_write import DirectWriter
 from gpuops.checkpoint.image import HEADER_BYTES_MAX, read_layout
 from gpuops.checkpoint.state_store import Pace, unpaced
 from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest, Shard
@@ -26,12 +26,11 @@ def write_image(source_fd: int, target_fd: int, digest: Digest, *, pace: Pace = 
         OSError: It cannot be written, or *source_fd* not be read.
     """
     hashing = Digester()
+    target = DirectWriter(target_fd)
     with image_chunks(source_fd, digest.nbytes) as chunks:
-        for at, chunk in chunks:
+        for _, chunk in chunks:
             pace(len(chunk))
-            write_all(target_fd, chunk)
-            # On a file with dirty pages this starts their writing and waits for nothing.
-            os.posix_fadvise(target_fd, at, len(chunk), os.POSIX_FADV_DONTNEED)
+            target.write(chunk)
             hashing.update(chunk)
     require_same(hashing.finish(), digest)
     os.fsync(target_fd)

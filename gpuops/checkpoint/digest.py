@@ -5,6 +5,7 @@ and the table. xxh3 runs at the rate of memory and lets other threads run meanwh
 defence against bytes made to collide, only against bytes that changed.
 """
 
+from collections.abc import Iterable
 from typing import Self
 
 import xxhash
@@ -74,13 +75,30 @@ def verify(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) 
     Raises:
         CorruptError: *view* has another length than *digest*, or the digest itself changed.
     """
+    check_whole(view, digest, chunk_bytes=chunk_bytes)
+    numbers = range(n_chunks_of(view.nbytes, chunk_bytes=chunk_bytes))
+    return bad_chunks(view, digest, numbers, chunk_bytes=chunk_bytes)
+
+
+def check_whole(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Say nothing where *digest* agrees with itself and is of as many bytes as *view* has.
+
+    Raises:
+        CorruptError: It is not.
+    """
     check_digest(digest, chunk_bytes=chunk_bytes)
+    if view.nbytes != digest.nbytes:
+        raise CorruptError(f"there are {view.nbytes} bytes, but {digest.nbytes} were saved")
+
+
+def bad_chunks(
+    view: memoryview, digest: Digest, numbers: Iterable[int], *, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[int, ...]:
+    """Return those of the chunks *numbers* (from 0) of *view* that changed; see `check_whole`."""
     with _flat(view) as flat:
-        if len(flat) != digest.nbytes:
-            raise CorruptError(f"there are {len(flat)} bytes, but {digest.nbytes} were saved")
         return tuple(
             number
-            for number in range(n_chunks_of(len(flat), chunk_bytes=chunk_bytes))
+            for number in numbers
             if not chunk_is_good(
                 flat[number * chunk_bytes : (number + 1) * chunk_bytes], digest, number
             )

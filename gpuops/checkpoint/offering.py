@@ -7,10 +7,10 @@ is passed over, and the offer says why.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gpuops.checkpoint.arena import SlotMemory
-from gpuops.checkpoint.digest import chunk_is_good, n_chunks_of, verify
+from gpuops.checkpoint.digest import bad_chunks, check_whole, chunk_is_good, n_chunks_of
 from gpuops.checkpoint.manifest import Manifest
 from gpuops.checkpoint.node_memory import Held
 from gpuops.checkpoint.state_store import CheckpointStore, Stored
@@ -18,16 +18,17 @@ from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, State
 
 WHY_MAX = 16
 _WHY_CHARS_MAX = 300
+_AT_ONCE_CHUNKS = 4  # that one thread reads before it takes the next
 
 Source = SlotMemory | Path
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 class Run(Protocol):
     """Calls a function for each of several things, perhaps several at a time."""
 
-    def __call__(
-        self, function: Callable[[Shard], "Source | str"], shards: Iterable[Shard], /
-    ) -> Iterator["Source | str"]: ...
+    def __call__(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]: ...
 
 
 class Closing(Protocol):
@@ -188,6 +189,7 @@ class _Candidate:
     peers: PeerCopies | None = None
     fetched: list[Closing] = field(default_factory=list)
     from_peers: set[Shard] = field(default_factory=set)
+    bad: dict[Shard, str] = field(default_factory=dict)
 
     def look(self, shards: frozenset[Shard] | None, run: Run) -> Chosen | None:
         """Return the state with a source for each of its shards, None where one has none."""
@@ -208,6 +210,7 @@ class _Candidate:
                 f"{missing[0].rank} is neither {where}"
             )
             return None
+        self.bad = _bad_of({s: self.memory[s] for s in order if s in self.memory}, run)
         found = dict(zip(order, run(self._source, order), strict=True))
         sources: dict[Shard, Source] = {}
         for shard, source in found.items():
@@ -254,7 +257,7 @@ class _Candidate:
         why = "memory does not hold it"
         held = self.memory.get(shard)
         if held is not None:
-            why = _why_bad(held)
+            why = self.bad.get(shard, "")
             if not why:
                 return held.memory
             self._blame(shard, Tier.MEMORY, why)
@@ -300,16 +303,38 @@ class _Candidate:
             self.choice.note(f"{self.state}, rank {shard.rank}, in memory: {why}")
 
 
-def _why_bad(held: Held) -> str:
-    """Return "" where the copy in memory is what was sealed."""
-    try:
-        bad: Sequence[int] = verify(held.memory.view, held.copy.digest)
-    except CorruptError as exc:
-        return str(exc)
-    if not bad:
-        return ""
-    total = n_chunks_of(held.memory.nbytes)
-    return f"it is corrupt in {len(bad)} of {total} pieces, the first is piece {bad[0]}"
+def _bad_of(memory: Mapping[Shard, Held], run: Run) -> dict[Shard, str]:
+    """Return why those copies that are not what was sealed are not.
+
+    The chunks of all shards are read by as many threads as *run* has.
+    """
+    bad: dict[Shard, str] = {}
+    pieces: list[tuple[Shard, range]] = []
+    for shard, held in memory.items():
+        try:
+            check_whole(held.memory.view, held.copy.digest)
+        except CorruptError as exc:
+            bad[shard] = str(exc)
+            continue
+        numbers = range(n_chunks_of(held.memory.nbytes))
+        cuts = range(0, len(numbers), _AT_ONCE_CHUNKS)
+        pieces += [(shard, numbers[at : at + _AT_ONCE_CHUNKS]) for at in cuts]
+
+    def look(piece: tuple[Shard, range]) -> Sequence[int]:
+        held = memory[piece[0]]
+        return bad_chunks(held.memory.view, held.copy.digest, piece[1])
+
+    found: dict[Shard, list[int]] = {}
+    for (shard, _), numbers_bad in zip(pieces, run(look, pieces), strict=True):
+        found.setdefault(shard, []).extend(numbers_bad)
+    for shard, numbers_bad in found.items():
+        if numbers_bad:
+            total = n_chunks_of(memory[shard].memory.nbytes)
+            bad[shard] = (
+                f"it is corrupt in {len(numbers_bad)} of {total} pieces, the first is piece "
+                f"{numbers_bad[0]}"
+            )
+    return bad
 
 
 def _verify_chunks(store: CheckpointStore, manifest: Manifest, shard: Shard) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.worker.checkpointer.filling import n_threads_of
 from gpuops.worker.checkpointer.part import Finish, Part
 from gpuops.worker.checkpointer.place import Place, check_agreed, is_group
 from gpuops.worker.checkpointer.rng import reseed, write_rng
@@ -81,7 +82,7 @@ def _load(
         _log.warning(
             "the checkpoint also has %s, which was not given and is not loaded", ", ".join(ignored)
         )
-    nbytes = saved.load()
+    nbytes = saved.load(n_threads_of(place.local_world))
     for part, finish in zip(parts, finishes, strict=True):
         _finished(part, finish)
     if saved.is_own:

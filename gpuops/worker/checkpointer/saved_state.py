@@ -6,7 +6,7 @@ world or the placements changed, tensors are put together out of all images, and
 sharded the lowest rank's counts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, TensorSpec, read_extra, read_layout
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
 from gpuops.worker.checkpointer.capture import FORMAT
+from gpuops.worker.checkpointer.filling import fill
 from gpuops.worker.checkpointer.part import shape_of
 from gpuops.worker.checkpointer.pieces import Piece, distinct
 from gpuops.worker.checkpointer.tensors import NAMES, Places, carried, check, is_dtensor, local_of
@@ -95,8 +96,8 @@ class SavedState:
         self._wants.append((name, target))
 
     @torch.no_grad()
-    def load(self) -> int:
-        """Fill all that is wanted; return how many bytes were written.
+    def load(self, n_threads: int) -> int:
+        """Fill all that is wanted, with so many threads; return how many bytes were written.
 
         Raises:
             CheckpointError: The parts of a tensor do not make up the whole; nothing is known then
@@ -125,7 +126,7 @@ class SavedState:
             from gpuops.worker.checkpointer.resharding import load_resharded
 
             load_resharded(spread, {name: self._pieces(name) for name in spread})
-        _copy([target for target, _ in straight], [source for _, source in straight])
+        fill([a for a, _ in straight], [b for _, b in straight], n_threads)
         return nbytes
 
     def _find(self, name: str) -> Piece | None:
@@ -185,22 +186,3 @@ def _is_same(wanted: TensorSpec, saved: TensorSpec) -> bool:
         and wanted.offsets == saved.offsets
         and wanted.global_shape == saved.global_shape
     )
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    pairs = [_without_repeats(a, b) for a, b in zip(targets, sources, strict=True)]
-    if pairs:
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-
-
-def _without_repeats(
-    target: torch.Tensor, source: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both without the dimensions that *target* merely repeats (an expanded tensor)."""
-    repeats = any(
-        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
-    )
-    if not repeats:
-        return target, source
-    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
-    return target[once], source[once]

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpuops.worker.checkpointer.place import Place, is_group, least
 
 N_TRIES = 64
 _CODE_MAX = 2**63 - 1
+_LARGE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,23 @@ class _Mapped:
 
 
 def _close_all(opened: list[SlotMemory | _Mapped]) -> None:
+    """Let go of all of *opened*; large memory is unmapped while the training begins."""
+    large = [
+        each for each in opened if isinstance(each, SlotMemory) and each.nbytes >= _LARGE_BYTES
+    ]
     for each in opened:
-        each.close()
+        if each not in large:
+            each.close()
     opened.clear()
+    if large:
+        threading.Thread(target=_unmap, args=(large,), name="gpuops-unmap", daemon=True).start()
+
+
+def _unmap(memories: list[SlotMemory]) -> None:
+    while memories:
+        memory = memories.pop()
+        memory.unmap()
+        memory.close()
 
 
 def _code(state: StateId) -> int:

@@ -395,6 +395,18 @@ def test_closing_unmaps_at_once_where_nothing_refers_to_it():
     assert open_fds() == before
 
 
+def test_what_is_unmapped_bit_by_bit_is_still_there_for_who_reads_it():
+    nbytes = 2 * arena._UNMAP_BYTES + 5
+    with SlotMemory.create("unmapped", nbytes) as slot:
+        slot.view[-3:] = b"end"
+        with SlotMemory.attach(os.dup(slot.fd), writable=False) as reader:
+            view = reader.view
+            assert view[-3:] == b"end"
+            reader.unmap()
+            assert view[-3:] == b"end"
+        reader.unmap()
+
+
 def test_slots_that_are_dropped_or_closed_leave_no_descriptor():
     before = open_fds()
     for _ in range(50):

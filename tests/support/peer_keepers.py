@@ -95,16 +95,22 @@ class Node:
         self.process.kill()
 
 
-def seat(nodes, generation, world, state=None, epoch=0, sources=None, **kwargs):
-    """Start the ranks of *nodes*, each a part of *world*, each the holder of the node before it."""
+def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=None, **kwargs):
+    """Start the ranks of *nodes*, each a part of *world*; holders are as *placed* says.
+
+    Without, each is the holder of the node before it.
+    """
     n_here = world // len(nodes)
     posts = {node: list(range(n * n_here, (n + 1) * n_here)) for n, node in enumerate(nodes)}
     for node in nodes:
         node.begin(generation, len(nodes))
     for n, node in enumerate(nodes):
-        before, after = nodes[n - 1], nodes[(n + 1) % len(nodes)]
-        keep = [Shard(rank, world) for rank in posts[before]] if before is not node else []
-        node.agent.replicate([after.peer] if after is not node else [], keep)
+        before, after = [nodes[n - 1]], [nodes[(n + 1) % len(nodes)]]
+        if placed is not None:
+            before = [other for other in nodes if other.name in placed.held_by(node.name)]
+            after = [other for other in nodes if other.name in placed.holders(node.name)]
+        keep = [Shard(rank, world) for o in before if o is not node for rank in posts[o]]
+        node.agent.replicate([other.peer for other in after if other is not node], keep)
     for node in nodes:
         node.agent.choose(state, epoch, (sources or {}).get(node))
     for node in nodes:

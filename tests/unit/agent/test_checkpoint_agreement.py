@@ -6,6 +6,8 @@ import pytest
 from support.agreement import World
 from support.kept_states import NOTHING, SavingWorld, newest
 
+from gpuops.agent.checkpoint_witness import notes_of
+from gpuops.checkpoint.placement import moves
 from gpuops.incident.decision import ReportKind, Terms
 
 
@@ -94,6 +96,25 @@ def test_what_cannot_be_kept_apart_is_said_once():
 
     (said,) = world.said
     assert "all 3 nodes are in one failure domain" in said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_only_who_shared_copies_with_a_lost_node_gets_others(seed):
+    world = started(4, 4, 5, seed=seed)
+    world.pass_time(20)
+    survivors = [world.players[n] for n in (0, 2, 3)]
+    shards = {player.node: player.keeper.shard for player in survivors}
+    before = notes_of(survivors[0].leader.roster).placement
+
+    world.lose(world.players[1])
+    world.run_until(lambda w: w.players[4].running == 1)
+    world.pass_time(5)
+
+    after = notes_of(survivors[0].leader.roster).placement
+    partners = set(before.holders("n1")) - {"n1"}
+    assert {node for pair in moves(before, after) for node in pair} == partners | {"n4"}
+    # Ranks stay where they were: what each node saved and holds is still what it needs.
+    assert {player.node: player.keeper.shard for player in survivors} == shards
 
 
 def test_with_one_copy_only_the_state_of_a_lost_node_is_gone_and_all_begin_anew():

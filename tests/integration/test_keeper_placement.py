@@ -1,0 +1,65 @@
+"""Real keepers of several nodes, placed again after one of them is lost: who sends what to whom."""
+
+import contextlib
+
+import pytest
+from support.keeper_ranks import until
+from support.peer_keepers import Node, commit, save, seat
+
+from gpuops.checkpoint.placement import moves, place, place_again
+from gpuops.checkpoint.states import Shard, StateId, Tier
+
+N_FLOATS = 300_000
+WORLD = 4
+
+
+@pytest.fixture
+def start(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(number):
+            node = Node(tmp_path, f"n{number}", f"127.0.0.{number}")
+            stack.callback(node.close)
+            return node
+
+        yield make
+
+
+def sent_bytes(node):
+    return node.agent.stats()["replica_bytes"]
+
+
+def test_a_lost_holder_is_replaced_and_only_its_partner_sends(start):
+    crew = [start(number) for number in (1, 2, 3, 4)]
+    before = place([node.name for node in crew], 2)
+    assert before.groups == (("n1", "n3"), ("n2", "n4"))
+    seat(crew, 0, WORLD, placed=before, n_floats=N_FLOATS)
+    state = commit(crew, save(crew, 5))
+    for node, both in zip(crew, [(0, 2), (1, 3), (0, 2), (1, 3)], strict=True):
+        assert node.shards_here(state) == [Shard(rank, WORLD) for rank in both]
+    sent = {node: sent_bytes(node) for node in crew}
+    image = sent[crew[0]]
+
+    crew[2].kill()
+    spare = start(5)
+    crew[2] = spare
+    after = place_again(before, [node.name for node in crew])
+    assert set(moves(before, after)) == {("n1", "n5"), ("n5", "n1")}
+    sources = {spare: {Shard(2, WORLD): [crew[0].peer]}}
+    offers = seat(crew, 1, WORLD, state, 1, sources, placed=after, n_floats=N_FLOATS)
+
+    # The partner hands out the lost node's copy, and sends its own; the others send nothing.
+    survivors = [node for node in crew if node is not spare]
+    until(lambda: all(node.is_replicated(state) for node in survivors), what="replicated again")
+    assert [offer.tier for offer in offers] == [Tier.MEMORY] * 2 + [Tier.PEER] + [Tier.MEMORY]
+    assert [event["holder"] for event in spare.heard_of("fetched")] == ["n1"]
+    assert spare.shards_here(state) == [Shard(0, WORLD)]
+    assert {node.name: sent_bytes(node) - sent.get(node, 0) for node in crew} == {
+        "n1": image,
+        "n2": 0,
+        "n4": 0,
+        "n5": 0,
+    }
+    # And the newcomer is a holder as the others are.
+    assert commit(crew, save(crew, 6)) == StateId(1, 6)
+    assert spare.shards_here(StateId(1, 6)) == [Shard(0, WORLD), Shard(2, WORLD)]

@@ -23,6 +23,7 @@ from gpuops.agent.checkpoint_words import FIELD, Stored
 from gpuops.agent.checkpoints import Checkpoints
 from gpuops.agent.collectives import collective_env
 from gpuops.agent.deciding import decider
+from gpuops.agent.detectors import open_detectors
 from gpuops.agent.evidence import EVIDENCE_S
 from gpuops.agent.failure_record import FailureRecord, failures_on_record
 from gpuops.agent.fingerprint import fingerprint
@@ -143,7 +144,7 @@ def assemble(
         failure_grace_s=prepared.failure_grace_s,
         cancel_grace_s=prepared.cancel_grace_s,
         drain_grace_s=partial(_drain_grace_s, prepared),
-        sentries=(hang, gpus),
+        sentries=(hang, gpus, open_detectors(prepared.env)),
         hang=hang,
         pace=pace,
         checkpoints=_checkpoints(prepared, met, session, pace, link),

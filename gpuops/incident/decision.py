@@ -30,6 +30,7 @@ class ReportKind(StrEnum):
     WORKERS_FAILED = "workers_failed"
     HANG = "hang"
     GPU_FAULT = "gpu_fault"
+    VERDICT = "verdict"  # of a detector of the site's own
     NODE_LOST = "node_lost"  # filed on the lost node's behalf by who noticed
     GATE_FAILED = "gate_failed"
     START_FAILED = "start_failed"

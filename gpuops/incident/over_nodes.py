@@ -42,6 +42,7 @@ _SAYS = {
     ReportKind.WORKERS_FAILED: "a worker failed on {node}",
     ReportKind.HANG: "workers on {node} made no progress",
     ReportKind.GPU_FAULT: "a GPU of {node} failed",
+    ReportKind.VERDICT: "a detector speaks against {node}",
     ReportKind.NODE_LOST: "node {node} was lost",
     ReportKind.GATE_FAILED: "node {node} did not pass its health check",
     ReportKind.START_FAILED: "the workers could not be started on {node}",

@@ -3,6 +3,8 @@
 What tells one kind of standstill from another has tests of its own; here a whole run meets each.
 """
 
+import os
+
 import pytest
 from support.faulty import FaultyRun, culprits
 
@@ -85,7 +87,57 @@ def test_a_worker_in_the_kernel_on_the_only_node_has_the_job_go_elsewhere(tmp_pa
     assert run.generations() == [0]
 
 
-# Mode 21, the verdict that a rank is slow or computes wrongly: detectors give it, and there are
-# none yet. What is here already is the way in, `Witness` in gpuops.agent.hang_culprits and the
-# sentries of gpuops.agent.sentry, and that supervision alone restarts nothing for a slow rank
-# (test_modes_workers). Their scenario comes with the first detector.
+DETECTORS = """
+import os, time
+from pathlib import Path
+
+def sums(told):
+    steps = Path(os.environ["JOB_DIR"], "steps")
+    while told["node"] == "n1":
+        time.sleep(0.02)
+        if steps.exists() and steps.read_text().count("step 0 ") >= 20:
+            (rank,) = map(int, told["ranks"])
+            yield {"why": "its sums differ", "ranks": [rank], "blames_node": True, "ends": True}
+            return
+
+def chatter(told):
+    while True:
+        yield {"why": [told] * 100, "ends": True}
+
+def broken(told):
+    os.kill(os.getpid(), 11)
+"""
+
+
+def installed(folder):
+    """Install the detectors in *folder*; return the environment that finds them."""
+    metadata = folder / "sums-1.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / "site_sums.py").write_text(DETECTORS)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sums\nVersion: 1\n")
+    names = ("sums", "chatter", "broken")
+    lines = ["[gpuops.detectors]", *(f"{name} = site_sums:{name}" for name in names)]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{folder}:{before}" if before else str(folder)}
+
+
+def test_the_verdict_of_a_detector_takes_a_node_out_whatever_other_detectors_do(tmp_path):
+    """Mode 21: a site's own detector condemns one node of two, in seconds; the other goes on."""
+    words = ("none", "--steps", 60, "--pause", 0.05)
+    options = {"n_nodes": 2, "nproc": 1, "nnodes": "1:2", "env": installed(tmp_path / "site")}
+    with FaultyRun(tmp_path, (), words, **options) as run:
+        run.start()
+        assert run.finish() == {"n0": 0, "n1": 86}, run.said()
+
+    incident = run.incident("site.check")
+    (rank,) = {told["rank"] for told in run.payloads("worker.exited") if told["node"] == "n1"}
+    assert culprits(incident) == {("rank", str(rank)), ("node", "n1")}
+    assert incident["title"] == "a detector speaks against n1: sums: its sums differ"
+    assert incident["actions"] == ["exclude-node", "restart"]
+    assert run.rules() == ["node.excluded"]
+    first = min(line.mono_ns for line in run.lines() if line.generation == 1)
+    twentieth = [x for x in run.lines() if x.what == "step" and x.generation == 0][19]
+    assert (first - twentieth.mono_ns) / 1e9 < 30
+    assert "detector chatter is of no use: a verdict without its `why`" in run.said()
+    assert run.orphans() == set()

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from gpuops.checkpoint.failure_rate import FailureRate
 from gpuops.checkpoint.keeper import Keeper, Policy
 from gpuops.checkpoint.keeper_line import KeeperGoneError
 from gpuops.checkpoint.states import STEP_MAX, CheckpointError, KeeperError
@@ -198,8 +199,9 @@ class Checkpointer:
         ``saved`` and ``skipped`` (by reason) count states; ``stall_s`` is what `step` took for the
         last save, ``stall_median_s`` for a usual one; ``step_s`` the time of a training step;
         ``nbytes`` the size of an image; ``off``: why nothing is saved any more, or None;
-        ``restored``: what `restore` loaded, from where, and in how many seconds; ``keeper``: what
-        the keeper of the node counts.
+        ``failures``: the rate that ``every="auto"`` goes by, and what it is from; ``restored``:
+        what `restore` loaded, from where, and in how many seconds; ``keeper``: what the keeper of
+        the node counts.
         """
         found: dict[str, Any] = {
             "saved": 0,
@@ -213,6 +215,7 @@ class Checkpointer:
             found |= self._saver.counts()
         found["stall_median_s"] = self._cost.stall_s
         found["step_s"] = self._cost.step_s
+        found["failures"] = self._cost.failures.as_dict()
         found["restored"] = self._restored.as_dict() if self._restored else None
         keeper = self._saver.keeper if self._saver is not None and not self._is_closed else None
         if keeper is not None:
@@ -236,7 +239,7 @@ class Checkpointer:
         if self._place is not None:
             return self._place
         self._place = place = find_place(self._env)
-        self._cost = Cost(place.n_nodes)
+        self._cost = Cost(place.n_nodes, FailureRate.told_in(self._env))
         self._schedule = schedule_for(
             self._every,
             self._cost,

@@ -63,6 +63,9 @@ class OwnKeeper:
         try:
             _await_commit(link, step)
             flushed = link.flush(max(end_s - time.monotonic(), 1.0))
+            notice = link.stats().get("notice")
+            if isinstance(notice, str):
+                _log.warning("%s", notice)
             if step is not None and flushed.state is None:
                 raise KeeperError(f"the last state was not persisted: {flushed.why}")
             link.end()

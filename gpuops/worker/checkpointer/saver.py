@@ -214,6 +214,8 @@ class Saver:
             self._skip("the state changed its shape")
             self._adopt(keeper, capture.plan, step)
         else:
+            if answer.notice:
+                self._warn_once(answer.notice)
             self._copy(keeper, answer, capture, overlap=overlap)
 
     def _copy(self, keeper: Keeper, grant: Grant, capture: Capture, *, overlap: bool) -> None:

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from gpuops.agent.checkpoint_news import (
+    ALIKE,
+    APART,
     RESTORED,
     KeeperEvent,
     Tally,
@@ -22,6 +24,7 @@ from gpuops.agent.pace import Pace
 from gpuops.agent.records import LastSave
 from gpuops.checkpoint.states import CheckpointError, StateId
 from gpuops.host.clock import Clock
+from gpuops.model import FailureClass
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
@@ -94,6 +97,7 @@ class CheckpointRecord:
                 self._tally.add(event)
                 continue
             self._chronicle.checkpoint(*single(event))
+            self._replicas(event)
             if event.kind in _TROUBLE:
                 self._trouble(event)
             elif event.kind == "persisted":
@@ -150,6 +154,18 @@ class CheckpointRecord:
         if len(found.tiers) >= self._n_ranks and not self._has_said:
             self._has_said = True
             self._say_news(found.words())
+
+    def _replicas(self, event: KeeperEvent) -> None:
+        """Tell of ranks that differ where they must be equal; training goes on."""
+        if event.differing is not None:
+            found = event.differing
+            self._chronicle.replicas_differ(found)
+            where = f"gpuops runbook {FailureClass.REPLICAS_DIFFER.value}"
+            self._say(f"replicas of the training state differ: {found.words}; {where}")
+        elif event.kind == APART and event.why is not None:
+            self._say(event.why)
+        elif event.kind == ALIKE and event.state is not None and event.ranks is not None:
+            self._chronicle.replicas_alike(event.ranks, event.state.step)
 
     def _trouble(self, event: KeeperEvent) -> None:
         """Warn of what is wrong; of the same again, with each try, only the number is told."""

@@ -222,21 +222,20 @@ class Keeping:
         """Return what is held."""
         return self._state
 
-    def flush(self, within_s: float) -> Flushed | None:
-        """Persist the newest state within *within_s*."""
-        return self._flush(within_s)
-
-    def _flush(self, within_s: float, *, is_told: bool = True) -> Flushed | None:
-        """Persist the newest state; not *is_told*: it is no news that there is no directory."""
+    def flush(self, within_s: float, *, is_told: bool = True) -> Flushed | None:
+        """Persist the newest state; not *is_told*: that there is no directory is no news."""
         began_ns, done = self._clock.mono_ns(), None
         with self._called("persisting the newest checkpoint", within_s) as has_turn:
             if has_turn:
                 self._look()
-            if self._keeper is None or (has_turn and self._newest is None):
-                return done
+            if self._keeper is None:
+                return None
             done = Flushed(why="the keeper did not answer in time")
             if has_turn:
+                # Also where no state is known yet: the last, or only, one may be hashed just now.
                 done = self._flushed(within_s - self._seconds_since(began_ns))
+                if done.newest is None and done.state is None:
+                    return None
             done = replace(done, seconds=self._seconds_since(began_ns), within_s=within_s)
             if is_told or done.has_place:
                 self._record.flushed(done)
@@ -244,11 +243,13 @@ class Keeping:
 
     def _flushed(self, within_s: float) -> Flushed:
         assert self._keeper is not None
-        newest, tie = self._newest, self._keeper.tie
+        tie, began_ns = self._keeper.tie, self._clock.mono_ns()
         if self._agreement is not None and self._agreement.is_on:
-            done = self._persisted_by_all(self._agreement, newest, within_s)
+            done = self._persisted_by_all(self._agreement, within_s)
             if done is not None:
                 return done
+            within_s -= self._seconds_since(began_ns)
+        newest = self._newest
         try:
             done = tie.flush(max(0.0, within_s))
         except KeeperError as exc:
@@ -263,24 +264,29 @@ class Keeping:
     def settle(self, within_s: float) -> None:
         """Wait until what was saved last is committed, and persistent, on all nodes."""
         agreement, began_ns = self._agreement, self._clock.mono_ns()
-        if agreement is None or not agreement.is_on or agreement.said() is None:
+        if agreement is None or not agreement.is_on:
             return
+        with self._called("persisting the newest checkpoint", within_s) as has_turn:
+            if has_turn and self._keeper is not None:
+                self._look()  # what the ranks did last
+                if agreement.said() is not None:
+                    self._persisted_by_all(agreement, within_s - self._seconds_since(began_ns))
+
+    def _await_commit(self, agreement: Agreement, within_s: float) -> None:
+        """Wait for the agreement of all on what the ranks saved last."""
+        began_ns = self._clock.mono_ns()
         while agreement.is_on and agreement.is_led() and agreement.is_uncommitted:
             if self._seconds_since(began_ns) >= min(self._times.uncommitted_s, within_s):
                 break
-            agreement.fetch()
-            self.look()
             self._pause(self._times.hurried_s)
-        with self._called("persisting the newest checkpoint", LOOK_WAIT_S) as has_turn:
-            if has_turn and self._keeper is not None:
-                left_s = within_s - self._seconds_since(began_ns)
-                self._persisted_by_all(agreement, self._newest, left_s)
+            agreement.fetch()
+            self._look()
 
-    def _persisted_by_all(
-        self, agreement: Agreement, newest: StateId | None, within_s: float
-    ) -> Flushed | None:
-        """Have all nodes write *newest*; None where nobody is there to see that all do."""
+    def _persisted_by_all(self, agreement: Agreement, within_s: float) -> Flushed | None:
+        """Have all nodes write the newest state; None where nobody sees to it that all do."""
         began_ns, why = self._clock.mono_ns(), "the other nodes have not written their shards yet"
+        self._await_commit(agreement, within_s)
+        newest = self._newest
         if not agreement.has_directory:
             return Flushed(newest=newest, has_place=False, why="nobody named a directory")
         agreement.must_persist = True
@@ -310,7 +316,7 @@ class Keeping:
         self._stopping.set()
         self._looks.wake()
         if save_s > 0:
-            self._flush(save_s, is_told=False)
+            self.flush(save_s, is_told=False)
         with self._called("ending the keeper", END_S) as has_turn:
             if self._is_over:
                 return
@@ -422,8 +428,8 @@ class Keeping:
             epoch = whole(stats.get("epoch"))
             saved = epoch if epoch == newest.epoch else self._begun.epoch
             self._begun = replace(self._begun, epoch=saved, newest=newest)
-        now_ns, is_used = self._clock.mono_ns(), self._is_shared
-        self._state = held_by_it(self._state, stats, newest, persisted, now_ns, is_used=is_used)
+        now_ns, used = self._clock.mono_ns(), self._is_shared
+        self._state = held_by_it(self._state, stats, newest, persisted, now_ns, is_used=used)
 
     def _lost(self, what: str, error: KeeperError) -> None:
         """Give the keeper up; another one takes its place."""

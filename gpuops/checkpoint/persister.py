@@ -169,7 +169,8 @@ class Persister:
 
     def _failed(self, state: StateId, why: str) -> None:
         self.failure = why[:_FAILURE_CHARS_MAX]
-        self.is_flushing = False
+        # What a flush is for is the newest: that an older one failed is not the answer.
+        self.is_flushing = self.is_flushing and self.memory.gate.newest not in (None, state)
         wait_s = self.schedule.failed(self.clock_s())
         fields = {"state": state_to_json(state), "why": why, "again_s": wait_s}
         self.events.add("persist_failed", **fields)

@@ -297,6 +297,62 @@ def test_a_state_that_nobody_had_heard_of_is_flushed_as_well(bench):
     assert bench.keeping.flush(5.0).state.step == 12
 
 
+def test_the_only_state_that_is_still_hashed_when_the_run_ends_is_persisted(bench):
+    bench.keeping.begin(0, 1, None)
+    tie = bench.keeper.ties[0]
+    flush = tie.flush
+    tie.flush = lambda within_s: bench.keeper.commit(12) or flush(within_s)
+    bench.keeping.end(5.0)
+
+    assert bench.keeper.persisted == StateId(0, 12)
+    assert [done.state.step for done in bench.heard.flushes] == [12]
+
+
+class Agreement:
+    """The agreement with other nodes, which comes about after a few looks at the board."""
+
+    is_on, has_directory, directory, is_waiting = True, True, "/ckpt", False
+
+    def __init__(self, keeper):
+        self.keeper = keeper
+        self.left, self.persisted, self.must_persist = 3, None, False
+        self.has_heard = False
+
+    is_uncommitted = property(lambda self: self.has_heard and self.left > 0)
+
+    def begin(self, _tie, _roster):
+        return True
+
+    def said(self):
+        return {} if self.has_heard else None
+
+    def is_led(self):
+        return True
+
+    def look(self, _tie, _stats):
+        self.has_heard = True
+
+    def fetch(self):
+        self.left -= 1
+        if self.left == 0:
+            self.keeper.commit(12)
+        if self.left < 0 and self.must_persist:
+            self.persisted = self.keeper.committed[-1]
+
+
+@pytest.mark.parametrize("how", ["settle", "flush"])
+def test_at_the_end_what_was_saved_last_is_agreed_on_before_it_is_persisted(how):
+    keeper = FakeKeeper()
+    agreement = Agreement(keeper)
+    bench = Bench(keeper, agreement=agreement, pause=lambda _s: None)
+    bench.keeping.begin(0, 2, None, roster=object())
+    keeper.commit(11)
+    agreement.has_heard = False  # of the last step
+    getattr(bench.keeping, how)(60.0)
+
+    assert agreement.persisted == StateId(0, 12)
+
+
 def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)

@@ -11,6 +11,7 @@ from gpuops.checkpoint.keeper_core import Core
 from gpuops.checkpoint.node_memory import MARGIN_BYTES, NodeMemory
 from gpuops.checkpoint.slots import Granted
 from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId
+from gpuops.checkpoint.stores import open_store as open_any_store
 
 
 class Jobs:
@@ -103,6 +104,27 @@ class Node:
     @property
     def offer(self):
         return self.core.crew.found.offer
+
+
+def test_a_flush_is_for_the_newest_though_an_older_one_could_not_be_written(tmp_path):
+    full = []
+
+    def open_store(place):
+        if full:
+            raise full.pop()
+        return open_any_store(place)
+
+    node = Node(open_store=open_store).start()
+    node.core.set_policy(Policy(directory=str(tmp_path / "states"), persist_every_s=0.0))
+    node.go().save(1)
+    full.append(CheckpointError("the disk is full"))
+    newest = node.save(2)  # while the first is being written
+    assert node.core.persister.schedule.busy_with == StateId(newest.epoch, 1)
+    node.core.persister.is_flushing = True
+    node.jobs.do("persist", 1)
+    node.jobs.do("persist", 1)
+    assert node.core.persister.schedule.last == newest
+    assert not node.core.persister.is_flushing
 
 
 @pytest.fixture

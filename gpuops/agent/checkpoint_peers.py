@@ -50,6 +50,7 @@ class _Generation:
     told: StateId | None = None
     aimed: StateId | None = None
     seal_looks: int = 0
+    differ: set[tuple[str, StateId]] = field(default_factory=set)  # the keeper was told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +262,7 @@ class Agreement:
             asked=progress.asked,
             told=now.told,
             is_due=progress.is_due or self.must_persist,
+            ballots=progress.ballots,
             wants=wants,
             stored=stored,
         )
@@ -284,6 +286,20 @@ class Agreement:
             if state in held:
                 tie.give_up(state)
         self._seal(tie, now, mark, progress)
+        self._tell_differences(tie, now, mark, restore)
+
+    def _tell_differences(
+        self, tie: PeerTie, now: _Generation, mark: Watermark, restore: Restore
+    ) -> None:
+        """Have this node's keeper tell of ranks that differ, where the first of them is here."""
+        me = self._place.me
+        first = now.roster.first_rank(now.roster.group_rank(me.agent) or 0)
+        for told in mark.differ:
+            name, state = (told.key, told.difference.state), told.difference.state
+            is_here = first <= told.teller < first + me.n_workers
+            if state.epoch == restore.epoch and is_here and name not in now.differ:
+                tie.differ(told)
+                now.differ.add(name)
 
     def _seal(self, tie: PeerTie, now: _Generation, mark: Watermark, progress: Progress) -> None:
         sealed = mark.sealed

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from gpuops.checkpoint.states import Copy, Shard, StateId
+from gpuops.checkpoint.vote import Ballot
+from gpuops.checkpoint.vote_words import Told
 
 
 class Peer(NamedTuple):
@@ -31,6 +33,7 @@ class Progress:
     in_flight: StateId | None = None
     asked: int | None = None
     is_due: bool = False
+    ballots: tuple[Ballot, ...] = ()
 
 
 class PeerTie(Protocol):
@@ -82,6 +85,10 @@ class PeerTie(Protocol):
 
     def give_up(self, state: StateId) -> None:
         """Let go of a state that not all nodes will have."""
+        ...
+
+    def differ(self, told: Told) -> None:
+        """Tell of ranks of several nodes, some of them here, that differ."""
         ...
 
     def seal_persisted(self, state: StateId, world: int) -> bool:

@@ -14,6 +14,7 @@ from gpuops.checkpoint.keeper_process import KeeperProcess, start_or_adopt
 from gpuops.checkpoint.states import CheckpointError, Copy, KeeperError, Shard, StateId
 from gpuops.checkpoint.stores import open_store
 from gpuops.checkpoint.transfer_team import Peer as KeeperPeer
+from gpuops.checkpoint.vote_words import Told
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class LinkedKeeper:
             in_flight=found.in_flight,
             asked=None if found.decided is None else found.decided.step,
             is_due=found.is_due,
+            ballots=found.ballots,
         )
 
     def aim(self, step: int) -> None:
@@ -105,6 +107,9 @@ class LinkedKeeper:
 
     def give_up(self, state: StateId) -> None:
         self._link.give_up(state)
+
+    def differ(self, told: Told) -> None:
+        self._link.differ(told)
 
     def seal_persisted(self, state: StateId, world: int) -> bool:
         return _is_taken(lambda: self._link.seal_persisted(state, world))

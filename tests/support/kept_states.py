@@ -12,6 +12,8 @@ from gpuops.agent.checkpoint_witness import CheckpointWitness, watermark_of
 from gpuops.agent.checkpoint_words import FIELD, Stored
 from gpuops.checkpoint.slots import Gate, Granted
 from gpuops.checkpoint.states import Copy, Digest, KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.vote import Ballot
+from gpuops.checkpoint.voting import sketch_of
 from gpuops.control.record import Phase
 from support.agreement import Player, World
 
@@ -42,6 +44,8 @@ class Keeper:
         self.persist_due = False
         self.writing = []
         self.parts = []
+        self.told = []  # of ranks that differ
+        self.flipped_from = None  # the step from which one of its tensors is not as elsewhere
         self.is_behind_to = -1  # states up to this step were held by one that died
 
     # What its agent asks.
@@ -97,7 +101,26 @@ class Keeper:
             in_flight=self.gate.in_flight,
             asked=None if self.gate.decided is None else self.gate.decided.step,
             is_due=self.persist_due,
+            ballots=self._ballots(),
         )
+
+    def _ballots(self):
+        """Return what the rank has of the newest state, of which all others have the same."""
+        state = self.gate.newest
+        if state is None or self.shard is None or self.chosen is None:
+            return ()
+        digests = [b"%08d%08d" % (number, state.step) for number in range(20)]
+        if self.flipped_from is not None and state.step >= self.flipped_from:
+            digests[7] = b"flipped and more"
+        mine = {self.shard.rank: sketch_of(digests)}
+        key = f"of {self.shard.world}"
+        return (
+            Ballot(state=state, key=key, n_ranks=self.shard.world, n_tensors=20, sketches=mine),
+        )
+
+    def differ(self, told):
+        self._check()
+        self.told.append(told)
 
     def aim(self, step):
         self._check()
@@ -287,6 +310,10 @@ class SavingWorld(World):
         keeper.is_behind_to = self.step
         assert player.agreement.begin_again(keeper, roster, before.chosen[1])
         keeper.ranks = before.ranks
+
+    def told(self):
+        """Return what was told of ranks that differ, with the node that was to tell it."""
+        return [(p.node, told) for p in self.players for told in p.keeper.told]
 
     def seated(self):
         """Return those that train."""

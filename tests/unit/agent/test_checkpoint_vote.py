@@ -1,0 +1,185 @@
+"""Ranks of several nodes are compared by whoever leads, and one of their nodes tells of it."""
+
+import random
+
+import pytest
+from support.kept_states import SavingWorld
+
+from gpuops.agent.checkpoint_vote import Polls
+from gpuops.agent.checkpoint_words import Said, Watermark
+from gpuops.checkpoint.states import StateId
+from gpuops.checkpoint.vote import Ballot, Outcome, Sketch
+from gpuops.checkpoint.vote_words import (
+    SKETCHES_MAX,
+    ballots_from,
+    ballots_json,
+    told_from,
+    told_json,
+)
+from gpuops.checkpoint.voting import sketch_of
+from gpuops.incident.decision import ReportKind, Terms
+
+N_TENSORS = 40
+
+
+def state(step, epoch=1):
+    return StateId(epoch, step)
+
+
+def said(step, *ranks, wrong=None, key="k", n_ranks=4):
+    """Return what a node with *ranks* says; *wrong* has the tensors that differ, by rank."""
+    sketches = {}
+    for rank in ranks:
+        digests = [b"%08d%08d" % (step, number) for number in range(N_TENSORS)]
+        for number in (wrong or {}).get(rank, ()):
+            digests[number] = b"%08d%08d" % (number, 777 + rank)
+        sketches[rank] = sketch_of(digests)
+    ballot = Ballot(
+        state=state(step), key=key, n_ranks=n_ranks, n_tensors=N_TENSORS, sketches=sketches
+    )
+    return Said(generation=1, ballots=(ballot,))
+
+
+def hear(polls, words):
+    return polls.hear(words, 1)
+
+
+def test_equal_ranks_are_no_news():
+    polls = Polls()
+
+    assert [hear(polls, [said(n, 0, 1), said(n, 2, 3)]) for n in range(9)] == [[]] * 9
+
+
+def test_who_differs_is_found_though_nodes_speak_of_states_at_different_times():
+    polls, bad = Polls(), {2: [17]}
+    heard = [
+        hear(polls, [said(1, 0, 1)]),
+        hear(polls, [said(2, 0, 1), said(1, 2, 3)]),
+        hear(polls, [said(3, 0, 1), said(2, 2, 3, wrong=bad)]),
+        hear(polls, [said(4, 0, 1), said(3, 2, 3, wrong=bad)]),
+        hear(polls, [said(4, 0, 1), said(4, 2, 3, wrong=bad)]),
+    ]
+
+    assert [len(each) for each in heard] == [0, 0, 1, 0, 0]
+    (told,) = heard[2]
+    found = told.difference
+    assert (found.state, found.alike) == (state(2), state(1))
+    assert (found.verdict.outcome, found.verdict.suspects) == (Outcome.MINORITY, (2,))
+    assert (told.number, told.teller) == (17, 2)
+
+
+def test_two_nodes_with_a_rank_each_have_no_majority():
+    polls = Polls()
+    hear(polls, [said(1, 0, n_ranks=2), said(1, 1, n_ranks=2)])
+    (told,) = hear(polls, [said(2, 0, n_ranks=2), said(2, 1, wrong={1: [3, 4]}, n_ranks=2)])
+
+    assert told.difference.verdict.outcome is Outcome.TIE
+    assert told.difference.verdict.suspects == (0, 1)
+    assert told.number is None
+
+
+def test_two_that_differ_nearly_everywhere_train_apart():
+    polls = Polls()
+    hear(polls, [said(1, 0, n_ranks=2), said(1, 1, n_ranks=2)])
+    everything = {1: range(N_TENSORS)}
+    (told,) = hear(polls, [said(2, 0, n_ranks=2), said(2, 1, wrong=everything, n_ranks=2)])
+
+    assert told.difference.verdict.outcome is Outcome.APART
+
+
+def test_what_differs_from_the_first_on_is_said_once_and_not_compared_again():
+    polls, bad = Polls(), {0: [1]}
+    heard = [hear(polls, [said(n, 0, 1, wrong=bad), said(n, 2, 3)]) for n in range(3)]
+
+    assert [len(each) for each in heard] == [1, 0, 0]
+    assert heard[0][0].difference.verdict.outcome is Outcome.APART
+
+
+def test_a_node_that_says_nothing_leaves_it_open():
+    polls = Polls()
+
+    assert hear(polls, [said(1, 0, 1), Said(generation=1)]) == []
+    assert hear(polls, [said(2, 0, 1, wrong={0: [1]})]) == []
+
+
+def test_sets_that_say_other_things_do_not_meet():
+    polls = Polls()
+    words = [said(1, 0, 1, n_ranks=2), said(1, 2, 3, key="b", n_ranks=2)]
+
+    assert hear(polls, words) == []
+    assert polls.hear([said(2, 0, 1, wrong={0: [1]}, n_ranks=2)], 2) == []  # of former workers
+
+
+def test_words_come_back_as_they_were_and_are_short():
+    word = said(12, 0, 1, 2, 3, 4, 5, 6, 7, n_ranks=64)
+    back = Said.from_json(word.to_json())
+    assert back == word
+    assert len(str(word.to_json()["votes"])) < 150
+    many = [said(1, rank, key=f"k{rank}").ballots[0] for rank in range(20)]
+    assert ballots_from(ballots_json(many)) == tuple(many[:SKETCHES_MAX])
+    polls = Polls()
+    hear(polls, [said(1, 0, 1), said(1, 2, 3)])
+    (told,) = hear(polls, [said(2, 0, 1), said(2, 2, 3, wrong={3: [9]})])
+    mark = Watermark(differ=(told,))
+    assert Watermark.from_json(mark.to_json()) == mark
+    assert "differ" not in Watermark().to_json()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_words_that_are_none_say_nothing(seed):
+    dice = random.Random(seed)
+    row = [1, 2, "key", 4, 40, [0, 2], "A" * 76]
+    odd = [None, -1, 2**80, "x", "x" * 99, [], [1], [2, 1.5], [0, 10**9], {}, True]
+    bad = list(row)
+    bad[dice.randrange(len(row))] = dice.choice(odd)
+    assert all(isinstance(each.sketches, dict) for each in ballots_from([bad]))
+    assert ballots_from(dice.choice(odd)) == ()
+    polls = Polls()
+    hear(polls, [said(1, 0, 1), said(1, 2, 3)])
+    (told,) = hear(polls, [said(2, 0, 1), said(2, 2, 3, wrong={3: [9]})])
+    word = told_json(told)
+    assert told_from({**word, dice.choice(list(word)): dice.choice(odd)}) != told
+    assert told_from(dice.choice(odd)) is None
+
+
+def test_a_sketch_in_a_word_has_one_length():
+    with pytest.raises(ValueError, match="56"):
+        Sketch.from_bytes(bytes(55))
+
+
+def running(low=3, high=3, n_players=3, **more):
+    world = SavingWorld(Terms(nodes_min=low, nodes_max=high, restarts_max=99), n_players, **more)
+    world.run_until(lambda w: w.all_run(0, high))
+    world.pass_time(15)
+    assert len(world.committed) >= 2
+    return world
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flip_on_one_of_three_nodes_is_told_once_by_that_node(seed):
+    world = running(seed=seed)
+    assert world.told() == []
+    bad = world.players[seed % 3]
+    bad.keeper.flipped_from = world.step + 1
+    world.pass_time(30)
+
+    ((node, told),) = world.told()
+    assert node == bad.node
+    assert told.difference.verdict.suspects == (bad.keeper.shard.rank,)
+    assert told.number == 7
+    assert told.difference.alike < told.difference.state
+    assert told.difference.state.step >= bad.keeper.flipped_from
+
+
+def test_another_leader_and_another_generation_do_not_tell_it_again():
+    world = running()
+    world.players[2].keeper.flipped_from = world.step + 1
+    world.pass_time(30)
+    ((_, first),) = world.told()
+    assert first.difference.verdict.outcome is Outcome.MINORITY
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(1, 3))
+    world.pass_time(30)
+
+    again = [told for _, told in world.told() if told != first]
+    assert [told.difference.verdict.outcome for told in again] == [Outcome.APART]

@@ -2,53 +2,25 @@
 
 import contextlib
 import socket
-import threading
 
 from gpuops.checkpoint import transfer_wire as wire
 from gpuops.checkpoint.transfer_line import Line
 from gpuops.checkpoint.transfer_wire import Kind
 from gpuops.host import job_proof as proof
 from gpuops.host.frames import WireError, framed
+from support.listening import Listening
 from support.transfers import job_pass, limits
 
 
-class BadServer:
-    """Accepts connections and hands each to *behave* in a thread of its own; says how many came."""
+class BadServer(Listening):
+    """Hands each connection to *behave*; says how many came."""
 
     def __init__(self, behave):
         self._behave = behave
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.port = self._listener.getsockname()[1]
-        self.n_calls = 0
-        self.ends = threading.Event()
-        self._socks = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        super().__init__()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_why):
-        self.ends.set()
-        for sock in (self._listener, *self._socks):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-        self._listener.close()
-
-    def _accept(self):
-        while not self.ends.is_set():
-            with contextlib.suppress(OSError):
-                sock, _address = self._listener.accept()
-                self.n_calls += 1
-                self._socks.append(sock)
-                thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _serve(self, sock):
-        with sock, contextlib.suppress(OSError, WireError):
+    def serve(self, sock):
+        with contextlib.suppress(WireError):
             self._behave(self, sock)
 
 

@@ -184,7 +184,33 @@ class Host:
             child.wait(END_S)
 
 
-class Hosts:
+class Several:
+    """Hosts in order, which end together."""
+
+    hosts = ()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __iter__(self):
+        return iter(self.hosts)
+
+    def __getitem__(self, index):
+        return self.hosts[index]
+
+    def __len__(self):
+        return len(self.hosts)
+
+    def close(self):
+        """End everything that runs on them."""
+        for host in self.hosts:
+            host.kill_all()
+
+
+class Hosts(Several):
     """*n* hosts on a bridge of their own: ``10.x.y.11`` and on; the bridge is ``10.x.y.1``."""
 
     def __init__(self, n, folder, *, names=None):
@@ -215,29 +241,13 @@ class Hosts:
         run_ip("-n", namespace, "link", "set", "dev", "eth0", "up")
         return Host(name=name, address=address, folder=folder, namespace=namespace, link=link)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __iter__(self):
-        return iter(self.hosts)
-
-    def __getitem__(self, index):
-        return self.hosts[index]
-
-    def __len__(self):
-        return len(self.hosts)
-
     def close(self):
         """End everything that runs on them and remove them."""
-        for host in self.hosts:
-            host.kill_all()
+        super().close()
         remove(self.bridge)
 
 
-class Loopbacks:
+class Loopbacks(Several):
     """*n* hosts that are names and loopback addresses only: for tests of many agents."""
 
     def __init__(self, n, folder):
@@ -246,26 +256,6 @@ class Loopbacks:
             Host(name=f"n{index}", address="127.0.0.1", folder=Path(folder) / f"n{index}")
             for index in range(n)
         ]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __iter__(self):
-        return iter(self.hosts)
-
-    def __getitem__(self, index):
-        return self.hosts[index]
-
-    def __len__(self):
-        return len(self.hosts)
-
-    def close(self):
-        """End everything that runs on them."""
-        for host in self.hosts:
-            host.kill_all()
 
 
 def sweep():

@@ -11,12 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from support.lock_free import seconds_beside
 
 from gpuops.checkpoint import arena
 from gpuops.checkpoint.arena import PIECE_BYTES, SEALS, SlotMemory, available_bytes
@@ -290,27 +289,11 @@ def test_memory_that_others_take_meanwhile_is_missed(poor_machine):
 
 def test_other_threads_run_while_memory_is_taken():
     with SlotMemory.create("slot", 256 * MIB) as slot:
-        began, ended = threading.Event(), threading.Event()
-        populating_s = []
+        populating_s, here_s = seconds_beside(
+            lambda: arena._populate(slot._map, slot.fd, 0, slot.nbytes, writable=True)
+        )
 
-        def run():
-            began.set()
-            start_s = time.thread_time()
-            arena._populate(slot._map, slot.fd, 0, slot.nbytes, writable=True)
-            populating_s.append(time.thread_time() - start_s)
-            ended.set()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        began.wait()
-        start_s = time.thread_time()
-        while not ended.is_set():
-            pass
-        here_s = time.thread_time() - start_s
-        thread.join()
-
-    # Who waits for the interpreter's lock uses no processor: at most two slices of 5 ms.
-    assert here_s > 0.4 * populating_s[0] > 0
+    assert here_s > 0.4 * populating_s > 0
 
 
 def test_no_more_descriptors_than_the_limit_is_an_error_that_says_so():

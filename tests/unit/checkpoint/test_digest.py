@@ -2,8 +2,6 @@
 
 import mmap
 import random
-import threading
-import time
 import tracemalloc
 from dataclasses import replace
 
@@ -11,6 +9,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.lock_free import seconds_beside
 from xxhash import xxh3_64_digest
 
 from gpuops.checkpoint.digest import (
@@ -239,24 +238,6 @@ def test_nothing_is_copied_to_be_hashed(image):
 def test_other_threads_run_while_a_chunk_is_hashed(hash_it):
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # zeros that are read take no memory
     zeros = memoryview(mmap.mmap(-1, 2**30, flags=flags))
-    began, ended = threading.Event(), threading.Event()
-    hashing_s = []
+    hashing_s, here_s = seconds_beside(lambda: hash_it(zeros))
 
-    def run():
-        began.set()
-        start_s = time.thread_time()
-        hash_it(zeros)
-        hashing_s.append(time.thread_time() - start_s)
-        ended.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    began.wait()
-    start_s = time.thread_time()
-    while not ended.is_set():
-        pass
-    here_s = time.thread_time() - start_s
-    thread.join()
-
-    # Who waits for the interpreter's lock uses no processor: at most two slices of 5 ms.
-    assert here_s > 0.2 * hashing_s[0] > 0.02
+    assert here_s > 0.2 * hashing_s > 0.02

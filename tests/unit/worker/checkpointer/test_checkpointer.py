@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.same_state import same
 from torch import nn
 
 from gpuops.checkpoint.keeper import Skipped
@@ -208,16 +209,6 @@ def test_an_optimizer_goes_on_as_if_it_had_never_stopped(node, name):
     for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert same(optimizer.state_dict(), resumed.state_dict())
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 def test_a_state_of_another_dtype_than_its_parameter_keeps_it(node):
@@ -851,6 +842,28 @@ def test_a_step_that_is_none_is_said_and_training_goes_on(node, warnings, n):
 def test_wrong_arguments_are_errors_at_once(node, given, message):
     with pytest.raises(CheckpointError, match=message):
         Checkpointer(**given, keeper=node.connect())
+
+
+class Slow:
+    """A copy that a device is still making."""
+
+    def is_done(self):
+        return False
+
+    def wait(self):
+        pass
+
+
+def test_a_copy_that_is_still_made_when_the_script_ends_is_sealed(node):
+    ck = checkpointer(node, model=nn.Linear(1, 1))
+    ck.step(1)
+    saver = ck._saver
+    ck.step(2)
+    saver._flight, saver._grant = Slow(), saver.keeper.begin(3)
+    saver._copier.start(saver._grant.slot, saver._capturer.capture(3))
+    ck._at_exit()  # as at the end of the process, without `close`
+
+    assert node.core.memory.gate.newest.step == 3
 
 
 def test_hooks_are_gone_after_close(node):

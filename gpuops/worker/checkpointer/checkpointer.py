@@ -6,6 +6,7 @@
 
 import logging
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -129,6 +130,7 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._restored: Restored | None = None
         self._is_closed = False
+        self._at_exit: weakref.finalize[[Saver], Checkpointer] | None = None
         self._n_optimizers = len(given.optimizers)
         self._stepping: set[int] = set()
         self._hooks = [
@@ -181,6 +183,8 @@ class Checkpointer:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._at_exit is not None:
+            self._at_exit.detach()
         for hook in self._hooks:
             hook.remove()
         saver, own = self._saver, self._finder.own if self._finder is not None else None
@@ -259,6 +263,8 @@ class Checkpointer:
             allow_pickle=self._allow_pickle,
         )
         saver.connect()
+        # A script need not close it: a copy that a device still makes is sealed all the same.
+        self._at_exit = weakref.finalize(self, _complete, saver)
         return place
 
     def _source(self, place: Place) -> StateSource | None:
@@ -331,6 +337,11 @@ class Checkpointer:
         else:
             _log.warning("no checkpoints are saved: %s", exc)
             self.close()
+
+
+def _complete(saver: Saver) -> None:
+    with suppress(Exception):  # boundary: the script is done, whatever this says
+        saver.close()
 
 
 def _is_capturing() -> bool:

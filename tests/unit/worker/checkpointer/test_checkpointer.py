@@ -866,28 +866,6 @@ def test_a_copy_that_is_still_made_when_the_script_ends_is_sealed(node):
     assert node.core.memory.gate.newest.step == 3
 
 
-class Slow:
-    """A copy that a device is still making."""
-
-    def is_done(self):
-        return False
-
-    def wait(self):
-        pass
-
-
-def test_a_copy_that_is_still_made_when_the_script_ends_is_sealed(node):
-    ck = checkpointer(node, model=nn.Linear(1, 1))
-    ck.step(1)
-    saver = ck._saver
-    ck.step(2)
-    saver._flight, saver._grant = Slow(), saver.keeper.begin(3)
-    saver._copier.start(saver._grant.slot, saver._capturer.capture(3))
-    ck._at_exit()  # as at the end of the process, without `close`
-
-    assert node.core.memory.gate.newest.step == 3
-
-
 def test_hooks_are_gone_after_close(node):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -76,6 +76,7 @@ class Node:
         self.floor = None  # this, or something newer, must be offered
         self.saved_s = {}  # when the last rank had copied its part of a state
         self.begun = set()  # states that some rank was granted since the last offer
+        self.cut_off = set()  # those that went with a keeper, or that its successor had to give up
         self.step = 0  # reached since the last offer
         self.kills, self.untold = [], []
         path = Path(mortal_ranks.__file__)
@@ -248,6 +249,7 @@ class Node:
         self.agent = AgentLink.connect(self.keeper.socket_path)
         self.pause(0.5)  # the ranks may find it before it knows of what its agent wants
         until(lambda: self._is_taken_over(epoch), what="a keeper that takes over")
+        self.cut_off = self._granted()
         until(lambda: self.agent.stats()["newest"], what="a state in the keeper that came after")
         self.pause(0.4)
         self.look()
@@ -265,10 +267,13 @@ class Node:
 
     def _take_in(self):
         self.step = max(self.step, *self.board.steps())
-        self.begun |= {line["state"] for lines in self.said("granted") for line in lines}
+        self.begun |= self._granted() - self.cut_off
         copied = [{line["state"]: line["at_s"] for line in lines} for lines in self.said("copied")]
         for state in set.intersection(*map(set, copied)):
             self.saved_s[state] = max(times[state] for times in copied)
+
+    def _granted(self):
+        return {line["state"] for lines in self.said("granted") for line in lines}
 
     def _end_ranks(self):
         for pid in self.pids:

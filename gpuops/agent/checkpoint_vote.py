@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from gpuops.agent.checkpoint_words import Said
 from gpuops.checkpoint.states import StateId
 from gpuops.checkpoint.vote import (
+    TOLD_MAX,
     Ballot,
     Course,
     Difference,
@@ -26,11 +27,12 @@ _KEYS_MAX = 1024
 
 @dataclass(slots=True)
 class _Poll:
-    """What ranks of one set have told, by state; ``is_over``: they never were equal."""
+    """What ranks of one set have told, by state; ``is_over``: they are not compared any more."""
 
     course: Course = field(default_factory=Course)
     told: OrderedDict[StateId, dict[int, Sketch]] = field(default_factory=OrderedDict)
     is_over: bool = False
+    n_told: int = 0
 
 
 class Polls:
@@ -71,6 +73,8 @@ def _counted(poll: _Poll, ballot: Ballot, by_rank: dict[int, Sketch]) -> list[To
         return [Told(ballot.key, Difference(state=state, ranks=ranks, verdict=apart))]
     if not course.hear(state, differ=differ):
         return []
+    poll.n_told += 1
+    poll.is_over = poll.n_told >= TOLD_MAX
     verdict = judge(by_rank)
     one, other = _two_of(by_rank, verdict)
     n_tensors = ballot.n_tensors

@@ -23,6 +23,7 @@ SKETCH_BYTES = 16 + 3 * 8 + N_STRIPES
 _PRIME = 2**61 - 1
 _FEW = 8
 NAMED_MAX = 8
+TOLD_MAX = 8  # of one set of ranks: what comes and goes for ever is not told for ever
 
 
 class Outcome(StrEnum):

@@ -22,6 +22,7 @@ from gpuops.checkpoint.replicated import KEY, replicated_in, words_of
 from gpuops.checkpoint.states import Shard, StateId
 from gpuops.checkpoint.vote import (
     NAMED_MAX,
+    TOLD_MAX,
     Ballot,
     Course,
     Difference,
@@ -122,12 +123,13 @@ class Sampler:
 class _Known:
     """What is known of a set of ranks that are all on this node.
 
-    ``unequal``: tensors that differed when they were first compared. They never were equal, which
-    is how the program is made; only what was equal once can become wrong.
+    ``unequal``: tensors that differed when they were first compared, or that the program trains
+    apart. Only what was equal once can become wrong. ``n_told``: how often they did.
     """
 
     course: Course = field(default_factory=Course)
     unequal: set[int] = field(default_factory=set)
+    n_told: int = 0
 
 
 class Voting:
@@ -266,7 +268,12 @@ class Voting:
         verdict = weighed(verdict, len(differ), len(group.names))
         names = [group.names[i] for i in differ]
         if verdict.outcome is Outcome.APART:
+            known.unequal.update(differ)
+            known.course = Course(alike=alike)
             self._tell_apart(state, group.ranks, names)
+            return
+        known.n_told += 1
+        if known.n_told > TOLD_MAX:
             return
         self._tell(
             Difference(

@@ -2,14 +2,18 @@
 
 import itertools
 import struct
+from dataclasses import replace
 
 import pytest
 
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper import Grant
+from gpuops.checkpoint.keeper_requests import Request, Visitor, answer
 from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.messages import Fields, MessageError
 from gpuops.checkpoint.states import Shard
-from gpuops.checkpoint.vote import only_difference
+from gpuops.checkpoint.vote import TOLD_MAX, Difference, Outcome, Verdict, only_difference
+from gpuops.checkpoint.vote_words import Told, told_json
 
 N_FLOATS = 1000
 NAMES = ("a.bias", "a.running_mean", "a.weight", "b.weight")
@@ -151,6 +155,18 @@ def test_ranks_of_which_no_two_agree_train_apart_and_are_not_blamed(nodes):
     (apart,) = node.told()
 
     assert apart["kind"] == "replicas_apart"
+    node.save(4, [(1, "a.weight"), (2, "b.weight"), (0, "a.bias")])
+    (differ,) = node.told()
+    assert (differ["suspects"], differ["tensors"]) == ([0], ["a.bias"])
+
+
+def test_what_comes_and_goes_is_not_told_for_ever(nodes):
+    node = nodes()
+    for step in range(1, 60, 2):
+        node.save(step)
+        node.save(step + 1, [(1, "a.weight")])
+
+    assert len([e for e in node.told() if e["kind"] == "replicas_differ"]) == TOLD_MAX
 
 
 def test_whoever_trains_without_an_agent_hears_it_from_the_first_rank(nodes):
@@ -218,3 +234,33 @@ def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
     number = only_difference(mine.sketches[0], theirs.sketches[3], mine.n_tensors)
     assert TRAINED[number] == "b.weight"
     assert here.told() == there.told() == []
+
+
+def asked(node, told):
+    """Have the agent tell what nodes found out together."""
+    request = Request(Visitor(None, role="agent"), "differ", Fields({"told": told}))
+    return answer(node.node.core, request)
+
+
+def test_what_nodes_found_out_together_is_told_with_the_name_of_the_tensor(nodes):
+    node = nodes(2, world=4, first=2)
+    node.save(1)
+    (state,) = node.node.core.memory.states()
+    node.node.core.commit(state, is_to_persist=False)
+    node.node.jobs.deliver()
+    (ballot,) = node.node.core.progress().ballots
+    found = Difference(
+        state=state, ranks=(0, 1, 2, 3), verdict=Verdict(Outcome.MINORITY, (3,)), alike=None
+    )
+    asked(node, told_json(Told(ballot.key, found, 1)))
+    asked(node, told_json(Told(ballot.key, replace(found, verdict=Verdict(Outcome.TIE, (0, 3))))))
+    asked(node, told_json(Told("unknown", replace(found, verdict=Verdict(Outcome.APART)))))
+    one, tie, apart = node.told()
+
+    assert (one["tensors"], one["suspects"], one["is_here"]) == (["a.weight"], [3], True)
+    assert one["why"] == "rank 3 differs from ranks 0-2 in a.weight at step 1"
+    assert (tie["tensors"], tie["suspects"], tie["is_here"]) == ([], [0, 3], False)
+    assert "several tensors" in tie["why"]
+    assert apart["kind"] == "replicas_apart"
+    with pytest.raises(MessageError, match="no replicas that differ"):
+        asked(node, {"key": "k"})

@@ -60,6 +60,12 @@ class Core:
 
     # Who is there.
 
+    @property
+    def is_in_use(self) -> bool:
+        """Say whether an agent or a rank is connected; from any thread."""
+        crew = self.crew
+        return self.agent is not None or (crew is not None and bool(crew.members))
+
     def begin_generation(
         self, generation: int, n_nodes: int, excluded_step: int | None, job: str
     ) -> None:

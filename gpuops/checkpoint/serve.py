@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from gpuops.checkpoint.claim import Claims, this_process
 from gpuops.checkpoint.keeper_core import Core
 from gpuops.checkpoint.keeper_jobs import ThreadJobs, Waker
 from gpuops.checkpoint.keeper_server import KeeperServer
@@ -68,7 +69,8 @@ def _serve(options: argparse.Namespace) -> int:
     _set_up_log(options.folder / LOG)
     waker = Waker()
     jobs = ThreadJobs(waker.wake)
-    core = Core(NodeMemory(options.node), jobs)
+    claims = Claims(lambda: core.persister.origin.job, lambda: core.is_in_use, this_process())
+    core = Core(NodeMemory(options.node), jobs, open_store=claims.open_store)
     core.events.told = _log_event
     server = KeeperServer(
         core, options.folder, lease_s=options.lease, waker=waker, deliver=jobs.deliver
@@ -80,6 +82,7 @@ def _serve(options: argparse.Namespace) -> int:
         server.serve()
     finally:
         core.is_ending = True
+        claims.close()
         server.close()
         jobs.close()
         logging.shutdown()

@@ -10,6 +10,7 @@ import pytest
 from support.keeper_ranks import holds, layout_of, until
 from support.peer_keepers import JOB, TOKEN, Node, commit, save, seat
 
+from gpuops.checkpoint.claim import OWNER
 from gpuops.checkpoint.keeper import Policy
 from gpuops.checkpoint.states import KeeperError, Shard, StateId, Tier
 from gpuops.checkpoint.stores import open_store
@@ -285,7 +286,7 @@ def test_a_shared_directory_has_a_state_once_it_is_sealed_and_not_before(nodes, 
     assert [stored.state for stored in store.list()] == [state]
     assert verify_state(store, state) == []
     assert store.read_manifest(state).job == JOB
-    assert sorted(p.name for p in place.iterdir()) == [state.name]
+    assert sorted(p.name for p in place.iterdir()) == [OWNER, state.name]
 
 
 def test_with_no_peer_left_the_directory_serves(nodes, start, tmp_path):

@@ -7,8 +7,6 @@ from gpuops.checkpoint.failure_rate import VARIABLE
 from gpuops.checkpoint.memory_keeper import MemoryNode
 from gpuops.worker.checkpointer import Checkpointer
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.mark.parametrize(
     ("told", "source", "rate"), [("30/24000", "store", 26.9), (None, "published", 6.5)]

@@ -28,6 +28,7 @@ _SINGLE = {
     "corrupt": Severity.ERROR,
     "persist_failed": Severity.ERROR,
     "commit_failed": Severity.WARNING,
+    "epoch_behind": Severity.WARNING,
     "passed_over": Severity.WARNING,
     "replica_failed": Severity.WARNING,
     "fetch_failed": Severity.WARNING,

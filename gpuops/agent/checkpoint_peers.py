@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STATES_HELD_MAX = 4
 SEAL_AGAIN_LOOKS = 15
+SURVEY_S = 1.0  # a restart waits no longer for what a directory has
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class Agreement:
             me.address, node=me.node, token=self._place.token, job=self._place.job
         )
         copies = list(tie.inventory())
+        stored = self._look_up.anew(self.directory, SURVEY_S)
         newest = sorted({copy.state for copy in copies}, reverse=True)
         self._epoch_max = max([self._epoch_max, *(state.epoch for state in newest)])
         kept = set(newest[:STATES_HELD_MAX])
@@ -149,6 +151,7 @@ class Agreement:
             copies=tuple(copy for copy in copies if copy.state in kept),
             epoch_max=self._epoch_max,
             domain=self._place.domain,
+            stored_max=-1 if stored is None else stored.epoch_max,
         ).to_json()
 
     def lost(self) -> None:
@@ -394,6 +397,15 @@ class _Survey:
             self._thread.start()
             self._thread.join(0.05)
         return self._found
+
+    def anew(self, directory: str | None, within_s: float) -> Stored | None:
+        """Return what *directory* has by now, None where that takes longer than *within_s*."""
+        self._found = None
+        found = self.of(directory)
+        if found is None and self._thread is not None:
+            self._thread.join(within_s)
+            found = self._found
+        return found
 
     def _run(self, directory: str) -> None:
         try:

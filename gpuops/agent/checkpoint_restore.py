@@ -46,7 +46,8 @@ def notes_for(
     """
     missing = tuple(m.node for m in roster.members if m.agent not in held)
     epochs = [-1 if before is None else before.epoch_max]
-    epochs += [h.epoch_max for h in held.values()]
+    stored_max = max((h.stored_max for h in held.values()), default=-1)
+    epochs += [stored_max, *(h.epoch_max for h in held.values())]
     epochs += [copy.state.epoch for h in held.values() for copy in h.copies]
     if before is not None and before.restore is not None:
         epochs.append(before.restore.epoch)
@@ -67,7 +68,9 @@ def notes_for(
         # Whether the directory has something newer, of a former run, is known only to the ranks.
         return notes
     found = restore_of(roster, held, None, notes.epoch_max, excluded_step)
-    return notes if found.state is None else replace(notes, restore=found)
+    if found.state is None or found.state.epoch < stored_max:
+        return notes  # the directory may have a newer one: the first node's ranks have it looked at
+    return replace(notes, restore=found)
 
 
 def restore_of(

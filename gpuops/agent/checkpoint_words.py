@@ -159,18 +159,21 @@ class Holding:
     """What a node that would take a seat holds in memory, and the port where peers get it.
 
     Digests are roots only, and layouts are short: enough to see what is equal. ``domain``: what
-    fails together with it, the widest first; () where it knows of nothing.
+    fails together with it, the widest first; () where it knows of nothing. ``stored_max`` is the
+    greatest epoch in the persistent directory, -1 where there is none or it did not tell in time.
     """
 
     port: int
     copies: tuple[Copy, ...] = ()
     epoch_max: int = -1
     domain: DomainPath = ()
+    stored_max: int = -1
 
     def to_json(self) -> Json:
         return {
             "port": self.port,
             "epoch": self.epoch_max,
+            "stored": self.stored_max,
             "domain": list(self.domain),
             "copies": [
                 [
@@ -190,13 +193,17 @@ class Holding:
         """
         body = _mapping(data)
         copies = tuple(_copy(item, node) for item in _list(body.get("copies"), COPIES_MAX))
-        epoch = body.get("epoch", -1)
         return cls(
             port=_number(body.get("port"), PORT_MAX),
             copies=copies,
-            epoch_max=-1 if epoch == -1 else _number(epoch, EPOCH_MAX),
+            epoch_max=_epoch(body.get("epoch", -1)),
+            stored_max=_epoch(body.get("stored", -1)),
             domain=tuple(_name(name) for name in _list(body.get("domain"), LEVELS_MAX)),
         )
+
+
+def _epoch(value: object) -> int:
+    return -1 if value == -1 else _number(value, EPOCH_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ class Finder:
                 reasons = "; ".join(choice.why[:4])
                 raise KeeperError(f"{command.state} cannot be served here: {reasons}")
             if command.epoch < epoch:
-                raise KeeperError(f"epoch {command.epoch} is not new: {epoch - 1} was seen here")
+                self._check_is_new(command.epoch, epoch - 1)
             epoch = command.epoch
         if epoch > EPOCH_MAX:
             raise KeeperError(f"this job was started {EPOCH_MAX} times: give it a new directory")
@@ -181,6 +181,24 @@ class Finder:
             why=list(why),
         )
         self.found(state)
+
+    def _check_is_new(self, epoch: int, seen: int) -> None:
+        """Tell of *seen*, a later epoch than that which all nodes agreed on.
+
+        One that is in the directory alone is of another run that saves there, too. That is no
+        reason to keep these ranks from their state.
+
+        Raises:
+            KeeperError: It is of this run.
+        """
+        here = max([self.epoch_max, *(state.epoch for state in self.memory.states())])
+        if epoch <= here:
+            raise KeeperError(f"epoch {epoch} is not new: {seen} was seen here")
+        why = (
+            f"the directory has states of epoch {seen}, which count as newer than what this run "
+            f"saves (epoch {epoch}); does another run save there?"
+        )
+        self.events.add("epoch_behind", why=why)
 
     def _tell_problems(self, choice: Choice) -> None:
         for problem in choice.problems:

@@ -1,12 +1,15 @@
 """Nodes agree on what is saved: seeds of losses, partitions and slow boards on a fake clock."""
 
+import threading
 from collections import Counter
 
 import pytest
 from support.agreement import World
 from support.kept_states import NOTHING, SavingWorld, newest
 
+from gpuops.agent.checkpoint_peers import Agreement, Place
 from gpuops.agent.checkpoint_witness import notes_of
+from gpuops.agent.checkpoint_words import Stored
 from gpuops.checkpoint.placement import moves
 from gpuops.incident.decision import ReportKind, Terms
 
@@ -68,6 +71,23 @@ def test_a_keeper_in_place_of_one_that_died_saves_with_the_others(seed):
     world.players[(seed + 1) % 3].fails = ReportKind.WORKERS_FAILED
     world.run_until(lambda w: w.all_run(1, 3) and 1 in w.restores)
     assert world.restores[1][0] >= last
+
+
+def test_what_the_directory_has_by_now_goes_with_the_wish_for_a_seat():
+    may_tell, found = threading.Event(), iter([4, 6, 8])
+
+    def survey(_directory):
+        assert may_tell.wait(30)
+        return Stored(epoch_max=next(found))
+
+    world = SavingWorld(Terms(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    player = world.players[0]
+    place = Place(me=player.me, token="t" * 16, job="run", directory="/states")
+    agreement = Agreement(player.board, player.link.keys, place, survey, world.said.append)
+    assert agreement.holding(player.keeper)["stored"] == -1  # within a second
+    may_tell.set()
+    while agreement.holding(player.keeper)["stored"] != 8:
+        pass
 
 
 RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}

@@ -9,6 +9,7 @@ from gpuops.agent.checkpoint_restore import notes_for
 from gpuops.agent.checkpoint_words import Holding, Notes, WordError
 from gpuops.checkpoint.domains import aligned
 from gpuops.checkpoint.placement import moves
+from gpuops.checkpoint.states import Copy, Digest, Shard, StateId, Tier
 from gpuops.config_run import domain
 from gpuops.control.record import Member, Roster
 
@@ -97,6 +98,24 @@ def placed(domains, before=None, replicas=2):
         roster_of(domains), held_by(domains), before, replicas=replicas, excluded_step=None
     )
     return Notes.from_json(notes.to_json())
+
+
+@pytest.mark.parametrize(("stored", "is_known"), [(-1, True), (2, True), (3, False)])
+def test_a_directory_with_a_later_epoch_than_memory_is_looked_at_first(stored, is_known):
+    roster, domains = roster_of(("a", "b"), generation=1), {"a": (), "b": ()}
+    before = placed(domains)
+    digest = Digest(100, b"", f"{7:064x}")
+    state = StateId(2, 40)
+    copies = tuple(Copy(state, Shard(n, 2), "layout", digest, Tier.MEMORY, "a") for n in (0, 1))
+    held = {
+        "agent-a": Holding(port=7000, copies=copies),
+        "agent-b": Holding.from_json(Holding(port=7000, stored_max=stored).to_json(), "b"),
+    }
+    notes = notes_for(roster, held, before, replicas=2, excluded_step=None)
+    assert (notes.restore is not None) == is_known
+    assert notes.epoch_max == max(2, stored)
+    if notes.restore is not None:
+        assert (notes.restore.state, notes.restore.epoch) == (state, 3)
 
 
 def test_copies_lie_in_different_domains():

@@ -317,6 +317,25 @@ def test_an_epoch_that_is_not_new_is_refused(node):
     assert "epoch 4 is not new" in node.core.crew.trouble
 
 
+def test_a_later_epoch_of_another_run_in_the_directory_keeps_nobody_from_restoring(tmp_path):
+    policy = Policy(directory=str(tmp_path / "states"), persist_every_s=0.0)
+    other = Node().start()
+    other.core.set_policy(policy)
+    other.go().save(1)
+    other.jobs.do("persist")
+    node = Node()
+    node.core.set_policy(policy)
+    node.core.begin_generation(0, 2, None, "run")
+    node.start(2, world=4)
+    node.core.choose(None, 0)
+    node.core.want(node.core.crew)
+    node.jobs.do("look")
+
+    assert (node.core.crew.trouble, node.core.memory.gate.epoch) == ("", 0)
+    (told,) = [e for e in node.core.events.take(10**6) if e["kind"] == "epoch_behind"]
+    assert "another run" in told["why"]
+
+
 def test_what_ranks_saved_before_an_agent_had_a_new_keeper_take_over_stays_older(tmp_path):
     """They may find it first; what they save later must be newer, or a restart would go back."""
     place = str(tmp_path / "states")

@@ -2,6 +2,8 @@
 
 # ruff: noqa: ANN401 what is in such a file may be anything
 
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.worker.checkpointer_convert.export import OWN_KEY
 from gpuops.worker.checkpointer_convert.incoming import Incoming
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
 
 
 def open_torch(path: Path, *, trust: bool) -> Incoming:
@@ -22,6 +26,8 @@ def open_torch(path: Path, *, trust: bool) -> Incoming:
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty")
     loaded = _load(path, trust=trust)
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
@@ -38,16 +44,20 @@ def open_torch(path: Path, *, trust: bool) -> Incoming:
 def _load(path: Path, *, trust: bool) -> Any:
     for mmap in (True, False):  # files in the format before torch 1.6 cannot be mapped
         try:
-            return torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what torch may not support, it refuses
+                return torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
         except Exception as exc:  # noqa: BLE001 boundary: whatever hostile bytes make torch raise
             failed: Exception = exc
     if trust:
         raise CheckpointError(f"cannot load {path}: {failed!r:.300}") from failed
     raise CheckpointError(
-        f"{path} is refused: torch loads it only by running what it contains, or not at all "
-        f"({_first_line(failed)}). If you trust who wrote it, give --trust"
+        f"{path} is refused: torch loads it only by running what it contains, or not at all"
+        f"{_reason(failed)}. If you trust who wrote it, give --trust"
     ) from failed
 
 
-def _first_line(exc: Exception) -> str:
-    return str(exc).strip().partition("\n")[0][:200]
+def _reason(exc: Exception) -> str:
+    """Return what of torch's words is about the file: the rest is advice on how to give in."""
+    said = _GLOBAL.search(str(exc))
+    return f": it names {said[1]}" if said else ""

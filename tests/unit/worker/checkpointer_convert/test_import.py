@@ -251,6 +251,24 @@ def test_nobody_says_the_step(tmp_path, store):
 # Hostile files.
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "x is empty"),
+        (b"import torch", "not at all. If you trust who wrote it, give --trust"),
+        (b"cposix\nsystem\n(S'touch x'\ntR.", "it names posix.system. If you trust"),
+        (b"\x80\x04" + b"h\x00" * 99, "not at all. If you trust"),
+    ],
+)
+def test_what_torch_refuses_is_told_without_its_advice(tmp_path, store, content, said):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        take(tmp_path / "x", Format.TORCH, store, step=1)
+
+    assert said in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+
+
 def test_a_bomb_in_a_torch_file_does_not_go_off_unless_trusted(tmp_path, store):
     proof = tmp_path / "ran"
     torch.save({"model": {"w": torch.ones(1)}, "x": Bomb(proof)}, tmp_path / "x")

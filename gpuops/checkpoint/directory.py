@@ -99,7 +99,7 @@ class DirectoryStore:
                 except FileNotFoundError:  # removed since it was listed
                     continue
                 except CheckpointError as exc:
-                    damaged.append(Damaged(name, str(exc)))
+                    damaged.append(Damaged(name, str(exc), isinstance(exc, CorruptError)))
                 else:
                     states.append(Stored(state, manifest, pins(state)))
         states.sort(key=lambda stored: stored.state, reverse=True)

@@ -20,6 +20,7 @@ _ADVICE = {
     errno.EDQUOT: ": free some of the quota, or keep fewer states",
     errno.EROFS: ": it is mounted read-only",
     errno.EACCES: ": another user owns it, or its mode forbids it",
+    errno.ENOTDIR: ": it is a file, or one of the names before the last is",
     errno.ELOOP: ": it is a symbolic link, and none is followed here",
     errno.ESTALE: ": the file server no longer knows it",
 }

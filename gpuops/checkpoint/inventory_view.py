@@ -74,10 +74,24 @@ def read_layouts(
     """
     steps = iter(advance)
     found = []
+    there = store.files(manifest.state)
     for record in manifest.shards:
+        _require_size(store, manifest.state, record, there.get(record.shard.file_name))
         found.append(_read_layout(store, manifest.state, record))
         next(steps, None)
     return tuple(found)
+
+
+def _require_size(
+    store: CheckpointStore, state: StateId, record: ShardRecord, nbytes: int | None
+) -> None:
+    if nbytes == record.digest.nbytes:
+        return
+    is_there = "is not there" if nbytes is None else f"has {nbytes} bytes"
+    raise CorruptError(
+        f"{record.shard.file_name} of {state} in {store.address} {is_there}; "
+        f"{record.digest.nbytes} bytes were saved"
+    )
 
 
 def _read_layout(store: CheckpointStore, state: StateId, record: ShardRecord) -> ImageLayout:

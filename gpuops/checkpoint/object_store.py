@@ -108,7 +108,7 @@ class ObjectStore:
             except NoStateError:
                 leftovers.append(name)
             except CheckpointError as exc:
-                damaged.append(Damaged(name, str(exc)))
+                damaged.append(Damaged(name, str(exc), isinstance(exc, CorruptError)))
         states.sort(key=lambda stored: stored.state, reverse=True)
         return Survey(tuple(states), tuple(damaged), tuple(leftovers))
 

@@ -39,10 +39,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """What has the name of a state and is none: ``why`` is one sentence."""
+    """What has the name of a state and cannot be taken for one: ``why`` is one sentence.
+
+    Not ``is_corrupt``: it may be whole, for a later gpuops, or for who may read it.
+    """
 
     name: str
     why: str
+    is_corrupt: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from gpuops.cli.ckpt_where import (
     opened,
 )
 from gpuops.cli.settings import json_option
+from gpuops.errors import UsageError
 from gpuops.model import envelope
 
 # Commands of other modules, imported when they are called.
@@ -61,21 +62,31 @@ def _is_there(target: str) -> bool:
 
 @click.group(cls=_Group)
 def ckpt() -> None:
-    """List, verify, keep, remove and convert checkpoints."""
+    """List, verify, keep, remove and convert checkpoints.
+
+    A job's states lie where `gpuops run --ckpt-dir` or Checkpointer(directory=) had them persist.
+    Name that directory or URL with --dir, GPUOPS_CKPT_DIR, or checkpoint.directory in the
+    configuration; `ls` also takes it without --dir.
+    """
 
 
-@ckpt.command("ls")
+@ckpt.command("ls", short_help="List the states in a directory or under a URL.")
 @address_argument
+@click.option("--dir", "named", metavar="DIR|URL", help="The same, as the other commands have it.")
 @json_option
 @click.pass_context
-def ls_command(ctx: click.Context, address: str | None, *, as_json: bool) -> None:
+def ls_command(
+    ctx: click.Context, address: str | None, named: str | None, *, as_json: bool
+) -> None:
     """List the states in DIR, the newest first; DIR may be a URL such as s3://bucket/run.
 
     The epoch, the `e00001` of a name, counts how often the job's workers were started on this
     directory (it has nothing to do with passes over data): after a restart from step 8, a step 10
     that is made again is newer than the step 10 from before.
     """
-    with needs_extra("gpuops ckpt ls"), opened(ctx, address) as store:
+    if address and named:
+        raise UsageError("DIR and --dir say the same: leave one of them out")
+    with needs_extra("gpuops ckpt ls"), opened(ctx, address or named) as store:
         from gpuops.cli.ckpt_view import listing_json, listing_text
 
         survey = store.survey()
@@ -86,7 +97,7 @@ def ls_command(ctx: click.Context, address: str | None, *, as_json: bool) -> Non
             click.echo(listing_text(store, survey))
 
 
-@ckpt.command("show")
+@ckpt.command("show", short_help="Show what a state is of: shards, tensors, how they are cut.")
 @click.argument("state", metavar="[STATE]", default="newest")
 @address_option
 @click.option(

@@ -23,10 +23,17 @@ from gpuops.checkpoint.retention import (
     Verdict,
     judge,
 )
-from gpuops.checkpoint.state_store import CheckpointStore, Stored
+from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored
 from gpuops.checkpoint.states import CheckpointError, StateId
 from gpuops.checkpoint.verify import Problem, ProblemKind, verify_state
-from gpuops.cli.ckpt_where import address_option, find_state, needs_extra, opened
+from gpuops.cli.ckpt_where import (
+    address_option,
+    damaged_of,
+    find_state,
+    needs_extra,
+    opened,
+    why_none,
+)
 from gpuops.cli.settings import json_option
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
 from gpuops.log import printable
@@ -79,6 +86,8 @@ def verify(
 ) -> int:
     """Read each STATE (default: the newest) and say whether every bit is what was saved.
 
+    STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
+
     Exit 0: all are whole; 1: at least one is not; 3: at least one could not be read.
     """
     if all_states and states:
@@ -101,21 +110,27 @@ def verify(
 def _verify(
     store: CheckpointStore, wanted: Sequence[str], *, all_states: bool, as_json: bool
 ) -> Json:
-    found: list[Json] = []
+    survey = store.survey()
+    chosen: list[Stored] = []
+    damaged: list[Damaged] = []
     if all_states:
-        survey = store.survey()
-        chosen = list(survey.states)
-        found += [
-            _result(item.name, None, [Problem(item.name, ProblemKind.MANIFEST, item.why)])
-            for item in survey.damaged
-        ]
-    else:
-        chosen = [find_state(store, text) for text in wanted or ["newest"]]
+        chosen, damaged = list(survey.states), list(survey.damaged)
+    for text in () if all_states else wanted or ["newest"]:
+        # One that is damaged may be the very one that is meant: it is not passed over in silence.
+        bad = damaged_of(survey, text)
+        damaged += bad
+        chosen += [] if bad else [find_state(store, text)]
+    found = [_result(item.name, None, [_problem(item)]) for item in damaged]
     with bytes_bar(quiet=as_json) as progress:
         for stored in chosen:
             problems = verified(store, stored, progress)
             found.append(_result(stored.state.name, stored, problems))
     return {"address": store.address, "checkpoints": found}
+
+
+def _problem(item: Damaged) -> Problem:
+    kind = ProblemKind.MANIFEST if item.is_corrupt else ProblemKind.UNREADABLE
+    return Problem(item.name, kind, item.why)
 
 
 def _result(name: str, stored: Stored | None, problems: Sequence[Problem]) -> Json:
@@ -142,9 +157,16 @@ def _print_verified(body: Json) -> None:
         click.echo(printable(f"no states in {body['address']}"))
     for item in body["checkpoints"]:
         size = "" if item["size_bytes"] is None else f", {format_bytes(item['size_bytes'])}"
-        click.echo(printable(f"{item['name']}: {'whole' if item['whole'] else 'NOT WHOLE'}{size}"))
+        click.echo(printable(f"{item['name']}: {_word(item)}{size}"))
         for problem in item["problems"]:
             click.echo(printable(f"  {problem['file']}: {problem['detail']}"))
+
+
+def _word(item: Json) -> str:
+    if item["whole"]:
+        return "whole"
+    kinds = {problem["kind"] for problem in item["problems"]}
+    return "COULD NOT BE READ" if kinds == {ProblemKind.UNREADABLE.value} else "NOT WHOLE"
 
 
 def _exit_code(results: Sequence[Json]) -> int:
@@ -197,6 +219,7 @@ def prune(
         going = [verdict for verdict in reversed(verdicts) if not verdict.is_kept]
         if not as_json:
             _print_verdicts(verdicts, states)
+            _print_rest(store)
         if going and not dry_run:
             _ask(len(going), yes=yes, as_json=as_json)
         removed = [] if dry_run else [_removed(store, verdict) for verdict in going]
@@ -238,8 +261,15 @@ def _print_verdicts(verdicts: Sequence[Verdict], states: Sequence[Stored]) -> No
         word = "keep  " if verdict.is_kept else "remove"
         size = format_bytes(sizes[verdict.state])
         click.echo(printable(f"{word}  {verdict.state.name}  {size:>9}  {verdict.why}"))
-    if not verdicts:
-        click.echo("no states")
+
+
+def _print_rest(store: CheckpointStore) -> None:
+    """Say what no verdict is on, and that there is nothing."""
+    survey = store.survey()
+    for item in survey.damaged:
+        click.echo(printable(f"left    {item.name}  {item.why}"))
+    if not survey.states:
+        click.echo(printable(f"no states in {store.address}{why_none(store)}"))
 
 
 def _prune_json(

@@ -1,11 +1,11 @@
 """What ``gpuops ckpt ls`` and ``show`` print."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from gpuops.checkpoint.inventory_view import WholeTensor
-from gpuops.checkpoint.state_store import CheckpointStore, Stored, Survey
+from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored, Survey
 from gpuops.checkpoint.verify import Problem, verify_state
+from gpuops.cli.ckpt_where import why_none
 from gpuops.host.clock import SystemClock
 from gpuops.log import printable
 from gpuops.model import Json
@@ -63,13 +63,16 @@ def listing_text(store: CheckpointStore, survey: Survey) -> str:
         lines += [f"NOT WHOLE: {name}: {_summary(problems)}" for name, problems in bad]
         lines += [SIZES_ONLY] if len(bad) < len(found) else []
     else:
-        is_missing = "://" not in store.address and not Path(store.address).is_dir()
-        why = ": there is no such directory" if is_missing else ""
-        lines.append(f"no states in {store.address}{why}")
-    lines += [f"damaged: {item.name}: {item.why}" for item in survey.damaged]
+        lines.append(f"no states in {store.address}{why_none(store)}")
+    lines += [f"{told_of(item)}: {item.name}: {item.why}" for item in survey.damaged]
     if survey.leftovers:
         lines.append(f"{len(survey.leftovers)} leftovers of writers that did not finish")
     return printable("\n".join(lines))
+
+
+def told_of(item: Damaged) -> str:
+    """Return what to call it."""
+    return "damaged" if item.is_corrupt else "cannot be read"
 
 
 def _summary(problems: Sequence[Problem]) -> str:

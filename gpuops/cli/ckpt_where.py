@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +13,7 @@ from gpuops.errors import UsageError
 from gpuops.log import printable
 
 if TYPE_CHECKING:  # needs an extra that this command line may do without
-    from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored
+    from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored, Survey
 
 SETTING = "checkpoint.directory"
 FIRST_ANSWER_S = 8.0  # somebody sits there and waits
@@ -88,12 +89,12 @@ def find_state(store: "CheckpointStore", wanted: str) -> "Stored":
     if wanted in NEWEST:
         if survey.states:
             return survey.states[0]
-        raise UsageError(f"there is no state in {store.address}")
+        raise UsageError(f"there is no state in {store.address}{why_none(store)}")
     named, is_step = _NAME.fullmatch(wanted), _STEP.fullmatch(wanted)
     if not named and not is_step:
         raise UsageError(
             f"{printable(wanted)!r} is no state: give a step, newest, or a name such as "
-            "step-000000001200.e00003"
+            f"step-000000001200.e00003{_meant(wanted)}"
         )
     for stored in survey.states:
         if stored.state.name == wanted or (is_step and stored.state.step == int(wanted)):
@@ -101,14 +102,46 @@ def find_state(store: "CheckpointStore", wanted: str) -> "Stored":
     _refuse_damaged(survey.damaged, wanted, int(wanted) if is_step else None)
     steps = ", ".join(str(stored.state.step) for stored in survey.states[:5])
     more = " …" if len(survey.states) > 5 else ""
-    there = f"the newest are of the steps {steps}{more}" if steps else "there is no state at all"
+    none = f"there is no state at all{why_none(store)}"
+    there = f"the newest are of the steps {steps}{more}" if steps else none
     raise UsageError(f"there is no state {wanted} in {store.address}: {there}")
 
 
+def why_none(store: "CheckpointStore") -> str:
+    """Return why *store* can have no states, as far as its address tells; "" else."""
+    is_missing = "://" not in store.address and not Path(store.address).is_dir()
+    return ": there is no such directory" if is_missing else ""
+
+
+def _meant(wanted: str) -> str:
+    is_place = "://" in wanted or Path(wanted).is_dir()
+    return f"; for a directory or URL say --dir {printable(wanted)}" if is_place else ""
+
+
+def damaged_of(survey: "Survey", wanted: str) -> "list[Damaged]":
+    """Return what is no state and would be the one that *wanted* means: of the newest, the newest.
+
+    A step that a whole state has as well means that one.
+    """
+    newest = max((stored.state for stored in survey.states), default=None)
+    found = []
+    for item in survey.damaged:
+        named = _NAME.fullmatch(item.name)
+        key = (int(named[2]), int(named[1])) if named else (-1, -1)
+        is_step = _STEP.fullmatch(wanted) is not None and key[1] == int(wanted)
+        has_other = any(stored.state.step == key[1] for stored in survey.states)
+        is_newest = wanted in NEWEST and (newest is None or key > (newest.epoch, newest.step))
+        if item.name == wanted or (is_step and not has_other) or is_newest:
+            found.append(item)
+    return found
+
+
 def _refuse_damaged(damaged: "tuple[Damaged, ...]", wanted: str, step: int | None) -> None:
-    from gpuops.checkpoint.states import CorruptError
+    from gpuops.checkpoint.states import CheckpointError, CorruptError
 
     for item in damaged:
         named = _NAME.fullmatch(item.name)
         if item.name == wanted or (step is not None and named and int(named[1]) == step):
-            raise CorruptError(f"{printable(item.name)} is damaged: {printable(item.why)}")
+            if item.is_corrupt:
+                raise CorruptError(f"{printable(item.name)} is damaged: {printable(item.why)}")
+            raise CheckpointError(f"{printable(item.name)} cannot be read: {printable(item.why)}")

@@ -203,6 +203,58 @@ def test_verify_is_0_for_whole_and_1_for_damaged(store, ckpt):
     assert body["checkpoints"][1]["problems"][0]["kind"] == "flipped"
 
 
+def test_a_newest_state_that_is_damaged_is_not_passed_over_by_verify(store, ckpt):
+    make_state(store, RANKS, step=12)
+    state = make_state(store, RANKS, step=13)
+    manifest = store._root / state.name / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"world": 2', '"world": 3'))
+
+    for words in ([], ["13"], [state.name]):
+        code, out, _ = ckpt("verify", *words)
+        assert (code, out.splitlines()[0]) == (1, f"{state.name}: NOT WHOLE")
+    assert ckpt("verify", "12")[0] == 0
+
+
+def test_a_state_of_a_later_version_is_not_called_damaged(store, ckpt):
+    make_state(store, RANKS, step=12)
+    state = make_state(store, RANKS, step=13)
+    manifest = store._root / state.name / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("gpuops.checkpoint/1", "gpuops.checkpoint/2"))
+
+    assert f"cannot be read: {state.name}: " in ckpt("ls")[1]
+    code, out, _ = ckpt("verify")
+    assert (code, out.splitlines()[0]) == (3, f"{state.name}: COULD NOT BE READ")
+    assert "Install the gpuops that wrote it" in out
+    assert "damaged" not in ckpt("show", "13")[2]
+    out = ckpt("prune", "--keep-last", "1", "--yes")[1]
+    assert f"left    {state.name}" in out
+    assert (store._root / state.name).is_dir()
+
+
+@pytest.mark.parametrize("words", [["show"], ["export", "--to", "out.safetensors"]])
+def test_a_shard_that_was_cut_short_or_is_gone_is_told_with_its_sizes(store, ckpt, words):
+    state = make_state(store, RANKS, step=12)
+    path = store.open_shard(state, Shard(1, 2))
+    nbytes = path.stat().st_size
+    os.truncate(path, 100)
+    assert f"has 100 bytes; {nbytes} bytes were saved" in ckpt(*words)[2]
+    path.unlink()
+    assert f"shard-00001-of-00002.safetensors of {state}" in ckpt(*words)[2]
+
+
+def test_a_directory_in_the_wrong_place_is_told_where_it_goes(store, ckpt, tmp_path):
+    make_state(store, RANKS, step=12)
+
+    assert f"say --dir {tmp_path}" in ckpt("verify", str(tmp_path))[2]
+    assert ckpt("ls", "--dir", store.address, address=False)[0] == 0
+    assert ckpt("ls", "--dir", store.address)[0] == 64
+
+
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["prune"], ["pin", "3"]])
+def test_a_directory_that_is_not_there_is_said(store, ckpt, words):
+    assert "there is no such directory" in "".join(ckpt(*words)[1:])
+
+
 def test_verify_all_counts_what_has_no_manifest(store, ckpt):
     make_state(store, RANKS, step=12)
     (store._root / "step-000000000099.e00000").mkdir()

@@ -35,6 +35,7 @@ from gpuops.checkpoint.verify import verify_state
 WORLD = 3
 N_FLOATS = 1_500_000  # 6 MB a rank
 PERSIST_EVERY_S = 0.25
+COMMAND = "python -m pytest -m soak tests/faults/test_checkpoint_kills.py"
 # Whom a kill takes: the ranks of a job never outlive one of theirs for long, nor their agent. They
 # do outlive their keeper: until they die without one, or after a while with another one.
 VICTIMS = ("rank", "ranks", "agent", "keeper", "keeper replaced", "node")
@@ -349,7 +350,7 @@ def test_soak_two_hundred_random_kills(tmp_path):
     kills = stormed(tmp_path, seed, acts)
     if out := os.environ.get("SOAK_OUT"):
         body = {
-            "command": f"SOAK_SEED={seed} SOAK_KILLS={n_kills} make soak",
+            "command": f"SOAK_SEED={seed} SOAK_KILLS={n_kills} SOAK_OUT=FILE {COMMAND}",
             "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
             "machine": machine(),
             "what": f"{WORLD} ranks of {4 * N_FLOATS} bytes over a real keeper, killed at random",

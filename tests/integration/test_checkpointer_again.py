@@ -127,5 +127,7 @@ def test_without_an_agent_the_first_rank_starts_another(tmp_path, monkeypatch):
         saved = ck.stats["saved"]
         until(lambda: ck.step(next(numbers)) or ck.stats["saved"] > saved)
         last = ck.stats["last_step"]
+        assert own_folder(os.environ, place).exists()
+    assert not own_folder(os.environ, place).exists()
     with Checkpointer(model=nn.Linear(1, 1), every=1, directory=place) as ck:
         assert ck.restore() == last

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 KEEPER, DIRECTORY, GENERATION = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR", "GPUOPS_GENERATION"
 LAST_SAVE_S = 600.0
 _LOCK = "job.lock"
+# What is in its folder; the lock is the last, for whoever has it has the folder.
+_FILES = ("keeper.sock", "keeper.lock", "keeper.log", "keeper.log.1", _LOCK)
 _LOCK_S = 15.0  # a killed job's data loaders may outlive it, and its lock, for a while
 _APPEAR_S = 60.0
 _AGAIN_S = 0.05
@@ -69,9 +71,18 @@ class OwnKeeper:
             if step is not None and flushed.state is None:
                 raise KeeperError(f"the last state was not persisted: {flushed.why}")
             link.end()
+            self._remove()
         finally:
             link.close()
             self.leave()
+
+    def _remove(self) -> None:
+        """Remove the folder of the keeper, which has ended; whoever comes next makes another."""
+        folder = self._socket_path.parent
+        with suppress(OSError):
+            for name in _FILES:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
 
     def leave(self) -> None:
         """Let another job have the directory."""
@@ -193,14 +204,18 @@ def _start(folder: Path, directory: str) -> OwnKeeper:
         BusyDirectoryError: A job that runs has it.
         KeeperError: It cannot be started.
     """
-    for path in (folder.parent.parent, folder.parent, folder):
-        why = why_not_ours(path, private=True)
-        if why is not None:
-            raise KeeperError(f"a keeper cannot use {path}: {why}")
-    try:
-        lock = _locked(folder / _LOCK, directory)
-    except OSError as exc:
-        raise KeeperError(f"cannot lock {folder / _LOCK}: {exc.strerror}") from exc
+    lock = None
+    while lock is None:
+        for path in (folder.parent.parent, folder.parent, folder):
+            why = why_not_ours(path, private=True)
+            if why is not None:
+                raise KeeperError(f"a keeper cannot use {path}: {why}")
+        try:
+            lock = _locked(folder / _LOCK, directory)
+        except FileNotFoundError:
+            continue  # the job before has just removed the folder
+        except OSError as exc:
+            raise KeeperError(f"cannot lock {folder / _LOCK}: {exc.strerror}") from exc
     try:
         process = start_or_adopt(folder)
     except BaseException:  # boundary: whatever it is, the lock does not stay
@@ -215,7 +230,13 @@ def _start(folder: Path, directory: str) -> OwnKeeper:
     return OwnKeeper(process.socket_path, lock)
 
 
-def _locked(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int:
+def _locked(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int | None:
+    """Return the lock *path*; None where its last holder has removed it meanwhile.
+
+    Raises:
+        BusyDirectoryError: A job that runs has it.
+        OSError: It cannot be had.
+    """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     end_s = time.monotonic() + wait_s
     try:
@@ -231,6 +252,9 @@ def _locked(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int:
                         "or give this one another directory"
                     ) from None
             time.sleep(_AGAIN_S)
+        if os.fstat(lock).st_nlink == 0:
+            os.close(lock)
+            return None
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BaseException:  # boundary: whatever it is, the lock does not stay

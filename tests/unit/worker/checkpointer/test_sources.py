@@ -1,9 +1,13 @@
 """Without a keeper a state comes from the directory: the newest that verifies."""
 
+import os
 import socket
+import threading
+from pathlib import Path
 
 import pytest
 import torch
+from support.keeper_ranks import until
 from torch import nn
 
 from gpuops.checkpoint.keeper import Policy
@@ -178,6 +182,32 @@ def test_one_directory_serves_one_job_at_a_time(tmp_path):
     with pytest.raises(BusyDirectoryError, match=r"pid \d+"):
         _locked(tmp_path / "job.lock", "/states", wait_s=0.2)
     assert lock > 0
+
+
+def test_a_lock_that_its_last_holder_removed_is_none(tmp_path):
+    path = tmp_path / "job.lock"
+    first = _locked(path, "/states")
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(_locked(path, "/states")))
+    waiting.start()
+    until(lambda: is_opened_twice(path), what="another who waits for it")
+    path.unlink()
+    os.close(first)
+    waiting.join()
+
+    assert found == [None]
+
+
+def is_opened_twice(path):
+    opened = [link for link in Path("/proc/self/fd").iterdir() if points_to(link, path)]
+    return len(opened) == 2
+
+
+def points_to(link, path):
+    try:
+        return link.readlink() == path
+    except FileNotFoundError:
+        return False
 
 
 def test_the_folder_of_a_keeper_follows_from_the_directory():

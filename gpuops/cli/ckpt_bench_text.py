@@ -52,19 +52,25 @@ def _ms(figures: dict[str, Any]) -> str:
 def _saves(part: dict[str, Any]) -> Table:
     size = format_bytes(part["nbytes"])
     table = Table("save", title=f"{size} in {part['n_tensors']} tensors", title_justify="left")
-    for head in (*_SAVES.values(), "slower while persisting"):
+    for head in (*_SAVES.values(), "slower while persisting", "rounds"):
         table.add_column(head, justify="right")
     for way in part["ways"]:
         loss = way["loss"]["median"]
         slower = "-" if loss is None else f"{100 * loss:.1f} %"
-        table.add_row(way["way"], *(_ms(way[field]) for field in _SAVES), slower)
-    table.add_row("hash", "", "", _ms(part["hash"]), "", "", "")
+        n_rounds = str(way["stall_s"]["n"])
+        table.add_row(way["way"], *(_ms(way[field]) for field in _SAVES), slower, n_rounds)
+    table.add_row("hash", "", "", _ms(part["hash"]), "", "", "", str(part["hash"]["n"]))
     return table
 
 
 def _recovery(part: dict[str, Any], nbytes: int) -> Table:
     title = f"{format_bytes(nbytes)} after SIGKILL, into a live process"
-    table = Table("restore", title=title, title_justify="left")
+    caption = (
+        "gpuops verifies and copies with all cores of the rank, the others copy with one thread; "
+        "out of another process's memory is what any restore must do whose state outlived its "
+        "worker: the kernel maps each page"
+    )
+    table = Table("restore", title=title, title_justify="left", caption=caption)
     table.add_column("milliseconds", justify="right")
     for way in part["ways"]:
         table.add_row(way["way"], _ms(way["seconds"]))

@@ -53,6 +53,9 @@ def options():
     parser.add_argument("--only", default=",".join(ROWS))
     parser.add_argument("--peer-size", default="512MiB")
     parser.add_argument("--no-peers", action="store_true", help="only torch and gpuops")
+    parser.add_argument(
+        "--every-round", action="store_true", help="also those that take long, in each round"
+    )
     parser.add_argument("--dir", type=Path, default=Path())
     parser.add_argument("--out", type=Path, help="write the figures to this file as JSON")
     return parser.parse_args()
@@ -71,19 +74,23 @@ def main():
         kill_nbytes=parse_bytes(args.kill_size),
         flips=args.flips,
         only=tuple(args.only.split(",")),
+        is_brief=not args.every_round,
     )
     began_s = time.monotonic()
+
+    def keep(found):
+        if args.out:
+            args.out.write_text(json.dumps(envelope(SCHEMA, found), indent=2) + "\n")
+
     found = run_bench(
         plan,
         args.dir.absolute(),
         lambda text: print(f"{time.monotonic() - began_s:7.1f} s  {text}", file=sys.stderr),
         peer=lambda: peer_row(parse_bytes(args.peer_size), args.rounds),
         others=None if args.no_peers else checkpoint_peers.others,
+        keep=keep,
     )
-    body = envelope(SCHEMA, found)
-    print_bench(body)
-    if args.out:
-        args.out.write_text(json.dumps(body, indent=2) + "\n")
+    print_bench(envelope(SCHEMA, found))
     return 0
 
 

@@ -11,34 +11,31 @@ import sys
 import time
 from pathlib import Path
 
-from gpuops.worker.checkpointer_bench.savers import BenchError
+from gpuops.worker.checkpointer_bench.savers import BenchError, Way
 
 PEERS = Path(__file__).parents[2] / ".venv-peers"
 PACKAGES = ("dlrover==0.6.1", "torch_checkpointing==0.1.1", "nvidia-resiliency-ext==0.4.1")
-TRIAL_S = 60.0
+TRIAL_S = 30.0
 
 
 def others(subject, folder):
-    """Return the savers that work here, and {name: why not} of the rest."""
+    """Return the ways to save that are installed, and {name: why not} of the rest."""
     site = next(PEERS.glob("lib/python3.*/site-packages"), None)
     if site is None:
         return [], dict.fromkeys(PACKAGES, f"not installed in {PEERS.name}")
     if str(site) not in sys.path:
         sys.path.append(str(site))
-    savers, missing = [], {}
-    for make in (Flash, TorchCheckpointing, Nvrx):
-        with contextlib.ExitStack() as undo:
-            try:
-                saver = make(subject, folder)
-                undo.callback(saver.close)
-                trial(saver)
-            except Exception as exc:  # noqa: BLE001 boundary: a peer may fail as it likes
-                lines = str(exc).strip().splitlines() or [""]
-                missing[make.package] = f"{type(exc).__name__}: {lines[0][:200]}"
-                continue
-            undo.pop_all()
-            savers.append(saver)
-    return savers, missing
+    return [Way(make.name, lambda m=make: tried(m, subject, folder)) for make in PEER_WAYS], {}
+
+
+def tried(make, subject, folder):
+    """Return a saver that has saved once; what it began ends where it cannot."""
+    with contextlib.ExitStack() as undo:
+        saver = make(subject, folder)
+        undo.callback(saver.close)
+        trial(saver)
+        undo.pop_all()
+    return saver
 
 
 def trial(saver):
@@ -59,8 +56,7 @@ class Flash:
     in shared memory would outlive a SIGKILL of the trainer, unless it is being overwritten then.
     """
 
-    package = PACKAGES[0]
-    name = "DLRover flash checkpoint"
+    name = "DLRover 0.6.1, flash checkpoint"
 
     def __init__(self, subject, folder):
         from dlrover.python.common.constants import CheckpointConstant
@@ -110,8 +106,7 @@ class Flash:
 class TorchCheckpointing:
     """torch_checkpointing: staged into shared memory, written by a process; kept stager."""
 
-    package = PACKAGES[1]
-    name = "torch_checkpointing"
+    name = "torch_checkpointing 0.1.1"
 
     def __init__(self, subject, folder):
         from torch_checkpointing import CheckpointBase, CheckpointItem, make_async_checkpoint_saver
@@ -163,8 +158,7 @@ class TorchCheckpointing:
 class Nvrx:
     """nvidia-resiliency-ext's asynchronous torch.save."""
 
-    package = PACKAGES[2]
-    name = "nvidia-resiliency-ext"
+    name = "nvidia-resiliency-ext 0.4.1"
 
     def __init__(self, subject, folder):
         from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
@@ -188,3 +182,6 @@ class Nvrx:
     def close(self):
         with contextlib.suppress(Exception):
             self._saver.close()
+
+
+PEER_WAYS = (Flash, TorchCheckpointing, Nvrx)

@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,13 +41,16 @@ def run(script):
     out = RESULTS / f"{script.stem.removeprefix('bench_')}.json"
     command = [sys.executable, str(script), "--out", str(out)]
     print(f"\n== {script.name}", flush=True)
+    began_s = time.time()
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    if code == 0:
+    # Of one that failed half-way, what it had measured by then.
+    if out.exists() and out.stat().st_mtime >= began_s:
         result = json.loads(out.read_text())
         header = {
             "command": f"python {script.relative_to(ROOT)}",
             "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
             "machine": machine(),
+            **({"exit_code": code} if code else {}),
         }
         out.write_text(json.dumps({**header, **result}, indent=2) + "\n")
     return code

@@ -13,6 +13,7 @@ SMALL = "--size 8MB --tensors 30 --small-tensors 60 --rounds 2 --step 1ms --kill
 WAYS = {
     "memcpy",
     "write + fsync",
+    "write past the cache + fsync",
     "gpuops",
     "dcp.save",
     "dcp.save, 2 threads, no fsync",
@@ -71,6 +72,8 @@ def test_killed_workers_are_restored(body):
 
     assert set(ways) == {
         "memcpy",
+        "memcpy out of another process's memory",
+        "hash, one thread",
         "gpuops",
         "dcp.load",
         "torch.load",

@@ -1,12 +1,14 @@
 """The whole benchmark: which rows there are, in which order, and what becomes of the samples."""
 
+import gc
 import random
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +19,38 @@ from gpuops.checkpoint.digest import digest_of
 from gpuops.checkpoint.placement import place
 from gpuops.checkpoint.recovery_odds import mixed_odds, simulated
 from gpuops.config import environ, export
+from gpuops.host.companion import Companion
 from gpuops.worker.checkpointer_bench.flips import flip_rows
 from gpuops.worker.checkpointer_bench.goals import goals
-from gpuops.worker.checkpointer_bench.plan import Plan
+from gpuops.worker.checkpointer_bench.plan import ROWS, Plan
 from gpuops.worker.checkpointer_bench.recovery import Kills, kill_rows, nursery, recovery_rows
-from gpuops.worker.checkpointer_bench.rounds import Sample, figures, rounds, summary
+from gpuops.worker.checkpointer_bench.rounds import Sample, Turns, figures, summary
 from gpuops.worker.checkpointer_bench.savers import (
+    DCP_SAVE,
+    DCP_THREAD,
+    MEMCPY,
+    OURS,
+    RAW,
+    RAW_DIRECT,
     Gpuops,
     Memcpy,
     RawWrite,
     Saver,
     TorchSave,
+    Way,
     bytes_of,
+    dcp_process_ways,
     dcp_savers,
 )
 from gpuops.worker.checkpointer_bench.subject import HEAD_BYTES, Subject
 
 Tell = Callable[[str], None]
 _PEER = "it is measured by tests/benchmarks/bench_checkpoint.py of the source tree"
-Others = Callable[[Subject, Path], tuple[list[Saver], dict[str, str]]]
+Others = Callable[[Subject, Path], tuple[list[Way], dict[str, str]]]
+Keep = Callable[[dict[str, Any]], None]
+_NEEDED = frozenset({MEMCPY, RAW, OURS})
+GUESTS_UNTIL_S = 330.0  # from the first round on, if brief
+SHORT_ROUNDS = 4  # the cold one included
 
 
 def run_bench(
@@ -45,11 +60,13 @@ def run_bench(
     *,
     peer: Callable[[], Any] | None = None,
     others: Others | None = None,
+    keep: Keep = lambda _found: None,
 ) -> dict[str, Any]:
     """Measure what *plan* says, in a new directory below *parent*; return all figures.
 
     *peer* measures a fetch from another keeper; without it that row says where it is to be had.
-    *others* makes more ways to save, and says which there are that cannot be made here, and why.
+    *others* returns more ways to save, and which there are that cannot be made here, and why.
+    *keep* is given the figures after each row, in case that a later one fails.
 
     Raises:
         CheckpointError: Something was not saved or restored, where it ought to have been.
@@ -59,7 +76,6 @@ def run_bench(
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     rng = random.Random(plan.seed)  # noqa: S311 no secret
     missing: dict[str, str] = {}
-    more = others or (lambda _subject, _folder: ([], {}))
     found: dict[str, Any] = {"plan": asdict(plan), "torch": str(torch.__version__)}
     with ExitStack() as stack:
         folder = Path(
@@ -70,32 +86,56 @@ def run_bench(
             )
         )
         _join_alone(folder, stack)
-        if "save" in plan.only:
-            found["save"], why = _save_rows(plan, _new(folder, "save"), tell, more)
+        rows = _Rows(plan, folder, rng, tell, cache(lambda: stack.enter_context(nursery())))
+        measures: dict[str, Callable[[], tuple[Any, dict[str, str]]]] = {
+            "save": lambda: rows.save(others),
+            "small": rows.small,
+            "recovery": rows.recovery,
+            "kills": rows.kills,
+            "flips": rows.flips,
+            "odds": lambda: (odds_rows(rng), {}),
+            "peer": lambda: (peer(), {}) if peer else (None, {"peer recovery": _PEER}),
+        }
+        for name in [name for name in ROWS if name in plan.only]:
+            found[name], why = measures[name]()
             missing |= why
-        if "small" in plan.only:
-            found["small"], why = _save_rows(_small(plan), _new(folder, "small"), tell, more)
-            missing |= why
-        if {"recovery", "kills"} & set(plan.only):
-            home = stack.enter_context(nursery())
-        if "recovery" in plan.only:
-            rows, kills = recovery_rows(home, plan, _new(folder, "recovery"), rng, tell)
-            found["recovery"] = {"ways": rows, "kills": _kills(kills)}
-        if "kills" in plan.only:
-            found["kills"] = _kills(kill_rows(home, plan, _new(folder, "kills"), rng, tell))
-        if "flips" in plan.only:
-            found["flips"] = flip_rows(
-                plan.flips, plan.flip_nbytes, _new(folder, "flips"), rng, tell
-            )
-        if "odds" in plan.only:
-            found["odds"] = odds_rows(rng)
-        if "peer" in plan.only:
-            found["peer"] = peer() if peer else None
-    found["goals"] = goals(found)
-    if "peer" in plan.only and not peer:
-        missing["peer recovery"] = _PEER
-    found["did_not_run"] = missing
-    return found
+            keep(_judged(found, missing))
+    return _judged(found, missing)
+
+
+def _judged(found: dict[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+    return {**found, "goals": goals(found), "did_not_run": missing}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What measures a row; it returns figures, and what did not run and why."""
+
+    plan: Plan
+    folder: Path
+    rng: random.Random
+    tell: Tell
+    home: Callable[[], Companion]
+
+    def save(self, others: Others | None) -> tuple[Any, dict[str, str]]:
+        return _save_rows(self.plan, _new(self.folder, "save"), self.tell, others)
+
+    def small(self) -> tuple[Any, dict[str, str]]:
+        path = _new(self.folder, "small")
+        return _save_rows(_small(self.plan), path, self.tell, None, is_small=True)
+
+    def recovery(self) -> tuple[Any, dict[str, str]]:
+        path = _new(self.folder, "recovery")
+        rows, kills = recovery_rows(self.home(), self.plan, path, self.rng, self.tell)
+        return {"ways": rows, "kills": _kills(kills)}, {}
+
+    def kills(self) -> tuple[Any, dict[str, str]]:
+        path = _new(self.folder, "kills")
+        return _kills(kill_rows(self.home(), self.plan, path, self.rng, self.tell)), {}
+
+    def flips(self) -> tuple[Any, dict[str, str]]:
+        path, plan = _new(self.folder, "flips"), self.plan
+        return flip_rows(plan.flips, plan.flip_nbytes, path, self.rng, self.tell), {}
 
 
 def _new(folder: Path, name: str) -> Path:
@@ -121,31 +161,84 @@ def _small(plan: Plan) -> Plan:
 
 
 def _save_rows(
-    plan: Plan, folder: Path, tell: Tell, others: Others
+    plan: Plan, folder: Path, tell: Tell, others: Others | None, *, is_small: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
     subject = Subject(plan.nbytes, plan.n_tensors, step_s=plan.step_s)
     memcpy = Memcpy(subject)
-    savers: list[Saver] = [memcpy]
+    hash_s: list[float] = []
+    is_short = plan.is_brief and is_small
     with ExitStack() as stack:
-        more, missing = others(subject, folder)
-        savers += [
+        savers: list[Saver] = [
+            memcpy,
             RawWrite(memcpy.whole, folder),
+            RawWrite(memcpy.whole, folder, is_direct=True),
             Gpuops(subject, folder),
             *dcp_savers(subject, folder),
             TorchSave(subject, folder),
-            *more,
         ]
         for saver in savers:
             stack.callback(saver.close)
-        samples = rounds(subject, savers, plan.rounds, plan.n_before, tell)
-        hash_s = [_hash_s(memcpy) for _ in range(plan.rounds + 1)]
+        if is_short:
+            savers = [each for each in savers if each.name in {*_NEEDED, DCP_SAVE, DCP_THREAD}]
+        more, missing = others(subject, folder) if others else ([], {})
+        groups = [] if is_short else [dcp_process_ways(subject, folder), *([more] if more else [])]
+        guests = _Guests(groups, plan.rounds + 1, is_brief=plan.is_brief)
+        stack.callback(guests.close)
+        turns = Turns(subject, plan.n_before, tell, needed=_NEEDED)
+        for number in range(plan.rounds + 1):
+            if is_short and number == SHORT_ROUNDS:
+                savers = [each for each in savers if each.name != DCP_THREAD]
+            turns.round([*savers, *guests.at(number, turns)])
+            hash_s.append(_hash_s(memcpy))
     return {
         "nbytes": subject.nbytes,
         "n_tensors": len(subject.tensors()),
         "hash": figures(hash_s),
-        "ways": [{"way": name, **summary(each)} for name, each in samples.items()],
-        "ratios": _ratios(samples, hash_s),
-    }, missing
+        "ways": [{"way": name, **summary(each.values())} for name, each in turns.samples.items()],
+        "ratios": _ratios(turns.samples, hash_s),
+    }, missing | turns.missing
+
+
+class _Guests:
+    """Ways that are there for all rounds; if brief, one group of them after the other."""
+
+    def __init__(self, groups: Sequence[Sequence[Way]], n_rounds: int, *, is_brief: bool) -> None:
+        self._groups = groups
+        self._n_rounds = n_rounds
+        self._is_brief = is_brief
+        self._here: dict[int, list[Saver]] = {}
+        self._until_s = time.monotonic() + GUESTS_UNTIL_S
+
+    def at(self, number: int, turns: Turns) -> list[Saver]:
+        """Return those whose turn it is in that round; one that cannot be made is dropped."""
+        if self._is_brief and time.monotonic() > self._until_s:
+            self.close()
+            return []
+        n_groups = len(self._groups)
+        for index, group in enumerate(self._groups):
+            begin = index * self._n_rounds // n_groups if self._is_brief else 0
+            if number == begin:
+                if self._is_brief:
+                    self.close()
+                self._here[index] = list(_made(group, turns))
+        return [saver for savers in self._here.values() for saver in savers]
+
+    def close(self) -> None:
+        """End those that are there."""
+        for savers in self._here.values():
+            for saver in savers:
+                with suppress(Exception):  # boundary: a peer may fail as it likes
+                    saver.close()
+        self._here.clear()
+        gc.collect()
+
+
+def _made(group: Sequence[Way], turns: Turns) -> Iterator[Saver]:
+    for way in group:
+        try:
+            yield way.make()
+        except Exception as exc:  # noqa: BLE001 boundary: a peer may fail as it likes
+            turns.drop(way.name, exc)
 
 
 def _hash_s(memcpy: Memcpy) -> float:
@@ -155,23 +248,22 @@ def _hash_s(memcpy: Memcpy) -> float:
     return time.perf_counter() - begun_s
 
 
-def _ratios(samples: dict[str, list[Sample]], hash_s: Sequence[float]) -> dict[str, Any]:
+def _ratios(samples: dict[str, dict[int, Sample]], hash_s: Sequence[float]) -> dict[str, Any]:
     """Return ours over each other way, round by round: what slows one round slows both."""
-    ours, memcpy, raw = samples["gpuops"], samples["memcpy"], samples["write + fsync"]
+    ours, memcpy = samples[OURS], samples[MEMCPY]
     found: dict[str, Any] = {
-        "stall over " + name: figures(
-            mine.stall_s / theirs.stall_s for mine, theirs in zip(ours, each, strict=True)
-        )
+        "stall over " + name: figures(ours[at].stall_s / each[at].stall_s for at in each)
         for name, each in samples.items()
-        if name not in {"gpuops", "write + fsync"}
+        if name not in {OURS, RAW, RAW_DIRECT}
     }
     found["recoverable over memcpy + hash"] = figures(
-        (mine.recoverable_s or 0.0) / (limit.stall_s + hashed)
-        for mine, limit, hashed in zip(ours, memcpy, hash_s, strict=True)
+        (mine.recoverable_s or 0.0) / (memcpy[at].stall_s + hash_s[at]) for at, mine in ours.items()
     )
-    found["durable over write + fsync"] = figures(
-        mine.durable_s / limit.durable_s for mine, limit in zip(ours, raw, strict=True)
-    )
+    for limit in (RAW, RAW_DIRECT):
+        if limit in samples:
+            found["durable over " + limit] = figures(
+                mine.durable_s / samples[limit][at].durable_s for at, mine in ours.items()
+            )
     return found
 
 

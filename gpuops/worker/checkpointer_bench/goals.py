@@ -32,7 +32,7 @@ def _saving(found: dict[str, Any]) -> Iterator[Row]:
     ratios = found["save"]["ratios"]
     yield _most("stall", "memcpy", ratios["stall over memcpy"]["median"], 1.15)
     for way, times in ((_DCP_THREAD, 5), ("dcp.save", 8)):
-        yield _least("stall, times less", way, _inverse(ratios[f"stall over {way}"]), times)
+        yield _least("stall, times less", way, _inverse(ratios.get(f"stall over {way}")), times)
     loss = {way["way"]: way["loss"]["median"] for way in found["save"]["ways"]}
     yield _most("training slower while persisting", "no save", loss["gpuops"], 0.08)
     for name in ("recoverable over memcpy + hash", "durable over write + fsync"):
@@ -44,7 +44,7 @@ def _small(found: dict[str, Any]) -> Iterator[Row]:
     if "small" in found:
         ratios = found["small"]["ratios"]
         metric = "stall of small tensors, times less"
-        yield _least(metric, "dcp.save", _inverse(ratios["stall over dcp.save"]), 100)
+        yield _least(metric, "dcp.save", _inverse(ratios.get("stall over dcp.save")), 100)
 
 
 def _recovery(found: dict[str, Any]) -> Iterator[Row]:
@@ -72,5 +72,5 @@ def _safety(found: dict[str, Any]) -> Iterator[Row]:
         yield _least("peer recovery", "raw socket", found["peer"]["of_raw"], 0.8)
 
 
-def _inverse(figures: dict[str, Any]) -> float | None:
-    return 1 / figures["median"] if figures["median"] else None
+def _inverse(figures: dict[str, Any] | None) -> float | None:
+    return 1 / figures["median"] if figures and figures["median"] else None

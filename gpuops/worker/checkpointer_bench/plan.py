@@ -8,7 +8,11 @@ ROWS = ("save", "small", "recovery", "kills", "flips", "odds", "peer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured; ``only`` are names of `ROWS`. Each row has one cold round more."""
+    """What is measured; ``only`` are names of `ROWS`. Each row has one cold round more.
+
+    ``is_brief``: ways beside ours that take long take turns at the rounds, and those of small
+    tensors that no goal is set against are left out.
+    """
 
     nbytes: int = 2 * 10**9
     n_tensors: int = 300
@@ -24,3 +28,4 @@ class Plan:
     flip_nbytes: int = 2 * 10**6
     seed: int = 0
     only: tuple[str, ...] = ROWS
+    is_brief: bool = False

@@ -10,6 +10,7 @@ from gpuops.worker.checkpointer_bench.savers import BenchError, Saver
 from gpuops.worker.checkpointer_bench.subject import Subject
 
 DEADLINE_S = 600.0
+OTHERS_S = 120.0  # that a way may take which is not needed
 _POLL_S = 0.02
 
 
@@ -31,7 +32,9 @@ class Sample:
     lost_s: float
 
 
-def sample(subject: Subject, saver: Saver, step: int, n_before: int) -> Sample:
+def sample(
+    subject: Subject, saver: Saver, step: int, n_before: int, *, deadline_s: float = DEADLINE_S
+) -> Sample:
     """Save once in the middle of training.
 
     Raises:
@@ -50,8 +53,8 @@ def sample(subject: Subject, saver: Saver, step: int, n_before: int) -> Sample:
             steps_s.append(subject.step())
         # What the looking itself takes counts for nobody.
         durable_s = time.perf_counter() - begun_s
-        if durable_s > DEADLINE_S:
-            raise BenchError(f"{saver.name}: nothing durable after {DEADLINE_S:g} s")
+        if durable_s > deadline_s:
+            raise BenchError(f"{saver.name}: nothing durable after {deadline_s:g} s")
         is_done = saver.is_done()
     slowed_s = sum(steps_s) - usual_s * len(steps_s)
     return Sample(
@@ -64,25 +67,62 @@ def sample(subject: Subject, saver: Saver, step: int, n_before: int) -> Sample:
     )
 
 
-def rounds(
-    subject: Subject,
-    savers: Sequence[Saver],
-    n_rounds: int,
-    n_before: int,
-    tell: Callable[[str], None],
-) -> dict[str, list[Sample]]:
-    """Return the samples of each way, the cold one first: *n_rounds* and one."""
-    found: dict[str, list[Sample]] = {saver.name: [] for saver in savers}
-    step = 0
-    for number in range(n_rounds + 1):
+class Turns:
+    """The ways to save, each in its turn in each round; the first round is the cold one.
+
+    ``samples`` are by name and number of the round. ``missing`` has the names of those that failed,
+    which takes none of the others along, and why.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        n_before: int,
+        tell: Callable[[str], None],
+        *,
+        needed: frozenset[str] = frozenset(),
+    ) -> None:
+        """Take *needed*, the names of those whose failure is one of the whole."""
+        self._subject = subject
+        self._n_before = n_before
+        self._tell = tell
+        self._needed = needed
+        self._step = 0
+        self._n_rounds = 0
+        self.samples: dict[str, dict[int, Sample]] = {}
+        self.missing: dict[str, str] = {}
+
+    def round(self, savers: Sequence[Saver]) -> None:
+        """Save once in each way that has not failed."""
         # Another one first each time, so that none always follows the same one.
-        turn = number % len(savers)
+        turn = self._n_rounds % len(savers)
         for saver in [*savers[turn:], *savers[:turn]]:
-            step += 1
-            tell(f"round {number} of {n_rounds}: {saver.name}")
-            found[saver.name].append(sample(subject, saver, step, n_before))
-            saver.clean()
-    return found
+            if saver.name in self.missing:
+                continue
+            self._step += 1
+            self._tell(f"round {self._n_rounds}: {saver.name}")
+            try:
+                taken = sample(
+                    self._subject,
+                    saver,
+                    self._step,
+                    self._n_before,
+                    deadline_s=DEADLINE_S if saver.name in self._needed else OTHERS_S,
+                )
+                saver.clean()
+            except Exception as exc:  # boundary: a peer may fail as it likes
+                if saver.name in self._needed:
+                    raise
+                self.drop(saver.name, exc)
+            else:
+                self.samples.setdefault(saver.name, {})[self._n_rounds] = taken
+        self._n_rounds += 1
+
+    def drop(self, name: str, exc: Exception) -> None:
+        """Leave the way of that name out from now on, and what was measured of it."""
+        lines = str(exc).strip().splitlines() or [""]
+        self.missing[name] = f"{type(exc).__name__}: {lines[0][:200]}"
+        self.samples.pop(name, None)
 
 
 def figures(values: Iterable[float | None]) -> dict[str, Any]:
@@ -98,7 +138,7 @@ def figures(values: Iterable[float | None]) -> dict[str, Any]:
     }
 
 
-def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+def summary(samples: Iterable[Sample]) -> dict[str, Any]:
     """Return the figures of each field of *samples*."""
     fields = [asdict(each) for each in samples]
     return {name: figures(each[name] for each in fields) for name in fields[0]}

@@ -1,11 +1,13 @@
 """The ways to save a state that are measured: ours, torch's, and what the hardware allows."""
 
+import mmap
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +28,9 @@ from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.checkpointer_bench.subject import Subject, copy_into, warm_copies
 
 MEMCPY, RAW = "memcpy", "write + fsync"
+RAW_DIRECT = "write past the cache + fsync"
 OURS = "gpuops"
+DCP_SAVE, DCP_THREAD = "dcp.save", "dcp.async_save, thread"
 State = dict[str, Any]
 _WRITE_BYTES = 16 * 2**20
 
@@ -65,6 +69,14 @@ class Saver(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to save that is made only when its turns begin."""
+
+    name: str
+    make: Callable[[], Saver]
+
+
 class Memcpy:
     """The limit of a stall: the same tensors copied into memory that is there already."""
 
@@ -93,10 +105,14 @@ class Memcpy:
 class RawWrite:
     """The limit of durability: the same bytes, already in memory, written and fsynced."""
 
-    name = RAW
-
-    def __init__(self, whole: torch.Tensor, folder: Path) -> None:
-        self._view = bytes_of(whole)
+    def __init__(self, whole: torch.Tensor, folder: Path, *, is_direct: bool = False) -> None:
+        self.name = RAW_DIRECT if is_direct else RAW
+        self._flags = os.O_DIRECT if is_direct else 0
+        # Past the cache goes only what begins and ends at a page.
+        view = bytes_of(whole)
+        skipped = -whole.data_ptr() % mmap.PAGESIZE if is_direct else 0
+        end = len(view) - (len(view) - skipped) % mmap.PAGESIZE if is_direct else len(view)
+        self._view = view[skipped:end]
         self._path = folder / "raw"
         self._thread = threading.Thread()
 
@@ -114,10 +130,12 @@ class RawWrite:
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _write(self) -> None:
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flags
+        fd = os.open(self._path, flags, 0o600)
         try:
             for at in range(0, len(self._view), _WRITE_BYTES):
                 piece = self._view[at : at + _WRITE_BYTES]
@@ -208,7 +226,8 @@ class TorchSave:
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _sync(self) -> None:
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -260,9 +279,8 @@ class Dcp:
 
 
 def dcp_savers(subject: Subject, folder: Path) -> list[Saver]:
-    """Return DCP's ways: as it comes, and as well as it can be tuned."""
+    """Return DCP's ways without another process: as it comes, and as well as it can be tuned."""
     kept = DefaultStager(StagingOptions(False, False, False, False))
-    kept_shared = DefaultStager(StagingOptions(False, True, False, False))
 
     def save(state: State, path: Path) -> None:
         dcp_save(state, checkpoint_id=path, no_dist=True)
@@ -277,28 +295,40 @@ def dcp_savers(subject: Subject, folder: Path) -> list[Saver]:
     def thread_kept(state: State, path: Path) -> Any:  # noqa: ANN401
         return async_save(state, checkpoint_id=path, no_dist=True, async_stager=kept)
 
-    process_type = AsyncCheckpointerType.PROCESS
-
-    def process(state: State, path: Path) -> Any:  # noqa: ANN401
-        return async_save(state, checkpoint_id=path, async_checkpointer_type=process_type)
-
-    def process_kept(state: State, path: Path) -> Any:  # noqa: ANN401
-        return async_save(
-            state,
-            checkpoint_id=path,
-            async_checkpointer_type=process_type,
-            async_stager=kept_shared,
-        )
-
     ways: dict[str, Callable[..., Any]] = {
-        "dcp.save": save,
+        DCP_SAVE: save,
         "dcp.save, 2 threads, no fsync": save_tuned,
-        "dcp.async_save, thread": thread,
+        DCP_THREAD: thread,
         "dcp.async_save, thread, kept stager": thread_kept,
-        "dcp.async_save, process": process,
-        "dcp.async_save, process, kept stager": process_kept,
     }
     return [Dcp(name, subject, folder, way) for name, way in ways.items()]
+
+
+def dcp_process_ways(subject: Subject, folder: Path) -> list[Way]:
+    """Return DCP's ways with a process that writes, which is slow to begin and takes memory."""
+    process_type = AsyncCheckpointerType.PROCESS
+
+    def process(state: State, path: Path) -> Any:  # noqa: ANN401 torch's own type
+        return async_save(state, checkpoint_id=path, async_checkpointer_type=process_type)
+
+    def make_kept(name: str) -> Saver:
+        stager = DefaultStager(StagingOptions(False, True, False, False))
+
+        def kept(state: State, path: Path) -> Any:  # noqa: ANN401
+            return async_save(
+                state,
+                checkpoint_id=path,
+                async_checkpointer_type=process_type,
+                async_stager=stager,
+            )
+
+        return Dcp(name, subject, folder, kept)
+
+    plain, tuned = "dcp.async_save, process", "dcp.async_save, process, kept stager"
+    return [
+        Way(plain, lambda: Dcp(plain, subject, folder, process)),
+        Way(tuned, lambda: make_kept(tuned)),
+    ]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

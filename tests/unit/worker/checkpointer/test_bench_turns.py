@@ -1,0 +1,62 @@
+"""The benchmark of checkpoints: a way that fails is named and left out, and the others go on."""
+
+import pytest
+
+from gpuops.worker.checkpointer_bench.rounds import Turns
+from gpuops.worker.checkpointer_bench.subject import HEAD_BYTES, Subject
+
+
+class Way:
+    """Saves nothing, and fails when its time comes."""
+
+    def __init__(self, name, fails_at=None):
+        self.name, self.saved, self._fails_at = name, 0, fails_at
+
+    def save(self, _step):
+        self.saved += 1
+        if self.saved == self._fails_at:
+            raise OSError("the disk is gone\nand more lines")
+
+    def is_done(self):
+        return True
+
+    def recoverable_s(self, _stall_s, _durable_s):
+        return None
+
+    def clean(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return Subject(HEAD_BYTES, 6)
+
+
+def test_a_way_that_fails_once_is_left_out_with_the_reason(subject):
+    good, bad = Way("good"), Way("bad", fails_at=2)
+    turns = Turns(subject, 1, lambda _text: None, needed=frozenset({"good"}))
+
+    for _ in range(3):
+        turns.round([good, bad])
+
+    assert turns.missing == {"bad": "OSError: the disk is gone"}
+    assert {name: list(each) for name, each in turns.samples.items()} == {"good": [0, 1, 2]}
+    assert (good.saved, bad.saved) == (3, 2)
+
+
+def test_the_failure_of_one_that_all_is_measured_against_is_raised(subject):
+    turns = Turns(subject, 1, lambda _text: None, needed=frozenset({"bad"}))
+
+    with pytest.raises(OSError, match="disk is gone"):
+        turns.round([Way("bad", fails_at=1)])
+
+
+def test_a_guest_has_the_samples_of_the_rounds_in_which_it_was_there(subject):
+    always, guest = Way("always"), Way("guest")
+    turns = Turns(subject, 1, lambda _text: None)
+
+    turns.round([always])
+    turns.round([always, guest])
+
+    assert list(turns.samples["guest"]) == [1]
+    assert list(turns.samples["always"]) == [0, 1]

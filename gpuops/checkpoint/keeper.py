@@ -146,7 +146,8 @@ class Keeper(Protocol):
 
         ``newest``: [epoch, step] of the newest committed state, or None; ``persisted`` likewise.
         ``reserved_bytes`` and ``populated_bytes`` of memory; ``hash_s``: seconds of the last state
-        from the last seal to its commit.
+        from the last seal to its commit. ``votes``: how many states were looked at for replicas
+        that differ; ``votes_missed``: their slots were granted meanwhile; ``vote_s`` of a core.
         """
         ...
 

@@ -367,6 +367,7 @@ class Core:
             in_flight=gate.in_flight,
             decided=gate.decided,
             is_due=persister.is_due,
+            ballots=self.voting.ballots,
         )
 
     def _goes_on(self, state: StateId | None) -> None:

@@ -210,7 +210,12 @@ def _manifest(root: int, path: Path, state: StateId) -> Manifest:
         if not is_directory(state.name, root):
             os.lstat(state.name, dir_fd=root)
             raise CorruptError(f"{path / state.name} is not a directory")
-        folder = stack.enter_context(opened_directory(state.name, dir_fd=root))
+        try:
+            folder = stack.enter_context(opened_directory(state.name, dir_fd=root))
+        except FileNotFoundError:
+            raise
+        except OSError as exc:  # of this state alone: the others can be read
+            raise CheckpointError(f"cannot read {where}: {exc.strerror or exc}") from exc
         try:
             content = read_small(MANIFEST, folder, MANIFEST_BYTES_MAX)
         except FileNotFoundError as exc:

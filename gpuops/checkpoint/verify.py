@@ -107,7 +107,8 @@ def _look_into(
             at += len(chunk)
             progress(min(at, nbytes))
     except CheckpointError as exc:
-        return Problem(name, ProblemKind.UNREADABLE, f"it ends at byte {at}: {exc}", tuple(bad))
+        where = f"it ends at byte {at}: " if at else ""
+        return Problem(name, ProblemKind.UNREADABLE, f"{where}{exc}", tuple(bad))
     if problem := _size_problem(name, at, nbytes):  # it changed since its size was asked for
         return problem
     if not bad:

@@ -171,6 +171,6 @@ def scratch_file(folder: Path, nbytes: int) -> Iterator[int]:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as exc:
             raise CheckpointError(
-                f"no room for {nbytes} bytes of scratch in {folder}: {exc.strerror or exc}"
+                f"cannot put {nbytes} bytes of scratch into {folder}: {exc.strerror or exc}"
             ) from exc
         yield file.fileno()

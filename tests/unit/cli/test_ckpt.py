@@ -262,6 +262,27 @@ def test_verify_all_counts_what_has_no_manifest(store, ckpt):
     assert ckpt("verify", "--all")[0] == 1
 
 
+def test_a_state_that_may_not_be_read_hides_no_other(store):
+    make_state(store, RANKS, step=12)
+    state = make_state(store, RANKS, step=13)
+    (store._root / state.name).chmod(0)
+    # Root reads all; without these capabilities it is a user like others.
+    as_user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    command = [sys.executable, "-m", "gpuops", "ckpt", "ls", store.address]
+    done = subprocess.run(
+        [*(as_user if os.geteuid() == 0 else []), *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "step-000000000012.e00000" in done.stdout.splitlines()[1]
+    assert f"cannot be read: {state.name}: cannot read " in done.stdout
+    assert "Permission denied" in done.stdout
+
+
 def test_verify_is_3_where_it_cannot_be_judged(tmp_path, capsys):
     (tmp_path / "file").touch()
 

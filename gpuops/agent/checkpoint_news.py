@@ -21,6 +21,7 @@ RANKS_NAMED_MAX = 64
 COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "restored"
 WHOLE, REPLICATED = "whole", "replicated"
 DIFFER, ALIKE, APART = "replicas_differ", "replicas_alike", "replicas_apart"
+_PLACES = {Tier.PEER.value: "a peer's memory", Tier.PERSISTENT.value: "the directory"}
 # Those that are told one by one, and how grave they are; the rest is counted.
 _SINGLE = {
     RESTORED: Severity.INFO,
@@ -218,7 +219,10 @@ class Resumed:
         by_tier: dict[str, list[int]] = {}
         for rank, tier in sorted(self.tiers.items()):
             by_tier.setdefault(tier, []).append(rank)
-        named = "; ".join(f"{_ranks(ranks)} from {tier}" for tier, ranks in sorted(by_tier.items()))
+        named = "; ".join(
+            f"{_ranks(ranks)} from {_PLACES.get(tier, tier)}"
+            for tier, ranks in sorted(by_tier.items())
+        )
         size, took = format_bytes(self.nbytes), format_seconds(self.longest_s)
         return f"resumed from step {self.state.step}: {named}; {size} in {took}"
 

@@ -44,10 +44,6 @@ class Memory(Protocol):
         """Return the bytes, to be written."""
         ...
 
-    def populate(self, stop: Callable[[], bool]) -> bool:
-        """Take all of it now; whether it came to the end before *stop* said so."""
-        ...
-
     def close(self) -> None:
         """Give the memory back."""
         ...
@@ -125,41 +121,6 @@ class ReplicaStore:
                     self._doom(slot)
             for shard in shards:
                 self._slots.setdefault(shard, [])
-
-    def reserve(self, shard: Shard, nbytes: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Make the slots of *shard* for images of *nbytes*, and take their memory.
-
-        Without it the first push makes them, and is as slow as the kernel hands out new pages.
-
-        Raises:
-            RefusedError: It is not held here, or there is no room; nothing was made.
-        """
-        made: list[_Slot] = []
-        with self._lock:
-            slots = self._slots.get(shard)
-            if slots is None:
-                raise RefusedError(
-                    Refusal.NOT_WANTED, f"{self._node} is no holder of {shard.file_name}"
-                )
-            try:
-                while len(slots) < self._n_slots:
-                    made.append(self._new_slot(shard, nbytes))
-                    made[-1].pins += 1  # nobody closes it meanwhile
-                    slots.append(made[-1])
-            except RefusedError:
-                self._unmake(shard, made)
-                raise
-        try:
-            for slot in made:
-                slot.memory.populate(stop)
-        except CheckpointError as exc:
-            with self._lock:
-                self._unmake(shard, made)
-            raise RefusedError(Refusal.NO_ROOM, str(exc)) from exc
-        with self._lock:
-            for slot in made:
-                slot.pins -= 1
-            self._part()
 
     def commit(self, state: StateId) -> None:
         """Note that *state* is committed in the whole job.
@@ -319,14 +280,6 @@ class ReplicaStore:
             slot.memory, slot.nbytes = memory, push.nbytes
             slot.copy = slot.last = slot.inbox = None
         return slot
-
-    def _unmake(self, shard: Shard, made: list[_Slot]) -> None:
-        for slot in made:
-            slot.pins -= 1
-            if slot in self._slots.get(shard, ()):
-                self._slots[shard].remove(slot)
-                self._doom(slot)
-        self._part()
 
     def _check_room(self, more_bytes: int) -> None:
         would_be = self._held_bytes() + more_bytes

@@ -330,30 +330,9 @@ def test_a_copy_found_damaged_is_none_any_more(store):
     assert steps(store) == [1]
 
 
-def test_slots_are_made_before_the_first_push(store):
-    store.reserve(SHARD, NBYTES)
-    assert [memory.is_populated for memory in store.made] == [True, True]
-    put(store, 1)
-    put(store, 2)
-    assert len(store.made) == 2
-    store.reserve(SHARD, NBYTES)
-    assert len(store.made) == 2
-    with pytest.raises(RefusedError, match="no holder"):
-        store.reserve(OTHER, NBYTES)
-
-
-def test_slots_that_do_not_fit_are_not_made():
-    store = Store(bytes_max=2 * NBYTES - 1)
-    with pytest.raises(RefusedError, match="may hold"):
-        store.reserve(SHARD, NBYTES)
-    assert [memory.is_closed for memory in store.made] == [True]
-    assert store.held_bytes == 0
-
-
 def test_it_works_with_the_memory_of_the_arena():
     store = ReplicaStore("holder", SlotMemory.create, bytes_max=2**20, chunk_bytes=CHUNK)
     store.keep_only([SHARD])
-    store.reserve(SHARD, NBYTES)
     put(store, 1)
     put(store, 2)
     store.keep_only([])

@@ -12,6 +12,7 @@ from gpuops.checkpoint.node_memory import MARGIN_BYTES, NodeMemory
 from gpuops.checkpoint.slots import Granted
 from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId
 from gpuops.checkpoint.stores import open_store as open_any_store
+from gpuops.checkpoint.verify import verify_state
 
 
 class Jobs:
@@ -315,6 +316,35 @@ def test_an_epoch_that_is_not_new_is_refused(node):
     node.jobs.do("look")
 
     assert "epoch 4 is not new" in node.core.crew.trouble
+
+
+def test_several_nodes_write_one_state_into_an_object_store_and_one_seals_it():
+    place = "memory://bucket-of-keepers/run"
+    nodes = [Node(), Node()]
+    for rank, node in enumerate(nodes):
+        node.core.set_policy(Policy(directory=place, persist_every_s=None))
+        node.core.begin_generation(0, 2, None, "run")
+        node.posts, node.guests = [Post(Shard(rank, 2), 0, 1, 0)], [Guest()]
+        node.core.join(node.guests[0], node.posts[0], is_patient=False)
+        node.core.choose(None, 0)
+        node.go()
+        state = node.save(1)
+        node.core.commit(state, is_to_persist=True)
+    store, (other, sealer) = open_any_store(place), nodes
+    sealer.jobs.do("persist")
+    sealer.core.persister.seal(state, 2)
+    sealer.jobs.do("persist")
+    told = [e for e in sealer.core.events.take(10**6) if e["kind"] == "persist_failed"]
+    assert "not all of its 2 shards" in told[0]["why"]
+    assert (sealer.core.progress().persisted, store.list()) == (None, ())
+    other.jobs.do("persist")
+    assert [node.core.progress().parts for node in nodes] == [(state,), (state,)]
+    sealer.core.persister.seal(state, 2)
+    sealer.jobs.do("persist")
+
+    assert sealer.core.progress().persisted == state
+    assert [stored.state for stored in store.list()] == [state]
+    assert verify_state(store, state) == []
 
 
 def test_a_later_epoch_of_another_run_in_the_directory_keeps_nobody_from_restoring(tmp_path):

@@ -284,7 +284,7 @@ class Keeping:
 
     def _persisted_by_all(self, agreement: Agreement, within_s: float) -> Flushed | None:
         """Have all nodes write the newest state; None where nobody sees to it that all do."""
-        began_ns, why = self._clock.mono_ns(), "the other nodes have not written their shards yet"
+        began_ns, why = self._clock.mono_ns(), "not all nodes have written their shards"
         self._await_commit(agreement, within_s)
         newest = self._newest
         if not agreement.has_directory:

@@ -86,7 +86,7 @@ class Agreement:
         self._place = place
         self._say = say
         self.is_led = is_led
-        self._look_up = _Survey(survey)
+        self._look_up = _Survey(survey, say)
         self._now: _Generation | None = None
         self._before: tuple[_Generation | None, int | None] = (None, None)
         self._said: Json | None = None
@@ -377,9 +377,11 @@ class Agreement:
 
 @dataclass(slots=True)
 class _Survey:
-    """Looks at a directory in a thread of its own, again where that failed."""
+    """Looks at a directory in a thread of its own, again where that failed; why is said once."""
 
     act: Callable[[str], Stored]
+    say: Callable[[str], None]
+    _told: str = ""
     _directory: str | None = None
     _found: Stored | None = None
     _thread: threading.Thread | None = field(default=None)
@@ -411,7 +413,9 @@ class _Survey:
         try:
             found = self.act(directory)
         except CheckpointError as exc:
-            log.warning("the checkpoints in %s cannot be listed: %s", directory, exc)
+            if str(exc) != self._told:
+                self._told = str(exc)
+                self.say(f"{exc}; the ranks wait until it can be told where they go on from")
             return
         except Exception:  # boundary: whatever a file system raises, the ranks wait for word
             log.exception("the checkpoints in %s cannot be listed", directory)

@@ -1,5 +1,6 @@
 """Nodes agree on what is saved: seeds of losses, partitions and slow boards on a fake clock."""
 
+import itertools
 import threading
 from collections import Counter
 
@@ -11,6 +12,7 @@ from gpuops.agent.checkpoint_peers import Agreement, Place
 from gpuops.agent.checkpoint_witness import notes_of
 from gpuops.agent.checkpoint_words import Stored
 from gpuops.checkpoint.placement import moves
+from gpuops.checkpoint.states import CheckpointError
 from gpuops.incident.decision import ReportKind, Terms
 
 
@@ -88,6 +90,26 @@ def test_what_the_directory_has_by_now_goes_with_the_wish_for_a_seat():
     may_tell.set()
     while agreement.holding(player.keeper)["stored"] != 8:
         pass
+
+
+def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_tried():
+    tries = itertools.count(1)
+
+    def survey(directory):
+        if next(tries) < 9:
+            raise CheckpointError(f"cannot list {directory}: no answer")
+        return Stored(epoch_max=3)
+
+    world = SavingWorld(Terms(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    player = world.players[0]
+    place = Place(me=player.me, token="t" * 16, job="run", directory="/states")
+    agreement = Agreement(player.board, player.link.keys, place, survey, world.said.append)
+    while agreement.holding(player.keeper)["stored"] != 3:
+        pass
+
+    assert world.said == [
+        "cannot list /states: no answer; the ranks wait until it can be told where they go on from"
+    ]
 
 
 RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}

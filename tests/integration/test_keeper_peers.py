@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.keeper_ranks import holds, layout_of, until
-from support.peer_keepers import JOB, TOKEN, Node, commit, save, seat
+from support.peer_keepers import JOB, TOKEN, Node, SmallNode, commit, save, seat
 
 from gpuops.checkpoint.claim import OWNER
 from gpuops.checkpoint.keeper import Policy
+from gpuops.checkpoint.node_memory import MARGIN_BYTES
 from gpuops.checkpoint.states import KeeperError, Shard, StateId, Tier
 from gpuops.checkpoint.stores import open_store
 from gpuops.checkpoint.transfer_team import Peer
@@ -239,6 +240,27 @@ def test_a_node_that_holds_nothing_for_others_is_told_and_saving_goes_on(nodes):
     (failed,) = nodes[0].heard_of("replica_failed")
     assert "no holder of" in failed["why"]
     commit(nodes[:2], state)
+
+
+def test_a_node_without_the_room_for_others_says_so_and_its_own_states_are_saved(
+    nodes, tmp_path, stack
+):
+    image_bytes = layout_of(0, 2, n_floats=N_FLOATS).nbytes
+    # For its own two slots, and for half of what it is to hold for the other.
+    room_bytes = MARGIN_BYTES + 2 * image_bytes + image_bytes // 2
+    small = SmallNode(tmp_path, "small", "127.0.0.8", room_bytes)
+    stack.callback(small.close)
+    crew = [nodes[0], small]
+    seat(crew, 0, 2, n_floats=N_FLOATS)
+    stats = small.agent.stats
+    until(lambda: stats()["populated_bytes"] == 2 * image_bytes, what="memory of its own")
+    state = commit(crew, save(crew, 3))
+    failed = nodes[0].heard_of("replica_failed")[0]
+    assert (failed["holder"], failed["shard"]) == ("small", [0, 2])
+    assert "does not fit into memory" in failed["why"]
+    assert "are left to the system" in failed["why"]
+    assert small.shards_here(state) == [Shard(1, 2)]
+    assert nodes[0].shards_here(state) == [Shard(0, 2), Shard(1, 2)]
 
 
 def test_an_older_start_is_fenced_off(nodes):

@@ -1,11 +1,17 @@
 """Keepers of several nodes on addresses of their own, each with ranks, in this one machine."""
 
 import itertools
+import threading
 
 from gpuops.checkpoint.agent_link import AgentLink
 from gpuops.checkpoint.client import connect
 from gpuops.checkpoint.keeper import Grant
+from gpuops.checkpoint.keeper_core import Core
+from gpuops.checkpoint.keeper_jobs import ThreadJobs, Waker
 from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.keeper_server import KeeperServer
+from gpuops.checkpoint.node_memory import NodeMemory
+from gpuops.checkpoint.socket_place import socket_of
 from gpuops.checkpoint.states import Shard
 from gpuops.checkpoint.transfer_team import Peer
 from support.keeper_ranks import Rank, until
@@ -93,6 +99,42 @@ class Node:
             line.close()
         self.agent.close()
         self.process.kill()
+
+
+class SmallNode(Node):
+    """A node whose keeper runs in a thread of the test, with as much room in memory as that says.
+
+    *room_bytes* are what is left of it beside what the keeper's own ranks have taken.
+    """
+
+    def __init__(self, folder, name, address, room_bytes, **kwargs):
+        self.room_bytes = room_bytes
+        super().__init__(folder, name, address, **kwargs)
+
+    def replace(self):
+        folder = self._folder
+        folder.mkdir(mode=0o700)
+        memory = NodeMemory(self.name, lambda: self.room_bytes - memory.populated_bytes())
+        self._waker = waker = Waker()
+        self._jobs = ThreadJobs(waker.wake)
+        self._core = Core(memory, self._jobs)
+        server = KeeperServer(
+            self._core, folder, lease_s=60.0, waker=waker, deliver=self._jobs.deliver
+        )
+        self._thread = threading.Thread(target=lambda: (server.serve(), server.close()))
+        self._thread.start()
+        self.process = self
+        self.socket_path = socket_of(folder)
+        self.agent = AgentLink.connect(self.socket_path)
+        self.port = self.agent.serve_peers(self.address, node=self.name, **self._pass)
+
+    def kill(self):
+        self._core.is_ending = True
+        self._thread.join()
+        self._core.peers.close()
+        self._jobs.close()
+        self._waker.close()
+        self._core.memory.close()
 
 
 def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=None, **kwargs):

@@ -303,6 +303,9 @@ def test_a_directory_that_takes_nothing_costs_no_state_and_no_keeper(keeper, sta
     agent = agent_of(stack, keeper)
     agent.begin_generation(0, 1, None)
     (rank,) = crew_of(stack, keeper, slots=3, directory=str(tmp_path / "file" / "states"))
+    # It was made to say whose it is; then it is gone, and something else stands there.
+    until((tmp_path / "file" / "states").exists)
+    shutil.rmtree(tmp_path / "file")
     (tmp_path / "file").write_text("no directory")
     save_all([rank], 1)
     until(lambda: agent.stats()["persist_failures"] == 1)

@@ -81,7 +81,7 @@ def _checkpoint(kept: CheckpointView) -> str:
 def _copies(kept: CheckpointView) -> str:
     if not kept.copies:
         return ""
-    return f" ({kept.copies} {'copy' if kept.copies == 1 else 'copies'} of each part)"
+    return f" ({kept.copies} {'copy' if kept.copies == 1 else 'copies'})"
 
 
 def _nodes(nodes: Sequence[NodeView], silent_s: dict[str, float]) -> Table:

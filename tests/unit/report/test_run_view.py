@@ -316,7 +316,7 @@ def test_the_newest_checkpoint_is_the_one_that_every_node_has():
         "keeper": "running",
         "copies": 2,
     }
-    said = "step 55 in memory (2 copies of each part), 3.00 s ago; step 40 persisted; 4 skipped"
+    said = "step 55 in memory (2 copies), 3.00 s ago; step 40 persisted; 4 skipped"
     assert f"checkpoint  {said}" in shown(view)
 
 
@@ -342,6 +342,6 @@ def test_an_agent_tells_of_its_own_checkpoints():
     assert view.checkpoint.keeper == "running"
     assert "checkpoint" not in shown(view)
     alone = of_agent(state_json(replace(state, checkpoint=kept()), NS_PER_S))
-    assert "step 57 in memory (1 copy of each part)" in shown(alone)
+    assert "step 57 in memory (1 copy)" in shown(alone)
     later = of_agent(state_json(replace(state, checkpoint=kept(tier="persistent")), NS_PER_S))
     assert "checkpoint  step 57 persistent, 1.00 s ago" in shown(later)

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 from gpuops.checkpoint.digest import digest_of
+from gpuops.checkpoint.memory_room import available_bytes
 from gpuops.checkpoint.placement import place
 from gpuops.checkpoint.recovery_odds import mixed_odds, simulated
 from gpuops.config import environ, export
 from gpuops.host.companion import Companion
+from gpuops.units import format_bytes
 from gpuops.worker.checkpointer_bench.flips import flip_rows
 from gpuops.worker.checkpointer_bench.goals import goals
 from gpuops.worker.checkpointer_bench.plan import ROWS, Plan
@@ -32,6 +34,7 @@ from gpuops.worker.checkpointer_bench.savers import (
     OURS,
     RAW,
     RAW_DIRECT,
+    BenchError,
     Gpuops,
     Memcpy,
     RawWrite,
@@ -50,6 +53,7 @@ Others = Callable[[Subject, Path], tuple[list[Way], dict[str, str]]]
 Keep = Callable[[dict[str, Any]], None]
 _NEEDED = frozenset({MEMCPY, RAW, OURS})
 GUESTS_UNTIL_S = 330.0  # from the first round on, if brief
+ROOM_STATES = 2  # what a guest stages, and what its writer may hold of it
 SHORT_ROUNDS = 4  # the cold one included
 
 
@@ -182,7 +186,8 @@ def _save_rows(
             savers = [each for each in savers if each.name in {*_NEEDED, DCP_SAVE, DCP_THREAD}]
         more, missing = others(subject, folder) if others else ([], {})
         groups = [] if is_short else [dcp_process_ways(subject, folder), *([more] if more else [])]
-        guests = _Guests(groups, plan.rounds + 1, is_brief=plan.is_brief)
+        room_bytes = ROOM_STATES * subject.nbytes
+        guests = _Guests(groups, plan.rounds + 1, room_bytes, is_brief=plan.is_brief)
         stack.callback(guests.close)
         turns = Turns(subject, plan.n_before, tell, needed=_NEEDED)
         for number in range(plan.rounds + 1):
@@ -202,9 +207,13 @@ def _save_rows(
 class _Guests:
     """Ways that are there for all rounds; if brief, one group of them after the other."""
 
-    def __init__(self, groups: Sequence[Sequence[Way]], n_rounds: int, *, is_brief: bool) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Way]], n_rounds: int, room_bytes: int, *, is_brief: bool
+    ) -> None:
+        """Take *room_bytes*, without which none is begun: all here would be ended with it."""
         self._groups = groups
         self._n_rounds = n_rounds
+        self._room_bytes = room_bytes
         self._is_brief = is_brief
         self._here: dict[int, list[Saver]] = {}
         self._until_s = time.monotonic() + GUESTS_UNTIL_S
@@ -220,7 +229,7 @@ class _Guests:
             if number == begin:
                 if self._is_brief:
                     self.close()
-                self._here[index] = list(_made(group, turns))
+                self._here[index] = list(_made(group, turns, self._room_bytes))
         return [saver for savers in self._here.values() for saver in savers]
 
     def close(self) -> None:
@@ -233,10 +242,16 @@ class _Guests:
         gc.collect()
 
 
-def _made(group: Sequence[Way], turns: Turns) -> Iterator[Saver]:
+def _begun(way: Way, room_bytes: int) -> Saver:
+    if available_bytes() < room_bytes:
+        raise BenchError(f"fewer than {format_bytes(room_bytes)} of memory are available")
+    return way.make()
+
+
+def _made(group: Sequence[Way], turns: Turns, room_bytes: int) -> Iterator[Saver]:
     for way in group:
         try:
-            yield way.make()
+            yield _begun(way, room_bytes)
         except Exception as exc:  # noqa: BLE001 boundary: a peer may fail as it likes
             turns.drop(way.name, exc)
 

@@ -36,8 +36,8 @@ RETRY_S = 0.25
 SLOW_S, SLOW_BEATS = 1.0, 4  # a round trip that so many beats in a row exceed
 WATCH_S = 0.25
 AWAY_S = 3 * HOLD_S
-# A leader that comes to no end hangs, and must not look alive: beyond this its agent beats no more.
-# What a slow board takes for the longest list of things to do is less.
+# A leader that comes to no end must not look alive, or nobody takes its place: beyond this its
+# agent beats no more. It is a dozen calls that each take as long as a call may.
 LEAD_S_MAX = 60.0
 SILENT_S = 5.0  # so long without an answer is worth a line in the history
 END_S = 15.0

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import init_device_mesh
@@ -213,6 +213,7 @@ def test_parts_that_do_not_make_up_the_whole_are_refused(parts, what):
         check_whole("x", parts)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_grid_is_whole_and_no_grid_with_a_part_moved_or_dropped_is(data):
     cuts = [

@@ -301,12 +301,12 @@ class Keeping:
                     )
                 if not agreement.is_led() or not agreement.is_on:
                     return None
-                if self._seconds_since(began_ns) >= within_s:
+                if agreement.trouble or self._seconds_since(began_ns) >= within_s:
                     break
                 self._pause(self._times.hurried_s)
         finally:
             agreement.must_persist = False
-        return Flushed(newest=newest, directory=agreement.directory, why=why)
+        return Flushed(newest=newest, directory=agreement.directory, why=agreement.trouble or why)
 
     def _seconds_since(self, then_ns: int) -> float:
         return (self._clock.mono_ns() - then_ns) / NS_PER_S

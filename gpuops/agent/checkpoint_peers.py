@@ -69,7 +69,8 @@ class Agreement:
     """This node's part.
 
     *survey* says what a directory has; it may take long, and raise. ``is_led`` says whether
-    somebody judges at present. ``must_persist`` asks all to persist their newest state.
+    somebody judges at present. ``must_persist`` asks all to persist their newest state, and
+    ``trouble`` says what has kept this node from that since, "" where nothing has.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class Agreement:
         self._has_said = False
         self._together = 0
         self.must_persist = False
+        self.trouble = ""
+        self._failures = 0
         self.is_uncommitted = False
         self.directory = place.directory
 
@@ -233,6 +236,10 @@ class Agreement:
         now = self._now
         if now is None:
             return
+        failures = whole(stats.get("persist_failures")) or 0
+        if not self.must_persist:
+            self._failures = failures
+        self.trouble = str(stats.get("persist_trouble")) if failures > self._failures else ""
         progress = tie.progress()
         n_ranks = whole(stats.get("ranks")) or 0
         if self._said is None and not n_ranks and not progress.whole:

@@ -112,6 +112,18 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
     ]
 
 
+def test_only_what_failed_since_all_were_asked_to_persist_is_trouble():
+    player = started(2, 2, 2).players[0]
+    agreement, stats = player.agreement, {"ranks": 1, "persist_failures": 2, "persist_trouble": "x"}
+    agreement.look(player.keeper, stats)
+    agreement.must_persist = True
+    agreement.look(player.keeper, stats)
+    assert agreement.trouble == ""
+
+    agreement.look(player.keeper, {**stats, "persist_failures": 3, "persist_trouble": "no space"})
+    assert agreement.trouble == "no space"
+
+
 RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}
 
 

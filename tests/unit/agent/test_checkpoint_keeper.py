@@ -312,6 +312,7 @@ class Agreement:
     """The agreement with other nodes, which comes about after a few looks at the board."""
 
     is_on, has_directory, directory, is_waiting = True, True, "/ckpt", False
+    trouble = ""
 
     def __init__(self, keeper):
         self.keeper = keeper
@@ -351,6 +352,21 @@ def test_at_the_end_what_was_saved_last_is_agreed_on_before_it_is_persisted(how)
     getattr(bench.keeping, how)(60.0)
 
     assert agreement.persisted == StateId(0, 12)
+
+
+def test_what_cannot_be_written_here_is_not_waited_for_until_the_time_is_up():
+    keeper = FakeKeeper()
+    agreement = Agreement(keeper)
+    agreement.has_heard, agreement.left = True, 10**9
+    bench = Bench(keeper, agreement=agreement, pause=lambda _s: bench.clock.advance(1.0))
+    bench.keeping.begin(0, 2, None, roster=object())
+    keeper.commit(11)
+    agreement.trouble = "cannot write into /ckpt: Read-only file system"
+
+    done = bench.keeping.flush(600.0)
+
+    assert (done.fitted, done.why) == (False, agreement.trouble)
+    assert done.seconds < 60
 
 
 def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):

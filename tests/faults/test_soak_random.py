@@ -79,7 +79,8 @@ class Storm:
         found = {}
         for host in self.hosts:
             state = self.run.state(host)
-            pids = [pid for pid in (state or {}).get("pids", {}).values() if is_alive(pid)]
+            told = (state or {}).get("pids", {}).values()
+            pids = [pid for pid in told if is_alive(pid) and self.run.is_worker(pid)]
             if pids:
                 found[host.name] = (host, pids)
         return wait_until(lambda: list(found.values()), 30, "a worker")

@@ -121,9 +121,13 @@ class ClusterRun:
         return sorted(host.runs.glob("*"))
 
     def state(self, host):
-        """Return what the newest run of *host* publishes, None before there is something."""
+        """Return what the newest run of *host* publishes, None before there is something.
+
+        Each rank of a node has a file of its own, and that of an earlier rank stays.
+        """
         for folder in reversed(self.folders(host)):
-            for path in sorted(folder.glob("state*.json")):
+            newest_first = sorted(folder.glob("state*.json"), key=_written_ns, reverse=True)
+            for path in newest_first:
                 state = json.loads(path.read_text())
                 if state["node"] == host.name:
                     return state
@@ -171,11 +175,17 @@ class ClusterRun:
 
     def orphans(self):
         """Return the workers that live on; a number may be another process's by now."""
-        return {pid for pid in self.worker_pids() if is_alive(pid) and self._is_of_this_run(pid)}
+        return {pid for pid in self.worker_pids() if is_alive(pid) and self.is_worker(pid)}
 
-    def _is_of_this_run(self, pid):
+    def is_worker(self, pid):
+        """Say whether *pid* is a worker of this run, and not whoever has its number by now.
+
+        Threads have numbers, too, and a signal to one is a signal to its process.
+        """
         with suppress(OSError):
-            return f"JOB_DIR={self.job}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            is_ours = f"JOB_DIR={self.job}".encode() in words
+            return is_ours and any(word.startswith(b"RANK=") for word in words)
         return False
 
     def events(self, kind=None, host=None):
@@ -248,6 +258,10 @@ class ClusterRun:
         )
         assert done.returncode == 0, done.stderr + self.said()
         return done
+
+
+def _written_ns(path):
+    return path.stat().st_mtime_ns
 
 
 def _weight(incident):

@@ -184,4 +184,4 @@ class Nvrx:
             self._saver.close()
 
 
-PEER_WAYS = (Flash, TorchCheckpointing, Nvrx)
+PEER_WAYS = (Nvrx, Flash, TorchCheckpointing)

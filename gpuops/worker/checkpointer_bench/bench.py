@@ -42,8 +42,9 @@ from gpuops.worker.checkpointer_bench.savers import (
     TorchSave,
     Way,
     bytes_of,
-    dcp_process_ways,
+    dcp_kept_ways,
     dcp_savers,
+    end_dcp_process,
 )
 from gpuops.worker.checkpointer_bench.subject import HEAD_BYTES, Subject
 
@@ -53,7 +54,7 @@ Others = Callable[[Subject, Path], tuple[list[Way], dict[str, str]]]
 Keep = Callable[[dict[str, Any]], None]
 _NEEDED = frozenset({MEMCPY, RAW, OURS})
 GUESTS_UNTIL_S = 330.0  # from the first round on, if brief
-ROOM_STATES = 2  # what a guest stages, and what its writer may hold of it
+ROOM_STATES = 4  # what a guest stages and its writer holds, and what the others take in a save
 SHORT_ROUNDS = 4  # the cold one included
 
 
@@ -185,7 +186,7 @@ def _save_rows(
         if is_short:
             savers = [each for each in savers if each.name in {*_NEEDED, DCP_SAVE, DCP_THREAD}]
         more, missing = others(subject, folder) if others else ([], {})
-        groups = [] if is_short else [dcp_process_ways(subject, folder), *([more] if more else [])]
+        groups = [] if is_short else [dcp_kept_ways(subject, folder), *([more] if more else [])]
         room_bytes = ROOM_STATES * subject.nbytes
         guests = _Guests(groups, plan.rounds + 1, room_bytes, is_brief=plan.is_brief)
         stack.callback(guests.close)
@@ -239,6 +240,7 @@ class _Guests:
                 with suppress(Exception):  # boundary: a peer may fail as it likes
                     saver.close()
         self._here.clear()
+        end_dcp_process()
         gc.collect()
 
 

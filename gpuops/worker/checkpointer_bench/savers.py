@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import (
@@ -249,10 +251,12 @@ class Dcp:
         self._folder.mkdir()
         self._save = save
         self._future: Future[Any] | None = None
+        self._is_async = False
 
     def save(self, step: int, /) -> None:
         path = self._folder / f"step-{step}"
         self._future = self._save(self._subject.state_dict(), path)
+        self._is_async = self._future is not None
 
     def is_done(self) -> bool:
         if self._future is None:
@@ -262,11 +266,12 @@ class Dcp:
         error = self._future.exception()
         if error is not None:
             raise BenchError(f"{self.name} failed: {error!r}") from error
+        self._future = None  # which may hold on to all that was staged
         return True
 
     def recoverable_s(self, stall_s: float, durable_s: float, /) -> float | None:
         # What it holds in memory dies with the worker, and a process of its with its parent.
-        return durable_s if self._future is not None else stall_s
+        return durable_s if self._is_async else stall_s
 
     def clean(self) -> None:
         for path in self._folder.iterdir():
@@ -279,8 +284,7 @@ class Dcp:
 
 
 def dcp_savers(subject: Subject, folder: Path) -> list[Saver]:
-    """Return DCP's ways without another process: as it comes, and as well as it can be tuned."""
-    kept = DefaultStager(StagingOptions(False, False, False, False))
+    """Return the ways of DCP that keep no memory between two saves."""
 
     def save(state: State, path: Path) -> None:
         dcp_save(state, checkpoint_id=path, no_dist=True)
@@ -292,43 +296,40 @@ def dcp_savers(subject: Subject, folder: Path) -> list[Saver]:
     def thread(state: State, path: Path) -> Any:  # noqa: ANN401 torch's own type
         return async_save(state, checkpoint_id=path, no_dist=True)
 
-    def thread_kept(state: State, path: Path) -> Any:  # noqa: ANN401
-        return async_save(state, checkpoint_id=path, no_dist=True, async_stager=kept)
-
     ways: dict[str, Callable[..., Any]] = {
         DCP_SAVE: save,
         "dcp.save, 2 threads, no fsync": save_tuned,
         DCP_THREAD: thread,
-        "dcp.async_save, thread, kept stager": thread_kept,
     }
     return [Dcp(name, subject, folder, way) for name, way in ways.items()]
 
 
-def dcp_process_ways(subject: Subject, folder: Path) -> list[Way]:
-    """Return DCP's ways with a process that writes, which is slow to begin and takes memory."""
-    process_type = AsyncCheckpointerType.PROCESS
-
-    def process(state: State, path: Path) -> Any:  # noqa: ANN401 torch's own type
-        return async_save(state, checkpoint_id=path, async_checkpointer_type=process_type)
-
-    def make_kept(name: str) -> Saver:
-        stager = DefaultStager(StagingOptions(False, True, False, False))
-
-        def kept(state: State, path: Path) -> Any:  # noqa: ANN401
-            return async_save(
-                state,
-                checkpoint_id=path,
-                async_checkpointer_type=process_type,
-                async_stager=stager,
-            )
-
-        return Dcp(name, subject, folder, kept)
-
-    plain, tuned = "dcp.async_save, process", "dcp.async_save, process, kept stager"
-    return [
-        Way(plain, lambda: Dcp(plain, subject, folder, process)),
-        Way(tuned, lambda: make_kept(tuned)),
+def dcp_kept_ways(subject: Subject, folder: Path) -> list[Way]:
+    """Return the ways of DCP that keep memory, a process, or both; tuned as well as can be."""
+    process = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    ways: list[tuple[str, bool | None, dict[str, Any]]] = [
+        ("dcp.async_save, thread, kept stager", False, {"no_dist": True}),
+        ("dcp.async_save, process", None, process),
+        ("dcp.async_save, process, kept stager", True, process),
     ]
+
+    def make(name: str, is_shared: bool | None, options: dict[str, Any]) -> Saver:
+        kept = dict(options)
+        if is_shared is not None:
+            stager = DefaultStager(StagingOptions(False, is_shared, False, False))
+            kept["async_stager"] = stager
+
+        def save(state: State, path: Path) -> Any:  # noqa: ANN401 torch's own type
+            return async_save(state, checkpoint_id=path, **kept)
+
+        return Dcp(name, subject, folder, save)
+
+    return [Way(way[0], partial(make, *way)) for way in ways]
+
+
+def end_dcp_process() -> None:
+    """End the process that DCP keeps for all saves, and that keeps the last state."""
+    _async_process_executor._CHECKPOINT_PROCESS = None  # noqa: SLF001 nothing public ends it
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

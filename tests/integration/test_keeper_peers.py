@@ -13,6 +13,7 @@ from support.peer_keepers import JOB, TOKEN, Node, SmallNode, commit, save, seat
 from gpuops.checkpoint.claim import OWNER
 from gpuops.checkpoint.keeper import Policy
 from gpuops.checkpoint.node_memory import MARGIN_BYTES
+from gpuops.checkpoint.replication import BACKOFF_MAX_S
 from gpuops.checkpoint.states import KeeperError, Shard, StateId, Tier
 from gpuops.checkpoint.stores import open_store
 from gpuops.checkpoint.transfer_team import Peer
@@ -216,6 +217,7 @@ def test_a_keeper_in_place_of_one_that_died_is_found_where_that_was(nodes, stack
     assert nodes[2].shards_here(state) == [Shard(1, 3), Shard(2, 3)]
 
 
+@pytest.mark.timeout(300)
 def test_a_holder_that_is_stopped_does_not_stop_commits(nodes):
     seat(nodes, 0, 3, n_floats=N_FLOATS)
     commit(nodes, save(nodes, 1))
@@ -228,8 +230,8 @@ def test_a_holder_that_is_stopped_does_not_stop_commits(nodes):
         assert failed["seconds"] < 20
     finally:
         os.kill(nodes[1].process.pid, signal.SIGCONT)
-    # It is back: what it lacks of the newest state is pushed to it.
-    until(lambda: Shard(0, 3) in nodes[1].shards_here(saved[-1]), deadline_s=60)
+    # It is back: what it lacks of the newest state is pushed to it, when it is next looked for.
+    until(lambda: Shard(0, 3) in nodes[1].shards_here(saved[-1]), deadline_s=BACKOFF_MAX_S + 30)
 
 
 def test_a_node_that_holds_nothing_for_others_is_told_and_saving_goes_on(nodes):

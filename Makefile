@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-WORKERS ?= $(shell nproc)
+# Most tests wait for processes and time limits more than they compute.
+WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint pytest services bench soak clean

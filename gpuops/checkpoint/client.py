@@ -96,8 +96,8 @@ class KeeperClient:
         self._slots = [int(index) for index in indexes]
         return found
 
-    def begin(self, step: int) -> Grant | Skipped:
-        fields, _ = self._line.ask("begin", step=step)
+    def begin(self, step: int, *, is_last: bool = False) -> Grant | Skipped:
+        fields, _ = self._line.ask("begin", step=step, is_last=is_last)
         if "skipped" in fields:
             return Skipped(fields.text("skipped", 4000), fields.flag("is_due"))
         slot = fields.integer("slot", 0, ID_MAX)

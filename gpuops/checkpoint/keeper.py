@@ -99,11 +99,12 @@ class Keeper(Protocol):
         """
         ...
 
-    def begin(self, step: int) -> Grant | Skipped:
+    def begin(self, step: int, *, is_last: bool = False) -> Grant | Skipped:
         """Say whether this rank is to copy at *step*; the same for all ranks of the node.
 
         The first rank that asks decides for all. Steps grow; a step that is not after the last
-        one decided is skipped.
+        one decided is skipped. *is_last*: no step follows; it may be asked again until there is
+        room.
         """
         ...
 

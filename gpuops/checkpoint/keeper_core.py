@@ -195,7 +195,7 @@ class Core:
 
         self.jobs.populate(lambda: slot.populate(lambda: self.is_ending), then)
 
-    def begin(self, post: Post, step: int) -> Granted | Skipped:
+    def begin(self, post: Post, step: int, *, is_last: bool = False) -> Granted | Skipped:
         """Say whether the rank is to copy."""
         assert self.crew is not None
         gate = self.memory.gate
@@ -204,7 +204,7 @@ class Core:
             self.want(self.crew)
         skipped, now_s = sum(gate.skipped.values()), self.clock_s()
         gate_s = now_s if gate.is_alone else self.wall_s()
-        answer = gate.begin(post.local_rank, step, gate_s)
+        answer = gate.begin(post.local_rank, step, gate_s, is_last=is_last)
         if isinstance(answer, Granted):
             self._granted_s.setdefault(answer.state, now_s)
             return answer

@@ -171,7 +171,8 @@ def _reserve(core: Core, request: Request) -> Answer:
 
 def _begin(core: Core, request: Request) -> Answer:
     step = request.fields.integer("step", 0, STEP_MAX)
-    decided = core.begin(request.visitor.station, step)
+    is_last = request.fields.flag("is_last")
+    decided = core.begin(request.visitor.station, step, is_last=is_last)
     if isinstance(decided, Skipped):
         return Answer({"skipped": decided.why, "is_due": decided.is_due})
     notice = core.notice_for(request.visitor.station)

@@ -165,9 +165,9 @@ class MemoryKeeper:
 
         return self._done(do)
 
-    def begin(self, step: int) -> Grant | Skipped:
+    def begin(self, step: int, *, is_last: bool = False) -> Grant | Skipped:
         def do(core: Core) -> Grant | Skipped:
-            answer = core.begin(self._post, step)
+            answer = core.begin(self._post, step, is_last=is_last)
             if isinstance(answer, Skipped):
                 return answer
             notice = core.notice_for(self._post)

@@ -180,16 +180,20 @@ class Gate:
 
     # One state.
 
-    def begin(self, local_rank: int, step: int, now_s: float) -> Granted | Refused:
+    def begin(
+        self, local_rank: int, step: int, now_s: float, *, is_last: bool = False
+    ) -> Granted | Refused:
         """Return the slot for *step*, or why there is none; the same for all ranks.
 
-        *now_s*: where other nodes have a say, of a clock that they have, too.
+        *now_s*: where other nodes have a say, of a clock that they have, too. *is_last*: no step
+        follows, so it is never too early, and a step that was refused is decided anew.
         """
         if not 0 <= local_rank < self._n_ranks:
             raise GateError(f"this node has no local rank {local_rank} of {self._n_ranks}")
         self._pass(local_rank, step)
-        if step > self._decided_to:
-            self._decide(step, now_s)
+        was_refused = step == self._decided_to and self._decided.get(step) is not None
+        if step > self._decided_to or (is_last and was_refused):
+            self._decide(step, now_s, is_last=is_last)
         refused = self._decided.get(step, _PASSED)
         if refused is not None:
             return refused
@@ -308,10 +312,14 @@ class Gate:
         if flight.phases.get(local_rank) is _Phase.GRANTED:
             self._give_up()
 
-    def _decide(self, step: int, now_s: float) -> None:
-        self._decided_to = step
-        refused = self._refusal(step, now_s)
+    def _decide(self, step: int, now_s: float, *, is_last: bool) -> None:
+        is_anew, self._decided_to = step == self._decided_to, step
+        refused = self._refusal(step, now_s, is_last=is_last)
         self._decided[step] = refused
+        if is_anew:
+            if refused is not None:
+                return
+            self.refused = deque((s for s in self.refused if s.step != step), self.refused.maxlen)
         if len(self._decided) > _DECISIONS_KEPT:
             self._decided.popitem(last=False)
         if refused is not None:
@@ -322,12 +330,12 @@ class Gate:
             self.granted += 1
             self._granted_s = now_s
 
-    def _refusal(self, step: int, now_s: float) -> Refused | None:
+    def _refusal(self, step: int, now_s: float, *, is_last: bool) -> Refused | None:
         """Return why *step* is not saved; where it is, the slots of all ranks are taken."""
         if self.epoch is None:
             return Refused(Reason.NOT_RESTORED, "the state to go on from is not known yet")
         early = self._why_early(step, now_s)
-        if early:
+        if early and not is_last:
             return Refused(Reason.NOT_DUE, early)
         missing = [r for r in range(self._n_ranks) if r not in self._current]
         if missing:

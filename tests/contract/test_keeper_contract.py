@@ -201,6 +201,15 @@ def test_nothing_is_due_before_its_time(node):
         assert not answer.is_due
 
 
+def test_the_last_step_is_saved_before_its_time(node):
+    ranks = crew(node, every_s=1000.0)
+    save_all(ranks, 1)
+    assert all(isinstance(rank.keeper.begin(2), Skipped) for rank in ranks)
+
+    grants = [rank.keeper.begin(2, is_last=True) for rank in ranks]
+    assert [grant.state.step for grant in grants] == [2, 2]
+
+
 def test_a_slot_without_its_header_is_no_state(node):
     (rank,) = crew(node, 1)
     state = save_all([rank], 1)

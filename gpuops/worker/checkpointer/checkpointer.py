@@ -5,6 +5,7 @@
 """
 
 import logging
+import sys
 import time
 import weakref
 from contextlib import suppress
@@ -130,6 +131,8 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._restored: Restored | None = None
         self._is_closed = False
+        self._last_n = 0
+        self._is_watched = False
         self._at_exit: weakref.finalize[[Saver], Checkpointer] | None = None
         self._n_optimizers = len(given.optimizers)
         self._stepping: set[int] = set()
@@ -176,9 +179,11 @@ class Checkpointer:
             self._off(exc)
 
     def close(self) -> None:
-        """Complete what is under way and take leave of the keeper; may be called twice.
+        """Save what the last `step` was told of, and take leave of the keeper; on all ranks.
 
-        Without `gpuops run`, the last state has persisted when this returns on local rank 0.
+        The last state is saved where states persist, whatever ``every`` says, unless an optimizer
+        has stepped since or an exception is on its way. Without `gpuops run`, it has persisted when
+        this returns on local rank 0. May be called twice.
         """
         if self._is_closed:
             return
@@ -190,6 +195,8 @@ class Checkpointer:
         saver, own = self._saver, self._finder.own if self._finder is not None else None
         try:
             if saver is not None:
+                if self._may_save_last():
+                    saver.save_last(self._last_n)
                 saver.close()
             if own is not None:
                 own.finish(saver.last_step if saver is not None else None)
@@ -226,6 +233,11 @@ class Checkpointer:
             with suppress(KeeperError):
                 found["keeper"] = dict(keeper.stats())
         return found
+
+    def _may_save_last(self) -> bool:
+        """Say whether what was given is as it was at the last `step`, and of use later on."""
+        is_as_it_was = self._is_watched and not self._stepping and sys.exc_info()[0] is None
+        return is_as_it_was and self._policy.directory is not None
 
     def __enter__(self) -> Self:
         return self
@@ -297,6 +309,7 @@ class Checkpointer:
         if not 0 < n <= STEP_MAX:
             raise CheckpointError(f"step({n}): the steps completed so far, from 1 on, are wanted")
         self._start()
+        self._last_n = n
         schedule, saver = self._schedule, self._saver
         assert schedule is not None
         assert saver is not None
@@ -309,8 +322,9 @@ class Checkpointer:
             begun_s = time.monotonic()
             # An optimizer that is compiled, or replayed as a CUDA graph, calls no hook: nothing
             # would keep it from changing what is being copied.
-            overlap = len(self._stepping) == self._n_optimizers > 0
+            self._is_watched = len(self._stepping) == self._n_optimizers > 0
             self._stepping.clear()
+            overlap = self._is_watched
             if is_due and saver.save(n, ask_first=schedule.asks_first, overlap=overlap):
                 stall_s = time.monotonic() - begun_s
         finally:

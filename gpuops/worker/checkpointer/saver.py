@@ -25,6 +25,7 @@ RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
 # A keeper that is gone is soon replaced by the agent; to look for it costs a thread and no more.
 SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 AGAIN_S = 0.1
+LAST_SAVE_S = 30.0
 _N_STALLS = 64
 
 
@@ -126,6 +127,33 @@ class Saver:
             return False
         self._stalls_s.append(self._clock_s() - begun_s)
         return True
+
+    def save_last(self, step: int) -> None:
+        """Save the state after *step*, which none follows; waits for a slot, not for ever."""
+        if step == self.last_step or self._copier is None or not self._is_on():
+            return
+        if self._flight is not None:
+            self._flight.wait()
+            self._complete()
+        self._guarded(lambda keeper: self._save_last(keeper, step))
+
+    def _save_last(self, keeper: Keeper, step: int) -> None:
+        end_s = self._clock_s() + LAST_SAVE_S
+        while isinstance(answer := keeper.begin(step, is_last=True), Skipped):
+            if self._clock_s() >= end_s:
+                self._skip(answer.why)
+                return
+            time.sleep(AGAIN_S)
+        try:
+            capture = self._capturer.capture(step)
+        except Exception:  # boundary: whatever it is, the grant does not stay
+            keeper.abandon(answer)
+            raise
+        if self._copier is None or self._copier.plan is not capture.plan:
+            keeper.abandon(answer)
+            self._skip("the state changed its shape")
+        else:
+            self._copy(keeper, answer, capture, overlap=False)
 
     def poll(self) -> None:
         """Seal a copy that was still being made, if it is complete by now; never wait."""

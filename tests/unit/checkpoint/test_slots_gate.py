@@ -121,6 +121,33 @@ def test_nothing_is_due_before_its_time_and_all_ranks_hear_it():
     assert isinstance(gate.begin(0, 3, 105.2), Granted)
 
 
+def test_the_last_step_is_due_at_any_time_and_may_be_asked_for_until_there_is_room():
+    gate = gate_of(every_s=5.0)
+    assert save(gate, 1, now_s=100.0)
+    gate.pin(StateId(1, 1), "persist")
+    assert save(gate, 7, now_s=105.0)
+
+    assert reason(gate.begin(0, 8, 105.1)) is Reason.NOT_DUE
+    assert list(gate.refused) == [StateId(1, 8)]
+    assert reason(gate.begin(1, 8, 105.1, is_last=True)) is Reason.NO_FREE_SLOT
+    gate.unpin("persist")
+    first, second = (gate.begin(r, 8, 105.2, is_last=True) for r in (1, 0))
+    assert first.state == second.state == StateId(1, 8)
+    # Whoever asks as usual and comes late is to copy as well, and no other node hears of a refusal.
+    assert isinstance(gate.begin(0, 8, 105.3), Granted)
+    assert not gate.refused
+    assert sum(gate.skipped.values()) == 1
+
+
+def test_an_older_step_than_the_last_decided_is_no_last_one():
+    gate = gate_of(every_s=5.0)
+    assert save(gate, 1, now_s=100.0)
+    gate.begin(0, 2, 100.1)
+    gate.begin(0, 3, 100.2)
+
+    assert reason(gate.begin(1, 2, 100.3, is_last=True)) is Reason.NOT_DUE
+
+
 def test_nothing_is_granted_before_it_is_known_where_to_go_on_and_all_have_slots():
     gate = Gate()
     gate.begin_epoch(2)
@@ -354,8 +381,17 @@ class Node(RuleBasedStateMachine):
         self.steps[rank] += ahead
         self._ask(rank, self.steps[rank])
 
-    def _ask(self, rank, step):
-        answer = self.gate.begin(rank, step, 0.0)
+    @rule(rank=st.integers(0, 2))
+    def ask_last(self, rank):
+        if rank >= self.n_ranks:
+            return
+        self._ask(rank, self.steps[rank], is_last=True)
+
+    def _ask(self, rank, step, *, is_last=False):
+        answer = self.gate.begin(rank, step, 0.0, is_last=is_last)
+        if is_last:  # Whoever was refused may ask again.
+            told = self.answers.get(step, {})
+            self.answers[step] = {r: its for r, its in told.items() if isinstance(its, Granted)}
         if isinstance(answer, Granted):
             assert answer.slot not in self.gate.whole().get(self.gate.newest, {}).values()
             assert all(answer.slot not in slots for slots in self.pins.values())

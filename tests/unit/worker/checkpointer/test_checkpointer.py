@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -812,6 +813,37 @@ def test_a_skip_is_counted_with_its_reason_and_nothing_waits(node):
             ck.step(step)
         assert ck.stats["saved"] == 2
         assert ck.stats["skipped"] == {"no slot is free": 2}
+
+
+class BrokenOffError(Exception):
+    """What a training loop ends with."""
+
+
+@pytest.mark.parametrize(
+    ("after", "saved"), [("nothing", 7), ("a step", 5), ("an error", 5), ("no place", 5)]
+)
+def test_the_last_step_is_saved_at_the_end_where_it_persists(node, tmp_path, after, saved):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    place = None if after == "no place" else tmp_path / "states"
+    with (
+        suppress(BrokenOffError),
+        checkpointer(node, model=model, optimizer=optimizer, every=5, directory=place) as ck,
+    ):
+        ck.restore()
+        for n in range(1, 8):
+            train(model, optimizer, 1)
+            ck.step(n)
+        if after == "a step":
+            train(model, optimizer, 1)
+        elif after == "an error":
+            raise BrokenOffError
+
+    other = net()
+    with checkpointer(node, model=other, optimizer=torch.optim.AdamW(other.parameters())) as ck:
+        assert ck.restore() == saved
+    if after == "nothing":
+        assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "many", None, 10**12])

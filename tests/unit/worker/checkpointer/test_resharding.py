@@ -132,7 +132,8 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module", params=sorted(PLACEMENTS))
 def source(request):
-    return request.param, saved(*PLACEMENTS[request.param])
+    with contextlib.closing(saved(*PLACEMENTS[request.param])) as node:
+        yield request.param, node
 
 
 @pytest.mark.parametrize("target", sorted(PLACEMENTS))
@@ -175,15 +176,16 @@ def local(tensor):
 
 
 def test_the_random_states_of_another_world_are_seeded_anew_and_the_same_each_time():
-    node = saved(*PLACEMENTS["rows4"])
     seen = []
-    for rank, _again in product(range(3), range(2)):
-        with as_rank(rank, 3):
-            model = Holder((3,), [Shard(0)], seed=8)
-            keeper = node.connect(rank=rank, world=3, local_rank=rank, local_world=3)
-            with Checkpointer(model=model, optimizer=None, every=1, keeper=keeper) as checkpointer:
-                checkpointer.restore()
-            seen.append(torch.rand(1).item())
+    with contextlib.closing(saved(*PLACEMENTS["rows4"])) as node:
+        for rank, _again in product(range(3), range(2)):
+            with as_rank(rank, 3):
+                model = Holder((3,), [Shard(0)], seed=8)
+                keeper = node.connect(rank=rank, world=3, local_rank=rank, local_world=3)
+                given = {"model": model, "every": 1, "keeper": keeper}
+                with Checkpointer(**given) as checkpointer:
+                    checkpointer.restore()
+                seen.append(torch.rand(1).item())
 
     assert seen[0::2] == seen[1::2]
     assert len(set(seen)) == 3

@@ -81,7 +81,7 @@ def digests(run):
     [
         ("plain", 1),
         pytest.param("ddp", 1, marks=pytest.mark.soak),
-        ("ddp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.soak),
         pytest.param("fsdp", 1, marks=pytest.mark.soak),
         ("fsdp", 2),
     ],

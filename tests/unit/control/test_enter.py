@@ -145,6 +145,26 @@ def test_a_server_is_told_of_the_end_and_of_the_next_run(board):
     assert board.get(OVER).version == 0
 
 
+def test_a_server_ends_at_the_word_of_the_last_agent_even_if_another_speaks_later(board):
+    view = come(board, agent(1), record(1))
+    come(board, agent(2), record(2))
+    stopped = end(board, view)
+
+    class Slow:
+        """The board as an agent sees it that is overtaken after its look at who is left."""
+
+        put, swap, delete = board.put, board.swap, board.delete
+
+        def list(self, prefix):
+            found = board.list(prefix)
+            leave(board, stopped, agent(2), has_server=True)
+            return found
+
+    leave(Slow(), stopped, agent(1), has_server=True)
+
+    assert board.get(OVER).value == b"1"
+
+
 def test_an_agent_of_the_same_node_that_lives_is_not_joined(board):
     view = come(board, agent(1), record(1))
 

@@ -3,18 +3,19 @@
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from gpuops.agent.plan import Meeting, MeetingKind
-from gpuops.control.board import Board, BoardUnreachableError
-from gpuops.control.board_server import LEASE_S
+from gpuops.control.board import Board, BoardError, BoardUnreachableError
+from gpuops.control.board_line import OtherRunError
+from gpuops.control.board_server import LEASE_S, OVER_S
 from gpuops.control.local_host import is_local
 from gpuops.control.memory_board import MemoryBoard
 from gpuops.control.record import CONTROL
 from gpuops.control.server_guard import LEASE_S as GUARD_LEASE_S
 from gpuops.control.server_guard import ServerGuard
-from gpuops.control.server_process import ServerProcess, start_server
+from gpuops.control.server_process import PortTakenError, ServerProcess, start_server
 from gpuops.control.tcp_board import TcpBoard
 from gpuops.host.clock import Clock
 from gpuops.units import NS_PER_S
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.5
+# A requeued job meets where it met before: the board of its last run ends within this.
+PREDECESSOR_S = OVER_S + 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,37 +56,68 @@ def meet(
     local_address: str | None,
     limit_s: float,
     wait: Callable[[float], object],
+    predecessor_s: float = PREDECESSOR_S,
 ) -> Met:
     """Return the board of the run; start its server where this is the node for it.
 
-    The node of the endpoint may come up last, so a board that is not there yet is waited for.
+    The node of the endpoint may come up last, so a board that is not there yet is waited for. One
+    of another run is given *predecessor_s* to end: a run that is over leaves its port soon.
 
     Raises:
         BoardUnreachableError: Not there within *limit_s*.
-        BoardError: It is another run's, or wants another token.
+        BoardError: It is another run's, and stays; or it wants another token.
     """
     if meeting.kind is MeetingKind.PRIVATE:
         address = local_address or LOOPBACK
         return Met(board=MemoryBoard(clock), address=address, endpoint="", is_shared=False)
     is_host = meeting.kind is MeetingKind.TCP and _is_host(meeting)
-    end_ns = clock.mono_ns() + round(limit_s * NS_PER_S)
-    has_told = False
+    patience = _Patience(clock, limit_s, predecessor_s)
     while True:
-        # Each time: the server of an earlier run under this id may just have come to its end.
-        server = _start(meeting) if is_host else None
+        try:
+            # Each time: the server of an earlier run may just have come to its end.
+            server = _start(meeting) if is_host else None
+        except PortTakenError as exc:
+            if not patience.bears(exc):
+                raise
+            wait(RETRY_S)
+            continue
         try:
             met = _reach(meeting, local_address)
-        except BoardUnreachableError as exc:
-            if clock.mono_ns() >= end_ns:
+        except (BoardUnreachableError, OtherRunError) as exc:
+            if not patience.bears(exc):
                 raise
-            if not has_told:
-                log.warning("waiting for the board of this run: %s", exc)
-                has_told = True
             wait(RETRY_S)
             continue
         if server is None or server.pid is None:
             return met
         return replace(met, guard=ServerGuard(server, lambda: _start(meeting, GUARD_LEASE_S)))
+
+
+@dataclass(slots=True)
+class _Patience:
+    clock: Clock
+    limit_s: float
+    predecessor_s: float
+    end_ns: int = field(init=False)
+    refused_ns: int | None = field(init=False, default=None)
+    has_told: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.end_ns = self.clock.mono_ns() + round(self.limit_s * NS_PER_S)
+
+    def bears(self, exc: BoardError) -> bool:
+        """Say whether to try again after *exc*; tell once what is waited for."""
+        now_ns, end_ns = self.clock.mono_ns(), self.end_ns
+        if not isinstance(exc, BoardUnreachableError):
+            if self.refused_ns is None:
+                self.refused_ns = now_ns
+            end_ns = min(end_ns, self.refused_ns + round(self.predecessor_s * NS_PER_S))
+        if now_ns >= end_ns:
+            return False
+        if not self.has_told:
+            log.warning("waiting for the board of this run: %s", exc)
+            self.has_told = True
+        return True
 
 
 def _start(meeting: Meeting, lease_s: float = LEASE_S) -> ServerProcess:

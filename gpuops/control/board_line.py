@@ -36,6 +36,10 @@ class StrangeServerError(BoardError):
     """What listens there is no board of ours, or one of another run or token."""
 
 
+class OtherRunError(StrangeServerError):
+    """What listens there is the board of another run, which may be at its end."""
+
+
 class Line:
     """A connection that renews itself. Several threads may ask; they take turns, as they came.
 
@@ -151,7 +155,8 @@ class Line:
         except WireError as exc:
             raise self._strange("it is not a board of gpuops") from exc
         if code in _WHY:
-            raise self._strange(_WHY[code])
+            kind = OtherRunError if code is Welcome.OTHER_JOB else StrangeServerError
+            raise self._strange(_WHY[code], kind)
         if code is Welcome.BUSY:
             raise ConnectionRefusedError("it has too many connections")
 
@@ -187,10 +192,10 @@ class Line:
     def _unreachable(self, why: str) -> BoardUnreachableError:
         return BoardUnreachableError(f"the board at {shown(self._place)} does not answer: {why}")
 
-    def _strange(self, why: str) -> StrangeServerError:
-        return StrangeServerError(
-            f"what answers at {shown(self._place)} is not the board of this run: {why}"
-        )
+    def _strange(
+        self, why: str, kind: type[StrangeServerError] = StrangeServerError
+    ) -> StrangeServerError:
+        return kind(f"what answers at {shown(self._place)} is not the board of this run: {why}")
 
 
 def shown(place: tuple[str, int]) -> str:

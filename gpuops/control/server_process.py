@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 from gpuops.config import environ
 from gpuops.control.board import BoardError, BoardUnreachableError
-from gpuops.control.board_line import shown
+from gpuops.control.board_line import OtherRunError, shown
 from gpuops.control.board_server import LEASE_S, OVER
 from gpuops.control.local_host import listen_address
 from gpuops.control.tcp_board import TcpBoard
 from gpuops.host.companion import start_companion
 
 READY_S = 20.0
+
+
+class PortTakenError(BoardError):
+    """The port is taken by the board of another run, or by one that has just ended."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ def start_server(
     It is started where none is there; 0 is any free port.
 
     Raises:
+        PortTakenError: See there; it may be free in a moment.
         BoardError: The port is taken by something else, or Python cannot be started.
         BoardUnreachableError: It did not begin within *ready_s*.
     """
@@ -116,6 +121,8 @@ def _check_ours(host: str, port: int, run_key: str, token: str) -> None:
     try:
         board.get(OVER)
     except BoardError as exc:
-        raise BoardError(f"the port is taken on this machine, and {exc}") from exc
+        may_end = isinstance(exc, OtherRunError | BoardUnreachableError)
+        kind = PortTakenError if may_end else BoardError
+        raise kind(f"the port is taken on this machine, and {exc}") from exc
     finally:
         board.close()

@@ -1,11 +1,17 @@
 """The way to the board: in this process, at an endpoint, within a time."""
 
+import contextlib
+import re
+
 import pytest
+from support.boards import RUN_KEY, TOKEN, server
 
 from gpuops.agent.meeting import address_towards, meet
 from gpuops.agent.plan import Meeting, MeetingKind
 from gpuops.agent.ports import free_port
-from gpuops.control.board import BoardUnreachableError
+from gpuops.control.board import BoardError, BoardUnreachableError
+from gpuops.control.board_server import OVER
+from gpuops.control.server_process import start_server
 from gpuops.host.clock import FakeClock
 
 PRIVATE = Meeting(kind=MeetingKind.PRIVATE, run_key="job")
@@ -57,6 +63,67 @@ def test_whoever_waits_may_end_the_wait():
 
     with pytest.raises(ZeroDivisionError):
         join(meeting, wait=lambda _s: 1 // 0)
+
+
+def tcp_meeting(port, *, is_host):
+    return Meeting(
+        kind=MeetingKind.TCP,
+        run_key=RUN_KEY,
+        host="127.0.0.1",
+        port=port,
+        token=TOKEN,
+        is_host=is_host,
+    )
+
+
+def test_the_host_of_a_requeued_job_waits_for_the_board_of_the_run_before(caplog):
+    with server(run_key="before") as before:
+        met = join(tcp_meeting(before.port, is_host=True), wait=lambda _s: before.kill())
+
+    try:
+        assert met.guard is not None
+        assert met.board.get("control").version == 0
+        (told,) = (line.getMessage() for line in caplog.records if line.levelname == "WARNING")
+        assert re.search("waiting for .* another run", told)
+    finally:
+        met.board.put(OVER, b"0")
+        met.board.close()
+        met.guard.close()
+
+
+def test_who_joins_a_requeued_job_waits_for_the_board_of_this_run():
+    with contextlib.ExitStack() as stack:
+        before = stack.enter_context(server(run_key="before"))
+        port = before.port
+
+        def wait(_seconds):
+            before.kill()
+            ours = start_server("127.0.0.1", port, run_key=RUN_KEY, token=TOKEN)
+            stack.callback(ours.kill)
+
+        met = join(tcp_meeting(port, is_host=False), wait=wait)
+        stack.callback(met.board.close)
+
+        assert met.guard is None
+        assert met.board.get("control").version == 0
+
+
+@pytest.mark.parametrize("is_host", [True, False], ids=["host", "joins"])
+def test_a_run_that_stays_is_refused_after_a_while(is_host):
+    waits = []
+    with server(run_key="other") as other, pytest.raises(BoardError, match="to another run") as got:
+        join(tcp_meeting(other.port, is_host=is_host), waits=waits, predecessor_s=1.0)
+
+    assert not isinstance(got.value, BoardUnreachableError)
+    assert sum(waits) == 1.0
+
+
+def test_another_token_is_refused_at_once():
+    waits = []
+    with server(token="another token") as other, pytest.raises(BoardError, match="another token"):
+        join(tcp_meeting(other.port, is_host=False), waits=waits)
+
+    assert waits == []
 
 
 def test_what_is_told_of_a_board_holds_no_secret():

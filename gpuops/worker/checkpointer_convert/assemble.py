@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuops.checkpoint.digest import verify
+from gpuops.checkpoint.directory_files import explained
 from gpuops.checkpoint.image import ITEMSIZE_BYTES, ImageLayout, read_extra
 from gpuops.checkpoint.inventory_view import Part, WholeTensor, read_layouts, whole_tensors
 from gpuops.checkpoint.manifest import Manifest
@@ -164,13 +165,9 @@ def scratch_file(folder: Path, nbytes: int) -> Iterator[int]:
         CheckpointError: There is no room for it.
     """
     with contextlib.ExitStack() as stack:
-        try:
+        with explained(f"put {nbytes} bytes of scratch into", folder):
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             if nbytes:
                 # Without it a full disk would end us with SIGBUS while we write to the mapping.
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as exc:
-            raise CheckpointError(
-                f"cannot put {nbytes} bytes of scratch into {folder}: {exc.strerror or exc}"
-            ) from exc
         yield file.fileno()

@@ -211,17 +211,22 @@ def _locked(path: Path, lock_s: float) -> Iterator[None]:
 
 
 def keep(
-    state_dir: Path, uid: int, change: Change, left: Mapping[str, Abandoned]
+    state_dir: Path,
+    uid: int,
+    change: Change,
+    left: Mapping[str, Abandoned],
+    *,
+    deadline_s: float = SAVE_S,
 ) -> Callable[[], str | None]:
     """Begin to do as `change_state`; call what is returned for what went wrong, None for nothing.
 
-    By then at most `SAVE_S` have gone by. *left*: see `gpuops.host.probe.start_call`. The caller
-    must have a single thread.
+    By then at most *deadline_s* have gone by. *left*: see `gpuops.host.probe.start_call`. The
+    caller must have a single thread.
     """
     try:
         child = probe.start_call(
             lambda: _kept(state_dir, uid, change),
-            deadline_s=SAVE_S,
+            deadline_s=deadline_s,
             question=f"keep {state_path(state_dir)}",
             left=left,
         )

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from gpuops.errors import ProbeError, SlurmError
 from gpuops.gate.drain_record import DrainRecord, Stage
-from gpuops.gate.hook import Settled, keep
+from gpuops.gate.hook import WRITE_S, Settled, keep
 from gpuops.gate.permit import Gate
 from gpuops.gate.publish import Patience, publish
 from gpuops.gate.resumes import read_resumes, write_resumes
@@ -56,12 +56,17 @@ def reason_to_leave(view: NodeView) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What acting needs besides the facts."""
+    """What acting needs besides the facts; ``write_s``: what a dead disk may cost each record."""
 
     gate: Gate
     scontrol: Scontrol
     patience: Patience
     clock: Clock
+    write_s: float = WRITE_S
+
+    def keep(self, drain: DrainRecord | None) -> None:
+        """Keep *drain* as this node's own; where that fails, the next check finds the older one."""
+        keep(self.gate, drain, write_s=self.write_s)
 
 
 def act(settled: Settled, recorded: DrainRecord | None, view: NodeView, bench: Bench) -> Acted:
@@ -76,7 +81,7 @@ def act(settled: Settled, recorded: DrainRecord | None, view: NodeView, bench: B
         return Acted(Did.NOTHING, settled.decision.why)
     healthy = proves_healthy(settled.ran.findings, recorded.check)
     if not view.drained and (recorded.stage == Stage.SET or healthy):
-        keep(bench.gate, None)
+        bench.keep(None)
         return Acted(Did.FORGOTTEN, "the node is in use again, and not by us", recorded)
     if view.reason != recorded.reason:
         return _again(recorded, view, bench)
@@ -90,14 +95,14 @@ def _counted(recorded: DrainRecord, bench: Bench, *, healthy: bool) -> Acted:
     """
     passes, needed = recorded.passes + 1 if healthy else 0, bench.gate.passes_to_resume
     if passes < needed:
-        keep(bench.gate, replace(recorded, passes=passes, stage=Stage.SET.value))
+        bench.keep(replace(recorded, passes=passes, stage=Stage.SET.value))
         return Acted(Did.NOTHING, f"our drain stands: {passes} of {needed} passes in a row")
     why = _resumed(recorded, bench)
     if why is not None:
         kept = replace(recorded, passes=passes, stage=Stage.SET.value, kept=why)
-        keep(bench.gate, kept)
+        bench.keep(kept)
         return Acted(Did.NOTHING if recorded.kept else Did.KEPT, f"our drain stands: {why}", kept)
-    keep(bench.gate, None)
+    bench.keep(None)
     return Acted(Did.RESUMED, f"{passes} health checks passed in a row", recorded)
 
 
@@ -150,7 +155,7 @@ def _again(recorded: DrainRecord, view: NodeView, bench: Bench) -> Acted:
     if step is Step.SET:
         return _publish(recorded, bench)
     if step is Step.YIELD:
-        keep(bench.gate, None)
+        bench.keep(None)
         return Acted(Did.FORGOTTEN, f"somebody else drained the node: {view.reason}", recorded)
     return Acted(Did.NOTHING, f"slurmctld says {view.reason}")
 
@@ -158,9 +163,9 @@ def _again(recorded: DrainRecord, view: NodeView, bench: Bench) -> Acted:
 def _publish(drain: DrainRecord, bench: Bench) -> Acted:
     ended = publish(drain, bench.scontrol, lambda: drain, bench.patience, bench.clock)
     if ended.step is Step.DONE:
-        keep(bench.gate, replace(drain, stage=Stage.SET.value))
+        bench.keep(replace(drain, stage=Stage.SET.value))
         return Acted(Did.DRAINED, drain.reason, drain)
     if ended.step in {Step.YIELD, Step.LIFTED}:
-        keep(bench.gate, None)
+        bench.keep(None)
         return Acted(Did.FORGOTTEN, "somebody else drained or resumed the node", drain)
     return Acted(Did.NOTHING, ended.trouble or "slurmctld was not told")

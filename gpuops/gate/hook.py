@@ -152,15 +152,15 @@ def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
     )
 
 
-def keep(gate: Gate, drain: DrainRecord | None) -> str | None:
-    """Keep *drain* as this node's own; return what went wrong. A dead disk costs `WRITE_S`."""
+def keep(gate: Gate, drain: DrainRecord | None, *, write_s: float = WRITE_S) -> str | None:
+    """Keep *drain* as this node's own; return what went wrong. A dead disk costs *write_s*."""
     question = f"drain record {gate.state_dir}"
 
     def written() -> None:
         write_drain(gate.state_dir, drain)
 
     try:
-        probe.ask(written, WRITE_S, question=question, left=abandoned())
+        probe.ask(written, write_s, question=question, left=abandoned())
     except ProbeError as exc:
         return f"gpuops: {exc}"
     return None

@@ -87,6 +87,8 @@ class Node:
             scontrol=self.slurm,
             patience=Patience(limit_s=6.0, pause=self.clock.advance),
             clock=self.clock,
+            # These tests are of what is done: on a busy machine a child may wait for its turn.
+            write_s=30.0,
         )
         return act(settled, self.record, self.slurm.node("n1"), bench).did
 

@@ -403,7 +403,9 @@ class Node(RuleBasedStateMachine):
             # No rank of the node was told to skip what another is granted, while it is wanted.
             told = self.answers.setdefault(step, {})
             assert all(isinstance(its, Granted) for its in told.values())
-        elif answer.reason is not Reason.PASSED:
+        elif answer.reason is Reason.PASSED:
+            return  # It had its answer.
+        else:
             told = self.answers.setdefault(step, {})
             assert all(isinstance(its, Refused) for its in told.values())
         self.answers.setdefault(step, {})[rank] = answer

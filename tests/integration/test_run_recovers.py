@@ -77,7 +77,13 @@ def test_a_rank_that_leaves_early_with_code_0_is_the_culprit(tmp_path):
 def test_a_worker_that_ignores_sigterm_does_not_hold_the_restart_up(tmp_path):
     words = ("--stubborn", "--steps", "10", "--raise-at", "5", "--raise-in-generation", "0")
     with Run(tmp_path, TRAIN, *words, "--rank", "0", nproc=2) as run:
-        assert run.finish(40) == 0, run.said()
+        assert run.finish() == 0, run.said()
 
+    (failed_us,) = [e["t_us"] for e in run.events("run.phase") if e["payload"]["phase"] == "gather"]
+    _, second = run.payloads("attempt.started")
+    # torchrun gives a worker 30 s between SIGTERM and SIGKILL.
+    assert (second["running_us"] - failed_us) / 1e6 < 15
+    (stubborn,) = [p for p in run.payloads("worker.exited") if p["rank"] == 1]
+    assert stubborn["signal"] == "SIGKILL"
     (incident,) = run.incidents()
     assert {"kind": "rank", "id": "0"} in incident["culprits"]

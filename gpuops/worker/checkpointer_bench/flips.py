@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -336,7 +337,7 @@ def _peer(
             warnings.simplefilter("ignore")
             try:
                 found = load(tensors)
-            except Exception:  # noqa: BLE001 boundary: whatever it raises, it has noticed
+            except (Exception, CheckpointException):  # noqa: BLE001 boundary: it has noticed
                 _count(tally, is_found=True)
                 continue
             # Before the bit is flipped back: some of them map the file.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpuops.checkpoint.domains import FILE_BYTES_MAX, DomainPath, parse_domains
+from gpuops.checkpoint.domains import DomainPath, read_domains
 from gpuops.config_run import is_domain_file
 from gpuops.errors import ConfigError
 from gpuops.slurm import topology
@@ -24,7 +24,7 @@ def domain_of(
     if not is_domain_file(wanted):
         return tuple(wanted.split("/"))
     try:
-        known = parse_domains(_content(Path(wanted).expanduser()), wanted).paths
+        known = read_domains(Path(wanted).expanduser()).paths
     except ConfigError as exc:
         say(f"copies of checkpoints are placed as if nothing failed together: {exc}")
         return ()
@@ -34,17 +34,3 @@ def domain_of(
     if found is None:
         say(f"no failure domain of {node} in {wanted}: copies of checkpoints may lie together")
     return found or ()
-
-
-def _content(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(FILE_BYTES_MAX + 1)
-    except OSError as exc:
-        raise ConfigError(f"failure domains cannot be read from {path}: {exc.strerror}") from exc
-    if len(raw) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path} has more than {FILE_BYTES_MAX} bytes")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path} is not text: {exc}") from exc

@@ -10,6 +10,7 @@ list and the path of its domain on each line, the widest first::
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpuops.errors import ConfigError
 from gpuops.hostlist import expand
@@ -64,6 +65,26 @@ def even(nodes: Sequence[str], n_domains: int) -> Domains:
         for index, node in enumerate(nodes)
     }
     return Domains(("domain",), paths)
+
+
+def read_domains(path: Path) -> Domains:
+    """Return the failure domains of the nodes that the file at *path* names; see `parse_domains`.
+
+    Raises:
+        ConfigError: It cannot be read, is too large or no text, or says what makes no sense.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_BYTES_MAX + 1)
+    except OSError as exc:
+        raise ConfigError(f"failure domains cannot be read from {path}: {exc.strerror}") from exc
+    if len(raw) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path} has more than {FILE_BYTES_MAX} bytes")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not text: {exc}") from exc
+    return parse_domains(text, str(path))
 
 
 def parse_domains(text: str, source: str) -> Domains:

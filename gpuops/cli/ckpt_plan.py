@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from gpuops.checkpoint.domains import FILE_BYTES_MAX, Domains, even, parse_domains
+from gpuops.checkpoint.domains import Domains, even, read_domains
 from gpuops.checkpoint.interval import FAILURES_PER_1000_NODE_DAYS, mtbf_of_nodes
 from gpuops.checkpoint.placement import NODES_MAX
 from gpuops.checkpoint.plan_figures import Job, plan_of
@@ -224,7 +224,7 @@ def nodes_and_domains(
         if not 1 <= n_domains <= len(names):
             raise UsageError(f"--domains {domains}: {len(names)} nodes are in 1 to {len(names)}")
         return names, even(names, n_domains)
-    known = parse_domains(_content(Path(domains)), domains)
+    known = read_domains(Path(domains))
     if names is None:
         names = tuple(known.paths)
         if len(names) > NODES_MAX:
@@ -252,17 +252,3 @@ def _names(text: str) -> tuple[str, ...]:
     if not names:
         raise UsageError("--nodes names no node")
     return names
-
-
-def _content(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(FILE_BYTES_MAX + 1)
-    except OSError as exc:
-        raise UsageError(f"--domains {path}: {exc.strerror}; a number or a file is wanted") from exc
-    if len(raw) > FILE_BYTES_MAX:
-        raise UsageError(f"--domains {path} has more than {FILE_BYTES_MAX} bytes")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as exc:
-        raise UsageError(f"--domains {path} is not text: {exc}") from exc

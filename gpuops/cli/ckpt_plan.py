@@ -224,6 +224,8 @@ def nodes_and_domains(
         if not 1 <= n_domains <= len(names):
             raise UsageError(f"--domains {domains}: {len(names)} nodes are in 1 to {len(names)}")
         return names, even(names, n_domains)
+    if not Path(domains).exists():
+        raise UsageError(f"--domains {domains}: no such file; a number or a file is wanted")
     known = read_domains(Path(domains))
     if names is None:
         names = tuple(known.paths)

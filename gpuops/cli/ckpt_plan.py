@@ -225,7 +225,9 @@ def nodes_and_domains(
             raise UsageError(f"--domains {domains}: {len(names)} nodes are in 1 to {len(names)}")
         return names, even(names, n_domains)
     if not Path(domains).exists():
-        raise UsageError(f"--domains {domains}: no such file; a number or a file is wanted")
+        raise UsageError(
+            f"--domains {domains}: No such file or directory; a number or a file is wanted"
+        )
     known = read_domains(Path(domains))
     if names is None:
         names = tuple(known.paths)

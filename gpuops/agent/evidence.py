@@ -106,7 +106,9 @@ class SystemEyes:
         return look_at(pid)
 
     def dump(self, targets: Sequence[Target], wait_s: float) -> Mapping[int, Stacks]:
-        begun = {t.rank: (t.stacks, _size(t.stacks)) for t in targets if t.stacks and _ask(t)}
+        # The size is taken before asking: a worker may have answered when the signal is sent.
+        sizes_before = [(t, t.stacks, _size(t.stacks)) for t in targets if t.stacks]
+        begun = {t.rank: (path, before) for t, path, before in sizes_before if _ask(t)}
         found: dict[int, Stacks] = {}
         sizes: dict[int, int] = {}
         end_s = time.monotonic() + wait_s

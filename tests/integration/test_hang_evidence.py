@@ -181,6 +181,34 @@ def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
     assert not [t for t in threading.enumerate() if t.name == "gpuops-evidence"]
 
 
+ANSWERS = """
+import faulthandler, os, signal, sys, time
+os.sched_setaffinity(0, {int(sys.argv[2])})
+faulthandler.register(signal.SIGUSR2, open(sys.argv[1], "a"))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_dump_that_is_there_before_the_asker_runs_again_counts(tmp_path):
+    # On one processor the worker is often let in as soon as it gets the signal.
+    processors = os.sched_getaffinity(0)
+    one = min(processors)
+    stacks = tmp_path / "stacks"
+    command = [sys.executable, "-c", ANSWERS, str(stacks), str(one)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout.readline() == b"ready\n"
+        target = Target(rank=0, local_rank=0, pid=child.pid, stacks=stacks, dumps=True)
+        os.sched_setaffinity(0, {one})
+        try:
+            dumps = [SystemEyes("", beside=tmp_path).dump([target], 1.0) for _ in range(20)]
+        finally:
+            os.sched_setaffinity(0, processors)
+            child.kill()
+
+    assert [sorted(dump) for dump in dumps] == [[0]] * 20
+
+
 def test_a_process_that_is_no_child_of_ours_is_never_signalled(tmp_path):
     target = Target(rank=0, local_rank=0, pid=os.getppid(), stacks=tmp_path / "s", dumps=True)
 

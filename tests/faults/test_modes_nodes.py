@@ -154,7 +154,7 @@ def test_success_of_some_does_not_leave_the_others_alone(tmp_path):
     with Hosts(2, tmp_path) as hosts:
         env = {"JOB_STEPS": "20", "JOB_PAUSE_S": "0.05"}
         run = ClusterRun(hosts, tmp_path, script="fake_steps.py", env=env)
-        late = {"JOB_PAUSE_S": "0.5", "JOB_AT": "1:15:0", "JOB_DEED": "exit:9"}
+        late = {"JOB_PAUSE_S": "0.5", "JOB_AT": "*:15:0", "JOB_DEED": "exit:9"}
         run.start(hosts[0])
         run.start(hosts[1], env=late)
         assert run.finish() == {"n0": 0, "n1": 0}

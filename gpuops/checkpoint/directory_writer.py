@@ -48,7 +48,13 @@ from gpuops.checkpoint.manifest import (
     to_bytes,
 )
 from gpuops.checkpoint.shard_file import write_image
-from gpuops.checkpoint.state_store import BeingCommittedError, Pace, require_shards, unpaced
+from gpuops.checkpoint.state_store import (
+    BeingCommittedError,
+    ImageSource,
+    Pace,
+    require_shards,
+    unpaced,
+)
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, StateId
 
 _RENAMES_MAX = 8
@@ -88,16 +94,16 @@ class DirectoryWriter:
                 fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._open = opening.pop_all()
 
-    def put_shard(self, record: ShardRecord, source_fd: int, *, pace: Pace = unpaced) -> None:
+    def put_shard(self, record: ShardRecord, source: ImageSource, *, pace: Pace = unpaced) -> None:
         path = self._place.root / self._name / record.shard.file_name
         if record.shard.world != self._world:
             raise CheckpointError(f"{path} is not of a world of {self._world}")
         with explained("write", path):
             try:
                 if self._shared_name is not None:
-                    self._put_beside_others(record, source_fd, pace)
+                    self._put_beside_others(record, source, pace)
                 else:
-                    self._put(record.shard.file_name, record, source_fd, pace)
+                    self._put(record.shard.file_name, record, source, pace)
             except CorruptError as exc:
                 raise CorruptError(f"{path} was not kept: {exc}") from exc
         self._records[record.shard] = record
@@ -175,12 +181,12 @@ class DirectoryWriter:
             return False
         return os.path.samestat(there, os.fstat(self._folder))
 
-    def _put(self, name: str, record: ShardRecord, source_fd: int, pace: Pace) -> None:
+    def _put(self, name: str, record: ShardRecord, source: ImageSource, pace: Pace) -> None:
         require_room(self._folder, record.digest.nbytes)
         fd = create(name, self._folder)
         try:
             try:
-                write_image(source_fd, fd, record.digest, pace=pace)
+                write_image(source, fd, record.digest, pace=pace)
             finally:
                 os.close(fd)  # file servers tell of a failed write here, too
         except BaseException:  # boundary: whatever ends it, its bytes need not fill the disk
@@ -188,12 +194,12 @@ class DirectoryWriter:
                 os.unlink(name, dir_fd=self._folder)
             raise
 
-    def _put_beside_others(self, record: ShardRecord, source_fd: int, pace: Pace) -> None:
+    def _put_beside_others(self, record: ShardRecord, source: ImageSource, pace: Pace) -> None:
         name = record.shard.file_name
         if self.records().get(record.shard) == record:
             return
         part = f".{self._place.nonce().hex()}.part"
-        self._put(part, record, source_fd, pace)
+        self._put(part, record, source, pace)
         if not self._is_ours():
             os.unlink(part, dir_fd=self._folder)
             raise CheckpointError(f"another node took {self._name} while {name} was written")

@@ -15,8 +15,14 @@ from gpuops.checkpoint.manifest import (
     to_bytes,
 )
 from gpuops.checkpoint.object_tree import ObjectTree
-from gpuops.checkpoint.shard_file import hash_image
-from gpuops.checkpoint.state_store import NoStateError, Pace, require_shards, unpaced
+from gpuops.checkpoint.shard_file import descriptor_of, hash_image
+from gpuops.checkpoint.state_store import (
+    ImageSource,
+    NoStateError,
+    Pace,
+    require_shards,
+    unpaced,
+)
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, StateId
 
 
@@ -39,7 +45,7 @@ class ObjectWriter:
         self._is_over = False
         self._there = self._look()
 
-    def put_shard(self, record: ShardRecord, source_fd: int, *, pace: Pace = unpaced) -> None:
+    def put_shard(self, record: ShardRecord, source: ImageSource, *, pace: Pace = unpaced) -> None:
         key = self._key(record.shard)
         shown = f"{self._tree.address}/{key}"
         if record.shard.world != self._world:
@@ -51,7 +57,7 @@ class ObjectWriter:
                     f"{self._there.job or 'a run'}. Give each run a prefix of its own"
                 )
         elif self._recorded(record.shard) != record:
-            self._put(record, source_fd, key, pace)
+            self._put(record, source, key, pace)
         self._records[record.shard] = record
 
     def records(self) -> Mapping[Shard, ShardRecord]:
@@ -114,13 +120,13 @@ class ObjectWriter:
         self._tree.remove(f"{self._state.name}/{MANIFEST}")
         return None
 
-    def _put(self, record: ShardRecord, source_fd: int, key: str, pace: Pace) -> None:
+    def _put(self, record: ShardRecord, source: ImageSource, key: str, pace: Pace) -> None:
         shown = f"{self._tree.address}/{key}"
         try:
             pace(0)  # the first call of an upload comes when a part of it is done
-            hash_image(source_fd, record.digest)
-            self._tree.upload(key, source_fd, pace)
-            hash_image(source_fd, record.digest)  # it was the same all the while
+            hash_image(source, record.digest)
+            self._tree.upload(key, descriptor_of(source), pace)
+            hash_image(source, record.digest)  # it was the same all the while
         except CorruptError as exc:
             raise CorruptError(f"{shown} was not kept: {exc}") from exc
         except OSError as exc:

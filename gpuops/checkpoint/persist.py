@@ -11,6 +11,7 @@ from gpuops.checkpoint.shard_file import layout_of
 from gpuops.checkpoint.state_store import (
     BeingCommittedError,
     CheckpointStore,
+    ImageSource,
     NoStateError,
     Pace,
     StateWriter,
@@ -19,8 +20,8 @@ from gpuops.checkpoint.state_store import (
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Digest, Shard, StateId
 from gpuops.host.clock import Clock, SystemClock
 
-# A shard in memory: the descriptor of its image, and what it was when it was sealed.
-Source = tuple[int, Digest]
+# A shard in memory: its image, and what it was when it was sealed.
+Source = tuple[ImageSource, Digest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,9 @@ def _records(state: StateId, shards: Mapping[Shard, Source]) -> list[ShardRecord
     if not shards:
         raise CheckpointError(f"there is no shard of {state} to persist")
     records = []
-    for shard, (fd, digest) in sorted(shards.items()):
+    for shard, (source, digest) in sorted(shards.items(), key=lambda item: item[0]):
         try:
-            records.append(ShardRecord(shard, layout_of(fd, shard, digest.nbytes), digest))
+            records.append(ShardRecord(shard, layout_of(source, shard, digest.nbytes), digest))
         except (ValueError, OSError, CorruptError) as exc:
             raise CorruptError(f"{shard.file_name} of {state} was not persisted: {exc}") from exc
     return records

@@ -76,7 +76,7 @@ def carry_out(task: Task, open_store: OpenStore, stop: Callable[[], bool]) -> Ou
     assert task.policy.directory is not None
     store = open_store(task.policy.directory)
     pace = RatePace(None, stop=stop)
-    sources = {shard: (held.memory.fd, held.copy.digest) for shard, held in task.shards.items()}
+    sources = {shard: (held.memory, held.copy.digest) for shard, held in task.shards.items()}
     trouble = ""
     try:
         store.sweep()

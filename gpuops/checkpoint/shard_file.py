@@ -11,23 +11,26 @@ import mmap
 import os
 from collections.abc import Iterator
 
+from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.digest import Digester, chunk_is_good
 from gpuops.checkpoint.direct_write import DirectWriter
 from gpuops.checkpoint.image import HEADER_BYTES_MAX, read_layout
-from gpuops.checkpoint.state_store import Pace, unpaced
+from gpuops.checkpoint.state_store import ImageSource, Pace, unpaced
 from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest, Shard
 
 
-def write_image(source_fd: int, target_fd: int, digest: Digest, *, pace: Pace = unpaced) -> None:
-    """Write the image in *source_fd* to *target_fd* and sync it.
+def write_image(
+    source: ImageSource, target_fd: int, digest: Digest, *, pace: Pace = unpaced
+) -> None:
+    """Write the image in *source* to *target_fd* and sync it.
 
     Raises:
         CorruptError: What was written is not what *digest* is of.
-        OSError: It cannot be written, or *source_fd* not be read.
+        OSError: It cannot be written, or *source* not be read.
     """
     hashing = Digester()
     target = DirectWriter(target_fd)
-    with image_chunks(source_fd, digest.nbytes) as chunks:
+    with image_chunks(source, digest.nbytes) as chunks:
         for _, chunk in chunks:
             pace(len(chunk))
             target.write(chunk)
@@ -36,15 +39,15 @@ def write_image(source_fd: int, target_fd: int, digest: Digest, *, pace: Pace = 
     os.fsync(target_fd)
 
 
-def hash_image(source_fd: int, digest: Digest) -> None:
-    """Say nothing where the image in *source_fd* is what *digest* is of.
+def hash_image(source: ImageSource, digest: Digest) -> None:
+    """Say nothing where the image in *source* is what *digest* is of.
 
     Raises:
         CorruptError: With the offsets of the chunks that differ.
         OSError: It cannot be read.
     """
     hashing = Digester()
-    with image_chunks(source_fd, digest.nbytes) as chunks:
+    with image_chunks(source, digest.nbytes) as chunks:
         for _, chunk in chunks:
             hashing.update(chunk)
     require_same(hashing.finish(), digest)
@@ -67,13 +70,23 @@ def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
                 raise CorruptError(f"the chunk at byte {at} is not what was saved")
 
 
-def layout_of(source_fd: int, shard: Shard, nbytes: int) -> str:
-    """Return the hash of the layout of the image of *shard* in *source_fd*.
+def descriptor_of(source: ImageSource) -> int:
+    """Return the descriptor that *source* is, or that its memory has.
+
+    Raises:
+        CheckpointError: It is a slot that is closed.
+    """
+    return source if isinstance(source, int) else source.fd
+
+
+def layout_of(source: ImageSource, shard: Shard, nbytes: int) -> str:
+    """Return the hash of the layout of the image of *shard* in *source*.
 
     Raises:
         CorruptError: It is no image, or of another shard.
         OSError: It cannot be read.
     """
+    source_fd = descriptor_of(source)
     length = os.pread(source_fd, 8, 0)
     n_header = min(8 + int.from_bytes(length, "little"), 8 + HEADER_BYTES_MAX, nbytes)
     header = bytearray(n_header)
@@ -85,20 +98,23 @@ def layout_of(source_fd: int, shard: Shard, nbytes: int) -> str:
 
 
 @contextlib.contextmanager
-def image_chunks(source_fd: int, nbytes: int) -> Iterator[Iterator[tuple[int, memoryview]]]:
-    """Yield an iterator over (offset, bytes) of the *nbytes* of *source_fd* in chunks.
+def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[int, memoryview]]]:
+    """Yield an iterator over (offset, bytes) of the *nbytes* of *source* in chunks.
 
-    Memory that is sealed against shrinking is mapped; of a file that could be cut short, which
-    would kill the reader of a mapping, each chunk is read.
+    Memory that is sealed against shrinking is mapped, if it is not; of a file that could be cut
+    short, which would kill the reader of a mapping, each chunk is read.
 
     Raises:
         CorruptError: There are more bytes, or fewer; the latter also while iterating.
         OSError: It cannot be read; also while iterating.
     """
+    source_fd = descriptor_of(source)
     there = os.fstat(source_fd).st_size
     if there != nbytes:
         raise CorruptError(f"the image has {there} bytes, {nbytes} were sealed")
-    if _cannot_shrink(source_fd):
+    if isinstance(source, SlotMemory):
+        yield _slices(source.view[:])
+    elif _cannot_shrink(source_fd):
         mapping = mmap.mmap(source_fd, nbytes, prot=mmap.PROT_READ)
         try:
             yield _slices(memoryview(mapping))

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.manifest import Manifest, ShardRecord
 from gpuops.checkpoint.states import CheckpointError, Shard, StateId
 
+# An image: in a slot, or the descriptor of a file or of memory. A slot is mapped here already; to
+# map it again, page by page, takes as long as to hash it.
+ImageSource = SlotMemory | int
 # Called with the number of bytes about to be moved. It may wait; what it raises ends the move.
 Pace = Callable[[int], None]
 
@@ -81,8 +85,8 @@ def require_shards(records: Mapping[Shard, ShardRecord], manifest: Manifest) -> 
 class StateWriter(Protocol):
     """One state being written. It is nowhere to be seen before `commit`."""
 
-    def put_shard(self, record: ShardRecord, source_fd: int, *, pace: Pace = unpaced) -> None:
-        """Write the shard from the start of *source_fd* (its position is not moved).
+    def put_shard(self, record: ShardRecord, source: ImageSource, *, pace: Pace = unpaced) -> None:
+        """Write the shard from the start of *source* (a descriptor's position is not moved).
 
         Returns once the bytes are on stable storage.
 

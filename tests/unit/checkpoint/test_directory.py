@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpoint_images import ORIGIN, content_of, images
+from support.checkpoint_images import ORIGIN, content_of, image_bytes, images
 
+from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.digest import digest_of
 from gpuops.checkpoint.directory import DirectoryStore
 from gpuops.checkpoint.directory_names import (
     LeftoverKind,
@@ -568,6 +570,22 @@ def test_ordinary_files_can_be_sources(store, tmp_path, pair):
     for fd, _ in files.values():
         os.close(fd)
     assert verify_state(store, STATE) == []
+
+
+def test_a_slot_is_written_from_where_it_is_mapped(store, root):
+    shard = Shard(0, 1)
+    content = image_bytes(shard, nbytes=3 * 2**20 + 5)
+    digest = digest_of(memoryview(content))
+    with SlotMemory.create("slot", len(content)) as slot:
+        slot.view[:] = content
+        persist(store, STATE, {shard: (slot, digest)}, origin=ORIGIN)
+        slot.view[-1] ^= 1
+        with pytest.raises(CorruptError, match="1 of 1 chunks are not what was sealed"):
+            persist(store, LATER, {shard: (slot, digest)}, origin=ORIGIN)
+
+    assert (root / STATE.name / shard.file_name).read_bytes() == content
+    assert states(store) == [STATE]
+    assert store.survey().leftovers == ()
 
 
 def test_a_source_that_is_longer_or_shorter_is_refused(store, tmp_path, pair):

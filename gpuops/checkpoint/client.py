@@ -8,8 +8,18 @@ from typing import Any
 
 from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.image import ImageLayout
-from gpuops.checkpoint.keeper import DEADLINE_S, SLOTS_MAX, Grant, Keeper, Policy, Skipped
-from gpuops.checkpoint.keeper_line import SLACK_S, KeeperLine, checked
+from gpuops.checkpoint.keeper import (
+    DEADLINE_S,
+    NO_ANSWER,
+    SLOTS_MAX,
+    SOON_S,
+    STATS_S,
+    Grant,
+    Keeper,
+    Policy,
+    Skipped,
+)
+from gpuops.checkpoint.keeper_line import SLACK_S, KeeperLine, KeeperSilentError, checked
 from gpuops.checkpoint.messages import (
     ID_MAX,
     Fields,
@@ -76,6 +86,7 @@ class KeeperClient:
         self._granted: set[Grant] = set()
 
     def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SlotMemory]:
+        self._settle()
         fields, fds = self._line.ask(
             "reserve", layout=layout.hash, nbytes=layout.nbytes, slots=slots
         )
@@ -97,7 +108,11 @@ class KeeperClient:
         return found
 
     def begin(self, step: int, *, is_last: bool = False) -> Grant | Skipped:
-        fields, _ = self._line.ask("begin", step=step, is_last=is_last)
+        try:
+            self._settle()
+            fields = self._line.ask_soon("begin", wait_s=SOON_S, step=step, is_last=is_last)
+        except KeeperSilentError:
+            return Skipped(NO_ANSWER)
         if "skipped" in fields:
             return Skipped(fields.text("skipped", 4000), fields.flag("is_due"))
         slot = fields.integer("slot", 0, ID_MAX)
@@ -114,7 +129,7 @@ class KeeperClient:
 
     def abandon(self, grant: Grant) -> None:
         self._use_up(grant)
-        self._line.ask("abandon", state=state_to_json(grant.state))
+        self._line.tell("abandon", state=state_to_json(grant.state))
 
     def offer(self, deadline_s: float) -> Offer | None:
         fields, _ = self._line.ask("offer", wait_s=deadline_s + SLACK_S, deadline_s=deadline_s)
@@ -149,10 +164,22 @@ class KeeperClient:
         self._line.ask("settings", policy=values)
 
     def stats(self) -> Mapping[str, Any]:
-        return self._line.ask("stats")[0].values
+        self._settle()
+        return self._line.ask_soon("stats", wait_s=STATS_S).values
 
     def close(self) -> None:
         self._line.close()
+
+    def _settle(self) -> None:
+        """Take in the answer that came too late, where one is owed: its step is over.
+
+        Raises:
+            KeeperSilentError: It has not come yet.
+            KeeperError: The keeper is gone.
+        """
+        late = self._line.owed()
+        if late is not None and late[0] == "begin" and "slot" in late[1]:
+            self._line.tell("abandon", state=state_to_json(late[1].state()))
 
     def _use_up(self, grant: Grant) -> None:
         """Take note that the copy is over; the keeper is not asked whether there was one."""

@@ -11,6 +11,10 @@ from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.states import CheckpointError, Offer, Shard, StateId
 
 DEADLINE_S = 30.0
+# Of what a rank asks while it trains: one that does not answer in time is not waited for.
+SOON_S = 2.0
+STATS_S = 5.0
+NO_ANSWER = "the keeper does not answer"
 SLOTS_MIN = 2
 SLOTS_MAX = 8
 DIRECTORY_CHARS_MAX = 4096
@@ -102,9 +106,10 @@ class Keeper(Protocol):
     def begin(self, step: int, *, is_last: bool = False) -> Grant | Skipped:
         """Say whether this rank is to copy at *step*; the same for all ranks of the node.
 
-        The first rank that asks decides for all. Steps grow; a step that is not after the last
-        one decided is skipped. *is_last*: no step follows; it may be asked again until there is
-        room.
+        It takes `SOON_S` seconds at most: a keeper that has not answered by then (`NO_ANSWER`) is
+        not waited for again until it has. The first rank that asks decides for all. Steps grow; a
+        step that is not after the last one decided is skipped. *is_last*: no step follows; it may
+        be asked again until there is room.
         """
         ...
 

@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,10 @@ SLACK_S = 5.0
 
 class KeeperGoneError(KeeperError):
     """Nobody listens there, or no more."""
+
+
+class KeeperSilentError(KeeperError):
+    """It has not answered in the time that there was; the line goes on."""
 
 
 class KeeperLine:
@@ -44,8 +49,11 @@ class KeeperLine:
                 sock.connect(place)
         except OSError as exc:
             sock.close()
+            if isinstance(exc, TimeoutError):
+                raise KeeperError(f"the keeper at {path} takes no connection") from exc
             raise KeeperGoneError(f"no keeper listens at {path}: {exc.strerror or exc}") from exc
         self._sock: socket.socket | None = sock
+        self._owed: str | None = None  # what was asked for and has no answer yet
 
     @property
     def is_open(self) -> bool:
@@ -67,18 +75,62 @@ class KeeperLine:
 
         Raises:
             CannotTellError: As the keeper said it.
-            KeeperError: It refused (the line goes on), or is gone (the line is closed).
+            KeeperError: It refused, or still owes an answer (the line goes on), or is gone (the
+                line is closed).
         """
         with self._lock:
-            self._number += 1
-            request = {"v": messages.VERSION, "id": self._number, "what": what, **fields}
             end_s = time.monotonic() + (self._deadline_s if wait_s is None else wait_s)
-            data, fds = self._exchange(what, messages.to_bytes(request), end_s)
+            try:
+                self._send(what, end_s, fields)
+                data, fds = self._receive(what, end_s)
+            except TimeoutError as exc:
+                self._shut()
+                raise KeeperError(
+                    f"the keeper at {self._path} does not answer ({what}); is it stopped?"
+                ) from exc
             try:
                 return self._read(what, data), fds
             except BaseException:  # boundary: nobody else closes them
                 _close(fds)
                 raise
+
+    def ask_soon(self, what: str, *, wait_s: float, **fields: object) -> Fields:
+        """Return the answer's fields, where they come within *wait_s*.
+
+        Where they do not, the keeper owes them: nothing else is asked until `owed` has them.
+
+        Raises:
+            KeeperSilentError: They did not, or an answer is owed.
+            KeeperError: As for `ask`.
+        """
+        with self._lock:
+            end_s = time.monotonic() + min(wait_s, self._deadline_s)
+            try:
+                self._send(what, end_s, fields)
+                self._owed = what
+                return self._answered(what, end_s)
+            except TimeoutError as exc:
+                raise KeeperSilentError(
+                    f"the keeper at {self._path} has not answered yet ({what})"
+                ) from exc
+
+    def owed(self, wait_s: float = 0.0) -> tuple[str, Fields] | None:
+        """Return what was asked for, and the answer, where one was owed; None where none was.
+
+        Raises:
+            KeeperSilentError: It is owed still, after *wait_s*.
+            KeeperError: As for `ask`.
+        """
+        with self._lock:
+            what = self._owed
+            if what is None:
+                return None
+            try:
+                return what, self._answered(what, time.monotonic() + wait_s)
+            except TimeoutError as exc:
+                raise KeeperSilentError(
+                    f"the keeper at {self._path} has not answered yet ({what})"
+                ) from exc
 
     def tell(self, what: str, **fields: object) -> None:
         """Say something that has no answer; returns as soon as it is on its way.
@@ -111,25 +163,43 @@ class KeeperLine:
             raise KeeperGoneError(f"the line to the keeper at {self._path} is closed")
         return self._sock
 
-    def _exchange(self, what: str, request: bytes, end_s: float) -> tuple[bytes, list[int]]:
+    def _send(self, what: str, end_s: float, fields: Mapping[str, object]) -> None:
+        """Ask; TimeoutError where there is no room for the question."""
         sock = self._open()
+        if self._owed is not None:
+            raise KeeperSilentError(
+                f"the keeper at {self._path} has not answered yet ({self._owed})"
+            )
+        request = {"v": messages.VERSION, "id": self._number + 1, "what": what, **fields}
+        data = messages.to_bytes(request)
+        self._number += 1
+        _until(sock, end_s)
         try:
-            _until(sock, end_s)
-            sock.send(request)
-            _until(sock, end_s)
+            sock.send(data)
+        except TimeoutError:
+            raise
+        except OSError as exc:
+            raise self._gone(what, exc) from exc
+
+    def _answered(self, what: str, end_s: float) -> Fields:
+        """Return the answer that is owed; TimeoutError where it does not come until *end_s*."""
+        data, fds = self._receive(what, end_s)
+        self._owed = None
+        _close(fds)
+        return self._read(what, data)
+
+    def _receive(self, what: str, end_s: float) -> tuple[bytes, list[int]]:
+        """Return an answer; TimeoutError where none comes until *end_s*."""
+        sock = self._open()
+        _until(sock, end_s)
+        try:
             data, fds, flags, _ = socket.recv_fds(
                 sock, messages.MESSAGE_BYTES_MAX, messages.FDS_MAX
             )
-        except TimeoutError as exc:
-            self._shut()
-            raise KeeperError(
-                f"the keeper at {self._path} does not answer ({what}); is it stopped?"
-            ) from exc
+        except TimeoutError:
+            raise
         except OSError as exc:
-            self._shut()
-            raise KeeperGoneError(
-                f"the keeper at {self._path} is gone ({what}): {exc.strerror or exc}"
-            ) from exc
+            raise self._gone(what, exc) from exc
         is_cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
         if is_cut or not data:
             _close(fds)
@@ -139,6 +209,12 @@ class KeeperLine:
             )
             raise KeeperGoneError(f"the keeper at {self._path} ({what}): {why}")
         return data, fds
+
+    def _gone(self, what: str, error: OSError) -> KeeperGoneError:
+        self._shut()
+        return KeeperGoneError(
+            f"the keeper at {self._path} is gone ({what}): {error.strerror or error}"
+        )
 
     def _read(self, what: str, data: bytes) -> Fields:
         try:

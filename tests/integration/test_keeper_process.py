@@ -1,6 +1,7 @@
 """The keeper's process: what is killed around it, what is thrown at it, and when it ends."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from support.keeper_ranks import (
 
 from gpuops.checkpoint.agent_link import AgentLink
 from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper import Grant
+from gpuops.checkpoint.keeper import NO_ANSWER, SOON_S, Grant, Policy, Skipped
 from gpuops.checkpoint.keeper_line import KeeperGoneError, KeeperLine
 from gpuops.checkpoint.keeper_process import start_or_adopt
 from gpuops.checkpoint.messages import MESSAGE_BYTES_MAX
@@ -652,10 +653,47 @@ def test_a_keeper_that_is_stopped_is_an_error_within_the_deadline(keeper, stack)
     line._line._deadline_s = 0.5
     os.kill(keeper.pid, signal.SIGSTOP)
     with pytest.raises(KeeperError, match="does not answer"):
-        line.begin(1)
+        line.settings(Policy())
     with pytest.raises(KeeperError, match="is closed"):
         line.begin(2)
     os.kill(keeper.pid, signal.SIGCONT)
+
+
+def test_a_rank_that_trains_skips_while_a_keeper_is_stopped_and_goes_on_after(keeper, stack):
+    """Of two ranks one is granted a step too late; neither waits again before it is answered."""
+    ranks = crew_of(stack, keeper, 2)
+    state = save_all(ranks, 1)
+    os.kill(keeper.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    answers = [rank.keeper.begin(2) for rank in ranks]
+    first_s = time.monotonic() - began_s
+    began_s = time.monotonic()
+    for step in range(3, 2003):
+        answers += [rank.keeper.begin(step) for rank in ranks]
+    assert time.monotonic() - began_s < 2000 * SOON_S
+    assert first_s >= SOON_S
+    assert set(answers) == {Skipped(NO_ANSWER)}
+    with pytest.raises(KeeperError, match="has not answered yet"):
+        ranks[0].keeper.stats()
+    os.kill(keeper.pid, signal.SIGCONT)
+
+    # What it grants of step 2 by now is too late, and is given back for both.
+    steps = itertools.count(2003)
+    until(lambda: not silent([rank.save(next(steps)) for rank in ranks[:1]]))
+    until(lambda: not silent([rank.save(next(steps)) for rank in ranks[1:]]))
+    saved = until(lambda: granted([rank.save(n) for n in [next(steps)] for rank in ranks]))
+    assert saved > state
+    until(lambda: ranks[0].keeper.stats()["newest"] == [saved.epoch, saved.step])
+
+
+def silent(answers):
+    return Skipped(NO_ANSWER) in answers
+
+
+def granted(answers):
+    """Return the state that all were granted, None where some were not."""
+    states = {answer.state for answer in answers if isinstance(answer, Grant)}
+    return states.pop() if len(states) == 1 and len(answers) == 2 else None
 
 
 def test_a_killed_keeper_is_an_error_and_its_memory_stays_with_who_maps_it(keeper, stack):

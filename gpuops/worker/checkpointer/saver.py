@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from gpuops.checkpoint.keeper import Grant, Keeper, Skipped
+from gpuops.checkpoint.keeper import NO_ANSWER, Grant, Keeper, Skipped
 from gpuops.checkpoint.keeper_line import KeeperGoneError
 from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard
 from gpuops.worker.checkpointer.capture import Capture, Capturer, CopyPlan
@@ -331,6 +331,8 @@ class Saver:
     def _skip(self, why: str, *, is_due: bool = True) -> None:
         if is_due:
             self._skipped[why] += 1
+        if why == NO_ANSWER and self._is_first:
+            self._warn_once(f"{NO_ANSWER}: no checkpoints are saved until it does")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

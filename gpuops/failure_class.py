@@ -42,6 +42,7 @@ class FailureClass(StrEnum):
     STORAGE_SHARED_FS = "storage.shared_fs"
     STORAGE_IO_ERROR = "storage.io_error"
     CHECKPOINT_POISONED = "checkpoint.poisoned"
+    CHECKPOINT_DIR_TAKEN = "checkpoint.dir_taken"
     REPLICAS_DIFFER = "numerics.replicas_differ"
     SEGFAULT = "crash.segfault"
     ABORT = "crash.abort"

@@ -42,6 +42,10 @@ class WorkerStartError(Exception):
     """The system refused to start a worker; the message says which program and why."""
 
 
+class TakenDirectoryError(WorkerStartError):
+    """Another job saves its checkpoints where this one would; the message says which, and where."""
+
+
 class GpuopsAgent(LocalElasticAgent):
     """One node's agent; ``generation`` is the last one that it had workers of."""
 
@@ -59,6 +63,7 @@ class GpuopsAgent(LocalElasticAgent):
         self._session = parts.session
         self._workers: Workers | None = None
         self._seat: Seat | None = None
+        self._is_told_of_the_wait = False
         seats = spec.rdzv_handler
         assert isinstance(seats, Seats)
         seats.usher = self
@@ -71,7 +76,7 @@ class GpuopsAgent(LocalElasticAgent):
             try:
                 self._initialize_workers(self._worker_group)
             except WorkerStartError as exc:
-                reason = self._not_started(str(exc))
+                reason = self._not_started(exc)
                 self._supervision().end(reason)
                 continue
             ended = self._supervision().run()
@@ -88,19 +93,41 @@ class GpuopsAgent(LocalElasticAgent):
         )
         return Supervision(self._parts, self._seat, self._workers, torch, self, self.snapshot)
 
-    def _not_started(self, reason: str) -> NodeReport:
+    def _not_started(self, error: WorkerStartError) -> NodeReport:
         self.close()
         self._workers = Workers([], self._parts.clock)
+        is_taken = isinstance(error, TakenDirectoryError)
         return NodeReport(
             kind=ReportKind.START_FAILED,
             node=self._parts.node,
             generation=self.generation,
-            failure_class=FailureClass.START_FAILED,
-            side=Side.AMBIGUOUS,
+            failure_class=FailureClass.CHECKPOINT_DIR_TAKEN
+            if is_taken
+            else FailureClass.START_FAILED,
+            side=Side.USER if is_taken else Side.AMBIGUOUS,
             confidence=Confidence.CONFIRMED,
-            how=scrub(reason),
-            is_infrastructure=True,
+            how=scrub(str(error)),
+            is_infrastructure=not is_taken,
         )
+
+    def _refuse_a_taken_directory(self) -> None:
+        """See, once, that no other job saves where this one will; it may be about to leave.
+
+        Raises:
+            TakenDirectoryError: One does, and stays.
+        """
+        if self._workers is not None:
+            return
+        why = self._parts.checkpoints.refusal(self._wait_for_the_directory)
+        if why is not None:
+            raise TakenDirectoryError(why)
+
+    def _wait_for_the_directory(self, seconds: float) -> None:
+        if not self._is_told_of_the_wait:
+            self._is_told_of_the_wait = True
+            self._parts.say("another job has the directory of the checkpoints; is it leaving?")
+        self.waiting(self._parts.link.record)
+        self._parts.link.wait(lambda now: now.phase is Phase.STOP, seconds)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._parts.gate.begin()
@@ -152,6 +179,7 @@ class GpuopsAgent(LocalElasticAgent):
         assert self._seat is not None
         n_nodes = worker_group.group_world_size or 1
         checkpoints.begin(self.generation, n_nodes, excluded, self._seat.roster)
+        self._refuse_a_taken_directory()
         env = {
             local_rank: {
                 **self._parts.worker_env(folder),

@@ -1,15 +1,10 @@
 """The keeper of this node's checkpoints, as its agent has it: started or adopted, asked, ended.
 
-It is started with the agent, beside the health gate, and not when a script first asks for it: it
-is a Python process without torch that costs some 15 MB and a tenth of a second of one core, and
-sleeps from then on. A start on demand would save that for scripts without a Checkpointer, and
-would put a start that can fail, and the question who does it, into the middle of the training of
-all others.
+It is started with the agent, beside the health gate: a start on demand would put one that can fail
+into the middle of a training, and costs as much, some 15 MB and a tenth of a second of one core.
 
 Nothing here stops a job: what fails is recorded. A keeper that dies under running workers is soon
-followed by another one, into which they save again by themselves. Every call is bounded in time.
-The agent's main thread, its control thread and the thread in here call in; it is the last one that
-listens.
+followed by another. Calls are bounded in time. The agent's main and control thread call in.
 """
 
 import logging
@@ -23,7 +18,7 @@ from gpuops.agent.agent_state import CheckpointState
 from gpuops.agent.checkpoint_held import held_by_it, held_by_none
 from gpuops.agent.checkpoint_news import pair, read_events, whole
 from gpuops.agent.checkpoint_peers import Agreement
-from gpuops.agent.checkpoints import KEEPER, OFF, Flushed, KeeperRecord, Started, place_of
+from gpuops.agent.checkpoints import KEEPER, OFF, Flushed, KeeperRecord, Refusal, Started, place_of
 from gpuops.agent.keeper_looks import Looks
 from gpuops.agent.keeper_revival import Begun, Restarts
 from gpuops.checkpoint.states import KeeperError, StateId
@@ -55,8 +50,8 @@ class Keeping:
     """The keeper of this node and job.
 
     *start* starts or adopts it; it raises KeeperError within a time of its own. *release* is called
-    once it has been ended (True) or let go of (False). *agreement*: with the other nodes of the
-    run; None: there never are any. *pause* waits so many seconds.
+    once it has been ended (True) or let go of (False). *refusal*: see `Checkpoints`, of a keeper's
+    pid. *agreement*: with the other nodes of the run, if any. *pause* waits so many seconds.
     """
 
     def __init__(  # noqa: PLR0913 what it is made of, and its times
@@ -67,6 +62,7 @@ class Keeping:
         *,
         directory: str | None = None,
         release: Callable[[bool], None] = lambda _ended: None,
+        refusal: Refusal = lambda _keeper_pid, _pause: None,
         times: Times = TIMES,
         agreement: Agreement | None = None,
         pause: Callable[[float], object] | None = None,
@@ -76,6 +72,7 @@ class Keeping:
         self._clock = clock
         self._directory = directory
         self._release = release
+        self._refusal = refusal
         self._times = times
         self._agreement = agreement
         self._pause = pause or threading.Event().wait
@@ -159,6 +156,10 @@ class Keeping:
             return False
         self._begun = Begun(generation, n_nodes, excluded_step, roster, keeper.pid)
         return True
+
+    def refusal(self, pause: Callable[[float], object]) -> str | None:
+        """Return why another job has the directory, None where none has."""
+        return self._refusal(self._keeper.pid if self._keeper else None, pause)
 
     def look(self) -> None:
         """Take in what there is to hear; a keeper that does not answer is not waited for."""

@@ -1,7 +1,7 @@
 """Which checkpoints a run keeps: the keeper that it starts or adopts, or none."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -63,5 +63,21 @@ def checkpoints_of(
         clock,
         directory=plan.directory,
         release=lambda ended: folder.leave(remove=ended),
+        refusal=partial(_refusal, plan.directory, job.name, clock),
         agreement=agreement,
     ).open()
+
+
+def _refusal(
+    directory: str | None,
+    job: str,
+    clock: Clock,
+    keeper_pid: int | None,
+    pause: Callable[[float], object],
+) -> str | None:
+    """Return why another job has *directory*, None where none has; URLs have no owner."""
+    if directory is None:
+        return None
+    from gpuops.checkpoint.claim import refusal
+
+    return refusal(directory, job, clock, keeper_pid, pause)

@@ -1,6 +1,6 @@
 """What an agent asks of what keeps its checkpoints, and what that asks of a keeper."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from gpuops.control.record import Roster
 from gpuops.model import Json
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
+Refusal = Callable[[int | None, Callable[[float], object]], str | None]
 OFF = ""  # a worker must not take one of somebody else's environment either
 
 
@@ -122,6 +123,13 @@ class Checkpoints(Protocol):
         """Prepare for the workers of a generation, which start next; *roster* has their seats."""
         ...
 
+    def refusal(self, pause: Callable[[float], object]) -> str | None:
+        """Return why another job keeps this one from its directory, None where none does.
+
+        Ask once `begin` has been called. *pause* is called while that one may still leave.
+        """
+        ...
+
     def said(self) -> Json | None:
         """Return what goes with a heartbeat, None where no script saves; never waits."""
         ...
@@ -176,6 +184,10 @@ class NoCheckpoints:
         roster: Roster | None = None,
     ) -> None:
         """Do nothing."""
+
+    def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 the protocol's
+        """Return that none does, as far as is known here."""
+        return None
 
     def said(self) -> Json | None:
         """Return that there is nothing to say."""

@@ -173,7 +173,8 @@ class Ending:
             kernel_lines=session.kernel_log.since_mark(),
             evidence=self._evidence,
         )
-        self._parts.say(f"attempt {self._generation} failed: {incident.title}")
+        if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
+            self._parts.say(f"attempt {self._generation} failed: {incident.title}")
 
     def file_done(self) -> None:
         """Say that every worker here ended with exit code 0."""

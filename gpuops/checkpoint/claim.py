@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from gpuops.checkpoint.directory_files import make_durably
@@ -33,6 +33,7 @@ RENEWED_S = 5.0
 STALE_S = 40.0
 LEAVING_S = 15.0  # a job that was killed, and its data loaders, take a moment to be gone
 LOOK_S = 1.0
+SILENT_S = 8.0  # longer than between two renewals: whoever is silent for so long may be gone
 _BYTES_MAX = 4096
 _NAMESPACE = re.compile(r"-[0-9]{9,}\Z")  # see `this_host`
 _TEXT_MAX = 256
@@ -149,6 +150,30 @@ class Claim:
                 else:
                     self._me.pause(LOOK_S)
 
+    def refusal(self, job: str, ours: int | None = None) -> str | None:
+        """Return why *job* cannot have the directory; None where it can, or where `hold` will tell.
+
+        Nothing is written. *ours*: a process of this host whose claim is that of the job. It takes
+        up to `LEAVING_S` where another one is there, for it may be about to leave.
+        """
+        begin_ns, first = self._me.clock.mono_ns(), None
+        while (seen := self._seen_if_any()) is not None:
+            owner, is_here = seen.owner, self._is_here(seen.owner)
+            if self._is_dead(owner) or (owner is not None and owner.job == job):
+                return None
+            if owner is not None and is_here and owner.pid == ours:
+                return None
+            if first is None or _nonce(first) != _nonce(seen):
+                first = seen
+            is_seen_alive = is_here or seen.changed_ns != first.changed_ns
+            waited_s = (self._me.clock.mono_ns() - begin_ns) / 1e9
+            if waited_s >= LEAVING_S and is_seen_alive:
+                return self._why(owner)
+            if waited_s >= SILENT_S and not is_seen_alive:
+                return None
+            self._me.pause(LOOK_S)
+        return None
+
     def renew(self) -> None:
         """Show that the owner lives, where that is this process."""
         with contextlib.suppress(OSError):
@@ -206,6 +231,12 @@ class Claim:
         finally:
             os.close(fd)
 
+    def _seen_if_any(self) -> _Seen | None:
+        try:
+            return self._seen()
+        except OSError:
+            return None  # whoever writes there will tell
+
     def _made(self, job: str) -> bool:
         """Make the file; return False where somebody was faster."""
         make_durably(self._path.parent)
@@ -261,6 +292,30 @@ def _nonce(seen: _Seen) -> str | None:
     return None if seen.owner is None else seen.owner.nonce
 
 
+def directory_of(address: str) -> Path | None:
+    """Return the directory that *address* names; None for a URL, which nobody can claim."""
+    path = address.removeprefix("file://")
+    return None if "://" in path else Path(path)
+
+
+def refusal(
+    address: str,
+    job: str,
+    clock: Clock,
+    keeper_pid: int | None,
+    pause: Callable[[float], object],
+) -> str | None:
+    """Return why *job* cannot save at *address*, as its agent sees it before its workers start.
+
+    *keeper_pid*: the job's own keeper on this node. See `Claim.refusal`.
+    """
+    path = directory_of(address)
+    if path is None:
+        return None
+    me = replace(this_process(), clock=clock, pause=pause)
+    return Claim(path, me).refusal(job, keeper_pid)
+
+
 class Claims:
     """The directories that a process saves into, each held while *is_in_use* says so."""
 
@@ -280,10 +335,9 @@ class Claims:
             TakenError: Another job has it, and lives.
             CheckpointError: See `gpuops.checkpoint.stores.open_store`.
         """
-        store = open_store(address)
-        path = address.removeprefix("file://")
-        if "://" not in path:
-            claim = self._claims.setdefault(Path(path), Claim(Path(path), self._me))
+        store, path = open_store(address), directory_of(address)
+        if path is not None:
+            claim = self._claims.setdefault(path, Claim(path, self._me))
             # What cannot be written to, no other job can have written to because of us.
             with contextlib.suppress(OSError):
                 claim.hold(self._job())

@@ -6,6 +6,7 @@ The rows, in order; the first that holds is the decision, and its name is in the
 rule                        holds when                                           verdict
 =========================== ==================================================== ==================
 scheduler.preempted         the scheduler wants the nodes back                   requeue 85
+checkpoint.dir_taken        another job that lives saves into the directory      stop 64
 checkpoint.poisoned         two failures within 5 steps of loading the same      restart without
                             checkpoint, which was not left out before            the checkpoint
 software.suspect_node       a software fault by the next rows, always on one     restart without
@@ -36,7 +37,13 @@ and a fault of one device look alike, until the rank sits elsewhere.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpuops.errors import EXIT_DO_NOT_REQUEUE, EXIT_FAIL, EXIT_NODE_UNHEALTHY, EXIT_REQUEUE
+from gpuops.errors import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_FAIL,
+    EXIT_NODE_UNHEALTHY,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+)
 from gpuops.incident import budget
 from gpuops.incident.across import RootCause, Standing, find_root
 from gpuops.incident.decision import (
@@ -108,6 +115,7 @@ def decide(
     )
     row = (
         _preempted(case)
+        or _taken(case)
         or _poisoned(case)
         or _software(case)
         or _exhausted(case)
@@ -163,6 +171,20 @@ def _preempted(case: _Case) -> _Row | None:
         return None
     why = "the scheduler wants the nodes back: requeue"
     return _Row(verdict=Verdict.REQUEUE, rule="scheduler.preempted", why=why, counted=False)
+
+
+def _taken(case: _Case) -> _Row | None:
+    if case.failure.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:
+        return None
+    # What a rank raised is cut short before it says what to do.
+    advice = "end that one, or give this one a directory of its own; " if case.root.ends else ""
+    return _Row(
+        verdict=Verdict.STOP,
+        rule="checkpoint.dir_taken",
+        why=f"{advice}not tried again, a restart would find it so as well",
+        counted=False,
+        exit_code=EXIT_USAGE,
+    )
 
 
 def _poisoned(case: _Case) -> _Row | None:

@@ -13,6 +13,8 @@ import pytest
 from support.ledger import problems, read_lines, redone
 from support.runs import JOBS, Run, is_alive, wait_until
 
+from gpuops.checkpoint.claim import OWNER, Claim, this_process
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 JOB = JOBS / "resumes.py"
 STEPS = 30
@@ -309,6 +311,32 @@ def test_switched_off_there_is_no_keeper(tmp_path):
 
     assert not (run.runtime / "gpuops").exists()
     assert run.payloads("checkpoint.keeper") == []
+
+
+def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
+    """At launch where the agent knows the directory, else as soon as a worker names it."""
+    directory = tmp_path / "ckpt"
+    owner = Claim(directory, this_process())
+    owner.hold("the-first-job")
+    flags = (f"--ckpt-dir={directory}",)
+    with (
+        Training(tmp_path / "told", flags=flags) as told,
+        Training(tmp_path / "untold", "--directory", directory) as untold,
+    ):
+        codes = told.finish(LIMIT_S), untold.finish(LIMIT_S)
+
+    assert codes == (64, 64), told.said() + untold.said()
+    said = "another job saves into"
+    assert [line for line in told.said().splitlines() if said in line and "the-first-job" in line]
+    assert told.said().count(said) == 1
+    assert untold.err.read_text().count("gpuops: the run failed: ") == 1
+    assert told.lines() == untold.lines() == []
+    for run in (told, untold):
+        (decided,) = run.payloads("decision.made")
+        assert decided["decision"]["rule"] == "checkpoint.dir_taken"
+        (incident,) = run.incidents()
+        assert incident["failure_class"] == "checkpoint.dir_taken"
+    assert {path.name for path in directory.iterdir()} == {OWNER}
 
 
 def test_a_keeper_that_does_not_answer_does_not_hold_the_end_up_for_long(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from gpuops.checkpoint.claim import (
     LEAVING_S,
     OWNER,
+    SILENT_S,
     STALE_S,
     Claim,
     Claims,
@@ -16,6 +17,7 @@ from gpuops.checkpoint.claim import (
     TakenError,
     is_alive,
     owner_of,
+    refusal,
     this_process,
 )
 from gpuops.checkpoint.directory import DirectoryStore
@@ -170,6 +172,39 @@ def test_of_several_that_follow_one_does(world):
 
     assert world.owner.job == "job-1"
     assert sorted(path.name for path in world.root.iterdir()) == [OWNER]
+
+
+def test_a_look_before_the_workers_start_tells_of_another_job_that_stays(world):
+    first, second, elsewhere = world.process(), world.process(), world.process("n2")
+    assert second.refusal("job-b") is None
+    assert not world.root.exists()
+    first.hold("job-a")
+
+    assert "job-a on n1" in second.refusal("job-b")
+    assert second.refusal("job-a") is None  # a peer of the same run
+    assert second.refusal("job-b", first._me.pid) is None  # the keeper that its agent adopted
+    assert world.seconds_of(lambda: elsewhere.refusal("job-b")) <= SILENT_S  # `hold` will tell
+    world.lives(first)
+    assert "job-a on n1" in elsewhere.refusal("job-b")
+    assert world.owner.job == "job-a"
+
+
+def test_a_look_before_the_workers_start_lets_a_job_leave_and_follows_a_dead_one(world):
+    first, second, third = world.process(), world.process(), world.process()
+    first.hold("job-a")
+    world.each_second.append(first.release)
+    assert world.seconds_of(lambda: second.refusal("job-b")) <= 2
+
+    third.hold("job-c")
+    world.kill(third)
+    assert world.seconds_of(lambda: second.refusal("job-b")) == 0
+
+
+def test_a_look_at_what_cannot_be_read_or_claimed_tells_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    for address in ("s3://bucket/a", str(tmp_path / "file"), str(tmp_path / "missing")):
+        assert refusal(address, "job-a", FakeClock(), None, pytest.fail) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"job": 1}', b"\xff" * 9000, b"[" * 5000])

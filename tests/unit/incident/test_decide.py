@@ -114,12 +114,34 @@ def test_a_first_exception_is_a_restart():
     assert last(raised()).rule == "restart"
 
 
-@pytest.mark.parametrize("failure_class", list(FailureClass), ids=lambda c: c.value)
+TAKEN = FailureClass.CHECKPOINT_DIR_TAKEN
+
+
+@pytest.mark.parametrize("failure_class", sorted({*FailureClass} - {TAKEN}), ids=lambda c: c.value)
 def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
     same = of_class(failure_class)
     verdicts = [d.verdict for d in story(*[same] * 6, on=wide(1, restarts_max=99))]
 
     assert STOP not in verdicts
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        report("n1", ReportKind.START_FAILED, failure_class=TAKEN, how="another job has it"),
+        of_class(TAKEN, step=None),
+    ],
+    ids=["at launch", "by a worker"],
+)
+def test_a_directory_of_another_job_ends_the_run_at_once_and_is_the_users_mistake(told):
+    decision = last([told, stopped("n2")], on=wide(2))
+
+    assert (decision.verdict, decision.rule, decision.exit_code) == (
+        STOP,
+        "checkpoint.dir_taken",
+        64,
+    )
+    assert not decision.failure.counted
 
 
 def test_no_report_at_all_is_a_restart_that_counts():
@@ -680,10 +702,12 @@ def test_what_holds_for_every_decision(reports, on, history):
         assert seats(on, decision.exclude) >= on.terms.nodes_min
         assert decision.exit_code is None
     else:
-        assert decision.exit_code in {1, 85, 86, 93}
+        assert decision.exit_code in {1, 64, 85, 86, 93}
         assert decision.backoff_s == 0
     assert 0 <= decision.backoff_s <= 30
-    if decision.verdict is STOP:
+    is_taken = decision.failure.failure_class is TAKEN
+    assert (decision.exit_code == 64) is (decision.rule == "checkpoint.dir_taken")
+    if decision.verdict is STOP and not is_taken:
         earlier = [past for past in history if past.signature == decision.failure.signature]
         assert decision.failure.signature is not None
         assert earlier

@@ -1,5 +1,7 @@
 """Which rank this process is, and how the ranks compare what they found."""
 
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gpuops.checkpoint.states import CheckpointError, StateId
+
+LET_GO_S = 1.0  # it takes less than a millisecond
+_LOOK_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,25 @@ def is_group(place: Place) -> bool:
 def least(values: list[int]) -> list[int]:
     """Return the least that any rank has of each of *values*; all ranks must call it."""
     tensor = torch.tensor(values, dtype=torch.int64, device=_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    reduce_to_least(tensor)
     return [int(value) for value in tensor.tolist()]
+
+
+def reduce_to_least(tensor: torch.Tensor) -> None:
+    """Leave in *tensor* the least of all ranks; nobody else refers to it afterwards.
+
+    A thread of gloo has the tensor a moment longer, and wants the GIL to let go of it. CPython ends
+    a thread that wants that while the interpreter ends, and C++, which must not be left like this,
+    ends the process with SIGABRT: a program that restores, sees that all is done and ends would
+    have failed. What the program itself reduces last is its own affair.
+    """
+    n_references = sys.getrefcount(tensor)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    if tensor.device.type != "cpu":
+        return
+    end_s = time.monotonic() + LET_GO_S
+    while sys.getrefcount(tensor) > n_references and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
 
 
 def _device() -> torch.device:

@@ -38,7 +38,7 @@ class Times:
     """How often the keeper is listened to, and how long workers wait for one that starts."""
 
     every_s: float = 1.0
-    ready_s: float = 15.0
+    ready_s: float = 30.0  # more than it takes to end one that hangs and to start another
     hurried_s: float = 0.2  # while somebody waits for what all agree on
     uncommitted_s: float = 15.0
 

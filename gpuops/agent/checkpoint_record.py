@@ -22,7 +22,7 @@ from gpuops.agent.checkpoints import Flushed, Started
 from gpuops.agent.chronicle import Chronicle
 from gpuops.agent.pace import Pace
 from gpuops.agent.records import LastSave
-from gpuops.checkpoint.states import CheckpointError, StateId
+from gpuops.checkpoint.states import CheckpointError, KeeperError, StateId
 from gpuops.host.clock import Clock
 from gpuops.model import FailureClass
 from gpuops.units import NS_PER_S
@@ -77,9 +77,12 @@ class CheckpointRecord:
             "step": None if newest is None else newest.step,
             "epoch": None if newest is None else newest.epoch,
             "lost_step": None if lost is None else lost.step,
+            "ended": started.ended or None,
         }
         self._chronicle.checkpoint("checkpoint.keeper", payload)
-        if lost is not None and newest is None:
+        if started.ended:
+            self._hung(started, lost)
+        elif lost is not None and newest is None:
             self._say(
                 f"the keeper of the checkpoints died, and with it the state of step {lost.step} "
                 "in memory; another one has begun, and the next state is saved as ever"
@@ -89,6 +92,15 @@ class CheckpointRecord:
                 f"found the checkpoint of step {newest.step} in memory, of an agent of this job "
                 "that was killed: the workers go on from there"
             )
+
+    def _hung(self, started: Started, lost: StateId | None) -> None:
+        """Tell of a keeper that hung and was ended, so that another one could begin."""
+        self.failed("keeping checkpoints in memory", KeeperError(started.ended))
+        what = "what it held" if lost is None else f"the state of step {lost.step}"
+        self._say(
+            f"the keeper of the checkpoints hung and was ended ({started.ended}), and with it "
+            f"{what} in memory; another one has begun, and the next state is saved as ever"
+        )
 
     def heard(self, events: Sequence[KeeperEvent]) -> None:
         """Record *events*, one by one or counted."""

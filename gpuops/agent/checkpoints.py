@@ -64,12 +64,16 @@ class KeeperTie(PeerTie, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A keeper that answers. ``adopted``: the one of an agent that was killed."""
+    """A keeper that answers. ``adopted``: the one of an agent that was killed.
+
+    ``ended``: how one before it hung that was ended for that, "" where there was none.
+    """
 
     tie: KeeperTie
     socket: str
     pid: int | None = None
     adopted: bool = False
+    ended: str = ""
 
 
 class KeeperRecord(Protocol):

@@ -148,17 +148,19 @@ def _is_taken(ask: Callable[[], object]) -> bool:
     return True
 
 
-def start_keeper(folder: Path, *, lease_s: float, node: str, job: str) -> Started:
-    """Return the keeper in *folder*, started where none is there.
+def start_keeper(
+    folder: Path, *, lease_s: float, node: str, job: str, answer_s: float = ANSWER_S
+) -> Started:
+    """Return the keeper in *folder*, started where none is there; it answers within *answer_s*.
 
-    One that does not answer is ended: nobody could have its memory, and no other could begin.
+    One that hangs is ended: nobody could have its memory, and no other could begin.
 
     Raises:
         KeeperError: It could not be started.
     """
     process = start_or_adopt(folder, lease_s=lease_s, node=node, ready_s=READY_S)
     try:
-        link = AgentLink.connect(process.socket_path, deadline_s=ANSWER_S)
+        link = AgentLink.connect(process.socket_path, deadline_s=answer_s)
     except KeeperError:
         process.kill()
         raise
@@ -167,4 +169,5 @@ def start_keeper(folder: Path, *, lease_s: float, node: str, job: str) -> Starte
         socket=str(process.socket_path),
         pid=process.pid,
         adopted=process.adopted,
+        ended=process.ended,
     )

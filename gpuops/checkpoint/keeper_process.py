@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuops.checkpoint.keeper_hang import HungError, answer_or_end
 from gpuops.checkpoint.keeper_line import KeeperGoneError, KeeperLine
 from gpuops.checkpoint.serve import LEASE_S
 from gpuops.checkpoint.socket_place import socket_of
@@ -23,11 +24,15 @@ _AGAIN_S = 0.05
 
 @dataclass(slots=True)
 class KeeperProcess:
-    """A keeper. ``adopted``: it ran before, and is not our child."""
+    """A keeper. ``adopted``: it ran before, and is not our child.
+
+    ``ended`` says how one before it hung that was ended, "" where there was none.
+    """
 
     socket_path: Path
     pid: int
     adopted: bool
+    ended: str = ""
 
     def is_running(self) -> bool:
         """Say whether it runs; our child is reaped where it does not."""
@@ -56,8 +61,9 @@ def start_or_adopt(
 ) -> KeeperProcess:
     """Return the keeper in *folder*, which is made where it is not there, for this user only.
 
-    One that runs there without an agent is taken over with all that it holds; else a new one is
-    started, which lives for *lease_s* seconds after the last agent and rank.
+    One that runs there without an agent is taken over with all that it holds; one that hangs is
+    ended, with all that it holds, which takes some 20 seconds at most. Else a new one is started,
+    which lives for *lease_s* seconds after the last agent and rank.
 
     Raises:
         KeeperError: It has an agent that runs; the folder is not ours alone; Python cannot be
@@ -67,14 +73,19 @@ def start_or_adopt(
     if why is not None:
         raise KeeperError(f"the keeper cannot use {folder}: {why}")
     path = socket_of(folder.absolute())
-    end_s = time.monotonic() + ready_s
+    end_s, ended = time.monotonic() + ready_s, ""
     while True:
-        found = _adopted(path)
+        try:
+            found = _adopted(path)
+        except HungError as exc:
+            end_s, ended = time.monotonic() + ready_s, str(exc)
+            continue
         if found is not None:
+            found.ended = ended
             return found
         said, pid = _start(path.parent, lease_s, node, end_s)
         if said == "ready":
-            return KeeperProcess(path, pid, adopted=False)
+            return KeeperProcess(path, pid, adopted=False, ended=ended)
         KeeperProcess(path, pid, adopted=False).kill()
         if said.startswith("failed "):
             raise KeeperError(f"the keeper cannot begin: {said.removeprefix('failed ')}")
@@ -87,13 +98,13 @@ def start_or_adopt(
 
 
 def _adopted(path: Path) -> KeeperProcess | None:
-    """Return the keeper that listens at *path*, None where none does."""
+    """Return the keeper that listens at *path*, None where none does; raises HungError."""
     try:
         line = KeeperLine(path, deadline_s=_PROBE_S)
     except KeeperGoneError:
         return None
     try:
-        fields, _ = line.ask("hello", role="probe")
+        fields = answer_or_end(line)
         agent = fields.integer("agent", 0, 2**31) if "agent" in fields else None
         pid = line.pid
     except KeeperGoneError:

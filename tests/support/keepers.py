@@ -127,6 +127,7 @@ class Heard:
     def __init__(self):
         self.adopted = []
         self.lost = []
+        self.ended = []  # how one that hung was found
         self.events = []
         self.states = []
         self.failures = []
@@ -136,6 +137,7 @@ class Heard:
     def began(self, started, newest, *, lost=None):
         self.adopted.append((started.adopted, newest))
         self.lost.append(lost)
+        self.ended += [started.ended] if started.ended else []
 
     def heard(self, events):
         self.events += events

@@ -1,5 +1,7 @@
 """What a keeper told, in the run's record, for the restart decision and for the user."""
 
+from dataclasses import replace
+
 import pytest
 from support.keepers import FakeKeeper
 
@@ -126,6 +128,18 @@ def test_the_same_trouble_again_is_counted_until_it_has_passed(desk):
     assert ["No space" in error for error in told[1:3]] == [True, True]
     assert told[3:] == ["failed 2 more times"]
     assert len(desk.of("checkpoint.persist_failed")) == 5
+
+
+def test_a_keeper_that_hung_and_was_ended_is_a_failure_of_ours_and_said(desk):
+    started = replace(desk.keeper.started(), ended="it was stopped by a signal")
+    desk.record.began(started, None, lost=StateId(0, 41))
+
+    (told,) = desk.of("tool.failed")
+    assert "it was stopped by a signal" in told["error"]
+    assert [p["ended"] for p in desk.of("checkpoint.keeper")] == [started.ended]
+    (said,) = desk.said
+    assert started.ended in said
+    assert "the state of step 41 in memory" in said
 
 
 def test_an_adopted_state_is_said(desk):

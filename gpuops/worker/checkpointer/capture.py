@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, eq, is_
 
 import torch
 
@@ -72,7 +73,7 @@ class Capturer:
             CheckpointError: Something in it cannot be stored; says which.
         """
         readings = [part.read() for part in self._parts]
-        tensors = [tensor for reading in readings for tensor in reading.tensors]
+        tensors = list(chain.from_iterable(reading.tensors for reading in readings))
         extra = self._extra(step, readings)
         if not self._is_planned(readings, tensors) or not self._has_room(extra):
             self._make_plan(readings, tensors, len(extra))
@@ -105,10 +106,13 @@ class Capturer:
             return False
         if any(a.names is not b for a, b in zip(readings, self._names, strict=True)):
             return False
+        # Nothing is kept of what is compared: many thousand new objects would have Python look for
+        # garbage in all of the job's memory, again and again.
         return (
-            list(map(_SHAPE, tensors)) == self._shapes
-            and list(map(_DTYPE, tensors)) == self._dtypes
-            and list(map(type, tensors)) == self._types
+            len(tensors) == len(self._shapes)
+            and all(map(eq, map(_SHAPE, tensors), self._shapes))
+            and all(map(is_, map(_DTYPE, tensors), self._dtypes))
+            and all(map(is_, map(type, tensors), self._types))
             and _first_devices(readings) == self._devices
             and (not self._places or _places(tensors) == self._places)
         )

@@ -66,8 +66,7 @@ class SlotCopier:
         memory = self._slots[slot].view
         layout = self.plan.layout
         views = self._prepared(slot)
-        if memory[: len(layout.header)] != layout.header:
-            memory[: len(layout.header)] = layout.header
+        memory[: len(layout.header)] = layout.header
         write_extra(memory, layout, capture.extra)
         device = self.plan.device
         if device is None:

@@ -1,6 +1,7 @@
 """The parameters, buffers and extra states of modules."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class ModelPart:
         """Return the state. Which of the tensors an optimizer owns is for the caller to say."""
         states = self._states()
         values = [value for state in states for value in state.values()]
-        kinds = [isinstance(value, torch.Tensor) for value in values]
+        kinds = list(map(isinstance, values, repeat(torch.Tensor)))
         if (
             tuple(map(tuple, states)) != self._keys
             or kinds != self._kinds

@@ -6,6 +6,8 @@ number of ranks, has them. ``state`` of each parameter goes into the image as it
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import not_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +30,17 @@ from gpuops.worker.checkpointer.values import dumps
 NamesOf = Callable[[], Mapping[int, str]]
 
 _OTHER, _BESIDE, _ON_HOST = 0, 1, 2  # no tensor; on the device of its parameter; on the host
+_WHOLE = object()  # stands for the fields of a parameter's state that is no mapping by names
+_STATE_DICT = torch.optim.Optimizer.state_dict
+_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 
 class _Shape(NamedTuple):
     """What must be the same for the names to be the same."""
 
-    keys: tuple[object, ...]
-    fields: list[tuple[object, ...]]
+    keys: list[object]
+    counts: list[int]
+    fields: list[object]
     kinds: list[bool]
     parameters: list[int]
 
@@ -69,41 +75,28 @@ class OptimizerPart:
         self._joined = Remembered()
         self._paths: list[str] = []
         self._fixed = b""
-        self._texts: dict[tuple[object, ...], bool] = {}
 
     def read(self) -> Reading:
         """Return state and groups; all tensors of the state but nested ones come first."""
-        state = self.optimizer.state_dict()["state"]
-        tensors: list[torch.Tensor] = []
-        others: list[object] = []
-        kinds: list[bool] = []
-        fields: list[tuple[object, ...]] = []
-        for entry in state.values():
-            found = tuple(entry) if type(entry) is dict else None
-            if found is None or not self._is_text(found):
-                fields.append(("",))
-                others.append(entry)
-                kinds.append(False)
-                continue
-            fields.append(found)
-            for value in entry.values():
-                is_tensor = isinstance(value, torch.Tensor)
-                kinds.append(is_tensor)
-                (tensors if is_tensor else others).append(value)
-        parameters = [id(each) for group in self.optimizer.param_groups for each in group["params"]]
-        shape = _Shape(tuple(state), fields, kinds, parameters)
+        keys, state = _state_of(self.optimizer)
+        counts, fields, values, kinds = _flat(state)
+        tensors = list(compress(values, kinds))
+        others = list(compress(values, map(not_, kinds)))
+        groups = self.optimizer.param_groups
+        parameters = [number for group in groups for number in map(id, group["params"])]
+        shape = _Shape(keys, counts, fields, kinds, parameters)
         if shape != self._shape:
-            self._arrange(state, shape)
+            self._arrange(self.optimizer.state_dict()["state"], shape)
         sink = Sink(allow_pickle=self._allow_pickle)
-        values = [
+        encoded = [
             sink.encoder.encode(value, path)
             for path, value in zip(self._paths, others, strict=True)
         ]
-        groups = [
+        settings = [
             sink.encoder.encode(_settings(group), f"{self.key}.param_groups.{index}")
-            for index, group in enumerate(self.optimizer.param_groups)
+            for index, group in enumerate(groups)
         ]
-        moving = dumps({"values": values, "groups": groups})
+        moving = dumps({"values": encoded, "groups": settings})
         fragment = b'{"fixed":%b,"moving":%b}' % (self._fixed, moving)
         names = self._joined.same((*self._names, *sink.names)) if sink.names else self._names
         return Reading(names, [*tensors, *sink.tensors], fragment, len(tensors))
@@ -156,12 +149,6 @@ class OptimizerPart:
         known = self._names_of()
         return {index: known.get(id(each), f"#{index}") for index, each in parameters.items()}
 
-    def _is_text(self, fields: tuple[object, ...]) -> bool:
-        known = self._texts.get(fields)
-        if known is None:
-            known = self._texts[fields] = all(type(field) is str for field in fields)
-        return known
-
     def _arrange(self, state: Mapping[Any, Any], shape: _Shape) -> None:
         parameters = _numbered(self.optimizer)
         named = self._named(parameters)
@@ -171,7 +158,7 @@ class OptimizerPart:
         for index, entry in state.items():
             name = named.get(index, f"${index}")
             root = f"{self.key}.state.{name}"
-            if type(entry) is not dict or not self._is_text(tuple(entry)):
+            if not _is_plain(entry):
                 paths.append(root)
                 entries.append([name, None])
                 continue
@@ -248,6 +235,47 @@ class OptimizerPart:
         drain = Drain(source, _settings(group), allow_pickle=self._allow_pickle)
         settings = drain.decode(saved, root) if saved is not None else {}
         return {**group, **settings, "params": group["params"]}
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], Mapping[Any, Any]]:
+    """Return what tells the keys of the state apart, and the state, in the state dict's order.
+
+    Torch numbers all parameters for a state dict, which takes longer than reading what they have.
+    """
+    is_torchs = (
+        type(optimizer).state_dict is _STATE_DICT
+        and "state_dict" not in vars(optimizer)
+        and not any(vars(optimizer).get(hooks, True) for hooks in _HOOKS)
+    )
+    if is_torchs and all(map(isinstance, optimizer.state, repeat(torch.Tensor))):
+        return list(map(id, optimizer.state)), optimizer.state
+    state: Mapping[Any, Any] = optimizer.state_dict()["state"]
+    return list(state), state
+
+
+def _is_plain(entry: object) -> bool:
+    return type(entry) is dict and all(type(field) is str for field in entry)
+
+
+def _flat(
+    state: Mapping[Any, Any],
+) -> tuple[list[int], list[object], list[Any], list[bool]]:
+    """Return how many fields each entry has; and of all fields name, value and if it is a tensor.
+
+    This is done at each save, perhaps for ten thousands of them: no step of it is Python's own.
+    """
+    entries = list(state.values())
+    are_plain = set(map(type, entries)) <= {dict} and set(
+        map(type, chain.from_iterable(entries))
+    ) <= {str}
+    if not are_plain:
+        entries = [entry if _is_plain(entry) else {_WHOLE: entry} for entry in entries]
+    fields = list(chain.from_iterable(entries))
+    values = list(chain.from_iterable(map(dict.values, entries)))
+    kinds = list(map(isinstance, values, repeat(torch.Tensor)))
+    if not are_plain:
+        kinds = [kind and field is not _WHOLE for kind, field in zip(kinds, fields, strict=True)]
+    return list(map(len, entries)), fields, values, kinds
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:

@@ -14,7 +14,10 @@ from torch import nn
 from gpuops.checkpoint.keeper import Skipped
 from gpuops.checkpoint.memory_keeper import MemoryNode
 from gpuops.checkpoint.states import CheckpointError, KeeperError
+from gpuops.wire import RING_BYTES, Phase, RingHeader, read_beats, write_header
+from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.heartbeat import Heart
 
 
 @pytest.fixture
@@ -296,6 +299,51 @@ def test_before_the_first_step_nothing_is_made_up(node):
     save(node, model=model, optimizer=optimizer)
 
     assert not optimizer.state
+
+
+def test_a_hook_on_an_optimizers_state_dict_says_what_is_saved(node):
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["kept"] = 1.5
+    optimizer.register_state_dict_post_hook(
+        lambda _, found: {**found, "state": {0: {"kept": found["state"][0]["kept"] + 1.0}}}
+    )
+    save(node, steps=(1, 2), optimizer=optimizer)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+
+    load(node, optimizer=other)
+
+    assert [dict(state) for state in other.state.values()] == [{"kept": 2.5}]
+
+
+CHANGING = (
+    {"a": torch.zeros(3)},
+    {"a": torch.ones(5)},
+    {"a": torch.ones(5), "b": 2},
+    {"b": torch.ones(5), "a": 2},
+    {"b": torch.ones(5).double(), "a": 2},
+    {0: torch.ones(2)},
+    torch.ones(2).double(),
+    {"": torch.ones(2).double()},
+)
+
+
+@pytest.mark.parametrize("last", range(1, len(CHANGING)))
+def test_an_optimizer_whose_state_changes_is_saved_as_it_is(node, last):
+    parameters = [nn.Parameter(torch.zeros(5).double()) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters)
+    with checkpointer(node, optimizer=optimizer) as ck:
+        ck.restore()
+        for number in (last - 1, last):
+            for parameter in parameters:
+                optimizer.state[parameter] = CHANGING[number]
+            ck.step(number + 1)
+        assert ck.stats["saved"] == 2
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(5).double()) for _ in range(2)])
+
+    assert load(node, optimizer=other) == last + 1
+    for state in other.state.values():
+        assert same(state, CHANGING[last])
 
 
 def test_names_outlive_wrappers(node):
@@ -609,6 +657,22 @@ def test_a_state_that_begins_to_raise_does_not_harm_what_was_saved(node, warning
     assert len(warnings()) == 1
     assert load(node, scheduler=other) == 2
     assert other.value == 2
+
+
+def test_the_step_that_it_is_told_is_in_the_heartbeat(node):
+    ring = bytearray(RING_BYTES)
+    write_header(ring, RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
+    heart = Heart(memoryview(ring))
+    connect(heart, lambda: None)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        save(node, steps=(41, 42), model=model, optimizer=optimizer)
+    finally:
+        heart.stop()
+
+    steps = [beat.step for beat in read_beats(ring) if beat.phase is Phase.STEPPING]
+    assert steps == [41, 42]
 
 
 def test_pickles_only_on_request(node):

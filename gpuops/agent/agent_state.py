@@ -77,6 +77,7 @@ class AgentState:
     world_size: int | None = None
     ranks: tuple[RankState, ...] = ()
     excluded: Mapping[str, str] = field(default_factory=dict)
+    doubted: Mapping[str, str] = field(default_factory=dict)
     decision: Decision | None = None
     restarts_used: int = 0
     restarts_max: int = 0
@@ -125,6 +126,7 @@ def state_json(state: AgentState, now_ns: int) -> Json:
         "world_size": state.world_size,
         "ranks": [_rank(rank, now_ns) for rank in state.ranks[:RANKS_MAX]],
         "excluded": dict(state.excluded),
+        "doubted": dict(state.doubted),
         "decision": state.decision and state.decision.to_json(),
         "budget": {
             "used": state.restarts_used,
@@ -172,6 +174,7 @@ def run_state(state: AgentState) -> Json:
         "http_port": state.http_port,
         "control_phase": state.phase,
         "excluded": dict(state.excluded),
+        "doubted": dict(state.doubted),
         "budget": {"used": state.restarts_used, "max": state.restarts_max},
     }
 

@@ -114,6 +114,7 @@ def assemble(
         node=around.node, env=prepared.env, root=settings.root, site_dir=settings.site_dir
     )
     gpus = open_sentry(place, clock)
+    detectors = open_detectors(prepared.env)
     link = _link(prepared, met, me, view, session, hang)
     leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
     link.leads = leader
@@ -144,12 +145,13 @@ def assemble(
         failure_grace_s=prepared.failure_grace_s,
         cancel_grace_s=prepared.cancel_grace_s,
         drain_grace_s=partial(_drain_grace_s, prepared),
-        sentries=(hang, gpus, open_detectors(prepared.env)),
+        sentries=(hang, gpus, detectors),
         hang=hang,
         pace=pace,
         checkpoints=_checkpoints(prepared, met, session, pace, link),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         gpu_signs=gpus.recent,
+        doubts=lambda: (*gpus.doubts(), *detectors.doubts()),
         worker_env=lambda folder: {
             **collective_env(prepared.env, folder, hang_timeout_s=plan.hang_timeout_s),
             **failures.env(),

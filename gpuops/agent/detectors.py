@@ -3,8 +3,9 @@
 A detector is a function in the entry-point group ``gpuops.detectors``. It gets one dictionary
 (``node``, ``generation``, ``folder``, ``ranks``: process ids by rank) and yields verdicts, which
 are dictionaries: ``why`` and, as it likes, ``ranks``, ``blames_node``, ``failure_class``, ``ends``.
-Only a verdict that ``ends`` does something; the others are told in the log and, should the workers
-stand still later, in the incident. Whatever is wrong with a detector, training goes on.
+A verdict that ``ends`` ends the generation. Of the others one that blames the node is remembered,
+so that the next restart does without it; all are told in the log and, should the workers stand
+still later, in the incident. Whatever is wrong with a detector, training goes on.
 """
 
 import json
@@ -114,6 +115,13 @@ class DetectorSentry:
         """Return what the detectors have said of this generation."""
         self._new()
         return tuple(_evidence(name, verdict) for name, verdict in self._heard)
+
+    def doubts(self) -> tuple[NodeReport, ...]:
+        """Return what of this generation speaks against the node without having ended it."""
+        if self._watched is None:
+            return ()
+        mild = [(name, said) for name, said in self._heard if said.blames_node and not said.ends]
+        return tuple(_report(name, said, self._watched) for name, said in mild)
 
     def close(self) -> None:
         """End the detectors."""

@@ -159,6 +159,13 @@ class GpuSentry:
         self._drain()
         return self._signs.since(self._clock.mono_ns() - round(within_s * 1e9))
 
+    def doubts(self) -> tuple[NodeReport, ...]:
+        """Return what of this generation speaks against the node without having ended it."""
+        if self._watched is None:
+            return ()
+        mild = [sign for sign in self._signs.all() if sign.blames_node and not sign.fault.ends]
+        return tuple(_report([sign], self._watched) for sign in mild)
+
     def close(self) -> None:
         """End the watching processes."""
         for lines in self._sources.values():

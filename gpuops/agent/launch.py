@@ -321,7 +321,8 @@ def _excluded(reason: str, prepared: Prepared, assembly: Assembly) -> Outcome:
     """
     parts, node = assembly.parts, assembly.parts.node
     session = assembly.session
-    session.safely("recording the exclusion", lambda: session.chronicle.excluded(reason))
+    now_us = parts.clock.now_us()
+    session.safely("recording the exclusion", lambda: session.chronicle.excluded(reason, now_us))
     parts.say(f"node {node} is left out of this run: {reason}")
     alone = not assembly.met.is_shared
     session.leads = alone

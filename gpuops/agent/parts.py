@@ -18,6 +18,7 @@ from gpuops.agent.signals import Cancellation
 from gpuops.control.leader import Leader
 from gpuops.control.link import Link
 from gpuops.host.clock import Clock
+from gpuops.incident.decision import NodeReport
 from gpuops.wire import Beat
 
 
@@ -73,4 +74,5 @@ class Parts:
     gpu_uuids: Callable[[], Mapping[int, str]] = dict
     worker_env: Callable[[Path], Mapping[str, str]] = _no_env
     gpu_signs: Callable[[], Sequence[GpuSign]] = tuple
+    doubts: Callable[[], Sequence[NodeReport]] = tuple  # of this node; they have ended nothing
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)

@@ -88,6 +88,7 @@ class Snapshot:
             world_size=self.world_size,
             ranks=self._ranks(),
             excluded=record.excluded,
+            doubted=record.doubted,
             decision=record.decision,
             restarts_used=counted(record.history, terms, parts.link.now_s),
             restarts_max=terms.restarts_max,

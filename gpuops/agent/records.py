@@ -194,6 +194,7 @@ def cluster_json(cluster: Cluster) -> Json:
         "members": list(cluster.members),
         "live": list(cluster.live),
         "excluded": dict(cluster.excluded),
+        "doubted": dict(cluster.doubted),
         "terms": {
             "nodes_min": terms.nodes_min,
             "nodes_max": terms.nodes_max,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
+from gpuops.agent.doubts import Doubts
 from gpuops.agent.draining import Draining
 from gpuops.agent.ending import Ending, has_moved_on
 from gpuops.agent.last_save import awaited
@@ -70,6 +71,7 @@ class Supervision:
         self._write_state = agent.write_state
         self._snapshot = snapshot
         self._ending = Ending(parts, seat, workers, agent.waiting)
+        self._doubts = Doubts(parts)
         self._draining: Draining | None = None
         self._has_stepped = False
         self._result: RunResult | None = None
@@ -111,6 +113,7 @@ class Supervision:
             if report is not None:
                 self.end(report)
                 return None
+            self._session.safely("telling a doubt", self._doubts.tell)
 
     def _look_at_exits(self) -> RunResult | None:
         """Return torch's result once all workers here are done; note one that says otherwise."""

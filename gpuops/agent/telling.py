@@ -8,7 +8,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpuops.agent import records
 from gpuops.incident.decision import NodeReport
-from gpuops.model import Incident, Json, Severity
+from gpuops.incident.lifecycle import closed, with_action
+from gpuops.model import ActionKind, Incident, Json, Severity
 
 _Self = TypeVar("_Self", bound="Telling")
 _Args = ParamSpec("_Args")
@@ -52,6 +53,7 @@ class Telling:
         self._emit_event = emit
         self._node = node
         self._attempt: int | None = None
+        self._doubt: Incident | None = None
 
     @in_turn
     def node_seen(self, facts: records.NodeFacts) -> None:
@@ -64,9 +66,24 @@ class Telling:
         self._emit("run.started", records.run_started(facts))
 
     @in_turn
-    def excluded(self, reason: str, *, node: str | None = None) -> None:
-        """Record that *node*, else this one, gets no seat although no decision says so."""
-        self._emit_event(exclusion(node or self._node, reason, self._attempt))
+    def doubted(self, report: NodeReport, incident: Incident) -> None:
+        """Record that *report* speaks against this node, and ends nothing."""
+        self._doubt = incident
+        payload = {"doubted": report.node, "reason": report.how, "report": report.to_json()}
+        self._emit_event(
+            self._news("node.doubted", payload, Severity.WARNING),
+            of_incident(incident, Severity.WARNING),
+        )
+
+    @in_turn
+    def excluded(self, reason: str, at_us: int) -> None:
+        """Record that this node gets no seat any more since *at_us*."""
+        news = [exclusion(self._node, reason, self._attempt)]
+        if self._doubt is not None:
+            left_out = with_action(self._doubt, ActionKind.EXCLUDE_NODE)
+            why = f"the run does without {self._node}"
+            news.append(of_incident(closed(left_out, at_us=at_us, lost_s={}, resolution=why)))
+        self._emit_event(*news)
 
     @in_turn
     def gate_failed(self, report: NodeReport, incident: Incident) -> None:

@@ -436,6 +436,7 @@ class Leader:
             members=tuple(member.node for member in roster.members),
             live=self._sight.live_nodes(record, now_ns),
             excluded=record.excluded,
+            doubted=record.doubted,
         )
 
     def _while_draining(self, record: ControlRecord, now_ns: int) -> None:

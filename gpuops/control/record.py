@@ -163,7 +163,8 @@ class Roster:
 class ControlRecord:
     """What the agents of a run have agreed on; ``*_s`` are times of the board.
 
-    ``excluded`` nodes get no seat. ``not_before_s`` is the back-off of the generation that is being
+    ``excluded`` nodes get no seat; of ``doubted`` ones, in the order in which they came to be, see
+    `gpuops.incident.doubts`. ``not_before_s`` is the back-off of the generation that is being
     formed. ``decision`` is the last one, ``exit_code`` the run's once the phase is STOP.
     """
 
@@ -177,6 +178,7 @@ class ControlRecord:
     trigger: ReportKind | None = None  # what took the generation to GATHER
     decided_by: str = ""
     excluded: Mapping[str, str] = field(default_factory=dict)
+    doubted: Mapping[str, str] = field(default_factory=dict)
     excluded_checkpoint: int | None = None
     history: tuple[PastFailure, ...] = ()
     decision: Decision | None = None
@@ -199,6 +201,7 @@ class ControlRecord:
                 "trigger": self.trigger and self.trigger.value,
                 "decided_by": self.decided_by,
                 "excluded": dict(self.excluded),
+                "doubted": dict(self.doubted),
                 "excluded_checkpoint": self.excluded_checkpoint,
                 "history": [item.to_json() for item in self.history[-HISTORY_MAX:]],
                 "decision": self.decision and self.decision.to_json(),
@@ -231,6 +234,7 @@ class ControlRecord:
                 trigger=ReportKind(trigger) if trigger else None,
                 decided_by=fields.text(body.get("decided_by")) or "",
                 excluded=fields.reasons(body.get("excluded", {})),
+                doubted=fields.reasons(body.get("doubted", {})),
                 excluded_checkpoint=fields.number(body.get("excluded_checkpoint")),
                 history=tuple(
                     PastFailure.from_json(x) for x in body.get("history", ())[-HISTORY_MAX:]

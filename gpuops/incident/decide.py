@@ -28,7 +28,8 @@ restart.benign              ended with a code by which a framework asks for it  
 restart                     anything else, also what nobody understands          restart
 =========================== ==================================================== ==================
 
-A restart counts unless the row says otherwise. Software faults need a signature (a root in user
+A restart counts unless the row says otherwise, and does without nodes that are doubted, as far as
+they can be spared (`gpuops.incident.doubts`). Software faults need a signature (a root in user
 code, see `gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit
 code alone) needs three. A suspect node costs one attempt more: with stable ranks a bug of one rank
 and a fault of one device look alike, until the rank sits elsewhere.
@@ -57,6 +58,7 @@ from gpuops.incident.decision import (
     ReportKind,
     Verdict,
 )
+from gpuops.incident.doubts import to_leave_out
 from gpuops.incident.repeats import Repetition, bad_checkpoint, software_fault
 from gpuops.model import FailureClass, Side
 
@@ -312,13 +314,16 @@ def _decision(case: _Case, row: _Row) -> Decision:
         excluded_checkpoint=row.exclude_checkpoint,
     )
     restarts = row.verdict is Verdict.RESTART
+    exclude = {**case.bad, **row.exclude}
+    doubted = to_leave_out(case.cluster, exclude) if restarts else {}
+    also = f", and without {_few(doubted)}, which was doubted" if doubted else ""
     return Decision(
         verdict=row.verdict,
         rule=row.rule,
-        reason=f"{_what(case)}; {row.why}",
+        reason=f"{_what(case)}; {row.why}{also}",
         failure=failure,
         cause=case.root.report,
-        exclude={**case.bad, **row.exclude},
+        exclude={**exclude, **doubted},
         exclude_checkpoint=row.exclude_checkpoint,
         backoff_s=budget.backoff_s(case.history, failure) if restarts else 0.0,
         exit_code=row.exit_code or _EXIT_CODES.get(row.verdict),

@@ -281,13 +281,17 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Who there is: nodes by name. ``live`` have an agent that beats, spares among them."""
+    """Who there is: nodes by name. ``live`` have an agent that beats, spares among them.
+
+    ``doubted``: what speaks against nodes without having ended anything, first come first.
+    """
 
     terms: Terms
     generation: int
     members: tuple[str, ...]  # of this generation, by group rank
     live: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
+    doubted: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         return {
@@ -296,6 +300,7 @@ class Cluster:
             "members": list(self.members),
             "live": list(self.live),
             "excluded": dict(self.excluded),
+            "doubted": dict(self.doubted),
         }
 
     @classmethod
@@ -306,6 +311,7 @@ class Cluster:
             members=fields.names(data["members"]),
             live=fields.names(data["live"]),
             excluded=fields.reasons(data.get("excluded", {})),
+            doubted=fields.reasons(data.get("doubted", {})),
         )
 
 

@@ -15,6 +15,11 @@ def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}/{node}"))
 
 
+def doubt_incident_id(run_id: str, node: str) -> str:
+    """Return the id of the incident of *node* being doubted; there is one in a run."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/doubt {node}"))
+
+
 def replicas_incident_id(run_id: str, ranks: str, epoch: int, step: int) -> str:
     """Return the id of the incident of *ranks* that differ from a state on."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/replicas {ranks}/{epoch}.{step}"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuops.incident.decision import Decision, NodeReport, RankEnd, ReportKind, Verdict
-from gpuops.incident.identity import gate_incident_id, incident_id
+from gpuops.incident.identity import doubt_incident_id, gate_incident_id, incident_id
 from gpuops.model import (
     ActionKind,
     Confidence,
@@ -170,6 +170,30 @@ def gate_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incident:
         actions=(ActionKind.EXCLUDE_NODE,),
         resolved_us=now_us,
         resolution=f"the run does without {report.node}",
+        authority=AUTHORITY_SEEN,
+    )
+
+
+def doubt_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incident:
+    """Return the open incident of a node that *report* speaks against, which ends no generation.
+
+    It is over for the run once the node is left out.
+    """
+    words = scrub(report.how)
+    root = Entity(EntityKind.NODE, report.node)
+    return Incident(
+        id=doubt_incident_id(run_id, report.node),
+        failure_class=report.failure_class,
+        side=report.side,
+        confidence=report.confidence,
+        state=IncidentState.OPEN,
+        title=f"{report.node} is doubted: {words}"[:TITLE_CHARS_MAX],
+        first_us=now_us,
+        detected_us=now_us,
+        run_id=run_id,
+        culprits=_culprits(report),
+        culprit_how=f"{words}; this ended nothing",
+        evidence=(Evidence(role=Role.ROOT, text=words, entity=root),),
         authority=AUTHORITY_SEEN,
     )
 

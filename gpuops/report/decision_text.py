@@ -36,6 +36,7 @@ def decision_block(row: DecisionRow, *, indent: int = 2) -> list[str]:
     lines += _numbered(line, "reports", _reports(row))
     left_out = [f"{node}: {why}" for node, why in sorted(_excluded(row.body).items())]
     lines += _listed(line, "left out", left_out)
+    lines += _listed(line, "doubted", _doubted(row))
     lines += _listed(line, "nodes", [_nodes(row.body)])
     lines += _listed(line, "budget", [_budget(row)])
     lines += _listed(line, "site", [f"{row.note} (the site's own decision)"] if row.note else [])
@@ -153,6 +154,16 @@ def _nodes(body: Mapping[str, Any]) -> str:
     text = f"{len(members)} had seats, {len(live)} lived"
     text += f"; gone: {', '.join(gone[:8])}" if gone else ""
     return text + (f"; spare: {', '.join(spare[:8])}" if spare else "")
+
+
+def _doubted(row: DecisionRow) -> list[str]:
+    """Return the nodes that were doubted and are not left out; of the others `_excluded` tells."""
+    cluster = row.body.get("cluster")
+    if not isinstance(cluster, Mapping) or not isinstance(cluster.get("doubted"), Mapping):
+        return []
+    stay = set(map(str, _list(cluster.get("live")))) - _excluded(row.body).keys()
+    but = "; it cannot be spared" if row.verdict == "restart" else ""
+    return [f"{node}: {why}{but}" for node, why in cluster["doubted"].items() if str(node) in stay]
 
 
 def _budget(row: DecisionRow) -> str:

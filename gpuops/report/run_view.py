@@ -67,6 +67,7 @@ class RunView:
     spares: tuple[str, ...] = ()
     spare_seqs: Mapping[str, int] = field(default_factory=dict)  # grow while their agents live
     excluded: Mapping[str, str] = field(default_factory=dict)
+    doubted: Mapping[str, str] = field(default_factory=dict)  # to be left out by a restart
     restarts_used: int | None = None
     restarts_max: int | None = None
     decision: Mapping[str, Any] | None = None
@@ -113,6 +114,7 @@ class RunView:
             "nodes": [_node_json(node) for node in self.nodes],
             "spares": list(self.spares),
             "excluded": dict(self.excluded),
+            "doubted": dict(self.doubted),
             "restarts_used": self.restarts_used,
             "restarts_max": self.restarts_max,
             "decision": self.decision,
@@ -150,6 +152,7 @@ def of_board(
         spares=tuple(sorted({member.node for member in waiting} - record.excluded.keys())),
         spare_seqs={m.node: seq for m in waiting if (seq := whole(alive[m.agent].get("seq")))},
         excluded=dict(record.excluded),
+        doubted={n: why for n, why in record.doubted.items() if n not in record.excluded},
         restarts_used=sum(failure.counted for failure in record.history),
         decision=None if record.decision is None else record.decision.to_json(),
         board_s=board_s,
@@ -185,6 +188,7 @@ def of_agent(state: Mapping[str, Any]) -> RunView:
         world_size=whole(state.get("world_size")),
         nodes=(node,),
         excluded=excluded_of(state),
+        doubted=doubted_of(state),
         restarts_used=used,
         restarts_max=most,
         decision=_decision(state.get("decision")),
@@ -213,6 +217,7 @@ def of_files(states: Sequence[Mapping[str, Any]]) -> RunView:
         phase=text(first.get("phase")) or "unknown",
         nodes=tuple(nodes),
         excluded=excluded_of(first),
+        doubted=doubted_of(first),
         restarts_used=used,
         restarts_max=most,
     )
@@ -263,6 +268,13 @@ def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
     """Return who is left out, by *state*."""
     found = state.get("excluded")
     return {text(k): text(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+
+
+def doubted_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return who is doubted and has not been left out yet, by *state*."""
+    left_out = excluded_of(state)
+    doubted = excluded_of({"excluded": state.get("doubted")})
+    return {node: why for node, why in doubted.items() if node not in left_out}
 
 
 def budget_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -123,6 +123,9 @@ def _tail(view: RunView) -> list[str]:
         lines.append(f"spare       {flat(', '.join(view.spares))}")
     for number, (node, why) in enumerate(sorted(view.excluded.items())):
         lines.append(f"{'left out' if number == 0 else '':<12}{flat(node)}: {flat(why)}")
+    for number, (node, why) in enumerate(view.doubted.items()):
+        told = f"{flat(node)}: {flat(why)}; a restart does without it, if it can be spared"
+        lines.append(f"{'doubted' if number == 0 else '':<12}{told}")
     if view.restarts_used is not None:
         most = "" if view.restarts_max is None else f" of {view.restarts_max}"
         lines.append(f"restarts    {view.restarts_used}{most}")

@@ -3,7 +3,9 @@
 What tells one kind of standstill from another has tests of its own; here a whole run meets each.
 """
 
+import json
 import os
+import time
 
 import pytest
 from support.faulty import FaultyRun, culprits
@@ -92,13 +94,16 @@ import os, time
 from pathlib import Path
 
 def sums(told):
-    steps = Path(os.environ["JOB_DIR"], "steps")
     while told["node"] == "n1":
         time.sleep(0.02)
-        if steps.exists() and steps.read_text().count("step 0 ") >= 20:
+        if Path(os.environ["JOB_DIR"], "condemned").exists():
             (rank,) = map(int, told["ranks"])
             yield {"why": "its sums differ", "ranks": [rank], "blames_node": True, "ends": True}
             return
+
+def pace(told):
+    if told["node"] == "n2":
+        yield {"why": "slower than the others", "blames_node": True}
 
 def chatter(told):
     while True:
@@ -115,29 +120,44 @@ def installed(folder):
     metadata.mkdir(parents=True)
     (folder / "site_sums.py").write_text(DETECTORS)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sums\nVersion: 1\n")
-    names = ("sums", "chatter", "broken")
+    names = ("sums", "pace", "chatter", "broken")
     lines = ["[gpuops.detectors]", *(f"{name} = site_sums:{name}" for name in names)]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     before = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{folder}:{before}" if before else str(folder)}
 
 
-def test_the_verdict_of_a_detector_takes_a_node_out_whatever_other_detectors_do(tmp_path):
-    """Mode 21: a site's own detector condemns one node of two, in seconds; the other goes on."""
-    words = ("none", "--steps", 60, "--pause", 0.05)
-    options = {"n_nodes": 2, "nproc": 1, "nnodes": "1:2", "env": installed(tmp_path / "site")}
-    with FaultyRun(tmp_path, (), words, **options) as run:
-        run.start()
-        assert run.finish() == {"n0": 0, "n1": 86}, run.said()
+def test_detectors_take_out_a_node_at_once_and_another_at_that_restart(tmp_path):
+    """Mode 21: of three nodes one is doubted, which ends nothing, then one is condemned.
 
-    incident = run.incident("site.check")
-    (rank,) = {told["rank"] for told in run.payloads("worker.exited") if told["node"] == "n1"}
-    assert culprits(incident) == {("rank", str(rank)), ("node", "n1")}
-    assert incident["title"] == "a detector speaks against n1: sums: its sums differ"
-    assert incident["actions"] == ["exclude-node", "restart"]
-    assert run.rules() == ["node.excluded"]
-    first = min(line.mono_ns for line in run.lines() if line.generation == 1)
-    twentieth = [x for x in run.lines() if x.what == "step" and x.generation == 0][19]
-    assert (first - twentieth.mono_ns) / 1e9 < 30
+    The restart, in seconds, does without both, whatever other detectors do.
+    """
+    options = {"n_nodes": 3, "nproc": 1, "nnodes": "1:3", "env": installed(tmp_path / "site")}
+    with FaultyRun(tmp_path, (), ("none", "--steps", 5000, "--pause", 0.05), **options) as run:
+        run.start()
+        (doubt,) = run.wait(lambda: run.events("node.doubted"), "a doubt")
+        told = run.host.gpuops("run", "status", "--json", "--run-dir", run.host.runs)
+        (run.job / "condemned").touch()
+        condemned_ns = time.monotonic_ns()
+        took_s = run.seconds_to_generation(1, condemned_ns)
+        run.enough()
+        assert run.finish() == {"n0": 0, "n1": 86, "n2": 86}, run.said()
+
+    status = json.loads(told.stdout)
+    assert (status["generation"], status["phase"]) == (0, "run")
+    assert status["doubted"] == {"n2": "pace: slower than the others"}
+    assert took_s < 30
+    ranks = {told["node"]: str(told["rank"]) for told in run.payloads("worker.exited")}
+    doubted, condemned = [i for i in run.incidents() if i["failure_class"] == "site.check"]
+    assert culprits(condemned) == {("rank", ranks["n1"]), ("node", "n1")}
+    assert condemned["title"] == "a detector speaks against n1: sums: its sums differ"
+    assert condemned["actions"] == ["exclude-node", "restart"]
+    (made,) = run.decisions()
+    assert made["decision"]["rule"] == "node.excluded"
+    assert set(made["decision"]["exclude"]) == {"n1", "n2"}
+    assert made["cluster"]["doubted"] == {"n2": doubt["payload"]["reason"]}
+    assert doubted["title"] == "n2 is doubted: pace: slower than the others"
+    assert culprits(doubted) == {("node", "n2")}
+    assert (doubted["state"], doubted["actions"]) == ("closed", ["exclude-node"])
     assert "detector chatter is of no use: a verdict without its `why`" in run.said()
     assert run.orphans() == set()

@@ -214,6 +214,7 @@ class Agent:
         self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
         self.workers.on_look = self.turn
         self.sentries = []
+        self.doubts = []
         self.pace = Pace()
         self.checkpoints = NoCheckpoints()
         self.while_waiting = []  # done one by one, each time that the agent waits
@@ -254,6 +255,7 @@ class Agent:
             cancel_grace_s=20.0,
             drain_grace_s=lambda _name: 25.0,
             sentries=tuple(self.sentries),
+            doubts=lambda: self.doubts,
             pace=self.pace,
             checkpoints=self.checkpoints,
         )
@@ -293,8 +295,13 @@ class Agent:
         return Seat(record, roster, roster.group_rank(self.me.agent))
 
     def payloads(self, kind):
+        return self.told(kind)[kind]
+
+    def told(self, *kinds):
+        """Return the payloads of what was recorded, by kind; the record ends with it."""
         self.session.close("completed", 0, "")
-        return [event.payload for event in self.recorder.events if event.kind == kind]
+        events = self.recorder.events
+        return {kind: [event.payload for event in events if event.kind == kind] for kind in kinds}
 
     def snapshot(self):
         return SimpleNamespace(main_ns=0, fences=0)

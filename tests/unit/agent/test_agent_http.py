@@ -40,6 +40,7 @@ STATE = agent_state(
         RankState(rank=1, pid=11),
     ),
     excluded={"n9": "Xid 79"},
+    doubted={"n8": "slow"},
     decision=decision(report("n9")),
     restarts_used=2,
     restarts_by_class={"gpu_hw.fell_off_bus": 1, "user_code.exception": 1},
@@ -94,7 +95,7 @@ def test_the_state_says_who_where_and_why(serve):
         {"rank": 0, "pid": 10, "step": 57, "phase": "stepping", "silent_seconds": 0.5},
         {"rank": 1, "pid": 11, "step": None, "phase": "starting", "silent_seconds": None},
     ]
-    assert body["excluded"] == {"n9": "Xid 79"}
+    assert (body["excluded"], body["doubted"]) == ({"n9": "Xid 79"}, {"n8": "slow"})
     assert body["decision"]["rule"] == "worker-failed"
     assert body["budget"] == {"used": 2, "max": 3, "window_seconds": None}
     assert body["lost_seconds_by_phase"] == {"detect": 0.5, "decide": 1.25}
@@ -325,5 +326,6 @@ def test_what_the_run_folder_says_holds_no_secret_and_where_to_ask():
         "http_port": 8080,
         "control_phase": "run",
         "excluded": {"n9": "Xid 79"},
+        "doubted": {"n8": "slow"},
         "budget": {"used": 2, "max": 3},
     }

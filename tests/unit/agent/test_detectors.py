@@ -75,6 +75,20 @@ def test_a_verdict_that_ends_nothing_is_told_and_is_evidence(caplog):
     assert (evidence.text, evidence.entity) == ("detector two: slower than the others", RANK)
 
 
+def test_what_blames_the_node_without_ending_anything_is_a_doubt():
+    stand = Stand()
+    assert stand.sentry.doubts() == ()
+    stand.one.say(why="rank 3 is slow", ranks=[3])
+    stand.two.say(why="its sums differ", ranks=[3], blames_node=True)
+    assert stand.sentry.look() is None
+
+    (doubt,) = stand.sentry.doubts()
+    assert (doubt.kind, doubt.how) == (ReportKind.VERDICT, "two: its sums differ")
+    assert (doubt.culprits, doubt.blames_node) == ((RANK, NODE), True)
+    stand.begin(1)
+    assert stand.sentry.doubts() == ()
+
+
 def test_each_generation_is_watched_anew():
     stand = Stand()
     before, told = stand.one, {"node": "n1", "folder": "/run", "ranks": {"2": 102, "3": 103}}

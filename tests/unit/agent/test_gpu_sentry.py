@@ -166,6 +166,20 @@ def test_the_rest_is_kept_and_says_what_a_failure_was(code):
     assert (sign.local_rank, sign.blames_node) == (1, False)
 
 
+def test_what_is_to_be_drained_works_on_and_its_node_is_doubted():
+    stand = Stand()
+    stand.event(31)
+    stand.event(154, source=KERNEL, recovery="Drain and Reset")
+    assert stand.sentry.look() is None
+
+    (doubt,) = stand.sentry.doubts()
+    assert doubt.how.startswith("the driver wants: Drain and Reset (Xid 154")
+    assert (doubt.culprits, doubt.blames_node) == ((entity(1), NODE), True)
+    stand.event(79, 2)
+    assert stand.sentry.look().culprits == (entity(2), NODE)
+    assert len(stand.sentry.doubts()) == 1, "what has ended the generation is no doubt"
+
+
 def test_recent_signs_are_recent_and_the_gravest_comes_first():
     stand = Stand()
     stand.event(31, 0)

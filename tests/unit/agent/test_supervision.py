@@ -12,7 +12,7 @@ from gpuops.agent.checkpoint_keeper import Keeping
 from gpuops.agent.checkpoint_record import CheckpointRecord
 from gpuops.control.record import Phase, unpack
 from gpuops.incident.decision import NodeReport, ReportKind, Terms
-from gpuops.model import Confidence, FailureClass, Side
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.wire import Beat, Flag, StepSource
 from gpuops.wire import Phase as BeatPhase
 
@@ -195,6 +195,80 @@ def test_what_a_sentry_reports_ends_the_generation_under_its_words(node):
     assert (report.kind, report.how) == (ReportKind.GPU_FAULT, "Xid 79 on GPU 3")
     assert len(report.ends) == 2, "with what became of the workers"
     assert node.agent.sentries[0].collected == 0, "only a standstill is looked into"
+
+
+def doubt(node="n1", how="sums: its sums differ"):
+    return NodeReport(
+        kind=ReportKind.VERDICT,
+        node=node,
+        generation=0,
+        failure_class=FailureClass.SITE_CHECK,
+        side=Side.INFRA,
+        confidence=Confidence.PROBABLE,
+        how=how,
+        culprits=(Entity(EntityKind.RANK, "1"),),
+        blames_node=True,
+    )
+
+
+def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the_node(tmp_path):
+    terms = Terms(nodes_min=1, nodes_max=2)
+    node = Node(tmp_path, terms=terms)
+    agent = node.agent
+    agent.doubts = [doubt(), doubt(how="chatter: more of it")]
+    other = Agent(tmp_path, terms=terms, board=agent.shared, clock=agent.clock, number=2)
+    seen = []
+
+    def doubted():
+        seen.append((agent.link.record.phase, dict(agent.link.record.doubted)))
+
+    def fails_there():
+        other.turn()
+        other.link.report(NodeReport(kind=ReportKind.WORKERS_FAILED, node="n2", generation=0))
+        other.link.propose(lambda now: replace(now, phase=Phase.GATHER))
+
+    story = [lambda: None, lambda: None, doubted, fails_there]
+    assert node.then(*story).watch(other).run() is None
+
+    assert seen == [(Phase.RUN, {"n1": "sums: its sums differ"})]
+    record = agent.link.record
+    assert (record.phase, record.generation) == (Phase.FORM, 1)
+    assert record.excluded == {"n1": "doubted: sums: its sums differ"}
+    assert record.decision.rule == "restart"
+    assert record.decision.reason.endswith("; restart, and without n1, which was doubted")
+    agent.session.chronicle.excluded(record.excluded["n1"], agent.clock.now_us())
+    found = agent.told("node.doubted", "decision.made", "incident.recorded")
+    (told,) = found["node.doubted"]
+    assert (told["doubted"], told["reason"]) == ("n1", "sums: its sums differ")
+    (made,) = found["decision.made"]
+    assert made["cluster"]["doubted"] == {"n1": "sums: its sums differ"}
+    incidents = [i for i in found["incident.recorded"] if "is doubted" in i["title"]]
+    assert [(i["state"], i["actions"], i["attempt"]) for i in incidents] == [
+        ("open", [], None),
+        ("closed", ["exclude-node"], None),
+    ]
+    assert incidents[1]["resolution"] == "the run does without n1"
+    assert {item["id"] for item in incidents[1]["culprits"]} == {"1", "n1"}
+
+
+def test_a_doubt_waits_for_a_board_that_is_away(node):
+    agent = node.agent
+    agent.doubts = [doubt()]
+    tries = []
+
+    def away():
+        agent.board.is_cut = True
+
+    def back():
+        tries.append(dict(agent.link.record.doubted))
+        agent.board.is_cut = False
+
+    story = [away, *[lambda: None] * 3, back, *[lambda: None] * 30, node.codes(r0=0, r1=0)]
+    assert not node.then(*story).watch().run().is_failed()
+
+    assert tries == [{}]
+    assert agent.link.record.doubted == {"n1": "sums: its sums differ"}
+    assert len(agent.payloads("node.doubted")) == 1
 
 
 def test_before_workers_that_stand_still_are_ended_they_are_looked_at(node):

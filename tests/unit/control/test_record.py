@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.decisions import decision, failure
 
@@ -46,6 +46,7 @@ records = st.builds(
     trigger=st.none() | st.sampled_from(ReportKind),
     decided_by=names,
     excluded=st.dictionaries(names, names, max_size=4),
+    doubted=st.dictionaries(names, names, max_size=4),
     excluded_checkpoint=st.none() | numbers,
     history=st.lists(st.builds(failure, numbers, times_s), max_size=4).map(tuple),
     decision=st.none() | st.just(decision()),
@@ -71,6 +72,7 @@ def changed(data, **changes):
     return json.dumps({**json.loads(data), **changes}).encode()
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a machine that is busy with others
 @given(records)
 def test_a_record_comes_back_as_it_was(made):
     assert ControlRecord.from_bytes(made.to_bytes()) == made

@@ -679,6 +679,7 @@ clusters = st.builds(
     members=st.lists(st.sampled_from(NODES), unique=True).map(tuple),
     live=st.lists(st.sampled_from(NODES), unique=True).map(tuple),
     excluded=st.dictionaries(st.sampled_from(NODES), st.just("before"), max_size=2),
+    doubted=st.dictionaries(st.sampled_from([*NODES, "stranger"]), st.just("slow"), max_size=4),
 )
 histories = st.lists(pasts, max_size=6).map(tuple)
 
@@ -698,6 +699,13 @@ def test_what_holds_for_every_decision(reports, on, history):
     decision = decide(reports, on, history, 1000)
 
     assert set(decision.exclude) <= {*on.members, *on.live} - set(on.excluded)
+    undoubted = decide(reports, replace(on, doubted={}), history, 1000)
+    assert (decision.verdict, decision.rule, decision.failure) == (
+        *(undoubted.verdict, undoubted.rule, undoubted.failure),
+    )
+    spared = set(decision.exclude) - set(undoubted.exclude)
+    assert spared <= set(on.doubted)
+    assert seats(on, decision.exclude) >= seats(on, undoubted.exclude) - len(spared)
     if decision.verdict is RESTART:
         assert seats(on, decision.exclude) >= on.terms.nodes_min
         assert decision.exit_code is None

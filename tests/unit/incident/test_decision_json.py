@@ -31,7 +31,12 @@ TERMS = Terms(
     benign_exit_codes=frozenset({16, 17}),
 )
 CLUSTER = Cluster(
-    terms=TERMS, generation=3, members=("n1",), live=("n1", "n2"), excluded={"n3": "Xid 79"}
+    terms=TERMS,
+    generation=3,
+    members=("n1",),
+    live=("n1", "n2"),
+    excluded={"n3": "Xid 79"},
+    doubted={"n2": "slow"},
 )
 PAST = failure(
     signature="KeyError at a.py:1",

@@ -63,6 +63,19 @@ def test_a_decision_says_who_said_what_in_which_order_and_what_followed():
     assert "site agreed (the site's own decision)" in flat
 
 
+def test_who_was_doubted_and_stayed_is_told_with_the_reason():
+    made = decision(exclude={"n3": "doubted: sums: slow"})
+    doubted = {"n3": "sums: slow", "n1": "sums: slow too", "n2": "sums: gone anyway"}
+    around = replace(cluster("n1", "n2", "n3"), live=("n1", "n3"), doubted=doubted)
+    body = decision_made(made, [], around, [], None)
+    text = " ".join("\n".join(decision_block(replace(row_of(made), body=body))).split())
+
+    assert "left out n3: doubted: sums: slow doubted n1: sums: slow too; it cannot be" in text
+    assert "gone anyway" not in text
+    stopped_for_good = replace(row_of(made), body=body, verdict="stop")
+    assert "cannot be spared" not in " ".join(decision_block(stopped_for_good))
+
+
 def test_a_stop_for_good_names_both_logs():
     before = failure(0, signature=KEY_ERROR, log_path="/logs/0/rank1.log")
     again = failure(1, signature=KEY_ERROR, log_path="/logs/1/rank0.log")

@@ -45,6 +45,7 @@ KEYS = {
     "nodes",
     "spares",
     "excluded",
+    "doubted",
     "restarts_used",
     "restarts_max",
     "decision",
@@ -70,6 +71,7 @@ def a_board(clock, **changes):
         "since_s": 0.0,
         "reason": "n9: Xid 79",
         "excluded": {"n9": "Xid 79"},
+        "doubted": {"n9": "sums: slow", "n2": "sums: slow"},
         "history": (failure(0),),
         "decision": decision(report("n9"), exclude={"n9": "Xid 79"}),
     }
@@ -117,6 +119,8 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert "silent for 8.00 s" in text
     assert "spare       n3" in text
     assert "left out    n9: Xid 79" in text
+    assert view.doubted == {"n2": "sums: slow"}, "who is left out is beyond doubt"
+    assert "doubted     n2: sums: slow; a restart does without it, if it can be spared" in text
     assert "decided     restart (worker-failed): a worker failed" in text
 
 
@@ -178,6 +182,7 @@ STATE = agent_state(
         RankState(rank=5, pid=2, step=8, beat_ns=9 * NS_PER_S),
     ),
     excluded={"n9": "sick"},
+    doubted={"n8": "slow"},
     decision=decision(),
 )
 
@@ -188,6 +193,7 @@ def test_an_agent_knows_its_own_node():
     assert (view.source, view.generation, view.phase, view.phase_s) == ("agent", 3, "gather", 5.0)
     assert view.nodes == (NodeView(node="n1", seat=0, first_rank=4, ranks=2, step=8, silent_s=1.0),)
     assert (view.restarts_used, view.restarts_max, view.excluded) == (1, 3, {"n9": "sick"})
+    assert view.doubted == {"n8": "slow"}
     assert "restarts    1 of 3" in shown(view)
 
 
@@ -202,6 +208,7 @@ def test_files_tell_of_the_newest_generation():
     assert (view.source, view.generation, view.phase) == ("file", 2, "running")
     assert [(node.node, node.ranks) for node in view.nodes] == [("n1", 2), ("n2", 2)]
     assert (view.excluded, view.restarts_used, view.restarts_max) == ({"n9": "sick"}, 1, 3)
+    assert view.doubted == {"n8": "slow"}
 
 
 def test_the_store_tells_of_what_is_over():
@@ -220,7 +227,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=6,
 )
-NAMES = ("ranks", "rank", "step", "budget", "excluded", "decision", "node", "generation", "pids")
+NAMES = (
+    *("ranks", "rank", "step", "budget", "excluded", "doubted", "decision", "node", "generation"),
+    "pids",
+)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON))
@@ -241,6 +251,7 @@ def test_hostile_text_stays_text():
         nodes=(NodeView(node=evil, ranks=1, step=3),),
         spares=(evil,),
         excluded={evil: evil},
+        doubted={evil: evil},
         decision={"verdict": evil, "rule": evil, "reason": [evil]},
         notes=(evil,),
     )

@@ -100,7 +100,7 @@ def read_events(told: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
 
 def _differing(item: Mapping[str, Any]) -> DifferingReplicas | None:
     state, why, ranks = pair(item.get("state")), _text(item.get("why")), _text(item.get("ranks"))
-    suspects, tensors = item.get("suspects"), item.get("tensors")
+    suspects, tensors, nodes = item.get("suspects"), item.get("tensors"), item.get("nodes")
     if state is None or why is None or ranks is None:
         return None
     alike = pair(item.get("alike"))
@@ -114,6 +114,7 @@ def _differing(item: Mapping[str, Any]) -> DifferingReplicas | None:
         by_majority=item.get("outcome") == "minority",
         is_here=item.get("is_here") is True,
         tensors=tuple(name for each in _few(tensors) if (name := _text(each)) is not None),
+        nodes=tuple(name for each in _few(nodes) if (name := _text(each)) is not None),
     )
 
 

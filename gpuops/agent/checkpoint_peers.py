@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpuops.agent.checkpoint_differing import Differing
 from gpuops.agent.checkpoint_news import whole
 from gpuops.agent.checkpoint_tie import Peer, PeerTie, Progress
 from gpuops.agent.checkpoint_witness import notes_of, restore_in, watermark_of
@@ -51,7 +52,6 @@ class _Generation:
     told: StateId | None = None
     aimed: StateId | None = None
     seal_looks: int = 0
-    differ: set[tuple[str, StateId]] = field(default_factory=set)  # the keeper was told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,7 @@ class Agreement:
         self._look_up = _Survey(survey, say)
         self._now: _Generation | None = None
         self._before: tuple[_Generation | None, int | None] = (None, None)
+        self._differing = Differing(place.me)
         self._said: Json | None = None
         self._mark = Watermark()
         self._found: Restore | None = None
@@ -296,20 +297,7 @@ class Agreement:
             if state in held:
                 tie.give_up(state)
         self._seal(tie, now, mark, progress)
-        self._tell_differences(tie, now, mark, restore)
-
-    def _tell_differences(
-        self, tie: PeerTie, now: _Generation, mark: Watermark, restore: Restore
-    ) -> None:
-        """Have this node's keeper tell of ranks that differ, where the first of them is here."""
-        me = self._place.me
-        first = now.roster.first_rank(now.roster.group_rank(me.agent) or 0)
-        for told in mark.differ:
-            name, state = (told.key, told.difference.state), told.difference.state
-            is_here = first <= told.teller < first + me.n_workers
-            if state.epoch == restore.epoch and is_here and name not in now.differ:
-                tie.differ(told)
-                now.differ.add(name)
+        self._differing.tell(tie, now.roster, mark.differ, restore.epoch)
 
     def _seal(self, tie: PeerTie, now: _Generation, mark: Watermark, progress: Progress) -> None:
         sealed = mark.sealed

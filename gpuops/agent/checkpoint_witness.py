@@ -109,6 +109,7 @@ class CheckpointWitness:
             leader=self._me.node,
         )
         after = judge(before, heard)
+        self._polls.know(before.differ, before.alike)
         self._differ = [*self._differ, *self._polls.hear(said.values(), restore.epoch)][-NAMED_MAX:]
         if self._differ:
             told = tuple(self._differ)
@@ -116,6 +117,7 @@ class CheckpointWitness:
         self._mark = (version, before)
         if after == before:
             return
+        after = replace(after, alike=self._polls.alike)
         done, entry = self._board.swap(
             self._keys.watermark(), pack(after.to_json()), version=version
         )

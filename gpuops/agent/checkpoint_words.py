@@ -24,7 +24,15 @@ from gpuops.checkpoint.states import (
     Tier,
 )
 from gpuops.checkpoint.vote import Ballot
-from gpuops.checkpoint.vote_words import Told, ballots_from, ballots_json, many_from, told_json
+from gpuops.checkpoint.vote_words import (
+    Told,
+    alike_from,
+    alike_json,
+    ballots_from,
+    ballots_json,
+    many_from,
+    told_json,
+)
 from gpuops.control.record import NAME_CHARS_MAX, PORT_MAX
 from gpuops.model import Json
 
@@ -325,7 +333,8 @@ class Watermark:
     ``dropped`` will never be committed, the newest first. ``persist`` is to be written to the
     directory by all, ``sealed`` is there whole but for its manifest, which ``sealer`` writes, and
     ``persisted`` has that, too. Nothing before the step ``aim`` is to be saved: by then all have
-    heard that they may. ``differ``: ranks of several nodes that differ, the newest last.
+    heard that they may. ``differ``: ranks of several nodes that differ, or are equal again, the
+    newest last; ``alike``: by key the last state in which they were equal, of a few keys.
     """
 
     generation: int = 0
@@ -337,6 +346,7 @@ class Watermark:
     sealer: str = ""
     aim: StateId | None = None
     differ: tuple[Told, ...] = ()
+    alike: Mapping[str, StateId] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         return {
@@ -349,6 +359,7 @@ class Watermark:
             "sealer": self.sealer,
             "aim": state_json(self.aim),
             **({"differ": [told_json(told) for told in self.differ]} if self.differ else {}),
+            **({"alike": alike_json(self.alike)} if self.alike else {}),
         }
 
     @classmethod
@@ -370,6 +381,7 @@ class Watermark:
             sealer=sealer[:NAME_CHARS_MAX] if isinstance(sealer, str) else "",
             aim=_maybe(body.get("aim")),
             differ=many_from(body.get("differ")),
+            alike=alike_from(body.get("alike")),
         )
 
 

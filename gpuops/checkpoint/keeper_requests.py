@@ -399,7 +399,7 @@ def _differ(core: Core, request: Request) -> Answer:
     told = told_from(request.fields.values.get("told"))
     if told is None:
         raise MessageError("a message tells of no replicas that differ")
-    core.voting.told(told.key, told.difference, told.number)
+    core.voting.told(told)
     return Answer()
 
 

@@ -177,6 +177,7 @@ class Difference:
     """Replicas that differ from *state* on. ``alike``: the last state in which they did not.
 
     ``tensors`` are some of the ``n_tensors`` that differ; 0: more than one, over several nodes.
+    With the outcome `Outcome.ALIKE` they are equal again, from *state* on.
     """
 
     state: StateId
@@ -210,7 +211,7 @@ def ranks_of(ranks: Iterable[int]) -> str:
 def named(tensors: Sequence[str], n_tensors: int) -> str:
     """Return two of *tensors*, and how many more there are."""
     if not tensors:
-        return "several tensors"
+        return "one tensor" if n_tensors == 1 else "several tensors"
     shown = ", ".join(tensors[:2])
     more = n_tensors - min(len(tensors), 2)
     return shown if more <= 0 else f"{shown} and {more} more"

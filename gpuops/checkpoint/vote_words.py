@@ -15,16 +15,22 @@ from gpuops.checkpoint.vote import NAMED_MAX, Ballot, Difference, Outcome, Sketc
 SKETCHES_MAX = 8  # of one node, in one heartbeat: some 100 bytes each
 RANKS_MAX = 64
 _KEY_CHARS_MAX = 16
+_NODE_CHARS_MAX = 255
 _TENSORS_MAX = 10**8
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Ranks of several nodes that differ; ``number``: the only tensor of ``key`` that does."""
+    """Ranks of several nodes that differ; ``number``: the only tensor of ``key`` that does.
+
+    With the outcome ``alike`` they are equal again; the suspects are those that it was told of.
+    ``nodes``: where the suspects are, one for each; () where that is not known.
+    """
 
     key: str
     difference: Difference
     number: int | None = None
+    nodes: tuple[str, ...] = ()
 
     @property
     def teller(self) -> int:
@@ -78,6 +84,7 @@ def told_json(told: Told) -> dict[str, Any]:
         "suspects": spans_of(found.verdict.suspects[:RANKS_MAX]),
         "outcome": found.verdict.outcome.value,
         "number": told.number,
+        **({"nodes": list(told.nodes)} if told.nodes else {}),
     }
 
 
@@ -94,7 +101,8 @@ def told_from(data: object) -> Told | None:
             verdict=Verdict(outcome, _numbers(data.get("suspects"))),
             alike=None if alike is None else _state(alike),
         )
-        return Told(_key(data.get("key")), found, None if number is None else _whole(number))
+        number = None if number is None else _whole(number)
+        return Told(_key(data.get("key")), found, number, _nodes(data.get("nodes", [])))
     except (TypeError, ValueError):
         return None
 
@@ -103,6 +111,21 @@ def many_from(data: object) -> tuple[Told, ...]:
     """Return what a list tells, () where it is none."""
     items = data[:NAMED_MAX] if isinstance(data, list) else []
     return tuple(told for item in items if (told := told_from(item)) is not None)
+
+
+def alike_json(alike: Mapping[str, StateId]) -> dict[str, list[int]]:
+    """Return the states of *alike* by key as JSON."""
+    return {key: [state.epoch, state.step] for key, state in alike.items()}
+
+
+def alike_from(data: object) -> dict[str, StateId]:
+    """Return the states by key in *data*, {} where that is nothing of the kind."""
+    if not isinstance(data, Mapping) or len(data) > NAMED_MAX:
+        return {}
+    try:
+        return {_key(key): _state(state) for key, state in data.items()}
+    except ValueError:
+        return {}
 
 
 def _text(sketch: Sketch) -> str:
@@ -119,6 +142,14 @@ def _key(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _KEY_CHARS_MAX:
         raise ValueError("no key")
     return value
+
+
+def _nodes(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > NAMED_MAX:
+        raise ValueError("no nodes")
+    if not all(isinstance(name, str) and 0 < len(name) <= _NODE_CHARS_MAX for name in value):
+        raise ValueError("no names of nodes")
+    return tuple(value)
 
 
 def _state(value: object) -> StateId:

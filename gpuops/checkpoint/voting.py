@@ -35,6 +35,7 @@ from gpuops.checkpoint.vote import (
     sums_of,
     weighed,
 )
+from gpuops.checkpoint.vote_words import Told
 
 SHARE = 0.01
 _DOUBLINGS_MAX = 20
@@ -124,12 +125,14 @@ class _Known:
     """What is known of a set of ranks that are all on this node.
 
     ``unequal``: tensors that differed when they were first compared, or that the program trains
-    apart. Only what was equal once can become wrong. ``n_told``: how often they did.
+    apart. Only what was equal once can become wrong. ``n_told``: how often they did; ``is_open``:
+    it was told of and is not over.
     """
 
     course: Course = field(default_factory=Course)
     unequal: set[int] = field(default_factory=set)
     n_told: int = 0
+    is_open: bool = False
 
 
 class Voting:
@@ -189,18 +192,26 @@ class Voting:
 
         self._jobs.vote(lambda: _count(sheets, self._cpu_s), then)
 
-    def told(self, key: str, found: Difference, number: int | None) -> None:
-        """Take in that ranks of several nodes differ, as who compared them says.
+    def told(self, told: Told) -> None:
+        """Take in that ranks of several nodes differ, or do so no more, as who compared them says.
 
-        *number*: the one tensor in which they do, None where there are several.
+        Where they were placed anew since they were equal, no node is to blame for it.
         """
+        found = told.difference
+        if found.verdict.outcome is Outcome.ALIKE:
+            self._tell_well(found.state, found.ranks)
+            return
         groups = (group for each in self._groups.values() for group in each)
-        names = next((group.names for group in groups if group.key == key), ())
+        names = next((group.names for group in groups if group.key == told.key), ())
+        number = told.number
         named = (names[number],) if number is not None and number < len(names) else ()
         if found.verdict.outcome is Outcome.APART:
             self._tell_apart(found.state, found.ranks, named)
         else:
-            self._tell(replace(found, tensors=named, n_tensors=len(named)))
+            n_tensors = len(named) if number is None else 1
+            is_there = found.alike is not None and found.alike.epoch == found.state.epoch
+            found = replace(found, tensors=named, n_tensors=n_tensors)
+            self._tell(found, told.nodes, is_there=is_there)
 
     def counts(self) -> dict[str, object]:
         """Return what was compared so far, and what it cost."""
@@ -259,9 +270,10 @@ class Voting:
             if len(known.unequal) < len(group.names):
                 course.hear(state, differ=False)
             return
-        alike, was = course.alike, course.differs
+        alike = course.alike
         if not course.hear(state, differ=bool(differ)):
-            if was is not None and course.differs is None:
+            if known.is_open and course.differs is None:
+                known.is_open = False
                 self._tell_well(state, group.ranks)
             return
         verdict = judge({rank: tuple(differing[i][rank] for i in differ) for rank in group.ranks})
@@ -275,6 +287,7 @@ class Voting:
         known.n_told += 1
         if known.n_told > TOLD_MAX:
             return
+        known.is_open = True
         self._tell(
             Difference(
                 state=state,
@@ -286,7 +299,7 @@ class Voting:
             )
         )
 
-    def _tell(self, found: Difference) -> None:
+    def _tell(self, found: Difference, nodes: Sequence[str] = (), *, is_there: bool = True) -> None:
         suspects = found.verdict.suspects
         self.notice = f"replicas of the training state differ: {found.words}"
         self._events.add(
@@ -294,7 +307,8 @@ class Voting:
             state=state_to_json(found.state),
             ranks=words_of(found.ranks),
             suspects=list(suspects) if len(suspects) <= NAMED_MAX else [],
-            is_here=self._local >= set(suspects),
+            is_here=is_there and self._local >= set(suspects),
+            nodes=list(nodes),
             outcome=found.verdict.outcome.value,
             tensors=list(found.tensors),
             n_tensors=found.n_tensors,

@@ -24,8 +24,8 @@ class DifferingReplicas:
     """What was found, *words* in a sentence; ``ranks`` are all that must be equal: ``0-2, 5``.
 
     ``suspects`` may be wrong: outvoted ``by_majority``, else nobody knows which of them.
-    ``is_here``: all of them are on the node that tells. ``alike_step``: of the last state that was
-    compared before and equal.
+    ``is_here``: all of them are on the node that tells; ``nodes`` has that of each, where it is
+    known. ``alike_step``: of the last state that was compared before and equal.
     """
 
     words: str
@@ -37,6 +37,7 @@ class DifferingReplicas:
     is_here: bool
     alike_step: int | None = None
     tensors: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
 
 
 def incident_from_replicas(
@@ -45,10 +46,13 @@ def incident_from_replicas(
     """Return the open incident of *found*, as *node* tells it.
 
     The cause may be a device, memory, or a program that is not deterministic: nothing follows from
-    it by itself, and it ends no attempt. A node is named where a fault of hardware must be on it.
+    it by itself, and it ends no attempt. A node is named where a fault of hardware must be on it;
+    where it may be on one of several, the evidence has them.
     """
     here = Entity(EntityKind.NODE, node)
     ranks = tuple(Entity(EntityKind.RANK, str(rank)) for rank in found.suspects)
+    nodes = tuple(dict.fromkeys(found.nodes)) or ((node,) if found.is_here else ())
+    is_certain = found.by_majority or len(nodes) == 1
     how = "outvoted by the other replicas" if found.by_majority else "one of them may be wrong"
     return Incident(
         id=replicas_incident_id(run_id, found.ranks, found.epoch, found.step),
@@ -60,13 +64,26 @@ def incident_from_replicas(
         first_us=at_us,
         detected_us=at_us,
         run_id=run_id,
-        culprits=(*ranks, here) if found.is_here else ranks,
+        culprits=(*ranks, *(Entity(EntityKind.NODE, name) for name in nodes if is_certain)),
         culprit_how=how if ranks else None,
         evidence=(
             Evidence(role=Role.ROOT, text=scrub(found.words), entity=here),
+            *(() if is_certain else _places(found)),
             Evidence(role=Role.SYMPTOM, text=_of_states(found), entity=here),
         ),
         authority=2,
+    )
+
+
+def _places(found: DifferingReplicas) -> tuple[Evidence, ...]:
+    """Return where each suspect is, where any of them may be wrong."""
+    return tuple(
+        Evidence(
+            role=Role.SYMPTOM,
+            text=f"rank {rank} is on {scrub(node)}",
+            entity=Entity(EntityKind.NODE, node),
+        )
+        for rank, node in zip(found.suspects, found.nodes, strict=False)
     )
 
 

@@ -46,6 +46,7 @@ class Keeper:
         self.parts = []
         self.told = []  # of ranks that differ
         self.flipped_from = None  # the step from which one of its tensors is not as elsewhere
+        self.mended_from = None  # and from which it is again
         self.is_behind_to = -1  # states up to this step were held by one that died
 
     # What its agent asks.
@@ -110,13 +111,17 @@ class Keeper:
         if state is None or self.shard is None or self.chosen is None:
             return ()
         digests = [b"%08d%08d" % (number, state.step) for number in range(20)]
-        if self.flipped_from is not None and state.step >= self.flipped_from:
+        if self._is_flipped(state.step):
             digests[7] = b"flipped and more"
         mine = {self.shard.rank: sketch_of(digests)}
         key = f"of {self.shard.world}"
         return (
             Ballot(state=state, key=key, n_ranks=self.shard.world, n_tensors=20, sketches=mine),
         )
+
+    def _is_flipped(self, step):
+        is_mended = self.mended_from is not None and step >= self.mended_from
+        return self.flipped_from is not None and step >= self.flipped_from and not is_mended
 
     def differ(self, told):
         self._check()

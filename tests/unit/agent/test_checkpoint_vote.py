@@ -1,6 +1,7 @@
 """Ranks of several nodes are compared by whoever leads, and one of their nodes tells of it."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from support.kept_states import SavingWorld
@@ -8,7 +9,7 @@ from support.kept_states import SavingWorld
 from gpuops.agent.checkpoint_vote import Polls
 from gpuops.agent.checkpoint_words import Said, Watermark
 from gpuops.checkpoint.states import StateId
-from gpuops.checkpoint.vote import Ballot, Outcome, Sketch
+from gpuops.checkpoint.vote import TOLD_MAX, Ballot, Outcome, Sketch, Verdict
 from gpuops.checkpoint.vote_words import (
     SKETCHES_MAX,
     ballots_from,
@@ -20,6 +21,7 @@ from gpuops.checkpoint.voting import sketch_of
 from gpuops.incident.decision import ReportKind, Terms
 
 N_TENSORS = 40
+APART = Verdict(Outcome.APART, (0, 1, 2, 3))
 
 
 def state(step, epoch=1):
@@ -66,6 +68,83 @@ def test_who_differs_is_found_though_nodes_speak_of_states_at_different_times():
     assert (found.state, found.alike) == (state(2), state(1))
     assert (found.verdict.outcome, found.verdict.suspects) == (Outcome.MINORITY, (2,))
     assert (told.number, told.teller) == (17, 2)
+
+
+def outcomes(heard):
+    """Return the outcomes that were found, in order."""
+    return [told.difference.verdict.outcome for found in heard for told in found]
+
+
+def test_ranks_that_are_equal_again_are_told_of_once_with_whom_it_was_told_of():
+    polls, bad = Polls(), {2: [17]}
+    flips = [{}, bad, bad, {}, {}, bad, {}]
+    heard = [hear(polls, [said(n, 0, 1), said(n, 2, 3, wrong=w)]) for n, w in enumerate(flips)]
+
+    assert [len(each) for each in heard] == [0, 1, 0, 1, 0, 1, 1]
+    assert outcomes(heard) == [Outcome.MINORITY, Outcome.ALIKE] * 2
+    ((over,),) = [heard[3]]
+    assert (over.difference.state, over.difference.ranks) == (state(3), (0, 1, 2, 3))
+    assert over.teller == 2
+
+
+def test_a_node_that_speaks_late_or_twice_changes_nothing():
+    polls, bad = Polls(), {2: [17]}
+    hear(polls, [said(1, 0, 1), said(1, 2, 3)])
+    assert len(hear(polls, [said(3, 0, 1), said(3, 2, 3, wrong=bad)])) == 1
+    late = [said(2, 0, 1), said(2, 2, 3)], [said(1, 0, 1), said(1, 2, 3)], [said(3, 0, 1)]
+
+    assert [hear(polls, words) for words in late] == [[], [], []]
+    assert [hear(polls, [said(n, 0, 1)]) for n in range(4, 40)] == [[]] * 36
+    assert outcomes([hear(polls, [said(39, 2, 3)])]) == [Outcome.ALIKE]
+
+
+def test_what_comes_and_goes_is_told_of_a_few_times_and_each_is_closed():
+    polls = Polls()
+    flips = [{}, {2: [17]}] * 40
+    heard = [hear(polls, [said(n, 0, 1), said(n, 2, 3, wrong=w)]) for n, w in enumerate(flips)]
+
+    assert outcomes(heard) == [Outcome.MINORITY, Outcome.ALIKE] * TOLD_MAX
+
+
+def test_ranks_that_are_trained_apart_later_are_not_compared_again():
+    polls, everything = Polls(), {1: range(N_TENSORS)}
+    words = [{}, everything, {}, everything, {1: [3]}]
+    heard = [
+        hear(polls, [said(n, 0, n_ranks=2), said(n, 1, wrong=w, n_ranks=2)])
+        for n, w in enumerate(words)
+    ]
+
+    assert outcomes(heard) == [Outcome.APART]
+
+
+def test_another_leader_goes_on_from_what_is_written_down():
+    first, bad = Polls(), {2: [17]}
+    hear(first, [said(1, 0, 1), said(1, 2, 3)])
+    second = Polls()
+    second.know([], first.alike)
+    (told,) = hear(second, [said(2, 0, 1), said(2, 2, 3, wrong=bad)])
+    assert (told.difference.alike, told.number) == (state(1), 17)
+    third = Polls()
+    third.know([told], second.alike)
+
+    assert hear(third, [said(3, 0, 1), said(3, 2, 3, wrong=bad)]) == []
+    (over,) = hear(third, [said(4, 0, 1), said(4, 2, 3)])
+    assert (over.difference.verdict.outcome, over.teller) == (Outcome.ALIKE, 2)
+    for polls in (first, second, third):
+        polls.know([told, over], third.alike)
+        assert hear(polls, [said(5, 0, 1), said(5, 2, 3)]) == []
+    assert first.alike == {"k": state(5)}
+    apart = Polls()
+    apart.know([replace(told, difference=replace(told.difference, verdict=APART))], {})
+    assert hear(apart, [said(6, 0, 1), said(6, 2, 3, wrong=bad)]) == []
+
+
+def test_only_so_many_sets_of_ranks_are_remembered():
+    polls = Polls()
+    for number in range(20):
+        hear(polls, [said(number, 0, 1, key=f"k{number}", n_ranks=2)])
+
+    assert list(polls.alike) == [f"k{number}" for number in range(19, 11, -1)]
 
 
 def test_two_nodes_with_a_rank_each_have_no_majority():
@@ -115,14 +194,19 @@ def test_words_come_back_as_they_were_and_are_short():
     back = Said.from_json(word.to_json())
     assert back == word
     assert len(str(word.to_json()["votes"])) < 150
-    many = [said(1, rank, key=f"k{rank}").ballots[0] for rank in range(20)]
-    assert ballots_from(ballots_json(many)) == tuple(many[:SKETCHES_MAX])
+    ballots = [said(1, rank, key=f"k{rank}").ballots[0] for rank in range(20)]
+    assert ballots_from(ballots_json(ballots)) == tuple(ballots[:SKETCHES_MAX])
     polls = Polls()
     hear(polls, [said(1, 0, 1), said(1, 2, 3)])
     (told,) = hear(polls, [said(2, 0, 1), said(2, 2, 3, wrong={3: [9]})])
-    mark = Watermark(differ=(told,))
+    placed = replace(told, nodes=("n3",))
+    mark = Watermark(differ=(told, placed), alike={"k": state(1), "b": state(2)})
     assert Watermark.from_json(mark.to_json()) == mark
-    assert "differ" not in Watermark().to_json()
+    assert {"differ", "alike"}.isdisjoint(Watermark().to_json())
+    many = {str(number): [1, 2] for number in range(9)}
+    for odd in (7, [], {"k": 1}, {"k": [1, -2]}, {"": [1, 2]}, many):
+        assert Watermark.from_json({**mark.to_json(), "alike": odd}).alike == {}
+    assert told_from({**told_json(told), "nodes": ["n" * 256]}) is None
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -167,19 +251,55 @@ def test_a_flip_on_one_of_three_nodes_is_told_once_by_that_node(seed):
     assert node == bad.node
     assert told.difference.verdict.suspects == (bad.keeper.shard.rank,)
     assert told.number == 7
+    assert told.nodes == (node,)
     assert told.difference.alike < told.difference.state
     assert told.difference.state.step >= bad.keeper.flipped_from
-
-
-def test_another_leader_and_another_generation_do_not_tell_it_again():
-    world = running()
-    world.players[2].keeper.flipped_from = world.step + 1
+    bad.keeper.mended_from = world.step + 1
     world.pass_time(30)
-    ((_, first),) = world.told()
+    ((_, _), (teller, over)) = world.told()
+    assert (teller, over.difference.verdict.outcome) == (node, Outcome.ALIKE)
+
+
+def test_another_generation_does_not_tell_it_again_and_says_when_it_is_over():
+    world = running()
+    bad = world.players[2]
+    bad.keeper.flipped_from = world.step + 1
+    world.pass_time(30)
+    ((node, first),) = world.told()
     assert first.difference.verdict.outcome is Outcome.MINORITY
     world.players[1].fails = ReportKind.WORKERS_FAILED
     world.run_until(lambda w: w.all_run(1, 3))
     world.pass_time(30)
+    assert len(world.told()) == 1
+    bad.keeper.mended_from = world.step + 1
+    world.pass_time(30)
 
-    again = [told for _, told in world.told() if told != first]
-    assert [told.difference.verdict.outcome for told in again] == [Outcome.APART]
+    (_, (teller, over)) = world.told()
+    assert (teller, over.difference.verdict.outcome) == (node, Outcome.ALIKE)
+    assert over.difference.state.epoch > first.difference.state.epoch
+
+
+def test_a_flip_before_a_restart_is_told_after_it_and_blames_no_node():
+    world = running()
+    bad = world.players[2]
+    world.players[1].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: all(player.running != 0 for player in w.players))
+    bad.keeper.flipped_from = 0
+    world.run_until(lambda w: w.all_run(1, 3))
+    world.pass_time(30)
+
+    ((node, told),) = world.told()
+    assert (node, told.difference.verdict.outcome) == (bad.node, Outcome.MINORITY)
+    assert told.difference.alike.epoch < told.difference.state.epoch
+    assert told.nodes == ()
+
+
+def test_ranks_without_a_majority_are_told_of_with_their_nodes():
+    world = running(2, 2, 2)
+    world.players[1].keeper.flipped_from = world.step + 1
+    world.pass_time(30)
+
+    ((node, told),) = world.told()
+    assert told.difference.verdict.suspects == (0, 1)
+    assert set(told.nodes) == {player.node for player in world.players}
+    assert told.nodes[0] == node

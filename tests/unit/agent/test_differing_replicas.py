@@ -92,6 +92,25 @@ def test_ranks_of_several_nodes_do_not_blame_the_node_that_tells(desk):
     assert [c["kind"] for c in desk.incidents()[0]["culprits"]] == ["rank", "rank"]
 
 
+def test_a_majority_blames_the_nodes_of_all_that_it_outvotes_and_a_tie_none(desk):
+    places = {"suspects": [1, 9], "nodes": ["n1", "n4"], "is_here": False}
+    desk.hear({**TOLD, **places}, {**TOLD, **places, "outcome": "tie", "state": [1, 13]})
+    outvoted, tie = desk.incidents()
+
+    assert [c["id"] for c in outvoted["culprits"]] == ["1", "9", "n1", "n4"]
+    assert [c["id"] for c in tie["culprits"]] == ["1", "9"]
+    assert [(e["text"], e["entity"]["id"]) for e in tie["evidence"][1:3]] == [
+        ("rank 1 is on n1", "n1"),
+        ("rank 9 is on n4", "n4"),
+    ]
+
+
+def test_a_tie_within_one_node_blames_that_node(desk):
+    desk.hear({**TOLD, "suspects": [0, 1], "nodes": ["n4", "n4"], "outcome": "tie"})
+
+    assert [c["id"] for c in desk.incidents()[0]["culprits"]] == ["0", "1", "n4"]
+
+
 def test_the_incident_is_closed_when_they_are_equal_again(desk):
     desk.hear(TOLD, AGAIN, AGAIN)
     opened, closed = desk.incidents()
@@ -121,6 +140,6 @@ def test_what_is_not_of_its_form_is_no_incident(desk, nonsense):
 
 def test_suspects_and_tensors_of_any_type_are_bounded(desk):
     odd = ["x" * 10_000, None, {}, *range(100)]
-    desk.hear({**TOLD, "suspects": odd, "tensors": odd})
+    desk.hear({**TOLD, "suspects": odd, "tensors": odd, "nodes": odd})
 
     assert len(desk.incidents()[0]["culprits"]) <= 9

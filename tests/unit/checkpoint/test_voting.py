@@ -11,7 +11,7 @@ from gpuops.checkpoint.keeper import Grant
 from gpuops.checkpoint.keeper_requests import Request, Visitor, answer
 from gpuops.checkpoint.memory_keeper import MemoryNode
 from gpuops.checkpoint.messages import Fields, MessageError
-from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.states import Shard, StateId
 from gpuops.checkpoint.vote import TOLD_MAX, Difference, Outcome, Verdict, only_difference
 from gpuops.checkpoint.vote_words import Told, told_json
 
@@ -166,7 +166,8 @@ def test_what_comes_and_goes_is_not_told_for_ever(nodes):
         node.save(step)
         node.save(step + 1, [(1, "a.weight")])
 
-    assert len([e for e in node.told() if e["kind"] == "replicas_differ"]) == TOLD_MAX
+    kinds = [event["kind"] for event in node.told()]
+    assert kinds == ["replicas_differ", "replicas_alike"] * TOLD_MAX
 
 
 def test_whoever_trains_without_an_agent_hears_it_from_the_first_rank(nodes):
@@ -249,18 +250,26 @@ def test_what_nodes_found_out_together_is_told_with_the_name_of_the_tensor(nodes
     node.node.core.commit(state, is_to_persist=False)
     node.node.jobs.deliver()
     (ballot,) = node.node.core.progress().ballots
+    before = StateId(state.epoch, 0)
     found = Difference(
-        state=state, ranks=(0, 1, 2, 3), verdict=Verdict(Outcome.MINORITY, (3,)), alike=None
+        state=state, ranks=(0, 1, 2, 3), verdict=Verdict(Outcome.MINORITY, (3,)), alike=before
     )
-    asked(node, told_json(Told(ballot.key, found, 1)))
-    asked(node, told_json(Told(ballot.key, replace(found, verdict=Verdict(Outcome.TIE, (0, 3))))))
+    asked(node, told_json(Told(ballot.key, found, 1, nodes=("n2",))))
+    tie = replace(found, verdict=Verdict(Outcome.TIE, (0, 3)))
+    asked(node, told_json(Told(ballot.key, tie, nodes=("n1", "n2"))))
     asked(node, told_json(Told("unknown", replace(found, verdict=Verdict(Outcome.APART)))))
-    one, tie, apart = node.told()
+    asked(node, told_json(Told("unknown", replace(found, alike=StateId(0, 9)), 1)))
+    asked(node, told_json(Told(ballot.key, replace(found, verdict=Verdict(Outcome.ALIKE, (3,))))))
+    one, tie, apart, moved, over = node.told()
 
     assert (one["tensors"], one["suspects"], one["is_here"]) == (["a.weight"], [3], True)
-    assert one["why"] == "rank 3 differs from ranks 0-2 in a.weight at step 1"
+    assert one["why"] == "rank 3 differs from ranks 0-2 in a.weight at step 1 (alike at step 0)"
     assert (tie["tensors"], tie["suspects"], tie["is_here"]) == ([], [0, 3], False)
+    assert (one["nodes"], tie["nodes"], moved["nodes"]) == (["n2"], ["n1", "n2"], [])
     assert "several tensors" in tie["why"]
     assert apart["kind"] == "replicas_apart"
+    assert "in one tensor at step 1" in moved["why"]
+    assert not moved["is_here"]  # nobody knows where the rank was when it came about
+    assert (over["kind"], over["ranks"], over["state"][1]) == ("replicas_alike", "0-3", 1)
     with pytest.raises(MessageError, match="no replicas that differ"):
         asked(node, {"key": "k"})

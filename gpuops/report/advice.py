@@ -1,6 +1,6 @@
 """What the account of a run suggests, each with the seconds that it is about."""
 
-from gpuops.model import FailureClass, Incident
+from gpuops.model import EntityKind, FailureClass, Incident, IncidentState
 from gpuops.report.account import Phase, RunAccount
 from gpuops.units import format_seconds
 
@@ -11,13 +11,39 @@ _RESTART = (Phase.DECIDE, Phase.RENDEZVOUS, Phase.INIT, Phase.RESTART)
 
 def advice(account: RunAccount) -> list[str]:
     """Return sentences for the owner of the run, the most urgent first."""
-    found = [*_repeated(account), *_redone(account), *_stepless(account)]
+    found = [*_repeated(account), *_differing(account), *_redone(account), *_stepless(account)]
     found += [*_unseen(account), *_restarts(account)]
     found += _open(account)
     failures = [i for i in account.incidents if i.failure_class is not FailureClass.CANCELLED]
     if not found and failures:
         found.append("nothing to change: what failed was handled and cost what it had to")
     return found
+
+
+def _differing(account: RunAccount) -> list[str]:
+    """Return what to check, and where to go on from, for ranks that differ and still do."""
+    return [
+        (
+            f"{item.title}, and no later comparison found them equal: {_to_check(item)}; go on from"
+            f" a checkpoint of before; gpuops runbook {item.failure_class.value}"
+        )
+        for item in account.incidents
+        if item.failure_class is FailureClass.REPLICAS_DIFFER and item.state is IncidentState.OPEN
+    ]
+
+
+def _to_check(incident: Incident) -> str:
+    """Return in which nodes a device may be wrong; where only ranks are known, these."""
+    ranks = [item.id for item in incident.culprits if item.kind is EntityKind.RANK]
+    known = [item for item in incident.culprits if item.kind is EntityKind.NODE]
+    places = [item.entity for item in incident.evidence if item.entity is not None]
+    names = sorted({entity.id for entity in known or places})
+    if known or len(names) > 1:
+        nodes = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    else:
+        named = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(ranks)}"
+        nodes = f"where {named} ran" if ranks else "where these ranks ran"
+    return f"check {nodes} (`gpuops check --suite full`, with nothing else running there)"
 
 
 def _redone(account: RunAccount) -> list[str]:

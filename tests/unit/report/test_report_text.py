@@ -8,6 +8,8 @@ from support.exits import NODE, PEER_CLOSED, RUN, S, incident_of, killed, raised
 from support.history import a_killed_run, attempt_row, run_row, us
 
 from gpuops.incident.cancelled import incident_from_cancel
+from gpuops.incident.lifecycle import closed
+from gpuops.incident.replicas import DifferingReplicas, incident_from_replicas
 from gpuops.model import Evidence, Incident, Role
 from gpuops.report.account import Agent, account
 from gpuops.report.advice import advice
@@ -100,6 +102,33 @@ def test_an_unresolved_incident_stays_visible():
     assert "nobody found: 1 rank on n041 lost a peer" in text
     assert "has no known cause" in text
     assert "suspect: rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "to_check"),
+    [
+        ({}, "check n4 ("),
+        ({"nodes": ("n4",), "is_here": False}, "check n4 ("),
+        ({"nodes": (), "is_here": False}, "check where rank 1 ran ("),
+        ({"suspects": (0, 1), "nodes": ("n3", "n4"), "by_majority": False}, "check n3 and n4 ("),
+        ({"suspects": (), "is_here": False}, "check where these ranks ran ("),
+    ],
+    ids=["here", "there", "moved", "tie", "many"],
+)
+def test_ranks_that_differ_are_advice_until_they_are_equal_again(more, to_check):
+    """What is open says which nodes to check, and never that there is nothing to change."""
+    run, rows, _ = a_killed_run()
+    told = {"step": 12, "epoch": 1, "ranks": "0-2", "suspects": (1,), "by_majority": True}
+    told |= {"words": "rank 1 differs from ranks 0, 2 in w at step 12", "is_here": True, **more}
+    found = DifferingReplicas(**told)
+    incident = incident_from_replicas(found, run_id=RUN, node="n4", at_us=us(20))
+    (said,) = advice(account(run, rows[1:], [incident]))
+
+    assert said.startswith("rank 1 differs from ranks 0, 2 in w at step 12, and no later")
+    assert to_check in said
+    assert "a checkpoint of before" in said
+    over = closed(incident, at_us=us(30), lost_s={}, resolution="ranks 0-2 are equal again")
+    assert "nothing to change" in advice(account(run, rows[1:], [over]))[0]
 
 
 def test_unknown_steps_are_shown_as_unknown():

@@ -47,7 +47,7 @@ class StepSource(IntEnum):
 
     UNKNOWN = 0
     OPTIMIZER_STATE = 1
-    REPORTED = 2  # by `gpuops.progress`
+    REPORTED = 2  # by `gpuops.progress`, or to a Checkpointer
 
 
 class Phase(IntEnum):

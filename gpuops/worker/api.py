@@ -52,6 +52,16 @@ def progress(step: int) -> None:
         _silence()
 
 
+def named(step: int) -> None:
+    """Hear from a `gpuops.Checkpointer` that *step* is done; what `progress` says goes before."""
+    if _heart is None or _is_compiling():
+        return
+    try:
+        _heart.named(min(step, _STEP_MAX))
+    except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
+        _silence()
+
+
 def phase(name: str) -> "PhaseScope":
     """Say that something else than steps begins: evaluation, saving, loading, anything long.
 

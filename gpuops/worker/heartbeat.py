@@ -3,8 +3,9 @@
 The hook does no system call but reading the clock and starts no thread. With several optimizers
 every call of any of them is a beat (the process is alive), and the step is the highest that any
 of them has reached, so that it never runs backwards within an attempt. Where none of them gets
-further for a while, the step is said to be unknown rather than repeated for ever. What the script
-itself reports as its step goes before all that.
+further for a while, the step is said to be unknown rather than repeated for ever. What a
+Checkpointer is told goes before that, where it is another number, or there is none; what the script
+itself reports as its step goes before all.
 """
 
 import mmap
@@ -84,6 +85,8 @@ class Heart:
         self._rose_at = 0
         self._highest = STEP_UNKNOWN
         self._reported: int | None = None
+        self._named: int | None = None  # by a Checkpointer, where the optimizers say otherwise
+        self._named_at = 0
         self._phase = (Phase.STARTING, "")
         self._on = True
 
@@ -101,6 +104,14 @@ class Heart:
         """Beat with the script's own *step*, which all later beats carry as well."""
         with self._lock:
             self._reported = step
+            self._beat(step, StepSource.REPORTED)
+
+    def named(self, step: int) -> None:
+        """Hear from a Checkpointer that *step* is done; beat if the optimizers did not say so."""
+        with self._lock:
+            if self._reported is not None or (self._named is None and self._highest == step):
+                return
+            self._named, self._named_at = step, self._calls
             self._beat(step, StepSource.REPORTED)
 
     def enter(self, phase: Phase, name: str = "") -> tuple[Phase, str]:
@@ -143,7 +154,10 @@ class Heart:
         if step > self._highest:
             self._highest, self._rose_at = step, self._calls
         # Each of many optimizers may have its turn before the first of them gets further.
-        if self._calls - self._rose_at > PATIENCE * len(self._readers):
+        patience = PATIENCE * len(self._readers)
+        if self._named is not None and self._calls - self._named_at > patience:
+            self._named = None
+        if self._named is None and self._calls - self._rose_at > patience:
             self._beat(STEP_UNKNOWN, StepSource.UNKNOWN)
         else:
             self._beat(*self._last_step())
@@ -151,6 +165,8 @@ class Heart:
     def _last_step(self) -> tuple[int, StepSource]:
         if self._reported is not None:
             return self._reported, StepSource.REPORTED
+        if self._named is not None:
+            return self._named, StepSource.REPORTED
         if self._highest == STEP_UNKNOWN:
             return STEP_UNKNOWN, StepSource.UNKNOWN
         return self._highest, StepSource.OPTIMIZER_STATE

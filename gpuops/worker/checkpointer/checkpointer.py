@@ -22,7 +22,7 @@ from gpuops.checkpoint.keeper_line import KeeperGoneError
 from gpuops.checkpoint.states import STEP_MAX, CheckpointError, KeeperError
 from gpuops.checkpoint.stores import open_store
 from gpuops.config import environ
-from gpuops.worker.api import phase
+from gpuops.worker.api import named, phase
 from gpuops.worker.checkpointer.assembly import Given
 from gpuops.worker.checkpointer.interval_policy import (
     Cost,
@@ -310,6 +310,7 @@ class Checkpointer:
             raise CheckpointError(f"step({n}): the steps completed so far, from 1 on, are wanted")
         self._start()
         self._last_n = n
+        named(n)
         schedule, saver = self._schedule, self._saver
         assert schedule is not None
         assert saver is not None

@@ -67,3 +67,11 @@ def test_a_minute_holds_the_steps_of_the_lowest_rank_only():
     assert (minute.beats, minute.step_last) == (3, 3)
     assert (minute.step_time_p50_us, minute.step_time_max_us) == (1_500_000, 2_000_000)
     assert progress.take_minute(10 * MINUTE_NS) is None
+
+
+def test_a_script_that_says_its_steps_beats_twice_in_each_and_steps_once():
+    progress = Progress()
+    progress.feed(0, beats((STEP_UNKNOWN, 0.0), (1, 0.1), (1, 2.0), (2, 2.1), (2, 4.0), (3, 4.1)))
+
+    minute = progress.take_minute(MINUTE_NS)
+    assert (minute.step_time_p50_us, minute.step_time_max_us) == (2_000_000, 2_000_000)

@@ -110,6 +110,52 @@ def test_a_step_that_no_longer_rises_is_unknown_until_it_does():
     assert steps == [*[7] * (PATIENCE + 1), STEP_UNKNOWN, 8]
 
 
+def test_a_checkpointer_names_the_step_of_an_optimizer_that_counts_none():
+    beat, ring = heart()
+    optimizer = Optimizer()
+    for step in (1, 2):
+        beat(optimizer, (), {})
+        beat.named(step)
+
+    assert [(b.step, b.source) for b in read_beats(ring)] == [
+        (STEP_UNKNOWN, StepSource.UNKNOWN),
+        (1, StepSource.REPORTED),
+        (1, StepSource.REPORTED),
+        (2, StepSource.REPORTED),
+    ]
+    assert beat.step == 2
+
+
+def test_a_checkpointer_that_says_what_the_optimizer_says_makes_no_beat():
+    beat, ring = heart()
+    optimizer = Optimizer(w=41)
+    beat(optimizer, (), {})
+    beat.named(41)
+    assert [b.source for b in read_beats(ring)] == [StepSource.OPTIMIZER_STATE]
+
+    optimizer.state["w"]["step"] = 42
+    beat(optimizer, (), {})
+    beat.named(1042)  # it counts what was done with another optimizer as well
+    beat(optimizer, (), {})
+    assert [b.step for b in read_beats(ring)] == [41, 42, 1042, 1042]
+
+    beat.progress(7)
+    beat.named(1043)
+    assert [b.step for b in read_beats(ring)][4:] == [7]
+
+
+def test_a_step_that_a_checkpointer_has_not_named_for_long_is_unknown():
+    beat, ring = heart()
+    optimizer = Optimizer()
+    beat(optimizer, (), {})
+    beat.named(1)
+    for _ in range(PATIENCE + 1):
+        beat(optimizer, (), {})
+
+    assert [b.step for b in read_beats(ring)] == [STEP_UNKNOWN, *[1] * (PATIENCE + 1), STEP_UNKNOWN]
+    assert beat.step == STEP_UNKNOWN
+
+
 def test_one_optimizer_for_each_of_many_parameters_is_not_a_standstill():
     beat, ring = heart()
     optimizers = [Optimizer(w=1) for _ in range(5 * PATIENCE)]

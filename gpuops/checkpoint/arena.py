@@ -168,15 +168,18 @@ class SlotMemory:
             self._close_fd()
             self._view, self._map = memoryview(b""), None
 
-    def unmap(self) -> None:
+    def unmap(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Take the pages out of this process's page table, bit by bit; what is in them stays.
 
         That takes a tenth of a second a gigabyte, which is better spent in a thread of its own:
-        others run meanwhile. Who still reads the view has the pages mapped again.
+        others run meanwhile. Who still reads the view has the pages mapped again. *stop* is asked
+        each millisecond or so.
         """
         mapped = self._map
         if mapped is not None:
             for begin in range(0, self.nbytes, _UNMAP_BYTES):
+                if stop():
+                    return
                 nbytes = min(_UNMAP_BYTES, self.nbytes - begin)
                 mapped.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 

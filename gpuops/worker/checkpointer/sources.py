@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,16 @@ class Found:
     why: tuple[str, ...] = ()
 
 
+class OpenedImage(Protocol):
+    """The image of a shard, as memory and as the file that it is in."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+    @property
+    def fd(self) -> int: ...
+
+
 class StateSource(Protocol):
     """Finds a state, and opens the images of its shards."""
 
@@ -42,7 +53,7 @@ class StateSource(Protocol):
         """
         ...
 
-    def open(self, shard: Shard) -> memoryview:
+    def open(self, shard: Shard) -> OpenedImage:
         """Return the verified image of one of its shards, until `close`."""
         ...
 
@@ -84,12 +95,12 @@ class FromKeeper:
             return None
         return Found(offer.state, offer.world, offer.tier, offer.why)
 
-    def open(self, shard: Shard) -> memoryview:
+    def open(self, shard: Shard) -> OpenedImage:
         assert self._offer is not None
         source = self._keeper.open_shard(self._offer, shard)
         opened = _Mapped(source) if isinstance(source, Path) else source
         self._opened.append(opened)
-        return opened.view
+        return opened
 
     def loaded(self, seconds: float, nbytes: int) -> None:
         assert self._offer is not None
@@ -139,7 +150,7 @@ class FromDirectory:
             )
         return None
 
-    def open(self, shard: Shard) -> memoryview:
+    def open(self, shard: Shard) -> OpenedImage:
         chosen = self._chosen
         assert chosen is not None
         source = chosen.sources.get(shard)
@@ -155,7 +166,7 @@ class FromDirectory:
             source = found.sources[shard]
         opened = _Mapped(source) if isinstance(source, Path) else source
         self._opened.append(opened)
-        return opened.view
+        return opened
 
     def loaded(self, seconds: float, nbytes: int) -> None:
         pass
@@ -192,17 +203,16 @@ class _Mapped:
 
     def __init__(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(fd)
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._close_fd = weakref.finalize(self, os.close, self.fd)
+            mapped = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as exc:
             raise CheckpointError(f"cannot read {path}: {exc}") from exc
         self.view = memoryview(mapped)
 
     def close(self) -> None:
         """Let go of it; it stays mapped until nothing refers to `view`."""
+        self._close_fd()
         self.view = memoryview(b"")
 
 
@@ -216,13 +226,16 @@ def _close_all(opened: list[SlotMemory | _Mapped]) -> None:
             each.close()
     opened.clear()
     if large:
-        threading.Thread(target=_unmap, args=(large,), name="gpuops-unmap", daemon=True).start()
+        # No daemon: CPython kills those as it ends, wherever they are, C++ included.
+        threading.Thread(target=_unmap, args=(large,), name="gpuops-unmap").start()
 
 
 def _unmap(memories: list[SlotMemory]) -> None:
+    """Unmap and close *memories*; once the program ends, leave it to the kernel within 1 ms."""
+    main = threading.main_thread()
     while memories:
         memory = memories.pop()
-        memory.unmap()
+        memory.unmap(lambda: not main.is_alive())
         memory.close()
 
 

@@ -34,6 +34,12 @@ def mappings_of(name):
     return [line for line in lines if f"/memfd:{name} " in line]
 
 
+def resident_bytes(name):
+    """Return how much of a slot this process has in its page table."""
+    _, _, rest = Path("/proc/self/smaps").read_text().partition(f"/memfd:{name} ")
+    return int(rest.partition("Rss:")[2].split()[0]) * 1024
+
+
 def taken_bytes(slot):
     return os.fstat(slot.fd).st_blocks * 512
 
@@ -388,6 +394,24 @@ def test_what_is_unmapped_bit_by_bit_is_still_there_for_who_reads_it():
             reader.unmap()
             assert view[-3:] == b"end"
         reader.unmap()
+
+
+def test_unmapping_stops_where_it_is_told_to():
+    """As at the end of a program, which then ends a millisecond later, not a second."""
+    n_pieces = 5
+    asked = []
+
+    def stop():
+        asked.append(len(asked))
+        return len(asked) > 2
+
+    with SlotMemory.create("unmapped", n_pieces * arena._UNMAP_BYTES) as slot:
+        slot.populate()
+        mapped_before = resident_bytes("unmapped")
+        slot.unmap(stop)
+        assert resident_bytes("unmapped") == mapped_before - 2 * arena._UNMAP_BYTES
+        slot.unmap()
+        assert resident_bytes("unmapped") == 0
 
 
 def test_slots_that_are_dropped_or_closed_leave_no_descriptor():

@@ -10,6 +10,7 @@ import torch
 from support.keeper_ranks import until
 from torch import nn
 
+from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.keeper import Policy
 from gpuops.checkpoint.memory_keeper import MemoryNode
 from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId, Tier
@@ -24,7 +25,7 @@ from gpuops.worker.checkpointer.keeping import (
     own_folder,
 )
 from gpuops.worker.checkpointer.place import Place, find_place
-from gpuops.worker.checkpointer.sources import FromDirectory
+from gpuops.worker.checkpointer.sources import _LARGE_BYTES, FromDirectory, FromKeeper
 
 ALONE = Place(0, 1, 0, 1, "")
 
@@ -69,7 +70,9 @@ def test_the_newest_is_found_and_read(persisted):
     found = source(persisted.folder)
 
     assert found.find().state == StateId(0, 3)
-    assert bytes(found.open(Shard(0, 1))) == persisted.shard(3).read_bytes()
+    image = found.open(Shard(0, 1))
+    assert bytes(image.view) == persisted.shard(3).read_bytes()
+    assert os.pread(image.fd, len(image.view), 0) == bytes(image.view)
     found.close()
 
 
@@ -262,3 +265,31 @@ def test_which_rank_this_is(env, place):
 def test_a_launcher_that_contradicts_itself_is_an_error(env):
     with pytest.raises(CheckpointError, match="that cannot be"):
         find_place(env)
+
+
+class Watched(SlotMemory):
+    """Memory that tells which thread unmaps it, and whether that is to stop."""
+
+    told: list
+
+    def unmap(self, stop=lambda: False):
+        self.told.append((threading.current_thread(), stop()))
+        super().unmap(stop)
+
+
+def test_large_memory_is_unmapped_by_a_thread_that_nobody_kills():
+    """The end of the program waits for it, and it stops then."""
+    memory = Watched.create("large", _LARGE_BYTES)
+    memory.told = []
+    source = FromKeeper(object(), 1.0)
+    source._opened.append(memory)
+
+    source.close()
+
+    ((thread, must_stop),) = until(lambda: memory.told, what="unmapping")
+    thread.join(30)
+    assert thread is not threading.current_thread()
+    assert not thread.daemon
+    assert not must_stop
+    with pytest.raises(CheckpointError, match="closed"):
+        _ = memory.view

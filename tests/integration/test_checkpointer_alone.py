@@ -1,13 +1,15 @@
 """Without `gpuops run` a job keeps its states by itself, in memory and in its directory."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.gloo_ranks import run_ranks, said
+from support.gloo_ranks import run_ranks, run_script, said
+from support.runs import JOBS
 from support.same_state import same
 
 from gpuops.checkpoint.agent_link import AgentLink
@@ -65,6 +67,24 @@ def test_the_directory_alone_is_enough(tmp_path, home):
         assert (two["start"], two["restored"]["tier"]) == (HALF, "persistent")
         assert one["losses"] + two["losses"] == one["reference"]
         assert same(two["state"], one["reference_state"])
+
+
+def test_a_flipped_bit_is_a_warning_of_the_first_rank(tmp_path, home):
+    """Of two ranks either may be wrong; what an agent would record is only said."""
+    env = {**home, "GPUOPS_CKPT_DIR": str(tmp_path / "states")}
+    codes = run_script(tmp_path, 2, JOBS / "flipped.py", "flipped", env=env)
+    words = said(tmp_path, 2, "flipped")
+    assert codes == [0, 0], words
+    (flipped,) = map(int, re.findall(r"flipped after step (\d+)", words))
+    (found,) = re.findall(
+        r"replicas of the training state differ: ranks 0-1, which must be equal, differ in "
+        r"model\.3\.weight at step (\d+) \(alike at step (\d+)\): either may be wrong",
+        words,
+    )
+
+    assert int(found[1]) <= flipped < int(found[0])
+    assert "replicas" not in (tmp_path / "log-1-flipped").read_text()
+    assert words.count("replicas of the training state differ") == 1
 
 
 HOLDS = """

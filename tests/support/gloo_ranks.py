@@ -16,11 +16,26 @@ LIMIT_S = 150.0
 
 def run_ranks(folder, world, job, *, keeper=None, env=None):
     """Run *world* ranks to their end; return the results they wrote, in order of rank."""
+    more = {"JOB_DIR": str(folder), "JOB": json.dumps(job)}
+    if keeper is not None:
+        more["GPUOPS_KEEPER"] = str(keeper)
+    codes = run_script(folder, world, JOB, job["name"], env=more | (env or {}))
+    wanted = -signal.SIGKILL if job.get("die") else 0
+    assert codes == [wanted] * world, said(folder, world, job["name"])
+    return [
+        torch.load(folder / f"result-{rank}-{job['name']}", weights_only=False)
+        for rank in range(world)
+    ]
+
+
+def run_script(folder, world, script, name, *, env):
+    """Run *script* as *world* ranks of this machine to their end; return their exit codes.
+
+    They find each other through the file that ``GLOO_STORE`` names.
+    """
     store = folder / f"store-{uuid.uuid4().hex}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUOPS_")}
-    common = kept | {"JOB_DIR": str(folder), "JOB": json.dumps(job), "OMP_NUM_THREADS": "1"}
-    if keeper is not None:
-        common["GPUOPS_KEEPER"] = str(keeper)
+    common = kept | {"OMP_NUM_THREADS": "1", "GLOO_STORE": f"file://{store}"} | env
     processes = []
     for rank in range(world):
         own = {
@@ -29,30 +44,22 @@ def run_ranks(folder, world, job, *, keeper=None, env=None):
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        argv = [sys.executable, "-W", "error::ResourceWarning", str(JOB)]
-        log = (folder / f"log-{rank}-{job['name']}").open("w")
-        with log:
+        with (folder / f"log-{rank}-{name}").open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    argv,
-                    env=common | own | (env or {}) | {"GLOO_STORE": f"file://{store}"},
+                    [sys.executable, "-W", "error::ResourceWarning", str(script)],
+                    env=common | own,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
             )
     try:
-        codes = [process.wait(LIMIT_S) for process in processes]
+        return [process.wait(LIMIT_S) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    wanted = -signal.SIGKILL if job.get("die") else 0
-    assert codes == [wanted] * world, said(folder, world, job["name"])
-    return [
-        torch.load(folder / f"result-{rank}-{job['name']}", weights_only=False)
-        for rank in range(world)
-    ]
 
 
 def said(folder, world, name):

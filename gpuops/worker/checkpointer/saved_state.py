@@ -14,18 +14,20 @@ import torch
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, TensorSpec, read_extra, read_layout
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
 from gpuops.worker.checkpointer.capture import FORMAT
-from gpuops.worker.checkpointer.filling import fill
+from gpuops.worker.checkpointer.filling import FileRead, can_be_read, fill
 from gpuops.worker.checkpointer.part import shape_of
 from gpuops.worker.checkpointer.pieces import Piece, distinct
+from gpuops.worker.checkpointer.sources import OpenedImage
 from gpuops.worker.checkpointer.tensors import NAMES, Places, carried, check, is_dtensor, local_of
 from gpuops.worker.checkpointer.values import loads
 from gpuops.worker.checkpointer.views import view_of
 
-OpenImage = Callable[[Shard], memoryview]
+OpenImage = Callable[[Shard], OpenedImage]
 
 
 class _Image(NamedTuple):
     memory: memoryview
+    fd: int
     layout: ImageLayout
     tensors: Mapping[str, PlacedTensor]
     extra: Mapping[str, Any]
@@ -105,6 +107,7 @@ class SavedState:
         """
         places = Places()
         straight: list[tuple[torch.Tensor, torch.Tensor]] = []
+        reads: list[FileRead] = []
         spread: dict[str, torch.Tensor] = {}
         nbytes = 0
         for name, target in self._wants:
@@ -114,9 +117,12 @@ class SavedState:
             nbytes += local.numel() * local.element_size()
             found = self._find(name)
             assert found is not None
-            memory, placed = found
-            if _is_same(places.spec_of(target, local, name), placed.spec):
-                straight.append((local, view_of(memory, placed)))
+            image, placed = found
+            is_same = _is_same(places.spec_of(target, local, name), placed.spec)
+            if is_same and can_be_read(local):
+                reads.append(FileRead(local, image.fd, placed.begin))
+            elif is_same:
+                straight.append((local, view_of(image.memory, placed)))
             elif name in spread:
                 straight.append((local, local_of(spread[name])))
             else:
@@ -126,13 +132,13 @@ class SavedState:
             from gpuops.worker.checkpointer.resharding import load_resharded
 
             load_resharded(spread, {name: self._pieces(name) for name in spread})
-        fill([a for a, _ in straight], [b for _, b in straight], n_threads)
+        fill([a for a, _ in straight], [b for _, b in straight], n_threads, reads)
         return nbytes
 
-    def _find(self, name: str) -> Piece | None:
+    def _find(self, name: str) -> tuple[_Image, PlacedTensor] | None:
         for image in self._all():
             if name in image.tensors:
-                return image.memory, image.tensors[name]
+                return image, image.tensors[name]
         return None
 
     def _pieces(self, name: str) -> list[Piece]:
@@ -156,7 +162,8 @@ class SavedState:
         return self._images[rank]
 
     def _read(self, shard: Shard) -> _Image:
-        memory = self._open(shard)
+        opened = self._open(shard)
+        memory = opened.view
         layout = read_layout(memory)
         if layout.shard != shard:
             raise CorruptError(
@@ -177,7 +184,7 @@ class SavedState:
                 f"are of step {self._step}"
             )
         tensors = {placed.spec.name: placed for placed in layout.tensors}
-        return _Image(memory, layout, tensors, extra)
+        return _Image(memory, opened.fd, layout, tensors, extra)
 
 
 def _is_same(wanted: TensorSpec, saved: TensorSpec) -> bool:

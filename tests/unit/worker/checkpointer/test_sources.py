@@ -27,6 +27,7 @@ from gpuops.worker.checkpointer.keeping import (
 from gpuops.worker.checkpointer.place import Place, find_place
 from gpuops.worker.checkpointer.sources import _LARGE_BYTES, FromDirectory, FromKeeper
 
+WIDTH = 30_000  # long enough to be read from the file
 ALONE = Place(0, 1, 0, 1, "")
 
 
@@ -36,7 +37,7 @@ class Persisted:
     def __init__(self, folder, steps):
         self.folder = folder
         node = MemoryNode()
-        model = nn.Linear(40, 1, bias=False)
+        model = nn.Linear(WIDTH, 1, bias=False)
         with Checkpointer(
             model=model, every=1, directory=folder, persist_every=0, keeper=node.connect()
         ) as ck:
@@ -118,14 +119,14 @@ def test_a_job_without_a_keeper_restores_and_says_what_it_does_not_do(persisted,
         def __getattr__(self, name):
             raise KeeperError("the keeper is gone")
 
-    model = nn.Linear(40, 1, bias=False)
+    model = nn.Linear(WIDTH, 1, bias=False)
     with Checkpointer(model=model, directory=persisted.folder, every=1, keeper=Gone()) as ck:
         assert ck.restore() == 3
         ck.step(4)
         assert ck.stats["restored"]["tier"] == "persistent"
         assert ck.stats["saved"] == 0
 
-    assert torch.equal(model.weight, torch.full((1, 40), 3.0))
+    assert torch.equal(model.weight, torch.full((1, WIDTH), 3.0))
     assert any("the keeper is gone" in record.getMessage() for record in caplog.records)
 
 
@@ -154,7 +155,7 @@ def test_only_the_first_rank_says_what_all_loaded(persisted, monkeypatch, caplog
 
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = nn.Linear(40, 1, bias=False)
+    model = nn.Linear(WIDTH, 1, bias=False)
     with Checkpointer(model=model, directory=persisted.folder, keeper=Gone()) as ck:
         assert ck.restore() == 3
 

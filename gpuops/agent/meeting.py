@@ -16,7 +16,7 @@ from gpuops.control.record import CONTROL
 from gpuops.control.server_guard import LEASE_S as GUARD_LEASE_S
 from gpuops.control.server_guard import ServerGuard
 from gpuops.control.server_process import PortTakenError, ServerProcess, start_server
-from gpuops.control.tcp_board import TcpBoard
+from gpuops.control.tcp_board import DEADLINE_S, TcpBoard
 from gpuops.host.clock import Clock
 from gpuops.units import NS_PER_S
 
@@ -57,11 +57,13 @@ def meet(
     limit_s: float,
     wait: Callable[[float], object],
     predecessor_s: float = PREDECESSOR_S,
+    deadline_s: float = DEADLINE_S,
 ) -> Met:
     """Return the board of the run; start its server where this is the node for it.
 
     The node of the endpoint may come up last, so a board that is not there yet is waited for. One
-    of another run is given *predecessor_s* to end: a run that is over leaves its port soon.
+    of another run is given *predecessor_s* to end: a run that is over leaves its port soon. Each
+    call to a server, now and later, is given *deadline_s*.
 
     Raises:
         BoardUnreachableError: Not there within *limit_s*.
@@ -82,7 +84,7 @@ def meet(
             wait(RETRY_S)
             continue
         try:
-            met = _reach(meeting, local_address)
+            met = _reach(meeting, local_address, deadline_s)
         except (BoardUnreachableError, OtherRunError) as exc:
             if not patience.bears(exc):
                 raise
@@ -134,9 +136,15 @@ def _is_host(meeting: Meeting) -> bool:
     return is_local(meeting.host) if meeting.is_host is None else meeting.is_host
 
 
-def _reach(meeting: Meeting, local_address: str | None) -> Met:
+def _reach(meeting: Meeting, local_address: str | None, deadline_s: float) -> Met:
     if meeting.kind is MeetingKind.TCP:
-        tcp = TcpBoard(meeting.host, meeting.port, run_key=meeting.run_key, token=meeting.token)
+        tcp = TcpBoard(
+            meeting.host,
+            meeting.port,
+            run_key=meeting.run_key,
+            token=meeting.token,
+            deadline_s=deadline_s,
+        )
         tcp.get(CONTROL)  # an answer shows that it is there, and our own address on the way
         return Met(
             board=tcp,

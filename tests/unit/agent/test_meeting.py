@@ -52,7 +52,7 @@ def test_an_endpoint_that_nobody_serves_is_waited_for_and_then_given_up():
     waits = []
 
     with pytest.raises(BoardUnreachableError, match=str(meeting.port)):
-        join(meeting, waits=waits, limit_s=3.0)
+        join(meeting, waits=waits, limit_s=3.0, deadline_s=0.05)
     assert 3 <= sum(waits) <= 4
 
 
@@ -62,7 +62,7 @@ def test_whoever_waits_may_end_the_wait():
     )
 
     with pytest.raises(ZeroDivisionError):
-        join(meeting, wait=lambda _s: 1 // 0)
+        join(meeting, wait=lambda _s: 1 // 0, deadline_s=0.05)
 
 
 def tcp_meeting(port, *, is_host):

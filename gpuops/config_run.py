@@ -23,6 +23,7 @@ DOMAIN_LEVELS_MAX = 16
 LEASE_DEFAULT = "120"
 LAST_SAVE_DEFAULT = "10m"
 _DOMAIN_NAME = re.compile(r"[^\s/]{1,200}")
+WINDOW_S_MIN = 60.0
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -31,7 +32,10 @@ def restarts(text: str) -> tuple[int, float | None]:
     number, slash, window = text.partition("/")
     if not number.strip().isdecimal() or int(number) > RESTARTS_MAX:
         raise ValueError("a number of restarts is wanted, or one in a time as in 10/6h")
-    return int(number), _seconds(window) if slash else None
+    window_s = _seconds(window) if slash else None
+    if window_s is not None and window_s < WINDOW_S_MIN:
+        raise ValueError(f"no two restarts fall into {window_s:g} s; a time as in 10/6h is wanted")
+    return int(number), window_s
 
 
 def nodes(text: str) -> int:
@@ -57,7 +61,7 @@ def hang_timeout(text: str) -> float | None:
     """Return the seconds without a step that are a hang; None: learned; 0: never."""
     if text == "auto":
         return None
-    return 0.0 if text == "off" else _seconds(text, "or auto, or off")
+    return 0.0 if text == "off" else _seconds(text, ", auto or off")
 
 
 def switch(text: str) -> bool:
@@ -70,7 +74,7 @@ def switch(text: str) -> bool:
 
 def grow_after(text: str) -> float | None:
     """Return the seconds after which a run may take more nodes in; None: never."""
-    return None if text == "never" else _seconds(text, "or never")
+    return None if text == "never" else _seconds(text, " or never")
 
 
 def drain_grace(text: str) -> float:
@@ -162,8 +166,9 @@ def _seconds(text: str, more: str = "") -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= LONGEST_S:
-        wanted = " ".join(filter(None, ("a time as in 90, 90s or 2h", more)))
-        raise ValueError(f"{wanted} is wanted, up to {LONGEST_S / 86400:g} days")
+        raise ValueError(
+            f"a time as in 90, 90s or 2h{more} is wanted, up to {LONGEST_S / 86400:g} days"
+        )
     return seconds
 
 

@@ -12,6 +12,7 @@ from gpuops.report.text import cut, flat, short
 from gpuops.units import format_seconds
 
 NODES_MAX = 40
+LABEL = 12
 # An agent beats once a second; `gpuops.control` counts it as suspect after six.
 SUSPECT_S = 6.0
 
@@ -26,15 +27,26 @@ def status_view(
         rate: Steps a second since the last look, None where that is not known.
         silent_s: For each node the seconds for which its agent's heartbeat has not moved.
     """
-    parts: list[RenderableType] = [Text(line) for line in _head(view)]
+    parts: list[RenderableType] = [_labelled(_head(view))]
     if view.step is not None or rate is not None:
         parts.append(_progress(view, rate))
     if view.checkpoint is not None and (line := _checkpoint(view.checkpoint)):
-        parts.append(Text(line))
+        parts.append(_labelled([line]))
     if view.nodes:
         parts.append(_nodes(view.nodes, silent_s or {}))
-    parts += [Text(line) for line in _tail(view)]
+    if tail := _tail(view):
+        parts.append(_labelled(tail))
     return Group(*parts)
+
+
+def _labelled(lines: Sequence[str]) -> Table:
+    """Return *lines*, which begin with a label of `LABEL` characters: long ones go on behind it."""
+    table = Table.grid()
+    table.add_column(width=LABEL, no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(Text(line[:LABEL].rstrip()), Text(line[LABEL:]))
+    return table
 
 
 def _head(view: RunView) -> list[str]:
@@ -122,16 +134,19 @@ def _tail(view: RunView) -> list[str]:
     if view.spares:
         lines.append(f"spare       {flat(', '.join(view.spares))}")
     for number, (node, why) in enumerate(sorted(view.excluded.items())):
-        lines.append(f"{'left out' if number == 0 else '':<12}{flat(node)}: {flat(why)}")
+        lines.append(f"{'left out' if number == 0 else '':<{LABEL}}{flat(node)}: {flat(why)}")
     for number, (node, why) in enumerate(view.doubted.items()):
         told = f"{flat(node)}: {flat(why)}; a restart does without it, if it can be spared"
-        lines.append(f"{'doubted' if number == 0 else '':<12}{told}")
+        lines.append(f"{'doubted' if number == 0 else '':<{LABEL}}{told}")
     if view.restarts_used is not None:
         most = "" if view.restarts_max is None else f" of {view.restarts_max}"
         lines.append(f"restarts    {view.restarts_used}{most}")
     if view.decision is not None:
         made = view.decision
         verdict, rule = flat(str(made.get("verdict"))), flat(str(made.get("rule")))
-        lines.append(f"decided     {verdict} ({rule}): {flat(str(made.get('reason')))}")
+        why = flat(str(made.get("reason")))
+        lines.append(
+            f"decided     {verdict} ({rule}){'' if why == flat(view.reason) else f': {why}'}"
+        )
     lines += [f"note        {flat(note)}" for note in view.notes]
     return lines

@@ -124,6 +124,19 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert "decided     restart (worker-failed): a worker failed" in text
 
 
+def test_what_is_long_goes_on_behind_its_label_and_is_said_once():
+    why = "rank 1 on vm made no progress for 11 s, is stopped by a signal (state T); restart"
+    board = a_board(FakeClock(), reason=why, decision=decision(report("n9"), reason=why))
+    lines = shown(ask_board(board), width=60).splitlines()
+
+    start = next(n for n, line in enumerate(lines) if line.startswith("why "))
+    told = [line.rstrip() for line in lines[start : start + 2]]
+    assert told[0].startswith("why         rank 1 on vm made no progress")
+    assert told[1].startswith(" " * 12)
+    assert " ".join(part[12:] for part in told) == why
+    assert "decided     restart (worker-failed)" in [line.rstrip() for line in lines]
+
+
 def test_looking_disturbs_no_agent():
     board = a_board(FakeClock())
     keys = Keys(run_id=RUN)

@@ -1,7 +1,9 @@
 """Makes parts of a state out of what the user gave."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from gpuops.worker.checkpointer.optimizer_part import OptimizerPart
 from gpuops.worker.checkpointer.part import Part
 
 _log = logging.getLogger(__name__)
+
+_FILLED = (Mapping, torch.Tensor, torch.Generator)
+"""What is filled where it is, and needs no place to be put back into."""
 
 
 class Given:
@@ -74,15 +79,30 @@ class Given:
                     "the data as extra"
                 )
 
+    def check(self) -> None:
+        """Raise CheckpointError where nothing was given, or two things by one name."""
+        if not self.parts:
+            raise CheckpointError("nothing to save was given: model=, optimizer=, … or extra=")
+        for key, n in Counter(part.key for part in self.parts).items():
+            if n > 1:
+                raise CheckpointError(f"two things are called {key}; give each a name of its own")
+
     def values(self, kind: str, value: object) -> None:
         """Add averages, or anything else: things with a state, generators, plain values."""
         if isinstance(value, Mapping) and not _is_tensors(value):
             for name in value:
-                self.parts.append(self._any(f"{kind}.{name}", value, str(name)))
+                self.parts.append(self._any(f"{kind}.{name}", value, name))
         elif value is not None:
-            self.parts.append(self._any(kind, {kind: value}, kind))
+            named = [(kind, value)] if isinstance(value, Mapping) else _named(kind, value)
+            for key, each in named:
+                if not isinstance(each, _FILLED) and not _is_stateful(each):
+                    raise CheckpointError(
+                        f"{key} is a {type(each).__qualname__}, and what is loaded could not be "
+                        f"given back to the script: give it in a mapping, {kind}={{'name': …}}"
+                    )
+                self.parts.append(self._any(key, MappingProxyType({key: each}), key))
 
-    def _any(self, key: str, holder: Mapping[str, Any], name: str) -> Part:
+    def _any(self, key: str, holder: Mapping[Any, Any], name: object) -> Part:
         value = holder[name]
         if isinstance(value, nn.Module):
             return ModelPart(key, [value], allow_pickle=self._allow_pickle)

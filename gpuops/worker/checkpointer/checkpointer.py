@@ -119,8 +119,7 @@ class Checkpointer:
         given.values("ema", ema)
         given.dataloader(dataloader)
         given.values("extra", extra)
-        if not given.parts:
-            raise CheckpointError("nothing to save was given: model=, optimizer=, … or extra=")
+        given.check()
         self._parts = given.parts
         self._allow_pickle = allow_pickle
         self._given_keeper = keeper

@@ -67,13 +67,15 @@ class ValuePart(ObjectPart):
     """One value of a mapping that the user gave: read from it at each save, put back into it."""
 
     def __init__(
-        self, key: str, holder: Mapping[str, Any], name: str, *, allow_pickle: bool = False
+        self, key: str, holder: Mapping[Any, Any], name: object, *, allow_pickle: bool = False
     ) -> None:
         super().__init__(key, holder, allow_pickle=allow_pickle)
         self._name = name
 
     def read(self) -> Reading:
         """Return the value that is there now."""
+        if self._name not in self._stateful:
+            raise CheckpointError(f"{self.key} was given, and the mapping has it no more")
         return self._encode(self._stateful[self._name])
 
     def aim(self, source: Source) -> Finish:
@@ -85,7 +87,10 @@ class ValuePart(ObjectPart):
         if isinstance(now, dict) and isinstance(value, dict):
             return lambda: _replace(now, value)
         if not isinstance(self._stateful, MutableMapping):
-            raise CheckpointError(f"{self.key} cannot be put back: extra is not a dict")
+            raise CheckpointError(
+                f"{self.key} has another shape or type than what was saved, which has no place to "
+                "be put back into: give it in a dict"
+            )
         holder = self._stateful
         return lambda: holder.__setitem__(self._name, value)
 

@@ -52,8 +52,13 @@ class Source(Protocol):
         """Have *target* filled with what is saved as *name*.
 
         Raises:
-            CheckpointError: There is none, or it is of another shape or dtype.
+            CheckpointError: There is none, or it is of another shape or dtype; or *target* is to
+                be filled with something else already.
         """
+        ...
+
+    def can_fill(self, name: str, target: torch.Tensor) -> bool:
+        """Say whether *target* is not to be filled with something else than *name* already."""
         ...
 
     def fragments(self, key: str) -> list[Any]:
@@ -99,13 +104,24 @@ class Sink:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.encoder = Encoder(self.put, allow_pickle=allow_pickle)
+        self._n_by_path: dict[str, int] = {}
+        self._taken: set[str] = set()
 
     def put(self, tensor: torch.Tensor, path: str) -> object:
-        """Keep *tensor*, whose name is its path; return what stands for it in the JSON."""
-        self.names.append(path)
+        """Keep *tensor*, whose name is its path; return what stands for it in the JSON.
+
+        Keys such as 1 and "1", or ("a", 1) and ("a", 2), lead to one path: then it is numbered.
+        """
+        name, number = path, self._n_by_path.get(path, 1)
+        while name in self._taken:
+            number += 1
+            name = f"{path}#{number}"
+        self._n_by_path[path] = number
+        self._taken.add(name)
+        self.names.append(name)
         self.tensors.append(tensor)
         dtype = tensor.dtype
-        return [path, str(dtype).removeprefix("torch.")] if is_carried(dtype) else path
+        return [name, str(dtype).removeprefix("torch.")] if is_carried(dtype) else name
 
 
 class Drain:
@@ -127,7 +143,7 @@ class Drain:
         self._source = source
         self._like = like
         self._device = device or torch.device("cpu")
-        self._current: dict[str, torch.Tensor] = {}
+        self._current: dict[str, torch.Tensor | None] = {}
         _find_tensors(current, "", self._current)
         self._root = ""
         self._decoder = Decoder(self._take, allow_pickle=allow_pickle)
@@ -149,7 +165,8 @@ class Drain:
         if not isinstance(dtype, torch.dtype):
             raise CorruptError(f"{path[:200]} has the dtype {dtype_name!r:.80}, unknown to torch")
         target = self._current.get(name.removeprefix(self._root))
-        if target is None or not _fits(target, spec, dtype):
+        is_fit = target is not None and _fits(target, spec, dtype)
+        if target is None or not is_fit or not self._source.can_fill(name, target):
             target = empty_from(spec, self._like, dtype, self._device)
         self._source.want(name, target)
         return target
@@ -164,12 +181,15 @@ def shape_of(spec: TensorSpec, dtype: torch.dtype) -> tuple[int, ...]:
     return spec.global_shape[:-1] if dtype is torch.complex128 else spec.global_shape
 
 
-def _find_tensors(value: object, path: str, found: dict[str, torch.Tensor]) -> None:
-    """Put the tensors in *value* into *found*, by paths as those of an `Encoder`."""
+def _find_tensors(value: object, path: str, found: dict[str, torch.Tensor | None]) -> None:
+    """Put the tensors in *value* into *found*, by paths as those of an `Encoder`.
+
+    Where a path leads to two, nobody can tell which one is meant: it leads to none.
+    """
     if path.count(".") > DEPTH_MAX:
         return
     if isinstance(value, torch.Tensor):
-        found[path] = value
+        found[path] = None if path in found else value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _find_tensors(item, f"{path}.{key}", found)

@@ -25,6 +25,15 @@ from gpuops.worker.checkpointer.views import view_of
 OpenImage = Callable[[Shard], OpenedImage]
 
 
+class _Memory(NamedTuple):
+    """What two tensors that are one have in common; ``address`` is 0 where nothing is in it."""
+
+    address: int
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class _Image(NamedTuple):
     memory: memoryview
     fd: int
@@ -50,6 +59,7 @@ class SavedState:
         self.is_own = world == own_world
         self._home = rank if self.is_own else 0
         self._wants: list[tuple[str, torch.Tensor]] = []
+        self._filled: dict[_Memory, str] = {}
         self.notes: list[str] = []
 
     @property
@@ -95,7 +105,23 @@ class SavedState:
                 f"{name} was saved with the shape {shape_of(spec, target.dtype)} and has "
                 f"{tuple(target.shape)} now; restore into a model of the structure that was saved"
             )
+        if target.is_inference():
+            raise CheckpointError(
+                f"{name} was made in inference mode, and nothing can be loaded into it; make it "
+                "outside, or give its clone()"
+            )
+        if not self.can_fill(name, target):
+            raise CheckpointError(
+                f"{name} and {self._filled[_memory_of(target)]} are one tensor here, and were "
+                "saved with different values; give each its own memory (clone()) before restoring"
+            )
+        self._filled.setdefault(_memory_of(target), name)
         self._wants.append((name, target))
+
+    def can_fill(self, name: str, target: torch.Tensor) -> bool:
+        memory = _memory_of(target)
+        first = self._filled.get(memory, name)
+        return first == name or not memory.address or self._is_alike(first, name)
 
     @torch.no_grad()
     def load(self, n_threads: int) -> int:
@@ -134,6 +160,20 @@ class SavedState:
             load_resharded(spread, {name: self._pieces(name) for name in spread})
         fill([a for a, _ in straight], [b for _, b in straight], n_threads, reads)
         return nbytes
+
+    def _is_alike(self, one: str, other: str) -> bool:
+        """Say whether two tensors were saved with the same values."""
+        for image in self._all():
+            a, b = image.tensors.get(one), image.tensors.get(other)
+            if a is None and b is None:
+                continue
+            if a is None or b is None or not _is_same(a.spec, b.spec):
+                return False
+            if not torch.equal(_bytes_of(image.memory, a), _bytes_of(image.memory, b)):
+                return False
+            if self.is_own:
+                return True
+        return True
 
     def _find(self, name: str) -> tuple[_Image, PlacedTensor] | None:
         for image in self._all():
@@ -185,6 +225,16 @@ class SavedState:
             )
         tensors = {placed.spec.name: placed for placed in layout.tensors}
         return _Image(memory, opened.fd, layout, tensors, extra)
+
+
+def _memory_of(tensor: torch.Tensor) -> _Memory:
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    address = local.data_ptr() if local.numel() else 0
+    return _Memory(address, local.device, tuple(local.shape), local.stride())
+
+
+def _bytes_of(memory: memoryview, placed: PlacedTensor) -> torch.Tensor:
+    return view_of(memory, placed).reshape(-1).view(torch.uint8)
 
 
 def _is_same(wanted: TensorSpec, saved: TensorSpec) -> bool:

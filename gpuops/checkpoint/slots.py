@@ -89,7 +89,8 @@ class Gate:
     ``newest`` is the newest committed state that memory holds. ``is_alone`` is false where other
     nodes have a say: a state is then committed by `commit_from_outside` only; ``not_before`` is the
     first step that all of them can save next, until `resume`. ``refused`` has the
-    newest states that were skipped or given up, the newest last.
+    newest states that were skipped or given up, the newest last. ``last`` is the state that a rank
+    asked for as the last one, of this epoch.
     """
 
     newest: StateId | None = None
@@ -102,6 +103,7 @@ class Gate:
     committed: int = 0
     given_up: int = 0
     refused: deque[StateId] = field(default_factory=lambda: deque(maxlen=_REFUSED_KEPT))
+    last: StateId | None = None
     _n_ranks: int = 0
     _arenas: dict[int, set[SlotKey]] = field(default_factory=dict)
     _current: dict[int, int] = field(default_factory=dict)
@@ -126,7 +128,7 @@ class Gate:
         self._decided.clear()
         self._decided_to = -1
         self._granted_s = None
-        self.epoch = None
+        self.epoch = self.last = None
         self._n_ranks = n_ranks
         if self._flight is not None and not self._flight.is_sealed:
             self._give_up()
@@ -186,13 +188,17 @@ class Gate:
         """Return the slot for *step*, or why there is none; the same for all ranks.
 
         *now_s*: where other nodes have a say, of a clock that they have, too. *is_last*: no step
-        follows, so it is never too early, and a step that was refused is decided anew.
+        follows, so it is never too early, and a step that was refused, or given up, is decided
+        anew; it is not due (`Reason.NOT_DUE`) only where the rank has saved it.
         """
         if not 0 <= local_rank < self._n_ranks:
             raise GateError(f"this node has no local rank {local_rank} of {self._n_ranks}")
         self._pass(local_rank, step)
-        was_refused = step == self._decided_to and self._decided.get(step) is not None
-        if step > self._decided_to or (is_last and was_refused):
+        if is_last and self.epoch is not None and step >= self._decided_to:
+            self.last = StateId(self.epoch, step)
+            if self._has(local_rank, self.last):
+                return _SAVED
+        if step > self._decided_to or (is_last and self._is_over(step)):
             self._decide(step, now_s, is_last=is_last)
         refused = self._decided.get(step, _PASSED)
         if refused is not None:
@@ -303,6 +309,19 @@ class Gate:
         return tuple(sorted(keys))
 
     # Behind it.
+
+    def _has(self, local_rank: int, state: StateId) -> bool:
+        """Say whether the rank has saved *state*, as far as nobody gave it up."""
+        flight = self._flight
+        if flight is not None and flight.state == state:
+            return flight.phases.get(local_rank) in (_Phase.SEALED, _Phase.VERIFIED)
+        return state in self._whole or self.newest == state
+
+    def _is_over(self, step: int) -> bool:
+        """Say whether the newest step was refused or given up, and nobody writes it any more."""
+        is_open = self._flight is not None and self._flight.state.step == step
+        is_written = any(state.step == step for _rank, state, _slot in self._hands)
+        return step == self._decided_to and not is_open and not is_written
 
     def _pass(self, local_rank: int, step: int) -> None:
         """Give up the state on its way where this rank went past it without asking for it."""
@@ -438,3 +457,4 @@ class Gate:
 
 
 _PASSED = Refused(Reason.PASSED, "this step was passed, or decided before")
+_SAVED = Refused(Reason.NOT_DUE, "this step is saved already")

@@ -124,6 +124,7 @@ def should_stop() -> bool:
 
 
 _heart: Heart | None = None
+_has_failed = False
 _signalled_ns: Callable[[], int | None] = lambda: None  # noqa: E731 until `connect`
 
 
@@ -135,10 +136,17 @@ def connect(heart: Heart, signalled_ns: Callable[[], int | None]) -> None:
 
 def finish(phase: Phase) -> None:
     """Beat a last time: the program has come to its end; what follows is no step."""
+    global _has_failed  # noqa: PLW0603 there is one program in a process
+    _has_failed = phase is Phase.RAISED
     if _heart is None:
         return
     with contextlib.suppress(Exception):
         _heart.enter(phase)
+
+
+def has_failed() -> bool:
+    """Say whether the program has ended by an exception, or with an exit code that is not 0."""
+    return _has_failed
 
 
 def _silence() -> None:

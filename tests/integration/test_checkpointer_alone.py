@@ -87,6 +87,38 @@ def test_a_flipped_bit_is_a_warning_of_the_first_rank(tmp_path, home):
     assert words.count("replicas of the training state differ") == 1
 
 
+ENDS = """
+import sys, torch, gpuops
+torch.set_num_threads(1)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+ck = gpuops.Checkpointer(model=model, optimizer=optimizer, every=5, directory=sys.argv[1])
+ck.restore()
+for n in range(1, 8):
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    ck.step(n)
+if sys.argv[2] == "fails":
+    raise ValueError("a bug")
+"""
+
+
+def test_a_script_that_closes_nothing_has_its_last_step_saved_unless_it_fails(tmp_path, home):
+    ways = {"ends": 0, "fails": 1}
+    running = {}
+    for way in ways:
+        argv = [sys.executable, "-c", ENDS, str(tmp_path / way), way]
+        running[way] = subprocess.Popen(argv, env=_env(home), stderr=subprocess.PIPE, text=True)
+    for way, code in ways.items():
+        _out, err = running[way].communicate(timeout=120)
+        assert running[way].returncode == code, err
+
+    steps = {way: {s.state.step for s in open_store(str(tmp_path / way)).list()} for way in ways}
+    assert 7 in steps["ends"]
+    assert steps["fails"] <= {5}
+
+
 HOLDS = """
 import sys, torch, gpuops
 ck = gpuops.Checkpointer(model=torch.nn.Linear(1, 1), every=1, directory=sys.argv[1])

@@ -339,16 +339,21 @@ def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
     assert {path.name for path in directory.iterdir()} == {OWNER}
 
 
-def test_a_keeper_that_does_not_answer_does_not_hold_the_end_up_for_long(tmp_path):
+def test_a_keeper_that_hangs_is_replaced_and_the_last_step_is_saved_all_the_same(tmp_path):
     flags = (f"--ckpt-dir={tmp_path / 'ckpt'}",)
-    env = {"GPUOPS_CKPT_LAST_SAVE": "4s"}
-    words = ("--every=4", "--pause=0.5")
-    with Training(tmp_path, *words, flags=flags, steps=7, env=env) as run:
+    with Training(tmp_path, "--every=4", "--pause=0.5", flags=flags, steps=7) as run:
         run.wait_for_step(5)
         keeper = run.keeper()
-        os.kill(keeper, signal.SIGSTOP)  # after its last save
+        os.kill(keeper, signal.SIGSTOP)  # after the last save that is due
         run.finished()
-        os.kill(keeper, signal.SIGKILL)
+        assert not is_alive(keeper)
 
     assert re.search(r"rank 0 weights \w+ after 7 steps", run.said())
     assert [p["outcome"] for p in run.payloads("run.ended")] == ["completed"]
+    assert "the keeper of the checkpoints hung and was ended" in run.said()
+    assert any("stopped by a signal" in p["error"] for p in run.payloads("tool.failed"))
+    assert "the checkpoint of step 7 persisted" in run.said()
+    assert max(path.name[:17] for path in (tmp_path / "ckpt").glob("step-*")) == (
+        "step-000000000007"
+    )
+    assert_nothing_left(run)

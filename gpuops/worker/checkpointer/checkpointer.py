@@ -39,6 +39,7 @@ from gpuops.worker.checkpointer.keeping import (
     default_directory,
     group_store,
 )
+from gpuops.worker.checkpointer.last_step import LastStep, at_exit, save_and_leave
 from gpuops.worker.checkpointer.place import Place, find_place, is_group
 from gpuops.worker.checkpointer.restoring import Restored, restore_parts
 from gpuops.worker.checkpointer.saver import Saver
@@ -130,11 +131,8 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._restored: Restored | None = None
         self._is_closed = False
-        self._last_n = 0
-        self._is_watched = False
-        self._at_exit: weakref.finalize[[Saver], Checkpointer] | None = None
-        self._n_optimizers = len(given.optimizers)
-        self._stepping: set[int] = set()
+        self._last = LastStep(len(given.optimizers), persists=self._policy.directory is not None)
+        self._at_exit: weakref.finalize[[LastStep, Saver, Finder], Checkpointer] | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step) for optimizer in given.optimizers
         ]
@@ -191,14 +189,9 @@ class Checkpointer:
             self._at_exit.detach()
         for hook in self._hooks:
             hook.remove()
-        saver, own = self._saver, self._finder.own if self._finder is not None else None
+        own = self._finder.own if self._finder is not None else None
         try:
-            if saver is not None:
-                if self._may_save_last():
-                    saver.save_last(self._last_n)
-                saver.close()
-            if own is not None:
-                own.finish(saver.last_step if saver is not None else None)
+            save_and_leave(self._last, self._saver, own, is_normal=sys.exc_info()[0] is None)
         except Exception as exc:  # noqa: BLE001 boundary: the training is done, whatever this says
             _log.warning("the last checkpoint may be missing: %s", exc)
 
@@ -232,11 +225,6 @@ class Checkpointer:
             with suppress(KeeperError):
                 found["keeper"] = dict(keeper.stats())
         return found
-
-    def _may_save_last(self) -> bool:
-        """Say whether what was given is as it was at the last `step`, and of use later on."""
-        is_as_it_was = self._is_watched and not self._stepping and sys.exc_info()[0] is None
-        return is_as_it_was and self._policy.directory is not None
 
     def __enter__(self) -> Self:
         return self
@@ -274,8 +262,8 @@ class Checkpointer:
             allow_pickle=self._allow_pickle,
         )
         saver.connect()
-        # A script need not close it: a copy that a device still makes is sealed all the same.
-        self._at_exit = weakref.finalize(self, _complete, saver)
+        # A script need not close it: the last step is saved, and what is being copied sealed.
+        self._at_exit = weakref.finalize(self, at_exit, self._last, saver, self._finder)
         return place
 
     def _source(self, place: Place) -> StateSource | None:
@@ -308,7 +296,7 @@ class Checkpointer:
         if not 0 < n <= STEP_MAX:
             raise CheckpointError(f"step({n}): the steps completed so far, from 1 on, are wanted")
         self._start()
-        self._last_n = n
+        self._last.n = n
         named(n)
         schedule, saver = self._schedule, self._saver
         assert schedule is not None
@@ -320,11 +308,8 @@ class Checkpointer:
         try:
             saver.prepare(n)
             begun_s = time.monotonic()
-            # An optimizer that is compiled, or replayed as a CUDA graph, calls no hook: nothing
-            # would keep it from changing what is being copied.
-            self._is_watched = len(self._stepping) == self._n_optimizers > 0
-            self._stepping.clear()
-            overlap = self._is_watched
+            self._last.told(n)
+            overlap = self._last.is_watched
             if is_due and saver.save(n, ask_first=schedule.asks_first, overlap=overlap):
                 stall_s = time.monotonic() - begun_s
         finally:
@@ -337,7 +322,7 @@ class Checkpointer:
         """Have the optimizer's step come after a copy that is still being made."""
         if torch.compiler.is_compiling() or _is_capturing():
             return
-        self._stepping.add(id(optimizer))
+        self._last.stepping.add(id(optimizer))
         if self._saver is None:
             return
         try:
@@ -351,11 +336,6 @@ class Checkpointer:
         else:
             _log.warning("no checkpoints are saved: %s", exc)
             self.close()
-
-
-def _complete(saver: Saver) -> None:
-    with suppress(Exception):  # boundary: the script is done, whatever this says
-        saver.close()
 
 
 def _is_capturing() -> bool:

@@ -60,6 +60,14 @@ class OwnKeeper:
         Raises:
             KeeperError: It is gone, or could not persist it; the state before stays.
         """
+        self.persist(step, deadline_s, is_over=True)
+
+    def persist(self, step: int | None, deadline_s: float, *, is_over: bool = False) -> None:
+        """Do as `finish`, and let the keeper live where it is not over: for its lease.
+
+        Raises:
+            KeeperError: It is gone, or could not persist it; the state before stays.
+        """
         end_s = time.monotonic() + deadline_s
         link = AgentLink.connect(self._socket_path)
         try:
@@ -70,8 +78,9 @@ class OwnKeeper:
                 _log.warning("%s", notice)
             if step is not None and flushed.state is None:
                 raise KeeperError(f"the last state was not persisted: {flushed.why}")
-            link.end()
-            self._remove()
+            if is_over:
+                link.end()
+                self._remove()
         finally:
             link.close()
             self.leave()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gpuops.checkpoint.keeper import NO_ANSWER, Grant, Keeper, Skipped
 from gpuops.checkpoint.keeper_line import KeeperGoneError
@@ -27,6 +27,7 @@ SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 AGAIN_S = 0.1
 LAST_SAVE_S = 30.0
 _N_STALLS = 64
+T = TypeVar("T")
 
 
 class Connect(Protocol):
@@ -54,7 +55,7 @@ class Saver:
     ) -> None:
         """Take *connect*, which finds the keeper or raises KeeperError; see `connect`."""
         self._is_single = place.local_world == 1
-        self._is_first = place.rank == 0
+        self.is_first = place.rank == 0
         self._reserved_at: int | None = None
         self._capturer = Capturer(parts, Shard(place.rank, place.world), allow_pickle=allow_pickle)
         self.keeper: Keeper | None = None
@@ -128,22 +129,34 @@ class Saver:
         self._stalls_s.append(self._clock_s() - begun_s)
         return True
 
-    def save_last(self, step: int) -> None:
-        """Save the state after *step*, which none follows; waits for a slot, not for ever."""
-        if step == self.last_step or self._copier is None or not self._is_on():
-            return
+    def save_last(self, step: int, within_s: float = LAST_SAVE_S) -> str:
+        """Save the state after *step*, which none follows; return why it is not, "" where it is.
+
+        Waits *within_s* at most for a slot, or for a keeper in place of one that is gone.
+        """
         if self._flight is not None:
             self._flight.wait()
             self._complete()
-        self._guarded(lambda keeper: self._save_last(keeper, step))
-
-    def _save_last(self, keeper: Keeper, step: int) -> None:
-        end_s = self._clock_s() + LAST_SAVE_S
-        while isinstance(answer := keeper.begin(step, is_last=True), Skipped):
+        end_s = self._clock_s() + within_s
+        while True:
+            why = None
+            if self._is_on():
+                why = self._guarded(lambda keeper: self._save_last(keeper, step))
+            if why == "" and self.trouble is None:
+                return ""
+            if self.trouble is not None and not isinstance(self.trouble, KeeperGoneError):
+                return _said(self.trouble)
             if self._clock_s() >= end_s:
-                self._skip(answer.why)
-                return
+                return why or str(self.trouble)
             time.sleep(AGAIN_S)
+
+    def _save_last(self, keeper: Keeper, step: int) -> str:
+        """Return why it is not saved now, "" where it is."""
+        if self._copier is None:
+            self._adopt(keeper, self._capturer.capture(step).plan, step)
+        answer = keeper.begin(step, is_last=True)
+        if isinstance(answer, Skipped):
+            return answer.why if answer.is_due else ""  # it is not due where it is saved
         try:
             capture = self._capturer.capture(step)
         except Exception:  # boundary: whatever it is, the grant does not stay
@@ -151,9 +164,10 @@ class Saver:
             raise
         if self._copier is None or self._copier.plan is not capture.plan:
             keeper.abandon(answer)
-            self._skip("the state changed its shape")
-        else:
-            self._copy(keeper, answer, capture, overlap=False)
+            self._adopt(keeper, capture.plan, step)
+            return "the state changed its shape"
+        self._copy(keeper, answer, capture, overlap=False)
+        return ""
 
     def poll(self) -> None:
         """Seal a copy that was still being made, if it is complete by now; never wait."""
@@ -201,7 +215,7 @@ class Saver:
         self._drop(keep_line=is_refused)
         self._retry_at_s = self._clock_s() + self._wait_s(exc) if may_pass else None
         kind = type(exc).__name__
-        if kind in self._warned or (isinstance(exc, NoKeeperError) and not self._is_first):
+        if kind in self._warned or (isinstance(exc, NoKeeperError) and not self.is_first):
             return  # said already, or true of all ranks alike and said by the first
         self._warned.add(kind)
         later = "it is tried again later" if may_pass else "training goes on without"
@@ -276,13 +290,15 @@ class Saver:
         self._copier = SlotCopier(plan, slots, self._warn_once)
         self._reserved_at = step
 
-    def _guarded(self, act: Callable[[Keeper], None]) -> None:
+    def _guarded(self, act: Callable[[Keeper], T]) -> T | None:
+        """Return what *act* does, None where it fails: saving is off then."""
         if self.keeper is None:
-            return
+            return None
         try:
-            act(self.keeper)
+            return act(self.keeper)
         except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
             self.turn_off(exc)
+            return None
 
     def _is_on(self) -> bool:
         if self.trouble is None:
@@ -308,7 +324,7 @@ class Saver:
             self.turn_off(exc)
             return False
         self.trouble = self._retry_at_s = None
-        if self._is_first:
+        if self.is_first:
             _log.warning("a keeper is there again: checkpoints are saved from now on")
         self._warned.discard(KeeperGoneError.__name__)
         return True
@@ -331,7 +347,7 @@ class Saver:
     def _skip(self, why: str, *, is_due: bool = True) -> None:
         if is_due:
             self._skipped[why] += 1
-        if why == NO_ANSWER and self._is_first:
+        if why == NO_ANSWER and self.is_first:
             self._warn_once(f"{NO_ANSWER}: no checkpoints are saved until it does")
 
     def _warn_once(self, text: str) -> None:

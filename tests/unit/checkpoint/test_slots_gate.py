@@ -139,6 +139,33 @@ def test_the_last_step_is_due_at_any_time_and_may_be_asked_for_until_there_is_ro
     assert sum(gate.skipped.values()) == 1
 
 
+def test_the_last_step_is_saved_once_and_again_where_it_was_given_up():
+    gate = gate_of()
+    gate.is_alone = False  # other nodes commit
+    first, second = (gate.begin(r, 5, 0.0) for r in (0, 1))
+    gate.verified(gate.seal(0, first.state), first.state)
+    gate.abandon(1, second.state)
+    assert first.state not in gate.whole()
+
+    answers = [gate.begin(r, 5, 0.0, is_last=True) for r in (0, 1)]
+    assert {answer.state for answer in answers} == {first.state} == {gate.last}
+    for local_rank in (0, 1):
+        gate.verified(gate.seal(local_rank, first.state), first.state)
+        assert reason(gate.begin(local_rank, 5, 0.0, is_last=True)) is Reason.NOT_DUE
+    gate.give_up(first.state)
+    assert isinstance(gate.begin(0, 5, 0.0, is_last=True), Granted)
+
+
+def test_the_last_step_is_not_begun_anew_while_a_rank_still_writes_what_was_given_up():
+    gate = gate_of()
+    first, second = (gate.begin(r, 5, 0.0) for r in (0, 1))
+    gate.abandon(0, first.state)
+
+    assert reason(gate.begin(0, 5, 0.0, is_last=True)) is Reason.PASSED
+    assert gate.seal(1, second.state) is None
+    assert isinstance(gate.begin(0, 5, 0.0, is_last=True), Granted)
+
+
 def test_an_older_step_than_the_last_decided_is_no_last_one():
     gate = gate_of(every_s=5.0)
     assert save(gate, 1, now_s=100.0)
@@ -405,6 +432,11 @@ class Node(RuleBasedStateMachine):
             assert all(isinstance(its, Granted) for its in told.values())
         elif answer.reason is Reason.PASSED:
             return  # It had its answer.
+        elif is_last and answer.reason is Reason.NOT_DUE:
+            found = {self.gate.newest, self.gate.in_flight, *self.gate.whole()}
+            assert StateId(self.gate.epoch, step) in found
+            assert StateId(self.gate.epoch, step) not in self.writing[rank]
+            return
         else:
             told = self.answers.setdefault(step, {})
             assert all(isinstance(its, Refused) for its in told.values())

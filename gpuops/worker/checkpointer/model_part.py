@@ -75,7 +75,6 @@ class ModelPart:
         live = {id(tensor) for module in self.modules for tensor in _tensors(module)}
         changed: list[dict[str, Any]] = [{} for _ in states]
         drain = Drain(source, allow_pickle=self._allow_pickle)
-        filled: set[int] = set()
         for fqn, (index, raw, value) in zip(fqns, _entries(states), strict=True):
             if not isinstance(value, torch.Tensor):
                 root = f"{self.key}.{fqn}"
@@ -84,9 +83,7 @@ class ModelPart:
             target = value
             if id(value) not in live:
                 target = changed[index][raw] = value.detach().clone()
-            if id(target) not in filled:
-                filled.add(id(target))
-                source.want(f"{self.key}.{aliases.get(fqn, fqn)}", target)
+            source.want(f"{self.key}.{aliases.get(fqn, fqn)}", target)
         return lambda: self._load(states, changed)
 
     def _load(self, states: Sequence[Mapping[str, Any]], changed: list[dict[str, Any]]) -> None:

@@ -110,13 +110,16 @@ class SavedState:
                 f"{name} was made in inference mode, and nothing can be loaded into it; make it "
                 "outside, or give its clone()"
             )
+        memory = _memory_of(target)
         if not self.can_fill(name, target):
             raise CheckpointError(
-                f"{name} and {self._filled[_memory_of(target)]} are one tensor here, and were "
-                "saved with different values; give each its own memory (clone()) before restoring"
+                f"{name} and {self._filled[memory]} are one tensor here, and were saved with "
+                "different values; give each its own memory (clone()) before restoring"
             )
-        self._filled.setdefault(_memory_of(target), name)
-        self._wants.append((name, target))
+        if memory not in self._filled:
+            self._wants.append((name, target))
+        if memory.address:
+            self._filled.setdefault(memory, name)
 
     def can_fill(self, name: str, target: torch.Tensor) -> bool:
         memory = _memory_of(target)

@@ -99,13 +99,17 @@ def test_a_tensor_that_is_given_twice_stays_one_where_it_was_one(node):
     assert extra["again"]["w"] is model.w
 
 
-def test_what_is_one_now_and_was_not_is_refused_where_it_cannot_come_apart(node):
-    save(node, model={"a": Buffers(w=ones()), "b": Buffers(w=twos())})
-    model = Buffers(w=torch.zeros(3))
+@pytest.mark.parametrize("how", ["two modules", "tied weights"])
+def test_what_is_one_now_and_was_not_is_refused_where_it_cannot_come_apart(node, how):
+    def given(a, b):
+        return Buffers(a=a, b=b) if how == "tied weights" else [Buffers(a=a), Buffers(b=b)]
 
-    with pytest.raises(CheckpointError, match=r"model\.b\.w and model\.a\.w are one tensor here"):
-        load(node, model={"a": model, "b": model})
-    assert model.w.tolist() == [0.0] * 3
+    save(node, model=given(ones(), twos()))
+    weight = torch.zeros(3)
+
+    with pytest.raises(CheckpointError, match=r"model\.b and model\.a are one tensor here"):
+        load(node, model=given(weight, weight))
+    assert weight.tolist() == [0.0] * 3
 
 
 def test_what_was_made_in_inference_mode_is_named_before_anything_is_changed(node):

@@ -49,7 +49,7 @@ class Met:
         }
 
 
-def meet(
+def meet(  # noqa: PLR0913 who meets where, and each limit of it
     meeting: Meeting,
     clock: Clock,
     *,

@@ -1,11 +1,10 @@
 """A TCP proxy that flips single bits of what passes, at places that a seed decides."""
 
 import random
-import select
 import socket
 import threading
 
-from support.listening import Between
+from support.listening import Between, readable
 
 
 class CorruptingProxy(Between):
@@ -23,7 +22,7 @@ class CorruptingProxy(Between):
         for side in (client, server):
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while not self.ends.is_set():
-            for side in select.select([client, server], [], [], 0.1)[0]:
+            for side in readable(client, server, within_s=0.1):
                 data = side.recv(1 << 14)
                 if not data:
                     return

@@ -1,6 +1,7 @@
 """Servers for tests: each connection has a thread, and all of it ends with the server."""
 
 import contextlib
+import selectors
 import socket
 import threading
 
@@ -66,3 +67,11 @@ class Between(Listening):
     def pass_on(self, client, server):
         """Pass on what comes from either, until one of them ends."""
         raise NotImplementedError
+
+
+def readable(*socks, within_s):
+    """Return those of *socks* that something can be read from, none after *within_s*."""
+    with selectors.DefaultSelector() as selector:
+        for sock in socks:
+            selector.register(sock, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(within_s)]

@@ -1,10 +1,9 @@
 """A TCP proxy that keeps what the server answers back for a while."""
 
-import select
 import time
 from collections import deque
 
-from support.listening import Between
+from support.listening import Between, readable
 
 
 class SlowProxy(Between):
@@ -17,7 +16,7 @@ class SlowProxy(Between):
     def pass_on(self, client, server):
         held = deque()
         while not self.ends.is_set():
-            ready = select.select([client, server], [], [], 0.02)[0]
+            ready = readable(client, server, within_s=0.02)
             if client in ready:
                 data = client.recv(1 << 16)
                 if not data:

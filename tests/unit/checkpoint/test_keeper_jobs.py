@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import selectors
 import threading
 
 from gpuops.checkpoint.keeper_jobs import (
@@ -14,15 +15,15 @@ from gpuops.checkpoint.keeper_jobs import (
 
 
 def results(jobs, waker, n):
-    import select
-
     found = []
-    while len(found) < n:
-        assert select.select([waker], [], [], 30)[0]
-        waker.drain()
-        before = len(found)
-        jobs.deliver()
-        found += jobs.found[before:]
+    with selectors.DefaultSelector() as ready:
+        ready.register(waker, selectors.EVENT_READ)
+        while len(found) < n:
+            assert ready.select(30)
+            waker.drain()
+            before = len(found)
+            jobs.deliver()
+            found += jobs.found[before:]
     return found
 
 

@@ -25,6 +25,12 @@ def one_thread():
     torch.set_num_threads(n_threads)
 
 
+@pytest.fixture
+def node():
+    with contextlib.closing(MemoryNode()) as node:
+        yield node
+
+
 class KilledError(Exception):
     """What ends a run in the middle."""
 
@@ -113,10 +119,9 @@ def same_weights(a, b):
     ],
     ids=str,
 )
-def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options):
+def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, node):
     whole = Recorder()
     undisturbed = run(tmp_path, [], whole, **options)
-    node = MemoryNode()
     first, second = Recorder(dies_at), Recorder()
     run(tmp_path, [GpuopsCallback(keeper=node.connect(generation=0), every=1)], first, **options)
     gc.collect()
@@ -134,8 +139,7 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options):
     assert again[dies_at - 1 :] == logged[dies_at:]  # the last log came after the last state
 
 
-def test_what_was_seen_is_not_read_again(tmp_path):
-    node = MemoryNode()
+def test_what_was_seen_is_not_read_again(tmp_path, node):
     run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(15))
     samples = Samples()
     run(
@@ -148,8 +152,7 @@ def test_what_was_seen_is_not_read_again(tmp_path):
     assert len(samples.asked) == 3 * N_SAMPLES - 15 * BATCH
 
 
-def test_epochs_that_are_over_evaluate_and_save_nothing(tmp_path):
-    node = MemoryNode()
+def test_epochs_that_are_over_evaluate_and_save_nothing(tmp_path, node):
     run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(15))
     resumed = run(
         tmp_path,
@@ -164,10 +167,9 @@ def test_epochs_that_are_over_evaluate_and_save_nothing(tmp_path):
     assert resumed.state.global_step == 33
 
 
-def test_the_loss_of_the_first_log_is_over_the_steps_made_here(tmp_path):
+def test_the_loss_of_the_first_log_is_over_the_steps_made_here(tmp_path, node):
     whole = Recorder()
     run(tmp_path, [], whole, logging_steps=11)
-    node = MemoryNode()
     ended = Recorder(11)
     run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], ended, logging_steps=11)
     second = Recorder()
@@ -186,8 +188,7 @@ def test_the_loss_of_the_first_log_is_over_the_steps_made_here(tmp_path):
 
 
 @pytest.mark.parametrize("n_steps", [11, 4])
-def test_a_training_that_is_done_makes_no_step(tmp_path, n_steps):
-    node = MemoryNode()
+def test_a_training_that_is_done_makes_no_step(tmp_path, n_steps, node):
     done = run(
         tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(), max_steps=n_steps
     )
@@ -204,8 +205,7 @@ def test_a_training_that_is_done_makes_no_step(tmp_path, n_steps):
     assert same_weights(made, done)
 
 
-def test_no_state_is_a_fresh_start_and_two_sources_are_refused(tmp_path):
-    node = MemoryNode()
+def test_no_state_is_a_fresh_start_and_two_sources_are_refused(tmp_path, node):
     callback = GpuopsCallback(keeper=node.connect(), every=2)
     made = run(tmp_path, [callback], Recorder(), max_steps=4, save_strategy="steps", save_steps=2)
     assert callback.checkpointer is None
@@ -218,9 +218,8 @@ def test_no_state_is_a_fresh_start_and_two_sources_are_refused(tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
-def test_other_options_of_the_checkpointer_are_passed_on(tmp_path):
+def test_other_options_of_the_checkpointer_are_passed_on(tmp_path, node):
     seen = {"tokens": 5}
-    node = MemoryNode()
     callback = GpuopsCallback(keeper=node.connect(), every=1, extra=seen)
     run(tmp_path, [callback], Recorder(), max_steps=2)
     seen["tokens"] = 0

@@ -30,6 +30,12 @@ def one_thread():
     torch.set_num_threads(n_threads)
 
 
+@pytest.fixture
+def node():
+    with contextlib.closing(MemoryNode()) as node:
+        yield node
+
+
 class KilledError(Exception):
     """What ends a fit in the middle."""
 
@@ -136,9 +142,8 @@ def same_weights(a, b):
     ],
     ids=str,
 )
-def test_a_fit_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options):
+def test_a_fit_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, node):
     whole, _ = fit(tmp_path, **options)
-    node = MemoryNode()
     counts = Counts()
     first, _ = fit(
         tmp_path, counts, GpuopsCheckpoint(keeper=node.connect(), every=1), Dies(dies_at), **options
@@ -159,7 +164,7 @@ def test_a_fit_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options):
     assert ours.checkpointer is None
 
 
-def test_validation_and_plateaus_go_on_as_well(tmp_path):
+def test_validation_and_plateaus_go_on_as_well(tmp_path, node):
     class Watched(Module):
         def validation_step(self, batch, batch_idx):
             self.log("val", self.net(batch[0]).square().mean())
@@ -170,7 +175,6 @@ def test_validation_and_plateaus_go_on_as_well(tmp_path):
             )
 
     whole, _ = fit(tmp_path, kind=Watched)
-    node = MemoryNode()
     saving = GpuopsCheckpoint(keeper=node.connect(), every=1)
     first, _ = fit(tmp_path, saving, Dies(9), kind=Watched)
     resuming = GpuopsCheckpoint(keeper=node.connect(generation=1), every=1)
@@ -180,9 +184,8 @@ def test_validation_and_plateaus_go_on_as_well(tmp_path):
     assert same_weights(second, whole)
 
 
-def test_a_loader_without_a_state_is_told_by_lightning(tmp_path):
+def test_a_loader_without_a_state_is_told_by_lightning(tmp_path, node):
     data = torch.utils.data.TensorDataset(torch.randn(14, 4))
-    node = MemoryNode()
     plain = torch.utils.data.DataLoader(data, batch_size=2)
     fit(tmp_path, GpuopsCheckpoint(keeper=node.connect(), every=1), Dies(3), data=plain)
 
@@ -196,8 +199,7 @@ def test_a_loader_without_a_state_is_told_by_lightning(tmp_path):
     assert module.losses[0][:3] == (3, 0, 3)
 
 
-def test_two_sources_are_refused(tmp_path):
-    node = MemoryNode()
+def test_two_sources_are_refused(tmp_path, node):
     _, trainer = fit(tmp_path, max_steps=2)
     path = str(tmp_path / "x.ckpt")
     trainer.save_checkpoint(path)

@@ -3,7 +3,7 @@
 import copy
 import logging
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
@@ -139,7 +139,8 @@ class Tied(nn.Module):
 def test_tied_weights_are_stored_once_and_load_tied_or_not(node):
     model = Tied()
     stats = save(node, model=model)
-    apart = save(MemoryNode(), model=Tied(is_tied=False))
+    with closing(MemoryNode()) as other:
+        apart = save(other, model=Tied(is_tied=False))
     assert apart["nbytes"] - stats["nbytes"] == 64 * 64 * 4
 
     tied, loose = Tied(), Tied(is_tied=False)
@@ -788,7 +789,8 @@ def test_a_data_loader_without_a_state_is_said_once(node, warnings):
     assert other.position == 7
     assert not warnings()
 
-    save(MemoryNode(), model=nn.Linear(1, 1), dataloader=Loader())
+    with closing(MemoryNode()) as another:
+        save(another, model=nn.Linear(1, 1), dataloader=Loader())
     assert ["not resumed" in text for text in warnings()] == [True]
 
 

@@ -172,6 +172,9 @@ class Finder:
             for local_rank in set(range(crew.n_ranks)) - crew.gone:
                 if chosen.state in gate.whole():
                     gate.pin(chosen.state, pin_of(local_rank))
+            for fetched in chosen.fetched:
+                if isinstance(fetched, PeerShards):
+                    self.peers.adopt(fetched)
         crew.found = Found(offer, chosen)
         self.events.add(
             "offered" if offer else "fresh_start",

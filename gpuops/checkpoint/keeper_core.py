@@ -174,7 +174,13 @@ class Core:
     def reserve(self, post: Post, layout: str, nbytes: int, n_slots: int) -> Arena:
         """Return the rank's slots, and begin to take their memory."""
         try:
-            arena = self.memory.reserve(post.local_rank, post.shard, layout, nbytes, n_slots)
+            try:
+                arena = self.memory.reserve(*wanted)
+            except CheckpointError:
+                # What was fetched to go on from is one copy more; the next states come first.
+                if not self.peers.give_back():
+                    raise
+                arena = self.memory.reserve(*wanted)
         except CheckpointError as exc:
             self.events.add("refused", rank=post.shard.rank, why=str(exc))
             raise

@@ -15,7 +15,7 @@ from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.keeper_events import Events
 from gpuops.checkpoint.keeper_jobs import NICE_PUSH, Jobs, lower_priority
 from gpuops.checkpoint.messages import shard_to_json, state_to_json
-from gpuops.checkpoint.node_memory import Held, NodeMemory, handle_of
+from gpuops.checkpoint.node_memory import Held, NodeMemory, handle, handle_of
 from gpuops.checkpoint.peer_shards import Holders, PeerShards
 from gpuops.checkpoint.peer_shelf import Shelf
 from gpuops.checkpoint.replica_room import ReplicaRoom
@@ -87,13 +87,14 @@ class Peers:
             clock_s,
             damaged=self._own_is_damaged,
         )
-        self._memory, self._jobs, self._events = memory, jobs, events
+        self._memory, self._jobs, self._events, self._mine = memory, jobs, events, mine
         self._promised_bytes = 0
         self._room = ReplicaRoom(memory.available, lambda: self._promised_bytes)
         memory.promised_elsewhere = self._room.missing_bytes
         self._service: _Service | None = None
         self._keep: frozenset[Shard] = frozenset()
         self._holds_more = False
+        self._adopted: set[Shard] = set()
         self._epoch = 0
 
     def serve(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
@@ -199,6 +200,35 @@ class Peers:
             lent.held.setdefault(copy.state, {})[copy.shard] = held
         return lent
 
+    def adopt(self, found: PeerShards) -> None:
+        """Let what this node's ranks go on from count as a copy, until a state is committed.
+
+        Before that, the nodes that it was fetched from may be lost as well.
+        """
+        service, mine = self._service, set(self._mine())
+        if service is None:
+            return
+        for fetched, memory in found.fetched():
+            if fetched.shard not in mine:
+                continue  # of a world that was: all nodes have all of it for a moment
+            with suppress(CheckpointError):
+                kept = SlotMemory.attach(handle(memory, writable=True), nbytes=memory.nbytes)
+                copy = replace(fetched, holder=self._memory.node)
+                if service.replicas.adopt(copy, kept, kept.nbytes):
+                    self._adopted.add(copy.shard)
+                    self._holds_more = True
+                else:
+                    kept.close()
+
+    def give_back(self) -> bool:
+        """Give the memory of what was adopted back; say whether there was any."""
+        adopted, self._adopted = self._adopted, set()
+        if self._service is None or not adopted:
+            return False
+        there = {copy.shard for copy in self._service.replicas.copies()}
+        self._service.replicas.keep_only(self._keep | (there - adopted))
+        return True
+
     def copies(self) -> list[Copy]:
         """Return the replicas that are held here."""
         return self._service.replicas.copies() if self._service else []
@@ -225,6 +255,7 @@ class Peers:
         self._service.replicas.commit(state)
         if self._holds_more and state.epoch >= self._epoch:
             self._holds_more = False
+            self._adopted.clear()
             self._service.replicas.keep_only(self._keep)
 
     def tick(self) -> None:

@@ -1,10 +1,11 @@
 """The shards of one state that other nodes hold: each is fetched once, when it is first wanted."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpuops.checkpoint.arena import SlotMemory
+from gpuops.checkpoint.image import read_layout
 from gpuops.checkpoint.messages import shard_to_json, state_to_json
 from gpuops.checkpoint.states import (
     CheckpointError,
@@ -49,6 +50,7 @@ class _Place:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     memory: SlotMemory | None = None
+    copy: Copy | None = None  # that which `memory` is, where it says of what shard it is
     error: CheckpointError | None = None
 
 
@@ -109,7 +111,8 @@ class PeerShards:
         with place.lock:
             if place.memory is None and place.error is None:
                 try:
-                    place.memory = self._fetched(shard)
+                    place.memory, digest = self._fetched(shard)
+                    place.copy = self._copy_of(shard, place.memory, digest)
                 except CheckpointError as exc:
                     place.error = exc
             if place.error is not None:
@@ -119,6 +122,12 @@ class PeerShards:
                 place.memory.close()
                 raise KeeperError(f"newer workers have begun: {shard.file_name} is not wanted")
             return place.memory
+
+    def fetched(self) -> Iterator[tuple[Copy, SlotMemory]]:
+        """Yield what was fetched by now, verified, and held by nobody yet; until `close`."""
+        for place in self._places.values():
+            if place.memory is not None and place.copy is not None:
+                yield place.copy, place.memory
 
     def close(self) -> None:
         """End what is being fetched, and give all memory back."""
@@ -132,7 +141,7 @@ class PeerShards:
                 finally:
                     place.lock.release()
 
-    def _fetched(self, shard: Shard) -> SlotMemory:
+    def _fetched(self, shard: Shard) -> tuple[SlotMemory, Digest]:
         holders = self._holders[shard]
         left, seen, why = list(holders.peers), set[str](), list[str]()
         while left:
@@ -144,12 +153,21 @@ class PeerShards:
                 if digest.root in seen:
                     continue
                 seen.add(digest.root)
-                return self._bytes([peer, *left], shard, digest)
+                return self._bytes([peer, *left], shard, digest), digest
             except CheckpointError as exc:
                 why.append(str(exc))
                 self._failed(shard, peer.name, str(exc))
         reasons = "; ".join(why) or "no node has it"
         raise KeeperError(f"the shard of rank {shard.rank} of {self.state}: {reasons}")
+
+    def _copy_of(self, shard: Shard, memory: SlotMemory, digest: Digest) -> Copy | None:
+        try:
+            layout = read_layout(memory.view)
+        except CheckpointError:
+            return None  # whoever loads it will tell
+        if layout.shard != shard:
+            return None
+        return Copy(self.state, shard, layout.hash, digest, Tier.MEMORY, "")
 
     def _digest(self, peer: Peer, shard: Shard, root: str) -> Digest:
         return fetch_digest(peer, self._job, (self.state, shard), root, self._terms(0))

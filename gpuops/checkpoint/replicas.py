@@ -122,6 +122,19 @@ class ReplicaStore:
             for shard in shards:
                 self._slots.setdefault(shard, [])
 
+    def adopt(self, copy: Copy, memory: Memory, nbytes: int) -> bool:
+        """Hold *copy*, of which *memory* has every byte, verified; say whether it was wanted.
+
+        Then the memory is the store's. It goes with the next `keep_only` that leaves it out.
+        """
+        with self._lock:
+            slots = self._slots.setdefault(copy.shard, [])
+            there = any(s.copy is not None and s.copy.state == copy.state for s in slots)
+            if there or len(slots) >= self._n_slots:
+                return False
+            slots.append(_Slot(memory, nbytes, copy))
+            return True
+
     def commit(self, state: StateId) -> None:
         """Note that *state* is committed in the whole job.
 

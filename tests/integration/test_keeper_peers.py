@@ -86,7 +86,53 @@ def test_a_lost_node_is_replaced_and_its_ranks_go_on_from_their_peers(nodes, sta
     # A peer has them: the directory is not even known.
     assert {event["holder"] for event in fetched} == {"n1"}
     assert sorted(event["shard"] for event in fetched) == [[4, world], [5, world]]
-    assert commit(crew, save(crew, 3)) == StateId(1, 3)
+    # It is a copy as well, before anything new is committed: the one it is from may be lost now.
+    mine = {Shard(4, world), Shard(5, world)}
+    assert mine <= set(spare.shards_here(state))
+    nodes[0].kill()
+    until(lambda: len(spare.shards_here(state)) == 4, what="what the last one pushes to it")
+    second = start("n5", 5)
+    crew = [second, nodes[1], spare]
+    sources = sources_of(state, crew)
+    assert set(sources) == {Shard(rank, world) for rank in range(world)}
+    needed = {second: {shard: sources[shard] for shard in (Shard(0, world), Shard(1, world))}}
+    offers = seat(crew, 2, world, state, first.epoch + 2, needed, n_floats=N_FLOATS)
+    assert [offer.tier for offer in offers] == [Tier.PEER] * 2 + [Tier.MEMORY] * 4
+    for n, offer in enumerate(offers):
+        assert reads(crew[n // 2], n, world, offer, 2)
+
+    newer = commit(crew, save(crew, 3))
+    assert newer == StateId(2, 3)
+    # What was kept of the state before is given back.
+    until(lambda: not mine & {c.shard for c in spare.agent.inventory() if c.state == state})
+
+
+class TightNode(SmallNode):
+    """A node with room for what it fetches, or for its own slots, not for both."""
+
+    @property
+    def room_bytes(self):
+        return 0 if self._core.peers._adopted else self._most_bytes
+
+    @room_bytes.setter
+    def room_bytes(self, nbytes):
+        self._most_bytes = nbytes
+
+
+def test_what_was_fetched_gives_way_to_the_slots_of_the_next_states(nodes, tmp_path, stack):
+    crew = nodes[:2]
+    seat(crew, 0, 2, n_floats=N_FLOATS)
+    state = commit(crew, save(crew, 5))
+    crew[1].kill()
+    spare = TightNode(tmp_path, "tight", "127.0.0.8", 100 * MARGIN_BYTES)
+    stack.callback(spare.close)
+    crew = [crew[0], spare]
+    sources = {spare: {Shard(1, 2): [crew[0].peer]}}
+    offers = seat(crew, 1, 2, state, 1, sources, n_floats=N_FLOATS)
+
+    assert reads(spare, 1, 2, offers[1], 5)
+    assert Shard(1, 2) not in spare.shards_here(state)
+    assert commit(crew, save(crew, 6)) == StateId(1, 6)
 
 
 def test_after_a_node_is_gone_its_ranks_are_resharded_onto_those_that_are_left(nodes):

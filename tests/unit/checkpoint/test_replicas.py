@@ -49,6 +49,26 @@ def image(step, epoch=3, nbytes=NBYTES, shard=SHARD, seed=None):
     return data, copy
 
 
+def test_a_copy_that_was_fetched_is_held_until_it_is_left_out(store):
+    data, copy = image(7, shard=OTHER)
+    memory = Memory(NBYTES)
+    memory.view[:] = data
+
+    assert store.adopt(copy, memory, NBYTES)
+    assert not store.adopt(copy, memory, NBYTES)  # it is there
+    assert store.copies() == [copy]
+    assert store.held_bytes == NBYTES
+    pinned = store.open(copy.state, OTHER)
+    assert bytes(pinned.view) == data
+    store.keep_only([SHARD, OTHER])
+    assert store.copies() == [copy]
+    store.keep_only([SHARD])
+    assert store.copies() == []
+    assert store.held_bytes == NBYTES  # somebody reads it
+    pinned.release()
+    assert store.held_bytes == 0
+
+
 def begin(store, copy, committed=None):
     return store.accept(push_of(copy, committed), copy.digest)
 

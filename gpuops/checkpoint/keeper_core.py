@@ -173,6 +173,7 @@ class Core:
 
     def reserve(self, post: Post, layout: str, nbytes: int, n_slots: int) -> Arena:
         """Return the rank's slots, and begin to take their memory."""
+        wanted = (post.local_rank, post.shard, layout, nbytes, n_slots)
         try:
             try:
                 arena = self.memory.reserve(*wanted)

@@ -73,6 +73,11 @@ class Policy:
         for name, seconds in (("persist_every", self.persist_every_s), ("every", self.every_s)):
             if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= SECONDS_MAX):
                 raise CheckpointError(f"{name} is {seconds!r}: it must be 0 or more seconds")
+        for name in ("keep_last", "keep_every", "slots"):
+            if type(getattr(self, name)) is not int:
+                raise CheckpointError(
+                    f"{name} is {getattr(self, name)!r}: a whole number is wanted"
+                )
         if not 1 <= self.keep_last <= KEPT_MAX:
             raise CheckpointError(f"keep_last is {self.keep_last}: at least one must be kept")
         if not 0 <= self.keep_every <= KEPT_MAX:

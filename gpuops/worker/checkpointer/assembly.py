@@ -32,6 +32,7 @@ class Given:
         self._allow_pickle = allow_pickle
         self._warn = warn
         self._models: list[ModelPart] = []
+        self._mappings: list[tuple[str, Mapping[Any, Any], frozenset[object]]] = []
         self.parts: list[Part] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 
@@ -90,6 +91,7 @@ class Given:
     def values(self, kind: str, value: object) -> None:
         """Add averages, or anything else: things with a state, generators, plain values."""
         if isinstance(value, Mapping) and not _is_tensors(value):
+            self._mappings.append((kind, value, frozenset(value)))
             for name in value:
                 self.parts.append(self._any(f"{kind}.{name}", value, name))
         elif value is not None:
@@ -101,6 +103,16 @@ class Given:
                         f"given back to the script: give it in a mapping, {kind}={{'name': …}}"
                     )
                 self.parts.append(self._any(key, MappingProxyType({key: each}), key))
+
+    def late_names(self) -> list[str]:
+        """Return what was put into the mappings after they were given."""
+        return [
+            f"{kind}.{name}"
+            for kind, mapping, known in self._mappings
+            if len(mapping) != len(known)
+            for name in mapping
+            if name not in known
+        ]
 
     def _any(self, key: str, holder: Mapping[Any, Any], name: object) -> Part:
         value = holder[name]

@@ -5,6 +5,7 @@
 """
 
 import logging
+import os
 import sys
 import time
 import weakref
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from gpuops.checkpoint.chosen_interval import AUTO
 from gpuops.checkpoint.failure_rate import FailureRate
 from gpuops.checkpoint.keeper import Keeper, Policy
 from gpuops.checkpoint.keeper_line import KeeperGoneError
@@ -26,9 +28,10 @@ from gpuops.worker.api import named, phase
 from gpuops.worker.checkpointer.assembly import Given
 from gpuops.worker.checkpointer.interval_policy import (
     Cost,
+    Every,
     Schedule,
     parse_every,
-    parse_time,
+    parse_seconds_or_time,
     schedule_for,
 )
 from gpuops.worker.checkpointer.keeping import (
@@ -103,11 +106,7 @@ class Checkpointer:
         self._env = environ()
         self._policy = Policy(
             directory=default_directory(directory, self._env),
-            persist_every_s=(
-                parse_time(persist_every, "persist_every")
-                if isinstance(persist_every, str)
-                else float(persist_every)
-            ),
+            persist_every_s=parse_seconds_or_time(persist_every, "persist_every"),
             keep_last=keep_last,
             keep_every=keep_every,
             slots=slots,
@@ -121,6 +120,7 @@ class Checkpointer:
         given.dataloader(dataloader)
         given.values("extra", extra)
         given.check()
+        self._given = given
         self._parts = given.parts
         self._allow_pickle = allow_pickle
         self._given_keeper = keeper
@@ -131,6 +131,7 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._restored: Restored | None = None
         self._is_closed = False
+        self._warned: set[str] = set()
         self._last = LastStep(len(given.optimizers), persists=self._policy.directory is not None)
         self._at_exit: weakref.finalize[[LastStep, Saver, Finder], Checkpointer] | None = None
         self._hooks = [
@@ -138,15 +139,21 @@ class Checkpointer:
         ]
 
     def restore(self) -> int:
-        """Load the newest state of the job into what was given; call it on all ranks.
+        """Load the newest state of the job into what was given; call it on all ranks, at the start.
 
         Returns:
             The steps completed by then; 0 where there is nothing to load.
 
         Raises:
             CheckpointError: There is a state, or could be one, and it cannot be loaded. What was
-                given may be partly loaded then: do not train on.
+                given may be partly loaded then: do not train on. Or it is not the start any more.
         """
+        if self._is_closed or self._last.n:
+            when = "close()" if self._is_closed else f"step({self._last.n})"
+            raise CheckpointError(
+                f"restore() after {when}: a state is loaded before the first step; to go back to "
+                "one, end the process and start it again"
+            )
         with phase("restore"):
             place = self._start()
             begun_s = time.monotonic()
@@ -167,7 +174,7 @@ class Checkpointer:
         *n* is the number of optimizer steps completed. Nothing that goes wrong is raised: saving
         is then off, and said so once.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_forked():
             return
         now_s = time.monotonic()
         try:
@@ -180,11 +187,13 @@ class Checkpointer:
 
         The last state is saved where states persist, whatever ``every`` says, unless an optimizer
         has stepped since or an exception is on its way. Without `gpuops run`, it has persisted when
-        this returns on local rank 0. May be called twice.
+        this returns on local rank 0. May be called twice. A process that was forked does nothing.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        if self._is_forked():
+            return
         if self._at_exit is not None:
             self._at_exit.detach()
         for hook in self._hooks:
@@ -242,6 +251,7 @@ class Checkpointer:
         if self._place is not None:
             return self._place
         self._place = place = find_place(self._env)
+        self._last.pid = os.getpid()
         self._cost = Cost(place.n_nodes, FailureRate.told_in(self._env))
         self._schedule = schedule_for(
             self._every,
@@ -261,6 +271,8 @@ class Checkpointer:
             slots=self._policy.slots,
             allow_pickle=self._allow_pickle,
         )
+        if self._every == Every():
+            saver.save_beside(lambda: {AUTO: self._cost.told()})
         saver.connect()
         # A script need not close it: the last step is saved, and what is being copied sealed.
         self._at_exit = weakref.finalize(self, at_exit, self._last, saver, self._finder)
@@ -296,6 +308,12 @@ class Checkpointer:
         if not 0 < n <= STEP_MAX:
             raise CheckpointError(f"step({n}): the steps completed so far, from 1 on, are wanted")
         self._start()
+        if n < self._last.n:
+            self._warn_once(
+                "lower",
+                f"step({n}) after step({self._last.n}): the steps completed only grow; what is "
+                "told of with a lower number is not saved",
+            )
         self._last.n = n
         named(n)
         schedule, saver = self._schedule, self._saver
@@ -312,11 +330,26 @@ class Checkpointer:
             overlap = self._last.is_watched
             if is_due and saver.save(n, ask_first=schedule.asks_first, overlap=overlap):
                 stall_s = time.monotonic() - begun_s
+                if late := self._given.late_names():
+                    self._warn_once(
+                        "late",
+                        f"{', '.join(late)} came after the Checkpointer was made, and is not "
+                        "saved: give all names from the start, with any value",
+                    )
         finally:
             ended_s = time.monotonic()
             self._cost.ends(n, ended_s, stall_s)
             if is_due:
                 schedule.dealt_with(n, ended_s)
+
+    def _is_forked(self) -> bool:
+        """Say whether this process is not the one that began, but was forked from it."""
+        return self._place is not None and os.getpid() != self._last.pid
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", text)
 
     def _before_step(self, optimizer: object, *_: object) -> None:
         """Have the optimizer's step come after a copy that is still being made."""

@@ -69,6 +69,19 @@ def parse_time(text: str, what: str) -> float:
         raise CheckpointError(f"{what}={text!r:.80}: {exc}") from exc
 
 
+def parse_seconds_or_time(value: object, what: str) -> float:
+    """Return the seconds of a number of them, or of a time such as ``"10min"``.
+
+    Raises:
+        CheckpointError: It is neither.
+    """
+    if isinstance(value, str):
+        return parse_time(value, what)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise CheckpointError(f'{what}={value!r:.80}: seconds, or a time like "10min"')
+
+
 class Cost:
     """What steps and saves take here, measured; medians of the last ones.
 
@@ -77,6 +90,8 @@ class Cost:
 
     def __init__(self, n_nodes: int, failures: FailureRate | None = None) -> None:
         self.failures = failures or FailureRate()
+        self.n_nodes = n_nodes
+        self._chosen_steps: int | None = None
         self._failures_per_hour = self.failures.per_hour(n_nodes)
         self._steps_s: deque[float] = deque(maxlen=_N_MEASURED)
         self._stalls_s: deque[float] = deque(maxlen=_N_MEASURED)
@@ -121,7 +136,23 @@ class Cost:
             step_s,
             interval_s_max=max(step_s, min(free_s, INTERVAL_S_MAX)),
         )
-        return min(STEPS_MAX, steps)
+        self._chosen_steps = min(STEPS_MAX, steps)
+        return self._chosen_steps
+
+    def told(self) -> dict[str, Any]:
+        """Return what ``every="auto"`` chose last, and by what; plain numbers, None: not known.
+
+        ``steps`` is None until a save was measured.
+        """
+        return {
+            "steps": self._chosen_steps,
+            "step_s": self.step_s,
+            "stall_s": self.stall_s,
+            "restore_s": self.restore_s,
+            "n_nodes": self.n_nodes,
+            "failures": self.failures.n_failures,
+            "node_hours": self.failures.node_hours,
+        }
 
 
 class Schedule(Protocol):

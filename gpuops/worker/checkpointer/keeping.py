@@ -124,7 +124,12 @@ def default_directory(given: object, env: Mapping[str, str]) -> str | None:
         raise CheckpointError(f"directory={given!r:.80}: a path or a URL is wanted")
     text = str(given)
     check_address(text)
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    if "://" in text:
+        return text
+    try:
+        return str(Path(text).expanduser().absolute())
+    except (OSError, RuntimeError) as exc:
+        raise CheckpointError(f"directory={text!r:.80}: {exc}") from exc
 
 
 class Finder:

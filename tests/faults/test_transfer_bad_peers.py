@@ -84,7 +84,7 @@ def test_a_bad_server_is_given_up_and_the_next_holder_asked(behave, why, target)
 
     assert f"bad (127.0.0.1:{bad.port})" in str(caught.value)
     assert why in str(caught.value)
-    assert took_s < 8
+    assert took_s < 15  # not the 20 that it may take
     assert bytes(target.view) == bytes(IMAGE.view)
     assert dict(found.served)["good"] == NBYTES
 
@@ -124,7 +124,7 @@ def test_a_bad_holder_is_given_up(behave, why):
 
     assert "shard-00001-of-00004.safetensors of step 120 (epoch 3)" in str(caught.value)
     assert why in str(caught.value)
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 15  # not the 20 that it may take
 
 
 @pytest.fixture

@@ -159,10 +159,10 @@ def test_a_key_across_the_items_of_a_list_is_taken_out_among_other_values():
 @pytest.mark.parametrize("unit", ["-----BEGIN PRIVATE KEY-----", "://", "eyJ-", "password="])
 def test_no_text_takes_long(unit):
     text = unit * (4 * TEXT_MAX // len(unit))
-    start = time.perf_counter()
+    start = time.process_time()
     scrub(text)
 
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 1.5
 
 
 def test_text_beyond_the_limit_is_dropped():

@@ -209,8 +209,8 @@ def test_a_secret_in_a_message_is_in_no_signature():
 
 @pytest.mark.parametrize("part", ["a.", "[::", "0x", "/", "1e+", "'", "dead", "Error: ", " OS"])
 def test_a_hostile_message_costs_a_bounded_time(part):
-    begin = time.perf_counter()
+    begin = time.process_time()
     told = signed(raised(0, "ValueError: " + part * 4000, traceback=(part * 4000,) * 50))
 
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert told is None or len(told) <= SIGNATURE_CHARS_MAX

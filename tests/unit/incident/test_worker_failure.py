@@ -435,10 +435,10 @@ def test_a_thousand_ranks_make_one_incident_in_bounded_time():
         killed(r, signal="SIGABRT", log_tail=("step",) * 40 + (WATCHDOG.format(rank=r),))
         for r in range(999)
     ]
-    begin = time.perf_counter()
+    begin = time.process_time()
     incident = incident_of(*storm, killed(999, at_s=99, signal="SIGSEGV"))
 
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
     assert culprits(incident)[0] == "rank 999"
     assert len(incident.evidence) < 100
     assert len(str(incident.to_json())) < 200_000

@@ -47,8 +47,8 @@ def test_a_hostile_line_costs_a_bounded_time(rule):
         "recvValue failed on " * 200,
         " " * 4096,
     ]
-    begin = time.perf_counter()
+    begin = time.process_time()
     for line in lines:
         rule.matches(line)
 
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1

@@ -1,6 +1,7 @@
 """Saves states: captures, asks the keeper, copies, seals; and stops rather than disturb."""
 
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,10 @@ RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
 SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 AGAIN_S = 0.1
 LAST_SAVE_S = 30.0
+N_ANEW = 3  # saves in a row that had no memory of their layout; a change or two is no trouble
 _N_STALLS = 64
+_N_SHOWN = 3
+_STATE = re.compile(r"step \d+ \(epoch \d+\)")  # as a `StateId` is written: no reason of its own
 T = TypeVar("T")
 
 
@@ -57,6 +61,8 @@ class Saver:
         self._is_single = place.local_world == 1
         self.is_first = place.rank == 0
         self._reserved_at: int | None = None
+        self._n_anew = 0
+        self._changed = ""
         self._capturer = Capturer(parts, Shard(place.rank, place.world), allow_pickle=allow_pickle)
         self.keeper: Keeper | None = None
         self.trouble: Exception | None = None
@@ -246,14 +252,14 @@ class Saver:
         if answer is None:
             if step == self._reserved_at and not self._is_single:
                 # Another rank of this node may not have come so far, and all would be refused.
-                self._skip("memory was reserved at this step")
+                self._skip_anew("memory was reserved at this step")
                 return
             answer = keeper.begin(step)
         if isinstance(answer, Skipped):
             self._skip(answer.why, is_due=answer.is_due)
         elif not is_known and ask_first:
             keeper.abandon(answer)
-            self._skip("the state changed its shape")
+            self._skip_anew("the state changed its shape")
             self._adopt(keeper, capture.plan, step)
         else:
             if answer.notice:
@@ -268,6 +274,7 @@ class Saver:
             keeper.abandon(grant)
             raise
         self._grant, self.last_step = grant, grant.state.step
+        self._n_anew = 0
         if self._flight.is_done():
             self._complete()
 
@@ -284,6 +291,7 @@ class Saver:
     def _adopt(self, keeper: Keeper, plan: CopyPlan, step: int) -> None:
         """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
         if self._copier is not None:
+            self._changed = _changed(self._copier.plan, plan)
             self._copier.close()
             self._copier = None
         slots = keeper.reserve(plan.layout, slots=self._slots)
@@ -346,14 +354,34 @@ class Saver:
 
     def _skip(self, why: str, *, is_due: bool = True) -> None:
         if is_due:
-            self._skipped[why] += 1
+            self._skipped[_STATE.sub("the state before", why)] += 1
         if why == NO_ANSWER and self.is_first:
             self._warn_once(f"{NO_ANSWER}: no checkpoints are saved until it does")
+
+    def _skip_anew(self, why: str) -> None:
+        """Skip a save for which memory of another layout was needed; not one after another."""
+        self._skip(why)
+        self._n_anew += 1
+        if self._n_anew == N_ANEW:
+            _log.warning(
+                "the state had another shape at each of the last %d saves (%s), and no checkpoint "
+                "is saved while that goes on: give what grows room for all of it from the start",
+                N_ANEW,
+                self._changed,
+            )
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%s", text)
+
+
+def _changed(old: CopyPlan, new: CopyPlan) -> str:
+    """Return the names of a few tensors that made another layout necessary."""
+    known, wanted = ({tensor.spec for tensor in plan.layout.tensors} for plan in (old, new))
+    names = sorted({spec.name for spec in known ^ wanted})
+    more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
+    return ", ".join(names[:_N_SHOWN]) + more if names else "what is not tensors grew"
 
 
 def _said(exc: Exception) -> str:

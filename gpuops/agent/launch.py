@@ -327,7 +327,8 @@ def _excluded(reason: str, prepared: Prepared, assembly: Assembly) -> Outcome:
     alone = not assembly.met.is_shared
     session.leads = alone
     if not parts.plan.parks or alone:
-        return Outcome(exit_code=EXIT_NODE_UNHEALTHY, outcome="failed", reason=reason)
+        code = EXIT_NODE_UNHEALTHY
+        return Outcome(exit_code=code, outcome="failed", reason=reason, goes_on=not alone)
     try:
         with prepared.cancellation.interruptible():
             record = _wait_for_the_end(assembly)

@@ -8,7 +8,7 @@ from gpuops.errors import EXIT_OK, EXIT_REQUEUE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended, for the command to print."""
+    """How a run ended here, for the command to print."""
 
     exit_code: int
     outcome: str
@@ -16,6 +16,7 @@ class Outcome:
     run_id: str | None = None
     run_dir: Path | None = None
     note: str | None = None
+    goes_on: bool = False  # without this node, for which it is over
 
 
 def ended_as(exit_code: int) -> str:

@@ -124,7 +124,7 @@ def _print_timeouts(request: Request, ladder: Ladder) -> int:
 
 def _tell(ended: "Outcome", settings: Settings) -> None:
     """Say how the run ended, what that asks of the scheduler, and where to read more."""
-    if ended.exit_code != 0:
+    if ended.exit_code != 0 and not ended.goes_on:
         was = "" if ended.outcome == "failed" else "was "
         _say(f"the run {was}{ended.outcome}: {ended.reason}")
     if asked := meaning(ended.exit_code):

@@ -4,6 +4,7 @@ Each is a failure mode with its bound, its incident and its exit code.
 """
 
 import pytest
+from support.accounts import check_account
 from support.faulty import FaultyRun, culprits
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
@@ -16,17 +17,20 @@ def test_an_exit_code_is_one_incident_and_one_restart(tmp_path):
         run.start()
         assert run.ended() == 0, run.said()
 
-    (incident,) = run.incidents()
-    assert ("rank", "1") in culprits(incident)
+    assert len(run.incidents()) == 1
+    incident = check_account(run, "user_code.exception", ("rank", "1"), actions=["restart"])
     assert ("rank", "0") not in culprits(incident)
-    assert (incident["actions"], incident["state"]) == (["restart"], "closed")
+    assert incident["state"] == "closed"
     assert "exited with code 7" in incident["title"]
     assert run.generations() == [0, 1]
     run.check_ledger(20)
 
 
-@pytest.mark.parametrize("deed", ["exit:7", "signal:SIGKILL"])
-def test_the_workers_of_another_node_stop_at_once_and_are_not_blamed(tmp_path, deed):
+@pytest.mark.parametrize(
+    ("deed", "failure_class"),
+    [("exit:7", "user_code.exception"), ("signal:SIGKILL", "host_mem.sigkill_probable")],
+)
+def test_the_workers_of_another_node_stop_at_once_and_are_not_blamed(tmp_path, deed, failure_class):
     """Mode 1: what gloo's peers raise when they lose the connection is no cause."""
     env = {"JOB_STEPS": "25", "JOB_AT": "1:6:0", "JOB_DEED": deed}
     with FaultyRun(tmp_path, (), (), n_nodes=2, nproc=1, script="elastic_train.py", env=env) as run:
@@ -36,8 +40,9 @@ def test_the_workers_of_another_node_stop_at_once_and_are_not_blamed(tmp_path, d
     exits = {ended["rank"]: ended for ended in run.payloads("worker.exited")}
     assert exits.keys() == {0, 1}
     assert abs(exits[0]["seen_mono_ns"] - exits[1]["seen_mono_ns"]) < 5e9
-    (incident,) = run.incidents()
-    assert ("rank", "1") in culprits(incident)
+    assert len(run.incidents()) == 1
+    blamed = ("rank", "1"), ("node", exits[1]["node"])
+    incident = check_account(run, failure_class, *blamed, actions=["restart"])
     assert ("rank", "0") not in culprits(incident)
     assert run.rules() == ["restart"]
     run.check_ledger(25)
@@ -61,8 +66,7 @@ def test_the_same_exception_twice_stops_the_run(tmp_path, at, rule):
     assert "ValueError" in run.said()
     first, second = logs_of(run)
     assert ("generation-0" in first, "generation-1" in second) == (True, True)
-    assert run.incidents()[-1]["failure_class"] == "user_code.exception"
-    assert run.incidents()[-1]["actions"] == ["stop"]
+    check_account(run, "user_code.exception", ("rank", "1"), actions=["stop"])
     assert run.payloads("run.ended")[0]["exit_code"] == 93
 
 
@@ -75,6 +79,7 @@ def test_the_same_exception_at_an_unknown_step_stops_the_run_the_third_time(tmp_
 
     assert run.rules() == ["restart", "restart", "software.step_unknown"]
     assert len(run.payloads("attempt.started")) == 3
+    check_account(run, "user_code.exception", ("rank", "1"), actions=["stop"])
 
 
 def test_a_watchdogs_abort_is_a_symptom_and_never_the_softwares_fault(tmp_path):
@@ -88,6 +93,8 @@ def test_a_watchdogs_abort_is_a_symptom_and_never_the_softwares_fault(tmp_path):
     for incident in run.incidents():
         assert incident["failure_class"] == "collective.timeout"
         assert ("rank", "0") not in culprits(incident)
+    assert [incident["actions"] for incident in run.incidents()] == [["restart"]] * 2 + [[]]
+    check_account(run, "collective.timeout", actions=[])
 
 
 def test_a_poisoned_checkpoint_is_left_out(tmp_path):
@@ -103,7 +110,7 @@ def test_a_poisoned_checkpoint_is_left_out(tmp_path):
     assert loads == {0: 10, 1: 10, 2: 5}
     assert run.rules() == ["restart", "checkpoint.poisoned"]
     assert run.decisions()[-1]["decision"]["exclude_checkpoint"] == 10
-    assert run.incidents()[-1]["failure_class"] == "checkpoint.poisoned"
+    check_account(run, "checkpoint.poisoned", ("rank", "0"), ("rank", "1"), actions=["restart"])
 
 
 def test_a_storm_of_restarts_slows_down_and_ends(tmp_path):
@@ -120,4 +127,5 @@ def test_a_storm_of_restarts_slows_down_and_ends(tmp_path):
     for line in run.lines():
         begun_ns.setdefault(line.generation, line.mono_ns)
     assert begun_ns[3] - begun_ns[2] > 2e9
+    check_account(run, "host_mem.sigkill_probable", ("rank", "1"), actions=[])
     assert "within 3600 s are spent" in run.payloads("run.ended")[0]["reason"]

@@ -2,6 +2,7 @@
 
 import pytest
 from support import mock_nvml
+from support.accounts import check_account
 from support.faulty import FaultyRun, culprits
 from support.mock_nvml import UUIDS, shape
 from support.runs import wait_until
@@ -26,9 +27,8 @@ def test_a_gpu_that_falls_off_the_bus_ends_the_run_on_this_node(mock, tmp_path):
         mock_nvml.change(env, HEALTHY + "\nxid 1 79")
         assert run.ended() == 86, run.said()
 
-    incident = run.incident("gpu_hw.fell_off_bus")
-    assert culprits(incident) >= {("gpu", UUIDS[1]), ("node", "n0")}
-    assert incident["actions"] == ["exclude-node", "requeue"]
+    blamed = ("gpu", UUIDS[1]), ("node", "n0")
+    check_account(run, "gpu_hw.fell_off_bus", *blamed, actions=["exclude-node", "requeue"])
     assert run.rules() == ["node.unhealthy"]
 
 
@@ -44,7 +44,8 @@ def test_a_gpu_that_falls_off_the_bus_excludes_its_node(mock, tmp_path):
         run.wait_for_generation(1)
 
     assert run.rules() == ["node.excluded"]
-    assert ("node", "n1") in culprits(run.incident("gpu_hw.fell_off_bus"))
+    blamed = ("gpu", UUIDS[0]), ("node", "n1")
+    check_account(run, "gpu_hw.fell_off_bus", *blamed, actions=["exclude-node", "restart"])
 
 
 def test_an_xid_of_the_applications_names_the_failure_and_blames_no_node(mock, tmp_path):
@@ -59,9 +60,7 @@ def test_an_xid_of_the_applications_names_the_failure_and_blames_no_node(mock, t
 
     assert run.generations() == [0, 1]
     assert run.rules() == ["restart"]
-    incident = run.incident("gpu_fault.illegal_access")
-    assert ("gpu", UUIDS[1]) in culprits(incident)
-    assert incident["actions"] == ["restart"]
+    check_account(run, "gpu_fault.illegal_access", ("gpu", UUIDS[1]), actions=["restart"])
 
 
 @pytest.mark.parametrize(
@@ -129,5 +128,5 @@ def test_memory_that_is_never_released_takes_the_node_out(mock, tmp_path):
         assert run.ended(limit_s=150) == 86, run.said()
 
     assert run.generations() == [0]
-    assert run.incidents()[-1]["failure_class"] == "gpu_mem.leaked_memory"
-    assert ("gpu", UUIDS[1]) in culprits(run.incidents()[-1])
+    blamed = ("gpu", UUIDS[1]), ("node", "n0")
+    check_account(run, "gpu_mem.leaked_memory", *blamed, actions=["exclude-node"])

@@ -273,7 +273,9 @@ class Core:
     def notice_for(self, post: Post) -> str | None:
         """Return what the first rank here is to tell whoever trains; an agent would tell itself."""
         is_teller = self.agent is None and post.local_rank == 0
-        return self.voting.take_notice() if is_teller else None
+        if not is_teller:
+            return None
+        return self.voting.take_notice() or self.persister.take_notice()
 
     def _nbytes(self, state: StateId) -> int:
         return sum(held.copy.digest.nbytes for held in self.memory.held(state).values())

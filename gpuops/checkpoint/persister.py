@@ -50,11 +50,24 @@ class Persister:
     parts: list[StateId] = field(default_factory=list)
     sealed: StateId | None = None
     _sealing: StateId | None = None
+    _is_told: bool = False
 
     @property
     def last(self) -> StateId | None:
         """The newest state that is known to lie in the directory, whole."""
         return self.schedule.last if self.memory.gate.is_alone else self.sealed
+
+    def take_notice(self) -> str | None:
+        """Return what whoever trains is to be told: once that it fails, once that it works again.
+
+        A disk may be full for days, and where no agent is nobody else says so.
+        """
+        if bool(self.failure) == self._is_told:
+            return None
+        self._is_told = bool(self.failure)
+        if not self.failure:
+            return "states persist again"
+        return f"states do not persist, and are tried again later: {self.failure}"
 
     def set_policy(self, policy: Policy) -> None:
         """Take the policy over; another directory is one of which nothing is known yet."""

@@ -13,8 +13,8 @@ from gpuops.control.record import Member, Roster
 class Differing:
     """What the node of *me* has told of.
 
-    A difference is told where the first of its suspects is. That the ranks are equal again is told
-    by who told of it, wherever they are by then: there its incident is open.
+    A difference is told where the first of its suspects is, once while it lasts. That the ranks are
+    equal again is told by who told of it, wherever they are by then: there its incident is open.
     """
 
     def __init__(self, me: Member) -> None:
@@ -42,7 +42,7 @@ class Differing:
                     self._open[told.key] = state
 
     def _is_to_tell(self, told: Told, roster: Roster) -> bool:
-        if (told.key, told.difference.state) in self._told:
+        if told.key in self._open or (told.key, told.difference.state) in self._told:
             return False
         first = roster.first_rank(roster.group_rank(self._me.agent) or 0)
         return first <= told.teller < first + self._me.n_workers

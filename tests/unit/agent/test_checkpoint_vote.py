@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.kept_states import SavingWorld
 
+from gpuops.agent.checkpoint_differing import Differing
 from gpuops.agent.checkpoint_vote import Polls
 from gpuops.agent.checkpoint_words import Said, Watermark
 from gpuops.checkpoint.states import StateId
@@ -292,6 +293,22 @@ def test_a_flip_before_a_restart_is_told_after_it_and_blames_no_node():
     assert (node, told.difference.verdict.outcome) == (bad.node, Outcome.MINORITY)
     assert told.difference.alike.epoch < told.difference.state.epoch
     assert told.nodes == ()
+
+
+def test_two_leaders_that_found_the_same_are_heard_once():
+    world = running()
+    world.players[2].keeper.flipped_from = world.step + 1
+    world.pass_time(30)
+    ((_, told),) = world.told()
+    found, bad = told.difference, world.players[2]
+    later = replace(found, state=replace(found.state, step=found.state.step + 9))
+    both = [told, replace(told, difference=later)]
+    bad.keeper.told.clear()
+    differing = Differing(bad.me)
+    for _ in range(2):
+        differing.tell(bad.keeper, bad.leader.roster, both, found.state.epoch)
+
+    assert bad.keeper.told == [told]
 
 
 def test_ranks_without_a_majority_are_told_of_with_their_nodes():

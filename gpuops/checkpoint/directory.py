@@ -134,6 +134,19 @@ class DirectoryStore:
             finally:
                 close_unwritten(fd)
 
+    def read_bytes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        with self._opened_state(state, shard.file_name) as folder:
+            fd = open_to_read(shard.file_name, folder)
+            try:
+                content = os.pread(fd, end - begin, begin)
+            finally:
+                close_unwritten(fd)
+        if len(content) != end - begin:
+            raise CorruptError(
+                f"{self._root / state.name / shard.file_name} ends before byte {end}"
+            )
+        return content
+
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         with self._opened_state(state, record.shard.file_name) as folder:
             fd = open_to_read(record.shard.file_name, folder)

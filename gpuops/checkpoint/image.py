@@ -198,11 +198,20 @@ def read_extra(view: memoryview, layout: ImageLayout) -> bytes:
     begin, end = layout.extra.begin, layout.extra.end
     if view.nbytes < end:
         raise CorruptError(f"the image ends at {view.nbytes}, its extra at {end}")
-    data_begin = begin + _LENGTH_BYTES
-    length = int.from_bytes(view[begin:data_begin], "little")
-    if length > end - data_begin:
-        raise CorruptError(f"the extra says it has {length} bytes of {end - data_begin}")
-    return bytes(view[data_begin : data_begin + length])
+    return extra_bytes(view[begin:end])
+
+
+def extra_bytes(extra: memoryview | bytes) -> bytes:
+    """Return what was written into *extra*, all bytes of the extra of an image.
+
+    Raises:
+        CorruptError: It says it is longer than it can be.
+    """
+    room = len(extra) - _LENGTH_BYTES
+    length = int.from_bytes(extra[:_LENGTH_BYTES], "little")
+    if length > room:
+        raise CorruptError(f"the extra says it has {length} bytes of {room}")
+    return bytes(extra[_LENGTH_BYTES : _LENGTH_BYTES + length])
 
 
 def _extra_spec(shard: Shard, nbytes: int) -> TensorSpec:

@@ -146,6 +146,9 @@ class ObjectStore:
                 for waiting in ahead:
                     waiting.cancel()
 
+    def read_bytes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        return self._tree.read(f"{state.name}/{shard.file_name}", begin, end)
+
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         key = f"{state.name}/{record.shard.file_name}"
         nbytes, shown = record.digest.nbytes, self._shown(state, record.shard)

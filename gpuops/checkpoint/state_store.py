@@ -201,6 +201,14 @@ class CheckpointStore(Protocol):
         """
         ...
 
+    def read_bytes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        """Return the bytes *begin* to *end* of a shard; nothing is verified.
+
+        Raises:
+            CheckpointError: They are not there, or cannot be read.
+        """
+        ...
+
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         """Fill *into*, of the size of the shard, with its bytes and verify them.
 

@@ -110,20 +110,25 @@ def show_command(
 ) -> None:
     """Show what STATE is of: shards, digests, tensors, how they are cut, what wrote it.
 
+    And, of a script that saves with every="auto", the interval that was chosen, by which measured
+    times, and by which rate of failures.
+
     STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
     """
     with needs_extra("gpuops ckpt show"), opened(ctx, address) as store:
+        from gpuops.checkpoint.chosen_interval import read_chosen
         from gpuops.checkpoint.inventory_view import read_layouts, whole_tensors
         from gpuops.cli.ckpt_view import state_json, state_text
 
         stored = find_state(store, state)
         layouts = read_layouts(store, stored.manifest)
         tensors = whole_tensors(layouts)
+        chosen = read_chosen(store, stored.state, layouts[0])
         if as_json:
-            body = state_json(store, stored, tensors)
+            body = state_json(store, stored, tensors, chosen)
             click.echo(json.dumps(envelope("gpuops.checkpoint-state/1", body), indent=2))
         else:
-            click.echo(state_text(store, stored, tensors, all_tensors=all_tensors))
+            click.echo(state_text(store, stored, tensors, chosen, all_tensors=all_tensors))
 
 
 @ckpt.command("pin")

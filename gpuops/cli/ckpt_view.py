@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from gpuops.checkpoint.chosen_interval import ChosenInterval
 from gpuops.checkpoint.inventory_view import WholeTensor
 from gpuops.checkpoint.state_store import CheckpointStore, Damaged, Stored, Survey
 from gpuops.checkpoint.verify import Problem, verify_state
@@ -98,11 +99,17 @@ def _age(created_s: int) -> str:
     return format_seconds(max(SystemClock().now_us() / US_PER_S - created_s, 0.0))
 
 
-def state_json(store: CheckpointStore, stored: Stored, tensors: Mapping[str, WholeTensor]) -> Json:
+def state_json(
+    store: CheckpointStore,
+    stored: Stored,
+    tensors: Mapping[str, WholeTensor],
+    chosen: ChosenInterval | None,
+) -> Json:
     """Return all that is known of a state without reading its data."""
     return {
         "address": store.address,
         "checkpoint": _stored_json(store, stored),
+        "interval": None if chosen is None else _chosen_json(chosen),
         "shards": [
             {
                 "file": record.shard.file_name,
@@ -139,6 +146,7 @@ def state_text(
     store: CheckpointStore,
     stored: Stored,
     tensors: Mapping[str, WholeTensor],
+    chosen: ChosenInterval | None,
     *,
     all_tensors: bool,
 ) -> str:
@@ -153,6 +161,7 @@ def state_text(
         f"pinned   {', '.join(stored.tags) or 'no'}",
         f"size     {format_bytes(manifest.nbytes)} in {manifest.world} shards",
         f"tensors  {len(tensors)}, {format_bytes(n_bytes)} without copies",
+        *(() if chosen is None else _chosen_text(chosen)),
         "",
     ]
     records = manifest.shards[: None if all_tensors else SHARDS_SHOWN]
@@ -170,6 +179,34 @@ def state_text(
     head = ("dtype", "shape", "size", "cut", "copies", "tensor")
     lines += [table(head, cells, width=WIDE), *_rest(len(tensors) - len(shown), "tensors")]
     return printable("\n".join(lines))
+
+
+def _chosen_json(chosen: ChosenInterval) -> Json:
+    return {
+        "every": "auto",
+        "steps": chosen.steps,
+        "seconds": chosen.interval_s,
+        "step_s": chosen.step_s,
+        "stall_s": chosen.stall_s,
+        "restore_s": chosen.restore_s,
+        "nodes": chosen.n_nodes,
+        "failures": chosen.failures.as_dict(),
+    }
+
+
+def _chosen_text(chosen: ChosenInterval) -> tuple[str, ...]:
+    took = {"stall": chosen.stall_s, "restore": chosen.restore_s, "step": chosen.step_s}
+    times = [f"{what} {format_seconds(s)}" for what, s in took.items() if s is not None]
+    every = "auto: no save was measured yet"
+    if chosen.steps is not None:
+        length = "" if chosen.interval_s is None else f" ({format_seconds(chosen.interval_s)})"
+        steps = "step" if chosen.steps == 1 else f"{chosen.steps} steps"
+        every = f"auto: every {steps}{length}"
+    nodes = "node" if chosen.n_nodes == 1 else "nodes"
+    return (
+        f"every    {every}; {', '.join(times) or 'no time was measured'}",
+        f"failures {chosen.failures.words()}; {chosen.n_nodes} {nodes}",
+    )
 
 
 def _shape(tensor: WholeTensor) -> str:

@@ -322,6 +322,18 @@ def test_a_shard_is_fetched_into_memory_and_verified(store, kind):
             store.fetch_shard(record, STATE, memoryview(into))
 
 
+def test_some_bytes_of_a_shard_are_read(store, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+    shard = Shard(0, 2)
+    data = content_of(pair[shard])
+
+    assert store.read_bytes(STATE, shard, 3, 40) == data[3:40]
+    with pytest.raises(CheckpointError):
+        store.read_bytes(STATE, shard, len(data) - 1, len(data) + 1)
+    with pytest.raises(CheckpointError):
+        store.read_bytes(LATER, shard, 0, 1)
+
+
 def test_a_shard_is_opened_as_a_path_or_fetched(store, pair):
     persist(store, STATE, pair, origin=ORIGIN)
 

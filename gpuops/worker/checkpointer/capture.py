@@ -1,6 +1,6 @@
 """One rank's state at one moment: its tensors, how they stand in an image, and all else as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -56,6 +56,7 @@ class Capturer:
         self._parts = tuple(parts)
         self._shard = shard
         self._allow_pickle = allow_pickle
+        self.beside: Callable[[], Mapping[str, object]] = dict  # plain values for who looks at it
         self._plan: CopyPlan | None = None
         self._names: list[tuple[str, ...]] = []
         self._shapes: list[object] = []
@@ -91,6 +92,7 @@ class Capturer:
             "world": self._shard.world,
             "torch": str(torch.__version__),
             "rng": sink.encoder.encode(read_rng(), "rng"),
+            **self.beside(),
         }
         fragments = b",".join(
             b"%b:%b" % (dumps(part.key), reading.fragment)

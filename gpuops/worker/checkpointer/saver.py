@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import median
@@ -81,6 +81,10 @@ class Saver:
         self._stalls_s: deque[float] = deque(maxlen=_N_STALLS)
         self._saved = 0
         self.last_step: int | None = None
+
+    def save_beside(self, values: Callable[[], Mapping[str, object]]) -> None:
+        """Have plain *values* saved with each state, which nothing is restored from."""
+        self._capturer.beside = values
 
     def connect(self) -> None:
         """Find the keeper; without one nothing is saved, which is said once."""

@@ -123,6 +123,75 @@ def test_the_directory_is_the_configured_one(ckpt, store, monkeypatch):
     assert "GPUOPS_CKPT_DIR" in err
 
 
+ALONE = [{"model.w": whole(W)}]
+CHOSEN = {
+    "steps": 262,
+    "step_s": 0.5,
+    "stall_s": 0.015,
+    "restore_s": 30.0,
+    "n_nodes": 2,
+    "failures": 3,
+    "node_hours": 24_000.0,
+}
+
+
+def said_beside(chosen):
+    return json.dumps({"parts": {}, "auto": chosen}).encode()
+
+
+def test_show_tells_which_interval_was_chosen_and_by_what(store, ckpt):
+    make_state(store, ALONE, extras=[said_beside(CHOSEN)])
+
+    code, out, _ = ckpt("show")
+
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert lines["every"] == (
+        "every    auto: every 262 steps (2 min 11 s); stall 0.01 s, restore 30.0 s, step 0.50 s"
+    )
+    assert "failures per 1000 node days: 3 in 1e+03 node days on record" in lines["failures"]
+    assert lines["failures"].endswith("; 2 nodes")
+    body = json.loads(ckpt("show", "--json")[1])["interval"]
+    assert (body["every"], body["steps"], body["seconds"]) == ("auto", 262, 131.0)
+    assert (body["stall_s"], body["restore_s"], body["nodes"]) == (0.015, 30.0, 2)
+    assert body["failures"]["failures"] == 3
+
+
+def test_show_says_that_nothing_was_measured_yet(store, ckpt):
+    unknown = dict.fromkeys(("steps", "step_s", "stall_s"))
+    first = {**CHOSEN, **unknown, "failures": 0, "node_hours": 0.0, "n_nodes": 1}
+    make_state(store, ALONE, extras=[said_beside(first)])
+
+    out = ckpt("show")[1]
+
+    assert "auto: no save was measured yet; restore 30.0 s" in out
+    assert "none are on record; 1 node\n" in out
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b"{}",
+        b"[]",
+        b"\xff",
+        b"[" * 4000,
+        said_beside(None),
+        said_beside({**CHOSEN, "steps": "262"}),
+        said_beside({**CHOSEN, "stall_s": -1}),
+        said_beside({**CHOSEN, "step_s": 1e300}),
+        said_beside({**CHOSEN, "n_nodes": True}),
+    ],
+)
+def test_what_says_nothing_of_an_interval_is_shown_without(store, ckpt, extra):
+    make_state(store, ALONE, extras=[extra])
+
+    code, out, err = ckpt("show")
+
+    assert (code, err) == (0, "")
+    assert "every " not in out
+    assert json.loads(ckpt("show", "--json")[1])["interval"] is None
+
+
 def test_show_tells_tensors_and_how_they_are_cut(store, ckpt):
     make_state(store, RANKS, step=10)
 

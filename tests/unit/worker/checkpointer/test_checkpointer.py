@@ -1,6 +1,8 @@
 """What can be saved comes back bit for bit; what cannot is named, and training goes on."""
 
+import contextlib
 import copy
+import json
 import logging
 import random
 from contextlib import closing, suppress
@@ -11,12 +13,16 @@ import torch
 from support.same_state import same
 from torch import nn
 
+from gpuops.checkpoint.chosen_interval import AUTO, ChosenInterval
+from gpuops.checkpoint.failure_rate import FailureRate
+from gpuops.checkpoint.image import read_extra, read_layout
 from gpuops.checkpoint.keeper import Skipped
 from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.states import CheckpointError, KeeperError
+from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard
 from gpuops.wire import RING_BYTES, Phase, RingHeader, read_beats, write_header
 from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.checkpointer.interval_policy import N_FIRST, RESTORE_S
 from gpuops.worker.heartbeat import Heart
 
 
@@ -658,6 +664,29 @@ def test_a_state_that_begins_to_raise_does_not_harm_what_was_saved(node, warning
     assert len(warnings()) == 1
     assert load(node, scheduler=other) == 2
     assert other.value == 2
+
+
+def test_what_auto_has_chosen_is_saved_beside_the_state(node):
+    with checkpointer(node, every="auto", extra={"n": 1}) as ck:
+        ck.restore()
+        for step in range(1, N_FIRST + 1):
+            ck.step(step)
+        # A step takes microseconds here, and a second is the least between two saves.
+        for step in range(N_FIRST + 1, 100_000_000):
+            ck.step(step)
+            if step % 1000 == 0 and ck.stats["saved"] == 2:
+                break
+        assert ck.stats["off"] is None
+
+    with contextlib.closing(node.connect()) as line:
+        offer = line.offer(60.0)
+        image = line.open_shard(offer, Shard(0, 1)).view
+        said = json.loads(read_extra(image, read_layout(image)))
+    chosen = ChosenInterval.from_json(said[AUTO])
+    assert chosen.steps == offer.state.step - N_FIRST
+    assert chosen.stall_s > 0
+    assert chosen.step_s > 0
+    assert (chosen.restore_s, chosen.n_nodes, chosen.failures) == (RESTORE_S, 1, FailureRate())
 
 
 def test_the_step_that_it_is_told_is_in_the_heartbeat(node):

@@ -112,6 +112,7 @@ class Core:
             crew = self.crew = Crew(post.generation, post.shard.world, post.n_ranks)
             self.memory.gate.begin_epoch(post.n_ranks, is_alone=self._is_alone(post))
             self.persister.origin = Origin(self.persister.origin.job, post.generation)
+            self.voting.begin(self.persister.origin, has_agent=self.command is not None)
         crew.join(post, guest)
         return True
 

@@ -18,6 +18,7 @@ from gpuops.checkpoint.keeper_events import Events
 from gpuops.checkpoint.keeper_jobs import Jobs
 from gpuops.checkpoint.messages import state_to_json
 from gpuops.checkpoint.node_memory import Held, NodeMemory
+from gpuops.checkpoint.persist import Origin
 from gpuops.checkpoint.replicated import KEY, replicated_in, words_of
 from gpuops.checkpoint.states import Shard, StateId
 from gpuops.checkpoint.vote import (
@@ -160,6 +161,7 @@ class Voting:
         self._took_s = 0.0
         self._is_busy = False
         self._local: frozenset[int] = frozenset()
+        self._origin = Origin("", -1)
 
     def committed(self, state: StateId) -> None:
         """Have *state* compared, if it is chosen and there is anything to compare."""
@@ -191,6 +193,17 @@ class Voting:
             self._memory.gate.unpin(_PIN)
 
         self._jobs.vote(lambda: _count(sheets, self._cpu_s), then)
+
+    def begin(self, origin: Origin, *, has_agent: bool) -> None:
+        """Take in that workers begin; another run is told anew of ranks that differ.
+
+        Without an agent nobody counts generations: the same one again is the job started anew.
+        """
+        before, self._origin = self._origin, origin
+        is_same = before.job == origin.job if has_agent else before.generation != origin.generation
+        if not is_same:
+            for known in self._known.values():
+                known.course.differs, known.is_open, known.n_told = None, False, 0
 
     def told(self, told: Told) -> None:
         """Take in that ranks of several nodes differ, or do so no more, as who compared them says.

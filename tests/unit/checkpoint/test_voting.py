@@ -197,6 +197,29 @@ def test_a_difference_that_outlives_a_restart_is_no_news(nodes):
     assert node.stats()["votes"] == 4
 
 
+@pytest.mark.parametrize("has_agent", [True, False], ids=["agent", "alone"])
+def test_another_run_on_the_same_node_is_told_of_what_it_goes_on_with(nodes, has_agent):
+    node = nodes()
+    if has_agent:
+        node.node.core.begin_generation(0, 1, None, "first")
+        node.start()
+    node.save(1)
+    node.save(2, [(1, "a.weight")])
+    (told,) = node.told()
+    node.node.kill()
+    if has_agent:
+        node.node.core.begin_generation(0, 1, None, "second")
+    node.start()
+    for step in (3, 4):
+        node.save(step, [(1, "a.weight")])
+    (again,) = node.told()
+
+    assert (told["state"][1], again["state"][1]) == (2, 3)
+    assert told["alike"] == again["alike"]
+    node.save(5)
+    assert [event["kind"] for event in node.told()] == ["replicas_alike"]
+
+
 def test_jobs_that_declare_nothing_are_not_looked_at(nodes):
     node = nodes(trained=())
     node.save(1)

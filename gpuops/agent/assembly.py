@@ -272,6 +272,7 @@ def _timing(prepared: Prepared) -> Timing:
         dead_s=plan.dead_s,
         end_s=_end_s(prepared),
         last_call_s=plan.last_call_s,
+        first_call_s=plan.first_call_s,
         join_timeout_s=plan.join_timeout_s,
         grow_after_s=plan.grow_after_s,
     )

@@ -238,6 +238,7 @@ def _joining(plan: Plan, said: Mapping[str, str]) -> list[Rung]:
     default = Plan(terms=plan.terms, meeting=plan.meeting)
     parts = (
         ("last call", plan.last_call_s, default.last_call_s, "enough nodes wait for the others"),
+        ("first call", plan.first_call_s, default.first_call_s, "the same before the first start"),
         ("store lost", plan.store_lost_s, default.store_lost_s, "the board is given up: exit 85"),
         ("join", plan.join_timeout_s, default.join_timeout_s, "too few nodes are waited for"),
     )

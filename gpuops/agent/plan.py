@@ -65,6 +65,7 @@ class Plan:
     hang_timeout_s: float | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0
+    first_call_s: float = 30.0  # of the first start, as torchrun's: nodes start at different times
     suspect_s: float = 6.0
     fence_s: float = 10.0
     dead_s: float = 15.0

@@ -115,7 +115,7 @@ def _timed(plan: Plan, timing: Timing) -> Plan:
     if timing.join_timeout_s is not None:
         plan = replace(plan, join_timeout_s=timing.join_timeout_s)
     if timing.last_call_s is not None:
-        plan = replace(plan, last_call_s=timing.last_call_s)
+        plan = replace(plan, last_call_s=timing.last_call_s, first_call_s=timing.last_call_s)
     if timing.is_host is not None:
         plan = replace(plan, meeting=replace(plan.meeting, is_host=timing.is_host))
     if timing.dead_s is not None:

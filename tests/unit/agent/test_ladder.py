@@ -35,6 +35,7 @@ def test_from_the_shortest_to_the_longest():
     values = [found[name] for name in names]
     assert values == [0.1, 6.0, 10.0, 15.0, 60.0, 600.0, 720.0]
     assert (found["health gate"], found["join"], found["last call"]) == (20.0, 600.0, 5.0)
+    assert found["first call"] == 30.0
 
 
 def test_one_node_has_no_peers_to_wait_for():

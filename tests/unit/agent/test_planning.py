@@ -185,7 +185,7 @@ def test_rdzv_conf_maps_on_what_there_is_and_names_the_rest(script):
     request = requested("--nnodes=2", *C10D, conf, script)
 
     plan = request.plan
-    assert (plan.join_timeout_s, plan.last_call_s) == (900.0, 2.0)
+    assert (plan.join_timeout_s, plan.last_call_s, plan.first_call_s) == (900.0, 2.0, 2.0)
     assert (plan.suspect_s, plan.fence_s, plan.dead_s) == (12.0, 20.0, 30.0)
     (line,) = [line for line in request.warnings if "shoe_size" in line]
     assert "join_timeout" not in line

@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 OFFER_DEADLINE_S = 600.0
 KEEPER_AGAIN_S = 30.0  # until there is one in place of one that died before it was asked
 UNKNOWN_COST_S = 30.0  # between two saves that nobody can find out the cost of together
+# Those that are in use, by the keeper or directory that they save into, and by process.
+_begun: "weakref.WeakValueDictionary[tuple[str, int], Checkpointer]" = weakref.WeakValueDictionary()
 
 
 class Checkpointer:
@@ -132,6 +134,7 @@ class Checkpointer:
         self._restored: Restored | None = None
         self._is_closed = False
         self._warned: set[str] = set()
+        self._key = ("", 0)
         self._last = LastStep(len(given.optimizers), persists=self._policy.directory is not None)
         self._at_exit: weakref.finalize[[LastStep, Saver, Finder], Checkpointer] | None = None
         self._hooks = [
@@ -194,6 +197,8 @@ class Checkpointer:
         self._is_closed = True
         if self._is_forked():
             return
+        if _begun.get(self._key) is self:
+            del _begun[self._key]
         if self._at_exit is not None:
             self._at_exit.detach()
         for hook in self._hooks:
@@ -250,6 +255,7 @@ class Checkpointer:
         """Find out which rank this is and who keeps its states; once, as late as can be."""
         if self._place is not None:
             return self._place
+        self._require_alone()
         self._place = place = find_place(self._env)
         self._last.pid = os.getpid()
         self._cost = Cost(place.n_nodes, FailureRate.told_in(self._env))
@@ -341,6 +347,21 @@ class Checkpointer:
             self._cost.ends(n, ended_s, stall_s)
             if is_due:
                 schedule.dealt_with(n, ended_s)
+
+    def _require_alone(self) -> None:
+        """Raise CheckpointError where this process saves into the same keeper or directory already.
+
+        The second one could only load what the first saved, which may even fit.
+        """
+        where = self._env.get(KEEPER) or self._policy.directory
+        if where is None or self._given_keeper is not None:
+            return
+        self._key = (where, os.getpid())
+        if _begun.setdefault(self._key, self) is not self:
+            raise CheckpointError(
+                "this process has a Checkpointer already, and two would load each other's states: "
+                "give one of them all there is (model={'a': …, 'b': …}), or close() the first"
+            )
 
     def _is_forked(self) -> bool:
         """Say whether this process is not the one that began, but was forked from it."""

@@ -108,3 +108,20 @@ def test_a_process_that_was_forked_neither_saves_nor_takes_leave(node):
 def test_an_argument_of_another_type_is_an_error_that_names_it(node, given, message):
     with pytest.raises(CheckpointError, match=message):
         checkpointer(node, model=nn.Linear(1, 1), **given)
+
+
+def test_a_second_checkpointer_does_not_load_what_the_first_saved(tmp_path, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))  # of two nodes without agents: they only load
+
+    def made(name):
+        return Checkpointer(model=nn.Linear(1, 1), directory=tmp_path / name)
+
+    first, second, other, third = (made(name) for name in ("a", "a", "b", "a"))
+    assert (first.restore(), other.restore()) == (0, 0)
+    with pytest.raises(CheckpointError, match="has a Checkpointer already"):
+        second.restore()
+    first.close()
+    assert third.restore() == 0
+    other.close()
+    third.close()

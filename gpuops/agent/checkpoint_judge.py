@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from gpuops.agent.checkpoint_last import Part, judge_last
 from gpuops.agent.checkpoint_words import DROPPED_MAX, Said, Watermark
 from gpuops.checkpoint.states import StateId
 
@@ -25,7 +26,7 @@ class Heard:
 
     States of another ``epoch`` are of former workers. ``overdue`` have been whole somewhere for too
     long. ``aim`` is the first step that all can save after what is now decided has reached them.
-    ``leader`` is the node of who judges.
+    ``leader`` is the node of who judges; ``nodes`` names those of the agents.
     """
 
     generation: int
@@ -36,6 +37,13 @@ class Heard:
     overdue: frozenset[StateId] = field(default_factory=frozenset)
     aim: int | None = None
     leader: str = ""
+    nodes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def last(self) -> frozenset[StateId]:
+        """The states that ranks asked for as the last ones: refused or dropped, they come yet."""
+        found = {word.last.state for word in self.said.values()}
+        return frozenset(s for s in found if s is not None and s.epoch == self.epoch)
 
 
 def judge(before: Watermark, heard: Heard) -> Watermark:
@@ -44,6 +52,8 @@ def judge(before: Watermark, heard: Heard) -> Watermark:
     words = [one for one in said if one is not None and one.generation == heard.generation]
     if heard.generation < before.generation or not words:
         return before
+    still = tuple(state for state in before.dropped if state not in heard.last)
+    before = replace(before, dropped=still) if still != before.dropped else before
     now = replace(before, generation=heard.generation)
     committed = _committed(before, heard, words)
     dropped = _dropped(now, heard, words, committed)
@@ -65,8 +75,35 @@ def judge(before: Watermark, heard: Heard) -> Watermark:
         persisted=persisted,
         sealer=heard.leader if is_left else before.sealer,
         aim=aim if aim is None or before.aim is None else max(aim, before.aim),
+        last=judge_last(before.last, _parts(heard, persist), _unwritten(persist, persisted)),
     )
     return before if replace(found, generation=before.generation) == before else found
+
+
+def _unwritten(persist: StateId | None, persisted: StateId | None) -> StateId | None:
+    is_there = persist is None or (persisted is not None and persisted >= persist)
+    return None if is_there else persist
+
+
+def _parts(heard: Heard, persist: StateId | None) -> list[Part]:
+    """Return how far each node of the generation is with what is last."""
+    found = []
+    for agent in heard.seated:
+        word = heard.said.get(agent)
+        if word is None or word.generation != heard.generation:
+            continue
+        is_written = persist is None or persist in word.parts
+        if persist is not None and word.persisted is not None:
+            is_written = is_written or word.persisted >= persist
+        found.append(
+            Part(
+                node=heard.nodes.get(agent, agent),
+                word=word.last,
+                lacks=frozenset(state for state in heard.last if not _has(word, state)),
+                has_written=is_written,
+            )
+        )
+    return found
 
 
 def _is_complete(heard: Heard, words: list[Said]) -> bool:
@@ -90,18 +127,26 @@ def _dropped(
     before: Watermark, heard: Heard, words: list[Said], committed: StateId | None
 ) -> tuple[StateId, ...]:
     held = {s for w in words for s in (*w.whole, *w.replicated) if s.epoch == heard.epoch}
-    lost = {s for s in held if s in heard.overdue or any(_will_lack(w, s) for w in words)}
+    overdue = heard.overdue - heard.last
+    lost = {s for s in held if s in overdue or any(_will_lack(w, s, heard.last) for w in words)}
     both = (lost | set(before.dropped)) - {committed}
     newest = sorted((s for s in both if committed is None or s > committed), reverse=True)
     return tuple(newest[:DROPPED_MAX])
 
 
-def _will_lack(word: Said, state: StateId) -> bool:
-    """Say whether a node does not have *state*, and is past its step."""
+def _has(word: Said, state: StateId) -> bool:
+    """Say whether a node has *state*, or is making it, or a newer one that was agreed on."""
     if state in word.whole or state in word.replicated or state == word.in_flight:
+        return True
+    return word.newest is not None and word.newest >= state
+
+
+def _will_lack(word: Said, state: StateId, last: frozenset[StateId]) -> bool:
+    """Say whether a node does not have *state*, and is past its step."""
+    if _has(word, state):
         return False
-    if word.newest is not None and word.newest >= state:
-        return False  # it has it, or a newer one that was agreed on
+    if state in last:
+        return word.last.is_over  # until then its ranks may ask for it once more
     is_past = word.asked is not None and word.asked >= state.step
     return state in word.refused or is_past
 

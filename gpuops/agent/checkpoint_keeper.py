@@ -18,6 +18,7 @@ from gpuops.agent.agent_state import CheckpointState
 from gpuops.agent.checkpoint_held import held_by_it, held_by_none
 from gpuops.agent.checkpoint_news import pair, read_events, whole
 from gpuops.agent.checkpoint_peers import Agreement
+from gpuops.agent.checkpoint_together import Together
 from gpuops.agent.checkpoints import KEEPER, OFF, Flushed, KeeperRecord, Refusal, Started, place_of
 from gpuops.agent.keeper_looks import Looks
 from gpuops.agent.keeper_revival import Begun, Restarts
@@ -40,7 +41,6 @@ class Times:
     every_s: float = 1.0
     ready_s: float = 30.0  # more than it takes to end one that hangs and to start another
     hurried_s: float = 0.2  # while somebody waits for what all agree on
-    uncommitted_s: float = 15.0
 
 
 TIMES = Times()
@@ -75,7 +75,11 @@ class Keeping:
         self._refusal = refusal
         self._times = times
         self._agreement = agreement
-        self._pause = pause or threading.Event().wait
+        self._together = None
+        if agreement is not None:
+            wait = pause or threading.Event().wait
+            newest = lambda: self._newest  # noqa: E731 what it is by then
+            self._together = Together(agreement, self._is_there, newest, wait, clock)
         self._turn = threading.Lock()  # one call to the keeper at a time, and its news in order
         self._keeper: Started | None = None
         self._newest: StateId | None = None
@@ -225,19 +229,22 @@ class Keeping:
 
     def flush(self, within_s: float, *, is_told: bool = True) -> Flushed | None:
         """Persist the newest state; not *is_told*: that there is no directory is no news."""
-        began_ns, done = self._clock.mono_ns(), None
+        began_ns, before, done = self._clock.mono_ns(), self._newest, None
         with self._called("persisting the newest checkpoint", within_s) as has_turn:
             if has_turn:
                 self._look()
-            if self._keeper is None:
+            if self._keeper is None and before is None:
                 return None
             done = Flushed(why="the keeper did not answer in time")
-            if has_turn:
+            if self._keeper is None:
+                done = Flushed(newest=before, why="the keeper is gone, and what it held")
+            elif has_turn:
                 # Also where no state is known yet: the last, or only, one may be hashed just now.
                 done = self._flushed(within_s - self._seconds_since(began_ns))
                 if done.newest is None and done.state is None:
                     return None
-            done = replace(done, seconds=self._seconds_since(began_ns), within_s=within_s)
+            seconds = self._seconds_since(began_ns)
+            done = replace(done, seconds=seconds, within_s=within_s, is_end=not is_told)
             if is_told or done.has_place:
                 self._record.flushed(done)
         return done
@@ -245,8 +252,8 @@ class Keeping:
     def _flushed(self, within_s: float) -> Flushed:
         assert self._keeper is not None
         tie, began_ns = self._keeper.tie, self._clock.mono_ns()
-        if self._agreement is not None and self._agreement.is_on:
-            done = self._persisted_by_all(self._agreement, within_s)
+        if self._together is not None and self._together.agreement.is_on:
+            done = self._together.persist(within_s)
             if done is not None:
                 return done
             within_s -= self._seconds_since(began_ns)
@@ -265,49 +272,14 @@ class Keeping:
     def settle(self, within_s: float) -> None:
         """Wait until what was saved last is committed, and persistent, on all nodes."""
         agreement, began_ns = self._agreement, self._clock.mono_ns()
-        if agreement is None or not agreement.is_on:
+        if agreement is None or self._together is None or not agreement.is_on:
             return
+        agreement.is_over = True
         with self._called("persisting the newest checkpoint", within_s) as has_turn:
             if has_turn and self._keeper is not None:
                 self._look()  # what the ranks did last
                 if agreement.said() is not None:
-                    self._persisted_by_all(agreement, within_s - self._seconds_since(began_ns))
-
-    def _await_commit(self, agreement: Agreement, within_s: float) -> None:
-        """Wait for the agreement of all on what the ranks saved last."""
-        began_ns = self._clock.mono_ns()
-        while agreement.is_on and agreement.is_led() and agreement.is_uncommitted:
-            if self._seconds_since(began_ns) >= min(self._times.uncommitted_s, within_s):
-                break
-            self._pause(self._times.hurried_s)
-            agreement.fetch()
-            self._look()
-
-    def _persisted_by_all(self, agreement: Agreement, within_s: float) -> Flushed | None:
-        """Have all nodes write the newest state; None where nobody sees to it that all do."""
-        began_ns, why = self._clock.mono_ns(), "not all nodes have written their shards"
-        self._await_commit(agreement, within_s)
-        newest = self._newest
-        if not agreement.has_directory:
-            return Flushed(newest=newest, has_place=False, why="nobody named a directory")
-        agreement.must_persist = True
-        try:
-            while newest is not None and self._keeper is not None:
-                agreement.fetch()
-                self._look()
-                state = agreement.persisted
-                if state is not None and state >= newest:
-                    return Flushed(
-                        state=state, newest=newest, fitted=True, directory=agreement.directory
-                    )
-                if not agreement.is_led() or not agreement.is_on:
-                    return None
-                if agreement.trouble or self._seconds_since(began_ns) >= within_s:
-                    break
-                self._pause(self._times.hurried_s)
-        finally:
-            agreement.must_persist = False
-        return Flushed(newest=newest, directory=agreement.directory, why=agreement.trouble or why)
+                    self._together.persist(within_s - self._seconds_since(began_ns))
 
     def _seconds_since(self, then_ns: int) -> float:
         return (self._clock.mono_ns() - then_ns) / NS_PER_S
@@ -400,6 +372,11 @@ class Keeping:
             lost = None if instead_of is None else instead_of.newest
             self._record.began(self._keeper, self._newest, lost=lost)
         return self._keeper
+
+    def _is_there(self) -> bool:
+        """Take in how far the keeper is; say whether it is there."""
+        self._look()
+        return self._keeper is not None
 
     def _look(self, *, is_first: bool = False) -> None:
         keeper = self._keeper

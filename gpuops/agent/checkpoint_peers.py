@@ -6,13 +6,14 @@ does not answer delays commits, and nothing else.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuops.agent.checkpoint_differing import Differing
+from gpuops.agent.checkpoint_last import LastWord
 from gpuops.agent.checkpoint_news import whole
+from gpuops.agent.checkpoint_survey import Survey
 from gpuops.agent.checkpoint_tie import Peer, PeerTie, Progress
 from gpuops.agent.checkpoint_witness import notes_of, restore_in, watermark_of
 from gpuops.agent.checkpoint_words import (
@@ -25,7 +26,7 @@ from gpuops.agent.checkpoint_words import (
     WordError,
 )
 from gpuops.checkpoint.domains import DomainPath
-from gpuops.checkpoint.states import CheckpointError, Shard, StateId
+from gpuops.checkpoint.states import Shard, StateId
 from gpuops.control.board import Board, BoardError
 from gpuops.control.keys import Keys
 from gpuops.control.record import Member, RecordError, Roster
@@ -70,7 +71,8 @@ class Agreement:
 
     *survey* says what a directory has; it may take long, and raise. ``is_led`` says whether
     somebody judges at present. ``must_persist`` asks all to persist their newest state, and
-    ``trouble`` says what has kept this node from that since, "" where nothing has.
+    ``trouble`` says what has kept this node from that since, "" where nothing has. ``is_over``:
+    the ranks here have ended. ``last`` is the state that one of them asked for as the last.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Agreement:
         self._place = place
         self._say = say
         self.is_led = is_led
-        self._look_up = _Survey(survey, say)
+        self._look_up = Survey(survey, say)
         self._now: _Generation | None = None
         self._before: tuple[_Generation | None, int | None] = (None, None)
         self._differing = Differing(place.me)
@@ -102,6 +104,9 @@ class Agreement:
         self.trouble = ""
         self._failures = 0
         self.is_uncommitted = False
+        self.is_over = False
+        self.last: StateId | None = None
+        self._tried_again: StateId | None = None
         self.directory = place.directory
 
     @property
@@ -124,6 +129,22 @@ class Agreement:
     def persisted(self) -> StateId | None:
         """Return the newest state that lies whole in the directory, as far as anybody said."""
         return self._mark.persisted
+
+    @property
+    def sign(self) -> object:
+        """Return what changes as long as any node comes on with what is to persist."""
+        mark = self._mark
+        return (mark.committed, mark.persist, mark.sealed, mark.persisted, mark.last)
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Return nodes that have not written their part of what is to persist."""
+        return self._mark.last.behind
+
+    def why_missed(self, state: StateId) -> str:
+        """Return why *state* will not be there for all, "" where it may be yet."""
+        missed = self._mark.last.missed
+        return self._mark.last.why if missed is not None and missed >= state else ""
 
     @property
     def is_first(self) -> bool:
@@ -199,7 +220,8 @@ class Agreement:
         """
         self._now = self._said = self._found = None
         self._before = (None, None)
-        self.must_persist = False
+        self.must_persist = self.is_over = False
+        self.last = self._tried_again = None
         notes, is_alone = notes_of(roster), len(roster.members) == 1
         if notes is None or not notes.is_kept:
             if not is_alone:
@@ -242,6 +264,7 @@ class Agreement:
             self._failures = failures
         self.trouble = str(stats.get("persist_trouble")) if failures > self._failures else ""
         progress = tie.progress()
+        self.last = progress.last
         n_ranks = whole(stats.get("ranks")) or 0
         if self._said is None and not n_ranks and not progress.whole:
             return  # nobody saves
@@ -257,9 +280,10 @@ class Agreement:
         flying = {progress.in_flight, *progress.whole} - {None, progress.newest}
         newest = progress.newest or _NONE
         self.is_uncommitted = any(state is not None and state > newest for state in flying)
-        self._said = self._word(now, progress, wants=wants).to_json()
+        pieces = whole(stats.get("persist_pieces")) or 0
+        self._said = self._word(now, progress, pieces, wants=wants).to_json()
 
-    def _word(self, now: _Generation, progress: Progress, *, wants: bool) -> Said:
+    def _word(self, now: _Generation, progress: Progress, pieces: int, *, wants: bool) -> Said:
         stored = self._look_up.of(self.directory) if wants and self.is_first else None
         return Said(
             generation=now.number,
@@ -276,6 +300,13 @@ class Agreement:
             ballots=progress.ballots,
             wants=wants,
             stored=stored,
+            last=LastWord(
+                state=progress.last,
+                is_over=self.is_over,
+                waits=self.must_persist,
+                trouble=self.trouble,
+                pieces=pieces,
+            ),
         )
 
     def _follow(self, tie: PeerTie, now: _Generation, restore: Restore, progress: Progress) -> None:
@@ -284,6 +315,8 @@ class Agreement:
         if aim is not None and aim.epoch == restore.epoch and aim != now.aimed:
             tie.aim(aim.step)  # before the slots are free
             now.aimed = aim
+        if self._is_to_try_again(persist, progress):
+            now.persisted = None
         if persist is not None and persist.epoch == restore.epoch and persist != now.persisted:
             now.told = persist
             if tie.persist(persist):  # while it is still the newest
@@ -294,10 +327,21 @@ class Agreement:
             now.committed = committed
         held = {*progress.whole, *progress.replicated, progress.in_flight}
         for state in mark.dropped:
-            if state in held:
+            # The last one is not dropped any more, as soon as the others have heard of it.
+            if state in held and state != progress.last:
                 tie.give_up(state)
         self._seal(tie, now, mark, progress)
         self._differing.tell(tie, now.roster, mark.differ, restore.epoch)
+
+    def _is_to_try_again(self, persist: StateId | None, progress: Progress) -> bool:
+        """Say whether what could not be written here before is to be tried once more: at the end.
+
+        In the middle of a run the next state is written instead.
+        """
+        if not self.must_persist or persist in (None, self._tried_again, *progress.parts):
+            return False
+        self._tried_again = persist
+        return True
 
     def _seal(self, tie: PeerTie, now: _Generation, mark: Watermark, progress: Progress) -> None:
         sealed = mark.sealed
@@ -368,55 +412,6 @@ class Agreement:
             f"no keeper of checkpoints on {who}: none are saved, since no state would be whole; "
             "the ranks go on from the newest in the persistent directory, if they name one"
         )
-
-
-@dataclass(slots=True)
-class _Survey:
-    """Looks at a directory in a thread of its own, again where that failed; why is said once."""
-
-    act: Callable[[str], Stored]
-    say: Callable[[str], None]
-    _told: str = ""
-    _directory: str | None = None
-    _found: Stored | None = None
-    _thread: threading.Thread | None = field(default=None)
-
-    def of(self, directory: str | None) -> Stored | None:
-        """Return what *directory* has, None while that is not known."""
-        if directory is None:
-            return Stored()
-        if directory != self._directory:
-            self._directory, self._found = directory, None
-        if self._found is None and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(
-                target=self._run, args=(directory,), name="gpuops-ckpt-survey", daemon=True
-            )
-            self._thread.start()
-            self._thread.join(0.05)
-        return self._found
-
-    def anew(self, directory: str | None, within_s: float) -> Stored | None:
-        """Return what *directory* has by now, None where that takes longer than *within_s*."""
-        self._found = None
-        found = self.of(directory)
-        if found is None and self._thread is not None:
-            self._thread.join(within_s)
-            found = self._found
-        return found
-
-    def _run(self, directory: str) -> None:
-        try:
-            found = self.act(directory)
-        except CheckpointError as exc:
-            if str(exc) != self._told:
-                self._told = str(exc)
-                self.say(f"{exc}; the ranks wait until it can be told where they go on from")
-            return
-        except Exception:  # boundary: whatever a file system raises, the ranks wait for word
-            log.exception("the checkpoints in %s cannot be listed", directory)
-            return
-        if directory == self._directory:
-            self._found = found
 
 
 def _peers(notes: Notes) -> dict[str, Peer]:

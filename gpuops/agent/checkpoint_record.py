@@ -140,6 +140,9 @@ class CheckpointRecord:
             why=done.why,
         )
         self._chronicle.saved_last(facts)
+        if done.is_end and not done.fitted:
+            error = CheckpointError(facts.words())
+            self._chronicle.tool_failed("persisting the last checkpoint", error, "")
         (self._say_news if facts.fitted else self._say)(facts.words())
 
     def over(self) -> None:

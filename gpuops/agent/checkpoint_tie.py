@@ -32,6 +32,7 @@ class Progress:
     persisted: StateId | None = None
     in_flight: StateId | None = None
     asked: int | None = None
+    last: StateId | None = None
     is_due: bool = False
     ballots: tuple[Ballot, ...] = ()
 

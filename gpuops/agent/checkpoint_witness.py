@@ -107,6 +107,7 @@ class CheckpointWitness:
             overdue=self._pacer.overdue(now_s),
             aim=self._pacer.aim(),
             leader=self._me.node,
+            nodes={member.agent: member.node for member in roster.members},
         )
         after = judge(before, heard)
         self._polls.know(before.differ, before.alike)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from gpuops.agent.checkpoint_last import LastMark, LastWord, last_mark, last_word
 from gpuops.agent.checkpoint_news import pair, whole
 from gpuops.checkpoint.domains import LEVELS_MAX, DomainPath
 from gpuops.checkpoint.placement import Placement
@@ -115,6 +116,7 @@ class Said:
     wants: bool = False
     stored: Stored | None = None
     ballots: tuple[Ballot, ...] = ()
+    last: LastWord = field(default_factory=LastWord)
 
     def to_json(self) -> Json:
         body: dict[str, Any] = {
@@ -132,6 +134,7 @@ class Said:
             "wants": self.wants,
             "stored": None if self.stored is None else self.stored.to_json(),
             "votes": ballots_json(self.ballots),
+            "last": self.last.to_json() or None,
         }
         return {k: v for k, v in body.items() if v is not None and v is not False and v != []}
 
@@ -159,6 +162,7 @@ class Said:
             wants=body.get("wants") is True,
             stored=None if stored is None else Stored.from_json(stored),
             ballots=ballots_from(body.get("votes")),
+            last=last_word(body.get("last")),
         )
 
 
@@ -334,7 +338,8 @@ class Watermark:
     directory by all, ``sealed`` is there whole but for its manifest, which ``sealer`` writes, and
     ``persisted`` has that, too. Nothing before the step ``aim`` is to be saved: by then all have
     heard that they may. ``differ``: ranks of several nodes that differ, or are equal again, the
-    newest last; ``alike``: by key the last state in which they were equal, of a few keys.
+    newest last; ``alike``: by key the last state in which they were equal, of a few keys. ``last``:
+    what of the last state will not be.
     """
 
     generation: int = 0
@@ -347,6 +352,7 @@ class Watermark:
     aim: StateId | None = None
     differ: tuple[Told, ...] = ()
     alike: Mapping[str, StateId] = field(default_factory=dict)
+    last: LastMark = field(default_factory=LastMark)
 
     def to_json(self) -> Json:
         return {
@@ -360,6 +366,7 @@ class Watermark:
             "aim": state_json(self.aim),
             **({"differ": [told_json(told) for told in self.differ]} if self.differ else {}),
             **({"alike": alike_json(self.alike)} if self.alike else {}),
+            **({"last": self.last.to_json()} if self.last != LastMark() else {}),
         }
 
     @classmethod
@@ -382,6 +389,7 @@ class Watermark:
             aim=_maybe(body.get("aim")),
             differ=many_from(body.get("differ")),
             alike=alike_from(body.get("alike")),
+            last=last_mark(body.get("last")),
         )
 
 

@@ -21,13 +21,15 @@ class Flushed:
     """What a flush came to. ``state`` is what lies in ``directory`` now, None where nothing does.
 
     ``fitted``: the newest state that was committed is there; else ``why`` says what kept it.
-    ``has_place`` False: no directory was ever named, by nobody.
+    ``has_place`` False: no directory was ever named, by nobody. ``is_end``: the run had ended, and
+    not because of a failure or a signal, whose incident would say it.
     """
 
     state: StateId | None = None
     newest: StateId | None = None
     fitted: bool = False
     has_place: bool = True
+    is_end: bool = False
     seconds: float = 0.0
     within_s: float = 0.0
     directory: str | None = None

@@ -92,6 +92,7 @@ class LinkedKeeper:
             persisted=found.persisted,
             in_flight=found.in_flight,
             asked=None if found.decided is None else found.decided.step,
+            last=found.last,
             is_due=found.is_due,
             ballots=found.ballots,
         )

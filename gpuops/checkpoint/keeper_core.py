@@ -210,6 +210,9 @@ class Core:
         self.done_reading(post)
         if gate.epoch is None:
             self.want(self.crew)
+        if is_last and self.n_hashing and gate.in_flight is None:
+            # Its digest must not be taken for that of the same step, saved anew.
+            return Skipped("what was given up is still being verified")
         skipped, now_s = sum(gate.skipped.values()), self.clock_s()
         gate_s = now_s if gate.is_alone else self.wall_s()
         answer = gate.begin(post.local_rank, step, gate_s, is_last=is_last)
@@ -376,6 +379,7 @@ class Core:
             parts=tuple(persister.parts),
             in_flight=gate.in_flight,
             decided=gate.decided,
+            last=gate.last,
             is_due=persister.is_due,
             ballots=self.voting.ballots,
         )

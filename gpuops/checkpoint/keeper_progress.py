@@ -21,6 +21,7 @@ class Progress:
     after ``decided`` (of its epoch) was. ``newest`` committed one. ``persisted``: lies whole in the
     directory. ``parts``: of these this node's shards lie there. ``is_due``: by the policy of the
     job the newest is to be persisted. ``ballots``: of a committed state, for others to compare.
+    ``last``: a rank asked for it as the last one.
     """
 
     whole: tuple[StateId, ...] = ()
@@ -31,12 +32,13 @@ class Progress:
     parts: tuple[StateId, ...] = ()
     in_flight: StateId | None = None
     decided: StateId | None = None
+    last: StateId | None = None
     is_due: bool = False
     ballots: tuple[Ballot, ...] = ()
 
 
 _LISTS = ("whole", "replicated", "refused", "parts")
-_SINGLE = ("newest", "persisted", "in_flight", "decided")
+_SINGLE = ("newest", "persisted", "in_flight", "decided", "last")
 
 
 def progress_to_json(progress: Progress) -> dict[str, object]:
@@ -66,6 +68,7 @@ def progress_from_json(fields: Fields) -> Progress:
         persisted=single["persisted"],
         in_flight=single["in_flight"],
         decided=single["decided"],
+        last=single["last"],
         is_due=fields.flag("is_due"),
         ballots=ballots_from(fields.values.get("ballots")),
     )

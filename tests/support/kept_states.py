@@ -10,7 +10,7 @@ from gpuops.agent.checkpoint_peers import Agreement, Place
 from gpuops.agent.checkpoint_tie import Progress
 from gpuops.agent.checkpoint_witness import CheckpointWitness, watermark_of
 from gpuops.agent.checkpoint_words import FIELD, Stored
-from gpuops.checkpoint.slots import Gate, Granted
+from gpuops.checkpoint.slots import Gate, Granted, Reason
 from gpuops.checkpoint.states import Copy, Digest, KeeperError, Shard, StateId, Tier
 from gpuops.checkpoint.vote import Ballot
 from gpuops.checkpoint.voting import sketch_of
@@ -47,6 +47,9 @@ class Keeper:
         self.told = []  # of ranks that differ
         self.flipped_from = None  # the step from which one of its tensors is not as elsewhere
         self.mended_from = None  # and from which it is again
+        self.is_copying = False
+        self.failures = 0  # of what was to be written
+        self.ends_s = None  # when its rank comes to the end of its script
         self.is_behind_to = -1  # states up to this step were held by one that died
 
     # What its agent asks.
@@ -101,6 +104,7 @@ class Keeper:
             persisted=self.world.persisted.get(self.node),
             in_flight=self.gate.in_flight,
             asked=None if self.gate.decided is None else self.gate.decided.step,
+            last=self.gate.last,
             is_due=self.persist_due,
             ballots=self._ballots(),
         )
@@ -172,10 +176,38 @@ class Keeper:
         """Have the rank ask for *step*."""
         answer = self.gate.begin(0, step, self.world.now_s())
         if isinstance(answer, Granted):
-            self.later(lambda: self._seal(answer))
+            self._copy(answer)
+
+    def ask_last(self, step):
+        """Have the rank ask for *step* as its last one; it ends where that is saved."""
+        if self.is_copying:
+            return
+        answer = self.gate.begin(0, step, self.world.now_s(), is_last=True)
+        if isinstance(answer, Granted):
+            self._copy(answer)
+        elif answer.reason is Reason.NOT_DUE:
+            self.leave()
+
+    def _copy(self, granted):
+        self.is_copying = True
+        self.later(lambda: self._seal(granted))
+
+    def leave(self):
+        """Have the rank end."""
+        self.gate.lost(0)
+        self.ranks, self.is_copying = 0, False
+
+    def stats(self):
+        return {
+            "ranks": self.ranks,
+            "persist_failures": self.failures,
+            "persist_trouble": "no space",
+        }
 
     def _seal(self, granted):
-        state = granted.state
+        if not self.is_copying:
+            return  # its rank has gone
+        state, self.is_copying = granted.state, False
         if self.gate.seal(0, state) is None:
             return
         if self.world.rng.random() < self.world.p_corrupt:
@@ -255,7 +287,7 @@ class Saver(Player):
         if self.running is not None and now_s - self.looked_s >= 1.0:
             self.looked_s = now_s
             self.agreement.fetch()
-            self.agreement.look(self.keeper, {"ranks": self.keeper.ranks})
+            self.agreement.look(self.keeper, self.keeper.stats())
 
 
 class SavingWorld(World):
@@ -338,10 +370,25 @@ class SavingWorld(World):
         if self.of != generations:
             state = seated[0].keeper.chosen[0]
             self.of, self.step = generations, 0 if state is None else state.step
+        if seated[0].keeper.ends_s is not None:
+            self._end(seated)
+            return
         for _ in range(max(1, round(0.25 / self.step_s))):
             self.step += 1
             for player in self.rng.sample(seated, len(seated)):
                 player.keeper.step(self.step)
+
+    def end_training(self, most_s):
+        """Let no step follow; each rank comes to its end at a time of its own, within *most_s*."""
+        for player in self.seated():
+            player.keeper.ends_s = self.now_s() + self.rng.uniform(0, most_s)
+
+    def _end(self, seated):
+        for player in seated:
+            keeper = player.keeper
+            if keeper.ranks and self.now_s() >= keeper.ends_s:
+                keeper.ask_last(self.step)
+            player.agreement.is_over = not keeper.ranks  # as its agent sees it
 
     def n_seats(self, player):
         roster = player.leader.roster

@@ -12,7 +12,7 @@ from gpuops.agent.checkpoint_peers import Agreement, Place
 from gpuops.agent.checkpoint_witness import notes_of
 from gpuops.agent.checkpoint_words import Stored
 from gpuops.checkpoint.placement import moves
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.states import CheckpointError, StateId
 from gpuops.incident.decision import ReportKind, Terms
 
 
@@ -122,6 +122,54 @@ def test_only_what_failed_since_all_were_asked_to_persist_is_trouble():
 
     agreement.look(player.keeper, {**stats, "persist_failures": 3, "persist_trouble": "no space"})
     assert agreement.trouble == "no space"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_last_step_is_committed_though_a_node_refused_it_and_all_had_dropped_it(seed):
+    world = started(3, 3, 3, seed=seed, step_s=0.05)
+    world.pass_time(world.rng.uniform(15, 20))
+    epoch, step = world.committed[-1].epoch, world.step
+
+    world.end_training(80.0)  # longer than a state may stay uncommitted while they train
+    world.run_until(lambda w: w.mark().committed == StateId(epoch, step), 110)
+
+    assert world.step == step
+    assert all(StateId(epoch, step) in p.keeper.gate.whole() for p in world.players)
+    assert world.mark().last.missed is None
+
+
+def test_a_last_step_that_a_node_has_not_saved_when_its_ranks_are_gone_is_given_up_by_all():
+    world = started(3, 3, 3)
+    world.pass_time(20)
+    state, lost = StateId(world.committed[-1].epoch, world.step + 1), world.players[1]
+    world.end_training(0.0)
+    world.step = state.step  # that rank fails to save it
+    lost.keeper.gate.give_up(state)
+    lost.keeper.leave()
+    lost.agreement.is_over = True
+
+    world.run_until(lambda w: w.mark().last.missed == state, 60)
+
+    assert world.mark().last.why == "not all ranks of n1 saved it"
+    world.run_until(lambda w: all(p.agreement.why_missed(state) for p in w.players), 5)
+
+
+def test_what_one_node_cannot_write_all_others_hear_of_and_wait_for_no_more():
+    world = started(3, 3, 3)
+    world.pass_time(10)
+    world.end_training(0.0)
+    world.run_until(lambda w: w.mark().committed == StateId(w.committed[-1].epoch, w.step), 60)
+    bad, state = world.players[2], world.mark().committed
+    bad.keeper.persist = lambda _state: False
+    for player in world.players:
+        player.agreement.must_persist = True
+    world.run_until(lambda w: w.mark().last.behind == ("n2",), 20)
+    assert not any(p.agreement.why_missed(state) for p in world.players)
+
+    bad.keeper.failures += 1
+
+    world.run_until(lambda w: all(p.agreement.why_missed(state) for p in w.players), 10)
+    assert world.mark().last.why == "n2: no space"
 
 
 RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}

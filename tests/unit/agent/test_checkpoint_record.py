@@ -142,6 +142,19 @@ def test_a_keeper_that_hung_and_was_ended_is_a_failure_of_ours_and_said(desk):
     assert "the state of step 41 in memory" in said
 
 
+def test_a_last_state_that_did_not_persist_is_a_failure_of_ours_unless_an_incident_says_it(desk):
+    missed = Flushed(newest=StateId(0, 12), why="n1: no space", directory="/ckpt")
+    desk.record.flushed(missed)
+    assert desk.of("tool.failed") == []
+
+    desk.record.flushed(replace(missed, is_end=True))
+
+    (told,) = desk.of("tool.failed")
+    assert told["what"] == "persisting the last checkpoint"
+    assert "the newest checkpoint of step 12 did not persist" in told["error"]
+    assert "n1: no space" in told["error"]
+
+
 def test_an_adopted_state_is_said(desk):
     desk.record.began(desk.keeper.started(adopted=True), StateId(3, 41))
     desk.record.began(desk.keeper.started(), None)

@@ -436,6 +436,7 @@ class Core:
             "directory": self.persister.policy.directory if self.persister.policy else None,
             "persist_s": self.persister.seconds,
             "persist_bytes": self.persister.nbytes,
+            "persist_pieces": self.persister.pieces,
             "hash_s": self.hash_s,
             "ranks": len(self.crew.members) if self.crew else 0,
             "generation": self.crew.generation if self.crew else None,

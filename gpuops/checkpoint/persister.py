@@ -32,6 +32,7 @@ class Persister:
     ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
     succeeded. ``origin``: whose states these are. ``parts``: states of several nodes of which this
     node's shards are written, the newest first; ``sealed`` is the newest of them known to be whole.
+    ``pieces`` were written so far.
     """
 
     memory: NodeMemory
@@ -49,6 +50,7 @@ class Persister:
     nbytes: int = 0
     parts: list[StateId] = field(default_factory=list)
     sealed: StateId | None = None
+    pieces: int = 0
     _sealing: StateId | None = None
     _is_told: bool = False
 
@@ -124,7 +126,12 @@ class Persister:
                 self._succeeded(outcome, policy)
             self.persist_if_due()
 
-        self.jobs.persist(lambda: carry_out(task, self.open_store, self.is_ending), then)
+        self.jobs.persist(lambda: carry_out(task, self.open_store, self._is_to_stop), then)
+
+    def _is_to_stop(self) -> bool:
+        """Say whether to end; asked with each piece that is written, by which others see that."""
+        self.pieces += 1
+        return self.is_ending()
 
     def seal(self, state: StateId, world: int) -> None:
         """Begin to make *state* appear in the directory: the parts of all nodes are there.

@@ -296,6 +296,7 @@ def test_persisting_follows_the_policy_and_a_flush(keeper, stack, tmp_path):
     ]
     kinds = [event["kind"] for event in agent.events()]
     assert kinds.count("persisted") == 3
+    assert agent.stats()["persist_pieces"] >= 6  # of three states of two ranks
     manifest = json.loads((directory / third.name / "manifest.json").read_text())
     assert manifest["job"] == "run-1"
 

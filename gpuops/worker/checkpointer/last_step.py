@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from gpuops.worker import api
-from gpuops.worker.checkpointer.keeping import Finder, OwnKeeper
+from gpuops.worker.checkpointer.keeping import Finder, NoKeeperError, OwnKeeper
 from gpuops.worker.checkpointer.saver import Saver
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def save_and_leave(
 
 
 def _say_if(why: str, last: LastStep, saver: Saver) -> None:
-    if why and saver.is_first:
+    if why and saver.is_first and not isinstance(saver.trouble, NoKeeperError):
         newest = "none" if saver.last_step is None else f"that after step {saver.last_step}"
         text = "the state after step %d, the last one, is not saved: %s; the newest is %s"
         _log.warning(text, last.n, why, newest)

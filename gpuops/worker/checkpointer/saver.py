@@ -26,7 +26,7 @@ RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
 # A keeper that is gone is soon replaced by the agent; to look for it costs a thread and no more.
 SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 AGAIN_S = 0.1
-LAST_SAVE_S = 30.0
+LAST_SAVE_S = 60.0  # a keeper that hangs is replaced by then
 N_ANEW = 3  # saves in a row that had no memory of their layout; a change or two is no trouble
 _N_STALLS = 64
 _N_SHOWN = 3

@@ -345,6 +345,23 @@ print(step(torch.ones(1)).item())
         assert worker.end() == (0, "2.0\n")
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "has_failed"),
+    [("pass", 0, False), ("sys.exit(0)", 0, False), ("sys.exit(3)", 3, True), ("1 / 0", 1, True)],
+)
+def test_at_its_exit_a_program_knows_whether_it_has_failed(tmp_path, end, code, has_failed):
+    body = f"""
+import atexit
+from gpuops.worker import api
+atexit.register(lambda: print(api.has_failed()))
+{end}
+"""
+    with Worker(tmp_path, body) as worker:
+        returned, said = worker.end()
+
+    assert (returned, said.splitlines()[-1]) == (code, str(has_failed))
+
+
 @pytest.mark.torch
 def test_a_reported_step_goes_before_the_optimizers(tmp_path):
     body = """

@@ -6,7 +6,7 @@ import pytest
 from support.mock_nvml import shape
 from support.slurm import GPUS, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.cc]
+pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
 
 HUNG = "\ndelay_ms 600000"
 # The shipped one waits 40 s, as long as a cold driver may take.

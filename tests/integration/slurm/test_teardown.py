@@ -10,7 +10,7 @@ from support import mock_nvml
 from support.slurm import wait_until
 from support.slurm_processes import processes_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.cc]
+pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
 
 # A job that runs, a prolog that hangs, and a helper that waits for a slurmctld that is gone.
 SESSION = """
@@ -28,7 +28,7 @@ with running_cluster(MockNvml(Path(sys.argv[1])), names=("n1", "n2", "n3")) as c
     cluster.submit("exit 0", "-w", "n2")
     cluster["n3"].lose_gpu()
     cluster["n3"].use_scontrol("exec /bin/sleep 602")
-    cluster.run_hook("n3")
+    wait_until(lambda: cluster.run_hook("n3").returncode == 1, "no hook refuses the job")
     print(cluster.home, flush=True)
     threading.Event().wait()
 """

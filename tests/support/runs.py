@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 JOBS = Path(__file__).parents[1] / "fixtures" / "jobs"
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 
 
 def wait_until(condition, limit_s=LIMIT_S, what="the condition"):

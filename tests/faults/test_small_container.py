@@ -1,0 +1,60 @@
+"""A container as Docker makes it: 64 MB of /dev/shm, no locked memory. States fit all the same."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.services import unavailable
+
+TESTS = Path(__file__).parents[1]
+_MOUNT = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+_RUN = f'{_MOUNT} && ulimit -l 0 && exec "$@"'
+
+JOB = """
+import os, resource, sys
+from pathlib import Path
+from gpuops.checkpoint.client import connect
+from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.states import Shard
+from support.keeper_ranks import holds, layout_of, ready, save_all
+
+room = os.statvfs("/dev/shm")
+print("shm", room.f_blocks * room.f_frsize, "memlock", *resource.getrlimit(resource.RLIMIT_MEMLOCK))
+place = {"rank": 0, "world": 1, "local_rank": 0, "local_world": 1}
+keeper = start_or_adopt(Path(sys.argv[1]), lease_s=60)
+try:
+    for n in (1, 2):  # more than all of /dev/shm, in each of two slots
+        line = connect(keeper.socket_path, **place)
+        (rank,) = ready([line], n_floats=18_000_000)
+        save_all([rank], n)
+        line.close()
+    line = connect(keeper.socket_path, **place)
+    offer = line.offer(30)
+    with line.open_shard(offer, Shard(0, 1)) as memory:
+        print("step", offer.state.step, holds(memory, layout_of(n_floats=18_000_000), 2))
+finally:
+    keeper.kill()
+"""
+
+
+def test_states_larger_than_dev_shm_are_kept_without_locked_memory(tmp_path):
+    words = ["unshare", "--mount", "sh", "-c"]
+    probe = subprocess.run(
+        [*words, _MOUNT], capture_output=True, text=True, timeout=30, check=False
+    )
+    if probe.returncode != 0:
+        unavailable(f"no file system can be mounted here: {probe.stderr}")
+    env = {**os.environ, "PYTHONPATH": str(TESTS)}
+    job = [sys.executable, "-c", JOB, str(tmp_path / "keeper")]
+    done = subprocess.run(
+        [*words, _RUN, "sh", *job],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"shm {64 * 2**20} memlock 0 0", "step 2 True"]

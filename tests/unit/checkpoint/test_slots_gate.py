@@ -121,6 +121,18 @@ def test_nothing_is_due_before_its_time_and_all_ranks_hear_it():
     assert isinstance(gate.begin(0, 3, 105.2), Granted)
 
 
+def test_a_clock_that_jumps_keeps_several_nodes_from_no_save():
+    gate = gate_of(every_s=5.0)
+    gate.is_alone = False
+    for step, now_s in enumerate((100.0, 3700.0, 99.0, 1.0, 1e9, 50.0), 1):
+        save(gate, step, now_s=now_s)
+        assert gate.commit_from_outside(StateId(1, step)), now_s
+        assert reason(gate.begin(0, step, now_s)) is Reason.PASSED
+    assert reason(gate.begin(0, 7, 51.0)) is Reason.NOT_DUE
+    assert reason(gate.begin(1, 7, 3700.0)) is Reason.NOT_DUE  # the first that asked has decided
+    assert isinstance(gate.begin(1, 8, 3700.0), Granted)
+
+
 def test_the_last_step_is_due_at_any_time_and_may_be_asked_for_until_there_is_room():
     gate = gate_of(every_s=5.0)
     assert save(gate, 1, now_s=100.0)

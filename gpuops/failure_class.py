@@ -77,3 +77,8 @@ class FailureClass(StrEnum):
     def category(self) -> str:
         """Return the part before the dot."""
         return self.value.partition(".")[0]
+
+    @property
+    def is_request(self) -> bool:
+        """Say whether somebody asked for the end, so that nothing failed."""
+        return self.category == "scheduler"

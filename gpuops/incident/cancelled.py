@@ -118,6 +118,7 @@ def incident_from_drain(  # noqa: PLR0913  the agent's whole knowledge of an end
     hope = "and asked to be queued again" if requeues else f"with exit code {exit_code}"
     return replace(
         cancelled,
+        failure_class=FailureClass.PREEMPTED if requeues else cancelled.failure_class,
         title=f"drained on {signal_name}: {_stopped(exits)}",
         actions=(ActionKind.REQUEUE,) if requeues else (ActionKind.STOP,),
         resolution=f"drained: the run ended in order {hope}",

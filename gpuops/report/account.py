@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpuops.model import ActionKind, FailureClass, Incident
+from gpuops.model import ActionKind, Incident
 from gpuops.store.queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
 from gpuops.units import US_PER_S
 
@@ -235,7 +235,7 @@ def _times(row: AttemptRow) -> list[int]:
 
 
 def _is_failure(incident: Incident) -> bool:
-    return incident.failure_class is not FailureClass.CANCELLED or bool(incident.culprits)
+    return not incident.failure_class.is_request or bool(incident.culprits)
 
 
 def _failures(incidents: Sequence[Incident]) -> dict[int, _Failure]:

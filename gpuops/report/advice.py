@@ -14,7 +14,7 @@ def advice(account: RunAccount) -> list[str]:
     found = [*_repeated(account), *_differing(account), *_redone(account), *_stepless(account)]
     found += [*_unseen(account), *_restarts(account)]
     found += _open(account)
-    failures = [i for i in account.incidents if i.failure_class is not FailureClass.CANCELLED]
+    failures = [i for i in account.incidents if not i.failure_class.is_request]
     if not found and failures:
         found.append("nothing to change: what failed was handled and cost what it had to")
     return found

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gpuops.hostlist import compress
-from gpuops.model import FailureClass, Incident
+from gpuops.model import Incident
 from gpuops.report.account import LOST, Agent, Phase, RunAccount
 from gpuops.report.advice import advice
 from gpuops.report.decision_text import exclusion_lines
@@ -97,7 +97,7 @@ def blame(account: RunAccount) -> str:
 
 
 def _blamed(incident: Incident) -> str:
-    if incident.failure_class is FailureClass.CANCELLED:
+    if incident.failure_class.is_request:
         return f"nobody: {incident.title}"
     nobody = "" if incident.culprits else "nobody found: "
     return f"{nobody}{incident.title} ({incident.failure_class.value}, {certainty(incident)})"

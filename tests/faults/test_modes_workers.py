@@ -3,7 +3,9 @@
 import time
 
 import pytest
+from support.accounts import check_account
 from support.cluster_run import ClusterRun
+from support.faulty import culprits
 from support.hosts import Loopbacks
 from support.runs import is_alive
 
@@ -46,12 +48,14 @@ def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(one_node):
 
 
 def test_a_rank_that_leaves_while_others_train_ends_the_generation(one_node):
-    """One rank exits 0 in the middle: its peers lose it."""
+    """One rank exits 0 in the middle: its peers lose it, and it is to blame."""
     run = one_node(JOB_AT="1:8:0", JOB_DEED="exit:0")
 
     run.wait_for_generation(1)
     run.enough()
     assert run.finish() == {"n0": 0}
+    incident = check_account(run, "user_code.early_exit", ("rank", "1"), actions=["restart"])
+    assert ("rank", "0") not in culprits(incident)
     run.check_ledger()
 
 
@@ -79,6 +83,7 @@ def test_a_preempted_run_saves_and_asks_to_be_requeued(one_node):
     (incident,) = run.incidents()
     assert incident["title"].startswith("drained on SIGUSR1")
     assert (incident["state"], incident["actions"]) == ("closed", ["requeue"])
+    assert (incident["failure_class"], incident["culprits"]) == ("scheduler.preempted", [])
 
 
 def test_a_slow_rank_is_no_reason_to_end_anything(one_node):

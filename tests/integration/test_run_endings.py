@@ -79,8 +79,7 @@ def test_a_cancelled_run_leaves_no_worker_and_one_closed_incident(tmp_path, numb
         assert not any(is_alive(pid) for pid in workers)
 
     (incident,) = run.incidents()
-    assert incident["failure_class"] == "scheduler.cancelled"
-    assert incident["state"] == "closed"
+    assert (incident["failure_class"], incident["state"]) == (f"scheduler.{outcome}", "closed")
     assert run.payloads("run.ended")[0]["outcome"] == outcome
     assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["cancelled"]
     assert all(p["terminated"] for p in run.payloads("worker.exited"))
@@ -333,7 +332,7 @@ def test_a_signal_while_a_host_does_not_answer_ends_the_run_in_seconds(
 
     assert "Traceback" not in run.err.read_text()
     (incident,) = run.incidents()
-    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+    assert (incident["failure_class"], incident["state"]) == (f"scheduler.{outcome}", "closed")
     assert run.payloads("run.ended")[0]["outcome"] == outcome
 
 
@@ -348,7 +347,7 @@ def test_a_signal_while_the_second_node_is_awaited_is_a_closed_incident(tmp_path
 
     assert "Traceback" not in run.err.read_text()
     (incident,) = run.incidents()
-    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+    assert (incident["failure_class"], incident["state"]) == ("scheduler.preempted", "closed")
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])

@@ -584,7 +584,7 @@ def test_a_drained_run_asks_to_be_queued_again_and_blames_nobody(world):
     world.chronicle.drained("SIGUSR1", world.killed()[:1], 85)
 
     (incident,) = world.incidents()
-    assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
+    assert (incident["failure_class"], incident["state"]) == ("scheduler.preempted", "closed")
     assert incident["title"] == "drained on SIGUSR1: the workers stopped after a step"
     assert incident["actions"] == ["requeue"]
     assert world.of("drain.requested") == [{"signal": "SIGUSR1", "grace_s": 120.0}]

@@ -34,7 +34,9 @@ def check_address(address: str) -> None:
         if found := _ONE_SLASH.match(address):
             raise AddressError(f"{shown}: a URL begins with {found[1]}://; for a directory say ./")
         return
-    protocol = address.partition("://")[0]
+    protocol, _, rest = address.partition("://")
+    if not rest.strip("/"):
+        raise AddressError(f"{shown}: nothing stands behind {protocol}://; give s3://bucket/name")
     if protocol == "file":
         return
     if protocol in _UNWRITABLE:

@@ -46,7 +46,13 @@ from gpuops.checkpoint.manifest import (
 )
 from gpuops.checkpoint.shard_file import image_chunks, read_image
 from gpuops.checkpoint.state_store import Damaged, NoStateError, Stored, Survey
-from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard, StateId
+from gpuops.checkpoint.states import (
+    BadRequestError,
+    CheckpointError,
+    CorruptError,
+    Shard,
+    StateId,
+)
 
 
 class DirectoryStore:
@@ -171,7 +177,7 @@ class DirectoryStore:
 
     def pin(self, state: StateId, tag: str) -> None:
         if not is_tag(tag):
-            raise CheckpointError(
+            raise BadRequestError(
                 f"{tag[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
             )
         with self._opened("pin a state in") as root:

@@ -21,6 +21,7 @@ from gpuops.checkpoint.object_writer import ObjectWriter
 from gpuops.checkpoint.state_store import Damaged, NoStateError, Stored, Survey
 from gpuops.checkpoint.states import (
     CHUNK_BYTES,
+    BadRequestError,
     CheckpointError,
     CorruptError,
     Shard,
@@ -181,7 +182,7 @@ class ObjectStore:
 
     def pin(self, state: StateId, tag: str) -> None:
         if not is_tag(tag):
-            raise CheckpointError(
+            raise BadRequestError(
                 f"{tag[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
             )
         self.read_manifest(state)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpuops.errors import GpuopsError
+from gpuops.errors import EXIT_USAGE, GpuopsError
 
 CHUNK_BYTES = 16 * 2**20
 STEP_MAX = 10**12 - 1
@@ -14,6 +14,12 @@ IMAGE_BYTES_MAX = 2**44
 
 class CheckpointError(GpuopsError):
     """A checkpoint cannot be taken, found, read or written; the message says of what and why."""
+
+
+class BadRequestError(CheckpointError):
+    """What was asked for cannot be: no such part, no such place, no tag."""
+
+    exit_code = EXIT_USAGE
 
 
 class CorruptError(CheckpointError):

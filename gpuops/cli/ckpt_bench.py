@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from gpuops.cli.ckpt_where import needs_extra
+from gpuops.cli.interrupt import ctrl_c_ends_at_once
 from gpuops.cli.settings import json_option
 from gpuops.config_values import to_size
 from gpuops.errors import UsageError
@@ -115,7 +116,7 @@ def bench(
         seed=seed,
         only=chosen,
     )
-    with needs_extra("gpuops ckpt bench"):
+    with needs_extra("gpuops ckpt bench"), ctrl_c_ends_at_once():
         from gpuops.worker.checkpointer_bench.bench import run_bench
     body = envelope(SCHEMA, run_bench(plan, directory.absolute(), _teller()))
     if as_json:

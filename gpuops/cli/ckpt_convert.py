@@ -9,6 +9,7 @@ import click
 
 from gpuops.cli.ckpt_keep import bytes_bar
 from gpuops.cli.ckpt_where import address_of, address_option, find_state, needs_extra, opened
+from gpuops.cli.interrupt import ctrl_c_ends_at_once
 from gpuops.cli.settings import json_option
 from gpuops.errors import UsageError
 from gpuops.log import printable
@@ -57,8 +58,9 @@ def export(
     if os.path.lexists(to):
         raise UsageError(f"{to} is there already: name a place that is not")
     with needs_extra("gpuops ckpt export"), opened(ctx, address) as store:
-        from gpuops.worker.checkpointer_convert.assemble import StateReader
-        from gpuops.worker.checkpointer_convert.export import Format, export_state
+        with ctrl_c_ends_at_once():
+            from gpuops.worker.checkpointer_convert.assemble import StateReader
+            from gpuops.worker.checkpointer_convert.export import Format, export_state
 
         manifest = find_state(store, state).manifest
         with bytes_bar(quiet=as_json) as progress:
@@ -131,8 +133,9 @@ def import_(
     """
     where = address_of(ctx, address)
     with needs_extra("gpuops ckpt import"), opened(ctx, where) as store:
-        from gpuops.worker.checkpointer_convert.export import Format
-        from gpuops.worker.checkpointer_convert.import_state import import_state, open_incoming
+        with ctrl_c_ends_at_once():
+            from gpuops.worker.checkpointer_convert.export import Format
+            from gpuops.worker.checkpointer_convert.import_state import import_state, open_incoming
 
         with bytes_bar(quiet=as_json) as progress:
             task = progress.add_task(printable(path.name), total=None)

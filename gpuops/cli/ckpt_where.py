@@ -71,6 +71,9 @@ def opened(ctx: click.Context, address: str | None) -> "Iterator[CheckpointStore
         CheckpointError: It cannot be opened.
     """
     where = address_of(ctx, address)
+    path = Path(where.removeprefix("file://"))
+    if "://" not in str(path) and path.is_file():
+        raise UsageError(f"{printable(str(path))} is a file: a directory of states is wanted")
     from gpuops.checkpoint.stores import open_store
 
     yield open_store(where, first_answer_s=FIRST_ANSWER_S)
@@ -88,6 +91,7 @@ def find_state(store: "CheckpointStore", wanted: str) -> "Stored":
     survey = store.survey()
     if wanted in NEWEST:
         if survey.states:
+            _tell_passed_over(survey)
             return survey.states[0]
         raise UsageError(f"there is no state in {store.address}{why_none(store)}")
     named, is_step = _NAME.fullmatch(wanted), _STEP.fullmatch(wanted)
@@ -134,6 +138,17 @@ def damaged_of(survey: "Survey", wanted: str) -> "list[Damaged]":
         if item.name == wanted or (is_step and not has_other) or is_newest:
             found.append(item)
     return found
+
+
+def _tell_passed_over(survey: "Survey") -> None:
+    """Say on standard error that a newer state than the one that is taken cannot be read."""
+    for item in damaged_of(survey, "newest"):
+        what = "is damaged" if item.is_corrupt else "cannot be read"
+        click.echo(
+            f"gpuops: {printable(item.name)} {what}, the newest before it is taken: "
+            f"{printable(item.why)}",
+            err=True,
+        )
 
 
 def _refuse_damaged(damaged: "tuple[Damaged, ...]", wanted: str, step: int | None) -> None:

@@ -8,8 +8,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from types import FrameType
@@ -25,6 +23,7 @@ from gpuops.agent.job_token import SECRET_VARIABLES
 from gpuops.agent.ladder import Ladder, ladder_of
 from gpuops.agent.nested import refuse_nested
 from gpuops.agent.planning import request_of
+from gpuops.cli.interrupt import ctrl_c_ends_at_once
 from gpuops.cli.settings import settings_of
 from gpuops.config import Settings, conceal, environ
 from gpuops.errors import EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, GpuopsError
@@ -72,7 +71,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         return thin_parent.watch(thin_parent.command_line(), env, _say)
     thin_parent.end_with_parent(env)
     _ask_for_a_requeue_until_it_runs()
-    with _ctrl_c_ends_at_once():
+    with ctrl_c_ends_at_once():
         torch_version = require_torch()
         from torch.distributed.run import get_args_parser
 
@@ -158,24 +157,6 @@ def _requeue_at_once(number: int, _frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     os.write(2, f"gpuops: {name} before the run began: exit {EXIT_REQUEUE}\n".encode())
     os._exit(EXIT_REQUEUE)
-
-
-@contextmanager
-def _ctrl_c_ends_at_once() -> Iterator[None]:
-    """Take Ctrl-C while nothing has begun: some of what is imported swallows KeyboardInterrupt."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # ignored, as for a shell's background job, or somebody else's
-        return
-    signal.signal(signal.SIGINT, _end_at_once)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_at_once(number: int, _frame: FrameType | None) -> None:
-    os.write(2, b"gpuops: interrupted\n")
-    os._exit(128 + number)
 
 
 def _outlast_readers() -> None:

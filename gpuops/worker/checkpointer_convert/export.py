@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gpuops.checkpoint.inventory_view import WholeTensor
-from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.checkpoint.states import BadRequestError, CheckpointError, CorruptError
 from gpuops.worker.checkpointer.tensors import DTYPES
 from gpuops.worker.checkpointer_convert.assemble import StateReader
 from gpuops.worker.checkpointer_convert.safetensors_out import (
@@ -80,12 +81,13 @@ def export_state(
 
     Raises:
         CorruptError: A shard is not what was saved.
-        CheckpointError: *to* is there, or cannot be written; the state has no such part.
+        BadRequestError: *to* is there, or has no place; the state has no such part.
+        CheckpointError: *to* cannot be written.
     """
     if to.exists() or to.is_symlink():
-        raise CheckpointError(f"{to} is there already: name a place that is not")
+        raise BadRequestError(f"{to} is there already: name a place that is not")
     if not to.parent.is_dir():
-        raise CheckpointError(f"there is no directory {to.parent}")
+        raise BadRequestError(f"there is no directory {to.parent} to write {to.name} into")
     if form is Format.SAFETENSORS:
         return _export_safetensors(state, to, part, max_shard_bytes, advance)
     nested = _nested(state, part)
@@ -115,8 +117,23 @@ def _save_dcp(nested: Mapping[str, Any], folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(dict(nested), storage_writer=FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as exc:  # it is no Exception, and has those of all ranks
+        failed = [failure for failure, _ in exc.failures.values()]
+        if any(map(_is_interrupt, failed)):
+            raise KeyboardInterrupt from exc
+        why = getattr(failed[0], "strerror", None) or str(failed[0]) if failed else str(exc)
+        raise CheckpointError(f"cannot write {folder}: {why[:200]}") from exc
     except OSError as exc:
         raise CheckpointError(f"cannot write {folder}: {exc.strerror or exc}") from exc
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Say whether *error* came of Ctrl-C: what ends a file that is not all there raises as well."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _nested(state: StateReader, part: str | None) -> Unfolded:
@@ -143,7 +160,7 @@ def _nested(state: StateReader, part: str | None) -> Unfolded:
     elif wanted:
         chosen = {name.removeprefix(f"{part}."): found[name] for name in wanted}
     else:
-        raise CheckpointError(f"the state has no part {part!r}: {_parts_of(state, texts)}")
+        raise BadRequestError(f"the state has no part {part!r}: {_parts_of(state, texts)}")
     made = Unfolded(chosen if isinstance(chosen, dict) else {part: chosen})
     made.left_out = [*found.left_out, *_others(texts, part)]
     return made
@@ -201,7 +218,7 @@ def _export_safetensors(
     texts = [state.extra_of(layout) for layout in state.layouts]
     metadata, left_out = _metadata(state, texts, part)
     if not tensors:
-        raise CheckpointError(f"the state has no part {part!r}: {_parts_of(state, texts)}")
+        raise BadRequestError(f"the state has no part {part!r}: {_parts_of(state, texts)}")
     plans = plan_files(tensors, metadata, max_shard_bytes)
     with _directory_beside(to, becomes=max_shard_bytes is not None) as folder:
         for plan in plans:
@@ -271,6 +288,8 @@ def _file_beside(to: Path) -> Iterator[Any]:
     except OSError as exc:
         raise CheckpointError(f"cannot write {to}: {exc.strerror or exc}") from exc
     except RuntimeError as exc:  # what torch makes of a short write
+        if _is_interrupt(exc):
+            raise KeyboardInterrupt from exc
         raise CheckpointError(f"cannot write {to}: {str(exc)[:200]}") from exc
     finally:
         path.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from gpuops.checkpoint.state_store import CheckpointStore
 from gpuops.checkpoint.states import (
     EPOCH_MAX,
     STEP_MAX,
+    BadRequestError,
     CheckpointError,
     CorruptError,
     Shard,
@@ -53,7 +54,7 @@ def open_incoming(path: Path, form: Format, *, trust: bool) -> Incoming:
             false.
     """
     if not path.exists():
-        raise CheckpointError(f"there is no {path}")
+        raise BadRequestError(f"there is no {path}")
     match form:
         case Format.DCP:
             return open_dcp(path, trust=trust)
@@ -109,7 +110,7 @@ def _epoch(given: int | None, store: CheckpointStore) -> int:
     if given is None:
         given = max((stored.state.epoch for stored in store.list()), default=-1) + 1
     if not 0 <= given <= EPOCH_MAX:
-        raise CheckpointError(f"no state has the epoch {given}: at most {EPOCH_MAX}")
+        raise BadRequestError(f"no state has the epoch {given}: at most {EPOCH_MAX}")
     return given
 
 
@@ -123,7 +124,7 @@ def _step(given: int | None, incoming: Incoming) -> int:
     if isinstance(told, torch.Tensor) and told.numel() == 1 and not told.is_meta:
         told = told.item()
     if type(told) is not int or not 0 < told <= STEP_MAX:
-        raise CheckpointError("nothing says how many steps were completed by then: give --step N")
+        raise BadRequestError("nothing says how many steps were completed by then: give --step N")
     return told
 
 

@@ -109,6 +109,8 @@ def test_an_address_that_is_none_is_a_usage_error(capsys, words):
 
     assert code == 64
     assert "no kind of store is called foo" in capsys.readouterr().err
+    assert run_command(["ckpt", *words, "s3://"]) == 64
+    assert "nothing stands behind s3://; give s3://bucket/name" in capsys.readouterr().err
 
 
 def test_the_directory_is_the_configured_one(ckpt, store, monkeypatch):
@@ -284,6 +286,30 @@ def test_a_newest_state_that_is_damaged_is_not_passed_over_by_verify(store, ckpt
     assert ckpt("verify", "12")[0] == 0
 
 
+def test_who_takes_the_newest_is_told_that_a_newer_one_is_damaged(store, ckpt, tmp_path):
+    make_state(store, ALONE, step=12)
+    state = make_state(store, ALONE, step=13)
+    manifest = store._root / state.name / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"world": 1', '"world": 2'))
+
+    for words in (["show"], ["export", "--to", str(tmp_path / "x")]):
+        code, out, err = ckpt(*words)
+        assert code == 0
+        assert out.startswith("step 12 (epoch 0)")
+        assert f"gpuops: {state.name} is damaged, the newest before it is taken: " in err
+    assert ckpt("show", "12")[2] == ""
+
+
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["show"], ["prune"], ["pin", "3"]])
+def test_a_file_in_place_of_a_directory_is_a_usage_error(store, ckpt, words):
+    store._root.write_text("hello")
+
+    code, out, err = ckpt(*words)
+
+    assert (code, out) == (64, "")
+    assert err == f"gpuops: {store.address} is a file: a directory of states is wanted\n"
+
+
 def test_a_state_of_a_later_version_is_not_called_damaged(store, ckpt):
     make_state(store, RANKS, step=12)
     state = make_state(store, RANKS, step=13)
@@ -355,7 +381,7 @@ def test_a_state_that_may_not_be_read_hides_no_other(store):
 def test_verify_is_3_where_it_cannot_be_judged(tmp_path, capsys):
     (tmp_path / "file").touch()
 
-    assert run_command(["ckpt", "verify", "--dir", str(tmp_path / "file")]) == 3
+    assert run_command(["ckpt", "verify", "--dir", str(tmp_path / "file" / "states")]) == 3
     assert "file" in capsys.readouterr().err
 
 
@@ -491,7 +517,7 @@ def test_pin_and_unpin(store, ckpt):
     assert "was not" in ckpt("unpin", "1", "--tag", "paper")[1]
     ckpt("prune", "--keep-last", "1", "--yes")
     assert states_of(store) == [2]
-    assert ckpt("pin", "2", "--tag", "a/b")[0] == 70
+    assert ckpt("pin", "2", "--tag", "a/b")[0] == 64
 
 
 def test_help_lists_the_commands_and_imports_no_torch(tmp_path):

@@ -85,7 +85,7 @@ def test_a_sharded_set(tmp_path, store, ckpt):
         (["--max-shard-size", "5 apples"], 64, "max-shard-size"),
         (["--max-shard-size", "0"], 64, "at least one byte"),
         (["--max-shard-size", "5GB", "--format", "torch"], 64, "safetensors"),
-        (["--part", "none"], 70, "no part"),
+        (["--part", "none"], 64, "no part"),
         (["--format", "onnx"], 64, "onnx"),
     ],
 )
@@ -97,6 +97,18 @@ def test_what_cannot_be(tmp_path, store, ckpt, words, code, message):
     assert found == code
     assert message in err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_place_that_is_not_there_is_a_usage_error(tmp_path, store, ckpt):
+    make_state(store, RANKS, step=10)
+
+    code, _, err = ckpt("export", "--to", tmp_path / "missing" / "x")
+    assert (code, err) == (
+        64,
+        f"gpuops: there is no directory {tmp_path}/missing to write x into\n",
+    )
+    code, _, err = ckpt("import", tmp_path / "missing", "--from", "torch", "--step", "1")
+    assert (code, err) == (64, f"gpuops: there is no {tmp_path}/missing\n")
 
 
 def test_what_is_there_is_not_written_over(tmp_path, store, ckpt):

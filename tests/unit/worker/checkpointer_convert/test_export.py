@@ -1,5 +1,6 @@
 """States written for other tools, read back by these tools themselves."""
 
+import errno
 import json
 import random
 import warnings
@@ -18,7 +19,13 @@ from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
 from gpuops.checkpoint.stores import open_store
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.checkpointer_convert.assemble import StateReader
-from gpuops.worker.checkpointer_convert.export import Format, export_state
+from gpuops.worker.checkpointer_convert.export import (
+    Format,
+    _directory_beside,
+    _file_beside,
+    _save_dcp,
+    export_state,
+)
 from gpuops.worker.checkpointer_convert.import_state import import_state, open_incoming
 
 
@@ -167,6 +174,36 @@ def test_one_part_alone(store, tmp_path, form):
     assert set(imported.tree) == set(job.model.state_dict())
     with pytest.raises(CheckpointError, match="no part 'x': it has model, optimizer"):
         export(store, store.list()[0].state, tmp_path / "y", form, part="x")
+
+
+class Stops:
+    """Something that is written until *error* comes, as a signal or a disk makes it come."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce_ex__(self, _protocol):
+        raise self.error
+
+
+def test_ctrl_c_while_torch_writes_is_no_failure_of_the_disk(tmp_path):
+    with pytest.raises(KeyboardInterrupt), _file_beside(tmp_path / "x") as file:
+        torch.save({"a": torch.ones(3), "b": Stops(KeyboardInterrupt())}, file)
+    with pytest.raises(KeyboardInterrupt), _directory_beside(tmp_path / "y") as folder:
+        _save_dcp({"a": torch.ones(3), "b": Stops(KeyboardInterrupt())}, folder)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_dcp_cannot_write_is_told_in_one_line(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(CheckpointError, match=r"^cannot write .*: [^\n]*\Z"),
+        _directory_beside(tmp_path / "y") as folder,
+    ):
+        _save_dcp({"b": Stops(full)}, folder)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 W = torch.randn(10, 6)

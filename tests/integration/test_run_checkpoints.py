@@ -341,7 +341,7 @@ def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
 
 def test_a_keeper_that_hangs_is_replaced_and_the_last_step_is_saved_all_the_same(tmp_path):
     flags = (f"--ckpt-dir={tmp_path / 'ckpt'}",)
-    with Training(tmp_path, "--every=4", "--pause=0.5", flags=flags, steps=7) as run:
+    with Training(tmp_path, "--every=4", "--pause=1", flags=flags, steps=7) as run:
         run.wait_for_step(5)
         keeper = run.keeper()
         os.kill(keeper, signal.SIGSTOP)  # after the last save that is due

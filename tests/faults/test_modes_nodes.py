@@ -14,6 +14,8 @@ from support.runs import is_alive
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 BOUND_S = 90
 LONG = {"JOB_STEPS": "400", "JOB_PAUSE_S": "0.1"}
+# Of two nodes that wait for a third one before the first start: not half a minute.
+SOON = "--rdzv-conf=last_call_timeout=5"
 
 
 @pytest.fixture
@@ -138,7 +140,8 @@ def test_a_spare_takes_the_hole_and_survivors_keep_their_ranks(hosts, tmp_path):
 
 def test_capacity_that_returns_is_taken_in_at_a_checkpoint(hosts, tmp_path):
     """Mode 14: a third node comes late."""
-    run = started(hosts, tmp_path, "--grow-after", "2", nnodes="2:3", first=[hosts[0], hosts[1]])
+    flags = ("--grow-after", "2", SOON)
+    run = started(hosts, tmp_path, *flags, nnodes="2:3", first=[hosts[0], hosts[1]])
     assert {line.rank for line in run.lines()} == {0, 1}
 
     run.start(hosts[2])
@@ -164,7 +167,7 @@ def test_success_of_some_does_not_leave_the_others_alone(tmp_path):
 
 def test_a_second_agent_on_a_node_is_refused(hosts, tmp_path):
     """Bad input: two agents of one run on one node."""
-    run = started(hosts, tmp_path, nnodes="2:3", first=[hosts[0], hosts[1]])
+    run = started(hosts, tmp_path, SOON, nnodes="2:3", first=[hosts[0], hosts[1]])
 
     (second,) = run.start(hosts[1])
 

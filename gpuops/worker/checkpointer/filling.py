@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 
 from gpuops.checkpoint.states import CheckpointError
+from gpuops.worker.checkpointer.tensors import PLAIN
 
 _AT_ONCE_BYTES = 16 * 2**20
 _READ_BYTES_MIN = 64 * 1024
 _THREADS_MAX = 8
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,7 +38,7 @@ class FileRead(NamedTuple):
 def can_be_read(target: torch.Tensor) -> bool:
     """Say whether the memory of *target* is nothing but its items in their order, and many."""
     return (
-        type(target) in _PLAIN
+        type(target) in PLAIN
         and target.device.type == "cpu"
         and target.numel() * target.element_size() >= _READ_BYTES_MIN
         and target.is_contiguous()

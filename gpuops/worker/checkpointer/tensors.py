@@ -52,6 +52,9 @@ CARRIERS: Mapping[torch.dtype, torch.dtype] = {
     getattr(torch, name): carrier for name, carrier in _CARRIERS.items() if hasattr(torch, name)
 }
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types of tensors that are what torch makes them: no subclass changes what they do."""
+
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     """Say whether *value* is a DTensor.
@@ -59,6 +62,8 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     Where nobody has imported them there are none, and importing them would take as long as a third
     of torch does.
     """
+    if type(value) in PLAIN:  # asked many times of each of many tensors
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -5,6 +5,7 @@ import time
 
 import psutil
 import pytest
+from support.accounts import check_account
 from support.cluster_run import ClusterRun, postgres_endpoint
 from support.hosts import Hosts
 from support.postgres import running_server
@@ -65,6 +66,7 @@ def test_with_the_host_of_the_store_the_others_give_up(hosts, tmp_path):
     assert run.finish(*left) == {"n1": 85, "n2": 85}
     assert run.orphans() == set()
     assert {host.name for host in left if run.events("board.lost", host)} == {"n1", "n2"}
+    check_account(run, "launcher.store_lost", actions=["requeue"])
 
 
 def test_a_store_that_is_killed_alone_is_known_to_be_lost_at_once(hosts, tmp_path):

@@ -7,12 +7,12 @@ Bounds are generous: what recovery really takes is a benchmark's matter.
 import time
 
 import pytest
+from support.accounts import BOUND_S, check_account
 from support.cluster_run import ClusterRun
 from support.hosts import Hosts
 from support.runs import is_alive
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
-BOUND_S = 90
 LONG = {"JOB_STEPS": "400", "JOB_PAUSE_S": "0.1"}
 # Of two nodes that wait for a third one before the first start: not half a minute.
 SOON = "--rdzv-conf=last_call_timeout=5"
@@ -31,10 +31,6 @@ def started(hosts, folder, *flags, env=LONG, first=None, **options):
     return run
 
 
-def culprits(incident):
-    return {(item["kind"], item["id"]) for item in incident["culprits"]}
-
-
 def test_a_lost_node_is_done_without(hosts, tmp_path):
     """Mode 6: all processes of a node that is not the store's are gone at once."""
     run = started(hosts, tmp_path, nnodes="2:3")
@@ -45,8 +41,7 @@ def test_a_lost_node_is_done_without(hosts, tmp_path):
     assert run.seconds_to_generation(1, lost_ns) < BOUND_S
     run.enough()
     assert run.finish(hosts[0], hosts[1]) == {"n0": 0, "n1": 0}
-    incident = run.incident("node.lost")
-    assert ("node", "n2") in culprits(incident)
+    check_account(run, "node.lost", ("node", "n2"), actions=["restart"])
     assert run.decisions()[0]["decision"]["rule"] == "node.lost"
     run.check_ledger()
 
@@ -65,7 +60,7 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(hosts, tmp_
     run.wait(lambda: run.worker_pids(hosts[1]) - orphans, "its return")
     run.enough()
     assert run.finish() == {"n0": 0, "n1": 0, "n2": 0}
-    assert ("node", "n1") in culprits(run.incident("node.lost"))
+    check_account(run, "node.lost", ("node", "n1"), actions=["restart"])
     run.check_ledger()
 
 
@@ -84,7 +79,7 @@ def test_a_frozen_node_fences_itself_when_it_thaws(hosts, tmp_path):
     run.enough()
     assert run.finish() == {"n0": 0, "n1": 0, "n2": 0}
     assert run.events("agent.fenced", hosts[2])
-    assert ("node", "n2") in culprits(run.incident("node.lost"))
+    check_account(run, "node.lost", ("node", "n2"), actions=["restart"])
     run.check_ledger()
 
 
@@ -102,6 +97,7 @@ def test_of_a_partition_the_side_with_the_store_and_enough_nodes_goes_on(hosts, 
     run.wait(lambda: run.events("agent.fenced", hosts[2]), "word of the fence")
     run.enough()
     assert run.finish() == {"n0": 0, "n1": 0, "n2": 0}
+    check_account(run, "node.lost", ("node", "n2"), actions=["restart"])
     run.check_ledger()
 
 
@@ -113,6 +109,7 @@ def test_too_few_nodes_ask_to_be_requeued(hosts, tmp_path):
 
     assert run.finish(hosts[0], hosts[1]) == {"n0": 85, "n1": 85}
     assert run.decisions()[0]["decision"]["rule"] == "nodes.exhausted"
+    check_account(run, "node.lost", ("node", "n2"), actions=["requeue"])
     assert run.orphans() == set()
 
 
@@ -135,6 +132,7 @@ def test_a_spare_takes_the_hole_and_survivors_keep_their_ranks(hosts, tmp_path):
     run.enough()
     others = [host for host in hosts if host is not victim]
     assert set(run.finish(*others).values()) == {0}
+    check_account(run, "node.lost", ("node", victim.name), actions=["restart"])
     run.check_ledger()
 
 
@@ -149,6 +147,7 @@ def test_capacity_that_returns_is_taken_in_at_a_checkpoint(hosts, tmp_path):
     run.wait(lambda: {x.rank for x in run.lines() if x.generation == 1} == {0, 1, 2}, "growth")
     run.enough()
     assert run.finish() == {"n0": 0, "n1": 0, "n2": 0}
+    assert run.incidents() == [], "nothing failed, nothing is spent"
     run.check_ledger()
 
 
@@ -162,6 +161,7 @@ def test_success_of_some_does_not_leave_the_others_alone(tmp_path):
         run.start(hosts[1], env=late)
         assert run.finish() == {"n0": 0, "n1": 0}
         assert {x.generation for x in run.lines() if x.what == "done"} >= {0, 1}
+        check_account(run, "user_code.exception", ("node", "n1"), actions=["restart"])
         assert run.orphans() == set()
 
 

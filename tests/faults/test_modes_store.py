@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from support.accounts import check_account
 from support.cluster_run import ClusterRun, postgres_endpoint
 from support.hosts import Hosts
 from support.postgres import running_server
@@ -33,6 +34,7 @@ def test_without_the_store_every_agent_asks_to_be_requeued(hosts, tmp_path):
 
     assert run.finish(limit_s=150) == {"n0": 85, "n1": 85, "n2": 85}
     assert run.orphans() == set()
+    check_account(run, "launcher.store_lost", actions=["requeue"])
 
 
 def test_a_slow_store_is_not_a_lost_one(hosts, tmp_path):

@@ -131,7 +131,8 @@ def survey(directory: str) -> Stored:
     """
     found = open_store(directory).survey()
     if found.damaged and not found.states:
-        raise CheckpointError(f"{found.damaged[0].name} is damaged: {found.damaged[0].why}")
+        first = found.damaged[0]
+        raise CheckpointError(f"{first.name} {first.verdict}: {first.why}")
     newest = sorted(((one.state, one.manifest.world) for one in found.states), reverse=True)
     epochs = [state.epoch for state, _world in newest]
     return Stored(tuple(newest[:STORED_MAX]), max(epochs, default=-1))

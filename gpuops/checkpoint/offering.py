@@ -173,8 +173,9 @@ def _stored(store: CheckpointStore | None, choice: Choice) -> tuple[dict[StateId
         choice.note(str(exc))
         return {}, str(exc)
     for damaged in survey.damaged:
-        choice.note(f"{damaged.name} in {store.address} is damaged: {damaged.why}")
-    trouble = f"{survey.damaged[0].name} is damaged" if survey.damaged else ""
+        choice.note(f"{damaged.name} in {store.address} {damaged.verdict}: {damaged.why}")
+    first = survey.damaged[0] if survey.damaged else None
+    trouble = f"{first.name} {first.verdict}" if first is not None else ""
     return {found.state: found for found in survey.states}, trouble
 
 

@@ -52,6 +52,11 @@ class Damaged:
     why: str
     is_corrupt: bool = True
 
+    @property
+    def verdict(self) -> str:
+        """Return ``"is damaged"`` or ``"cannot be read"``."""
+        return "is damaged" if self.is_corrupt else "cannot be read"
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:

@@ -143,9 +143,8 @@ def damaged_of(survey: "Survey", wanted: str) -> "list[Damaged]":
 def _tell_passed_over(survey: "Survey") -> None:
     """Say on standard error that a newer state than the one that is taken cannot be read."""
     for item in damaged_of(survey, "newest"):
-        what = "is damaged" if item.is_corrupt else "cannot be read"
         click.echo(
-            f"gpuops: {printable(item.name)} {what}, the newest before it is taken: "
+            f"gpuops: {printable(item.name)} {item.verdict}, the newest before it is taken: "
             f"{printable(item.why)}",
             err=True,
         )

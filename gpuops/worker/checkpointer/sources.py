@@ -180,7 +180,7 @@ class FromDirectory:
             survey = self._store.survey()
         except CheckpointError as exc:
             return [], str(exc)
-        self._why += [f"{damaged.name} is damaged: {damaged.why}" for damaged in survey.damaged]
+        self._why += [f"{each.name} {each.verdict}: {each.why}" for each in survey.damaged]
         trouble = "it holds states, and none is whole" if survey.states or survey.damaged else ""
         return [stored.state for stored in survey.states], trouble
 

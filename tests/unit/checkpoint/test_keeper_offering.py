@@ -70,6 +70,19 @@ def test_of_memory_and_directory_the_newer_state_is_chosen(stack, tmp_path):
     assert choice.epoch_max == NEW.epoch
 
 
+def test_a_state_of_a_later_version_is_passed_over_as_what_it_is(stack, tmp_path):
+    store = in_store(stack, tmp_path, OLD)
+    in_store(stack, tmp_path, NEW)
+    manifest = tmp_path / NEW.name / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("gpuops.checkpoint/1", "gpuops.checkpoint/7"))
+
+    choice = choose({}, store, Wanted())
+
+    assert choice.chosen.state == OLD
+    assert choice.why[0].startswith(f"{NEW.name} in {tmp_path} cannot be read: ")
+    assert "has version 7 of the format" in choice.why[0]
+
+
 def test_a_directory_that_does_not_list_is_no_obstacle_to_memory_and_is_told(stack, tmp_path):
     store = Store(open_store(str(tmp_path)), survey=fails)
     choice = choose({OLD: in_memory(stack, OLD)}, store, Wanted())

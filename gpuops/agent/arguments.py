@@ -19,7 +19,8 @@ _DESCRIPTION = "Run a training job as torchrun does; it recovers, and what broke
 _EPILOG = """\
 `gpuops run status` shows a run while it lasts.
 Exit codes: 0 done; 1 failed, the restarts are spent; 85 requeue me; 86 this node is unhealthy;
-93 do not requeue, it would fail the same way again; 64 a wrong flag.
+93 do not requeue, it would fail the same way again; 64 a wrong flag, or another job saves into the
+directory of checkpoints.
 Under `srun --ntasks-per-node=1` nodes, their order and where they meet are Slurm's, and one worker
 is started for each GPU that Slurm gave. Every flag of the restart agent is a setting too (`gpuops
 config show`), torchrun's are PET_* in the environment; what is typed wins.

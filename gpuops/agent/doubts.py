@@ -52,7 +52,8 @@ class Doubts:
 
     def _record(self, report: NodeReport) -> None:
         parts, chronicle = self._parts, self._parts.session.chronicle
-        parts.say(f"{report.node} is doubted: {report.how}; a restart does without it, if it can")
+        follows = "a restart does without it, if it can be spared"
+        parts.say(f"{report.node} is doubted: {report.how}; {follows}")
         run_id, now_us = parts.session.identity.run_id, parts.clock.now_us()
         incident = doubt_incident(report, run_id=run_id, now_us=now_us)
         parts.session.safely("recording a doubt", lambda: chronicle.doubted(report, incident))

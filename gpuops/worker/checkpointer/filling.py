@@ -1,50 +1,20 @@
 """Fills the tensors of a job from the images of a state, on the host with several threads.
 
 An image that another process made is mapped here for the first time, and the kernel enters it into
-this process's page table page by page, as the mapping is read: half as long again as the copying
-takes. So what is long is read from the image's file into the tensor's own memory, where the kernel
-copies and maps nothing. One thread does not reach the rate of memory: while a job restores, its
-other cores have nothing to do.
+this process's page table page by page, as it is read. That takes as long as the copying does, and
+one thread does not reach the rate of memory: while a job restores, its other cores have nothing to
+do.
 """
 
-import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from gpuops.checkpoint.states import CheckpointError
-from gpuops.worker.checkpointer.tensors import PLAIN
-
 _AT_ONCE_BYTES = 16 * 2**20
-_READ_BYTES_MIN = 64 * 1024
 _THREADS_MAX = 8
-
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class FileRead(NamedTuple):
-    """A tensor on the host, all of which is read from place *begin* of a file on."""
-
-    target: torch.Tensor
-    fd: int
-    begin: int
-
-
-def can_be_read(target: torch.Tensor) -> bool:
-    """Say whether the memory of *target* is nothing but its items in their order, and many."""
-    return (
-        type(target) in PLAIN
-        and target.device.type == "cpu"
-        and target.numel() * target.element_size() >= _READ_BYTES_MIN
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
-    )
 
 
 def n_threads_of(local_world: int) -> int:
@@ -53,25 +23,11 @@ def n_threads_of(local_world: int) -> int:
     return min(max(n_cores, 1), _THREADS_MAX)
 
 
-def fill(
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    n_threads: int,
-    reads: Sequence[FileRead] = (),
-) -> None:
-    """Copy each of *sources*, which are on the host, into the one of *targets* at its place.
-
-    Fill those of *reads* as well, each of which `can_be_read`.
-
-    Raises:
-        CheckpointError: A file cannot be read, or ends too early.
-    """
+def fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], n_threads: int) -> None:
+    """Copy each of *sources*, which are on the host, into the one of *targets* at its place."""
     pairs = [_without_repeats(a, b) for a, b in zip(targets, sources, strict=True)]
     elsewhere = [pair for pair in pairs if pair[0].device.type != "cpu"]
     batches = _batches([pair for pair in pairs if pair[0].device.type == "cpu"])
-    jobs: Iterator[Callable[[], None]] = chain(
-        chain.from_iterable(map(_reading, reads)), (partial(_copy, batch) for batch in batches)
-    )
     errors: list[BaseException] = []
     lock = threading.Lock()
 
@@ -79,10 +35,10 @@ def fill(
         try:
             while not errors:
                 with lock:
-                    job = next(jobs, None)
-                if job is None:
+                    batch = next(batches, None)
+                if batch is None:
                     return
-                job()
+                _copy(batch)
         except BaseException as exc:  # noqa: BLE001 boundary: raised where the copy was wanted
             errors.append(exc)
 
@@ -97,33 +53,6 @@ def fill(
             thread.join()
     if errors:
         raise errors[0]
-    # Autograd has not seen what was written: what a graph still keeps of it has changed.
-    torch.autograd.graph.increment_version(read.target for read in reads)
-
-
-def _reading(read: FileRead) -> Iterator[Callable[[], None]]:
-    address = read.target.data_ptr()
-    nbytes = read.target.numel() * read.target.element_size()
-    for at in range(0, nbytes, _AT_ONCE_BYTES):
-        piece_bytes = min(_AT_ONCE_BYTES, nbytes - at)
-        yield partial(_read, read.fd, read.begin + at, address + at, piece_bytes)
-
-
-def _read(fd: int, begin: int, address: int, nbytes: int) -> None:
-    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
-    done = 0
-    while done < nbytes:
-        try:
-            n_read = os.preadv(fd, [memory[done:]], begin + done)
-        except OSError as exc:
-            raise CheckpointError(
-                f"cannot read a checkpoint's image at byte {begin + done}: {exc.strerror}"
-            ) from exc
-        if n_read == 0:
-            raise CheckpointError(
-                f"a checkpoint's image ends at byte {begin + done}, before byte {begin + nbytes}"
-            )
-        done += n_read
 
 
 @torch.no_grad()

@@ -14,15 +14,14 @@ import torch
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, TensorSpec, read_extra, read_layout
 from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
 from gpuops.worker.checkpointer.capture import FORMAT
-from gpuops.worker.checkpointer.filling import FileRead, can_be_read, fill
+from gpuops.worker.checkpointer.filling import fill
 from gpuops.worker.checkpointer.part import shape_of
 from gpuops.worker.checkpointer.pieces import Piece, distinct
-from gpuops.worker.checkpointer.sources import OpenedImage
 from gpuops.worker.checkpointer.tensors import NAMES, Places, carried, check, is_dtensor, local_of
 from gpuops.worker.checkpointer.values import loads
 from gpuops.worker.checkpointer.views import view_of
 
-OpenImage = Callable[[Shard], OpenedImage]
+OpenImage = Callable[[Shard], memoryview]
 
 
 class _Memory(NamedTuple):
@@ -36,7 +35,6 @@ class _Memory(NamedTuple):
 
 class _Image(NamedTuple):
     memory: memoryview
-    fd: int
     layout: ImageLayout
     tensors: Mapping[str, PlacedTensor]
     extra: Mapping[str, Any]
@@ -136,7 +134,6 @@ class SavedState:
         """
         places = Places()
         straight: list[tuple[torch.Tensor, torch.Tensor]] = []
-        reads: list[FileRead] = []
         spread: dict[str, torch.Tensor] = {}
         nbytes = 0
         for name, target in self._wants:
@@ -147,10 +144,7 @@ class SavedState:
             found = self._find(name)
             assert found is not None
             image, placed = found
-            is_same = _is_same(places.spec_of(target, local, name), placed.spec)
-            if is_same and can_be_read(local):
-                reads.append(FileRead(local, image.fd, placed.begin))
-            elif is_same:
+            if _is_same(places.spec_of(target, local, name), placed.spec):
                 straight.append((local, view_of(image.memory, placed)))
             elif name in spread:
                 straight.append((local, local_of(spread[name])))
@@ -161,7 +155,7 @@ class SavedState:
             from gpuops.worker.checkpointer.resharding import load_resharded
 
             load_resharded(spread, {name: self._pieces(name) for name in spread})
-        fill([a for a, _ in straight], [b for _, b in straight], n_threads, reads)
+        fill([a for a, _ in straight], [b for _, b in straight], n_threads)
         return nbytes
 
     def _is_alike(self, one: str, other: str) -> bool:
@@ -205,8 +199,7 @@ class SavedState:
         return self._images[rank]
 
     def _read(self, shard: Shard) -> _Image:
-        opened = self._open(shard)
-        memory = opened.view
+        memory = self._open(shard)
         layout = read_layout(memory)
         if layout.shard != shard:
             raise CorruptError(
@@ -227,7 +220,7 @@ class SavedState:
                 f"are of step {self._step}"
             )
         tensors = {placed.spec.name: placed for placed in layout.tensors}
-        return _Image(memory, opened.fd, layout, tensors, extra)
+        return _Image(memory, layout, tensors, extra)
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:

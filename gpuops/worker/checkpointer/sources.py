@@ -3,7 +3,6 @@
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +31,6 @@ class Found:
     why: tuple[str, ...] = ()
 
 
-class OpenedImage(Protocol):
-    """The image of a shard, as memory and as the file that it is in."""
-
-    @property
-    def view(self) -> memoryview: ...
-
-    @property
-    def fd(self) -> int: ...
-
-
 class StateSource(Protocol):
     """Finds a state, and opens the images of its shards."""
 
@@ -53,7 +42,7 @@ class StateSource(Protocol):
         """
         ...
 
-    def open(self, shard: Shard) -> OpenedImage:
+    def open(self, shard: Shard) -> memoryview:
         """Return the verified image of one of its shards, until `close`."""
         ...
 
@@ -95,12 +84,12 @@ class FromKeeper:
             return None
         return Found(offer.state, offer.world, offer.tier, offer.why)
 
-    def open(self, shard: Shard) -> OpenedImage:
+    def open(self, shard: Shard) -> memoryview:
         assert self._offer is not None
         source = self._keeper.open_shard(self._offer, shard)
         opened = _Mapped(source) if isinstance(source, Path) else source
         self._opened.append(opened)
-        return opened
+        return opened.view
 
     def loaded(self, seconds: float, nbytes: int) -> None:
         assert self._offer is not None
@@ -150,7 +139,7 @@ class FromDirectory:
             )
         return None
 
-    def open(self, shard: Shard) -> OpenedImage:
+    def open(self, shard: Shard) -> memoryview:
         chosen = self._chosen
         assert chosen is not None
         source = chosen.sources.get(shard)
@@ -166,7 +155,7 @@ class FromDirectory:
             source = found.sources[shard]
         opened = _Mapped(source) if isinstance(source, Path) else source
         self._opened.append(opened)
-        return opened
+        return opened.view
 
     def loaded(self, seconds: float, nbytes: int) -> None:
         pass
@@ -203,16 +192,17 @@ class _Mapped:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._close_fd = weakref.finalize(self, os.close, self.fd)
-            mapped = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(fd)
         except (OSError, ValueError) as exc:
             raise CheckpointError(f"cannot read {path}: {exc}") from exc
         self.view = memoryview(mapped)
 
     def close(self) -> None:
         """Let go of it; it stays mapped until nothing refers to `view`."""
-        self._close_fd()
         self.view = memoryview(b"")
 
 

@@ -3,7 +3,8 @@
 An image that another process made is mapped here for the first time, and the kernel enters it into
 this process's page table page by page, as it is read. That takes as long as the copying does, and
 one thread does not reach the rate of memory: while a job restores, its other cores have nothing to
-do.
+do. To read the image's file into the tensors instead (preadv) takes no less: the kernel then looks
+up and copies each page on its own.
 """
 
 import os

@@ -139,6 +139,21 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, no
     assert again[dies_at - 1 :] == logged[dies_at:]  # the last log came after the last state
 
 
+def test_the_same_callback_serves_the_training_after_one_that_broke_off(tmp_path):
+    whole, first, second = Recorder(), Recorder(4), Recorder()
+    undisturbed = run(tmp_path, [], whole)
+    callback = GpuopsCallback(directory=str(tmp_path / "states"), every=1)
+    run(tmp_path, [callback], first)
+    resumed = run(tmp_path, [callback], second)
+
+    # Of which step the newest state is depends on how fast the keeper took the ones before.
+    n_steps = len(second.steps)
+    assert first.steps == whole.steps[:4]
+    assert len(whole.steps) - 4 <= n_steps < len(whole.steps)
+    assert second.steps == whole.steps[-n_steps:]
+    assert same_weights(resumed, undisturbed)
+
+
 def test_what_was_seen_is_not_read_again(tmp_path, node):
     run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(15))
     samples = Samples()

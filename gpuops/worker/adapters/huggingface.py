@@ -78,6 +78,9 @@ class GpuopsCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
+        # A training that an exception ended has no on_train_end; the random
+        # numbers that its last state would be saved with are those of now.
+        self._leave(save=False)
         if getattr(args, "deepspeed", None):
             raise UsageError("the adapter does not take DeepSpeed's engine; use DDP or FSDP2")
         optimizer = kwargs["optimizer"]
@@ -188,8 +191,11 @@ class GpuopsCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
+        self._leave()
+
+    def _leave(self, *, save: bool = True) -> None:
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            self._checkpointer.close(save=save)
             self._checkpointer = None
 
 

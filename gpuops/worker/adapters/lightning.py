@@ -61,6 +61,9 @@ class GpuopsCheckpoint(Callback):
                 f"fit(ckpt_path={trainer.ckpt_path!r}) and this callback would both restore: "
                 "leave the path out, or import it as a state with 'gpuops ckpt import'"
             )
+        # An exception may have ended the fit before; the random
+        # numbers that its last state would be saved with are those of now.
+        self._leave(save=False)
         options = dict(self._options)
         # What is put back goes into the first of them, the user's own.
         self._progress = _Progress(trainer, self)
@@ -132,8 +135,11 @@ class GpuopsCheckpoint(Callback):
             self._checkpointer.step(self._step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self, *, save: bool = True) -> None:
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            self._checkpointer.close(save=save)
             self._checkpointer = None
 
 

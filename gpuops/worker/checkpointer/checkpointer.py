@@ -185,12 +185,13 @@ class Checkpointer:
         except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
             self._off(exc)
 
-    def close(self) -> None:
+    def close(self, *, save: bool = True) -> None:
         """Save what the last `step` was told of, and take leave of the keeper; on all ranks.
 
         The last state is saved where states persist, whatever ``every`` says, unless an optimizer
-        has stepped since or an exception is on its way. Without `gpuops run`, it has persisted when
-        this returns on local rank 0. May be called twice. A process that was forked does nothing.
+        has stepped since, an exception is on its way, or *save* is false. Without `gpuops run`, it
+        has persisted when this returns on local rank 0. May be called twice. A process that was
+        forked does nothing.
         """
         if self._is_closed:
             return
@@ -204,8 +205,9 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         own = self._finder.own if self._finder is not None else None
+        is_normal = save and sys.exc_info()[0] is None
         try:
-            save_and_leave(self._last, self._saver, own, is_normal=sys.exc_info()[0] is None)
+            save_and_leave(self._last, self._saver, own, is_normal=is_normal)
         except Exception as exc:  # noqa: BLE001 boundary: the training is done, whatever this says
             _log.warning("the last checkpoint may be missing: %s", exc)
 

@@ -190,7 +190,7 @@ def _save_rows(
         room_bytes = ROOM_STATES * subject.nbytes
         guests = _Guests(groups, plan.rounds + 1, room_bytes, is_brief=plan.is_brief)
         stack.callback(guests.close)
-        turns = Turns(subject, plan.n_before, tell, needed=_NEEDED)
+        turns = Turns(subject, plan.n_beside, tell, needed=_NEEDED)
         for number in range(plan.rounds + 1):
             if is_short and number == SHORT_ROUNDS:
                 savers = [each for each in savers if each.name != DCP_THREAD]

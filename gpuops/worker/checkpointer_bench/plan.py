@@ -11,7 +11,8 @@ class Plan:
     """What is measured; ``only`` are names of `ROWS`. Each row has one cold round more.
 
     ``is_brief``: ways beside ours that take long take turns at the rounds, and those of small
-    tensors that no goal is set against are left out.
+    tensors that no goal is set against are left out. ``n_beside``: steps before and after a save
+    that it is compared with.
     """
 
     nbytes: int = 2 * 10**9
@@ -20,7 +21,7 @@ class Plan:
     small_tensor_bytes: int = 64
     rounds: int = 7
     step_s: float = 0.01
-    n_before: int = 30
+    n_beside: int = 30
     kills: int = 200
     kill_nbytes: int = 64 * 10**6
     kill_tensors: int = 100

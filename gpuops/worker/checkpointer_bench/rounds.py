@@ -19,9 +19,10 @@ class Sample:
     """One save.
 
     ``stall_s``: what the call took. ``extra_s``: the step with the save in it, less the mean of the
-    steps just before. ``recoverable_s`` and ``durable_s`` count from the end of the training step.
-    ``loss``: by how much the steps between call and durability were slower, as a share of their
-    rate; None where none was made. ``lost_s``: all the training time that the save took.
+    steps beside it: just before, and just after what it set going, for a shared machine drifts.
+    ``recoverable_s`` and ``durable_s`` count from the end of the training step. ``loss``: by how
+    much the steps between call and durability were slower, as a share of their rate; None where
+    none was made. ``lost_s``: all the training time that the save took.
     """
 
     stall_s: float
@@ -33,14 +34,14 @@ class Sample:
 
 
 def sample(
-    subject: Subject, saver: Saver, step: int, n_before: int, *, deadline_s: float = DEADLINE_S
+    subject: Subject, saver: Saver, step: int, n_beside: int, *, deadline_s: float = DEADLINE_S
 ) -> Sample:
     """Save once in the middle of training.
 
     Raises:
         BenchError: Nothing was saved.
     """
-    usual_s = statistics.fmean(subject.step() for _ in range(n_before))
+    usual = [subject.step() for _ in range(n_beside)]
     begun_s = time.perf_counter()
     saver.save(step)
     stall_s = time.perf_counter() - begun_s
@@ -56,6 +57,8 @@ def sample(
         if durable_s > deadline_s:
             raise BenchError(f"{saver.name}: nothing durable after {deadline_s:g} s")
         is_done = saver.is_done()
+    usual += [subject.step() for _ in range(n_beside)]
+    usual_s = statistics.fmean(usual)
     slowed_s = sum(steps_s) - usual_s * len(steps_s)
     return Sample(
         stall_s=stall_s,
@@ -77,14 +80,14 @@ class Turns:
     def __init__(
         self,
         subject: Subject,
-        n_before: int,
+        n_beside: int,
         tell: Callable[[str], None],
         *,
         needed: frozenset[str] = frozenset(),
     ) -> None:
         """Take *needed*, the names of those whose failure is one of the whole."""
         self._subject = subject
-        self._n_before = n_before
+        self._n_beside = n_beside
         self._tell = tell
         self._needed = needed
         self._step = 0
@@ -106,7 +109,7 @@ class Turns:
                     self._subject,
                     saver,
                     self._step,
-                    self._n_before,
+                    self._n_beside,
                     deadline_s=DEADLINE_S if saver.name in self._needed else OTHERS_S,
                 )
                 saver.clean()

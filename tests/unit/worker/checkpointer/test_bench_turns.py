@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuops.worker.checkpointer_bench.rounds import Turns
+from gpuops.worker.checkpointer_bench.rounds import Turns, sample
 from gpuops.worker.checkpointer_bench.subject import HEAD_BYTES, Subject
 
 
@@ -60,3 +60,29 @@ def test_a_guest_has_the_samples_of_the_rounds_in_which_it_was_there(subject):
 
     assert list(turns.samples["guest"]) == [1]
     assert list(turns.samples["always"]) == [0, 1]
+
+
+class Slowing:
+    """A job whose steps take longer and longer, whoever saves."""
+
+    def __init__(self):
+        self._n = 0
+
+    def step(self):
+        self._n += 1
+        return 1.0 + self._n / 1000
+
+
+class Late(Way):
+    """Is durable at the second look."""
+
+    def is_done(self):
+        self.looks = getattr(self, "looks", 0) + 1
+        return self.looks > 1
+
+
+def test_a_machine_that_grows_slower_is_no_loss_of_the_saver():
+    taken = sample(Slowing(), Late("late"), 1, 10)
+
+    assert taken.loss == pytest.approx(0.0, abs=1e-9)
+    assert taken.lost_s == pytest.approx(taken.stall_s, abs=1e-6)

@@ -1,0 +1,48 @@
+"""``gpuops demo`` as a newcomer types it: a rank dies, and the job goes on out of memory."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gpuops.demo.scenario import make_plan
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+STEPS, SEED = 80, 7  # the losses of each 40th step are printed
+
+
+def output_of(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def last_loss(output):
+    return re.findall(rf"rank 0  step +{STEPS}  loss (\S+)", output)
+
+
+def test_the_demo_goes_on_from_memory_to_the_loss_of_an_undisturbed_run(tmp_path):
+    plan = make_plan(SEED, STEPS)
+    shown = output_of("gpuops", "demo", f"--dir={tmp_path / 'demo'}", f"--steps={STEPS}")
+    train = ("gpuops.demo.train", f"--steps={STEPS}", f"--seed={SEED}")
+    undisturbed = output_of(
+        *("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"), *train
+    )
+
+    (resumed,) = re.findall(r"gpuops: resumed from step (\d+): ranks 0-1 from memory", shown)
+    assert plan.kill_at_step - 1 <= int(resumed) < STEPS
+    assert f"rank 0  goes on after step {resumed}" in shown
+    assert re.search(rf"^blame +rank {plan.victim_rank} on ", shown, re.MULTILINE)
+    assert last_loss(shown) == last_loss(undisturbed) != []
+    assert not list(tmp_path.rglob("*.safetensors"))

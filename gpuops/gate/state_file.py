@@ -65,15 +65,22 @@ def state_path(state_dir: Path) -> Path:
     return state_dir / "node.json"
 
 
-def recall(state_dir: Path, root: Path, uid: int, left: Mapping[str, Abandoned]) -> Remembered:
-    """Return what the node remembers and which boot this is, within `READ_S`.
+def recall(
+    state_dir: Path,
+    root: Path,
+    uid: int,
+    left: Mapping[str, Abandoned],
+    *,
+    deadline_s: float = READ_S,
+) -> Remembered:
+    """Return what the node remembers and which boot this is, within *deadline_s*.
 
     *left*: see `gpuops.host.probe.start_call`. The caller must have a single thread.
     """
     path = state_path(state_dir)
     try:
         boot, uptime_s, text, note = probe.ask(
-            lambda: _read_all(path, root, uid), READ_S, question=f"read {path}", left=left
+            lambda: _read_all(path, root, uid), deadline_s, question=f"read {path}", left=left
         )
     except ProbeError as exc:
         return Remembered(note=f"{path} is left out: {exc}")

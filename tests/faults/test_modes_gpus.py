@@ -5,6 +5,7 @@ from support import mock_nvml
 from support.accounts import check_account
 from support.faulty import FaultyRun, culprits
 from support.mock_nvml import UUIDS, shape
+from support.one_at_a_time import hung_driver
 from support.runs import wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.cc, pytest.mark.timeout(240)]
@@ -74,7 +75,7 @@ def test_an_xid_of_the_applications_names_the_failure_and_blames_no_node(mock, t
 def test_a_sick_node_does_not_join(mock, tmp_path, sickness, failure_class):
     """Mode 12: no worker is started, exit 86, and an incident that says why."""
     env = mock.env(f"{HEALTHY}\n{sickness}")
-    with FaultyRun(tmp_path, (), LONG, gate=True, env=env) as run:
+    with hung_driver(), FaultyRun(tmp_path, (), LONG, gate=True, env=env) as run:
         run.start()
         assert run.ended(limit_s=120) == 86, run.said()
 

@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 from support import mock_nvml
 from support.mock_nvml import UUIDS, shape
+from support.one_at_a_time import hung_driver
 
 from gpuops.agent.gatekeeper import HealthKeeper
 from gpuops.agent.gpu_memory import open_memory
@@ -92,7 +93,8 @@ def test_own_workers_that_are_just_ending_keep_nobody_out(mock):
 @pytest.mark.parametrize("deaf", ["", "deaf\n"], ids=["", "and ignores SIGTERM"])
 def test_a_driver_that_hangs_twice_keeps_the_node_out(mock, deaf):
     scenario = f"{deaf}{HEALTHY}\ndelay * nvmlDeviceGetPowerUsage 60000"
-    result = gated(mock, scenario, deadline_s=6.0)
+    with hung_driver():
+        result = gated(mock, scenario, deadline_s=6.0)
 
     assert (result.passed, result.hung, result.tries) == (False, True, 2)
     assert result.failure_class is FailureClass.GPU_DRIVER_HANG
@@ -103,11 +105,12 @@ def test_a_driver_that_hangs_twice_keeps_the_node_out(mock, deaf):
 def test_a_cold_driver_is_given_a_second_try(mock):
     """The driver is slow the first time only: it stays loaded from then on."""
     env = played(mock, HEALTHY + "\ndelay * nvmlInit 60000")
-    gate = HealthGate(GatePlan(env=env, deadline_s=6.0))
-    gate.start()
-    assert gate.result(3.0) is None
-    mock_nvml.change(env, HEALTHY)
-    result = gate.result(WITHIN_S)
+    with hung_driver():
+        gate = HealthGate(GatePlan(env=env, deadline_s=6.0))
+        gate.start()
+        assert gate.result(3.0) is None
+        mock_nvml.change(env, HEALTHY)
+        result = gate.result(WITHIN_S)
 
     assert (result.passed, result.tries) == (True, 2)
 

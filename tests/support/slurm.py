@@ -93,8 +93,9 @@ def wait_until(condition, what, seconds=LIMIT_S):
         value = condition()
         if value:
             return value
-        told = what() if callable(what) else what
-        assert time.monotonic() < deadline, f"not within {seconds} s: {told}"
+        if time.monotonic() >= deadline:
+            told = what() if callable(what) else what
+            raise AssertionError(f"not within {seconds} s: {told}")
         pause.wait(0.05)
 
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from support.mock_nvml import shape
+from support.one_at_a_time import hung_driver
 from support.slurm import GPUS, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
@@ -28,15 +29,16 @@ def test_a_hung_driver_stalls_neither_job_nor_slurmd_and_a_second_hang_drains(
     node.set(GPUOPS_SITE_DIR=str(site.parent))
     cluster.finished(cluster.submit("exit 0", "-w", "n1"))
 
-    node.nvml(shape("h100", GPUS) + HUNG)
-    begun = time.monotonic()
-    started = node.home / "started"
-    started.unlink(missing_ok=True)
-    job_id = cluster.submit(f"touch {started}; sleep 300", "-w", "n1")
-    wait_until(started.exists, "the job does not start")
+    with hung_driver():
+        node.nvml(shape("h100", GPUS) + HUNG)
+        begun = time.monotonic()
+        started = node.home / "started"
+        started.unlink(missing_ok=True)
+        job_id = cluster.submit(f"touch {started}; sleep 300", "-w", "n1")
+        wait_until(started.exists, "the job does not start")
 
-    assert time.monotonic() - begun < 10
-    assert "NOT_RESPONDING" not in cluster.state("n1")[0]
-    assert cluster.drained_for("n1", "gpuops: fail gpu_driver", seconds=30)
-    assert cluster.job(job_id)["JobState"] == "RUNNING"
-    assert history.wait("node.drained", "n1")["check"] == "gpu_driver"
+        assert time.monotonic() - begun < 10
+        assert "NOT_RESPONDING" not in cluster.state("n1")[0]
+        assert cluster.drained_for("n1", "gpuops: fail gpu_driver", seconds=30)
+        assert cluster.job(job_id)["JobState"] == "RUNNING"
+        assert history.wait("node.drained", "n1")["check"] == "gpu_driver"

@@ -63,4 +63,4 @@ def test_nothing_outlives_a_session_that_is_interrupted(tmp_path, number):
         session.send_signal(number)
 
     wait_until(lambda: not processes_of(home), lambda: processes_of(home))
-    wait_until(lambda: not home.exists(), lambda: sorted(home.rglob("*")))
+    wait_until(lambda: not home.exists(), f"{home} is gone")

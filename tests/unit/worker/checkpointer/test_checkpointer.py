@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import logging
 import random
 from contextlib import closing, suppress
 
@@ -24,19 +23,6 @@ from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.checkpointer.interval_policy import N_FIRST, RESTORE_S
 from gpuops.worker.heartbeat import Heart
-
-
-@pytest.fixture
-def node():
-    node = MemoryNode()
-    yield node
-    node.close()
-
-
-@pytest.fixture
-def warnings(caplog):
-    caplog.set_level(logging.WARNING, logger="gpuops")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def checkpointer(node, **given):

@@ -1,28 +1,13 @@
 """What a script does that it should not is told, once; nothing is lost, or silently wrong."""
 
-import logging
 import os
 
 import pytest
 import torch
 from torch import nn
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
-
-
-@pytest.fixture
-def node():
-    node = MemoryNode()
-    yield node
-    node.close()
-
-
-@pytest.fixture
-def warnings(caplog):
-    caplog.set_level(logging.WARNING, logger="gpuops")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def checkpointer(node, **given):

@@ -1,0 +1,20 @@
+"""A node's keeper without processes, and what the user is told."""
+
+import logging
+
+import pytest
+
+from gpuops.checkpoint.memory_keeper import MemoryNode
+
+
+@pytest.fixture
+def node():
+    node = MemoryNode()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, logger="gpuops")
+    return lambda: [record.getMessage() for record in caplog.records]

@@ -78,8 +78,7 @@ class Keeping:
         self._together = None
         if agreement is not None:
             wait = pause or threading.Event().wait
-            newest = lambda: self._newest  # noqa: E731 what it is by then
-            self._together = Together(agreement, self._is_there, newest, wait, clock)
+            self._together = Together(agreement, self._is_there, lambda: self._newest, wait, clock)
         self._turn = threading.Lock()  # one call to the keeper at a time, and its news in order
         self._keeper: Started | None = None
         self._newest: StateId | None = None

@@ -1,6 +1,6 @@
 """Record a check run: events in the spool, and a detached flusher that takes them to the store.
 
-No verdict waits for it: a spool that hangs costs `RECORD_S`.
+No verdict waits for it: a spool that hangs costs `RECORD_S`, one that is slow loses nothing.
 """
 
 import sys
@@ -16,11 +16,13 @@ from gpuops.host.abandoned import abandoned
 from gpuops.host.clock import Clock
 from gpuops.host.commands import spawn_detached
 from gpuops.host.node import boot_id
+from gpuops.host.threads import process_state
 from gpuops.log import printable
 from gpuops.model import Event, Incident, IncidentState, Severity, Status
 
 # tests/integration/test_slurm_files.py holds the sum of what a hook may take.
 RECORD_S = 1.0
+LATE_S = 30.0
 
 _SEVERITY = {Status.FAIL: Severity.ERROR, Status.UNKNOWN: Severity.WARNING} | {
     Status.WARN: Severity.WARNING
@@ -131,32 +133,39 @@ def record(
 ) -> str | None:
     """Spool what *events* makes and start a flusher; return what went wrong, None for nothing.
 
-    A spool that hangs costs *deadline_s*. The caller must have a single thread.
+    A spool that hangs costs *deadline_s*; what is recorded then goes on alone for `LATE_S`, as a
+    disk that a job keeps busy needs seconds for what it will still do. The caller must have a
+    single thread.
     """
     try:
         child = probe.start_call(
             lambda: _spooled(memory, node, events(), clock),
-            deadline_s=deadline_s,
+            deadline_s=LATE_S,
             question=f"record {memory.spool_dir}",
             left=abandoned(),
         )
-        outcome = probe.run(child)
-        probe.answer(outcome)
+        outcome = probe.within(child, deadline_s)
+        if outcome is None:
+            return _late(memory.spool_dir, child.pid, deadline_s)
+        trouble = probe.answer(outcome)
     except ProbeError as exc:
         return f"gpuops: this result is not recorded: {printable(str(exc))}"
     if outcome.errors:
         return printable(outcome.errors.decode(errors="replace").rstrip("\n"))
-    config = ["--config", str(memory.config_file)] if memory.config_file else []
-    # -P: as root, never import from the directory in which the job happens to be.
-    argv = [sys.executable, "-P", "-m", "gpuops", *config, "db", "flush", "--quiet"]
-    try:
-        spawn_detached(argv, memory.environ)
-    except OSError as exc:
-        return f"gpuops: recorded, but cannot start the flusher: {exc.strerror}"
-    return None
+    return None if trouble is None else str(trouble)
 
 
-def _spooled(memory: Memory, node: str, events: list[Event], clock: Clock) -> None:
+def _late(spool_dir: Path, pid: int, waited_s: float) -> str:
+    now = process_state(pid)
+    where = "" if now is None else f", state {now.state}"
+    where += f" in {now.wchan}" if now is not None and now.wchan else ""
+    return (
+        f"gpuops: this result is not recorded yet: {spool_dir} gave no answer in {waited_s:.1f} s"
+        f" (pid {pid}{where}, which goes on for {LATE_S:.0f} s)"
+    )
+
+
+def _spooled(memory: Memory, node: str, events: list[Event], clock: Clock) -> str | None:
     from gpuops.store.recorder import spool_recorder
 
     recorder = spool_recorder(
@@ -168,3 +177,15 @@ def _spooled(memory: Memory, node: str, events: list[Event], clock: Clock) -> No
     )
     recorder.record(*events)
     recorder.close()
+    return _flusher_started(memory)
+
+
+def _flusher_started(memory: Memory) -> str | None:
+    config = ["--config", str(memory.config_file)] if memory.config_file else []
+    # -P: as root, never import from the directory in which the job happens to be.
+    argv = [sys.executable, "-P", "-m", "gpuops", *config, "db", "flush", "--quiet"]
+    try:
+        spawn_detached(argv, memory.environ)
+    except OSError as exc:
+        return f"gpuops: recorded, but cannot start the flusher: {exc.strerror}"
+    return None

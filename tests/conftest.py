@@ -2,6 +2,8 @@
 
 import resource
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from support.postgres import (  # noqa: F401 fixtures for every test
@@ -9,6 +11,7 @@ from support.postgres import (  # noqa: F401 fixtures for every test
     postgres_server,
     postgres_url,
 )
+from support.quick_disk import quick_folder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +25,28 @@ def _heed_interrupts():
     # A shell starts what runs in the background with SIGINT ignored, and all it starts in turn.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def _quick_folder():
+    # Of the session and not of a test: what a test started in the background may write after it.
+    folder = quick_folder()
+    if folder is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(
+        prefix="pytest-", dir=folder, ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path):
+    """A folder of the test's own; for a test marked ``quick_disk`` one in memory."""
+    if request.node.get_closest_marker("quick_disk") is None:
+        return tmp_path
+    folder = request.getfixturevalue("_quick_folder")
+    return tmp_path if folder is None else Path(tempfile.mkdtemp(dir=folder))
 
 
 @pytest.fixture(autouse=True)

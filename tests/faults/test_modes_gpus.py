@@ -8,7 +8,7 @@ from support.mock_nvml import UUIDS, shape
 from support.one_at_a_time import hung_driver
 from support.runs import wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.cc, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.torch, pytest.mark.cc, pytest.mark.timeout(240)]
 HEALTHY = shape("h100", 2)
 GIB = 2**30
 LONG = ("none", "--steps", 400, "--pause", 0.1)

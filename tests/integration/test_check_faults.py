@@ -15,7 +15,7 @@ from support.fake_root import FakeRoot
 from support.mock_nvml import addresses, shape
 from support.services import unavailable
 
-pytestmark = pytest.mark.cc
+pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
 
 COMMAND = (sys.executable, "-m", "gpuops")
 LOST = "\n".join([shape("h100"), "lost 3"])

@@ -10,7 +10,7 @@ from support.command import gpuops
 from support.fake_root import FakeRoot
 from support.mock_nvml import addresses, shape
 
-pytestmark = pytest.mark.cc
+pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
 
 XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid=1, name=python, GPU has fallen off the bus."
 

@@ -15,6 +15,8 @@ from gpuops.host.clock import FakeClock
 from gpuops.incident.gate import Cause
 from gpuops.model import ActionKind, FailureClass, Finding, Status
 
+pytestmark = pytest.mark.quick_disk
+
 CAUSE = Cause(
     finding=Finding(
         check="gpu_count",

@@ -18,7 +18,7 @@ from gpuops.host.clock import SystemClock
 from gpuops.host.descendants import descendants
 from gpuops.model import Entity, EntityKind, FailureClass
 
-pytestmark = pytest.mark.cc
+pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
 
 WITHIN_S = 60.0
 HEALTHY = shape("h100", 2)

@@ -18,7 +18,7 @@ from support.slurm import wait_until
 
 from gpuops.host.abandoned import name_of
 
-pytestmark = pytest.mark.cc
+pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
 
 GPUS = 4
 # As boards with AMD processors have it: NVML's order is not that of the device files.

@@ -23,7 +23,10 @@ from gpuops.model import (
 from gpuops.store.lines import decode
 from gpuops.store.segments import find_segments
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.quick_disk,
+]
 
 UID = os.geteuid()
 T0 = 1_760_000_000_000_000

@@ -11,6 +11,8 @@ from support.command import gpuops
 from support.fake_root import FakeRoot
 from support.runs import wait_until
 
+pytestmark = pytest.mark.quick_disk
+
 SUITE = """
 deadline_s = {deadline_s}
 [[check]]

@@ -16,7 +16,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from pathlib import Path
 from support import slurm_processes
 from support.fake_root import FakeRoot
 from support.mock_nvml import UUIDS, addresses, shape
+from support.quick_disk import quick_home
 from support.services import unavailable
 from support.slurm_processes import end_all, processes_of
 
@@ -452,7 +452,7 @@ def running_cluster(mock, names=NODES):
         unavailable("slurmd needs root")
     for attempt in range(_TRIES):
         # Not below pytest's own: munged looks at every parent, and paths of sockets are short.
-        home = Path(tempfile.mkdtemp(prefix="gpuops-slurm-"))
+        home = quick_home("gpuops-slurm-")
         home.chmod(0o755)
         cluster = Cluster(home, mock, names)
         try:

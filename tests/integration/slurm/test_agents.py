@@ -10,7 +10,13 @@ import pytest
 from support.runs import JOBS
 from support.slurm import SHIPPED, free_ports, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.cc, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.quick_disk,
+    pytest.mark.slurm,
+    pytest.mark.torch,
+    pytest.mark.cc,
+    pytest.mark.timeout(400),
+]
 JOB = JOBS / "elastic_train.py"
 NODES = "--spares=1 --min-nodes=2"
 LIMIT_S = 110

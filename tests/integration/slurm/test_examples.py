@@ -3,7 +3,7 @@
 import pytest
 from support.slurm import SHIPPED, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(240)]
 EXAMPLES = SHIPPED / "examples"
 
 # Every call leaves its words and its place; a link ends with the next code of its list.

@@ -7,7 +7,7 @@ from support.mock_nvml import shape
 from support.one_at_a_time import hung_driver
 from support.slurm import GPUS, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
 
 HUNG = "\ndelay_ms 600000"
 # The shipped one waits 40 s, as long as a cold driver may take.

@@ -7,7 +7,7 @@ import pytest
 from support.command import gpuops
 from support.slurm import SHIFTED, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
 
 
 def test_a_healthy_node_runs_the_job(cluster, history):

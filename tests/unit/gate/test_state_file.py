@@ -34,7 +34,10 @@ from gpuops.host.node_state import (
     Strikes,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.quick_disk,
+]
 
 UID = os.geteuid()
 BOOT = "11111111-2222-3333-4444-555555555555"

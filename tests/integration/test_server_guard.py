@@ -39,6 +39,8 @@ def test_a_killed_server_is_replaced_by_an_empty_one(guarded):
 
         with pytest.raises(BoardForgotError, match="started anew"):
             board.get("a")
+    # The new server may answer before the one who started it has heard that it is there.
+    eventually(lambda: restarted, "the new server")
     assert len(restarted) == 1
 
 

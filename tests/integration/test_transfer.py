@@ -184,7 +184,7 @@ def test_two_who_push_the_same_share_the_work(image, store):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
 
     assert len(sent) == 3
     assert server.figures()["received_bytes"] == NBYTES
@@ -312,7 +312,7 @@ def test_a_deadline_ends_a_transfer(image, target):
     ):
         fetch([peer(server.port)], job_pass(), copy, target.view, terms(deadline_s=0.5))
 
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 25  # of thirty that it would take
 
 
 def test_the_pace_is_kept(store):
@@ -336,4 +336,4 @@ def test_a_server_that_closes_ends_its_threads(image, target):
     before = threading.active_count()
     with serving(Shelf((memory, copy))) as server:
         fetch([peer(server.port)], job_pass(), copy, target.view, terms())
-    until(lambda: threading.active_count() == before)
+    until(lambda: threading.active_count() <= before)

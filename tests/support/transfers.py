@@ -147,7 +147,7 @@ def push_of(copy, committed=None):
     return Push(copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, committed)
 
 
-def until(condition, deadline_s=10.0):
+def until(condition, deadline_s=30.0):
     """Wait for *condition*; fail where it does not come."""
     end_s = time.monotonic() + deadline_s
     while not condition():

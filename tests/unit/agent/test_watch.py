@@ -84,7 +84,7 @@ def test_the_rest_ends_by_our_signal_and_the_stubborn_by_sigkill(start, watch):
     easy, stubborn = start(SLEEPING), start(STUBBORN + "time.sleep(60)")
     pids, watcher = watch(easy, stubborn)
 
-    done = end_workers(pids, watcher, SystemClock(), first=signal.SIGTERM, grace_s=0.3)
+    done = end_workers(pids, watcher, SystemClock(), first=signal.SIGTERM, grace_s=2)
 
     assert done.sent[0].signals == (signal.SIGTERM,)
     assert done.sent[1].signals == (signal.SIGTERM, signal.SIGKILL)

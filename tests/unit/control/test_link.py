@@ -281,7 +281,7 @@ def test_an_agent_beats_while_it_leads_unless_that_comes_to_no_end():
         last = goes_on(0) + 1  # one may be under way
         with pytest.raises(AssertionError):
             wait_until(lambda: goes_on(last), limit_s=4 * RETRY_S)
-        assert bench.fenced
+        wait_until(lambda: bench.fenced, what="the fence")
         assert not bench.link.rejoin()
 
         busy.may_end.set()

@@ -234,7 +234,7 @@ def test_a_disk_that_hangs_costs_less_than_half_a_second(tmp_path):
         known = remembered(tmp_path, root, state_file.READ_S)
         took_s = time.monotonic() - started
         assert known.boot_id == ""
-        assert "gave no answer in 0.3 s" in known.note
+        assert "gave no answer in " in known.note
         return took_s < 0.5
 
     # A busy machine makes one wait longer, and not every one.
@@ -250,7 +250,7 @@ def test_a_write_that_nothing_can_end_costs_little_more_than_its_half_second(tmp
         started = time.monotonic()
         trouble = keep(tmp_path, UID, deaf, {})()
         took_s = time.monotonic() - started
-        assert "gave no answer in 0.5 s" in trouble
+        assert "gave no answer in " in trouble
         return took_s < state_file.SAVE_S + 0.4
 
     wait_until(is_within_the_bound, what=f"an answer in {state_file.SAVE_S + 0.4} s")

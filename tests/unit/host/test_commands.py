@@ -1,13 +1,14 @@
 """Programs of others cannot hurt whoever asks them; a detached one holds nothing of ours."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.runs import is_alive, wait_until
 
 from gpuops.errors import ProbeError
 from gpuops.host.commands import ask, find, spawn_detached
@@ -16,20 +17,16 @@ from gpuops.host.procfs import process
 SHELL = "/bin/sh"
 
 
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def open_files():
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-def children():
-    found = Path("/proc/self/task").glob("*/children")
-    return {pid for path in found for pid in path.read_text().split()}
+def children(of="self"):
+    found = set()
+    for path in Path(f"/proc/{of}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found.update(path.read_text().split())
+    return found
 
 
 def test_what_a_program_prints_and_how_it_ends_is_the_answer():
@@ -72,12 +69,12 @@ def test_a_program_that_prints_for_ever_is_stopped_in_time():
 def test_a_program_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
     note = tmp_path / "pid"
     code = f"trap '' TERM; sleep 1000 & echo $! > {note}; wait; sleep 1000"
-    answer = ask([SHELL, "-c", code], 0.5)
+    answer = ask([SHELL, "-c", code], 3.0)
 
     assert (answer.timed_out, answer.stuck) == (True, False)
     assert answer.ending.startswith("gave no answer in")
     pid = int(note.read_text())
-    until(lambda: (found := process(pid)) is None or found.state == "Z")
+    wait_until(lambda: not is_alive(pid), what="its end")
 
 
 def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for_and_ends_too(tmp_path):
@@ -87,7 +84,7 @@ def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for_and_ends_too(
     assert (answer.exit_code, answer.output) == (0, "done\n")
     assert answer.elapsed_s < 30
     pid = int(note.read_text())
-    until(lambda: (found := process(pid)) is None or found.state == "Z")
+    wait_until(lambda: not is_alive(pid), what="its end")
 
 
 def test_a_program_that_is_killed_has_a_negative_exit_code():
@@ -101,7 +98,7 @@ IN_THE_KERNEL = "import ctypes; libc = ctypes.CDLL(None); libc.vfork(); libc.sle
 
 
 def test_a_program_inside_the_kernel_is_told_from_one_that_is_slow():
-    answer = ask([sys.executable, "-c", IN_THE_KERNEL], 1.0)
+    answer = ask([sys.executable, "-c", IN_THE_KERNEL], 5.0)
 
     assert (answer.timed_out, answer.stuck) == (True, True)
     assert "state D" in answer.ending
@@ -111,7 +108,8 @@ def test_while_one_is_stuck_inside_the_kernel_no_other_like_it_is_started():
     argv = [sys.executable, "-c", IN_THE_KERNEL]
     first = subprocess.Popen(argv, start_new_session=True)
     try:
-        until(lambda: process(first.pid).state == "D")
+        # Without a child state D is only the wait for a disk.
+        wait_until(lambda: children(first.pid) and process(first.pid).state == "D", what="state D")
         answer = ask(argv, 60, unless_stuck=True)
         other = ask([SHELL, "-c", "echo fine"], 60, unless_stuck=True)
     finally:
@@ -128,12 +126,12 @@ def test_a_program_whose_asker_was_killed_ends_soon_too(tmp_path):
     argv = [SHELL, "-c", f"echo $$ > {note}; exec sleep 1000"]
     code = f"from gpuops.host.commands import ask; ask({argv!r}, 0.5)"
     asker = subprocess.Popen([sys.executable, "-c", code])
-    until(lambda: note.exists() and note.read_text().endswith("\n"))
+    wait_until(lambda: note.exists() and note.read_text().endswith("\n"), what="its number")
     asker.kill()
     asker.wait()
     pid = int(note.read_text())
 
-    until(lambda: (found := process(pid)) is None or found.state == "Z")
+    wait_until(lambda: not is_alive(pid), what="its end")
 
 
 def test_output_that_is_no_text_is_kept_readable():
@@ -163,7 +161,9 @@ def test_asking_leaves_no_file_and_no_process_behind():
         with pytest.raises(ProbeError):
             ask(["/does/not/exist"], 10)
 
-    assert (open_files(), children()) == before
+    # Of what earlier tests began something may have ended meanwhile.
+    assert open_files() <= before[0]
+    assert children() <= before[1]
 
 
 def test_programs_are_found_below_the_root_in_the_usual_folders(tmp_path):
@@ -189,10 +189,7 @@ def test_a_detached_program_has_its_own_session_and_none_of_our_files(tmp_path):
     )
     pid = spawn_detached([sys.executable, "-c", code], {"ONLY": "this"})
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + 10
-    while not note.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(note.exists, what="its note")
 
     assert note.read_text().startswith("True {'/dev/null'}")
     assert "'ONLY': 'this'" in note.read_text()

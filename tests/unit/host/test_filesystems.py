@@ -82,14 +82,14 @@ def test_a_mount_that_hangs_does_not_delay_the_others(tmp_path):
         return os.statvfs(tmp_path)
 
     started = time.monotonic()
-    root, home = read_filesystems(tmp_path, 1.0, statvfs=statvfs).answers
+    root, home = read_filesystems(tmp_path, 3.0, statvfs=statvfs).answers
 
     assert root.space.total_bytes > 0
     assert root.silent is None
     assert home.space is None
     assert "gave no answer" in home.silent
     assert home.stuck is False
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
 
 
 def test_an_error_keeps_its_name(tmp_path):

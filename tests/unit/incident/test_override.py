@@ -195,7 +195,7 @@ def test_it_leaves_no_zombie_and_no_open_file(tmp_path):
         with pytest.raises(ChildProcessError):
             os.waitpid(int(note.read_text()), os.WNOHANG)
 
-    assert len(sorted(Path("/proc/self/fd").iterdir())) == len(before)
+    assert len(sorted(Path("/proc/self/fd").iterdir())) <= len(before)
 
 
 def test_a_secret_or_control_character_in_its_error_is_not_in_the_note(tmp_path):

@@ -210,12 +210,12 @@ def test_a_drain_is_obeyed_and_the_script_has_asked(tmp_path):
 def test_a_drain_at_a_step_is_obeyed_at_that_step(tmp_path):
     with Worker(tmp_path, STOPPING) as worker:
         seen = worker.beats(3)[-1].step
-        worker.reader.request(Request.DRAIN, stop_step=seen + 50)
+        worker.reader.request(Request.DRAIN, stop_step=seen + 300)
         code, said = worker.end()
         last = worker.reader.poll()[-1]
 
-    assert (code, said) == (0, f"left at {seen + 51}\n")
-    assert (last.phase, last.step) == (Phase.FINISHED, seen + 50)
+    assert (code, said) == (0, f"left at {seen + 301}\n")
+    assert (last.phase, last.step) == (Phase.FINISHED, seen + 300)
 
 
 def test_a_request_made_before_there_is_a_ring_reaches_the_worker(tmp_path):

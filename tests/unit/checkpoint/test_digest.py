@@ -238,6 +238,10 @@ def test_nothing_is_copied_to_be_hashed(image):
 def test_other_threads_run_while_a_chunk_is_hashed(hash_it):
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # zeros that are read take no memory
     zeros = memoryview(mmap.mmap(-1, 2**30, flags=flags))
-    hashing_s, here_s = seconds_beside(lambda: hash_it(zeros))
 
-    assert here_s > 0.2 * hashing_s > 0.02
+    def is_beside():
+        hashing_s, here_s = seconds_beside(lambda: hash_it(zeros))
+        return here_s > 0.2 * hashing_s > 0.02
+
+    # A busy machine may favour one of two threads, and not every time.
+    assert any(is_beside() for _ in range(10))

@@ -434,6 +434,7 @@ def test_a_late_writer_never_writes_into_a_state_that_has_appeared(store, root, 
     assert store.survey().leftovers == ()
 
 
+@pytest.mark.quick_disk  # hundreds of syncs
 def test_four_nodes_at_once_never_disagree(tmp_path):
     """Each puts its shard of eight states and commits until it is there, all at the same time."""
     world, n_states, deadline_s = 4, 8, time.monotonic() + 60

@@ -134,13 +134,13 @@ def test_without_copies_any_loss_is_one_of_a_state():
 
 
 def test_four_thousand_nodes_take_no_time():
-    began = time.monotonic()
+    began = time.process_time()
     missed = [mixed_odds(4096, m, k).missed for m in (2, 3) for k in (2, 3, 4, 50)]
     mixed_odds(4097, 2, 2048)
     ring_odds(4096, 3, 2048)
 
     assert missed[0] == pytest.approx(1 / 4095, rel=1e-12)
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize(("n_nodes", "m", "lost"), [(4, 0, 1), (4, 5, 1), (4, 2, 5), (4, 2, -1)])

@@ -112,7 +112,7 @@ def test_what_scontrol_complains_of_is_in_the_error(tmp_path):
 def test_a_scontrol_that_hangs_is_given_up(tmp_path):
     hanging = scontrol(tmp_path, "exec sleep 60", timeout_s=0.2)
 
-    with pytest.raises(SlurmError, match="scontrol show node n1 gave no answer in 0"):
+    with pytest.raises(SlurmError, match=r"scontrol show node n1 gave no answer in \d"):
         hanging.node("n1")
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 
-def gpuops(*args, env=None, timeout=30, cwd=None, text=True):
+def gpuops(*args, env=None, timeout=100, cwd=None, text=True):
     """Return the finished ``gpuops *args*``; *env* is added to this process' environment."""
     return subprocess.run(
         [sys.executable, "-m", "gpuops", *args],

@@ -45,7 +45,7 @@ class OwnProcess:
     """A keeper in a process of its own."""
 
     def __init__(self, folder):
-        self.process = start_or_adopt(folder / "keeper", lease_s=20.0)
+        self.process = start_or_adopt(folder / "keeper", lease_s=60.0)
         self.agent = None
         self.generation = 0
         self.lines = []
@@ -98,13 +98,13 @@ def again(node, n=2, **kwargs):
 def test_without_a_state_the_job_begins_anew(node):
     ranks = again(node)
 
-    assert [rank.keeper.offer(10.0) for rank in ranks] == [None, None]
+    assert [rank.keeper.offer(60.0) for rank in ranks] == [None, None]
 
 
 def test_a_saved_state_is_offered_to_all_ranks_after_they_are_gone(node):
     state = save_all(crew(node), 7)
     ranks = again(node)
-    offers = [rank.keeper.offer(10.0) for rank in ranks]
+    offers = [rank.keeper.offer(60.0) for rank in ranks]
 
     assert offers[0] == offers[1]
     assert (offers[0].state, offers[0].world, offers[0].tier) == (state, 2, Tier.MEMORY)
@@ -120,7 +120,7 @@ def test_a_saved_state_is_offered_to_all_ranks_after_they_are_gone(node):
 def test_any_shard_is_served_to_any_rank_of_another_world(node):
     save_all(crew(node), 3)
     (rank,) = again(node, 1)
-    offer = rank.keeper.offer(10.0)
+    offer = rank.keeper.offer(60.0)
 
     assert offer.world == 2
     for number in range(2):
@@ -133,7 +133,7 @@ def test_any_shard_is_served_to_any_rank_of_another_world(node):
 def test_the_other_world_saves_then_and_the_old_memory_goes(node):
     save_all(crew(node), 3)
     (rank,) = again(node, 1)
-    offer = rank.keeper.offer(10.0)
+    offer = rank.keeper.offer(60.0)
     rank.keeper.restored(offer, 0.1, 100)
     rank.reserve()
     state = save_all([rank], 4)
@@ -141,7 +141,7 @@ def test_the_other_world_saves_then_and_the_old_memory_goes(node):
     assert state > offer.state
     assert rank.keeper.stats()["reserved_bytes"] == 2 * rank.layout.nbytes
     (rank,) = again(node, 1)
-    assert rank.keeper.offer(10.0).state == state
+    assert rank.keeper.offer(60.0).state == state
 
 
 def test_the_same_layout_is_the_same_memory(node):
@@ -150,7 +150,7 @@ def test_the_same_layout_is_the_same_memory(node):
     reserved = ranks[0].keeper.stats()["reserved_bytes"]
     ranks = again(node)
     for rank in ranks:
-        rank.keeper.offer(10.0)
+        rank.keeper.offer(60.0)
         rank.reserve()
 
     assert ranks[0].keeper.stats()["reserved_bytes"] == reserved
@@ -168,7 +168,7 @@ def test_ranks_agree_on_every_step_and_the_newest_stays_whole(node):
     assert all(isinstance(answer, Skipped) and answer.is_due for answer in skipped)
     assert [answer.state.step for answer in halves] == [2, 2]
     ranks = again(node)
-    offers = [rank.keeper.offer(10.0) for rank in ranks]
+    offers = [rank.keeper.offer(60.0) for rank in ranks]
     assert [offer.state for offer in offers] == [state, state]
     assert all(holds(r.keeper.open_shard(offers[0], r.layout.shard), r.layout, 1) for r in ranks)
 
@@ -227,7 +227,7 @@ def test_a_bit_that_flipped_in_memory_is_found_and_the_state_before_it_serves(no
     slots = [slot for slot in ranks[1].slots if holds(slot, ranks[1].layout, 2)]
     slots[0].view[-100] ^= 4
     ranks = again(node)
-    offer = ranks[0].keeper.offer(10.0)
+    offer = ranks[0].keeper.offer(60.0)
 
     assert offer.state == first
     assert any(str(second) in why and "corrupt" in why for why in offer.why)
@@ -242,7 +242,7 @@ def test_the_persistent_copy_of_the_same_state_serves_before_an_older_state(node
     for slot in ranks[1].slots:
         slot.view[-100] ^= 4
     ranks = again(node, directory=str(tmp_path / "states"))
-    offer = ranks[0].keeper.offer(10.0)
+    offer = ranks[0].keeper.offer(60.0)
 
     assert (offer.state, offer.tier) == (second, Tier.PERSISTENT)
     for rank in ranks:
@@ -254,7 +254,7 @@ def test_what_is_only_in_the_directory_is_offered(node, tmp_path):
     folder = tmp_path / "states"
     put(folder, state, [layout_of(n, 2) for n in range(2)])
     ranks = again(node, directory=str(folder))
-    offer = ranks[1].keeper.offer(10.0)
+    offer = ranks[1].keeper.offer(60.0)
 
     assert (offer.state, offer.tier, offer.epoch) == (state, Tier.PERSISTENT, 5)
     assert holds(ranks[0].keeper.open_shard(offer, Shard(1, 2)), ranks[1].layout, 20)
@@ -268,7 +268,7 @@ def test_a_directory_of_which_nothing_reads_is_not_a_fresh_start(node, tmp_path)
     (rank,) = again(node, 1, directory=str(folder))
 
     with pytest.raises(CannotTellError, match="corrupt"):
-        rank.keeper.offer(10.0)
+        rank.keeper.offer(60.0)
 
 
 def test_an_excluded_step_is_passed_over(node):
@@ -277,7 +277,7 @@ def test_an_excluded_step_is_passed_over(node):
     node.kill()
     node.exclude(2)
     ranks = again(node)
-    offer = ranks[0].keeper.offer(10.0)
+    offer = ranks[0].keeper.offer(60.0)
 
     assert offer.state == first
     assert any("excluded" in why for why in offer.why)
@@ -293,7 +293,7 @@ def test_another_layout_within_a_run(node):
     second = save_all([rank], 2)
     assert rank.keeper.stats()["reserved_bytes"] == 2 * rank.layout.nbytes
     (rank,) = again(node, 1, n_floats=2000)
-    offer = rank.keeper.offer(10.0)
+    offer = rank.keeper.offer(60.0)
     assert offer.state == second
     assert holds(rank.keeper.open_shard(offer, Shard(0, 1)), rank.layout, 2)
 
@@ -310,7 +310,7 @@ def test_the_offered_memory_stays_until_it_was_read(node):
     ranks = crew(node)
     save_all(ranks, 1)
     ranks = again(node)
-    offer = ranks[0].keeper.offer(10.0)
+    offer = ranks[0].keeper.offer(60.0)
     shard = ranks[0].keeper.open_shard(offer, Shard(0, 2))
     for rank in ranks:
         rank.reserve()

@@ -146,7 +146,7 @@ def test_a_flush_persists_the_newest_state(node, tmp_path):
     node.save(3)
     node.save(5)
 
-    done = tie.flush(30.0)
+    done = tie.flush(100.0)
 
     assert (done.fitted, done.has_place, done.why) == (True, True, None)
     assert done.state.step == 5

@@ -13,6 +13,8 @@ from gpuops.store.permits import ask_permit
 
 NOW_US = 1_760_000_000_000_000
 MINUTE_US = 60_000_000
+# Each answer is a transaction, with its syncs, and some of these tests ask for dozens.
+pytestmark = pytest.mark.quick_disk
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

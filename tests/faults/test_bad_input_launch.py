@@ -100,7 +100,7 @@ def test_a_workers_port_that_is_taken_costs_no_restart(tmp_path):
         words = ("--steps", 5)
         with FaultyRun(tmp_path, tuple(map(str, flags)), words, script="train.py") as run:
             run.start()
-            wait_until(run.rules, 60, "the first failure")
+            wait_until(run.rules, what="the first failure")
             taken.close()
             assert run.ended() == 0, run.said()
 

@@ -1,5 +1,7 @@
 """Workers that misbehave otherwise: helpers that they leave, output without end, an early end."""
 
+from contextlib import suppress
+
 import psutil
 import pytest
 from support.faulty import FaultyRun
@@ -9,15 +11,14 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 MIB = 2**20
 
 
-def helpers(folder):
-    """Return the processes that workers of the run in *folder* started, by their environment."""
+def daemons(folder):
+    """Return the daemons that workers of the run in *folder* started, by their environment."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get("JOB_DIR") == str(folder):
+        with suppress(psutil.Error):
+            is_ours = process.environ().get("JOB_DIR") == str(folder)
+            if is_ours and "time.sleep(600)" in str(process.cmdline()):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
@@ -27,14 +28,11 @@ def test_daemons_of_a_failed_generation_are_ended_before_the_next(tmp_path):
     with FaultyRun(tmp_path, (), words) as run:
         run.start()
         run.wait_for_generation(1)
-        agent = run.agents[0].process.pid
-        known = {agent, *run.state(run.host)["pids"].values()}
-        left = [p for p in helpers(run.job) if p.pid not in known and "600" in str(p.cmdline())]
-        assert left == []
+        assert daemons(run.job) == []
 
 
 def test_output_without_end_costs_neither_memory_nor_the_run(tmp_path):
-    """As fast as two ranks can write, for four seconds; then a rank dies."""
+    """As fast as two ranks can write, for four seconds or longer."""
     words = ("shout", "--at", 3, "--steps", 40, "--pause", 0.1, "--alone")
     with FaultyRun(tmp_path, (), words) as run:
         run.start()
@@ -47,11 +45,11 @@ def test_output_without_end_costs_neither_memory_nor_the_run(tmp_path):
             peak = max(peak, agent.memory_info().rss)
             return sum(line.what == "shouted" for line in run.lines()) == 2
 
-        run.wait(has_shouted, "the end of the noise", 60)
+        run.wait(has_shouted, "the end of the noise")
         assert run.ended() == 0, run.said()[-2000:]
 
     written = sum(line.number for line in run.lines() if line.what == "shouted")
-    assert written > 100 * MIB
+    assert written >= 120 * MIB
     assert peak < 600 * MIB
     assert run.generations() == [0]
 

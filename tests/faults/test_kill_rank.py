@@ -79,7 +79,7 @@ def test_a_rank_at_its_step_is_killed(runs, capsys):
     run = runs().publish(step=7)
 
     assert inject(run.folder, 7) == 0
-    assert run.process.wait(5) == -9
+    assert run.process.wait(60) == -9
     assert "sent SIGKILL to rank 3" in capsys.readouterr().err
 
 
@@ -109,7 +109,7 @@ def test_it_waits_for_the_run_and_for_the_step(runs):
     thread.join(max(0.0, end - time.monotonic()))
 
     assert codes == [0]
-    assert run.process.wait(5) == -9
+    assert run.process.wait(60) == -9
 
 
 def test_where_steps_are_unknown_beats_count(runs):
@@ -146,7 +146,7 @@ def test_a_pid_that_was_used_again_is_not_killed(runs):
     assert not kill(run.process.pid, None)
     assert is_alive(run.process.pid)
     assert kill(run.process.pid, seen)
-    wait_until(lambda: not is_alive(run.process.pid), 5)
+    wait_until(lambda: not is_alive(run.process.pid))
 
 
 def test_of_several_runs_the_newest_counts(runs):

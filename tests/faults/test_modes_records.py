@@ -1,32 +1,22 @@
 """Disks that are full and stores that do not answer: training goes on, events arrive later."""
 
-import os
 import shutil
 import sqlite3
-import subprocess
 
 import pytest
 from support.faulty import FaultyRun
 from support.postgres import running_server
-from support.services import unavailable
+from support.small_disk import small_disk
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 MIB = 2**20
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def disk(tmp_path):
     """A file system of its own, with little more space than rank logs ask for."""
-    if os.geteuid() != 0:
-        unavailable("mounting needs root")
-    place = tmp_path / "small"
-    place.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(place)]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        unavailable(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with small_disk(tmp_path / "small", "80m") as place:
+        yield place
 
 
 def fill(place):
@@ -42,19 +32,21 @@ def fill(place):
 
 
 @pytest.mark.parametrize("what", ["all", "logs"])
-def test_a_disk_that_fills_up_during_a_run_costs_a_restart_at_most(tmp_path, small_disk, what):
+def test_a_disk_that_fills_up_during_a_run_costs_a_restart_at_most(tmp_path, disk, what):
     """Mode 19: run folder, journal, spool and store on it, or the ranks' logs alone."""
     ours = {"GPUOPS_RUN_DIR": "runs", "GPUOPS_SPOOL": "spool", "GPUOPS_STATE": "state"}
-    env = {name: str(small_disk / folder) for name, folder in ours.items() if what == "all"}
-    flags = ("--log-dir", small_disk / "logs") if what == "logs" else ()
+    env = {name: str(disk / folder) for name, folder in ours.items() if what == "all"}
+    flags = ("--log-dir", disk / "logs") if what == "logs" else ()
     flags = tuple(map(str, flags))
     words = ("talk", "--steps", 60, "--pause", 0.1)
     with FaultyRun(tmp_path, flags, words, env=env) as run:
         run.start()
         run.wait_for_step(5)
-        fill(small_disk)
+        fill(disk)
         assert run.ended() == 0, run.said()
 
+    written = disk / ("runs" if what == "all" else "logs")
+    assert list(written.rglob("rank*")), "it was in use"
     assert max(line.number for line in run.lines()) == 60
     assert len(run.generations()) <= 2
     assert run.orphans() == set()
@@ -63,11 +55,11 @@ def test_a_disk_that_fills_up_during_a_run_costs_a_restart_at_most(tmp_path, sma
     )
 
 
-def test_a_disk_that_is_full_before_a_run_ends_nothing(tmp_path, small_disk):
+def test_a_disk_that_is_full_before_a_run_ends_nothing(tmp_path, disk):
     """Mode 19: output goes to the console alone."""
-    logs = small_disk / "logs"
+    logs = disk / "logs"
     logs.mkdir()
-    fill(small_disk)
+    fill(disk)
     with FaultyRun(tmp_path, ("--log-dir", str(logs)), ("talk", "--steps", 10)) as run:
         run.start()
         assert run.ended() == 0, run.said()

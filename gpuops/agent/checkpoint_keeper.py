@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuops.agent.agent_state import CheckpointState
 from gpuops.agent.checkpoint_held import held_by_it, held_by_none
-from gpuops.agent.checkpoint_news import pair, read_events, whole
+from gpuops.agent.checkpoint_news import KeeperEvent, pair, read_events, whole
 from gpuops.agent.checkpoint_peers import Agreement
 from gpuops.agent.checkpoint_together import Together
 from gpuops.agent.checkpoints import KEEPER, OFF, Flushed, KeeperRecord, Refusal, Started, place_of
@@ -381,16 +381,20 @@ class Keeping:
         keeper = self._keeper
         if keeper is None:
             return
+        events: list[KeeperEvent] = []
         try:
-            events, stats = read_events(keeper.tie.events()), keeper.tie.stats()
-            if self._agreement is not None:
-                self._agreement.look(keeper.tie, stats)
+            try:
+                events = read_events(keeper.tie.events())
+                stats = keeper.tie.stats()
+                if self._agreement is not None:
+                    self._agreement.look(keeper.tie, stats)
+            finally:
+                if events:  # whatever came after: they are not told twice
+                    self._record.heard(events)
         except KeeperError as exc:
             self._lost("hearing the keeper of the checkpoints", exc)
             return
         self._take_in(stats, is_first=is_first)
-        if events:
-            self._record.heard(events)
 
     def _take_in(self, stats: Mapping[str, Any], *, is_first: bool) -> None:
         newest, persisted = pair(stats.get("newest")), pair(stats.get("persisted"))

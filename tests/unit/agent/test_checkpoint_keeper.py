@@ -153,6 +153,21 @@ def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_gener
     assert bench.keeping.state().is_alive
 
 
+def test_what_a_keeper_told_before_it_failed_in_the_same_look_is_on_record(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(9)
+    tie = bench.keeper.ties[0]
+    tie.stats = lambda: tie.close() or tie.events()
+    bench.keeping.look()
+
+    assert [(event.kind, event.state) for event in bench.heard.events] == [
+        ("committed", StateId(0, 9))
+    ]
+    assert bench.heard.failures == [
+        ("hearing the keeper of the checkpoints", "the keeper does not answer")
+    ]
+
+
 def test_a_keeper_that_dies_under_its_workers_is_followed_by_one_that_takes_over():
     first, second = FakeKeeper(), FakeKeeper()
     bench = Bench(first, second)

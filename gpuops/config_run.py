@@ -14,6 +14,8 @@ from gpuops.units import parse_seconds
 
 NODES_MAX = 65_536
 RESTARTS_MAX = 1_000_000
+# With a window: the time of each is kept, in a record that every agent reads at each change.
+WINDOW_RESTARTS_MAX = 1000
 LONGEST_S = 30 * 86_400.0
 RESTARTS_DEFAULT = "3"
 GROW_AFTER_DEFAULT = "300"
@@ -35,6 +37,8 @@ def restarts(text: str) -> tuple[int, float | None]:
     window_s = _seconds(window) if slash else None
     if window_s is not None and window_s < WINDOW_S_MIN:
         raise ValueError(f"no two restarts fall into {window_s:g} s; a time as in 10/6h is wanted")
+    if window_s is not None and int(number) > WINDOW_RESTARTS_MAX:
+        raise ValueError(f"at most {WINDOW_RESTARTS_MAX} restarts in a time are wanted")
     return int(number), window_s
 
 

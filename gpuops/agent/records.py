@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from gpuops.agent.progress import FirstStep, Minute, Progress
+from gpuops.incident.budget import counted
 from gpuops.incident.decision import (
     HISTORY_MAX,
     Cluster,
@@ -179,11 +180,8 @@ def decision_made(
 
 def budget(terms: Terms, history: Sequence[PastFailure]) -> Json:
     """Return how many restarts are spent within the window, the newest failure among them."""
-    counted = [failure.at_s for failure in history if failure.counted]
-    window_s = terms.restarts_window_s
-    if window_s is not None and history:
-        counted = [at_s for at_s in counted if history[-1].at_s - at_s < window_s]
-    return {"used": len(counted), "max": terms.restarts_max, "window_s": window_s}
+    used = counted(history, terms, history[-1].at_s) if history else 0
+    return {"used": used, "max": terms.restarts_max, "window_s": terms.restarts_window_s}
 
 
 def cluster_json(cluster: Cluster) -> Json:

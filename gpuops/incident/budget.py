@@ -8,8 +8,9 @@ pass its check before joining, because no work was under way and it takes itself
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gpuops.config_run import WINDOW_RESTARTS_MAX
 from gpuops.incident.decision import HISTORY_MAX, Cluster, Decision, PastFailure, Terms
 
 # A taken port is another one at the next try; five in a row are no coincidence. A guess.
@@ -25,15 +26,17 @@ GROWTHS_WINDOW_S = 3600.0
 
 
 def counted(history: Sequence[PastFailure], terms: Terms, now_s: float) -> int:
-    """Return how many failures of *history* count against the budget at *now_s*.
-
-    A window sees what the record still holds, the last `HISTORY_MAX` failures.
-    """
+    """Return how many failures of *history* count against the budget at *now_s*."""
     if terms.restarts_window_s is None:
         kept = sum(1 for past in history if past.counted)
         return max(kept, history[-1].counted_total if history else 0)
     since_s = now_s - terms.restarts_window_s
-    return sum(1 for past in history if past.counted and past.at_s > since_s)
+    return sum(1 for at_s in _counted_s(history) if at_s > since_s)
+
+
+def _counted_s(history: Sequence[PastFailure]) -> list[float]:
+    earlier_s = history[0].earlier_s if history else ()
+    return [*earlier_s, *(past.at_s for past in history if past.counted)]
 
 
 def restarts_left(history: Sequence[PastFailure], terms: Terms, now_s: float) -> int:
@@ -76,8 +79,16 @@ def _has_progress(earlier: Sequence[PastFailure], failure: PastFailure) -> bool:
 
 
 def history_after(decision: Decision, history: Sequence[PastFailure]) -> tuple[PastFailure, ...]:
-    """Return the history that the control record keeps after *decision*."""
-    return (*history, decision.failure)[-HISTORY_MAX:]
+    """Return the history that the control record keeps after *decision*.
+
+    The oldest has the times of those before it, for a budget of more failures than are kept.
+    """
+    trail = (*history, decision.failure)
+    dropped, kept = trail[:-HISTORY_MAX], trail[-HISTORY_MAX:]
+    if not dropped:
+        return kept
+    earlier_s = tuple(round(at_s, 3) for at_s in _counted_s(dropped)[-WINDOW_RESTARTS_MAX:])
+    return (replace(kept[0], earlier_s=earlier_s), *kept[1:])
 
 
 def candidates(cluster: Cluster, without: Collection[str] = ()) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from gpuops.config_run import WINDOW_RESTARTS_MAX
 from gpuops.incident import fields
 from gpuops.model import Confidence, Entity, FailureClass, Json, Role, Side
 
@@ -165,6 +166,7 @@ class PastFailure:
 
     ``counted_total`` counts those of the whole run up to and with this one: the record keeps only
     the last `HISTORY_MAX`. ``highest_step`` is the furthest that any rank had come by then.
+    ``earlier_s``: when those failures were that counted and are kept no more; of the oldest only.
     """
 
     generation: int
@@ -184,9 +186,12 @@ class PastFailure:
     counted_total: int = 0
     highest_step: int | None = None
     excluded_checkpoint: int | None = None
+    earlier_s: tuple[float, ...] = ()
 
     def to_json(self) -> Json:
+        earlier = {"earlier_s": list(self.earlier_s)} if self.earlier_s else {}
         return {
+            **earlier,
             "generation": self.generation,
             "at_s": self.at_s,
             "failure_class": self.failure_class.value,
@@ -226,6 +231,7 @@ class PastFailure:
             counted_total=fields.whole(data.get("counted_total", 0)),
             highest_step=fields.number(data.get("highest_step")),
             excluded_checkpoint=fields.number(data.get("excluded_checkpoint")),
+            earlier_s=tuple(map(fields.seconds, data.get("earlier_s", ())[-WINDOW_RESTARTS_MAX:])),
         )
 
 

@@ -132,6 +132,7 @@ def test_torchs_own_functions_read_the_namespace_that_is_left(script):
         (["--no-such-flag", "x.py"], "unrecognized arguments|required"),
         (["--nproc-per-node"], "expected one argument"),
         (["--max-restarts", "many", "-m", "x"], "--max-restarts=many: a number"),
+        (["--max-restarts=1001/9h", "-m", "x"], "1001/9h: at most 1000 restarts in a time"),
         (["no_such.py"], "'no_such.py' does not exist"),
         (["."], "'.' is a directory"),
         (["--no-python", "no-such-program"], "is not executable"),

@@ -1,8 +1,13 @@
 """The run's budget, and when it may grow."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from support.decisions import decision, failure
 
+from gpuops.agent.records import budget as budget_of_record
+from gpuops.config_run import WINDOW_RESTARTS_MAX
 from gpuops.incident.budget import (
     GROWTHS_WINDOW_S,
     counted,
@@ -34,9 +39,35 @@ def test_the_history_is_bounded_and_its_total_is_kept():
     longer = history_after(decision(), history)
 
     assert len(longer) == HISTORY_MAX
-    assert longer[0] is history[1]
+    assert longer[0] == replace(history[1], earlier_s=(history[0].at_s,))
+    assert longer[1] is history[2]
     many = (failure(counted_total=70),)
     assert counted(many, Terms(), 0) == 70
+
+
+def test_a_window_of_more_failures_than_are_kept_counts_them_all():
+    terms = Terms(restarts_max=50, restarts_window_s=86_400.0)
+    history = ()
+    for i in range(50):
+        assert restarts_left(history, terms, 10.0 * i) == 50 - i
+        made = decision(failure=failure(at_s=10.0 * i, counted=True))
+        history = history_after(made, history)
+
+    assert restarts_left(history, terms, 500.0) == 0
+    assert restarts_left(history, terms, 86_405.0) == 1
+    assert budget_of_record(terms, history)["used"] == 50
+
+
+def test_the_largest_window_is_kept_within_bounds():
+    history = ()
+    for i in range(WINDOW_RESTARTS_MAX + 100):
+        uncounted = i % 4 == 3
+        made = decision(failure=failure(at_s=1e9 + i + 1 / 3, counted=not uncounted))
+        history = history_after(made, history_after(made, history))
+
+    assert counted(history, Terms(restarts_window_s=1e8), 1e9) >= WINDOW_RESTARTS_MAX
+    assert len(history) == HISTORY_MAX
+    assert sum(len(json.dumps(past.to_json())) for past in history) < 40_000
 
 
 def test_infrastructure_in_a_row_ends_with_anything_else():

@@ -50,6 +50,7 @@ PAST = failure(
     counted_total=2,
     highest_step=6,
     excluded_checkpoint=4,
+    earlier_s=(1.5, 2.0),
 )
 DECISION = decision(
     report(), exclude={"n1": "Xid"}, exclude_checkpoint=4, backoff_s=2.0, exit_code=85
@@ -107,6 +108,7 @@ def test_a_decision_without_bounds_is_cut():
         (NodeReport, report(), "arrival", "first"),
         (PastFailure, PAST, "at_s", float("nan")),
         (PastFailure, PAST, "at_s", float("inf")),
+        (PastFailure, PAST, "earlier_s", ["soon"]),
         (PastFailure, PAST, "nodes", "n1"),
         (PastFailure, PAST, "nodes", [{}]),
         (Cluster, CLUSTER, "live", None),

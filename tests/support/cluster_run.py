@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from support.ledger import problems, read_lines
-from support.runs import JOBS, is_alive, wait_until
+from support.runs import JOBS, is_alive, wait_until, whole_lines
 
 LIMIT_S = 90.0
 
@@ -193,7 +193,7 @@ class ClusterRun:
         found = {}
         for each in self.hosts if host is None else [host]:
             for path in sorted(each.runs.glob("*/journal/*")):
-                for line in path.read_text().splitlines():
+                for line in whole_lines(path):
                     event = json.loads(line)["event"]
                     found[event["id"]] = event
         return [found[key] for key in sorted(found) if kind in {None, found[key]["kind"]}]

@@ -23,7 +23,7 @@ from support.services import unavailable
 
 PREFIX = "gob"  # names of links have at most 15 characters
 SUBNETS = 4096
-END_S = 20
+END_S = 60  # one that syncs to a busy disk takes SIGKILL after that
 _PAUSE = threading.Event()
 
 

@@ -7,7 +7,7 @@ from gpuops.checkpoint.keeper import Grant, Policy
 from gpuops.checkpoint.states import Shard
 
 
-def until(holds, *, deadline_s=30.0, what="it"):
+def until(holds, *, deadline_s=60.0, what="it"):
     """Wait until *holds* returns something true; return that."""
     end_s = time.monotonic() + deadline_s
     while not (found := holds()):

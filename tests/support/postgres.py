@@ -108,7 +108,7 @@ class PostgresServer:
         for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         self.process = None
 
     def signal(self, number):
@@ -144,7 +144,7 @@ class PostgresServer:
         import psycopg
 
         url = self.url(database).replace("postgresql+psycopg", "postgresql")
-        with psycopg.connect(url, autocommit=True, connect_timeout=5) as connection:
+        with psycopg.connect(url, autocommit=True, connect_timeout=30) as connection:
             connection.execute(statement)
 
     @contextlib.contextmanager

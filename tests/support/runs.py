@@ -32,6 +32,11 @@ def is_alive(pid):
     return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def whole_lines(path):
+    """Return the lines of *path* that are written to their end, of a file that may still grow."""
+    return path.read_text().rpartition("\n")[0].splitlines()
+
+
 class Run:
     """One agent with its own store, spool and run directory below *folder*."""
 
@@ -98,7 +103,7 @@ class Run:
         lines = [
             json.loads(line)["event"]
             for path in sorted(self.directory.glob("journal/*"))
-            for line in path.read_text().splitlines()
+            for line in whole_lines(path)
         ]
         found = sorted(lines, key=lambda event: event["id"])
         return [event for event in found if kind in {None, event["kind"]}]

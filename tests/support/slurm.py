@@ -34,7 +34,7 @@ GPUS = 8
 SHIFTED, SHIFTED_BY = "n6", 10
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 SHIPPED = Path(__file__).parents[2] / "slurm"
-START_S = 20
+START_S = 60
 LIMIT_S = 90  # of anything that is waited for, on a busy machine
 _TRIES = 4
 
@@ -177,8 +177,10 @@ class Node:
 
     def drain_record(self):
         """Return the drain that this node records as its own, None where there is none."""
-        path = self.home / "state" / "drain.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        # It may be removed at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads((self.home / "state" / "drain.json").read_text())
+        return None
 
 
 class Cluster:
@@ -250,7 +252,7 @@ class Cluster:
 
     def stop_controller(self):
         self.controller.send_signal(signal.SIGTERM)
-        self.controller.wait(timeout=20)
+        self.controller.wait(timeout=60)
         self.processes.remove(self.controller)
 
     def _all_idle(self):
@@ -374,14 +376,14 @@ class Cluster:
         for name in self.nodes:
             if "DRAIN" in self.state(name)[0] or "DOWN" in self.state(name)[0]:
                 self.scontrol("update", f"NodeName={name}", "State=RESUME")
-        wait_until(self._all_idle, self._trouble, 30)
+        wait_until(self._all_idle, self._trouble)
 
     def stop(self):
         """End every daemon and its children, the jobs and the hooks' helpers; remove everything."""
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         end_all(lambda: processes_of(self.home))
         shutil.rmtree(self.home)
         self.guard.stdin.close()

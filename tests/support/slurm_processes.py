@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-END_S = 30
+END_S = 60
 
 
 def processes_of(home, program=None):

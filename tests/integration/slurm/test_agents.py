@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.runs import JOBS
+from support.runs import JOBS, whole_lines
 from support.slurm import SHIPPED, free_ports, wait_until
 
 pytestmark = [
@@ -62,7 +62,7 @@ class Launch:
     def diary(self, what):
         """Return the lines about *what* that the workers wrote: generation, rank and number."""
         path = self.folder / "steps"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = whole_lines(path) if path.exists() else []
         found = (line.split() for line in lines)
         return [tuple(map(int, words[1:4])) for words in found if words[0] == what]
 

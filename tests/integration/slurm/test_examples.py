@@ -80,11 +80,11 @@ def test_what_is_not_85_ends_the_job_with_its_code(cluster, job, code):
 def test_the_notice_reaches_every_agent_and_not_the_shell(cluster, job, tmp_path):
     body = 'trap "exit 85" USR1\ntouch "$here/ready.$SLURM_PROCID"\nwhile :; do sleep 0.2; done\n'
     job_id = job("elastic.sbatch", f'test -n "$SLURM_RESTART_COUNT" && exit 0\n{body}')
-    wait_until(lambda: len(list(tmp_path.glob("*/ready.*"))) == 4, "no agents", 60)
+    wait_until(lambda: len(list(tmp_path.glob("*/ready.*"))) == 4, "no agents")
 
     cluster._run("scancel", "--signal=USR1", job_id)
 
-    fields = cluster.finished(job_id, 60)
+    fields = cluster.finished(job_id)
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1")
 
 

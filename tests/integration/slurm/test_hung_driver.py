@@ -37,8 +37,9 @@ def test_a_hung_driver_stalls_neither_job_nor_slurmd_and_a_second_hang_drains(
         job_id = cluster.submit(f"touch {started}; sleep 300", "-w", "n1")
         wait_until(started.exists, "the job does not start")
 
-        assert time.monotonic() - begun < 10
+        # Slurm itself waits 40 s for a prolog.
+        assert time.monotonic() - begun < 30
         assert "NOT_RESPONDING" not in cluster.state("n1")[0]
-        assert cluster.drained_for("n1", "gpuops: fail gpu_driver", seconds=30)
+        assert cluster.drained_for("n1", "gpuops: fail gpu_driver")
         assert cluster.job(job_id)["JobState"] == "RUNNING"
         assert history.wait("node.drained", "n1")["check"] == "gpu_driver"

@@ -178,7 +178,7 @@ def test_no_command_of_slurm_is_in_the_way_of_a_job(cluster):
     refused = cluster.run_hook("n1")
 
     assert refused.returncode == 1
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 25
 
 
 def test_the_helper_outlives_its_hooks_process_group_and_a_slurmctld_that_is_down(cluster):
@@ -197,4 +197,4 @@ def test_the_helper_outlives_its_hooks_process_group_and_a_slurmctld_that_is_dow
     finally:
         cluster.start_controller()
 
-    assert cluster.drained_for("n1", "gpuops: fail gpu_lost", seconds=60)
+    assert cluster.drained_for("n1", "gpuops: fail gpu_lost")

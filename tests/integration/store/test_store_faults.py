@@ -28,7 +28,7 @@ from gpuops.store.migrate import upgrade_store
 from gpuops.store.new_event import new_event
 from gpuops.store.recorder import spool_recorder
 
-BOUND_S = 20
+BOUND_S = 60  # of what takes up to ten seconds, on a busy machine
 
 
 def fake_root(tmp_path, point, filesystem):
@@ -306,6 +306,7 @@ def test_a_statement_that_waits_for_a_lock_is_given_up(postgres_url):
 
 
 @pytest.mark.postgres
+@pytest.mark.timeout(300)
 def test_writers_lose_and_double_nothing_when_the_server_dies(guarded_postgres, tmp_path):
     """The small form of the benchmark: 8 writers of 200 events, the server killed meanwhile."""
     with guarded_postgres.database() as url:
@@ -323,7 +324,7 @@ def test_writers_lose_and_double_nothing_when_the_server_dies(guarded_postgres, 
         guarded_postgres.kill()
         guarded_postgres.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=120)
 
         with open_store(url, mode="read") as store, store.begin() as connection:
             rows = dump(connection)
@@ -333,7 +334,7 @@ def test_writers_lose_and_double_nothing_when_the_server_dies(guarded_postgres, 
 
 
 def _wait_for_events(url, wanted):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     with open_store(url, mode="read") as store:
         while time.monotonic() < deadline:
             with store.begin() as connection:
@@ -348,7 +349,7 @@ def _record_and_flush(spool, url, keeper, number):
         if n % 50 == 0:
             flush(spool, url, deadline_s=5, clock=SystemClock())
     keeper.close()
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 110
     while time.monotonic() < deadline:
         report = flush(spool, url, deadline_s=5, clock=SystemClock())
         if report.note is None:

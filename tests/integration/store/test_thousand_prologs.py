@@ -23,7 +23,7 @@ FLUSHERS = 8
 # Writing one line costs milliseconds; this is what waiting for a dead database would exceed.
 WAIT_MAX_S = 2.0
 
-pytestmark = pytest.mark.postgres
+pytestmark = [pytest.mark.postgres, pytest.mark.quick_disk]
 
 
 def prolog(number, folder):

@@ -310,7 +310,7 @@ def stormed(folder, seed, acts):
     """Do all *acts*, pairs of a victim and a moment; return what became of each."""
     with closing(Node(folder, seed)) as node:
         node.start()
-        until(lambda: node.look() or node.persisted, what="a state in the directory")
+        until(lambda: node.look() or node.persisted, deadline_s=90, what="a state in the directory")
         for victim, moment in acts:
             node.kill(victim, moment)
             node.start()

@@ -7,7 +7,7 @@ import pytest
 from support.cluster_run import ClusterRun
 from support.hosts import Hosts
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tiers(run):
 
 def test_a_lost_node_is_replaced_by_a_spare_that_has_its_state_from_a_peers_memory(hosts, tmp_path):
     run = started(hosts, tmp_path, "--spares", "1", nnodes="2")
-    run.wait_for_step(200)
+    run.wait_for_step(200, limit_s=150)
     busy = [host for host in hosts if run.worker_pids(host)]
     victim = busy[1] if busy[0] is hosts[0] else busy[0]
     lost_ns = time.monotonic_ns()
@@ -59,7 +59,7 @@ def test_two_that_go_on_without_the_third_have_its_state_and_persist_into_one_di
     directory = tmp_path / "ckpt"
     flags = ("--ckpt-dir", directory, "--grow-after", "never")
     run = started(hosts, tmp_path, *map(str, flags), nnodes="2:3")
-    run.wait_for_step(200)
+    run.wait_for_step(200, limit_s=150)
     run.wait(lambda: list(directory.glob("step-*/manifest.json")), "the first that persists")
 
     hosts[2].kill_all()
@@ -90,11 +90,11 @@ def test_a_run_that_lost_a_node_ends_bit_for_bit_as_one_that_did_not(hosts, tmp_
     """Weights, random numbers and every loss; the state of the lost ranks came from a peer."""
     words, options = ["--kind", kind, "--steps", "300"], {"nproc": nproc, "nnodes": "2"}
     calm = started(hosts[:2], tmp_path / "calm", args=[*words, "--pause", "0"], **options)
-    assert set(calm.finish().values()) == {0}, calm.said()
+    assert set(calm.finish(limit_s=150).values()) == {0}, calm.said()
     undisturbed = digests(calm)
     assert len(undisturbed) == 2 * nproc
     run = started(hosts, tmp_path / "lost", "--spares", "1", args=words, run_id="lost", **options)
-    run.wait_for_step(120)
+    run.wait_for_step(120, limit_s=150)
     busy = [host for host in hosts if run.worker_pids(host)]
     victim = busy[1] if busy[0] is hosts[0] else busy[0]
 

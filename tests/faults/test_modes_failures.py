@@ -39,7 +39,8 @@ def test_the_workers_of_another_node_stop_at_once_and_are_not_blamed(tmp_path, d
 
     exits = {ended["rank"]: ended for ended in run.payloads("worker.exited")}
     assert exits.keys() == {0, 1}
-    assert abs(exits[0]["seen_mono_ns"] - exits[1]["seen_mono_ns"]) < 5e9
+    # Sooner than a node could be taken for lost, after 15 s.
+    assert abs(exits[0]["seen_mono_ns"] - exits[1]["seen_mono_ns"]) < 12e9
     assert len(run.incidents()) == 1
     blamed = ("rank", "1"), ("node", exits[1]["node"])
     incident = check_account(run, failure_class, *blamed, actions=["restart"])

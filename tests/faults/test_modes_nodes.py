@@ -8,12 +8,12 @@ import time
 
 import pytest
 from support.accounts import BOUND_S, check_account
-from support.cluster_run import ClusterRun
+from support.cluster_run import LIMIT_S, ClusterRun
 from support.hosts import Hosts
 from support.runs import is_alive
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
-LONG = {"JOB_STEPS": "400", "JOB_PAUSE_S": "0.1"}
+LONG = {"JOB_STEPS": "10000", "JOB_PAUSE_S": "0.1"}
 # Of two nodes that wait for a third one before the first start: not half a minute.
 SOON = "--rdzv-conf=last_call_timeout=5"
 
@@ -174,4 +174,4 @@ def test_a_second_agent_on_a_node_is_refused(hosts, tmp_path):
     run.wait(lambda: second.code is not None, "the refusal")
     assert second.code == 64, second.said()
     run.enough()
-    assert {agent.process.wait(60) for agent in run.agents[:2]} == {0}
+    assert {agent.process.wait(LIMIT_S) for agent in run.agents[:2]} == {0}

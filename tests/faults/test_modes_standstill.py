@@ -8,10 +8,10 @@ import os
 import time
 
 import pytest
-from support.accounts import check_account
+from support.accounts import BOUND_S, check_account
 from support.faulty import FaultyRun, culprits
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.torch, pytest.mark.timeout(240)]
 HANG = ("--hang-timeout", 10)
 
 
@@ -26,7 +26,7 @@ def test_a_hang_is_seen_in_time_and_everybody_was_looked_at(tmp_path):
     steps = [line for line in run.lines() if line.what == "step" and line.generation == 0]
     stopped = next(e for e in run.events("run.phase") if e["payload"]["phase"] == "gather")
     first = next(line for line in run.lines() if line.generation == 1)
-    assert (first.mono_ns - steps[-1].mono_ns) / 1e9 < 60
+    assert (first.mono_ns - steps[-1].mono_ns) / 1e9 < BOUND_S
     assert stopped["payload"]["generation"] == 0
     incident = run.incident("hang.no_progress")
     assert ("rank", "1") in culprits(incident)
@@ -53,7 +53,8 @@ def test_a_rank_without_torch_that_hangs_is_named_by_what_it_does(tmp_path, deed
         assert run.ended() == 0, run.said()
 
     incident = check_account(run, failure_class, ("rank", "1"), actions=["restart"])
-    assert incident["lost_seconds_by_phase"]["detect"] < 20
+    # The limit of 10 s, up to 8 to look, up to 3 for others to speak; and a busy machine.
+    assert incident["lost_seconds_by_phase"]["detect"] < 30
     lines = [line for item in incident["evidence"] for line in item["lines"]]
     assert any("faulty.py" in line for line in lines) or deed == "interpreter"
     run.check_ledger(20)

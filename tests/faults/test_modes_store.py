@@ -9,7 +9,7 @@ from support.hosts import Hosts
 from support.postgres import running_server
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
-LONG = {"JOB_STEPS": "600", "JOB_PAUSE_S": "0.1"}
+LONG = {"JOB_STEPS": "10000", "JOB_PAUSE_S": "0.1"}
 BOUND_S = 90
 
 

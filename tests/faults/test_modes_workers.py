@@ -10,7 +10,7 @@ from support.hosts import Loopbacks
 from support.runs import is_alive
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
-LONG = {"JOB_STEPS": "400", "JOB_PAUSE_S": "0.1"}
+LONG = {"JOB_STEPS": "10000", "JOB_PAUSE_S": "0.1"}
 
 
 class OneNode(ClusterRun):

@@ -24,6 +24,7 @@ from gpuops.checkpoint.verify import verify_state
 SUPPORT = Path(__file__).parents[1] / "support"
 SCENARIOS = ["alone", "shared", "replace", "delete"]
 cc = pytest.mark.cc
+pytestmark = pytest.mark.quick_disk  # hundreds of syncs; what goes wrong is made up
 
 
 @pytest.fixture(scope="module")

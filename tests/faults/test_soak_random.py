@@ -76,14 +76,16 @@ class Storm:
 
     def seated(self):
         """Return the hosts with living workers, and these."""
-        found = {}
-        for host in self.hosts:
-            state = self.run.state(host)
-            told = (state or {}).get("pids", {}).values()
-            pids = [pid for pid in told if is_alive(pid) and self.run.is_worker(pid)]
-            if pids:
-                found[host.name] = (host, pids)
-        return wait_until(lambda: list(found.values()), 30, "a worker")
+
+        def look():
+            found = []
+            for host in self.hosts:
+                told = (self.run.state(host) or {}).get("pids", {}).values()
+                pids = [pid for pid in told if is_alive(pid) and self.run.is_worker(pid)]
+                found += [(host, pids)] if pids else []
+            return found
+
+        return wait_until(look, what="a worker")
 
     def kill_rank(self):
         """SIGKILL to one worker."""

@@ -3,9 +3,11 @@
 All ranks must save the same steps, and none may wait for another to find out. By steps, each knows
 by itself. By seconds, the first rank counts, and says at each save when the next one is; the others
 learn it at the step after, when it has long been said: whoever comes to that step has been through
-the collectives of it together with the first rank.
+the collectives of it together with the first rank. Where it is not there in time, they save nothing
+until they know, and are back at the saves of the others then.
 """
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from gpuops.checkpoint.failure_rate import FailureRate
 from gpuops.checkpoint.interval import INTERVAL_S_MAX, steps_between_saves
 from gpuops.checkpoint.states import CheckpointError
 from gpuops.units import parse_seconds
+
+_log = logging.getLogger(__name__)
 
 STEPS_MAX = 1_000_000
 N_FIRST = 5  # steps before the first save whose time is measured, and compilers are done
@@ -227,8 +231,9 @@ class Alone:
 class Agreed:
     """By the clock, or the cost, of the first rank, which says at each save when the next one is.
 
-    *store* is that of the process group: it needs ``set``, ``wait`` and ``get``. *run* names this
-    start of the workers; an older one may have left its answers there.
+    *store* is that of the process group: it needs ``set``, ``wait``, ``check`` and ``get``. *run*
+    names this start of the workers; an older one may have left its answers there. *answer_s*: how
+    long to wait for an answer, once.
     """
 
     asks_first = False
@@ -241,44 +246,71 @@ class Agreed:
         *,
         is_first: bool,
         run: str,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._every = every
         self._cost = cost
         self._store = store
         self._is_first = is_first
+        self._answer_s = answer_s
         self._prefix = f"gpuops/checkpoint/{run}/{next(_serial)}"
-        self._last: int | None = None
-        self._next: int | None = None
-        self._distance = N_FIRST
+        self._before: int | None = None  # the step before this one; not all numbers are told of
+        self._next: int | None = None  # None: not known yet
+        self._n_said = 0  # answers are numbered: which step each was given at, others cannot know
+        self._waits = True
+        self._has_warned = False
 
     def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
-        if self._last is None:
-            self._last, self._next = step - 1, step + N_FIRST - 1
+        if self._before is None:
+            self._before, self._next = step - 1, step + N_FIRST - 1
         if self._next is None:
-            self._next = self._asked(self._last)
-        return step == self._next
+            self._next = self._said_after(self._before)
+        self._before = max(self._before, step)
+        return self._next is not None and step >= self._next
 
     def dealt_with(self, step: int, now_s: float) -> None:  # noqa: ARG002 as the others
-        self._last, self._next = step, None
+        self._next, self._waits = None, True
         if self._is_first:
-            self._distance = self._cost.steps_until_next(self._every)
-            self._next = step + self._distance
-            self._store.set(f"{self._prefix}/{step}", str(self._next))
+            self._next = step + self._cost.steps_until_next(self._every)
+            key = self._key()
+            self._n_said += 1
+            self._store.set(key, str(self._next))
 
-    def _asked(self, last: int) -> int:
-        """Return what the first rank said at *last*; as far as the time before, without an answer.
+    def _key(self) -> str:
+        return f"{self._prefix}/{self._n_said}"
 
-        A rank that guessed saves a step that others do not, which is then never complete: no state
-        is wrong for it.
+    def _said_after(self, before: int) -> int | None:
+        """Return the next save after the step *before*; None: the first rank has not said it yet.
+
+        A save up to *before* was missed here for want of an answer in time. What was said at it is
+        there by now, or will be: so this rank comes back to the saves of the others. It never
+        guesses, for a state that only some ranks save is never complete.
         """
-        key = f"{self._prefix}/{last}"
+        while (said := self._answer()) is not None:
+            self._n_said += 1
+            if said > before:
+                return said
+        return None
+
+    def _answer(self) -> int | None:
+        """Return the answer that is to be read now; waits for it the first time only."""
+        key, waits, self._waits = self._key(), self._waits, False
         try:
-            self._store.wait([key], timedelta(seconds=ANSWER_S))
-            said = int(self._store.get(key))
-        except (RuntimeError, ValueError):
-            said = last + self._distance
-        self._distance = max(1, said - last)
-        return said
+            if waits:
+                self._store.wait([key], timedelta(seconds=self._answer_s))
+            elif not self._store.check([key]):
+                return None
+            return int(self._store.get(key))
+        except (RuntimeError, ValueError) as exc:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "rank 0 has not said within %g s when to save next (%.200s): this rank saves "
+                    "again once it has",
+                    self._answer_s,
+                    exc,
+                )
+            return None
 
 
 def schedule_for(

@@ -1,8 +1,11 @@
 """All ranks save the same steps, as often as was asked, or as the cost says."""
 
+from datetime import timedelta
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
 from gpuops.checkpoint.failure_rate import FailureRate
 from gpuops.checkpoint.interval import steps_between_saves
@@ -132,21 +135,27 @@ def test_what_takes_longer_is_saved_less_often():
 
 
 class Store:
-    """What the ranks of a process group share; *deaf* answers nothing."""
+    """What the ranks of a process group share; it does not tell of keys that end as one of *late*.
 
-    def __init__(self, *, deaf=False):
+    ``asked`` has the keys that were waited for.
+    """
+
+    def __init__(self):
         self.values = {}
-        self.deaf = deaf
-        self.asked = 0
+        self.late = ()
+        self.asked = []
 
     def set(self, key, value):
         self.values[key] = value
 
     def wait(self, keys, timeout):
-        self.asked += 1
+        self.asked += keys
         assert timeout.total_seconds() < 60
-        if self.deaf or keys[0] not in self.values:
+        if not self.check(keys):
             raise RuntimeError("timed out")
+
+    def check(self, keys):
+        return all(key in self.values and not key.endswith(self.late) for key in keys)
 
     def get(self, key):
         return self.values[key].encode()
@@ -166,10 +175,11 @@ def agreed(every, times, store):
     st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(0.0, 2.0)), min_size=2, max_size=4),
     st.sampled_from([Every(), Every(seconds=5.0), Every(seconds=0.1)]),
     st.integers(1, 10_000),
+    st.integers(1, 10),
 )
-def test_ranks_with_any_clocks_save_the_same_steps(times, every, start):
+def test_ranks_with_any_clocks_save_the_same_steps(times, every, start, stride):
     ranks = agreed(every, times, Store())
-    for step in range(start, start + 200):
+    for step in range(start, start + 200, stride):
         for rank in ranks:
             rank.train(step)
 
@@ -185,24 +195,92 @@ def test_a_rank_asks_once_for_each_save():
             rank.train(step)
 
     assert ranks[0].saved[1] - ranks[0].saved[0] == 10
-    assert store.asked == len(ranks[1].saved)
+    assert len(store.asked) == len(ranks[1].saved)
 
 
-def test_without_an_answer_a_rank_goes_on_as_before():
+@pytest.mark.parametrize("every", [Every(), Every(seconds=5.0)])
+@pytest.mark.parametrize("stride", [1, 2, 10])
+def test_a_due_step_that_is_not_told_of_is_made_up_for_at_the_next(every, stride):
+    """A batch that is left out, or several optimizer steps between two calls."""
+    ranks = agreed(every, [(0.1, 0.01), (0.3, 0.0)], Store())
+    left_out = []
+    for step in range(stride, 2000 * stride + 1, stride):
+        if step == ranks[0].schedule._next and len(ranks[0].saved) % 2:
+            left_out.append(step)
+            continue
+        for rank in ranks:
+            rank.train(step)
+
+    assert left_out
+    assert ranks[0].saved == ranks[1].saved
+    assert len(ranks[0].saved) > 15
+    assert ranks[0].saved[-1] > 1800 * stride
+    if stride == 1:
+        assert {step + 1 for step in left_out} <= set(ranks[0].saved)
+
+
+@pytest.mark.parametrize("every", [Every(), Every(seconds=5.0)])
+@pytest.mark.parametrize("for_steps", [1, 50, 500])
+def test_a_late_answer_is_waited_for_once_and_all_save_the_same_again(every, for_steps, warnings):
+    """The distance is another one at each save, so that a guess would be wrong."""
+    store = Store()
+    ranks = agreed(every, [(0.5, 0.01), (0.5, 0.0)], store)
+    late_at = None
+    for step in range(1, 3001):
+        ranks[0].step_s = 0.5 + 0.1 * (step % 7)
+        for rank in ranks:
+            rank.train(step)
+        if late_at is None and len(ranks[0].saved) == 10:
+            late_at, store.late = step, ("/9", "/10")
+        if late_at is not None and step == late_at + for_steps:
+            store.late = ()
+
+    first, second = ranks
+    assert set(second.saved) <= set(first.saved)
+    missed = sorted(set(first.saved) - set(second.saved))
+    assert all(late_at < step <= late_at + for_steps for step in missed)
+    assert (len(missed) > 0) == (for_steps > 1)
+    assert first.saved[-1] == second.saved[-1]
+    assert len(store.asked) == len(set(store.asked)) <= len(second.saved)
+    assert ["rank 0 has not said" in text for text in warnings()] == [True]
+
+
+def test_a_rank_without_an_answer_saves_nothing_and_waits_no_more():
     store = Store()
     ranks = agreed(Every(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
     for step in range(1, 40):
         for rank in ranks:
             rank.train(step)
-    before = list(ranks[1].saved)
-    store.deaf = True
-    for step in range(40, 100):
+    before, waits = list(ranks[1].saved), len(store.asked)
+    for step in range(40, 1000):
         ranks[1].train(step)
 
-    assert [b - a for a, b in zip(ranks[1].saved, ranks[1].saved[1:], strict=False)][1:] == [10] * (
-        len(ranks[1].saved) - 2
-    )
+    assert [step for step in ranks[1].saved if step >= 40] == [45]  # which was said before
     assert ranks[1].saved[: len(before)] == before
+    assert len(store.asked) == waits + 1
+
+
+def test_an_answer_that_comes_late_is_found_in_the_store_of_a_process_group():
+    """Its client has to get over the wait that it gave up."""
+    within = timedelta(seconds=60)
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=within, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, timeout=within, wait_for_workers=False)
+    costs = [Cost(1), Cost(1)]
+    first = Agreed(Every(seconds=5.0), costs[0], server, is_first=True, run="a")
+    second = Agreed(Every(seconds=5.0), costs[1], client, is_first=False, run="a", answer_s=0.01)
+    second._prefix = first._prefix
+    for cost in costs:
+        cost.ends(0, 0.0, None)
+        cost.begins(1, 1.0)  # so that a save follows after each 5 steps
+
+    assert [step for step in range(1, 6) if first.is_due(step, 0.0)] == [5]
+    assert [step for step in range(1, 6) if second.is_due(step, 0.0)] == [5]
+    second.dealt_with(5, 0.0)
+    assert not any(second.is_due(step, 0.0) for step in range(6, 11))
+    first.dealt_with(5, 0.0)
+    assert [step for step in range(6, 11) if first.is_due(step, 0.0)] == [10]
+    first.dealt_with(10, 0.0)
+    assert [step for step in range(11, 16) if second.is_due(step, 0.0)] == [15]
 
 
 def test_who_decides():

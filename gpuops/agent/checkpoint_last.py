@@ -22,14 +22,20 @@ class LastWord:
     """What a node says. ``state``: a rank of it asked for that as the last one.
 
     ``is_over``: its ranks have ended. ``waits``: for the newest state to persist; ``trouble`` has
-    kept it from writing its part since, "" where nothing has. ``pieces`` were written so far.
+    kept it from writing its part of ``failed`` since, "" where nothing has. ``pieces`` were written
+    so far.
     """
 
     state: StateId | None = None
     is_over: bool = False
     waits: bool = False
     trouble: str = ""
+    failed: StateId | None = None
     pieces: int = 0
+
+    def is_stuck_at(self, persist: StateId) -> bool:
+        """Say whether it cannot write *persist*; that an older one failed does not say that."""
+        return bool(self.trouble) and (self.failed is None or self.failed >= persist)
 
     def to_json(self) -> Json:
         """Return it as it lies on the board, {} where there is nothing to say."""
@@ -40,6 +46,7 @@ class LastWord:
             "over": self.is_over,
             "waits": self.waits,
             "trouble": self.trouble[:WHY_CHARS_MAX],
+            "failed": None if self.failed is None else [self.failed.epoch, self.failed.step],
             "pieces": self.pieces,
         }
 
@@ -52,6 +59,7 @@ def last_word(data: object) -> LastWord:
         is_over=body.get("over") is True,
         waits=body.get("waits") is True,
         trouble=_text(body.get("trouble")),
+        failed=pair(body.get("failed")),
         pieces=whole(body.get("pieces")) or 0,
     )
 
@@ -110,7 +118,7 @@ def judge_last(before: LastMark, parts: list[Part], persist: StateId | None) -> 
         gone = max(part.lacks, default=None) if part.word.is_over else None
         if gone is not None and (missed is None or gone > missed):
             missed, why = gone, f"not all ranks of {part.node} saved it"
-        is_stuck = persist is not None and part.word.trouble
+        is_stuck = persist is not None and part.word.is_stuck_at(persist)
         if is_stuck and persist is not None and (missed is None or persist > missed):
             missed, why = persist, f"{part.node}: {part.word.trouble}"
     if not any(part.word.waits for part in parts):

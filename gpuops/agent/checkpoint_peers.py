@@ -12,7 +12,7 @@ from typing import Any
 
 from gpuops.agent.checkpoint_differing import Differing
 from gpuops.agent.checkpoint_last import LastWord
-from gpuops.agent.checkpoint_news import whole
+from gpuops.agent.checkpoint_news import pair, whole
 from gpuops.agent.checkpoint_survey import Survey
 from gpuops.agent.checkpoint_tie import Peer, PeerTie, Progress
 from gpuops.agent.checkpoint_witness import notes_of, restore_in, watermark_of
@@ -71,8 +71,9 @@ class Agreement:
 
     *survey* says what a directory has; it may take long, and raise. ``is_led`` says whether
     somebody judges at present. ``must_persist`` asks all to persist their newest state, and
-    ``trouble`` says what has kept this node from that since, "" where nothing has. ``is_over``:
-    the ranks here have ended. ``last`` is the state that one of them asked for as the last.
+    ``trouble`` says what has kept this node from that since, "" where nothing has: that an older
+    state cannot be written does not keep it from anything. ``is_over``: the ranks here have ended.
+    ``last`` is the state that one of them asked for as the last.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class Agreement:
         self._together = 0
         self.must_persist = False
         self.trouble = ""
-        self._failures = 0
+        self._tries: tuple[int, StateId | None] = (0, None)  # that failed before, and of what
+        self._failed: StateId | None = None
+        self._wanted = _NONE
         self.is_uncommitted = False
         self.is_over = False
         self.last: StateId | None = None
@@ -259,12 +262,9 @@ class Agreement:
         now = self._now
         if now is None:
             return
-        failures = whole(stats.get("persist_failures")) or 0
-        if not self.must_persist:
-            self._failures = failures
-        self.trouble = str(stats.get("persist_trouble")) if failures > self._failures else ""
         progress = tie.progress()
         self.last = progress.last
+        self._see_trouble(stats, progress)
         n_ranks = whole(stats.get("ranks")) or 0
         if self._said is None and not n_ranks and not progress.whole:
             return  # nobody saves
@@ -282,6 +282,17 @@ class Agreement:
         self.is_uncommitted = any(state is not None and state > newest for state in flying)
         pieces = whole(stats.get("persist_pieces")) or 0
         self._said = self._word(now, progress, pieces, wants=wants).to_json()
+
+    def _see_trouble(self, stats: Mapping[str, Any], progress: Progress) -> None:
+        failed = pair(stats.get("persist_failed"))
+        tries = (whole(stats.get("persist_failures")) or 0, failed)
+        if not self.must_persist:
+            self._tries, self._wanted = tries, progress.newest or _NONE
+        wanted = max(self._wanted, self._mark.persist or _NONE)
+        is_new = tries[0] > 0 and tries != self._tries
+        is_trouble = is_new and (failed is None or failed >= wanted)
+        self.trouble = str(stats.get("persist_trouble")) if is_trouble else ""
+        self._failed = failed if is_trouble else None
 
     def _word(self, now: _Generation, progress: Progress, pieces: int, *, wants: bool) -> Said:
         stored = self._look_up.of(self.directory) if wants and self.is_first else None
@@ -305,6 +316,7 @@ class Agreement:
                 is_over=self.is_over,
                 waits=self.must_persist,
                 trouble=self.trouble,
+                failed=self._failed,
                 pieces=pieces,
             ),
         )

@@ -424,19 +424,11 @@ class Core:
 
     def counts(self) -> dict[str, Any]:
         """Return what there is to know in a glance, by name."""
-        schedule = self.persister.schedule
         return {
             **self.memory.counts(),
             **self.peers.counts(),
             **self.voting.counts(),
-            "persisted": None if schedule.last is None else state_to_json(schedule.last),
-            "persisting": None if not schedule.busy_with else state_to_json(schedule.busy_with),
-            "persist_failures": schedule.failures,
-            "persist_trouble": self.persister.failure,
-            "directory": self.persister.policy.directory if self.persister.policy else None,
-            "persist_s": self.persister.seconds,
-            "persist_bytes": self.persister.nbytes,
-            "persist_pieces": self.persister.pieces,
+            **self.persister.counts(),
             "hash_s": self.hash_s,
             "ranks": len(self.crew.members) if self.crew else 0,
             "generation": self.crew.generation if self.crew else None,

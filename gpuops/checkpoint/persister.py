@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpuops.checkpoint.keeper import Policy
 from gpuops.checkpoint.keeper_events import Events
@@ -30,9 +31,9 @@ class Persister:
     """Persists from *memory*; a failure becomes an event and is tried again later.
 
     ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
-    succeeded. ``origin``: whose states these are. ``parts``: states of several nodes of which this
-    node's shards are written, the newest first; ``sealed`` is the newest of them known to be whole.
-    ``pieces`` were written so far.
+    succeeded, and ``failed`` the state it was of. ``origin``: whose states these are. ``parts``:
+    states of several nodes of which this node's shards are written, the newest first; ``sealed`` is
+    the newest of them known to be whole. ``pieces`` were written so far.
     """
 
     memory: NodeMemory
@@ -46,6 +47,7 @@ class Persister:
     schedule: Schedule = field(default_factory=Schedule)
     is_flushing: bool = False
     failure: str = ""
+    failed: StateId | None = None
     seconds: float = 0.0
     nbytes: int = 0
     parts: list[StateId] = field(default_factory=list)
@@ -58,6 +60,21 @@ class Persister:
     def last(self) -> StateId | None:
         """The newest state that is known to lie in the directory, whole."""
         return self.schedule.last if self.memory.gate.is_alone else self.sealed
+
+    def counts(self) -> dict[str, Any]:
+        """Return what there is to know in a glance, by name."""
+        schedule = self.schedule
+        return {
+            "persisted": None if schedule.last is None else state_to_json(schedule.last),
+            "persisting": None if not schedule.busy_with else state_to_json(schedule.busy_with),
+            "persist_failures": schedule.failures,
+            "persist_failed": None if self.failed is None else state_to_json(self.failed),
+            "persist_trouble": self.failure,
+            "directory": self.policy.directory if self.policy else None,
+            "persist_s": self.seconds,
+            "persist_bytes": self.nbytes,
+            "persist_pieces": self.pieces,
+        }
 
     def take_notice(self) -> str | None:
         """Return what whoever trains is to be told: once that it fails, once that it works again.
@@ -167,7 +184,8 @@ class Persister:
         done = outcome.persisted
         if outcome.has_parts:
             self.schedule.busy_with = None
-            self.failure, self.seconds, self.nbytes = "", done.seconds, done.nbytes
+            self.failure, self.failed = "", None
+            self.seconds, self.nbytes = done.seconds, done.nbytes
         if self.policy is not None and self.policy.directory == policy.directory:
             if outcome.has_parts:
                 self.schedule.succeeded(done.state)
@@ -188,7 +206,7 @@ class Persister:
         )
 
     def _failed(self, state: StateId, why: str) -> None:
-        self.failure = why[:_FAILURE_CHARS_MAX]
+        self.failure, self.failed = why[:_FAILURE_CHARS_MAX], state
         # What a flush is for is the newest: that an older one failed is not the answer.
         self.is_flushing = self.is_flushing and self.memory.gate.newest not in (None, state)
         wait_s = self.schedule.failed(self.clock_s())

@@ -49,6 +49,7 @@ class Keeper:
         self.mended_from = None  # and from which it is again
         self.is_copying = False
         self.failures = 0  # of what was to be written
+        self.failed = None  # the state that it was of, where that is told
         self.ends_s = None  # when its rank comes to the end of its script
         self.is_behind_to = -1  # states up to this step were held by one that died
 
@@ -201,6 +202,7 @@ class Keeper:
         return {
             "ranks": self.ranks,
             "persist_failures": self.failures,
+            "persist_failed": self.failed and [self.failed.epoch, self.failed.step],
             "persist_trouble": "no space",
         }
 

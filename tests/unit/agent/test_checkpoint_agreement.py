@@ -172,6 +172,25 @@ def test_what_one_node_cannot_write_all_others_hear_of_and_wait_for_no_more():
     assert world.mark().last.why == "n2: no space"
 
 
+def test_that_a_node_cannot_write_an_older_state_is_no_reason_to_give_the_newest_up():
+    world = started(3, 3, 3)
+    world.pass_time(10)
+    world.end_training(0.0)
+    world.run_until(lambda w: w.mark().committed == StateId(w.committed[-1].epoch, w.step), 60)
+    bad, state = world.players[2], world.mark().committed
+    for player in world.players:
+        player.agreement.must_persist = True
+    bad.keeper.failures, bad.keeper.failed = 1, StateId(state.epoch, state.step - 1)
+
+    world.run_until(lambda w: w.mark().persisted == state, 20)
+
+    assert bad.agreement.trouble == ""
+    assert world.mark().last.missed is None
+    bad.keeper.failures, bad.keeper.failed = 2, state
+    world.pass_time(1.0)
+    assert bad.agreement.trouble == "no space"
+
+
 RACKS = {f"n{n}": ("spine", f"leaf{n % 2}") for n in range(6)}
 
 

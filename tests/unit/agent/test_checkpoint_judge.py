@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.agent.checkpoint_judge import LEAD_S, OVERDUE_S, Heard, Pacer, judge
+from gpuops.agent.checkpoint_last import LastWord
 from gpuops.agent.checkpoint_words import (
     DROPPED_MAX,
     Holding,
@@ -131,6 +132,19 @@ def test_the_next_one_persists_only_once_all_know_of_the_one_before():
     assert (mark.committed, mark.persist) == (second, first)
 
     assert judge(mark, everybody(told=first, is_due=True)).persist == second
+
+
+@pytest.mark.parametrize(("step", "is_missed"), [(1, False), (2, True), (None, True)])
+def test_only_who_cannot_write_what_is_to_persist_keeps_the_others_from_waiting(step, is_missed):
+    older, newest = StateId(EPOCH, 1), StateId(EPOCH, 2)
+    before = Watermark(committed=newest, persist=newest)
+    failed = None if step is None else StateId(EPOCH, step)
+    word = LastWord(waits=True, trouble="no space", failed=failed)
+
+    mark = judge(before, everybody(replicated=(newest, older), told=newest, last=word))
+
+    assert mark.last.missed == (newest if is_missed else None)
+    assert Said.from_json(Said(generation=5, last=word).to_json()).last == word
 
 
 def test_of_a_generation_that_is_over_nothing_is_taken():

@@ -123,7 +123,10 @@ def test_a_flush_is_for_the_newest_though_an_older_one_could_not_be_written(tmp_
     assert node.core.persister.schedule.busy_with == StateId(newest.epoch, 1)
     node.core.persister.is_flushing = True
     node.jobs.do("persist", 1)
+    counts = node.core.counts()
+    assert (counts["persist_failed"], counts["persist_trouble"]) == ([0, 1], "the disk is full")
     node.jobs.do("persist", 1)
+    assert node.core.counts()["persist_failed"] is None
     assert node.core.persister.schedule.last == newest
     assert not node.core.persister.is_flushing
 

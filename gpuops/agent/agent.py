@@ -33,6 +33,7 @@ from gpuops.control.drains import drain, drain_at_once
 from gpuops.control.record import ControlRecord, Phase
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.kernel import of_the_job
 from gpuops.incident.over_nodes import gate_incident
 from gpuops.model import Confidence, FailureClass, Json, Side, WorkerExit
 from gpuops.scrub import scrub
@@ -216,6 +217,10 @@ class GpuopsAgent(LocalElasticAgent):
         self.snapshot.world_size = worker_group.workers[0].world_size
         self._parts.pace.begin()
         session.safely("recording the start", lambda: self._started(worker_group, start_us))
+        # Whoever looks for rings reads of this generation's by now.
+        session.safely(
+            "giving rings back", lambda: session.directory.remove_rings_before(self.generation)
+        )
         watched = Watched(
             generation=self.generation, node=self._parts.node, workers=workers, folder=folder
         )
@@ -328,7 +333,7 @@ class GpuopsAgent(LocalElasticAgent):
             signal_name,
             exits,
             seen_mono_ns=self._parts.cancellation.seen_mono_ns,
-            kernel_lines=session.kernel_log.since_mark(),
+            kernel_lines=of_the_job(session.kernel_log.since_mark(), self._parts.job_xids(None)),
         )
         if workers is not None:
             self.write_state("cancelled")

@@ -123,10 +123,7 @@ def assemble(
         leader.aside.witness = CheckpointWitness(met.board, link.keys, me, clock, replicas)
     job, restarts = slurm_job(prepared.env)
     pace = Pace()
-    store, root = settings.store_url, settings.root
-    failures = FailureRecord(
-        partial(failures_on_record, store, settings.cluster, root, clock), clock
-    )
+    failures = _failures(settings, clock)
     parts = Parts(
         clock=clock,
         node=around.node,
@@ -151,6 +148,7 @@ def assemble(
         checkpoints=_checkpoints(prepared, met, session, pace, link),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         gpu_signs=gpus.recent,
+        job_xids=gpus.job_xids,
         doubts=lambda: (*gpus.doubts(), *detectors.doubts()),
         worker_env=lambda folder: {
             **collective_env(prepared.env, folder, hang_timeout_s=plan.hang_timeout_s),
@@ -160,6 +158,11 @@ def assemble(
     seats = Seats(link, plan.meeting.run_key)
     seats.wish = lambda: _wish(parts.checkpoints)
     return Assembly(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
+
+
+def _failures(settings: Settings, clock: Clock) -> FailureRecord:
+    store, root = settings.store_url, settings.root
+    return FailureRecord(partial(failures_on_record, store, settings.cluster, root, clock), clock)
 
 
 def _link(

@@ -12,7 +12,7 @@ from functools import partial
 from signal import SIGTERM
 
 from gpuops.agent.evidence import EVIDENCE_S
-from gpuops.agent.gpu_signs import GpuSign
+from gpuops.agent.gpu_signs import RECENT_S, GpuSign
 from gpuops.agent.last_save import awaited
 from gpuops.agent.parts import Parts
 from gpuops.agent.seat import Seat
@@ -23,6 +23,7 @@ from gpuops.control.record import ControlRecord, Phase
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.budget import counted
 from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.kernel import JobXids, of_the_job
 from gpuops.incident.node_report import node_report
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Side, WorkerExit
 from gpuops.units import NS_PER_S
@@ -105,7 +106,9 @@ class Ending:
         session = self._parts.session
         chronicle = session.chronicle
         exits = self._workers.exits(self._parts.node, chronicle.rank_progress, codes)
-        report = self._account(exits, session.kernel_log.since_mark())
+        xids = self._job_xids(exits)
+        kernel_lines = of_the_job(session.kernel_log.since_mark(), xids)
+        report = self._account(exits, kernel_lines, xids)
         if isinstance(trigger, NodeReport):
             report = merged(trigger, report)
         report = with_stuck(report, self._workers.stuck_ranks)
@@ -122,7 +125,9 @@ class Ending:
                 lambda: chronicle.attempt_interrupted(report, self._evidence),
             )
         else:
-            session.safely("recording the failure", lambda: self._failed(report, exits))
+            session.safely(
+                "recording the failure", lambda: self._failed(report, exits, kernel_lines)
+            )
 
     def _save_last(self, within_s: float) -> None:
         """Have the newest checkpoint persist; the others do not wait for that.
@@ -140,7 +145,12 @@ class Ending:
         left_s = (self._drain_ns - self._parts.clock.mono_ns()) / NS_PER_S
         return max(left_s, LAST_SAVE_S_MIN)
 
-    def _account(self, exits: Sequence[WorkerExit], kernel_lines: Sequence[str]) -> NodeReport:
+    def _account(
+        self,
+        exits: Sequence[WorkerExit],
+        kernel_lines: Sequence[str] = (),
+        xids: JobXids | None = None,
+    ) -> NodeReport:
         """Return what *exits* say of this node; without our judgement where that fails."""
         parts = self._parts
         found = NodeReport(
@@ -158,6 +168,7 @@ class Ending:
                 rules=parts.session.rules,
                 kernel_lines=kernel_lines,
                 gpu_uuids=parts.gpu_uuids(),
+                own_gpus=() if xids is None else xids.addresses,
                 checkpoint_step=parts.pace.base_step,
             )
             found = with_sign(found, parts.gpu_signs())
@@ -165,12 +176,25 @@ class Ending:
         parts.session.safely("judging the workers' ends", judge)
         return found
 
-    def _failed(self, report: NodeReport, exits: Sequence[WorkerExit]) -> None:
+    def _job_xids(self, exits: Sequence[WorkerExit]) -> JobXids | None:
+        """Return which Xids may have to do with *exits*; None: not known."""
+        found = None
+
+        def ask() -> None:
+            nonlocal found
+            found = self._parts.job_xids(_well_until_ns(exits))
+
+        self._parts.session.safely("asking which GPUs are the job's", ask)
+        return found
+
+    def _failed(
+        self, report: NodeReport, exits: Sequence[WorkerExit], kernel_lines: Sequence[str]
+    ) -> None:
         session = self._parts.session
         incident = session.chronicle.attempt_failed(
             exits,
             report=report,
-            kernel_lines=session.kernel_log.since_mark(),
+            kernel_lines=kernel_lines,
             evidence=self._evidence,
         )
         if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
@@ -184,7 +208,7 @@ class Ending:
         )
         self._file(
             replace(
-                self._account(exits, ()),
+                self._account(exits),
                 kind=ReportKind.DONE,
                 failure_class=FailureClass.UNRESOLVED,
                 how="every worker here ended with exit code 0",
@@ -276,6 +300,18 @@ _REASONS = {
     ReportKind.NODE_LOST: "it was cut off from the board",
     ReportKind.START_FAILED: "its workers could not be started",
 }
+
+
+def _well_until_ns(exits: Sequence[WorkerExit]) -> int | None:
+    """Return until when all ranks here surely were well, None where one has not made a step.
+
+    An Xid comes seconds before the end of its rank, or at the beginning of a standstill.
+    """
+    beats = [worker.last_beat_mono_ns for worker in exits]
+    known = [beat for beat in beats if beat is not None]
+    if not known or len(known) < len(beats):
+        return None
+    return min(known) - round(RECENT_S * NS_PER_S)
 
 
 def _drains(now: ControlRecord) -> bool:

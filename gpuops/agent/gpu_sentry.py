@@ -23,6 +23,7 @@ from gpuops.host.trust import check_folders, current_uid
 from gpuops.host.watching_child import WatchingChild, module_command
 from gpuops.host.xid_told import Over, Source, XidEvent, read_told
 from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.kernel import JobXids
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Side
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class GpuSentry:
         self._over: set[Source] = set()
         self._gpus: dict[Source, tuple[GpuName, ...]] = {}
         self._mine: tuple[GpuName, ...] | None = None
+        self._addresses: frozenset[str] | None = None
         self._waiting: list[XidEvent] = []
         self._opened_ns = clock.mono_ns()
         self._begun_ns = self._opened_ns
@@ -159,6 +161,24 @@ class GpuSentry:
         self._drain()
         return self._signs.since(self._clock.mono_ns() - round(within_s * 1e9))
 
+    def job_xids(self, since_ns: int | None) -> JobXids | None:
+        """Return which Xids of the kernel's log are the job's; None: its GPUs are not known.
+
+        Those of this generation that were last seen before *since_ns* are old.
+        """
+        self._drain()
+        self._knows_its_gpus()
+        if self._addresses is None:
+            return None
+        from_ns = self._begun_ns if since_ns is None else since_ns
+        last: dict[tuple[str, int], int] = {}
+        for sign in self._signs.all():
+            if sign.address is not None:
+                key = sign.address, sign.code
+                last[key] = max(last.get(key, 0), sign.last_ns)
+        old = frozenset(key for key, last_ns in last.items() if last_ns < from_ns)
+        return JobXids(addresses=self._addresses, old=old)
+
     def doubts(self) -> tuple[NodeReport, ...]:
         """Return what of this generation speaks against the node without having ended it."""
         if self._watched is None:
@@ -203,9 +223,20 @@ class GpuSentry:
         late = self._clock.mono_ns() - self._opened_ns >= NVML_S * 1e9
         if Source.NVML in told:
             self._mine = job_gpus(env, told[Source.NVML])
+            self._remember(told[Source.NVML], self._mine)
         elif Source.KERNEL in told and (late or Source.NVML in self._over):
             self._mine = job_gpus(env, told[Source.KERNEL], whole_node=True)
+            self._remember(told[Source.KERNEL], self._mine)
         return self._mine is not None
+
+    def _remember(self, listed: Sequence[GpuName], mine: Sequence[GpuName]) -> None:
+        """Keep the addresses of the job's GPUs, also of one that a later listing has not got.
+
+        NVML leaves out a GPU that is lost, and numbers then name others: such a list says nothing.
+        """
+        if listed and all(gpu.index == place for place, gpu in enumerate(listed)):
+            known = self._addresses or frozenset()
+            self._addresses = known.union(gpu.address for gpu in mine)
 
     def _keep(self, event: XidEvent) -> None:
         """Add *event* to the signs, where it is about the job's GPUs in this generation."""

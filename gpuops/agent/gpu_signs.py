@@ -31,6 +31,7 @@ class GpuSign:
     first_us: int
     count: int = 1
     index: int | None = None
+    address: str | None = None  # on PCI
     local_rank: int | None = None
     line: str = ""
 
@@ -88,6 +89,7 @@ class Signs:
                 first_us=event.now_us,
                 count=event.count,
                 index=event.index if gpu is None else gpu.index,
+                address=event.address if gpu is None else gpu.address,
                 local_rank=local_rank,
                 line=printable(event.line)[:LINE_CHARS_MAX],
             )

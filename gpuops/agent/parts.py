@@ -19,6 +19,7 @@ from gpuops.control.leader import Leader
 from gpuops.control.link import Link
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
+from gpuops.incident.kernel import JobXids
 from gpuops.wire import Beat
 
 
@@ -45,6 +46,10 @@ class HangWatch(Protocol):
 
 def _no_env(_folder: Path) -> Mapping[str, str]:
     return {}
+
+
+def _not_known(_since_ns: int | None) -> JobXids | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,5 +79,6 @@ class Parts:
     gpu_uuids: Callable[[], Mapping[int, str]] = dict
     worker_env: Callable[[Path], Mapping[str, str]] = _no_env
     gpu_signs: Callable[[], Sequence[GpuSign]] = tuple
+    job_xids: Callable[[int | None], JobXids | None] = _not_known  # given until when all was well
     doubts: Callable[[], Sequence[NodeReport]] = tuple  # of this node; they have ended nothing
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)

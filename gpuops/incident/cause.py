@@ -61,7 +61,8 @@ def find_cause(verdicts: Sequence[Verdict], trouble: KernelHit | None) -> Cause:
         if early and trouble is None:
             return _early_exit(early, symptoms)
         return _with_kernel(_only_symptoms(symptoms, verdicts), trouble)
-    return _with_kernel(_nothing_seen(), trouble)
+    # What stands in the log of a node whose workers were only stopped may be anybody's.
+    return _with_kernel(_nothing_seen(), trouble if trouble and trouble.is_ours else None)
 
 
 def _from_roots(roots: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Cause:

@@ -6,10 +6,11 @@ cgroup out of memory: Killed process …`` for a limit; older kernels write ``Ki
 """
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
+from gpuops.host.xid import parse_xid
 from gpuops.model import FailureClass, Role, Status
 from gpuops.rules import LogRule, LogSource, first_match
 
@@ -24,10 +25,26 @@ _PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10}
 
 @dataclass(frozen=True, slots=True)
 class KernelHit:
-    """One kernel line that means something, and what."""
+    """One kernel line that means something, and what.
+
+    ``is_ours``: it is known to be about the job, as a GPU of the job's own tells of a fault too.
+    """
 
     failure_class: FailureClass
     line: str
+    is_ours: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobXids:
+    """Which Xids of the node's log may have to do with a failure of this job.
+
+    ``addresses``: the PCI addresses of the job's GPUs. ``old``: address and code of what these
+    GPUs told long before the failure, and have not repeated since.
+    """
+
+    addresses: frozenset[str]
+    old: frozenset[tuple[str, int]] = frozenset()
 
 
 def oom_record(lines: Sequence[str], pids: Collection[int]) -> KernelHit | None:
@@ -47,19 +64,47 @@ def lines_about(lines: Sequence[str], pids: Collection[int]) -> tuple[str, ...]:
     return tuple(line for line in lines if not wanted.isdisjoint(_PIDS.findall(line)))
 
 
-def node_trouble(lines: Sequence[str], rules: Sequence[LogRule]) -> KernelHit | None:
+def of_the_job(lines: Sequence[str], xids: JobXids | None) -> tuple[str, ...]:
+    """Return *lines* without the Xids of other jobs' GPUs and old ones; all where *xids* is None.
+
+    Another job on the machine writes into the same log, and a line stays in it for days.
+    """
+    if xids is None:
+        return tuple(lines)
+    return tuple(line for line in lines if _may_matter(line, xids))
+
+
+def _may_matter(line: str, xids: JobXids) -> bool:
+    xid = parse_xid(line)
+    if xid is None:
+        return True
+    return xid.address in xids.addresses and (xid.address, xid.code) not in xids.old
+
+
+def node_trouble(
+    lines: Sequence[str], rules: Sequence[LogRule], own_gpus: Collection[str] = ()
+) -> KernelHit | None:
     """Return the first line that a rule takes for the root of a failure of the whole node.
 
     Only rules that would fail the node's check count: a corrected error says nothing about this
     failure. OOM records are left out; they are about the process that `oom_record` finds in them.
+    *own_gpus*: the PCI addresses of the job's GPUs, as far as they are known.
     """
+    hits = list(_troubles(lines, rules, own_gpus))
+    return replace(hits[0], is_ours=any(hit.is_ours for hit in hits)) if hits else None
+
+
+def _troubles(
+    lines: Sequence[str], rules: Sequence[LogRule], own_gpus: Collection[str]
+) -> Iterator[KernelHit]:
     for line in lines:
         rule = first_match(rules, line, LogSource.KERNEL)
         if rule is None or rule.failure_class.category == "host_mem":
             continue
         if rule.role is Role.ROOT and rule.status is Status.FAIL:
-            return KernelHit(rule.failure_class, line)
-    return None
+            xid = parse_xid(line)
+            is_ours = xid is not None and xid.address in own_gpus
+            yield KernelHit(rule.failure_class, line, is_ours)
 
 
 def remarks(lines: Sequence[str], rules: Sequence[LogRule]) -> tuple[str, ...]:

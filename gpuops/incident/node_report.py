@@ -1,6 +1,6 @@
 """From the ends of one generation's workers on one node to what its agent reports of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gpuops.incident import kernel
 from gpuops.incident.cause import Cause, find_cause
@@ -29,6 +29,7 @@ def node_report(  # noqa: PLR0913  the agent's whole knowledge of one generation
     kernel_lines: Sequence[str] = (),
     kind: ReportKind = ReportKind.WORKERS_FAILED,
     gpu_uuids: Mapping[int, str] = _NO_UUIDS,
+    own_gpus: Collection[str] = (),
     checkpoint_step: int | None = None,
     has_stepped: bool | None = None,
 ) -> NodeReport:
@@ -36,7 +37,8 @@ def node_report(  # noqa: PLR0913  the agent's whole knowledge of one generation
 
     Of WORKERS_FAILED without a failure among *exits* STOPPED is made, or DONE where every worker
     ended with code 0. The node is blamed only where the kernel log or the driver's own words in an
-    exception speak against it: never for an exception of the program or a SIGKILL.
+    exception speak against it: never for an exception of the program or a SIGKILL. Where no worker
+    failed, the log speaks against it only by the job's own GPUs.
 
     Args:
         exits: Every worker of the generation on this node.
@@ -46,11 +48,12 @@ def node_report(  # noqa: PLR0913  the agent's whole knowledge of one generation
         kernel_lines: The kernel log around the failure; none where it may not be read.
         kind: What the agent saw; for a hang or a GPU fault the sentry's own account has the class.
         gpu_uuids: The GPU of each local rank, as far as known.
+        own_gpus: The PCI addresses of the job's GPUs, as far as known.
         checkpoint_step: The newest checkpoint known here.
         has_stepped: Whether a rank here made a step; None: by the heartbeats in *exits*.
     """
     verdicts = sorted((classify(w, rules, kernel_lines) for w in exits), key=lambda v: v.order)
-    cause = find_cause(verdicts, kernel.node_trouble(kernel_lines, rules))
+    cause = find_cause(verdicts, kernel.node_trouble(kernel_lines, rules, own_gpus))
     failure_class = cause.failure_class
     return NodeReport(
         kind=_kind(kind, cause, verdicts),

@@ -215,6 +215,7 @@ class Agent:
         self.workers.on_look = self.turn
         self.sentries = []
         self.doubts = []
+        self.job_xids = lambda _since_ns: None
         self.pace = Pace()
         self.checkpoints = NoCheckpoints()
         self.while_waiting = []  # done one by one, each time that the agent waits
@@ -256,6 +257,7 @@ class Agent:
             drain_grace_s=lambda _name: 25.0,
             sentries=tuple(self.sentries),
             doubts=lambda: self.doubts,
+            job_xids=self.job_xids,
             pace=self.pace,
             checkpoints=self.checkpoints,
         )

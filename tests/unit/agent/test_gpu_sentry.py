@@ -13,6 +13,7 @@ from gpuops.host.gpu_names import GpuName
 from gpuops.host.records import to_json
 from gpuops.host.xid_told import LOST, Source, XidEvent
 from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.kernel import JobXids
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
 CATALOGUE = xid_catalogue(None)
@@ -217,6 +218,36 @@ def test_a_gpu_of_another_job_does_not_count():
     assert stand.sentry.look().culprits == (entity(3), NODE)
     assert stand.sentry.rank_gpus([0, 1]) == {0: uuid(2), 1: uuid(3)}
     assert [gpu.index for gpu in stand.sentry.gpus] == [2, 3]
+
+
+def test_whose_the_xids_of_the_log_are_is_not_forgotten_with_a_lost_gpu():
+    stand = Stand({"CUDA_VISIBLE_DEVICES": "2,3"})
+    mine = {"0000:12:00.0", "0000:13:00.0"}
+    assert stand.sentry.job_xids(None) == JobXids(addresses=mine)
+
+    stand.event(79, 3)
+    three = [to_json(gpu) for gpu in gpus() if gpu.index != 1]
+    stand.lines[NVML].say(gpus=three)  # begun anew, without one that is lost
+    assert stand.sentry.job_xids(None).addresses == mine
+
+    unlisted = Stand({"CUDA_VISIBLE_DEVICES": "2,3"}, begun=[])
+    unlisted.lines[NVML].say(gpus=three)
+    assert unlisted.sentry.job_xids(None) is None
+    unlisted.lines[NVML].say(gpus=[])
+    assert unlisted.sentry.job_xids(None) is None
+
+
+def test_an_xid_is_old_once_its_gpu_was_well_after_it():
+    stand = Stand()
+    stand.event(74, 1, KERNEL)
+    stand.event(31, 1, KERNEL)
+    assert stand.sentry.job_xids(None).old == set()
+    stand.clock.advance(100)
+    stand.event(31, 1, KERNEL)
+
+    now_ns = stand.clock.mono_ns()
+    assert stand.sentry.job_xids(now_ns - 10**9).old == {("0000:11:00.0", 74)}
+    assert stand.sentry.job_xids(now_ns - 101 * 10**9).old == set()
 
 
 def test_the_jobs_gpus_are_known_before_anything_happens_to_them():

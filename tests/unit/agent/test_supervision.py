@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from support.keepers import FakeKeeper, Heard
+from support.kernel_log import write_kmsg
 from support.supervised import Agent, FakeWorkers
 
 from gpuops.agent.checkpoint_keeper import Keeping
 from gpuops.agent.checkpoint_record import CheckpointRecord
 from gpuops.control.record import Phase, unpack
 from gpuops.incident.decision import NodeReport, ReportKind, Terms
+from gpuops.incident.kernel import JobXids
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.wire import Beat, Flag, StepSource
 from gpuops.wire import Phase as BeatPhase
@@ -377,6 +379,29 @@ def test_a_worker_that_outlives_sigkill_keeps_its_node_out(node):
 
     assert node.report().failure_class is FailureClass.HANG_D_STATE
     assert (record.exit_code, list(record.excluded)) == (86, ["n1"])
+
+
+@pytest.mark.parametrize(
+    ("own", "blames"), [("0000:3b:00.0", True), ("0000:5e:00.0", False), (None, True)]
+)
+def test_another_jobs_gpu_in_the_log_does_not_blame_the_node(node, tmp_path, own, blames):
+    line = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=python, GPU has fallen off the bus."
+    watching, root = node.watch(), tmp_path / "n1"
+    write_kmsg(root, [(1, "boot")])
+    node.agent.session.kernel_log.mark()
+    write_kmsg(root, [(1, "boot"), (2, line)])
+    if own is not None:
+        node.agent.job_xids = lambda _since_ns: JobXids(addresses=frozenset({own}))
+        watching = node.watch()
+    node.then(node.codes(r0=-9))
+    if blames:
+        assert over(watching).exit_code == 86
+    else:
+        assert watching.run() is None
+    assert node.report().blames_node is blames
+    fell_off = node.report().failure_class is FailureClass.GPU_FELL_OFF_BUS
+    (incident,) = node.agent.payloads("incident.recorded")[-1:]
+    assert fell_off is (incident["failure_class"] == "gpu_hw.fell_off_bus") is blames
 
 
 def test_a_fenced_node_says_so_when_it_is_back(tmp_path):

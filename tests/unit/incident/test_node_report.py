@@ -1,11 +1,13 @@
 """What an agent reports of its node: the node is blamed only by evidence on the node itself."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from support.exits import NODE, PEER_CLOSED, RULES, finished, killed, raised, terminated, worker
 
 from gpuops.incident.decision import EXITS_MAX, NodeReport, ReportKind
+from gpuops.incident.kernel import JobXids, of_the_job
 from gpuops.incident.node_report import node_report
 from gpuops.model import Confidence, FailureClass, Role, Side
 
@@ -83,6 +85,27 @@ def test_the_kernel_log_blames_the_node():
 
     assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
     assert report.blames_node
+
+
+def test_of_a_node_that_was_only_stopped_the_log_tells_by_the_jobs_own_gpus():
+    for own_gpus in ((), ["0000:5e:00.0"]):
+        report = reported(terminated(0), kernel_lines=[XID_79], own_gpus=own_gpus)
+        assert (report.kind, report.blames_node) == (ReportKind.STOPPED, False)
+        assert report.failure_class is FailureClass.UNRESOLVED
+
+    report = reported(terminated(0), kernel_lines=[XID_79], own_gpus=["0000:3b:00.0"])
+    assert (report.failure_class, report.blames_node) == (FailureClass.GPU_FELL_OFF_BUS, True)
+
+
+def test_xids_of_other_jobs_gpus_and_old_ones_are_left_out_of_the_log():
+    others = XID_79.replace("3b", "5e")
+    lines = ["eth0: up", others, XID_79, OOM]
+    mine = JobXids(addresses=frozenset({"0000:3b:00.0"}))
+
+    assert of_the_job(lines, None) == tuple(lines)
+    assert of_the_job(lines, mine) == ("eth0: up", XID_79, OOM)
+    old = replace(mine, old=frozenset({("0000:3b:00.0", 79), ("0000:3b:00.0", 31)}))
+    assert of_the_job(lines, old) == ("eth0: up", OOM)
 
 
 def test_an_out_of_memory_kill_does_not():

@@ -21,7 +21,7 @@ from gpuops.checkpoint.socket_place import socket_of
 from gpuops.worker.checkpointer.keeping import own_folder
 
 pytestmark = pytest.mark.torch
-STEP_S = 3.0  # of a step that waits for nothing, on a busy machine; the keeper's deadline is 30 s
+STEP_S = 15.0  # of a step that waits for nothing, on a busy machine; the keeper's deadline is 30 s
 
 
 class Node:

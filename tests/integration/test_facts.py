@@ -159,7 +159,7 @@ def test_a_driver_that_hangs_is_recorded_as_that(tmp_path, mock, elsewhere):
     suites = tmp_path / "site" / "suites"
     suites.mkdir(parents=True)
     (suites / "quick.toml").write_text(
-        'inherits = "full"\nrun = ["gpu_count", "memory"]\ndeadline_s = 1.5\n'
+        'inherits = "full"\nrun = ["gpu_count", "memory"]\ndeadline_s = 5\n'
     )
     node.env["GPUOPS_SITE_DIR"] = str(tmp_path / "site")
     started = time.monotonic()
@@ -170,7 +170,7 @@ def test_a_driver_that_hangs_is_recorded_as_that(tmp_path, mock, elsewhere):
     )  # fmt: skip
 
     assert made.returncode == 0
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert (run.returncode, body(run)["late"]) == (3, ["gpu_count"])
 
 

@@ -210,7 +210,7 @@ def test_a_slow_driver_delays_nothing(mock, root):
         assert sentry.look() is None
     sentry.close()
 
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < 30
 
 
 @pytest.mark.parametrize("how", ["block * nvmlEventSetWait", "deaf"], ids=["in-kernel", "deaf"])

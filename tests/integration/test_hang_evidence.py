@@ -201,7 +201,7 @@ def test_a_dump_that_is_there_before_the_asker_runs_again_counts(tmp_path):
         target = Target(rank=0, local_rank=0, pid=child.pid, stacks=stacks, dumps=True)
         os.sched_setaffinity(0, {one})
         try:
-            dumps = [SystemEyes("", beside=tmp_path).dump([target], 1.0) for _ in range(20)]
+            dumps = [SystemEyes("", beside=tmp_path).dump([target], 30.0) for _ in range(20)]
         finally:
             os.sched_setaffinity(0, processors)
             child.kill()

@@ -9,4 +9,4 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 def test_eight_agents_are_seated_soon_after_the_last_is_ready(tmp_path):
     times = gather(8, tmp_path, limit_s=200)
 
-    assert times["seated_s"] < 10, times
+    assert times["seated_s"] < 25, times  # those of a run wait 30 s for others that may come

@@ -162,19 +162,19 @@ def test_an_address_at_which_nobody_listens_is_told_long_before_a_store_that_fai
     ) as gone:
         store.survey()
 
-    assert (clock.mono_ns() - began_ns) / 1e9 < 10
+    assert (clock.mono_ns() - began_ns) / 1e9 < 60  # of 300
     assert gone.value.exit_code == 75
 
 
 def test_a_bucket_that_is_not_there_is_told_and_not_made(server, pair):
-    store = open_object_store("s3://no-such-bucket/run", server.options(), deadline_s=5)
+    store = open_object_store("s3://no-such-bucket/run", server.options(), deadline_s=60)
     clock = SystemClock()
 
     began_ns = clock.mono_ns()
     with pytest.raises(CheckpointError, match="bucket"):
         persist(store, STATE, pair, origin=ORIGIN)
 
-    assert (clock.mono_ns() - began_ns) / 1e9 < 4  # it is not asked again
+    assert (clock.mono_ns() - began_ns) / 1e9 < 30  # it is not asked again
     assert store.list() == ()
 
 

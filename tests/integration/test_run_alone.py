@@ -4,7 +4,7 @@ import psutil
 import pytest
 from support.runs import JOBS, Run, wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 TRAIN = JOBS / "train.py"
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.runs import JOBS, Run
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
 
 def last_line(run):

@@ -153,13 +153,13 @@ def test_control_characters_and_bytes_that_are_no_text_do_not_reach_the_terminal
 
 
 def test_one_that_ignores_term_is_killed_and_named_as_late(site):
-    site.suite(timeout_s=1.5)
+    site.suite(timeout_s=4)
     site.script(f"trap '' TERM; echo $$ > {site.path}/pid; while :; do :; done")
 
     started_s = time.monotonic()
     run, found = site.finding()
 
-    assert time.monotonic() - started_s < 15
+    assert time.monotonic() - started_s < 40
     assert json.loads(run.stdout)["late"] == ["site/mine"]
     assert (found["status"], found["unknown_reason"]) == ("unknown", "timeout")
     assert gone(int((site.path / "pid").read_text()))
@@ -275,7 +275,7 @@ def test_a_sites_check_can_be_picked_and_is_listed(site):
     assert "site/mine" in listed.stdout
 
 
-def eventually(condition, seconds=10):
+def eventually(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -15,11 +15,11 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.torch,
     pytest.mark.cc,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(700),
 ]
 JOB = JOBS / "elastic_train.py"
 NODES = "--spares=1 --min-nodes=2"
-LIMIT_S = 110
+LIMIT_S = 200
 
 
 class Launch:

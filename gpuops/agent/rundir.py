@@ -97,6 +97,13 @@ class RunDirectory:
         """Return the ring of *rank*."""
         return self.rings / f"generation-{generation}" / f"rank{rank}.ring"
 
+    def remove_rings_before(self, generation: int) -> None:
+        """Give the memory of the rings of generations before *generation* back."""
+        for older in self.rings.glob("generation-*"):
+            number = older.name.rpartition("-")[2]
+            if number.isdecimal() and int(number) < generation:
+                shutil.rmtree(older, ignore_errors=True)
+
     def write_state(self, state: Mapping[str, object], *, group_rank: int) -> None:
         """Replace the state file as a whole; a reader never sees half of it.
 

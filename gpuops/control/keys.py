@@ -23,17 +23,21 @@ class Keys:
     def alive(self, agent: str = "") -> str:
         return f"{self.prefix}/alive/{agent}"
 
+    def generation(self, generation: int) -> str:
+        """Return what all keys of *generation* begin with, and no other's."""
+        return f"{self.prefix}/gen/{generation}/"
+
     def ready(self, generation: int, agent: str = "") -> str:
-        return f"{self.prefix}/ready/{generation}/{agent}"
+        return f"{self.generation(generation)}ready/{agent}"
 
     def roster(self, generation: int) -> str:
-        return f"{self.prefix}/roster/{generation}"
+        return f"{self.generation(generation)}roster"
 
     def watermark(self) -> str:
         return f"{self.prefix}/ckpt/watermark"
 
     def restore(self, generation: int) -> str:
-        return f"{self.prefix}/ckpt/restore/{generation}"
+        return f"{self.generation(generation)}restore"
 
     def report(self, generation: int, agent: str = "") -> str:
-        return f"{self.prefix}/report/{generation}/{agent}"
+        return f"{self.generation(generation)}report/{agent}"

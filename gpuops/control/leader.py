@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from gpuops.control.link import Link
 from gpuops.control.liveness import Life, Liveness
 from gpuops.control.membership import form, seats
+from gpuops.control.past import forget_before
 from gpuops.control.record import ControlRecord, Member, Phase, Roster
 from gpuops.control.sight import DEPUTIES, Sight
 from gpuops.control.view import View
@@ -82,12 +83,7 @@ class Leader:
     """
 
     def __init__(
-        self,
-        link: Link,
-        clock: Clock,
-        terms: Terms,
-        timing: Timing,
-        decide: Decide,
+        self, link: Link, clock: Clock, terms: Terms, timing: Timing, decide: Decide
     ) -> None:
         self._link = link
         self._clock = clock
@@ -328,7 +324,8 @@ class Leader:
                 return None
             return replace(now, phase=Phase.RUN, decided_by=self._link.me.node)
 
-        self._link.propose(change)
+        if self._link.propose(change):
+            forget_before(board, keys, record.generation)
 
     def _holds_back(self, record: ControlRecord, view: View, now_ns: int) -> bool:
         """Say whether the back-off lasts; a board whose clock jumps back makes it no longer."""

@@ -5,13 +5,16 @@ take a generation from RUN to GATHER or DRAIN; the first writer wins, everybody 
 
 Keys on the board::
 
-    control                the record
-    agent/<agent id>       who an agent is (`Member`), written once
-    alive/<agent id>       its heartbeat: a sequence number, its progress
-    ready/<g>/<agent id>   it would take a seat in generation g (`Member`, with a free port)
-    roster/<g>             who sits where in generation g (`Roster`), written once
-    report/<g>/<agent id>  what it has to say of generation g (`NodeReport`)
-    ckpt/...               what the agents agree on of checkpoints; only where there are any
+    control                    the record
+    agent/<agent id>           who an agent is (`Member`), written once
+    alive/<agent id>           its heartbeat: a sequence number, its progress
+    gen/<g>/ready/<agent id>   it would take a seat in generation g (`Member`, with a free port)
+    gen/<g>/roster             who sits where in generation g (`Roster`), written once
+    gen/<g>/report/<agent id>  what it has to say of generation g (`NodeReport`)
+    gen/<g>/restore            from which checkpoint generation g goes on; where there are any
+    ckpt/...                   what else the agents agree on of checkpoints
+
+What is of a generation goes off the board once the next but one runs; see `gpuops.control.past`.
 """
 
 import json

@@ -107,6 +107,21 @@ def test_rings_of_dead_agents_are_removed_and_those_of_the_living_stay(tmp_path)
     assert not mine.exists()
 
 
+def test_rings_of_older_generations_are_given_back(tmp_path):
+    mine, lock = create_rings([tmp_path])
+    directory = RunDirectory(tmp_path, mine, lock)
+    for generation in (0, 9, 10):
+        directory.ring(generation, 3).parent.mkdir()
+        directory.ring(generation, 3).write_bytes(b"beats")
+    before = {path.name for path in mine.iterdir()}
+
+    directory.remove_rings_before(10)
+
+    assert before - {path.name for path in mine.iterdir()} == {"generation-0", "generation-9"}
+    assert directory.ring(10, 3).read_bytes() == b"beats"
+    directory.remove_rings()
+
+
 def test_rings_of_an_agent_whose_process_id_means_nothing_here_stay(tmp_path):
     code = (
         "import sys; from pathlib import Path; from gpuops.agent.rundir import create_rings\n"

@@ -42,6 +42,40 @@ def test_a_failure_on_one_node_restarts_all_within_two_seconds_and_keeps_ranks()
     assert {p.node: p.rank for p in world.players} == before
 
 
+def generations_on_board(world):
+    """Return the generations of which anything lies on the board."""
+    words = (key.split("/") for key in world.board.list(""))
+    return {int(some[2]) for some in words if some[1:2] == ["gen"]}
+
+
+def fail_until(world, generation):
+    """Let nodes fail in turn until *generation* runs, the next one."""
+    world.players[generation % len(world.players)].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(generation, len(w.players)))
+
+
+def test_generations_that_are_over_leave_the_board():
+    world = started(3, 3, 3)
+    fail_until(world, 1)
+    n_keys = len(world.board.list(""))
+
+    for generation in range(2, 23):
+        fail_until(world, generation)
+        assert generations_on_board(world) == {generation - 1, generation}
+        assert len(world.board.list("")) == n_keys
+
+
+def test_a_board_that_takes_nothing_away_keeps_no_generation_from_starting():
+    world = started(3, 3, 3)
+    for player in world.players:
+        player.board.lose = lambda name: "call" if name == "delete" else None
+
+    for generation in range(1, 5):
+        fail_until(world, generation)
+
+    assert generations_on_board(world) == set(range(5))
+
+
 def test_a_frozen_node_is_replaced_by_the_spare_at_its_rank():
     world = started(2, 2, 3)
     frozen = world.players[0]

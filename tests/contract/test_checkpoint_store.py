@@ -58,7 +58,7 @@ class Objects:
         self.fs, self.root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **(options or {}))
 
     def open(self):
-        return open_object_store(self.url, self.options, deadline_s=20)
+        return open_object_store(self.url, self.options, deadline_s=60)
 
     def read(self, key):
         self.fs.invalidate_cache()
@@ -84,7 +84,8 @@ def kind(request, tmp_path):
     if request.param == "memory":
         return Objects(f"memory://bucket-{next(_numbers)}/run")
     server = request.getfixturevalue("s3")
-    return Objects(f"s3://{server.bucket()}/some/run", server.options())
+    options = server.options(connect_timeout=30, read_timeout=30)
+    return Objects(f"s3://{server.bucket()}/some/run", options)
 
 
 @pytest.fixture

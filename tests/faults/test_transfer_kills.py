@@ -193,7 +193,7 @@ def test_a_holder_that_is_killed_loses_its_memory_and_gets_all_again(image, side
 def test_a_sender_that_is_stopped_is_left_for_the_next_holder(image, sides, tmp_path):
     path, memory, copy = image
     target = transfer_process.FileMemory(tmp_path / "target", NBYTES)
-    bounds = limits(chunk_bytes=CHUNK, stall_s=0.5, stranger_s=0.5)
+    bounds = limits(chunk_bytes=CHUNK, stall_s=2.0, stranger_s=2.0)
     first = sides("serve", path, bytes_per_s=RATE)
     port = first.heard()["port"]
     with serving(Shelf((memory, copy)), bounds=bounds) as server:
@@ -203,7 +203,7 @@ def test_a_sender_that_is_stopped_is_left_for_the_next_holder(image, sides, tmp_
                 job_pass(),
                 copy,
                 target.view,
-                terms(60, 1.0, limits=bounds),
+                terms(60, 3.0, limits=bounds),
             )
         )
         until(lambda: n_arrived(tmp_path / "target", memory) >= 12, 30)

@@ -50,7 +50,9 @@ class S3Server:
         import s3fs
 
         name = f"bucket-{next(_numbers)}"
-        filesystem = s3fs.S3FileSystem(skip_instance_cache=True, **self.options())
+        # The server imports what serves S3 with the first request.
+        options = self.options(connect_timeout=60, read_timeout=60)
+        filesystem = s3fs.S3FileSystem(skip_instance_cache=True, **options)
         # Its mkdir names the region, which the one that is the default refuses.
         filesystem.call_s3("create_bucket", Bucket=name)
         return name

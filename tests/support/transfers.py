@@ -97,7 +97,7 @@ def job_pass(epoch=3, token=TOKEN, job=JOB):
 
 def limits(**more):
     """Return limits that suit tests: small chunks, short waits."""
-    return Limits(**{"chunk_bytes": CHUNK, "stall_s": 2.0, "stranger_s": 1.0, **more})
+    return Limits(**{"chunk_bytes": CHUNK, "stall_s": 2.0, "stranger_s": 5.0, **more})
 
 
 def terms(deadline_s=20.0, patience_s=5.0, **more):

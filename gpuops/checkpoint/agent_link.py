@@ -240,6 +240,14 @@ class AgentLink:
                 break
         return found
 
+    def leave(self, *, is_over: bool) -> tuple[int, bool]:
+        """Let the last rank look after the keeper, where any is at work still.
+
+        Return how many are, and whether the keeper ends: none is, and it *is_over*.
+        """
+        fields, _ = self._line.ask("leave", is_over=is_over)
+        return fields.integer("ranks", 0, ID_MAX), fields.flag("is_ending")
+
     def end(self) -> None:
         """End the keeper; what only memory holds is gone."""
         self._line.ask("end")

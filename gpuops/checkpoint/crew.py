@@ -44,7 +44,8 @@ class Crew:
     """The ranks of one start.
 
     ``is_wanted``: somebody waits for the state to go on from. ``trouble``: why there will be no
-    answer. ``is_over``: others have taken their place.
+    answer. ``is_left``: who answered for the keeper has left it to them. ``is_over``: others have
+    taken their place.
     """
 
     generation: int
@@ -60,6 +61,7 @@ class Crew:
     found: Found | None = None
     trouble: str = ""
     cannot_tell: bool = False
+    is_left: bool = False
     is_over: bool = False
 
     def takes(self, post: Post, guest: Guest, *, is_back: bool = False) -> bool:

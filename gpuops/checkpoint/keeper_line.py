@@ -235,6 +235,10 @@ class KeeperLine:
 
     def _shut(self) -> None:
         if self._sock is not None:
+            if os.getpid() == self._pid:
+                # Data loaders that were forked have the descriptor as well, and would hold it open.
+                with suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
             self._sock = None
 

@@ -414,13 +414,28 @@ def _events(core: Core, _request: Request) -> Answer:
     return Answer({"events": found, "is_all": not len(core.events)})
 
 
+def _leave(core: Core, request: Request) -> Answer:
+    """End the keeper where it is over; not while a rank is at work, or its last state hashed."""
+    crew = core.crew
+    n_ranks = len(crew.members) if crew is not None else 0
+    if crew is not None:
+        crew.is_left = True
+    if request.fields.flag("is_over") and not n_ranks and not core.n_hashing:
+        core.is_ending = True
+    return Answer({"ranks": n_ranks, "is_ending": core.is_ending})
+
+
+def _left(core: Core, _request: Request) -> Answer:
+    return Answer({"is_left": core.crew is not None and core.crew.is_left})
+
+
 def _end(core: Core, _request: Request) -> Answer:
     core.is_ending = True
     return Answer()
 
 
 _HANDLERS: Mapping[str, Mapping[str, Handler]] = {
-    "probe": {"stats": _stats},
+    "probe": {"stats": _stats, "left": _left},
     "rank": {
         "reserve": _reserve,
         "begin": _begin,
@@ -450,6 +465,7 @@ _HANDLERS: Mapping[str, Mapping[str, Handler]] = {
         "differ": _differ,
         "stats": _stats,
         "events": _events,
+        "leave": _leave,
         "end": _end,
     },
 }

@@ -135,7 +135,7 @@ class Checkpointer:
         self._is_closed = False
         self._warned: set[str] = set()
         self._key = ("", 0)
-        self._last = LastStep(len(given.optimizers), persists=self._policy.directory is not None)
+        self._last = LastStep(given.optimizers, persists=self._policy.directory is not None)
         self._at_exit: weakref.finalize[[LastStep, Saver, Finder], Checkpointer] | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step) for optimizer in given.optimizers
@@ -190,8 +190,8 @@ class Checkpointer:
 
         The last state is saved where states persist, whatever ``every`` says, unless an optimizer
         has stepped since, an exception is on its way, or *save* is false. Without `gpuops run`, it
-        has persisted when this returns on local rank 0. May be called twice. A process that was
-        forked does nothing.
+        has persisted when this returns on local rank 0, or, where a rank comes 15 s later, on the
+        last one. May be called twice. A process that was forked does nothing.
         """
         if self._is_closed:
             return
@@ -376,9 +376,12 @@ class Checkpointer:
 
     def _before_step(self, optimizer: object, *_: object) -> None:
         """Have the optimizer's step come after a copy that is still being made."""
-        if torch.compiler.is_compiling() or _is_capturing():
+        if torch.compiler.is_compiling():
             return
-        self._last.stepping.add(id(optimizer))
+        if _is_capturing():
+            self._last.is_captured()
+            return
+        self._last.steps(optimizer)
         if self._saver is None:
             return
         try:

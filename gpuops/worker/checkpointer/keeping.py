@@ -20,7 +20,7 @@ from gpuops.checkpoint.address import check_address
 from gpuops.checkpoint.agent_link import AgentLink
 from gpuops.checkpoint.client import connect
 from gpuops.checkpoint.keeper import Keeper, Policy
-from gpuops.checkpoint.keeper_line import KeeperGoneError
+from gpuops.checkpoint.keeper_line import KeeperGoneError, KeeperLine
 from gpuops.checkpoint.keeper_process import start_or_adopt
 from gpuops.checkpoint.socket_place import socket_of
 from gpuops.checkpoint.states import CheckpointError, KeeperError
@@ -35,6 +35,8 @@ _LOCK = "job.lock"
 # What is in its folder; the lock is the last, for whoever has it has the folder.
 _FILES = ("keeper.sock", "keeper.lock", "keeper.log", "keeper.log.1", _LOCK)
 _LOCK_S = 15.0  # a killed job's data loaders may outlive it, and its lock, for a while
+_PARTING_S = 5.0  # between the first rank that leaves and the last, mostly
+_PROBE_S = 5.0
 _APPEAR_S = 60.0
 _AGAIN_S = 0.05
 
@@ -48,14 +50,24 @@ class BusyDirectoryError(CheckpointError):
 
 
 class OwnKeeper:
-    """The keeper of a job without an agent; this process, local rank 0, answers for it."""
+    """The keeper of a job without an agent.
 
-    def __init__(self, socket_path: Path, lock: int) -> None:
+    Who has *lock*, local rank 0, answers for it. Another rank has none, and answers for it once
+    that one has left while others were at work. *patience_s*: how long parts of the last state are
+    waited for.
+    """
+
+    def __init__(
+        self, socket_path: Path, lock: int | None = None, *, patience_s: float = _LOCK_S
+    ) -> None:
         self._socket_path = socket_path
         self._lock = lock
+        self._patience_s = patience_s
 
     def finish(self, step: int | None, deadline_s: float = LAST_SAVE_S) -> None:
         """Have the last state persisted, that of *step* if it comes about, and end the keeper.
+
+        Where other ranks are at work still, it is left to the last of them.
 
         Raises:
             KeeperError: It is gone, or could not persist it; the state before stays.
@@ -69,21 +81,59 @@ class OwnKeeper:
             KeeperError: It is gone, or could not persist it; the state before stays.
         """
         end_s = time.monotonic() + deadline_s
+        if self._lock is None and not self._is_left_to_us():
+            return
+        try:
+            self._persist(step, end_s, is_over=is_over)
+        finally:
+            self.leave()
+
+    def _persist(self, step: int | None, end_s: float, *, is_over: bool) -> None:
         link = AgentLink.connect(self._socket_path)
         try:
-            _await_commit(link, step)
+            if _has_committed(link, step, self._patience_s) and is_over:
+                _await_leaving(link, min(_PARTING_S, self._patience_s))
             flushed = link.flush(max(end_s - time.monotonic(), 1.0))
             notice = link.stats().get("notice")
             if isinstance(notice, str):
                 _log.warning("%s", notice)
             if step is not None and flushed.state is None:
                 raise KeeperError(f"the last state was not persisted: {flushed.why}")
-            if is_over:
-                link.end()
+            n_ranks, is_ending = link.leave(is_over=is_over)
+            if is_ending:
                 self._remove()
         finally:
             link.close()
-            self.leave()
+        if step is not None and flushed.state is not None and flushed.state.step < step:
+            later = f"; ranks still at work: {n_ranks}, whose last state persists when they leave"
+            _log.warning(
+                "the state after step %d is not persisted: other ranks have not saved theirs in "
+                "%g s; the newest that is persisted is that after step %d%s",
+                step,
+                self._patience_s,
+                flushed.state.step,
+                later if n_ranks else "",
+            )
+
+    def _is_left_to_us(self) -> bool:
+        """Say whether who answered for the keeper has left, and nobody else has taken its place."""
+        try:
+            line = KeeperLine(self._socket_path, deadline_s=_PROBE_S)
+        except KeeperError:
+            return False
+        try:
+            line.ask("hello", role="probe")
+            is_left = line.ask("left")[0].flag("is_left")
+        except KeeperError:
+            return False
+        finally:
+            line.close()
+        folder = self._socket_path.parent
+        try:
+            self._lock = _locked(folder / _LOCK, str(folder), wait_s=1.0) if is_left else None
+        except (BusyDirectoryError, OSError):
+            return False  # another rank, or the next job, which has all that there is in memory
+        return self._lock is not None
 
     def _remove(self) -> None:
         """Remove the folder of the keeper, which has ended; whoever comes next makes another."""
@@ -95,18 +145,27 @@ class OwnKeeper:
 
     def leave(self) -> None:
         """Let another job have the directory."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked data loaders have the descriptor as well
+            os.close(lock)
 
 
-def _await_commit(link: AgentLink, step: int | None) -> None:
-    """Wait a little for the other ranks' parts of the last state."""
-    end_s = time.monotonic() + _LOCK_S
+def _has_committed(link: AgentLink, step: int | None, patience_s: float) -> bool:
+    """Wait a little for the other ranks' parts of the last state; say whether they came."""
+    end_s = time.monotonic() + patience_s
     while step is not None and time.monotonic() < end_s:
         newest = link.stats().get("newest")
         if isinstance(newest, list) and len(newest) == 2 and newest[1] >= step:
-            return
+            return True
+        time.sleep(_AGAIN_S)
+    return step is None
+
+
+def _await_leaving(link: AgentLink, patience_s: float) -> None:
+    """Wait a little until no rank is connected: mostly all leave at the same time."""
+    end_s = time.monotonic() + patience_s
+    while link.stats().get("ranks") and time.monotonic() < end_s:
         time.sleep(_AGAIN_S)
 
 
@@ -179,6 +238,8 @@ class Finder:
             self.own = _start(folder, directory)
         elif place.local_rank == 0:
             start_or_adopt(folder)  # it may have died, and nobody else starts another
+        else:
+            self.own = OwnKeeper(socket_of(folder))
         end_s = time.monotonic() + _APPEAR_S
         while True:
             try:
@@ -186,6 +247,11 @@ class Finder:
             except KeeperGoneError:
                 if place.local_rank == 0 or time.monotonic() > end_s:
                     raise
+                if is_back and not _is_locked(folder):
+                    raise KeeperError(
+                        "the first rank of this node has left, and the keeper of the job is gone: "
+                        "nobody starts another"
+                    ) from None
             time.sleep(_AGAIN_S)
 
 
@@ -275,6 +341,21 @@ def _locked(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int | Non
         os.close(lock)
         raise
     return lock
+
+
+def _is_locked(folder: Path) -> bool:
+    """Say whether somebody answers for the keeper in *folder*."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _reader(lock: int) -> str:

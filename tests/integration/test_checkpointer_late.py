@@ -1,0 +1,101 @@
+"""Without `gpuops run` the last rank that leaves looks after the keeper, not the first."""
+
+import fcntl
+import os
+import time
+
+import pytest
+from support.keeper_ranks import newest, ready, until
+
+from gpuops.checkpoint.client import connect
+from gpuops.checkpoint.keeper import Policy
+from gpuops.checkpoint.keeper_line import KeeperGoneError
+from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.states import KeeperError
+from gpuops.checkpoint.stores import open_store
+from gpuops.worker.checkpointer.keeping import Finder, OwnKeeper, own_folder
+from gpuops.worker.checkpointer.place import Place
+
+SECOND = Place(1, 2, 1, 2, "")
+
+
+class Job:
+    """Two ranks that save into a directory, with a keeper of their own."""
+
+    def __init__(self, tmp_path):
+        self.states = tmp_path / "states"
+        self.env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+        self.folder = own_folder(self.env, str(self.states))
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            folder.mkdir(mode=0o700)
+        lock = os.open(self.folder / "job.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.process = start_or_adopt(self.folder)
+        path = self.process.socket_path
+        self.first, self.second = OwnKeeper(path, lock, patience_s=0.2), OwnKeeper(path)
+        self.ranks = ready([line_of(path, rank) for rank in range(2)], **self.policy())
+
+    def policy(self):
+        return {"directory": str(self.states), "persist_every_s": 3600.0}
+
+    def persisted(self):
+        return [stored.state.step for stored in open_store(str(self.states)).list()]
+
+
+def line_of(path, rank):
+    return connect(path, rank=rank, world=2, local_rank=rank, local_world=2, epoch_hint=0)
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    for rank in job.ranks:
+        rank.keeper.close()
+    job.process.kill()
+
+
+def test_what_a_late_rank_saves_last_persists_and_the_first_says_that_it_is_late(job, caplog):
+    first, second = job.ranks
+    for rank in job.ranks:
+        rank.save(6)
+    until(lambda: newest(second.keeper) == [0, 6], what="the commit")
+    first.save(7)
+    first.keeper.close()
+    job.first.finish(7)
+
+    (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("gpuops")]
+    assert "the state after step 7 is not persisted" in said
+    assert "is that after step 6; ranks still at work: 1," in said
+    assert job.persisted() == [6]
+
+    second.save(7)
+    second.keeper.close()
+    job.second.finish(7)
+
+    assert job.persisted()[0] == 7
+    assert not job.folder.exists()
+    until(lambda: not job.process.is_running(), what="the end of the keeper")
+
+
+def test_a_rank_that_leaves_before_the_first_ends_nothing(job):
+    first, second = job.ranks
+    second.keeper.close()
+    job.second.finish(None)
+
+    assert first.keeper.stats()["ranks"] == 1
+    assert job.folder.exists()
+
+
+def test_a_rank_whose_keeper_was_ended_by_the_first_does_not_wait_for_another(job):
+    job.ranks[0].keeper.close()
+    job.ranks[1].keeper.close()
+    job.first.finish(None)
+    finder = Finder(None, job.env, SECOND, Policy(directory=str(job.states)))
+    begun_s = time.monotonic()
+
+    with pytest.raises(KeeperError, match="first rank of this node has left") as found:
+        finder.find(is_back=True)
+
+    assert not isinstance(found.value, KeeperGoneError)
+    assert time.monotonic() - begun_s < 30

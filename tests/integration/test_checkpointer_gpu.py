@@ -89,6 +89,26 @@ def test_an_optimizer_in_a_cuda_graph_is_not_copied_beside():
     assert all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True))
 
 
+def test_after_a_capture_nothing_is_certain_of_an_optimizer_that_tells_of_no_step():
+    model = nn.Linear(4, 4, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    keeper = MemoryNode().connect()
+    with Checkpointer(model=model, optimizer=optimizer, every=100, keeper=keeper) as ck:
+        ck.restore()
+        optimizer.step()
+        ck.step(1)
+        ck.step(2)
+        assert ck._last.doubt() == ""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        graph.replay()
+        ck.step(3)
+        assert "CUDA graph" in ck._last.doubt()
+
+
 def test_the_host_does_not_wait_for_the_copy():
     node = MemoryNode()
     model = big_model()

@@ -3,8 +3,11 @@
 import logging
 import os
 import sys
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
 
 from gpuops.worker import api
 from gpuops.worker.checkpointer.keeping import Finder, NoKeeperError, OwnKeeper
@@ -15,33 +18,73 @@ _log = logging.getLogger(__name__)
 AT_EXIT_S = 60.0  # nobody asked for it to be waited for
 
 
+_N_LOOKED_AT = 8  # parameters of an optimizer, at each step
+
+
 @dataclass(slots=True)
 class LastStep:
     """The last step that was told of, and whether what was given is as it was then.
 
-    ``is_watched``: each of ``n_optimizers`` tells of its steps; ``stepping`` are those that have
-    made one since. ``persists``: a state outlives the job.
+    ``is_watched``: each of the ``optimizers`` has told of a step of its own just before it.
+    ``persists``: a state outlives the job.
+
+    An optimizer that is compiled, or replayed as a CUDA graph, calls no hook, and nothing tells
+    whether it changes what is being copied. One that is only left out for a while (it takes turns,
+    a scaler found inf) is told from those: a capture calls the hook, and a compiled step counts up
+    the versions of the parameters. Of a graph that is older than the hooks nothing is known, so
+    that an optimizer must have told of a step in any case.
     """
 
-    n_optimizers: int
+    optimizers: Sequence[torch.optim.Optimizer]
     persists: bool
     n: int = 0
     is_watched: bool = False
-    stepping: set[Hashable] = field(default_factory=set)
     pid: int = field(default_factory=os.getpid)
+    _stepping: set[int] = field(default_factory=set)
+    _heard: set[int] = field(default_factory=set)
+    _is_silent: bool = False
+    _versions: dict[int, int] = field(default_factory=dict)
+
+    def steps(self, optimizer: object) -> None:
+        """Hear that *optimizer* is about to make a step."""
+        self._stepping.add(id(optimizer))
+
+    def is_captured(self) -> None:
+        """Hear that a step of an optimizer becomes a CUDA graph."""
+        self._is_silent = True
 
     def told(self, n: int) -> None:
         """Hear that *n* steps are completed, and that the state after them is what is there now."""
         self.n = n
-        # An optimizer that is compiled, or replayed as a CUDA graph, calls no hook: nothing tells
-        # whether it changes what is being copied.
-        self.is_watched = len(self.stepping) == self.n_optimizers > 0
-        self.stepping.clear()
+        self.is_watched = len(self._stepping) == len(self.optimizers) > 0
+        self._is_silent |= self._has_changed()
+        self._versions = {id(each): _version(each) for each in self.optimizers}
+        self._heard |= self._stepping
+        self._stepping.clear()
 
-    @property
-    def may_be_saved(self) -> bool:
-        """Say whether what was given is as it was at the last `step`, and of use later on."""
-        return self.is_watched and not self.stepping and self.persists
+    def doubt(self) -> str:
+        """Return why what was given may not be as it was at the last `step`, "" where it is."""
+        if self._stepping:
+            return "an optimizer has stepped since"
+        if self.is_watched:
+            return ""
+        if self._is_silent or self._has_changed():
+            return "an optimizer may have stepped since, compiled or in a CUDA graph, unnoticed"
+        if not self.optimizers or len(self._heard) < len(self.optimizers):
+            return "no optimizer step was seen of all that is trained, and there may be one since"
+        return ""
+
+    def _has_changed(self) -> bool:
+        """Say whether an optimizer that tells of no step has changed parameters since `told`."""
+        still = [each for each in self.optimizers if id(each) not in self._stepping]
+        return any(_version(each) != self._versions.get(id(each), _version(each)) for each in still)
+
+
+def _version(optimizer: torch.optim.Optimizer) -> int:
+    """Return a number that grows whenever a step is made of which Python knows."""
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    trained = (one for one in parameters if one.requires_grad and not one.is_inference())
+    return sum(one._version for one in islice(trained, _N_LOOKED_AT))  # noqa: SLF001 documented
 
 
 def save_and_leave(
@@ -55,8 +98,12 @@ def save_and_leave(
         KeeperError: The last state could not be persisted by the keeper *own* of this job.
     """
     if saver is not None:
-        if is_normal and last.may_be_saved:
-            _say_if(saver.save_last(last.n), last, saver)
+        if is_normal and last.persists:
+            doubt = last.doubt()
+            if not doubt:
+                _say_if(saver.save_last(last.n), last, saver)
+            elif last.n > (saver.last_step or 0):
+                _say_if(doubt, last, saver)
         saver.close()
     if own is not None:
         own.finish(saver.last_step if saver is not None else None)

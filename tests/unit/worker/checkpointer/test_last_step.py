@@ -1,0 +1,183 @@
+"""The state after the last step is saved where it is sure to be that, and else it is said."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.checkpointer.last_step import LastStep
+
+LAST = 23
+
+
+class Pair:
+    """Two models that are trained beside each other, or in turns."""
+
+    def __init__(self):
+        self.models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
+        self.optimizers = {
+            name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for name, model in self.models.items()
+        }
+
+    def loss(self, name):
+        self.optimizers[name].zero_grad()
+        return self.models[name](torch.ones(2)).sum()
+
+    def step(self, name):
+        self.loss(name).backward()
+        self.optimizers[name].step()
+
+    def given(self):
+        return {"model": self.models, "optimizer": self.optimizers}
+
+    def weights(self):
+        return [model.weight.detach().clone() for model in self.models.values()]
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+@pytest.fixture
+def begin(node, tmp_path):
+    """Return a function that begins to save what it is given, never before the end."""
+
+    def begin(**given):
+        place = tmp_path / "states"
+        ck = Checkpointer(**given, every=1000, directory=place, keeper=node.connect())
+        assert ck.restore() == 0
+        return ck
+
+    return begin
+
+
+@pytest.fixture
+def is_last(node):
+    """Return a function that says whether the next start goes on from a pair's last state."""
+
+    def is_last(pair):
+        other = Pair()
+        with Checkpointer(**other.given(), keeper=node.connect()) as ck:
+            return ck.restore() == LAST and all(map(torch.equal, other.weights(), pair.weights()))
+
+    return is_last
+
+
+@pytest.fixture
+def missed(warnings):
+    """Return a function that returns what was said of a last state that is not saved."""
+    return lambda: [text for text in warnings() if "the last one, is not saved" in text]
+
+
+@pytest.mark.parametrize("each", [1, 5, LAST])
+def test_an_optimizer_need_not_step_at_each_step(pair, begin, is_last, missed, each):
+    with begin(**pair.given()) as ck:
+        for n in range(1, LAST + 1):
+            pair.step("d")
+            if n % each == 0:
+                pair.step("g")
+            ck.step(n)
+
+    assert is_last(pair)
+    assert not missed()
+
+
+def test_a_scaler_may_leave_the_last_step_out(pair, begin, is_last, missed):
+    scaler = torch.amp.GradScaler("cpu")
+    with begin(**pair.given()) as ck:
+        for n in range(1, LAST + 1):
+            for name, optimizer in pair.optimizers.items():
+                scaler.scale(pair.loss(name)).backward()
+                if n == LAST:
+                    pair.models[name].weight.grad.fill_(float("inf"))
+                scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            ck.step(n)
+        assert scaler.get_scale() < before
+
+    assert is_last(pair)
+    assert not missed()
+
+
+@pytest.mark.parametrize("who", ["d", "g"])
+def test_a_step_after_the_last_that_was_told_of_is_said(pair, begin, is_last, missed, who):
+    with begin(**pair.given()) as ck:
+        for n in range(1, LAST + 1):
+            pair.step("d")
+            if n % 5 == 0:
+                pair.step("g")
+            ck.step(n)
+        pair.step(who)
+
+    assert not is_last(pair)
+    assert ["an optimizer has stepped since" in text for text in missed()] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("compiled_after", [LAST - 2, LAST])
+def test_a_compiled_step_is_not_taken_for_none(pair, begin, is_last, missed, compiled_after):
+    """It calls no hook, though those before it have."""
+
+    def compiled():
+        pair.loss("g").backward()
+        torch.compile(pair.optimizers["g"].step, backend="eager")()
+
+    with begin(**pair.given()) as ck:
+        for n in range(1, LAST + 1):
+            pair.step("d")
+            if n < LAST - 1:
+                pair.step("g")
+            elif n == compiled_after + 1:
+                compiled()
+            ck.step(n)
+        if compiled_after == LAST:
+            compiled()
+
+    assert not is_last(pair)
+    assert ["may have stepped since" in text for text in missed()] == [True]
+
+
+def test_after_a_capture_only_what_has_just_told_of_a_step_is_trusted(pair):
+    last = LastStep(list(pair.optimizers.values()), persists=True)
+    for name in ("g", "d"):
+        last.steps(pair.optimizers[name])
+    last.told(1)
+    last.told(2)
+    assert last.doubt() == ""
+
+    last.is_captured()
+    last.told(3)
+    assert "CUDA graph" in last.doubt()
+    for name in ("g", "d"):
+        last.steps(pair.optimizers[name])
+    last.told(4)
+    assert last.doubt() == ""
+
+
+@pytest.mark.parametrize("stepping", ["d", "no optimizer"])
+def test_where_no_step_was_ever_seen_it_is_said(pair, begin, is_last, missed, stepping):
+    given = pair.given() if stepping == "d" else {"model": pair.models}
+    with begin(**given) as ck:
+        for n in range(1, LAST + 1):
+            pair.step("d")
+            ck.step(n)
+
+    assert not is_last(pair)
+    assert ["no optimizer step was seen of all" in text for text in missed()] == [True]
+
+
+@pytest.mark.parametrize(("named", "every"), [(True, 1), (False, 1000)])
+def test_nothing_is_said_where_it_is_saved_or_does_not_persist(
+    node, tmp_path, missed, named, every
+):
+    place = tmp_path / "states" if named else None
+    with Checkpointer(
+        model=nn.Linear(1, 1), every=every, directory=place, keeper=node.connect()
+    ) as ck:
+        ck.step(1)
+        ck.step(2)
+
+    assert not missed()

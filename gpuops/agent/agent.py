@@ -5,7 +5,7 @@ is the record's business: this loop looks ten times a second at its workers and 
 on the board what it saw here, and does what was decided.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from signal import SIGTERM, Signals
@@ -19,7 +19,9 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.api import Worker as TorchWorker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from gpuops.agent.draining import drain_from_afar
 from gpuops.agent.last_save import awaited
+from gpuops.agent.left_behind import leave_behind
 from gpuops.agent.logs import Placement
 from gpuops.agent.parts import Parts
 from gpuops.agent.published import Snapshot, progress_of, state_of
@@ -29,7 +31,7 @@ from gpuops.agent.seat import BoardLostError, Gate, RunOverError, Seat, Seats
 from gpuops.agent.sentry import Watched
 from gpuops.agent.supervision import Supervision, Torch
 from gpuops.agent.workers import Worker, Workers
-from gpuops.control.drains import drain, drain_at_once
+from gpuops.control.drains import drain_at_once
 from gpuops.control.record import ControlRecord, Phase
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.decision import NodeReport, ReportKind
@@ -90,6 +92,7 @@ class GpuopsAgent(LocalElasticAgent):
         torch = Torch(
             interval_s=self._worker_group.spec.monitor_interval,
             reap=lambda: super(GpuopsAgent, self)._monitor_workers(self._worker_group),
+            leave=self._leave,
             looks_for_d_state=getattr(self, "_uninterruptible_state_timeout", 0.0) > 0,
         )
         return Supervision(self._parts, self._seat, self._workers, torch, self, self.snapshot)
@@ -288,7 +291,7 @@ class GpuopsAgent(LocalElasticAgent):
         if number is None:
             return
         if record.phase is Phase.RUN:
-            drain(self._parts.link, number.name, None)
+            drain_from_afar(self._parts.link, number.name)
         elif record.phase in {Phase.FORM, Phase.GATHER}:
             stopped = drain_at_once(self._parts.link, number.name, EXIT_REQUEUE)
             if stopped is not None:
@@ -317,10 +320,16 @@ class GpuopsAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: Signals = SIGTERM, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        if self._workers is not None and not self._workers.all_ended:
-            urgent = self._is_urgent
-            self._workers.end(death_sig, self._parts.cancel_grace_s, urgent)
+        workers = self._workers
+        if workers is not None and not workers.all_ended:
+            if not workers.left:  # a second time would not end them either
+                workers.end(death_sig, self._parts.cancel_grace_s, self._is_urgent)
+            self._leave(workers.left)
         super()._shutdown(death_sig, *args, **kwargs)
+
+    def _leave(self, local_ranks: Collection[int]) -> None:
+        if local_ranks and self._pcontext is not None:
+            leave_behind(self._pcontext, local_ranks)
 
     def cancelled(self, signal_name: str) -> None:
         """Record that a signal ended the run; the workers, if any, are gone by now."""

@@ -228,17 +228,16 @@ class Ending:
 
     def report_fence(self, silent_s: float) -> None:
         """File that this node had been away, for the generation that it was away from."""
-        self._file(
-            NodeReport(
-                kind=ReportKind.NODE_LOST,
-                node=self._parts.node,
-                generation=self._generation,
-                failure_class=FailureClass.STORE_LOST,
-                side=Side.INFRA,
-                confidence=Confidence.CONFIRMED,
-                how=f"it was cut off from the board for {silent_s:.1f} s and ended its workers",
-            )
+        report = NodeReport(
+            kind=ReportKind.NODE_LOST,
+            node=self._parts.node,
+            generation=self._generation,
+            failure_class=FailureClass.STORE_LOST,
+            side=Side.INFRA,
+            confidence=Confidence.CONFIRMED,
+            how=f"it was cut off from the board for {silent_s:.1f} s and ended its workers",
         )
+        self._file(with_stuck(report, self._workers.stuck_ranks))
 
     def wait_for_the_others(self) -> ControlRecord:
         """Return the record once it says anything but that this generation runs."""

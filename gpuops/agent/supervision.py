@@ -4,7 +4,7 @@ What ends it may come from here (a worker, a sentry, a signal), from the others 
 from neither (the board is out of reach, and this node fences itself).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from signal import Signals
 from typing import Any, Protocol
@@ -31,10 +31,15 @@ _STEPPING = RankPhase.STEPPING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """What the loop asks of torch's agent."""
+    """What the loop asks of torch's agent.
+
+    ``reap`` waits where a worker has failed and another one cannot be ended; ``leave`` lets go of
+    such, by local rank, and closes the generation.
+    """
 
     interval_s: float
     reap: Callable[[], RunResult]
+    leave: Callable[[Collection[int]], None]
     looks_for_d_state: bool
 
 
@@ -182,8 +187,15 @@ class Supervision:
         """Return the exit codes of the workers that torch reaped before us, by global rank."""
         if not self._workers.all:
             return {}  # they were never started: torch knows of none
+        if self._workers.left:
+            self._leave()
+            return {}
         result = self._result or self._torch.reap()
         return {rank: failure.exitcode for rank, failure in result.failures.items()}
+
+    def _leave(self) -> None:
+        left = self._workers.left
+        self._session.safely("leaving workers behind", lambda: self._torch.leave(left))
 
     def _after_fence(self) -> None:
         """End what the fence has killed, and come back as one who waits for a seat.
@@ -196,7 +208,10 @@ class Supervision:
         ending = self._ending
         self._workers.kill()
         ending.wind_down()
-        self._torch.reap()
+        if self._workers.left:
+            self._leave()
+        else:
+            self._torch.reap()
         if self._parts.link.lost is not None:
             self._take_in_beats()
             raise BoardLostError(str(self._parts.link.lost))

@@ -95,6 +95,11 @@ class Workers:
         """Return the global ranks that outlived SIGKILL."""
         return tuple(self._workers[local_rank].rank for local_rank in self._teardown.stuck)
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Return the local ranks that were still there after SIGKILL: nobody waits for them."""
+        return self._teardown.stuck
+
     def beats(self) -> dict[int, list[Beat]]:
         """Return the new beats by global rank."""
         return {worker.rank: worker.ring.poll() for worker in self._workers.values()}

@@ -95,6 +95,10 @@ class FakeWorkers:
     def of_rank(self, rank):
         return self.all[rank - self._first]
 
+    @property
+    def left(self):
+        return tuple(rank - self._first for rank in self.stuck_ranks)
+
     def beat(self, *local_ranks):
         for local_rank in local_ranks:
             self.rings[local_rank].last_seq += 1

@@ -45,13 +45,16 @@ class Node:
     def __init__(self, folder, **options):
         self.agent = Agent(folder, **options)
         self.reaped = 0
+        self.left = []
 
     def watch(self, *others):
         from gpuops.agent.supervision import Supervision, Torch
 
         seat = self.agent.take_seats(*others)
         self.agent.link.progress = dict
-        torch = Torch(interval_s=0.0, reap=self.reap, looks_for_d_state=False)
+        torch = Torch(
+            interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
+        )
         return Supervision(
             self.agent.parts, seat, self.agent.workers, torch, self.agent, self.agent.snapshot()
         )
@@ -379,6 +382,8 @@ def test_a_worker_that_outlives_sigkill_keeps_its_node_out(node):
 
     assert node.report().failure_class is FailureClass.HANG_D_STATE
     assert (record.exit_code, list(record.excluded)) == (86, ["n1"])
+    # torch would wait for it, longer than the others wait for the report.
+    assert (node.reaped, node.left) == (0, [(1,)])
 
 
 @pytest.mark.parametrize(
@@ -431,6 +436,29 @@ def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
     assert node.report().kind is ReportKind.NODE_LOST
     assert agent.link.record.generation == 1
     assert [p["away_s"] >= 10 for p in agent.payloads("agent.rejoined")] == [True]
+    assert (node.reaped, node.left) == (1, [])
+
+
+def test_a_fenced_node_does_not_wait_for_what_outlives_sigkill(node):
+    agent = node.agent
+    agent.workers.stuck_ranks = (1,)
+    watching = node.watch()
+
+    def cut_off():
+        agent.board.is_cut = True
+        for _ in range(60):
+            agent.turn()
+        agent.link.check_fence()
+
+    def back():
+        agent.board.is_cut = False
+
+    agent.while_waiting = [back]
+    record = over(node.then(cut_off) and watching)
+
+    assert (node.reaped, node.left) == (0, [(1,)])
+    assert (node.report().kind, node.report().blames_node) == (ReportKind.NODE_LOST, True)
+    assert record.exit_code == 86
 
 
 class Kept:

@@ -14,6 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from gpuops.agent.arguments import Request
 from gpuops.agent.checkpoint_domain import domain_of
+from gpuops.agent.checkpoint_overdue import Overdue
 from gpuops.agent.checkpoint_peers import Agreement
 from gpuops.agent.checkpoint_peers import Place as PeerPlace
 from gpuops.agent.checkpoint_record import CheckpointRecord
@@ -119,8 +120,7 @@ def assemble(
     leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
     link.leads = leader
     if met.is_shared:
-        replicas = plan.checkpoints.replicas
-        leader.aside.witness = CheckpointWitness(met.board, link.keys, me, clock, replicas)
+        leader.aside.witness = _witness(prepared, met, session, link)
     job, restarts = slurm_job(prepared.env)
     pace = Pace()
     failures = _failures(settings, clock)
@@ -230,6 +230,17 @@ def _agreement(prepared: Prepared, met: Met, session: Session, link: Link) -> Ag
         _survey,
         log.warning,
         is_led=lambda: link.record.phase in {Phase.RUN, Phase.DRAIN},
+    )
+
+
+def _witness(prepared: Prepared, met: Met, session: Session, link: Link) -> CheckpointWitness:
+    return CheckpointWitness(
+        met.board,
+        link.keys,
+        link.me,
+        prepared.clock,
+        prepared.request.plan.checkpoints.replicas,
+        gave_up=Overdue(session.chronicle, log.warning).gave_up,
     )
 
 

@@ -13,19 +13,24 @@ from dataclasses import dataclass, field, replace
 from gpuops.agent.checkpoint_last import Part, judge_last
 from gpuops.agent.checkpoint_words import DROPPED_MAX, Said, Watermark
 from gpuops.checkpoint.states import StateId
+from gpuops.units import format_seconds
 
 LEAD_S = 3.0  # from a look at the heartbeats until all nodes have read what follows from them
 LEAD_MAX_S = 60.0
 CALMER = 0.8
-OVERDUE_S = 60.0  # without being committed a state is dropped: somebody lost count of it
+OVERDUE_S = 60.0  # while some have it whole and some do not: somebody lost count of it
+# Where all have it whole only copies are under way. They take as long as the network takes, and
+# whoever takes none of them counts as gone by the word of each keeper; this is for what nobody saw.
+COPIED_MAX_S = 3600.0
+_NAMED_MAX = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
     """What all agents of a generation said last; ``seated`` are those that train.
 
-    States of another ``epoch`` are of former workers. ``overdue`` have been whole somewhere for too
-    long. ``aim`` is the first step that all can save after what is now decided has reached them.
+    States of another ``epoch`` are of former workers. ``overdue`` have waited for too long for some
+    node. ``aim`` is the first step that all can save after what is now decided has reached them.
     ``leader`` is the node of who judges; ``nodes`` names those of the agents.
     """
 
@@ -136,9 +141,31 @@ def _dropped(
 
 def _has(word: Said, state: StateId) -> bool:
     """Say whether a node has *state*, or is making it, or a newer one that was agreed on."""
-    if state in word.whole or state in word.replicated or state == word.in_flight:
+    return state == word.in_flight or _has_whole(word, state)
+
+
+def _has_whole(word: Said, state: StateId) -> bool:
+    if state in word.whole or state in word.replicated:
         return True
     return word.newest is not None and word.newest >= state
+
+
+def why_overdue(heard: Heard, state: StateId) -> str:
+    """Return which nodes *state*, which is overdue, has waited for."""
+    words = [(heard.nodes.get(agent, agent), heard.said.get(agent)) for agent in heard.seated]
+    lacking = [node for node, word in words if word is None or not _has_whole(word, state)]
+    if lacking:
+        return (
+            f"{_named(lacking)} did not have it {format_seconds(OVERDUE_S)} after other nodes had"
+        )
+    slow = [node for node, word in words if word is not None and state not in word.replicated]
+    limit = format_seconds(COPIED_MAX_S)
+    return f"the copies of what {_named(slow)} saved were not at their holders after {limit}"
+
+
+def _named(nodes: list[str]) -> str:
+    more = "" if len(nodes) <= _NAMED_MAX else f" and {len(nodes) - _NAMED_MAX} more"
+    return f"{', '.join(nodes[:_NAMED_MAX])}{more}"
 
 
 def _will_lack(word: Said, state: StateId, last: frozenset[StateId]) -> bool:
@@ -184,9 +211,10 @@ class Pacer:
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
         self._whole_since_s: dict[StateId, float] = {}
+        self._lacking_since_s: dict[StateId, float] = {}  # some node, as far as it said
 
-    def hear(self, words: Mapping[str, Said], now_s: float) -> None:
-        """Take in what all said at *now_s*."""
+    def hear(self, words: Mapping[str, Said], now_s: float, n_nodes: int) -> None:
+        """Take in what those of *n_nodes* that say anything said at *now_s*."""
         asked = max((w.asked for w in words.values() if w.asked is not None), default=None)
         if asked is not None and (self._last is None or asked != self._last[0]):
             if self._last is not None and asked < self._last[0]:
@@ -195,11 +223,17 @@ class Pacer:
             self._last = (asked, now_s)
         held = {state for w in words.values() for state in (*w.whole, *w.replicated)}
         self._whole_since_s = {s: self._whole_since_s.get(s, now_s) for s in held}
+        all_have = {s for s in held if all(_has_whole(word, s) for word in words.values())}
+        had_s = dict.fromkeys(all_have if len(words) >= n_nodes else (), now_s)
+        self._lacking_since_s = {s: had_s.get(s, self._lacking_since_s.get(s, now_s)) for s in held}
 
     def overdue(self, now_s: float) -> frozenset[StateId]:
-        """Return what has been whole somewhere for so long that it will not be everywhere."""
-        limit_s = now_s - OVERDUE_S
-        return frozenset(s for s, since_s in self._whole_since_s.items() if since_s <= limit_s)
+        """Return what has been whole somewhere for so long that it will not be committed."""
+        return frozenset(
+            state
+            for state, since_s in self._whole_since_s.items()
+            if now_s - self._lacking_since_s[state] >= OVERDUE_S or now_s - since_s >= COPIED_MAX_S
+        )
 
     def aim(self) -> int | None:
         """Return the step, None where nobody has said a step yet."""

@@ -4,10 +4,10 @@ What fails in here delays commits, and nothing else: see `gpuops.control.witness
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gpuops.agent.checkpoint_judge import Heard, Pacer, judge
+from gpuops.agent.checkpoint_judge import Heard, Pacer, judge, why_overdue
 from gpuops.agent.checkpoint_restore import notes_for, restore_of
 from gpuops.agent.checkpoint_vote import Polls
 from gpuops.agent.checkpoint_words import (
@@ -19,6 +19,7 @@ from gpuops.agent.checkpoint_words import (
     Watermark,
     WordError,
 )
+from gpuops.checkpoint.states import StateId
 from gpuops.checkpoint.vote import NAMED_MAX
 from gpuops.checkpoint.vote_words import Told
 from gpuops.control.board import Board, Entry
@@ -32,14 +33,27 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWitness:
-    """One agent's; it acts while that agent leads. *replicas*: how many nodes have each state."""
+    """One agent's; it acts while that agent leads. *replicas*: how many nodes have each state.
 
-    def __init__(self, board: Board, keys: Keys, me: Member, clock: Clock, replicas: int) -> None:
+    *gave_up* is told of each state that all gave up since it waited too long for some, and why.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        keys: Keys,
+        me: Member,
+        clock: Clock,
+        replicas: int,
+        *,
+        gave_up: Callable[[StateId, str], None] = lambda _state, _why: None,
+    ) -> None:
         self._board = board
         self._keys = keys
         self._me = me
         self._clock = clock
         self._replicas = replicas
+        self._gave_up = gave_up
         self._generation = -1
         self._notes: Notes | None = None
         self._restore: Restore | None = None
@@ -96,7 +110,7 @@ class CheckpointWitness:
         self, roster: Roster, notes: Notes, restore: Restore, said: Mapping[str, Said]
     ) -> None:
         now_s = self._clock.mono_ns() / NS_PER_S
-        self._pacer.hear(said, now_s)
+        self._pacer.hear(said, now_s, len(roster.members))
         version, before = self._mark or watermark_of(self._board.get(self._keys.watermark()))
         heard = Heard(
             generation=roster.generation,
@@ -126,6 +140,9 @@ class CheckpointWitness:
         if done:
             self._differ = []
             self._pacer.went(before, after)
+            for state in sorted(set(after.dropped) - set(before.dropped)):
+                if state in heard.overdue:
+                    self._gave_up(state, why_overdue(heard, state))
 
     def _find_restore(
         self, record: ControlRecord, roster: Roster, notes: Notes, said: Mapping[str, Said]

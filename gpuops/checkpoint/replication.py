@@ -46,6 +46,9 @@ WITHIN_MIN_S = 1.0  # nodes agree on a commit about as often
 WITHIN_MAX_S = 60.0
 WITHIN_FIRST_S = 2.0
 _GAPS_KEPT = 9
+# Of pushes in a row that broke off with nothing coming through any more: the holder takes some and
+# never has all.
+BROKEN_MAX = 5
 # That the holder will not change its mind about within seconds.
 _FOR_GOOD = (Refusal.NO_ROOM, Refusal.DIFFERENT)
 
@@ -79,19 +82,24 @@ class _Task:
     nbytes: int
     began_s: float
     moved_s: float
+    has_moved: bool = False
     is_over: bool = False  # what becomes of it is of no interest any more
     stop: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False, slots=True)
 class _Holder:
-    """``is_gone``: no commit waits for it. ``again_s``: nothing is pushed to it before."""
+    """``is_gone``: no commit waits for it. ``again_s``: nothing is pushed to it before.
+
+    ``broken``: so many pushes in a row have sent some and not come to an end.
+    """
 
     peer: Peer
     task: _Task | None = None
     failing_since_s: float | None = None
     is_gone: bool = False
     failures: int = 0
+    broken: int = 0
     again_s: float = 0.0
     why: str = ""
 
@@ -261,7 +269,7 @@ class Replication:
         )
 
         def moved() -> None:
-            task.moved_s = self.clock_s()
+            task.moved_s, task.has_moved = self.clock_s(), True
 
         def work() -> Pushed:
             return push(holder.peer, job, offer, pinned, terms, _Watched(self.pace, moved))
@@ -301,7 +309,7 @@ class Replication:
             return
         self._arrived.setdefault(task.state, set()).add((task.shard, holder.peer))
         holder.failing_since_s, holder.is_gone, holder.failures = None, False, 0
-        holder.again_s, holder.why = 0.0, ""
+        holder.again_s, holder.why, holder.broken = 0.0, "", 0
         self.pushed += 1
         self.pushed_bytes += done.sent_bytes
         self._tell("replicated", holder, task, seconds=done.seconds, bytes=done.sent_bytes)
@@ -311,6 +319,8 @@ class Replication:
         is_for_good = isinstance(error, CorruptError) or (
             isinstance(error, RefusedError) and error.code in _FOR_GOOD
         )
+        holder.broken += task.has_moved
+        is_for_good = is_for_good or holder.broken >= BROKEN_MAX
         if is_for_good or holder.is_gone or now_s - task.moved_s >= GONE_S:
             self._give_up(holder, task, str(error) or repr(error))
             return
@@ -322,6 +332,7 @@ class Replication:
         now_s = self.clock_s()
         is_news = not holder.is_gone
         holder.is_gone, holder.why, holder.failing_since_s = True, why, None
+        holder.broken = 0
         wait_s = min(BACKOFF_MIN_S * 2.0 ** min(holder.failures, 10), BACKOFF_MAX_S)
         holder.failures += 1
         holder.again_s = now_s + wait_s

@@ -48,6 +48,7 @@ class Keeper:
         self.flipped_from = None  # the step from which one of its tensors is not as elsewhere
         self.mended_from = None  # and from which it is again
         self.is_copying = False
+        self.copy_s = 0.0  # for which a copy is under way to a holder, and a little more
         self.failures = 0  # of what was to be written
         self.failed = None  # the state that it was of, where that is told
         self.ends_s = None  # when its rank comes to the end of its script
@@ -162,8 +163,9 @@ class Keeper:
 
     # What happens in it.
 
-    def later(self, act):
-        self.due.append((self.world.now_s() + self.world.rng.uniform(0.05, 1.5), act))
+    def later(self, act, least_s=0.0):
+        at_s = self.world.now_s() + least_s + self.world.rng.uniform(0.05, 1.5)
+        self.due.append((at_s, act))
 
     def act(self):
         """Do what takes time and is over by now."""
@@ -218,7 +220,7 @@ class Keeper:
         if self.gate.verified(granted.slot, state):
             self.saved[state] = self.shard
             for name in self.holders:
-                self.later(lambda name=name: self._push(state, name))
+                self.later(lambda name=name: self._push(state, name), self.copy_s)
 
     def _push(self, state, name):
         holder = self.world.keeper_of(name)
@@ -263,7 +265,12 @@ class Saver(Player):
         )
         self.link.progress = self._told
         self.leader.aside.witness = CheckpointWitness(
-            self.board, keys, self.me, world.clock, world.replicas
+            self.board,
+            keys,
+            self.me,
+            world.clock,
+            world.replicas,
+            gave_up=lambda state, why: world.gave_up.append((state, why)),
         )
         self.looked_s = world.rng.uniform(-1, 0)
 
@@ -309,7 +316,7 @@ class SavingWorld(World):
     ):
         self.rng = random.Random(seed)
         self.replicas, self.step_s, self.p_corrupt = replicas, step_s, p_corrupt
-        self.persisted, self.kept, self.said = {}, {}, []
+        self.persisted, self.kept, self.said, self.gave_up = {}, {}, [], []
         self.domains = domains or {}
         self.is_kept = lambda _player: True
         self.saves = True

@@ -172,6 +172,32 @@ def test_what_one_node_cannot_write_all_others_hear_of_and_wait_for_no_more():
     assert world.mark().last.why == "n2: no space"
 
 
+def test_copies_that_take_longer_than_a_minute_are_waited_for():
+    world = started(2, 2, 2)
+    world.pass_time(20)
+    before = world.committed[-1]
+    for player in world.players:
+        player.keeper.copy_s = 80.0
+
+    world.run_until(lambda w: sum(state > before for state in w.committed) >= 3, 400)
+
+    assert world.gave_up == []
+
+
+def test_of_what_one_node_never_has_whole_all_let_go_and_it_is_named():
+    world = started(2, 2, 2)
+    world.pass_time(20)
+    before, stuck = world.committed[-1], world.players[1].keeper
+    stuck.later = lambda _act, _least_s=0.0: None  # a rank that copies for ever
+
+    world.run_until(lambda w: w.gave_up, 120)
+
+    ((state, why),) = world.gave_up
+    assert state > before
+    assert why == "n1 did not have it 60.0 s after other nodes had"
+    world.run_until(lambda w: state not in w.players[0].keeper.gate.whole(), 5)
+
+
 def test_that_a_node_cannot_write_an_older_state_is_no_reason_to_give_the_newest_up():
     world = started(3, 3, 3)
     world.pass_time(10)

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.agent.checkpoint_judge import LEAD_S, OVERDUE_S, Heard, Pacer, judge
+from gpuops.agent.checkpoint_judge import (
+    COPIED_MAX_S,
+    LEAD_S,
+    OVERDUE_S,
+    Heard,
+    Pacer,
+    judge,
+    why_overdue,
+)
 from gpuops.agent.checkpoint_last import LastWord
 from gpuops.agent.checkpoint_words import (
     DROPPED_MAX,
@@ -156,24 +164,49 @@ def test_of_a_generation_that_is_over_nothing_is_taken():
 def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_missed():
     pacer = Pacer()
     assert pacer.aim() is None
-    pacer.hear({"a": Said(generation=0, asked=100), "b": Said(generation=0, asked=90)}, 0.0)
+    pacer.hear({"a": Said(generation=0, asked=100), "b": Said(generation=0, asked=90)}, 0.0, 2)
     assert pacer.aim() == 101
-    pacer.hear({"a": Said(generation=0, asked=200)}, 10.0)
+    pacer.hear({"a": Said(generation=0, asked=200)}, 10.0, 2)
     assert pacer.aim() == 201 + 10 * LEAD_S
 
     pacer.went(Watermark(), Watermark(dropped=(StateId(1, 1),)))
     assert pacer.aim() == 201 + 20 * LEAD_S
 
 
-def test_what_is_whole_for_too_long_is_overdue():
-    pacer, state = Pacer(), StateId(1, 1)
-    word = {"a": Said(generation=0, whole=(state,))}
-    pacer.hear(word, 0.0)
-    pacer.hear(word, OVERDUE_S)
+@pytest.mark.parametrize("other", [None, Said(generation=5, in_flight=StateId(EPOCH, 1))])
+def test_what_one_node_does_not_come_to_have_whole_is_overdue(other):
+    pacer, state = Pacer(), StateId(EPOCH, 1)
+    word = {"a": Said(generation=5, whole=(state,)), **({"b": other} if other else {})}
+    pacer.hear(word, 0.0, 2)
+    pacer.hear(word, OVERDUE_S, 2)
 
+    assert pacer.overdue(OVERDUE_S - 0.1) == set()
     assert pacer.overdue(OVERDUE_S) == {state}
-    pacer.hear({}, OVERDUE_S)
+    found = Heard(generation=5, epoch=EPOCH, seated=("a", "b"), said=word, nodes={"b": "n1"})
+    assert why_overdue(found, state) == "n1 did not have it 60.0 s after other nodes had"
+    pacer.hear({}, OVERDUE_S, 2)
     assert pacer.overdue(9 * OVERDUE_S) == set()
+
+
+def test_what_all_have_whole_waits_for_its_copies_for_as_long_as_they_may_take():
+    pacer, state = Pacer(), StateId(EPOCH, 1)
+    one = Said(generation=5, whole=(state,), in_flight=state, asked=9)
+    words, there = {"a": one, "b": one}, replace(one, replicated=(state,))
+    mark, found = Watermark(), Heard(generation=5, epoch=EPOCH, seated=("a", "b"), said=words)
+    for now_s in range(0, 10 * round(OVERDUE_S), 5):
+        # One whose keeper was slow has said nothing for a moment.
+        pacer.hear({"a": one} if now_s % 100 == 0 else words, now_s, 2)
+        mark = judge(mark, replace(found, overdue=pacer.overdue(now_s)))
+    assert mark == Watermark()
+
+    assert judge(mark, replace(found, said=dict.fromkeys("ab", there))).committed == state
+    pacer.hear(words, COPIED_MAX_S, 2)
+    assert pacer.overdue(COPIED_MAX_S - 0.1) == set()
+    assert pacer.overdue(COPIED_MAX_S) == {state}
+    late = replace(found, said={"a": there, "b": one}, overdue=pacer.overdue(COPIED_MAX_S))
+    assert judge(mark, late).dropped == (state,)
+    why = "the copies of what b saved were not at their holders after 60 min 00 s"
+    assert why_overdue(late, state) == why
 
 
 @given(said)

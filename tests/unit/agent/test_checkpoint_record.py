@@ -6,12 +6,14 @@ import pytest
 from support.keepers import FakeKeeper
 
 from gpuops.agent.checkpoint_news import read_events
+from gpuops.agent.checkpoint_overdue import Overdue
 from gpuops.agent.checkpoint_record import TOLD_EVERY_S, CheckpointRecord
 from gpuops.agent.checkpoints import Flushed
 from gpuops.agent.chronicle import Chronicle
 from gpuops.agent.pace import Pace
 from gpuops.checkpoint.states import KeeperError, StateId
 from gpuops.host.clock import FakeClock
+from gpuops.model import Severity
 
 
 class Desk:
@@ -30,6 +32,7 @@ class Desk:
             say_news=self.news.append,
             n_ranks=2,
         )
+        self.overdue = Overdue(chronicle, self.said.append)
         self.keeper = FakeKeeper()
 
     def emit(self, *news):
@@ -153,6 +156,18 @@ def test_a_last_state_that_did_not_persist_is_a_failure_of_ours_unless_an_incide
     assert told["what"] == "persisting the last checkpoint"
     assert "the newest checkpoint of step 12 did not persist" in told["error"]
     assert "n1: no space" in told["error"]
+
+
+def test_each_state_that_waited_too_long_for_a_node_is_a_warning_and_the_same_is_said_once(desk):
+    for step in (5, 9):
+        desk.overdue.gave_up(StateId(2, step), "n1 did not have it")
+
+    assert [(p["step"], p["epoch"], p["why"]) for p in desk.of("checkpoint.given_up")] == [
+        (5, 2, "n1 did not have it"),
+        (9, 2, "n1 did not have it"),
+    ]
+    assert {severity for _, _, severity in desk.events} == {Severity.WARNING}
+    assert desk.said == ["the checkpoint of step 5 was given up: n1 did not have it"]
 
 
 def test_an_adopted_state_is_said(desk):

@@ -21,6 +21,7 @@ from gpuops.checkpoint.replicas import ReplicaStore
 from gpuops.checkpoint.replication import (
     AGAIN_S,
     BACKOFF_MIN_S,
+    BROKEN_MAX,
     GONE_S,
     WITHIN_FIRST_S,
     WITHIN_MAX_S,
@@ -177,6 +178,20 @@ def test_a_holder_that_takes_nothing_is_waited_for_so_long_and_told_once(node):
     node.wait(3 * BACKOFF_MIN_S)
     node.jobs.end_push()
     assert node.core.peers.counts()["holders_gone"] == []
+
+
+def test_a_holder_that_takes_some_again_and_again_and_never_all_is_not_waited_for(node):
+    node.replicate(NEAR)
+    state = node.save(1)
+    for _ in range(BROKEN_MAX):
+        assert node.replicated == ()
+        task = node.core.peers.replication._holders[NEAR].task
+        node.now_s += GONE_S / 2
+        task.moved_s, task.has_moved = node.now_s, True  # as by the thread that sends
+        node.jobs.end_push(TransferError("nothing comes through"))
+        node.wait(AGAIN_S)
+    assert node.replicated == (state,)
+    assert [failed["why"] for failed in node.failed()] == ["nothing comes through"]
 
 
 def test_a_holder_that_refuses_for_now_is_asked_again_and_one_without_room_is_not(node):

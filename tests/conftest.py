@@ -6,12 +6,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.postgres import (  # noqa: F401 fixtures for every test
     guarded_postgres,
     postgres_server,
     postgres_url,
 )
 from support.quick_disk import quick_folder
+
+# How long an example takes on a busy machine says nothing of what is tested.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session", autouse=True)

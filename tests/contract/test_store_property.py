@@ -36,6 +36,7 @@ def scrambled(draw):
     return lines, [order[a:b] for a, b in itertools.pairwise(edges)]
 
 
+@pytest.mark.timeout(400)
 @settings(max_examples=40, deadline=None)
 @given(scrambled())
 def test_order_doubling_and_splitting_leave_the_same_rows(case):

@@ -1,6 +1,6 @@
 """Runs of the job that goes wrong on purpose, on this machine: one agent, or two on loopback."""
 
-from support.cluster_run import ClusterRun
+from support.cluster_run import LIMIT_S, ClusterRun
 from support.hosts import Loopbacks
 
 
@@ -25,7 +25,7 @@ class FaultyRun(ClusterRun):
         """Return the only host, or the first."""
         return self._hosts[0]
 
-    def ended(self, limit_s=90):
+    def ended(self, limit_s=LIMIT_S):
         """Wait for the end of the only agent; return its exit code."""
         return self.finish(self.host, limit_s=limit_s)[self.host.name]
 

@@ -163,6 +163,7 @@ class Story:
 
 
 # A story has many draws: making a failing one smaller takes minutes and says little more.
+@pytest.mark.timeout(400)
 @settings(max_examples=100, deadline=None, phases=(Search.explicit, Search.reuse, Search.generate))
 @given(st.data())
 def test_useful_time_and_badput_add_up_to_the_wall_time(data):

@@ -1,7 +1,8 @@
 """A sharded job goes on with another number of ranks, from memory, with the very same state."""
 
 import pytest
-from support.gloo_ranks import run_ranks, said
+from support.gloo_ranks import run_ranks, run_script, said
+from support.runs import JOBS
 from support.same_state import same
 
 from gpuops.checkpoint.keeper_process import start_or_adopt
@@ -38,3 +39,15 @@ def test_another_world_goes_on_from_the_same_state(tmp_path, keeper, before, aft
         assert same(loaded[rank]["loaded"], saved[0]["state"])
         assert len(loaded[rank]["losses"]) == 2
     assert "seeded anew" in said(tmp_path, world, "second")
+
+
+def test_ranks_with_a_keeper_and_without_one_load_nothing_and_all_say_why(tmp_path, keeper):
+    """What they compare then is not the same numbers, which ends gloo by SIGABRT."""
+    env = {"GPUOPS_KEEPER": str(keeper), "GPUOPS_CKPT_DIR": str(tmp_path / "states")}
+    codes = run_script(tmp_path, 2, JOBS / "one_without_keeper.py", "mixed", env=env)
+    words = said(tmp_path, 2, "mixed")
+
+    assert codes == [0, 0], words
+    assert words.count("refused: the ranks go on from different places: some from the dir") == 2
+    assert "this one (rank 0) from the keeper of the node" in words
+    assert "this one (rank 1) from the directory" in words

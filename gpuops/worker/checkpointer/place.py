@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,4 +107,23 @@ def check_agreed(found: tuple[StateId, int] | None, what: str) -> None:
         f"the ranks found different states to go on from ({what}): this one {own}, others from "
         f"step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see another "
         "directory?"
+    )
+
+
+def check_alike(kind: int, names: Sequence[str], place: Place) -> None:
+    """Say nothing where all ranks call this with the same *kind*; all must call it.
+
+    *names*: of the kinds, as a person is told of them, by number.
+
+    Raises:
+        CheckpointError: They are of different kinds. All ranks raise it.
+    """
+    low, minus_high = least([kind, -kind])
+    if low == -minus_high:
+        return
+    raise CheckpointError(
+        f"the ranks go on from different places: some from {names[low]}, others from "
+        f"{names[-minus_high]}, this one (rank {place.rank}) from {names[kind]}. Nothing is "
+        "loaded, since these may be different states. The log of a rank without a keeper says why "
+        "it has none: mend that, give all the same directory, and start the job again"
     )

@@ -9,10 +9,10 @@ from typing import Any
 from gpuops.checkpoint.states import CheckpointError, CorruptError
 from gpuops.worker.checkpointer.filling import n_threads_of
 from gpuops.worker.checkpointer.part import Finish, Part
-from gpuops.worker.checkpointer.place import Place, check_agreed, is_group
+from gpuops.worker.checkpointer.place import Place, check_agreed, check_alike, is_group
 from gpuops.worker.checkpointer.rng import reseed, write_rng
 from gpuops.worker.checkpointer.saved_state import SavedState
-from gpuops.worker.checkpointer.sources import Found, StateSource
+from gpuops.worker.checkpointer.sources import KIND_NAMES, Found, Kind, StateSource
 from gpuops.worker.checkpointer.values import Decoder, dumps
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,9 @@ def restore_parts(
     """
     begun_s = time.monotonic()
     try:
+        if is_group(place):
+            kind = source.kind if source is not None else Kind.NOTHING
+            check_alike(kind, KIND_NAMES, place)
         found = source.find() if source is not None else None
         if is_group(place):
             check_agreed((found.state, found.world) if found else None, "by keeper or directory")

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -31,8 +32,24 @@ class Found:
     why: tuple[str, ...] = ()
 
 
+class Kind(IntEnum):
+    """Where states come from. Each kind has the ranks compare other numbers, so all need one."""
+
+    NOTHING = 0
+    DIRECTORY = 1
+    KEEPER = 2
+
+
+KIND_NAMES = ("nothing", "the directory", "the keeper of the node")
+
+
 class StateSource(Protocol):
     """Finds a state, and opens the images of its shards."""
+
+    @property
+    def kind(self) -> Kind:
+        """Return what finds it; must be the same on all ranks."""
+        ...
 
     def find(self) -> Found | None:
         """Return the state that all ranks are to load, None where there is none.
@@ -61,6 +78,8 @@ class FromKeeper:
     *again* returns one in place of one that is gone, which is asked once more: a keeper that dies
     here may have told nobody anything yet. None: the ranks cannot compare what they were told.
     """
+
+    kind = Kind.KEEPER
 
     def __init__(
         self, keeper: Keeper, deadline_s: float, again: Callable[[], Keeper] | None = None
@@ -104,6 +123,8 @@ class FromDirectory:
 
     Each rank reads and verifies its own shard; where one finds it bad, all go to the state before.
     """
+
+    kind = Kind.DIRECTORY
 
     def __init__(self, store: CheckpointStore, place: Place) -> None:
         self._store = store

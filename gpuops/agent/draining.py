@@ -5,16 +5,26 @@ other cannot save; once each of its ranks has completed a step it has nothing mo
 """
 
 import logging
+import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gpuops.agent.pace import SPREAD_S
 from gpuops.agent.workers import Workers
+from gpuops.control.board import BoardError, Entry
+from gpuops.control.drains import drain
+from gpuops.control.link import HOLD_S, Link
+from gpuops.control.record import BAD_ENTRY, unpack
 from gpuops.host.clock import Clock
+from gpuops.incident import fields
 from gpuops.units import NS_PER_S
 from gpuops.wire import STEP_UNKNOWN, Flag, Request
 
 log = logging.getLogger(__name__)
+
+# What a heartbeat tells of steps is that old at most: it was held, and the next one is under way.
+TOLD_S = 2 * HOLD_S
 
 
 class Draining:
@@ -78,6 +88,41 @@ class Draining:
             ):
                 told.add(worker.rank)
         return frozenset(told)
+
+
+def drain_from_afar(link: Link, signal_name: str) -> bool:
+    """Take a run whose workers are on other nodes to DRAIN; say whether this call did that.
+
+    The first word on where to stop holds for all ranks, so it must be a step here, too.
+    """
+    try:
+        beats = link.board.list(link.keys.alive())
+    except BoardError as exc:
+        log.debug("the drain is not on the board yet: %s", exc)
+        return False
+    return drain(link, signal_name, common_step(beats, link.record.generation))
+
+
+def common_step(beats: Mapping[str, Entry], generation: int) -> int | None:
+    """Return a step that no rank of *generation* has begun by the time it hears of it.
+
+    By what agents tell of their slowest rank, which another may be a step ahead of, with their
+    heartbeats; None where none tells, as before the second step.
+    """
+    steps, rates = [], []
+    for entry in beats.values():
+        try:
+            told = unpack(entry.value)
+            step, rate = fields.number(told.get("step")), told.get("rate")
+            if step is None or rate is None or told.get("generation") != generation:
+                continue
+            rates.append(fields.seconds(rate))
+            steps.append(step)
+        except BAD_ENTRY:
+            continue
+    if not steps:
+        return None
+    return max(steps) + 2 + max(1, math.ceil((SPREAD_S + TOLD_S) * max(rates)))
 
 
 def caught_signals(pid: int, root: Path = Path("/")) -> Sequence[signal.Signals]:

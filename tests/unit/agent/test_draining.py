@@ -1,11 +1,18 @@
 """A drain gives the workers a step, or as long as they ask for; never more than the grace."""
 
 import signal
+from uuid import UUID
 
 import pytest
+from support.agreement import CutBoard
 from support.supervised import FakeWorkers
 
-from gpuops.agent.draining import Draining, caught_signals
+from gpuops.agent.draining import Draining, caught_signals, common_step, drain_from_afar
+from gpuops.control.board import Entry
+from gpuops.control.enter import enter
+from gpuops.control.link import Link
+from gpuops.control.memory_board import MemoryBoard
+from gpuops.control.record import ControlRecord, Member, Phase, pack
 from gpuops.host.clock import FakeClock
 from gpuops.wire import STEP_UNKNOWN, Flag, Request
 
@@ -116,3 +123,68 @@ def test_what_a_process_catches_is_read_from_its_status(tmp_path):
 
     assert set(caught_signals(7, tmp_path)) == {TERM, signal.SIGINT}
     assert caught_signals(8, tmp_path) == ()
+
+
+class TwoAgents:
+    """A seated agent, whose ranks are at step 100 and make five a second, and a spare."""
+
+    def __init__(self, clock):
+        self.board = CutBoard(MemoryBoard(clock))
+        fresh = ControlRecord(
+            run_id=str(UUID(int=9)), folder="run", generation=3, phase=Phase.RUN, since_s=0.0
+        )
+
+        def link(number):
+            me = Member(agent=str(UUID(int=number)), node=f"n{number}", address="h", n_workers=1)
+            view = enter(self.board, me, fresh, clock, lambda _s: None)
+            return Link(self.board, me, view, clock, fence_s=10.0)
+
+        self.seated, self.spare = link(1), link(2)
+        self.seated.progress = lambda: {"generation": 3, "step": 100, "rate": 5.0}
+        self.spare.progress = lambda: {"generation": -1, "step": None, "rate": None}
+        self.seated.beat(hold_s=0.0)
+        self.spare.beat(hold_s=0.0)
+
+
+def test_a_spare_that_hears_first_says_at_which_step_all_stop(clock):
+    agents = TwoAgents(clock)
+
+    assert drain_from_afar(agents.spare, "SIGTERM")
+    agents.seated.beat(hold_s=0.0)
+
+    record = agents.seated.record
+    assert (record.phase, record.drain_signal, record.reason) == (
+        Phase.DRAIN,
+        "SIGTERM",
+        "SIGTERM on n2",
+    )
+    # 3.5 s until the last rank hears of it are 18 steps, and one rank may be a step ahead.
+    assert record.drain_step == 120
+    assert not drain_from_afar(agents.spare, "SIGTERM"), "the first word holds"
+
+
+def test_a_spare_without_the_board_asks_again(clock):
+    agents = TwoAgents(clock)
+    agents.board.is_cut = True
+    assert not drain_from_afar(agents.spare, "SIGTERM")
+
+    agents.board.is_cut = False
+    assert drain_from_afar(agents.spare, "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("told", "step"),
+    [
+        ([], None),
+        ([{"generation": 3, "step": 7, "rate": None}], None),
+        ([{"generation": 2, "step": 7, "rate": 1.0}], None),
+        ([{"generation": 3, "step": 7, "rate": 0.0}], 10),
+        ([{"generation": 3, "step": 7, "rate": 1.0}, {"generation": 3, "step": 8, "rate": 2}], 17),
+        ([{"generation": 3, "step": "7", "rate": 1.0}], None),
+        ([{"generation": 3, "step": 7, "rate": float("inf")}, {"v": 0}], None),
+    ],
+)
+def test_the_step_at_which_all_stop_is_by_what_heartbeats_tell(told, step):
+    beats = {f"alive/{index}": Entry(pack(body), 1) for index, body in enumerate(told)}
+
+    assert common_step({**beats, "alive/x": Entry(b"\xff", 1)}, generation=3) == step

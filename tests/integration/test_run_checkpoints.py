@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 JOB = JOBS / "resumes.py"
 STEPS = 30
 LIMIT_S = 120.0
+CALM = "--pause=0.1"  # on a busy machine, too, a keeper has each state before the next one but one
 
 
 class Training(Run):
@@ -107,7 +108,7 @@ def assert_nothing_left(run):
 
 @pytest.mark.parametrize("victims", [(1,), (0, 1)], ids=["one", "all"])
 def test_killed_workers_go_on_from_memory_and_lose_next_to_nothing(tmp_path, undisturbed, victims):
-    with Training(tmp_path) as run:
+    with Training(tmp_path, CALM) as run:
         run.wait_for_step(8)
         keeper = run.keeper()
         for rank in victims:
@@ -142,7 +143,7 @@ def run_skips(run):
 
 
 def test_an_agent_that_is_killed_is_followed_by_one_that_adopts_the_keeper(tmp_path, undisturbed):
-    with Training(tmp_path) as first:
+    with Training(tmp_path, CALM) as first:
         first.wait_for_step(8)
         keeper, workers = first.keeper(), [first.pid_of(0), first.pid_of(1)]
         first.process.kill()
@@ -150,7 +151,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_adopts_the_keeper(tmp_p
         wait_until(lambda: not any(map(is_alive, workers)), what="the end of the workers")
         assert first.keepers() == [keeper]
 
-    with Training(tmp_path, tries=1) as second:
+    with Training(tmp_path, CALM, tries=1) as second:
         second.wait_for_step(12, generation=100)
         assert second.keepers() == [keeper]
         second.finished()
@@ -165,14 +166,14 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_adopts_the_keeper(tmp_p
 
 
 def test_an_agent_killed_in_a_later_generation_is_followed_as_well(tmp_path, undisturbed):
-    with Training(tmp_path) as first:
+    with Training(tmp_path, CALM) as first:
         first.wait_for_step(6)
         os.kill(first.pid_of(0), signal.SIGKILL)
         first.wait_for_step(12, generation=1)
         first.process.kill()
         first.process.wait()
 
-    with Training(tmp_path, tries=1) as second:
+    with Training(tmp_path, CALM, tries=1) as second:
         second.finished()
 
     assert_whole(second, undisturbed, most_redone=8)
@@ -224,7 +225,8 @@ def test_a_drain_persists_the_newest_state_and_the_next_job_goes_on_from_it(tmp_
 
 
 def test_a_keeper_that_dies_is_followed_by_another_while_the_workers_train(tmp_path, undisturbed):
-    with Training(tmp_path, "--pause=0.2") as run:
+    # Slow enough for another keeper to have started well before the last step.
+    with Training(tmp_path, "--pause=0.5") as run:
         run.wait_for_step(2)
         port = run.state()["http_port"]
 

@@ -3,7 +3,7 @@
 import pytest
 from support.runs import JOBS, Run
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 TRAIN = JOBS / "train.py"
 
 
@@ -82,7 +82,7 @@ def test_a_worker_that_ignores_sigterm_does_not_hold_the_restart_up(tmp_path):
     (failed_us,) = [e["t_us"] for e in run.events("run.phase") if e["payload"]["phase"] == "gather"]
     _, second = run.payloads("attempt.started")
     # torchrun gives a worker 30 s between SIGTERM and SIGKILL.
-    assert (second["running_us"] - failed_us) / 1e6 < 15
+    assert (second["running_us"] - failed_us) / 1e6 < 25
     (stubborn,) = [p for p in run.payloads("worker.exited") if p["rank"] == 1]
     assert stubborn["signal"] == "SIGKILL"
     (incident,) = run.incidents()

@@ -80,7 +80,7 @@ def postgres_boards(url, **changes):
     boards.close()
 
 
-def eventually(is_so, what, seconds=30.0):
+def eventually(is_so, what, seconds=60.0):
     """Return once *is_so()* holds; fail with *what* after *seconds*."""
     end_s = time.monotonic() + seconds
     pause = threading.Event()

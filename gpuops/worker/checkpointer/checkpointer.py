@@ -189,9 +189,9 @@ class Checkpointer:
         """Save what the last `step` was told of, and take leave of the keeper; on all ranks.
 
         The last state is saved where states persist, whatever ``every`` says, unless an optimizer
-        has stepped since, an exception is on its way, or *save* is false. Without `gpuops run`, it
-        has persisted when this returns on local rank 0, or, where a rank comes 15 s later, on the
-        last one. May be called twice. A process that was forked does nothing.
+        has stepped since, or may have, an exception is on its way, or *save* is false. Without
+        `gpuops run`, it has persisted when this returns on local rank 0, or, where a rank comes
+        15 s later, on the last one. May be called twice. A process that was forked does nothing.
         """
         if self._is_closed:
             return

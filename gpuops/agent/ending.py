@@ -25,7 +25,16 @@ from gpuops.incident.budget import counted
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import JobXids, of_the_job
 from gpuops.incident.node_report import node_report
-from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Side, WorkerExit
+from gpuops.model import (
+    Confidence,
+    Entity,
+    EntityKind,
+    Evidence,
+    FailureClass,
+    Role,
+    Side,
+    WorkerExit,
+)
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
@@ -112,6 +121,7 @@ class Ending:
         if isinstance(trigger, NodeReport):
             report = merged(trigger, report)
         report = with_stuck(report, self._workers.stuck_ranks)
+        self._evidence += exiting(self._workers.exiting_ranks)
         self._file(report)
         if self._parts.link.record.phase is Phase.DRAIN:
             name = self._parts.link.record.drain_signal or "SIGTERM"
@@ -348,6 +358,18 @@ def with_sign(report: NodeReport, signs: Sequence[GpuSign]) -> NodeReport:
     )
 
 
+def exiting(ranks: Sequence[int]) -> tuple[Evidence, ...]:
+    """Return the remark on workers that the kernel still takes apart; it speaks against nobody."""
+    text = "it had not given all of its memory back seconds after SIGKILL"
+    return tuple(
+        Evidence(role=Role.NOISE, text=f"rank {rank}: {text}", entity=_rank(rank)) for rank in ranks
+    )
+
+
+def _rank(rank: int) -> Entity:
+    return Entity(EntityKind.RANK, str(rank))
+
+
 def with_stuck(report: NodeReport, ranks: Sequence[int]) -> NodeReport:
     """Return *report* as it is where workers outlived SIGKILL: the node has to be left out.
 
@@ -356,7 +378,7 @@ def with_stuck(report: NodeReport, ranks: Sequence[int]) -> NodeReport:
     if not ranks:
         return report
     names = ", ".join(map(str, ranks))
-    culprits = tuple(Entity(EntityKind.RANK, str(rank)) for rank in ranks)
+    culprits = tuple(map(_rank, ranks))
     return replace(
         report,
         kind=ReportKind.HANG if report.kind is ReportKind.STOPPED else report.kind,

@@ -10,9 +10,11 @@ import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gpuops.agent.nested import AGENT_PID
-from gpuops.agent.watch import ExitWatcher
+from gpuops.agent.watch import SeenExit
+from gpuops.host.after_kill import Left, left_of
 from gpuops.host.clock import Clock
 from gpuops.host.marked import kill_marked
 
@@ -20,6 +22,17 @@ log = logging.getLogger(__name__)
 
 KILL_WAIT_S = 5.0  # a process without a device in its way is gone milliseconds after SIGKILL
 _LOOK_S = 0.05
+# What is to count as stuck has to be so at each of these looks, in the last part of that wait.
+_STUCK_LOOKS = 10
+_STUCK_LOOK_S = 0.1
+
+
+class Watcher(Protocol):
+    """Who sees the workers' ends, by local rank; see `ExitWatcher`."""
+
+    def seen(self) -> Mapping[int, SeenExit]: ...
+
+    def wait(self, enough: Callable[[Mapping[int, SeenExit]], bool], timeout_s: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +45,31 @@ class Sent:
 
 @dataclass(slots=True)
 class Teardown:
-    """What was sent to whom, by local rank; ``stuck`` outlived SIGKILL (D state)."""
+    """What was sent to whom, by local rank.
+
+    ``stuck`` outlived SIGKILL (D state); ``exiting`` are those that the kernel still takes apart.
+    """
 
     sent: dict[int, Sent] = field(default_factory=dict)
     stuck: tuple[int, ...] = ()
+    exiting: tuple[int, ...] = ()
 
 
 def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known of them
     pids: Mapping[int, int],
-    watcher: ExitWatcher,
+    watcher: Watcher,
     clock: Clock,
     *,
     first: signal.Signals,
     grace_s: float,
     is_urgent: Callable[[], bool] = lambda: False,
     at_once: Collection[int] = (),
+    look: Callable[[int], Left] = left_of,
 ) -> Teardown:
     """Signal every worker still there, kill those left after *grace_s*; bounded in time.
 
-    The local ranks *at_once* are killed without a warning that they would not act on.
+    The local ranks *at_once* are killed without a warning that they would not act on. *look* says
+    what is left of one, by its process id.
     """
     done = Teardown()
     _send(signal.SIGKILL, {k: v for k, v in pids.items() if k in at_once}, watcher, clock, done)
@@ -60,18 +79,40 @@ def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known 
         if watcher.wait(lambda seen: len(seen) == len(pids), _LOOK_S):
             break
     _send(signal.SIGKILL, pids, watcher, clock, done)
-    watcher.wait(lambda seen: len(seen) == len(pids), KILL_WAIT_S)
-    done.stuck = tuple(sorted(set(pids) - set(watcher.seen())))
-    for local_rank in done.stuck:
-        log.warning("worker %d (pid %d) outlived SIGKILL", local_rank, pids[local_rank])
+    watcher.wait(lambda seen: len(seen) == len(pids), KILL_WAIT_S - _STUCK_LOOKS * _STUCK_LOOK_S)
+    done.stuck, done.exiting = _left(pids, watcher, look)
     _end_children(pids)
     return done
+
+
+def _left(
+    pids: Mapping[int, int], watcher: Watcher, look: Callable[[int], Left]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return who is stuck, and who is exiting."""
+    left: dict[int, Left] = {}
+    moves: set[int] = set()
+    for _ in range(_STUCK_LOOKS):
+        gone = watcher.seen()
+        left = {n: look(pids[n]) for n in sorted(pids) if n not in gone}
+        moves |= {n for n, found in left.items() if found is not Left.STUCK}
+        if watcher.wait(lambda seen: len(seen) == len(pids), _STUCK_LOOK_S):
+            return (), ()
+    gone = watcher.seen()
+    left = {n: found for n, found in left.items() if n not in gone and found is not Left.NOTHING}
+    stuck = tuple(n for n in left if n not in moves)
+    exiting = tuple(n for n in left if n in moves)
+    for local_rank in stuck:
+        log.warning("worker %d (pid %d) outlived SIGKILL", local_rank, pids[local_rank])
+    for local_rank in exiting:
+        pid = pids[local_rank]
+        log.warning("worker %d (pid %d) has not given all memory back yet", local_rank, pid)
+    return stuck, exiting
 
 
 def _send(
     number: signal.Signals,
     pids: Mapping[int, int],
-    watcher: ExitWatcher,
+    watcher: Watcher,
     clock: Clock,
     done: Teardown,
 ) -> None:

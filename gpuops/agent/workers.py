@@ -96,9 +96,14 @@ class Workers:
         return tuple(self._workers[local_rank].rank for local_rank in self._teardown.stuck)
 
     @property
+    def exiting_ranks(self) -> tuple[int, ...]:
+        """Return the global ranks that have not given back all memory some seconds after it."""
+        return tuple(self._workers[local_rank].rank for local_rank in self._teardown.exiting)
+
+    @property
     def left(self) -> tuple[int, ...]:
         """Return the local ranks that were still there after SIGKILL: nobody waits for them."""
-        return self._teardown.stuck
+        return self._teardown.stuck + self._teardown.exiting
 
     def beats(self) -> dict[int, list[Beat]]:
         """Return the new beats by global rank."""
@@ -129,7 +134,7 @@ class Workers:
             ],
         )
         self._teardown.sent.update(done.sent)
-        self._teardown.stuck = done.stuck
+        self._teardown.stuck, self._teardown.exiting = done.stuck, done.exiting
         self._is_wound_down = not done.stuck
 
     def exits(

@@ -57,6 +57,7 @@ class FakeWorkers:
         self.ended_by_us = []
         self.sent = []
         self.stuck_ranks = ()
+        self.exiting_ranks = ()
         self.killed = False
         self.news = {}
         self.story = []  # done one by one, each time that the agent looks at its workers
@@ -97,7 +98,7 @@ class FakeWorkers:
 
     @property
     def left(self):
-        return tuple(rank - self._first for rank in self.stuck_ranks)
+        return tuple(rank - self._first for rank in self.stuck_ranks + self.exiting_ranks)
 
     def beat(self, *local_ranks):
         for local_rank in local_ranks:

@@ -386,6 +386,17 @@ def test_a_worker_that_outlives_sigkill_keeps_its_node_out(node):
     assert (node.reaped, node.left) == (0, [(1,)])
 
 
+def test_a_worker_that_still_gives_its_memory_back_blames_nobody(node):
+    node.agent.workers.exiting_ranks = (0,)
+    assert node.then(node.codes(r1=-9)).watch().run() is None
+
+    assert node.report().failure_class is FailureClass.SIGKILL_PROBABLE
+    assert not node.report().blames_node
+    assert (node.reaped, node.left) == (0, [(0,)])
+    (incident,) = node.agent.payloads("incident.recorded")[-1:]
+    assert any("memory back" in item["text"] for item in incident["evidence"])
+
+
 @pytest.mark.parametrize(
     ("own", "blames"), [("0000:3b:00.0", True), ("0000:5e:00.0", False), (None, True)]
 )

@@ -14,8 +14,10 @@ from gpuops.agent.rings import RingReader
 from gpuops.agent.teardown import end_workers
 from gpuops.agent.watch import ExitWatcher, SeenExit
 from gpuops.agent.workers import Worker, Workers
+from gpuops.host.after_kill import Left
 from gpuops.host.clock import SystemClock
 
+NO_PID = 2**22 + 1
 STUBBORN = "import signal, time; signal.signal(15, lambda *_: None); print(1, flush=True)\n"
 
 
@@ -153,6 +155,38 @@ def test_an_end_without_a_code_is_torchs_to_judge(start):
         wait_until(lambda: workers.has_failed, 10, "the end of the other")
     finally:
         workers.close()
+
+
+class NeverEnds:
+    """What a watcher knows of workers that SIGKILL has not ended; no time passes."""
+
+    def seen(self):
+        return {}
+
+    def wait(self, _enough, _timeout_s):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("looks", "stuck", "exiting"),
+    [
+        ([Left.STUCK], (0,), ()),
+        ([Left.EXITING], (), (0,)),
+        ([Left.STUCK, Left.EXITING, Left.STUCK], (), (0,)),
+        ([Left.STUCK, Left.NOTHING], (), ()),
+    ],
+)
+def test_only_what_is_stuck_at_every_look_outlives_sigkill(looks, stuck, exiting):
+    waiting = list(looks)
+
+    def look(_pid):
+        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+
+    done = end_workers(
+        {0: NO_PID}, NeverEnds(), SystemClock(), first=signal.SIGTERM, grace_s=0, look=look
+    )
+
+    assert (done.stuck, done.exiting) == (stuck, exiting)
 
 
 def worker(rank, pid):

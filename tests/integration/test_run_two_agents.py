@@ -1,10 +1,11 @@
 """Two agents on loopback with torchrun's flags for two nodes: one run, one incident."""
 
+import re
 import socket
 from contextlib import contextmanager
 
 import pytest
-from support.runs import JOBS, Run
+from support.runs import JOBS, Run, wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
@@ -26,6 +27,21 @@ def two_agents(folder, *words):
         Run(folder / "b", *flags, *words, nproc=1, env={"SLURMD_NODENAME": "nodeb"}) as two,
     ):
         yield one, two
+
+
+# Its ranks do not wait for each other: what makes them stop at one step is the word alone.
+ASKS_AT_EACH_STEP = """
+import itertools, os, time
+import gpuops
+for step in itertools.count(1):
+    gpuops.progress(step)
+    if step == 20:
+        print("under way", flush=True)
+    if gpuops.should_stop():
+        print(f"rank {os.environ['RANK']} stops after {step}", flush=True)
+        break
+    time.sleep(0.05 if os.environ["RANK"] == "0" else 0.07)
+"""
 
 
 def best_incident(both):
@@ -62,6 +78,30 @@ def test_a_node_whose_rank_leaves_with_code_0_while_others_train_is_the_culprit(
     assert {"kind": "rank", "id": "1"} in best["culprits"]
     assert {"kind": "rank", "id": "0"} not in best["culprits"]
     assert best["state"] == "closed"
+
+
+def test_all_ranks_stop_at_one_step_when_only_a_spare_is_asked_to_stop(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS_AT_EACH_STEP)
+    flags = ("--nnodes=1", "--spares=1", "--rdzv-backend=c10d", "--rdzv-id=job")
+    place = ("--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{free_port()}", script)
+    with (
+        Run(tmp_path / "a", *flags, *place, env={"SLURMD_NODENAME": "nodea"}) as one,
+        Run(tmp_path / "b", *flags, *place, env={"SLURMD_NODENAME": "nodeb"}) as two,
+    ):
+        both = [one, two]
+        seated = wait_until(
+            lambda: next((run for run in both if "under way" in run.said()), None), what="a step"
+        )
+        seated.wait_for_output("[default1]:under way")
+        (spare,) = (run for run in both if run is not seated)
+        spare.signal()
+
+        assert [run.finish(60) for run in both] == [85, 85], one.said() + two.said()
+
+    ends = re.findall(r"rank (\d) stops after (\d+)", seated.out.read_text())
+    assert {rank for rank, _step in ends} == {"0", "1"}
+    assert len({step for _rank, step in ends}) == 1, ends
 
 
 def run_state(run):

@@ -156,7 +156,8 @@ class Finder:
         if command is not None and command.is_chosen:
             if command.state is not None and chosen is None:
                 reasons = "; ".join(choice.why[:4])
-                raise KeeperError(f"{command.state} cannot be served here: {reasons}")
+                whole = self._why_whole(command, command.state, crew.world)
+                raise KeeperError(f"{command.state} cannot be served here: {reasons}{whole}")
             if command.epoch < epoch:
                 self._check_is_new(command.epoch, epoch - 1)
             epoch = command.epoch
@@ -184,6 +185,18 @@ class Finder:
             why=list(why),
         )
         self.found(state)
+
+    def _why_whole(self, command: Command, state: StateId, world: int) -> str:
+        """Return what to do where *state* was saved by another number of ranks, "" where not."""
+        held = next(iter(self.memory.held(state)), None)
+        saved_by = held.world if held else command.peers.world if command.peers else None
+        if saved_by in (None, world):
+            return ""
+        return (
+            f". {saved_by} ranks saved it and {world} load it, so each node needs the whole of it "
+            "in memory or in the directory; a job that is started anew goes on from the newest in "
+            "the directory"
+        )
 
     def _check_is_new(self, epoch: int, seen: int) -> None:
         """Tell of *seen*, a later epoch than that which all nodes agreed on.

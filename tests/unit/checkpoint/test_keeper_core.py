@@ -307,6 +307,26 @@ def test_what_several_nodes_chose_waits_for_all_ranks_of_this_node(node):
     assert node.offer.state == state
 
 
+def test_a_state_of_more_ranks_that_is_not_whole_here_says_what_to_do(node):
+    node.core.begin_generation(0, 2, None, "run")
+    node.start(2, world=4)
+    node.core.choose(None, 0)
+    node.go()
+    state = node.save(1)
+    node.core.commit(state, is_to_persist=False)
+    for generation, world in ((1, 4), (2, 3)):
+        node.core.begin_generation(generation, 2, None, "run")
+        node.core.choose(state, generation)
+        node.start(2, generation=generation, world=world)
+        node.core.want(node.core.crew)
+        node.jobs.do("look")
+        assert bool(node.core.crew.trouble) == (world == 3), node.core.crew.trouble
+
+    assert "that of rank 2 is neither in this node's memory" in node.core.crew.trouble
+    assert "4 ranks saved it and 3 load it, so each node needs the whole" in node.core.crew.trouble
+    assert "anew goes on from the newest in the directory" in node.core.crew.trouble
+
+
 def test_an_epoch_that_is_not_new_is_refused(node):
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)

@@ -301,4 +301,4 @@ def _gate(prepared: Prepared, gpus: GpuSentry) -> GateKeeper:
     def check() -> HealthGate:
         return HealthGate(replace(plan, gpus=gpus.listed_uuids))
 
-    return HealthKeeper(check, memory, prepared.clock, log.info)
+    return HealthKeeper(check, memory, prepared.clock, log.info, gpus.own_uuids)

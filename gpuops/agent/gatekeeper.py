@@ -4,7 +4,7 @@ Both are looked at while the workers of the last generation are being ended, so 
 waits for neither.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from gpuops.agent.gpu_memory import GpuMemory
@@ -56,8 +56,16 @@ class OpenGate:
         """Do nothing."""
 
 
+def _not_known() -> Collection[str] | None:
+    return None
+
+
 class HealthKeeper:
-    """Asks the preflight suite, and waits for memory that dead workers still hold."""
+    """Asks the preflight suite, and waits for memory that dead workers still hold.
+
+    *uuids* says which GPUs are the job's, None where that is not known: what another job holds on
+    a GPU of its own is none of our business.
+    """
 
     def __init__(
         self,
@@ -65,11 +73,13 @@ class HealthKeeper:
         memory: GpuMemory,
         clock: Clock,
         say: Callable[[str], None],
+        uuids: Callable[[], Collection[str] | None] = _not_known,
     ) -> None:
         self._make = make
         self._memory = memory
         self._clock = clock
         self._say = say
+        self._uuids = uuids
         self._gate: HealthGate | None = None
         self._begun_ns = 0
 
@@ -97,7 +107,7 @@ class HealthKeeper:
             return Gate(passed=False, reason=found.reason, to_report=found.to_report)
         if found.reason:
             self._say(found.reason)
-        while (release := self._memory.poll()) is None:
+        while (release := self._memory.poll(self._uuids())) is None:
             wait(LOOK_S)
         self._first_look(wait)
         if release.released:

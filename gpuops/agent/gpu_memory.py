@@ -120,8 +120,11 @@ class GpuMemory:
         if self._before and self._lines is None:
             self._lines = self._open_lines()
 
-    def poll(self, uuids: Collection[str] = ()) -> Release | None:
-        """Return the result once there is one, None while memory of *uuids* (all) is held still."""
+    def poll(self, uuids: Collection[str] | None = None) -> Release | None:
+        """Return the result once there is one, None while memory of *uuids* is held still.
+
+        *uuids* None: of all GPUs, as it is not known which are the job's.
+        """
         self._read()
         waited_s = (self._clock.mono_ns() - self._begun_ns) / 1e9
         if not self._before:
@@ -145,13 +148,13 @@ class GpuMemory:
             return None
         return Release(released=True, waited_s=waited_s, note="NVML does not tell what is held")
 
-    def _beyond(self, uuids: Collection[str]) -> dict[str, int]:
+    def _beyond(self, uuids: Collection[str] | None) -> dict[str, int]:
         assert self._before is not None
         assert self._now is not None
         return {
             uuid: now - before
             for uuid, before in self._before.items()
-            if (not uuids or uuid in uuids)
+            if (uuids is None or uuid in uuids)
             and (now := self._now.get(uuid, 0)) - before > TOLERANCE_BYTES
         }
 

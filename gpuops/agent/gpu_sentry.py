@@ -98,7 +98,7 @@ class GpuSentry:
         self._over: set[Source] = set()
         self._gpus: dict[Source, tuple[GpuName, ...]] = {}
         self._mine: tuple[GpuName, ...] | None = None
-        self._addresses: frozenset[str] | None = None
+        self._own: dict[str, str | None] | None = None  # UUIDs by PCI address
         self._waiting: list[XidEvent] = []
         self._opened_ns = clock.mono_ns()
         self._begun_ns = self._opened_ns
@@ -168,7 +168,7 @@ class GpuSentry:
         """
         self._drain()
         self._knows_its_gpus()
-        if self._addresses is None:
+        if self._own is None:
             return None
         from_ns = self._begun_ns if since_ns is None else since_ns
         last: dict[tuple[str, int], int] = {}
@@ -177,7 +177,16 @@ class GpuSentry:
                 key = sign.address, sign.code
                 last[key] = max(last.get(key, 0), sign.last_ns)
         old = frozenset(key for key, last_ns in last.items() if last_ns < from_ns)
-        return JobXids(addresses=self._addresses, old=old)
+        return JobXids(addresses=frozenset(self._own), old=old)
+
+    def own_uuids(self) -> frozenset[str] | None:
+        """Return the UUIDs of all GPUs that are the job's, also of lost ones; None: not known."""
+        self._drain()
+        self._knows_its_gpus()
+        uuids = None if self._own is None else set(self._own.values())
+        if uuids is None or None in uuids:
+            return None
+        return frozenset(uuid for uuid in uuids if uuid is not None)
 
     def doubts(self) -> tuple[NodeReport, ...]:
         """Return what of this generation speaks against the node without having ended it."""
@@ -230,13 +239,12 @@ class GpuSentry:
         return self._mine is not None
 
     def _remember(self, listed: Sequence[GpuName], mine: Sequence[GpuName]) -> None:
-        """Keep the addresses of the job's GPUs, also of one that a later listing has not got.
+        """Keep which GPUs are the job's, also one that a later listing has not got.
 
         NVML leaves out a GPU that is lost, and numbers then name others: such a list says nothing.
         """
         if listed and all(gpu.index == place for place, gpu in enumerate(listed)):
-            known = self._addresses or frozenset()
-            self._addresses = known.union(gpu.address for gpu in mine)
+            self._own = {**(self._own or {}), **{gpu.address: gpu.uuid for gpu in mine}}
 
     def _keep(self, event: XidEvent) -> None:
         """Add *event* to the signs, where it is about the job's GPUs in this generation."""

@@ -3,6 +3,8 @@
 import json
 import threading
 
+import pytest
+
 from gpuops.agent.gatekeeper import FIRST_LOOK_S, STALE_S, HealthKeeper
 from gpuops.agent.gpu_memory import WAIT_MAX_S, GpuMemory
 from gpuops.agent.health_verdict import GateResult
@@ -48,11 +50,13 @@ class Check:
 class Stand:
     """A gate whose check, memory and time a test gives."""
 
-    def __init__(self):
+    def __init__(self, uuids=None):
         self.clock = FakeClock()
         self.lines, self.checks, self.waits, self.said = [], [], [], []
         memory = GpuMemory(self.open_lines, self.clock)
-        self.keeper = HealthKeeper(self.open_check, memory, self.clock, self.said.append)
+        self.keeper = HealthKeeper(
+            self.open_check, memory, self.clock, self.said.append, lambda: uuids
+        )
 
     def open_lines(self):
         self.lines.append(Lines())
@@ -156,6 +160,17 @@ def test_memory_that_stays_keeps_the_node_out():
 
     assert not gate.passed
     assert "42.9 GB on GPU-1" in gate.reason
+
+
+@pytest.mark.parametrize(
+    ("uuids", "passes"), [({"GPU-2"}, True), (set(), True), ({"GPU-1", "GPU-2"}, False)]
+)
+def test_what_another_job_holds_on_its_own_gpu_keeps_nobody_out(uuids, passes):
+    stand = joined(Stand(uuids))
+    stand.checks[-1].given = WELL
+    gate = stand.result(*[lambda: stand.held(60 * GIB)] * (round(WAIT_MAX_S) + 1))
+
+    assert gate.passed is passes
 
 
 def test_who_closes_ends_the_check():

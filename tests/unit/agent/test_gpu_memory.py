@@ -104,6 +104,7 @@ def test_only_the_jobs_gpus_count():
     stand.say(a=40 * GIB, b=0)
 
     assert stand.memory.poll(["b"]).released
+    assert stand.memory.poll([]).released
     assert stand.memory.poll(["a"]) is None
 
 

@@ -224,17 +224,23 @@ def test_whose_the_xids_of_the_log_are_is_not_forgotten_with_a_lost_gpu():
     stand = Stand({"CUDA_VISIBLE_DEVICES": "2,3"})
     mine = {"0000:12:00.0", "0000:13:00.0"}
     assert stand.sentry.job_xids(None) == JobXids(addresses=mine)
+    assert stand.sentry.own_uuids() == {uuid(2), uuid(3)}
 
     stand.event(79, 3)
     three = [to_json(gpu) for gpu in gpus() if gpu.index != 1]
     stand.lines[NVML].say(gpus=three)  # begun anew, without one that is lost
     assert stand.sentry.job_xids(None).addresses == mine
+    assert stand.sentry.own_uuids() == {uuid(2), uuid(3)}
 
     unlisted = Stand({"CUDA_VISIBLE_DEVICES": "2,3"}, begun=[])
     unlisted.lines[NVML].say(gpus=three)
     assert unlisted.sentry.job_xids(None) is None
     unlisted.lines[NVML].say(gpus=[])
     assert unlisted.sentry.job_xids(None) is None
+    assert unlisted.sentry.own_uuids() is None
+    without = Stand({"CUDA_VISIBLE_DEVICES": ""})
+    assert without.sentry.own_uuids() == set()
+    assert without.sentry.job_xids(None).addresses == set()
 
 
 def test_an_xid_is_old_once_its_gpu_was_well_after_it():

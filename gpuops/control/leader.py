@@ -31,6 +31,7 @@ from gpuops.incident.decision import (
     Terms,
     Verdict,
 )
+from gpuops.incident.repeats import left_out
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.units import NS_PER_S
 
@@ -278,14 +279,13 @@ class Leader:
         """Return what *decision* makes of the record *now*, None if somebody else was faster."""
         if (now.generation, now.phase) != (record.generation, Phase.GATHER):
             return None
-        poisoned = decision.exclude_checkpoint
         changed = replace(
             now,
             decision=decision,
             reason=decision.reason,
             decided_by=self._link.me.node,
             excluded={**now.excluded, **decision.exclude},
-            excluded_checkpoint=now.excluded_checkpoint if poisoned is None else poisoned,
+            excluded_checkpoint=left_out(now.excluded_checkpoint, decision),
             history=history_after(decision, now.history),
         )
         if decision.verdict is Verdict.RESTART:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuops.incident.decision import PastFailure
+from gpuops.incident.decision import Decision, PastFailure
 from gpuops.incident.signature import is_weak
 
 SAME_STEP = 2  # the same failure at the same step, or before the first: deterministic
@@ -90,6 +90,18 @@ def bad_checkpoint(history: Sequence[PastFailure], failure: PastFailure) -> int 
         if past.checkpoint_step == step and _is_of_load(past):
             return step
     return None
+
+
+def left_out(step: int | None, decision: Decision) -> int | None:
+    """Return the checkpoint that is not to be loaded after *decision*; *step* was so far.
+
+    A run that has got well past it, and has saved since, has a good one of that step, or a later.
+    """
+    if decision.exclude_checkpoint is not None or step is None:
+        return decision.exclude_checkpoint
+    saved, highest = decision.failure.checkpoint_step, decision.failure.highest_step
+    was_passed = highest is not None and highest > step + LOAD_STEPS
+    return None if was_passed and saved is not None and saved >= step else step
 
 
 def _is_of_load(failure: PastFailure) -> bool:

@@ -65,6 +65,31 @@ def test_generations_that_are_over_leave_the_board():
         assert len(world.board.list("")) == n_keys
 
 
+def test_a_checkpoint_that_was_left_out_may_be_loaded_again_once_it_was_saved_anew():
+    failures = iter(
+        (
+            {"exclude": 100, "checkpoint_step": 100, "highest_step": 103},
+            {"checkpoint_step": 90, "highest_step": 95},
+            {"checkpoint_step": 100, "highest_step": 140},
+        )
+    )
+
+    def decided(reports, cluster, history, now_s):
+        changes = next(failures)
+        exclude = changes.pop("exclude", None)
+        made, note = restart(reports, cluster, history, now_s)
+        failure = replace(made.failure, **changes)
+        return replace(made, failure=failure, exclude_checkpoint=exclude), note
+
+    world = started(2, 2, 2, decide=decided)
+    seen = []
+    for generation in (1, 2, 3):
+        fail_until(world, generation)
+        seen.append(world.players[0].link.record.excluded_checkpoint)
+
+    assert seen == [100, 100, None]
+
+
 def test_a_board_that_takes_nothing_away_keeps_no_generation_from_starting():
     world = started(3, 3, 3)
     for player in world.players:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.decisions import cluster, rank_end, report, stopped
+from support.decisions import cluster, decision, failure, rank_end, report, stopped
 
 from gpuops.incident import decide as module
 from gpuops.incident.budget import INFRASTRUCTURE_MAX, history_after, seats
@@ -22,6 +22,7 @@ from gpuops.incident.decision import (
     Terms,
     Verdict,
 )
+from gpuops.incident.repeats import left_out
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
 KEY_ERROR = "KeyError at data.py:88 in collate: 'labels'"
@@ -561,6 +562,26 @@ def test_also_for_a_crash_and_before_the_first_step():
 
     assert [d.exclude_checkpoint for d in decisions] == [None, 100, None]
     assert decisions[2].verdict is RESTART
+
+
+@pytest.mark.parametrize(
+    ("saved", "highest", "after"),
+    [
+        (90, 95, 100),
+        (90, 180, 100),  # past it, but nothing was saved since
+        (100, 104, 100),  # saved anew, and fails as soon as the one that was left out
+        (None, None, 100),
+        (100, None, 100),  # where steps are not known, what is known as saved may be the old one
+        (100, 106, None),
+        (200, 250, None),
+    ],
+)
+def test_it_is_left_out_until_the_run_has_got_past_it_and_saved_anew(saved, highest, after):
+    failed = decision(failure=failure(checkpoint_step=saved, highest_step=highest))
+
+    assert left_out(100, failed) == after
+    assert left_out(None, failed) is None
+    assert left_out(100, replace(failed, exclude_checkpoint=90)) == 90
 
 
 @pytest.mark.parametrize(

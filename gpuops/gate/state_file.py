@@ -27,7 +27,7 @@ from gpuops.host.replacing import replace_file
 from gpuops.host.trust import refuse_foreign_file
 from gpuops.model import Json
 
-READ_S = 0.3
+READ_S = 0.5
 SAVE_S = 0.5
 LOCK_S = 0.3
 VERSION = 1

@@ -222,7 +222,7 @@ def test_a_huge_file_is_left_out(tmp_path):
     assert "is larger than" in remembered(tmp_path).note
 
 
-def test_a_disk_that_hangs_costs_less_than_half_a_second(tmp_path):
+def test_a_disk_that_hangs_costs_little_more_than_its_half_second(tmp_path):
     """Nobody ever writes into the pipe that stands where the boot's id is read."""
     root = FakeRoot(tmp_path / "root")
     pipe = root.path / "proc/sys/kernel/random/boot_id"
@@ -235,10 +235,10 @@ def test_a_disk_that_hangs_costs_less_than_half_a_second(tmp_path):
         took_s = time.monotonic() - started
         assert known.boot_id == ""
         assert "gave no answer in " in known.note
-        return took_s < 0.5
+        return took_s < state_file.READ_S + 0.2
 
     # A busy machine makes one wait longer, and not every one.
-    wait_until(is_within_the_bound, what="an answer in half a second")
+    wait_until(is_within_the_bound, what=f"an answer in {state_file.READ_S + 0.2} s")
 
 
 def test_a_write_that_nothing_can_end_costs_little_more_than_its_half_second(tmp_path):

@@ -177,15 +177,18 @@ class Schedule(Protocol):
 
 
 class BySteps:
-    """Every so many steps."""
+    """Every so many steps; a due step that is jumped over is made up for at the next."""
 
     asks_first = False
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+        self._seen: int | None = None
 
     def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
-        return step % self._steps == 0
+        seen, self._seen = self._seen, step
+        jumped = seen is not None and step // self._steps > seen // self._steps
+        return jumped or step % self._steps == 0
 
     def dealt_with(self, step: int, now_s: float) -> None:
         pass

@@ -84,7 +84,24 @@ def alone(every, **times):
 
 
 def test_by_steps():
-    assert [n for n in range(1, 11) if BySteps(3).is_due(n, 0.0)] == [3, 6, 9]
+    policy = BySteps(3)
+
+    assert [n for n in range(1, 11) if policy.is_due(n, 0.0)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("told", "due"),
+    [
+        ([15, 25, 35, 45], [25, 35, 45]),
+        ([8, 9, 11, 12, 19, 21], [11, 21]),
+        ([10, 10, 11], [10, 10]),
+        ([31, 32], []),
+    ],
+)
+def test_a_due_step_that_is_jumped_over_is_made_up_for_at_the_next(told, due):
+    policy = BySteps(10)
+
+    assert [n for n in told if policy.is_due(n, 0.0)] == due
 
 
 def test_one_rank_saves_by_the_clock():

@@ -131,6 +131,14 @@ class HangJudge:
         """Return the ranks whose program has come to its end."""
         return tuple(r for r, watch in self._ranks.items() if watch.phase is Phase.FINISHED)
 
+    def long_finished(self, now_ns: int) -> tuple[int, ...]:
+        """Return the ranks whose program came to its end longer ago than a phase may last.
+
+        Most of their processes are gone: beats do not tell.
+        """
+        limit_s = self.limits.phase(Phase.FINISHED, "")
+        return tuple(r for r in self.finished if self._silent_s(self._ranks[r], now_ns) > limit_s)
+
     def silences_s(self, now_ns: int) -> dict[int, float]:
         """Return for how long each rank has been silent."""
         return {rank: self._silent_s(watch, now_ns) for rank, watch in self._ranks.items()}

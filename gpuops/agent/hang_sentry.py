@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # A node whose ranks only wait lets the one speak first that has the cause, or has work to show.
 HOLD_S = 3.0
+NAMED_MAX = 8
+_GONE = frozenset({None, "Z", "X"})
 # Ranks seen at work are looked at again after as long as they have been silent, and this at least.
 LOOK_AGAIN_S = 30.0
 
@@ -75,6 +77,8 @@ class HangSentry:
         self._pause = pause
         self._state_of = state
         self._stopped = StoppedRanks()
+        self._states: Mapping[int, str | None] = {}
+        self._has_said_lingering = False
         self._watched: Watched | None = None
         self._suspicion: _Suspicion | None = None
         self._has_reported = False
@@ -82,7 +86,7 @@ class HangSentry:
     def begin(self, watched: Watched) -> None:
         """Watch a generation whose workers have just been started."""
         self._watched, self._suspicion, self._has_reported = watched, None, False
-        self._stopped = StoppedRanks()
+        self._stopped, self._states, self._has_said_lingering = StoppedRanks(), {}, False
         self._judge.begin([worker.rank for worker in watched.workers], self._clock.mono_ns())
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
@@ -154,6 +158,7 @@ class HangSentry:
                     "hangs cannot be judged: no rank has made an optimizer step that can be seen;"
                     " gpuops.progress(step) makes them known"
                 )
+            self._tell_of_lingering(watched, now_ns)
             return None
         if self._suspicion is None:
             self._suspect(watched, hang, now_ns)
@@ -164,11 +169,32 @@ class HangSentry:
     def _stop(self, watched: Watched, now_ns: int) -> Hang | None:
         """Return the hang that stopped workers make, whatever phase they are in."""
         if self._stopped.is_due(now_ns):
-            states = {worker.rank: self._state_of(worker.pid) for worker in watched.workers}
-            self._stopped.look(states, now_ns)
+            self._states = {w.rank: self._state_of(w.pid) for w in watched.workers}
+            self._stopped.look(self._states, now_ns)
         limit_s = self._judge.limits.asked_s or STEP_FLOOR_S
         lasted_s = self._stopped.longer_than(limit_s, now_ns)
         return self._judge.stopped(lasted_s, limit_s, now_ns) if lasted_s else None
+
+    def _tell_of_lingering(self, watched: Watched, now_ns: int) -> None:
+        """Say once which programs have ended while their processes have not.
+
+        None is ended: it may be writing its last state.
+        """
+        late = () if self._has_said_lingering else self._judge.long_finished(now_ns)
+        there = [
+            w for w in watched.workers if w.rank in late and self._states.get(w.rank) not in _GONE
+        ]
+        if not there:
+            return
+        self._has_said_lingering = True
+        silences_s = self._judge.silences_s(now_ns)
+        log.warning(
+            "%s: the program ended %.0f s ago, the process has not, and the run waits for it;"
+            " a thread or an exit handler may hang, and `py-spy dump --pid %d` shows where",
+            ", ".join(f"rank {w.rank} (pid {w.pid})" for w in there[:NAMED_MAX]),
+            min(silences_s[w.rank] for w in there),
+            there[0].pid,
+        )
 
     def _suspect(self, watched: Watched, hang: Hang, now_ns: int) -> None:
         def ask(facts: Mapping[int, RankFacts]) -> None:

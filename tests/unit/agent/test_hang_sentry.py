@@ -349,3 +349,41 @@ def test_only_workers_that_said_so_are_asked_for_a_dump(tmp_path):
     node.report()
 
     assert eyes.asked == []  # their rings say nothing of SIGUSR2
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ("SZ", ["rank 0 (pid 100)"]),
+        ("SS", ["rank 0 (pid 100), rank 1 (pid 101)"]),
+        ("ZZ", []),
+        ((None, None), []),
+    ],
+)
+def test_a_process_that_outlives_its_program_is_told_of_once_and_not_ended(
+    tmp_path, caplog, states, said
+):
+    eyes = FakeEyes(r0=(states[0], WAITS), r1=(states[1], WAITS))
+    node = Node(tmp_path, eyes, timeout_s=None).steps(9).steps(1, phase=Phase.FINISHED)
+
+    assert node.silence(590) is None
+    assert caplog.messages == []
+    assert node.silence(3600) is None
+    assert [line.partition(": the program ended 60")[0] for line in caplog.messages] == said
+    assert all("`py-spy dump --pid 100`" in line for line in caplog.messages)
+
+
+def test_each_generation_is_told_of_its_own_lingering_processes(tmp_path, caplog):
+    node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("S", WAITS)), timeout_s=None)
+    for generation in (0, 1):
+        node.sentry.begin(node.watched)
+        node.steps(9).steps(1, phase=Phase.FINISHED).silence(700)
+        assert len(caplog.messages) == generation + 1
+
+
+def test_while_another_rank_trains_the_one_that_stays_is_told_of_too(tmp_path, caplog):
+    node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("R", WAITS)), timeout_s=None).steps(9)
+    node.steps(1, ranks=(0,), phase=Phase.FINISHED).steps(700, ranks=(1,))
+
+    (line,) = caplog.messages
+    assert line.startswith("rank 0 (pid 100): the program ended 60")

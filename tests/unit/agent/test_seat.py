@@ -74,7 +74,8 @@ class Bench:
         return self.seats.next_rendezvous()
 
     def reports(self):
-        return [unpack(e.value) for e in self.shared.list(f"{self.link.keys.prefix}/rep").values()]
+        found = self.shared.list(f"{self.link.keys.prefix}/gen/")
+        return [unpack(entry.value) for key, entry in found.items() if "/report/" in key]
 
 
 @pytest.fixture

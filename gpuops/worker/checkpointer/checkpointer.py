@@ -374,7 +374,7 @@ class Checkpointer:
             self._warned.add(kind)
             _log.warning("%s", text)
 
-    def _before_step(self, optimizer: object, *_: object) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Have the optimizer's step come after a copy that is still being made."""
         if torch.compiler.is_compiling():
             return

@@ -31,8 +31,9 @@ class LastStep:
     An optimizer that is compiled, or replayed as a CUDA graph, calls no hook, and nothing tells
     whether it changes what is being copied. One that is only left out for a while (it takes turns,
     a scaler found inf) is told from those: a capture calls the hook, and a compiled step counts up
-    the versions of the parameters. Of a graph that is older than the hooks nothing is known, so
-    that an optimizer must have told of a step in any case.
+    the versions of the parameters that have gradients, but for a fused or capturable one, which is
+    never taken for one that is left out. Of a graph that is older than the hooks nothing is known,
+    so that an optimizer must have told of a step in any case.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -43,11 +44,14 @@ class LastStep:
     _stepping: set[int] = field(default_factory=set)
     _heard: set[int] = field(default_factory=set)
     _is_silent: bool = False
+    _looked_at: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
 
-    def steps(self, optimizer: object) -> None:
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear that *optimizer* is about to make a step."""
         self._stepping.add(id(optimizer))
+        if id(optimizer) not in self._looked_at:
+            self._looked_at[id(optimizer)] = _looked_at(optimizer)
 
     def is_captured(self) -> None:
         """Hear that a step of an optimizer becomes a CUDA graph."""
@@ -58,7 +62,7 @@ class LastStep:
         self.n = n
         self.is_watched = len(self._stepping) == len(self.optimizers) > 0
         self._is_silent |= self._has_changed()
-        self._versions = {id(each): _version(each) for each in self.optimizers}
+        self._versions = {key: _version(found) for key, found in self._looked_at.items()}
         self._heard |= self._stepping
         self._stepping.clear()
 
@@ -75,16 +79,28 @@ class LastStep:
         return ""
 
     def _has_changed(self) -> bool:
-        """Say whether an optimizer that tells of no step has changed parameters since `told`."""
-        still = [each for each in self.optimizers if id(each) not in self._stepping]
-        return any(_version(each) != self._versions.get(id(each), _version(each)) for each in still)
+        """Say whether an optimizer that tells of no step may have made one since `told`."""
+        silent = self._versions.keys() - self._stepping
+        return any(
+            not self._looked_at[key] or _version(self._looked_at[key]) != self._versions[key]
+            for key in silent
+        )
 
 
-def _version(optimizer: torch.optim.Optimizer) -> int:
-    """Return a number that grows whenever a step is made of which Python knows."""
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    trained = (one for one in parameters if one.requires_grad and not one.is_inference())
-    return sum(one._version for one in islice(trained, _N_LOOKED_AT))  # noqa: SLF001 documented
+def _looked_at(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return parameters that count up whenever *optimizer* steps; none where none surely do.
+
+    Seen with torch 2.13: fused steps count nothing up, and replayed ones cannot.
+    """
+    groups = optimizer.param_groups
+    if any(group.get("fused") or group.get("capturable") for group in groups):
+        return []
+    trained = (one for group in groups for one in group["params"] if one.grad is not None)
+    return list(islice(trained, _N_LOOKED_AT))
+
+
+def _version(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(one._version for one in parameters)  # noqa: SLF001 documented
 
 
 def save_and_leave(

@@ -140,9 +140,35 @@ def test_a_compiled_step_is_not_taken_for_none(pair, begin, is_last, missed, com
     assert ["may have stepped since" in text for text in missed()] == [True]
 
 
+def adamw(parameters, **how):
+    return torch.optim.AdamW(parameters, lr=0.1, **how)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize(("how", "n_frozen"), [({"fused": True}, 0), ({}, 20)])
+def test_a_compiled_step_of_which_nothing_tells_is_not_taken_for_none(
+    begin, node, missed, how, n_frozen
+):
+    """A fused one counts nothing up, and another nothing of parameters that are not trained."""
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(n_frozen // 2 + 1))
+    optimizer = adamw(layers.parameters(), **how)
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    with begin(model=layers, optimizer=optimizer) as ck:
+        for n in range(1, 5):
+            layers[-1](torch.ones(2)).sum().backward()
+            (optimizer.step if n == 1 else compiled)()
+            if n < 4:
+                ck.step(n)
+
+    assert ["may have stepped since" in text for text in missed()] == [True]
+    with Checkpointer(model=layers, optimizer=optimizer, keeper=node.connect()) as ck:
+        assert ck.restore() == 0
+
+
 def test_after_a_capture_only_what_has_just_told_of_a_step_is_trusted(pair):
     last = LastStep(list(pair.optimizers.values()), persists=True)
     for name in ("g", "d"):
+        pair.loss(name).backward()
         last.steps(pair.optimizers[name])
     last.told(1)
     last.told(2)

@@ -415,12 +415,15 @@ def _events(core: Core, _request: Request) -> Answer:
 
 
 def _leave(core: Core, request: Request) -> Answer:
-    """End the keeper where it is over; not while a rank is at work, or its last state hashed."""
+    """End the keeper where it is over: no rank is at work, and the newest state persists."""
     crew = core.crew
     n_ranks = len(crew.members) if crew is not None else 0
     if crew is not None:
         crew.is_left = True
-    if request.fields.flag("is_over") and not n_ranks and not core.n_hashing:
+    persister, newest = core.persister, core.memory.gate.newest
+    has_place = persister.policy is not None and persister.policy.directory is not None
+    is_safe = newest is None or not has_place or persister.schedule.has(newest)
+    if request.fields.flag("is_over") and not n_ranks and not core.n_hashing and is_safe:
         core.is_ending = True
     return Answer({"ranks": n_ranks, "is_ending": core.is_ending})
 

@@ -7,6 +7,7 @@ import time
 import pytest
 from support.keeper_ranks import newest, ready, until
 
+from gpuops.checkpoint.agent_link import AgentLink
 from gpuops.checkpoint.client import connect
 from gpuops.checkpoint.keeper import Policy
 from gpuops.checkpoint.keeper_line import KeeperGoneError
@@ -75,6 +76,39 @@ def test_what_a_late_rank_saves_last_persists_and_the_first_says_that_it_is_late
 
     assert job.persisted()[0] == 7
     assert not job.folder.exists()
+    until(lambda: not job.process.is_running(), what="the end of the keeper")
+
+
+def test_a_late_rank_takes_over_where_nothing_was_committed_yet(job):
+    first, second = job.ranks
+    first.save(7)
+    first.keeper.close()
+    with pytest.raises(KeeperError, match="the last state was not persisted"):
+        job.first.finish(7)
+    second.save(7)
+    second.keeper.close()
+    job.second.finish(7)
+
+    assert job.persisted() == [7]
+
+
+def test_a_state_that_was_committed_after_the_last_flush_ends_no_keeper(job):
+    for rank in job.ranks:
+        rank.save(6)
+    until(lambda: newest(job.ranks[1].keeper) == [0, 6], what="the commit")
+    link = AgentLink.connect(job.process.socket_path)
+    link.flush(10.0)
+    for rank in job.ranks:
+        rank.save(7)
+    until(lambda: newest(job.ranks[1].keeper) == [0, 7], what="the second commit")
+    for rank in job.ranks:
+        rank.keeper.close()
+
+    until(lambda: not link.stats()["ranks"], what="their leaving")
+    assert link.leave(is_over=True) == (0, False)
+    link.close()
+    job.first.finish(7)
+    assert job.persisted() == [7, 6]
     until(lambda: not job.process.is_running(), what="the end of the keeper")
 
 

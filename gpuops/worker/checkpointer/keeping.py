@@ -93,15 +93,21 @@ class OwnKeeper:
         try:
             if _has_committed(link, step, self._patience_s) and is_over:
                 _await_leaving(link, min(_PARTING_S, self._patience_s))
-            flushed = link.flush(max(end_s - time.monotonic(), 1.0))
-            notice = link.stats().get("notice")
+            while True:
+                flushed = link.flush(max(end_s - time.monotonic(), 1.0))
+                notice = link.stats().get("notice")
+                has_failed = step is not None and flushed.state is None
+                n_ranks, is_ending = link.leave(is_over=is_over and not has_failed)
+                if is_ending:
+                    self._remove()
+                is_left = bool(n_ranks) or is_ending or not is_over
+                if is_left or flushed.state is None or time.monotonic() >= end_s:
+                    break
+                time.sleep(_AGAIN_S)  # a rank that left meanwhile has saved once more
             if isinstance(notice, str):
                 _log.warning("%s", notice)
-            if step is not None and flushed.state is None:
+            if has_failed:
                 raise KeeperError(f"the last state was not persisted: {flushed.why}")
-            n_ranks, is_ending = link.leave(is_over=is_over)
-            if is_ending:
-                self._remove()
         finally:
             link.close()
         if step is not None and flushed.state is not None and flushed.state.step < step:

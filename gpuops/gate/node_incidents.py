@@ -5,6 +5,7 @@ Runs in the child that records the run: a file that hangs or cannot be written c
 
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,12 +33,17 @@ class Occasion:
 
 
 def changed_incidents(
-    ran: CheckRun, occasion: Occasion, state_dir: Path, uid: int
+    ran: CheckRun,
+    occasion: Occasion,
+    state_dir: Path,
+    uid: int,
+    *,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[Incident, ...]:
     """Return the incidents to be told of, after *ran*; the file in *state_dir* keeps the open ones.
 
     Where the file cannot be kept, what fails is one incident a day: it would be a new one at each
-    check.
+    check. Where it *is_late*, another check may have looked meanwhile, and *ran* changes nothing.
     """
     told: list[Incident] = []
     about = Circumstances(
@@ -49,6 +55,8 @@ def changed_incidents(
     )
 
     def change(state: NodeState) -> NodeState:
+        if is_late():
+            return state
         found = node_incidents(ran, state.incidents, replace(about, repairs=state.repairs))
         told[:] = found.told
         return replace(state, incidents=found.open)

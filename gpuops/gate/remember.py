@@ -1,6 +1,7 @@
 """Record a check run: events in the spool, and a detached flusher that takes them to the store.
 
-No verdict waits for it: a spool that hangs costs `RECORD_S`, one that is slow loses nothing.
+No verdict waits for it: a spool that hangs costs `RECORD_S`. Where it is only slow, the run is
+recorded late, without what it makes of the node's incidents: a newer check may have looked.
 """
 
 import sys
@@ -19,6 +20,7 @@ from gpuops.host.node import boot_id
 from gpuops.host.threads import process_state
 from gpuops.log import printable
 from gpuops.model import Event, Incident, IncidentState, Severity, Status
+from gpuops.units import NS_PER_S
 
 # tests/integration/test_slurm_files.py holds the sum of what a hook may take.
 RECORD_S = 1.0
@@ -96,12 +98,19 @@ def remember(ran: CheckRun, occasion: Occasion, memory: Memory, clock: Clock) ->
 
     Returns what went wrong, None where nothing did. The caller must have a single thread.
     """
+    late_ns = clock.mono_ns() + round(RECORD_S * NS_PER_S)
 
     def events() -> list[Event]:
         found = events_of(ran, occasion, clock)
         if memory.state_dir is None:
             return found
-        incidents = changed_incidents(ran, occasion, memory.state_dir, memory.uid)
+        incidents = changed_incidents(
+            ran,
+            occasion,
+            memory.state_dir,
+            memory.uid,
+            is_late=lambda: clock.mono_ns() > late_ns,
+        )
         return [*found, *incident_events(incidents, ran.node, clock)]
 
     return record(events, ran.node, memory, clock)

@@ -97,6 +97,17 @@ def test_a_run_is_recorded_with_its_job_profile_mode_and_gpus(tmp_path):
     }
 
 
+def test_what_is_late_changes_no_incident(tmp_path, state_dir):
+    """A newer check may have looked while the disk kept this one waiting."""
+    assert remember(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
+    before = read_state(state_dir, UID).incidents
+
+    told = changed_incidents(ran(PASSES, at=60), PROLOG, state_dir, UID, is_late=lambda: True)
+
+    assert told == ()
+    assert read_state(state_dir, UID).incidents == before
+
+
 def test_roots_run_tells_of_an_incident_and_keeps_it(tmp_path, state_dir):
     assert remember(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
 

@@ -12,14 +12,14 @@ KEPT = 2
 
 
 def forget_before(board: Board, keys: Keys, generation: int) -> None:
-    """Take the newest generation off *board* that nobody needs while *generation* runs.
+    """Take off *board* what nobody needs while *generation* runs.
 
-    What the board does not do now it need not do: a generation that stays there costs its space.
+    What it does not do now it is asked for once more with the next generation; what stays there
+    costs its space.
     """
     over = generation - KEPT
-    if over < 0:
-        return
-    try:
-        board.delete(keys.generation(over))
-    except BoardError as exc:
-        log.debug("generation %d stays on the board: %s", over, exc)
+    for number in range(max(over - 1, 0), over + 1):
+        try:
+            board.delete(keys.generation(number))
+        except BoardError as exc:
+            log.debug("generation %d stays on the board: %s", number, exc)

@@ -291,7 +291,9 @@ class GpuopsAgent(LocalElasticAgent):
         if number is None:
             return
         if record.phase is Phase.RUN:
-            drain_from_afar(self._parts.link, number.name)
+            was_there = self._workers is not None and record.generation == self.generation
+            step = self._parts.pace.common_step() if was_there else None
+            drain_from_afar(self._parts.link, number.name, was_there=was_there, stop_step=step)
         elif record.phase in {Phase.FORM, Phase.GATHER}:
             stopped = drain_at_once(self._parts.link, number.name, EXIT_REQUEUE)
             if stopped is not None:

@@ -90,11 +90,17 @@ class Draining:
         return frozenset(told)
 
 
-def drain_from_afar(link: Link, signal_name: str) -> bool:
+def drain_from_afar(
+    link: Link, signal_name: str, *, was_there: bool = False, stop_step: int | None = None
+) -> bool:
     """Take a run whose workers are on other nodes to DRAIN; say whether this call did that.
 
-    The first word on where to stop holds for all ranks, so it must be a step here, too.
+    The first word on where to stop holds for all ranks, so it must be a step here, too. An agent
+    that *was_there*, whose workers have ended, knows *stop_step* itself: in the last save that is
+    every agent, and each would list the heartbeats of all.
     """
+    if was_there:
+        return drain(link, signal_name, stop_step)
     try:
         beats = link.board.list(link.keys.alive())
     except BoardError as exc:

@@ -163,6 +163,17 @@ def test_a_spare_that_hears_first_says_at_which_step_all_stop(clock):
     assert not drain_from_afar(agents.spare, "SIGTERM"), "the first word holds"
 
 
+def test_an_agent_whose_workers_have_ended_asks_nobody_for_the_step(clock):
+    agents = TwoAgents(clock)
+    agents.board.lose = lambda name: "call" if name == "list" else None
+
+    assert drain_from_afar(agents.spare, "SIGTERM", was_there=True, stop_step=107)
+    agents.board.lose = lambda _name: None
+    agents.seated.beat(hold_s=0.0)
+
+    assert agents.seated.record.drain_step == 107
+
+
 def test_a_spare_without_the_board_asks_again(clock):
     agents = TwoAgents(clock)
     agents.board.is_cut = True

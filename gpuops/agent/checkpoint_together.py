@@ -108,6 +108,7 @@ class Together:
         if agreement.trouble:
             self._trouble_ns = self._trouble_ns or now_ns
             return agreement.trouble if self._seconds_since(self._trouble_ns) >= TELL_S else ""
+        self._trouble_ns = None
         if agreement.sign != self._sign:
             self._sign, self._sign_ns = agreement.sign, now_ns
         if self._seconds_since(self._sign_ns) < STALLED_S:

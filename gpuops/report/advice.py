@@ -50,21 +50,22 @@ def _redone(account: RunAccount) -> list[str]:
     again = [attempt for attempt in account.attempts if attempt.redone_steps]
     if not again:
         return []
-    steps = sum(attempt.redone_steps or 0 for attempt in again)
+    n_steps = sum(attempt.redone_steps or 0 for attempt in again)
+    steps = "1 step was" if n_steps == 1 else f"{n_steps} steps were"
     took = format_seconds(account.seconds[Phase.REDO])
     anew = [attempt for attempt in again if attempt.began_again]
     if anew:
         first = anew[0].row
         return [
             (
-                f"{steps} steps were made a second time because attempt {first.ordinal} began again"
+                f"{steps} made a second time because attempt {first.ordinal} began again"
                 f" at step {first.steps_first}: the job loads no checkpoint. They took {took}; a"
                 " checkpoint that the script saves and loads at its start would have kept them"
             )
         ]
     return [
         (
-            f"{steps} steps were made a second time, in {took}: the checkpoints that were loaded"
+            f"{steps} made a second time, in {took}: the checkpoints that were loaded"
             " were that much older than the failures; save more often if a save costs less"
         )
     ]

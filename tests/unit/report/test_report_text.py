@@ -74,6 +74,15 @@ def test_a_run_without_a_checkpoint_is_told_so_plainly():
     assert "25.0 s" in first
 
 
+def test_one_step_is_one_step():
+    found = account(*a_killed_run())
+    one = [replace(item, redone_steps=item.redone_steps and 1) for item in found.attempts]
+
+    assert advice(replace(found, attempts=tuple(one)))[0].startswith(
+        "1 step was made a second time"
+    )
+
+
 def test_the_same_exception_twice_is_blamed_once_and_restarts_are_called_useless():
     found = repeated()
     text = report_text(found)

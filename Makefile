@@ -1,6 +1,7 @@
 # make demo    train, kill a rank, recover, report: on this machine, no GPU and no root needed
 # make test    everything CI runs: set-up, lint, types, layers, all tests
 # make bench   the numbers of the README, measured side by side; results in tests/benchmarks/results
+# make interface  write down what users rely on, where it may change: flags, JSON keys, formats
 # make soak    long runs: many kills, storms, fuzzing
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest services bench soak clean
+.PHONY: help demo test lint pytest services bench interface soak clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -49,6 +50,9 @@ test: services lint pytest
 
 bench: services $(VENV)/.installed-test
 	$(BIN)/python tests/benchmarks/run_all.py
+
+interface: $(VENV)/.installed-test
+	PYTHONPATH=tests $(BIN)/python -m support.public_interface tests/fixtures/public_interface.json
 
 soak: services $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)

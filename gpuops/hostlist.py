@@ -174,19 +174,19 @@ def _ranges(numbers: Iterable[str]) -> Iterator[str]:
 
 def _is_one_of(pieces: Iterable[_Piece], name: str) -> bool:
     """Walk all places at once at which *name* may have got to: no pattern makes this slow."""
-    places = {0}
+    positions = {0}
     for piece in pieces:
         if piece == "*":
-            places = set(range(min(places), len(name) + 1))
+            positions = set(range(min(positions), len(name) + 1))
         elif piece == "?":
-            places = {at + 1 for at in places if at < len(name)}
+            positions = {at + 1 for at in positions if at < len(name)}
         elif isinstance(piece, str):
-            places = {at + len(piece) for at in places if name.startswith(piece, at)}
+            positions = {at + len(piece) for at in positions if name.startswith(piece, at)}
         else:
-            places = {end for at in places for end in _ends(piece, name, at)}
-        if not places:
+            positions = {end for at in positions for end in _ends(piece, name, at)}
+        if not positions:
             return False
-    return len(name) in places
+    return len(name) in positions
 
 
 def _ends(spans: _Spans, name: str, at: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 # What went well and a user waits to hear: shown without a level, and not only when asked for.
-NEWS = "gpuops.news"
+NOTICE_LOGGER = "gpuops.news"
 
 
 class _LineFormatter(logging.Formatter):
@@ -30,14 +30,14 @@ class _LineFormatter(logging.Formatter):
         self._plain = logging.Formatter("gpuops: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.name == NEWS:
+        if record.name == NOTICE_LOGGER:
             return printable(self._plain.format(record))
         return printable(super().format(record))
 
 
-def say_news(text: str) -> None:
+def log_notice(text: str) -> None:
     """Log *text* as good news: one line that `setup` has shown, as it has warnings."""
-    logging.getLogger(NEWS).info("%s", text)
+    logging.getLogger(NOTICE_LOGGER).info("%s", text)
 
 
 def setup(*, verbose: bool = False) -> None:
@@ -48,4 +48,4 @@ def setup(*, verbose: bool = False) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
     logger.propagate = False
-    logging.getLogger(NEWS).setLevel(logging.INFO)
+    logging.getLogger(NOTICE_LOGGER).setLevel(logging.INFO)

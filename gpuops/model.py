@@ -273,7 +273,7 @@ class WorkerExit:
     finished_mono_ns: int | None = None
 
     @property
-    def was_done(self) -> bool:
+    def completed(self) -> bool:
         """Say whether it ended well: by itself, or while it only had things to tidy up."""
         if self.terminated:
             return self.finished_mono_ns is not None
@@ -281,7 +281,7 @@ class WorkerExit:
 
     def describe(self) -> str:
         """Return ``"ended by SIGKILL"`` or ``"exited with code 3"``."""
-        if self.terminated and self.was_done:
+        if self.terminated and self.completed:
             return "came to its end"
         if self.signal is not None:
             return f"ended by {self.signal}"

@@ -19,7 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuops.config import Complain, heard, read_toml, refuse, reject_unknown
+from gpuops.config.resolve import (
+    ErrorHandler,
+    raise_error,
+    read_or_default,
+    read_toml,
+    reject_unknown,
+)
 from gpuops.errors import ConfigError
 from gpuops.model import FailureClass, Role, Side, Status
 
@@ -89,7 +95,9 @@ class LogRule:
         return self.search(line) is not None
 
 
-def load_rules(directories: Iterable[Path], complain: Complain = refuse) -> tuple[LogRule, ...]:
+def load_rules(
+    directories: Iterable[Path], on_error: ErrorHandler = raise_error
+) -> tuple[LogRule, ...]:
     """Return the rules of every ``*.toml`` in *directories*; a later one overrides by id.
 
     Raises:
@@ -99,17 +107,17 @@ def load_rules(directories: Iterable[Path], complain: Complain = refuse) -> tupl
     rules: dict[str, LogRule] = {}
     for directory in directories:
         for path in sorted(directory.glob("*.toml")):
-            none: list[dict[str, Any]] = []
-            for entry in heard(partial(_entries, path, complain), complain, none):
-                rule = heard(partial(_parse, entry, path), complain, None)
+            no_entries: list[dict[str, Any]] = []
+            for entry in read_or_default(partial(_entries, path, on_error), on_error, no_entries):
+                rule = read_or_default(partial(_parse, entry, path), on_error, None)
                 if rule is not None:
                     rules[rule.id] = rule
     return tuple(rules.values())
 
 
-def _entries(path: Path, complain: Complain) -> list[dict[str, Any]]:
+def _entries(path: Path, on_error: ErrorHandler) -> list[dict[str, Any]]:
     table = read_toml(path)
-    reject_unknown(table, ("rule",), str(path), complain)
+    reject_unknown(table, ("rule",), str(path), on_error)
     entries = table.get("rule", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{path}: rules are written as [[rule]] tables")
@@ -140,7 +148,7 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
             within_s=_seconds(entry.get("within_s")),
             cleared_by=safe_pattern(entry["cleared_by"]) if "cleared_by" in entry else None,
             check=str(entry.get("check", KERNEL_LOG)),
-            literals=needed_literals(pattern),
+            literals=required_literals(pattern),
         )
     except KeyError as exc:
         raise ConfigError(f"{where}: missing or unknown {exc}") from exc
@@ -150,11 +158,11 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
         raise ConfigError(f"{where}: its pattern does not match its own example {rule.example!r}")
     if rule.counter_example and rule.matches(rule.counter_example):
         raise ConfigError(f"{where}: its pattern matches its own counter_example")
-    _check_repair(rule, where)
+    _check_clearing(rule, where)
     return rule
 
 
-def _check_repair(rule: LogRule, where: str) -> None:
+def _check_clearing(rule: LogRule, where: str) -> None:
     if rule.source is not LogSource.KERNEL and (rule.within_s or rule.cleared_by):
         raise ConfigError(f"{where}: within_s and cleared_by are for rules of the kernel's log")
     if rule.cleared_by is not None and rule.cleared_by.search(rule.example):
@@ -183,14 +191,14 @@ def safe_pattern(text: str) -> re.Pattern[str]:
         pattern = re.compile(text)
     except (re.error, OverflowError) as exc:
         raise ValueError(f"the pattern {text!r} cannot be read: {exc}") from exc
-    if _repeats_a_repetition(text):
+    if _has_nested_repeat(text):
         raise ValueError(f"the pattern {text!r} repeats a repetition; bound one of the two")
     return pattern
 
 
-def _repeats_a_repetition(text: str) -> bool:
+def _has_nested_repeat(text: str) -> bool:
     """Say whether *text* holds a repetition of a repetition, each of more than a few times."""
-    return _nested(_tree(text), inside=False)
+    return _find_nested_repeat(_tree(text), inside=False)
 
 
 def _tree(text: str) -> Any:  # noqa: ANN401 a private type of Python's
@@ -201,55 +209,55 @@ def _tree(text: str) -> Any:  # noqa: ANN401 a private type of Python's
         return []
 
 
-def needed_literals(pattern: re.Pattern[str]) -> tuple[str, ...]:
+def required_literals(pattern: re.Pattern[str]) -> tuple[str, ...]:
     """Return texts of which every match of *pattern* holds at least one; none where none is known.
 
     Of several such sets the one whose shortest text is the longest.
     """
     if pattern.flags & (re.IGNORECASE | re.VERBOSE):
         return ()
-    return _needed(_tree(pattern.pattern))
+    return _required(_tree(pattern.pattern))
 
 
-def _needed(tree: Iterable[tuple[Any, Any]]) -> tuple[str, ...]:
+def _required(tree: Iterable[tuple[Any, Any]]) -> tuple[str, ...]:
     found: list[tuple[str, ...]] = [()]
     run = ""
     for operator, argument in tree:
         if str(operator) == "LITERAL":
             run += chr(argument)
             continue
-        found += [(run,), _needed_of(str(operator), argument)]
+        found += [(run,), _required_of(str(operator), argument)]
         run = ""
     found.append((run,))
     return max(found, key=lambda texts: min((len(text) for text in texts), default=0))
 
 
-def _needed_of(operator: str, argument: Any) -> tuple[str, ...]:  # noqa: ANN401 as the parser's
+def _required_of(operator: str, argument: Any) -> tuple[str, ...]:  # noqa: ANN401 as the parser's
     match operator:
         case "SUBPATTERN":
             _group, added, _removed, body = argument
-            return () if added & re.IGNORECASE else _needed(body)
+            return () if added & re.IGNORECASE else _required(body)
         case "BRANCH":
-            each = [_needed(branch) for branch in argument[1]]
+            each = [_required(branch) for branch in argument[1]]
             return tuple(text for texts in each for text in texts) if all(each) else ()
         case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT" if argument[0] > 0:
-            return _needed(argument[2])
+            return _required(argument[2])
         case "ATOMIC_GROUP":
-            return _needed(argument)
+            return _required(argument)
         case _:
             return ()
 
 
-def _nested(node: object, *, inside: bool) -> bool:
+def _find_nested_repeat(node: object, *, inside: bool) -> bool:
     """Walk a parse tree of operators with their arguments, in lists and tuples of any depth."""
     if not isinstance(node, list | tuple) and not hasattr(node, "data"):
         return False
     parts = list(getattr(node, "data", node))  # type: ignore[call-overload]  # one of the three
     repeats = len(parts) == 2 and str(parts[0]) in {"MAX_REPEAT", "MIN_REPEAT"}
     if not repeats:
-        return any(_nested(part, inside=inside) for part in parts)
+        return any(_find_nested_repeat(part, inside=inside) for part in parts)
     least, most, body = parts[1]
     many = int(most) > _REPEATED_MAX
     if many and inside and least != most:
         return True
-    return _nested(body, inside=inside or many)
+    return _find_nested_repeat(body, inside=inside or many)

@@ -50,7 +50,7 @@ class StepSource(IntEnum):
     REPORTED = 2  # by `gpuops.progress`, or to a Checkpointer
 
 
-class Phase(IntEnum):
+class WorkerPhase(IntEnum):
     """What the worker is doing, from this beat on. Only `STEPPING` beats are steps."""
 
     STARTING = 0
@@ -64,27 +64,29 @@ class Phase(IntEnum):
     RESUMED = 8  # a phase has ended, a step is next
 
 
-class Request(IntEnum):
+class AgentRequest(IntEnum):
     """What the agent wants of the worker."""
 
     NONE = 0
     DRAIN = 1  # finish the step, save, stop
-    ENDING = 2  # the group is being ended: SIGTERM means now
+    TERMINATE = 2  # the group is being ended: SIGTERM means now
 
 
-class Flag(IntFlag):
+class WorkerFlag(IntFlag):
     """What the worker says of itself beside its beats; one byte for each writer.
 
     The first two are known from the first beat on only, and looked at again every few beats:
     before it a script may still install a handler of its own.
     """
 
-    TERM_IS_OURS = 1 << 0  # SIGTERM only sets `SIGNALLED`: nothing is lost by SIGKILL in its place
-    USR1_IS_OURS = 1 << 1
-    USR2_IS_OURS = 1 << 2  # SIGUSR2 writes the stacks of all threads to ``GPUOPS_STACKS``
-    ASKED = 1 << 8  # the script has called `gpuops.should_stop`
+    HANDLES_SIGTERM = (
+        1 << 0
+    )  # SIGTERM only sets `SIGNALLED`: nothing is lost by SIGKILL in its place
+    HANDLES_SIGUSR1 = 1 << 1
+    HANDLES_SIGUSR2 = 1 << 2  # SIGUSR2 writes the stacks of all threads to ``GPUOPS_STACKS``
+    STOP_POLLED = 1 << 8  # the script has called `gpuops.should_stop`
     SIGNALLED = 1 << 16  # SIGTERM or SIGUSR1 reached the worker itself while `Request.NONE`
-    HANDLED = 1 << 17  # a signal met our handler: the script has none of its own
+    HANDLER_RAN = 1 << 17  # a signal met our handler: the script has none of its own
 
 
 class RingError(ValueError):
@@ -110,7 +112,7 @@ class Beat:
     seq: int
     step: int
     mono_ns: int
-    phase: Phase
+    phase: WorkerPhase
     source: StepSource
     optimizer_calls: int
     name: str = ""  # of the phase, as the script says it, cut to `NAME_BYTES`
@@ -129,7 +131,7 @@ def write_header(buffer: bytearray | memoryview, header: RingHeader) -> None:
         header.pid,
         header.start_mono_ns,
         header.head,
-        Request.NONE,
+        AgentRequest.NONE,
         0,
         STEP_UNKNOWN,
     )
@@ -182,25 +184,27 @@ def read_beats(buffer: bytes | memoryview, after: int = 0) -> list[Beat]:
         offset = HEADER_BYTES + (seq - 1) % header.slots * RECORD_BYTES
         front, step, mono_ns, phase, source, calls, name, back = _RECORD.unpack_from(buffer, offset)
         if front == back == seq:
-            text = _text(name) if name[0] else ""
-            beats.append(Beat(seq, step, mono_ns, Phase(phase), StepSource(source), calls, text))
+            text = _decode_name(name) if name[0] else ""
+            beats.append(
+                Beat(seq, step, mono_ns, WorkerPhase(phase), StepSource(source), calls, text)
+            )
     return beats
 
 
-def _text(name: bytes) -> str:
+def _decode_name(name: bytes) -> str:
     text = name.rstrip(b"\0").decode("utf-8", errors="replace")
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def write_request(
-    buffer: bytearray | memoryview, request: Request, stop_step: int = STEP_UNKNOWN
+    buffer: bytearray | memoryview, request: AgentRequest, stop_step: int = STEP_UNKNOWN
 ) -> None:
     """Tell the worker of *request*; it drains once its own step is *stop_step*, or at once."""
     _STEP.pack_into(buffer, STOP_STEP_OFFSET, stop_step)
     _WORD.pack_into(buffer, REQUEST_OFFSET, request)
 
 
-def read_request(buffer: bytes | bytearray | memoryview) -> tuple[Request, int]:
+def read_request(buffer: bytes | bytearray | memoryview) -> tuple[AgentRequest, int]:
     """Return what the agent wants, and the step from which on it wants that.
 
     Raises:
@@ -208,21 +212,21 @@ def read_request(buffer: bytes | bytearray | memoryview) -> tuple[Request, int]:
     """
     (request,) = _WORD.unpack_from(buffer, REQUEST_OFFSET)
     (stop_step,) = _STEP.unpack_from(buffer, STOP_STEP_OFFSET)
-    return Request(request), stop_step
+    return AgentRequest(request), stop_step
 
 
-def write_flags(buffer: bytearray | memoryview, flags: Flag, among: Flag) -> None:
-    """Set the byte of *flags* that holds *among* to *flags*."""
-    byte = (among.bit_length() - 1) // 8
+def write_flags(buffer: bytearray | memoryview, flags: WorkerFlag, mask: WorkerFlag) -> None:
+    """Set the byte of *flags* that holds *mask* to *flags*."""
+    byte = (mask.bit_length() - 1) // 8
     buffer[FLAGS_OFFSET + byte] = flags >> 8 * byte & 0xFF
 
 
-def raise_flag(buffer: bytearray | memoryview, flag: Flag) -> None:
+def raise_flag(buffer: bytearray | memoryview, flag: WorkerFlag) -> None:
     """Add *flag* to those of its writer."""
     write_flags(buffer, flag | read_flags(buffer), flag)
 
 
-def read_flags(buffer: bytes | bytearray | memoryview) -> Flag:
+def read_flags(buffer: bytes | bytearray | memoryview) -> WorkerFlag:
     """Return what the worker says of itself."""
     (flags,) = _WORD.unpack_from(buffer, FLAGS_OFFSET)
-    return Flag(flags)
+    return WorkerFlag(flags)

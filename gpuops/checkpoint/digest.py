@@ -11,12 +11,12 @@ from typing import Self
 import xxhash
 from blake3 import blake3
 
-from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest
+from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Digest
 
 HASH_BYTES = 8
 
 
-def n_chunks_of(nbytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> int:
+def chunk_count(nbytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Return into how many chunks *nbytes* are cut; the last one may be short."""
     return -(-nbytes // chunk_bytes)
 
@@ -26,19 +26,19 @@ def chunk_hash(data: memoryview | bytes | bytearray) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
-def root_of(nbytes: int, table: bytes) -> str:
+def digest_root(nbytes: int, table: bytes) -> str:
     """Return the root, 64 hexadecimal digits, of *nbytes* bytes with this *table*."""
     return blake3(nbytes.to_bytes(8, "little") + table).hexdigest()
 
 
-def digest_of(view: memoryview, *, chunk_bytes: int = CHUNK_BYTES) -> Digest:
+def compute_digest(view: memoryview, *, chunk_bytes: int = CHUNK_BYTES) -> Digest:
     """Return the digest of *view*, any contiguous buffer; nothing is copied."""
     with _flat(view) as flat:
         table = b"".join(
             chunk_hash(flat[begin : begin + chunk_bytes])
             for begin in range(0, len(flat), chunk_bytes)
         )
-        return Digest(len(flat), table, root_of(len(flat), table))
+        return Digest(len(flat), table, digest_root(len(flat), table))
 
 
 def check_digest(digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -47,20 +47,20 @@ def check_digest(digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     Raises:
         CorruptError: Its table has another size than its length asks for, or another root.
     """
-    n_chunks = n_chunks_of(digest.nbytes, chunk_bytes=chunk_bytes)
+    n_chunks = chunk_count(digest.nbytes, chunk_bytes=chunk_bytes)
     if digest.nbytes < 0 or len(digest.table) != n_chunks * HASH_BYTES:
         raise CorruptError(
             f"the digest of {digest.nbytes} bytes has a table of {len(digest.table)} bytes, "
             f"not of {n_chunks * HASH_BYTES}"
         )
-    root = root_of(digest.nbytes, digest.table)
+    root = digest_root(digest.nbytes, digest.table)
     if root != digest.root:
         raise CorruptError(
             f"the digest's table has the root {root[:16]}…, but {digest.root[:16]}… was written"
         )
 
 
-def chunk_is_good(
+def is_chunk_intact(
     data: memoryview | bytes | bytearray, digest: Digest, number: int, *, offset: int = 0
 ) -> bool:
     """Say whether *data* from *offset* on is the chunk *number* (from 0) that *digest* tells of."""
@@ -69,18 +69,22 @@ def chunk_is_good(
         return at >= 0 and chunk_hash(chunk) == digest.table[at : at + HASH_BYTES]
 
 
-def verify(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
+def find_damaged_chunks(
+    view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[int, ...]:
     """Return the numbers (from 0) of the chunks of *view* that changed; none where it is whole.
 
     Raises:
         CorruptError: *view* has another length than *digest*, or the digest itself changed.
     """
-    check_whole(view, digest, chunk_bytes=chunk_bytes)
-    numbers = range(n_chunks_of(view.nbytes, chunk_bytes=chunk_bytes))
-    return bad_chunks(view, digest, numbers, chunk_bytes=chunk_bytes)
+    check_size_and_digest(view, digest, chunk_bytes=chunk_bytes)
+    numbers = range(chunk_count(view.nbytes, chunk_bytes=chunk_bytes))
+    return damaged_among(view, digest, numbers, chunk_bytes=chunk_bytes)
 
 
-def check_whole(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+def check_size_and_digest(
+    view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES
+) -> None:
     """Say nothing where *digest* agrees with itself and is of as many bytes as *view* has.
 
     Raises:
@@ -91,7 +95,7 @@ def check_whole(view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BY
         raise CorruptError(f"there are {view.nbytes} bytes, but {digest.nbytes} were saved")
 
 
-def bad_chunks(
+def damaged_among(
     view: memoryview, digest: Digest, numbers: Iterable[int], *, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
     """Return those of the chunks *numbers* (from 0) of *view* that changed; see `check_whole`."""
@@ -99,7 +103,7 @@ def bad_chunks(
         return tuple(
             number
             for number in numbers
-            if not chunk_is_good(
+            if not is_chunk_intact(
                 flat[number * chunk_bytes : (number + 1) * chunk_bytes], digest, number
             )
         )
@@ -111,7 +115,7 @@ class Digester:
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
         self._chunk = xxhash.xxh3_64()
-        self._room_bytes = chunk_bytes
+        self._chunk_left_bytes = chunk_bytes
         self._nbytes = 0
         self._table = bytearray()
 
@@ -125,26 +129,26 @@ class Digester:
         with _flat(data) as flat:
             begin = 0
             while begin < len(flat):
-                piece = flat[begin : begin + self._room_bytes]
-                self._chunk.update(piece)
-                begin += len(piece)
-                self._room_bytes -= len(piece)
-                if self._room_bytes == 0:
-                    self._end_chunk()
+                part = flat[begin : begin + self._chunk_left_bytes]
+                self._chunk.update(part)
+                begin += len(part)
+                self._chunk_left_bytes -= len(part)
+                if self._chunk_left_bytes == 0:
+                    self._finish_chunk()
             self._nbytes += len(flat)
         return self
 
     def finish(self) -> Digest:
         """Return the digest of what came so far; more may follow."""
         table = bytes(self._table)
-        if self._room_bytes < self._chunk_bytes:
+        if self._chunk_left_bytes < self._chunk_bytes:
             table += self._chunk.digest()
-        return Digest(self._nbytes, table, root_of(self._nbytes, table))
+        return Digest(self._nbytes, table, digest_root(self._nbytes, table))
 
-    def _end_chunk(self) -> None:
+    def _finish_chunk(self) -> None:
         self._table += self._chunk.digest()
         self._chunk.reset()
-        self._room_bytes = self._chunk_bytes
+        self._chunk_left_bytes = self._chunk_bytes
 
 
 def _flat(data: memoryview | bytes | bytearray) -> memoryview:

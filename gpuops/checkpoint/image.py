@@ -15,15 +15,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from gpuops.checkpoint import replicated
-from gpuops.checkpoint.states import (
-    IMAGE_BYTES_MAX,
-    CheckpointError,
-    CorruptError,
-    Shard,
-)
+from gpuops.checkpoint.agreement import replicated
+from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, CorruptError, Shard
 
-EXTRA_PREFIX = "__gpuops_extra__/"
+METADATA_PREFIX = "__gpuops_extra__/"
 FORMAT = 1
 ALIGN_BYTES = 4096
 HEADER_BYTES_MAX = 100_000_000  # the safetensors library reads no longer one
@@ -96,51 +91,53 @@ class ImageLayout:
 
     shard: Shard
     tensors: tuple[PlacedTensor, ...]
-    extra: PlacedTensor
+    metadata_blob: PlacedTensor
     header: bytes
     nbytes: int
-    hash: str
+    header_hash: str
 
     @property
-    def extra_capacity_bytes(self) -> int:
+    def metadata_capacity_bytes(self) -> int:
         """How many bytes `write_extra` takes."""
-        return self.extra.spec.nbytes - _LENGTH_BYTES
+        return self.metadata_blob.spec.nbytes - _LENGTH_BYTES
 
 
-def extra_name(rank: int) -> str:
+def metadata_blob_name(rank: int) -> str:
     """Return the name of the tensor that holds what is not a tensor."""
-    return f"{EXTRA_PREFIX}rank{rank:05d}"
+    return f"{METADATA_PREFIX}rank{rank:05d}"
 
 
 def plan_image(
     shard: Shard,
     specs: Sequence[TensorSpec],
-    extra_capacity_bytes: int,
-    alike: Mapping[str, tuple[int, ...]] | None = None,
+    metadata_capacity_bytes: int,
+    replicas_by_name: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ImageLayout:
     """Return the layout of an image of *specs*, with room for that many bytes beside them.
 
-    *alike*: the ranks that must hold a tensor bit for bit as this one does, by its name.
+    *replicas_by_name*: the ranks that must hold a tensor bit for bit as this one does, by its name.
 
     Raises:
         CheckpointError: Two tensors of one name, a name, dtype, shape or size that cannot be,
             or more than an image or its header can hold; says which tensor.
     """
-    if not 0 <= extra_capacity_bytes <= IMAGE_BYTES_MAX:
-        raise CheckpointError(f"no image has room for {extra_capacity_bytes} bytes of extras")
+    if not 0 <= metadata_capacity_bytes <= IMAGE_BYTES_MAX:
+        raise CheckpointError(f"no image has room for {metadata_capacity_bytes} bytes of extras")
     for spec in specs:
-        if spec.name.startswith(EXTRA_PREFIX) or spec.name == _METADATA:
-            raise CheckpointError(f"the name {_short(spec.name)} of a tensor is reserved")
+        if spec.name.startswith(METADATA_PREFIX) or spec.name == _METADATA:
+            raise CheckpointError(f"the name {_abbreviate(spec.name)} of a tensor is reserved")
         _check_spec(spec, CheckpointError)
     _check_names(specs)
-    extra = _extra_spec(shard, extra_capacity_bytes + _LENGTH_BYTES)
-    order = sorted([*specs, extra], key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name))
-    header = _header_of(shard, order, alike or {})
-    placed = tuple(_place(order, len(header)))
+    metadata_blob = _metadata_blob_spec(shard, metadata_capacity_bytes + _LENGTH_BYTES)
+    order = sorted(
+        [*specs, metadata_blob], key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name)
+    )
+    header = _encode_header(shard, order, replicas_by_name or {})
+    placed = tuple(_assign_offsets(order, len(header)))
     nbytes = placed[-1].end
     if nbytes > IMAGE_BYTES_MAX:
         raise CheckpointError(f"{nbytes} bytes of tensors; an image has at most {IMAGE_BYTES_MAX}")
-    return _layout(shard, placed, header, nbytes)
+    return _make_layout(shard, placed, header, nbytes)
 
 
 def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> ImageLayout:
@@ -168,68 +165,72 @@ def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> Image
     placed = [_read_entry(name, entry, begin, offsets, shapes) for name, entry in entries.items()]
     placed.sort(key=lambda tensor: (tensor.begin, tensor.end))
     _check_contiguous(placed, begin, whole)
-    return _layout(shard, tuple(placed), header, whole)
+    return _make_layout(shard, tuple(placed), header, whole)
 
 
-def write_extra(view: memoryview, layout: ImageLayout, data: bytes) -> None:
+def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> None:
     """Write *data* into the extra of the image *view*, and zeros over the rest of it.
 
     Raises:
         CheckpointError: *data* is more than the layout has room for.
     """
-    room = layout.extra_capacity_bytes
-    if len(data) > room:
+    capacity_bytes = layout.metadata_capacity_bytes
+    if len(data) > capacity_bytes:
         raise CheckpointError(
-            f"the state has {len(data)} bytes that are not tensors, and room for {room}"
+            f"the state has {len(data)} bytes that are not tensors, and room for {capacity_bytes}"
         )
-    begin, end = layout.extra.begin, layout.extra.end
+    begin, end = layout.metadata_blob.begin, layout.metadata_blob.end
     data_begin = begin + _LENGTH_BYTES
     view[begin:data_begin] = len(data).to_bytes(_LENGTH_BYTES, "little")
     view[data_begin : data_begin + len(data)] = data
-    view[data_begin + len(data) : end] = bytes(room - len(data))
+    view[data_begin + len(data) : end] = bytes(capacity_bytes - len(data))
 
 
-def read_extra(view: memoryview, layout: ImageLayout) -> bytes:
+def read_metadata_blob(view: memoryview, layout: ImageLayout) -> bytes:
     """Return what `write_extra` wrote into the image *view*.
 
     Raises:
         CorruptError: The image ends before its extra, or that says it is longer than it can be.
     """
-    begin, end = layout.extra.begin, layout.extra.end
+    begin, end = layout.metadata_blob.begin, layout.metadata_blob.end
     if view.nbytes < end:
         raise CorruptError(f"the image ends at {view.nbytes}, its extra at {end}")
-    return extra_bytes(view[begin:end])
+    return parse_metadata_blob(view[begin:end])
 
 
-def extra_bytes(extra: memoryview | bytes) -> bytes:
-    """Return what was written into *extra*, all bytes of the extra of an image.
+def parse_metadata_blob(blob: memoryview | bytes) -> bytes:
+    """Return what was written into *blob*, all bytes of the extra of an image.
 
     Raises:
         CorruptError: It says it is longer than it can be.
     """
-    room = len(extra) - _LENGTH_BYTES
-    length = int.from_bytes(extra[:_LENGTH_BYTES], "little")
-    if length > room:
-        raise CorruptError(f"the extra says it has {length} bytes of {room}")
-    return bytes(extra[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    capacity_bytes = len(blob) - _LENGTH_BYTES
+    length = int.from_bytes(blob[:_LENGTH_BYTES], "little")
+    if length > capacity_bytes:
+        raise CorruptError(f"the extra says it has {length} bytes of {capacity_bytes}")
+    return bytes(blob[_LENGTH_BYTES : _LENGTH_BYTES + length])
 
 
-def _extra_spec(shard: Shard, nbytes: int) -> TensorSpec:
-    return TensorSpec(extra_name(shard.rank), "U8", (nbytes,), nbytes, (0,), (nbytes,))
+def _metadata_blob_spec(shard: Shard, nbytes: int) -> TensorSpec:
+    return TensorSpec(metadata_blob_name(shard.rank), "U8", (nbytes,), nbytes, (0,), (nbytes,))
 
 
-def _layout(
+def _make_layout(
     shard: Shard, placed: tuple[PlacedTensor, ...], header: bytes, nbytes: int
 ) -> ImageLayout:
-    name = extra_name(shard.rank)
-    extra = next((tensor for tensor in placed if tensor.spec.name == name), None)
-    if extra is None or extra.spec.dtype != "U8" or extra.spec.nbytes < _LENGTH_BYTES:
+    name = metadata_blob_name(shard.rank)
+    metadata_blob = next((tensor for tensor in placed if tensor.spec.name == name), None)
+    if (
+        metadata_blob is None
+        or metadata_blob.spec.dtype != "U8"
+        or metadata_blob.spec.nbytes < _LENGTH_BYTES
+    ):
         raise CorruptError(f"the image has no {name} of bytes")
-    tensors = tuple(tensor for tensor in placed if tensor is not extra)
-    return ImageLayout(shard, tensors, extra, header, nbytes, blake3(header).hexdigest())
+    tensors = tuple(tensor for tensor in placed if tensor is not metadata_blob)
+    return ImageLayout(shard, tensors, metadata_blob, header, nbytes, blake3(header).hexdigest())
 
 
-def _place(order: Iterable[TensorSpec], begin: int) -> Iterable[PlacedTensor]:
+def _assign_offsets(order: Iterable[TensorSpec], begin: int) -> Iterable[PlacedTensor]:
     for spec in order:
         yield PlacedTensor(spec, begin, begin + spec.nbytes)
         begin += spec.nbytes
@@ -239,12 +240,12 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
-            raise CheckpointError(f"two tensors are called {_short(spec.name)}")
+            raise CheckpointError(f"two tensors are called {_abbreviate(spec.name)}")
         names.add(spec.name)
 
 
 def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
-    name = _short(spec.name)
+    name = _abbreviate(spec.name)
     try:
         n_name = len(spec.name.encode())
     except UnicodeEncodeError as exc:
@@ -252,7 +253,7 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
     if n_name > NAME_BYTES_MAX:
         raise error(f"the name {name} of a tensor has {n_name} bytes, at most {NAME_BYTES_MAX}")
     if spec.dtype not in ITEMSIZE_BYTES:
-        raise error(f"{name} has the dtype {_short(spec.dtype)}, which no image can hold")
+        raise error(f"{name} has the dtype {_abbreviate(spec.dtype)}, which no image can hold")
     if not len(spec.shape) == len(spec.offsets) == len(spec.global_shape) <= N_DIMS_MAX:
         raise error(f"{name}: shape, offsets and global shape differ in length, or are too long")
     for size, offset, whole in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
@@ -262,25 +263,25 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
         raise error(f"{name}: {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}")
 
 
-def _header_of(
-    shard: Shard, order: Sequence[TensorSpec], alike: Mapping[str, tuple[int, ...]]
+def _encode_header(
+    shard: Shard, order: Sequence[TensorSpec], replicas_by_name: Mapping[str, tuple[int, ...]]
 ) -> bytes:
     sharding = {spec.name: {"saved_offsets": spec.offsets} for spec in order}
-    own = {
+    own_metadata = {
         "rank": shard.rank,
         "world": shard.world,
         "format": FORMAT,
         "shapes": {s.name: s.global_shape for s in order if s.global_shape != s.shape},
     }
-    if alike:
-        names = [spec.name for spec in order if not spec.name.startswith(EXTRA_PREFIX)]
-        own[replicated.KEY] = replicated.to_json(names, alike)
+    if replicas_by_name:
+        names = [spec.name for spec in order if not spec.name.startswith(METADATA_PREFIX)]
+        own_metadata[replicated.KEY] = replicated.to_json(names, replicas_by_name)
     entries: dict[str, Any] = {
         _METADATA: {
             "format": "pt",
             "DCP_VERSION": "1.0",
             _SHARDING: _compact(sharding),
-            "gpuops": _compact(own),
+            "gpuops": _compact(own_metadata),
         }
     }
     begin = 0
@@ -327,22 +328,22 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _json(text: str) -> object:
     _check_header(text, CorruptError)
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
     except RecursionError as exc:
         raise CorruptError("the header is nested too deeply") from exc
     except ValueError as exc:
         raise CorruptError(f"the header cannot be read: {str(exc)[:200]}") from exc
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands in it twice")
     return found
 
 
-def _refuse(word: str) -> object:
-    raise ValueError(f"{word} is no number of a header")
+def _reject_constant(constant: str) -> object:
+    raise ValueError(f"{constant} is no number of a header")
 
 
 def _mapping(value: object, what: str) -> dict[str, Any]:
@@ -374,19 +375,20 @@ def _read_metadata(
     found = _mapping(metadata, "the header's metadata")
     if not all(isinstance(value, str) for value in found.values()):
         raise CorruptError("the header's metadata has what is no text")
-    own = _mapping(_json(_text(found, "gpuops")), "the header's gpuops")
-    if own.get("format") != FORMAT:
+    own_metadata = _mapping(_json(_text(found, "gpuops")), "the header's gpuops")
+    if own_metadata.get("format") != FORMAT:
         raise CorruptError(
-            f"the image has the format {_short(own.get('format'))}, this gpuops reads {FORMAT}"
+            f"the image has the format {_abbreviate(own_metadata.get('format'))}, this gpuops "
+            f"reads {FORMAT}"
         )
-    rank, world = own.get("rank"), own.get("world")
+    rank, world = own_metadata.get("rank"), own_metadata.get("world")
     if type(rank) is not int or type(world) is not int:
-        raise CorruptError(f"the image is of rank {_short(rank)} of {_short(world)}")
+        raise CorruptError(f"the image is of rank {_abbreviate(rank)} of {_abbreviate(world)}")
     try:
         shard = Shard(rank, world)
     except ValueError as exc:
         raise CorruptError(f"the image's header is wrong: {exc}") from exc
-    shapes = _mapping(own.get("shapes"), "the header's shapes")
+    shapes = _mapping(own_metadata.get("shapes"), "the header's shapes")
     offsets = _mapping(_json(_text(found, _SHARDING)), f"the header's {_SHARDING}")
     if offsets.keys() != set(names) or not shapes.keys() <= offsets.keys():
         raise CorruptError(f"{_SHARDING} or the shapes tell of other tensors than the header has")
@@ -396,17 +398,19 @@ def _read_metadata(
 def _read_entry(
     name: str, entry: object, begin: int, offsets: Mapping[str, Any], shapes: Mapping[str, Any]
 ) -> PlacedTensor:
-    short = _short(name)
+    short = _abbreviate(name)
     found = _mapping(entry, f"the entry of {short}")
     dtype = found.get("dtype")
     shape = _numbers(found.get("shape"), f"the shape of {short}")
     span = _numbers(found.get("data_offsets"), f"the place of {short}")
     part = _mapping(offsets[name], f"{_SHARDING} of {short}")
-    saved = _numbers(part.get("saved_offsets"), f"the offsets of {short}")
-    whole = _numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
+    saved_offsets = _numbers(part.get("saved_offsets"), f"the offsets of {short}")
+    global_shape = (
+        _numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
+    )
     if not isinstance(dtype, str) or len(span) != 2:
         raise CorruptError(f"the entry of {short} is not whole")
-    spec = TensorSpec(name, dtype, shape, span[1] - span[0], saved, whole)
+    spec = TensorSpec(name, dtype, shape, span[1] - span[0], saved_offsets, global_shape)
     _check_spec(spec, CorruptError)
     itemsize = ITEMSIZE_BYTES[dtype]
     if span[0] % itemsize:
@@ -419,14 +423,15 @@ def _check_contiguous(placed: Sequence[PlacedTensor], begin: int, nbytes: int) -
     for tensor in placed:
         if tensor.begin != end:
             raise CorruptError(
-                f"{_short(tensor.spec.name)} begins at {tensor.begin}, what is before ends at {end}"
+                f"{_abbreviate(tensor.spec.name)} begins at {tensor.begin}, what is before ends "
+                f"at {end}"
             )
         end = tensor.end
     if end != nbytes:
         raise CorruptError(f"the image has {nbytes} bytes, its header tells of {end}")
 
 
-def _short(value: object) -> str:
+def _abbreviate(value: object) -> str:
     """Return *value*, which may be anything, in few enough characters for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= 80 else value[:80] + "…")

@@ -18,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 
 from gpuops.checkpoint.digest import check_digest
-from gpuops.checkpoint.states import (
+from gpuops.checkpoint.types import (
     EPOCH_MAX,
     IMAGE_BYTES_MAX,
     STEP_MAX,
@@ -55,14 +55,14 @@ class ShardRecord:
     """One shard of a state: which, the hash of its image's header, and the digest of its bytes."""
 
     shard: Shard
-    layout: str
+    layout_hash: str
     digest: Digest
 
     def __post_init__(self) -> None:
         digest = self.digest
-        _need(_HEX64.match(self.layout), f"{self.layout!r} is no hash of a layout")
-        _need(_HEX64.match(digest.root), f"{digest.root!r} is no root of a digest")
-        _need(0 < digest.nbytes <= IMAGE_BYTES_MAX, f"a shard has no {digest.nbytes} bytes")
+        _require(_HEX64.match(self.layout_hash), f"{self.layout_hash!r} is no hash of a layout")
+        _require(_HEX64.match(digest.root), f"{digest.root!r} is no root of a digest")
+        _require(0 < digest.nbytes <= IMAGE_BYTES_MAX, f"a shard has no {digest.nbytes} bytes")
         try:
             check_digest(digest)
         except CorruptError as exc:
@@ -89,16 +89,19 @@ class Manifest:
     job: str
 
     def __post_init__(self) -> None:
-        _need(1 <= self.world <= WORLD_MAX, f"no world has {self.world} ranks")
-        _need(
+        _require(1 <= self.world <= WORLD_MAX, f"no world has {self.world} ranks")
+        _require(
             tuple(record.shard for record in self.shards)
             == tuple(Shard(rank, self.world) for rank in range(self.world)),
             f"its {len(self.shards)} shards are not those of a world of {self.world}",
         )
-        _need(self.created == utc(_epoch_us(self.created)), f"{self.created!r} is no time in UTC")
-        _need(0 <= self.generation <= GENERATION_MAX, f"{self.generation} is no generation")
+        _require(
+            self.created == format_utc(_epoch_us(self.created)),
+            f"{self.created!r} is no time in UTC",
+        )
+        _require(0 <= self.generation <= GENERATION_MAX, f"{self.generation} is no generation")
         for text in (self.version, self.job):
-            _need(len(text) <= TEXT_MAX and text.isprintable(), f"{text[:40]!r} is no name")
+            _require(len(text) <= TEXT_MAX and text.isprintable(), f"{text[:40]!r} is no name")
 
     @property
     def nbytes(self) -> int:
@@ -122,12 +125,12 @@ class Manifest:
             )
         return self.shards[shard.rank]
 
-    def has_bytes_of(self, other: "Manifest") -> bool:
+    def has_same_shards(self, other: "Manifest") -> bool:
         """Return whether *other* is of the same state and its shards are the same, bit for bit."""
         return (self.state, self.world, self.shards) == (other.state, other.world, other.shards)
 
 
-def utc(now_us: int) -> str:
+def format_utc(now_us: int) -> str:
     """Return *now_us*, microseconds since the epoch, as a manifest has it."""
     return (_EPOCH + timedelta(seconds=now_us // 1_000_000)).strftime(_TIME)
 
@@ -137,7 +140,7 @@ def _epoch_us(created: str) -> int:
     return (made - _EPOCH) // timedelta(microseconds=1)
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the content of the file.
 
     Raises:
@@ -167,7 +170,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     return content
 
 
-def from_bytes(content: bytes, source: str) -> Manifest:
+def parse_manifest(content: bytes, source: str) -> Manifest:
     """Return the manifest that *content* is; *source* names it in errors.
 
     Raises:
@@ -177,13 +180,13 @@ def from_bytes(content: bytes, source: str) -> Manifest:
     try:
         values = parse_object(content)
         schema = values.get("schema")
-        _refuse_other_schema(schema, source)
-        if not _is_bound(content):
+        _check_schema(schema, source)
+        if not _matches_own_digest(content):
             raise CorruptError(
                 f"{source} was edited or damaged after it was written: its digest is not that of "
                 "its content. Nothing in it can be trusted; restore the file, or use another state"
             )
-        return _manifest(values)
+        return _build_manifest(values)
     except ValueError as exc:
         raise CorruptError(f"{source} is no manifest of a checkpoint: {exc}") from exc
 
@@ -192,7 +195,7 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
     """Return what a manifest has of one shard."""
     return {
         "nbytes": record.digest.nbytes,
-        "layout": record.layout,
+        "layout": record.layout_hash,
         "root": record.digest.root,
         "table": base64.b64encode(record.digest.table).decode(),
     }
@@ -205,18 +208,18 @@ def record_from_json(file: str, value: Any) -> ShardRecord:  # noqa: ANN401 pars
         ValueError: It describes none.
     """
     named = _SHARD_FILE.match(file)
-    _need(named, f"{file[:80]!r} is no name of a shard")
+    _require(named, f"{file[:80]!r} is no name of a shard")
     assert named is not None
-    entry = _members(value, "nbytes", "layout", "root", "table")
+    entry = _require_members(value, "nbytes", "layout", "root", "table")
     shard = Shard(int(named[1]), int(named[2]))
-    _need(shard.file_name == file, f"{file[:80]!r} is no name of a shard")
+    _require(shard.file_name == file, f"{file[:80]!r} is no name of a shard")
     try:
-        table = base64.b64decode(_text(entry, "table", MANIFEST_BYTES_MAX), validate=True)
+        table = base64.b64decode(_read_text(entry, "table", MANIFEST_BYTES_MAX), validate=True)
     except binascii.Error as exc:
         raise ValueError(f"the table of {file} is not base64: {exc}") from exc
-    nbytes = _whole(entry, "nbytes", IMAGE_BYTES_MAX)
-    digest = Digest(nbytes, table, _text(entry, "root", 64))
-    return ShardRecord(shard, _text(entry, "layout", 64), digest)
+    nbytes = _read_int(entry, "nbytes", IMAGE_BYTES_MAX)
+    digest = Digest(nbytes, table, _read_text(entry, "root", 64))
+    return ShardRecord(shard, _read_text(entry, "layout", 64), digest)
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
@@ -225,22 +228,22 @@ def parse_object(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: Too large, not JSON, not an object, or a name stands in it twice.
     """
-    _need(len(content) <= MANIFEST_BYTES_MAX, f"it is larger than {MANIFEST_BYTES_MAX} bytes")
-    _need(
+    _require(len(content) <= MANIFEST_BYTES_MAX, f"it is larger than {MANIFEST_BYTES_MAX} bytes")
+    _require(
         content.count(b",") <= _COMMAS_MAX
         and content.count(b"{") <= _OBJECTS_MAX
         and content.count(b"[") <= _BRACKETS_MAX,
         "it has more members than any manifest",
     )
     try:
-        values = json.loads(content, object_pairs_hook=_unique)
+        values = json.loads(content, object_pairs_hook=_unique_keys)
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
-    _need(isinstance(values, dict), "it is not a JSON object")
+    _require(isinstance(values, dict), "it is not a JSON object")
     return values  # type: ignore[no-any-return]
 
 
-def _refuse_other_schema(schema: object, source: str) -> None:
+def _check_schema(schema: object, source: str) -> None:
     if schema == SCHEMA:
         return
     family, _, version = schema.partition("/") if isinstance(schema, str) else ("", "", "")
@@ -253,56 +256,60 @@ def _refuse_other_schema(schema: object, source: str) -> None:
     raise ValueError(f"its schema is {str(schema)[:80]!r}, not {SCHEMA!r}")
 
 
-def _is_bound(content: bytes) -> bool:
-    stated = content[:_BODY_AT]
+def _matches_own_digest(content: bytes) -> bool:
+    header = content[:_BODY_AT]
     digest = blake3(memoryview(content)[_BODY_AT:]).hexdigest().encode()
-    return stated == _DIGEST_START + digest + _DIGEST_END
+    return header == _DIGEST_START + digest + _DIGEST_END
 
 
-def _manifest(values: Mapping[str, Any]) -> Manifest:
+def _build_manifest(values: Mapping[str, Any]) -> Manifest:
     names = ("digest", "schema", "state", "world", "created", "version", "generation", "job")
-    values = _members(values, *names, "shards")
-    state = _members(values["state"], "epoch", "step")
+    values = _require_members(values, *names, "shards")
+    state = _require_members(values["state"], "epoch", "step")
     shards = values["shards"]
-    _need(isinstance(shards, dict), "its shards are not an object")
+    _require(isinstance(shards, dict), "its shards are not an object")
     records = [record_from_json(file, entry) for file, entry in shards.items()]
     return Manifest(
-        state=StateId(_whole(state, "epoch", EPOCH_MAX), _whole(state, "step", STEP_MAX)),
-        world=_whole(values, "world", WORLD_MAX),
+        state=StateId(_read_int(state, "epoch", EPOCH_MAX), _read_int(state, "step", STEP_MAX)),
+        world=_read_int(values, "world", WORLD_MAX),
         shards=tuple(sorted(records, key=lambda record: record.shard)),
-        created=_text(values, "created"),
-        version=_text(values, "version"),
-        generation=_whole(values, "generation", GENERATION_MAX),
-        job=_text(values, "job"),
+        created=_read_text(values, "created"),
+        version=_read_text(values, "version"),
+        generation=_read_int(values, "generation", GENERATION_MAX),
+        job=_read_text(values, "job"),
     )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
-    _need(len(values) == len(pairs), "a name stands in it twice")
+    _require(len(values) == len(pairs), "a name stands in it twice")
     return values
 
 
-def _members(value: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401 parsed JSON
-    _need(
+def _require_members(value: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401 parsed JSON
+    _require(
         isinstance(value, dict) and set(value) == set(names),
         f"an object with {', '.join(names)} was expected",
     )
     return value  # type: ignore[no-any-return]
 
 
-def _whole(values: Mapping[str, Any], name: str, most: int) -> int:
+def _read_int(values: Mapping[str, Any], name: str, value_max: int) -> int:
     value = values[name]
-    _need(type(value) is int and 0 <= value <= most, f"{name} is no number from 0 to {most}")
+    _require(
+        type(value) is int and 0 <= value <= value_max, f"{name} is no number from 0 to {value_max}"
+    )
     return value  # type: ignore[no-any-return]
 
 
-def _text(values: Mapping[str, Any], name: str, most: int = TEXT_MAX) -> str:
+def _read_text(values: Mapping[str, Any], name: str, length_max: int = TEXT_MAX) -> str:
     value = values[name]
-    _need(isinstance(value, str) and len(value) <= most, f"{name} is no text of a name's length")
+    _require(
+        isinstance(value, str) and len(value) <= length_max, f"{name} is no text of a name's length"
+    )
     return value  # type: ignore[no-any-return]
 
 
-def _need(holds: object, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

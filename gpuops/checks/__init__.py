@@ -6,62 +6,63 @@
 import importlib
 from typing import TypeGuard
 
-from gpuops.checks.protocol import AnyCheck, Check
+from gpuops.checks.core.check import AnyCheck, Check
 
-NAMES = (
-    "memory",
-    "disk_space",
-    "mount_alive",
-    "clock_sync",
-    "load",
-    "kernel_log",
-    "gpu_xid",
-    "nvswitch_sxid",
-    "gpu_driver",
-    "gpu_count",
-    "gpu_pci",
-    "strikes",
-    "gpu_lost",
-    "gpu_recovery_action",
-    "gpu_row_remap",
-    "gpu_retired_pages",
-    "gpu_ecc",
-    "gpu_ecc_corrected",
-    "gpu_inforom",
-    "gpu_temperature",
-    "gpu_throttle",
-    "gpu_power",
-    "gpu_clocks",
-    "gpu_pcie_link",
-    "gpu_pcie_replays",
-    "nvlink",
-    "nvlink_errors",
-    "gpu_fabric",
-    "gpu_modes",
-    "gpu_versions",
-    "gpu_processes",
-    "memory_size",
-    "dimms",
-    "edac",
-    "cpu_count",
-    "cpu_governor",
-    "clock_source",
-    "swap",
-    "mount_state",
-    "mount_writable",
-    "nvme_smart",
-    "md_raid",
-    "processes",
-    "kernel_modules",
-    "kernel_taint",
-    "services",
-    "munge",
-    "container_runtime",
-    "ib_ports",
-    "ib_errors",
-    "pci_aer",
-    "dcgm_diag",
-)
+_PACKAGES = {
+    "memory": "host",
+    "disk_space": "storage",
+    "mount_alive": "storage",
+    "clock_sync": "host",
+    "load": "host",
+    "kernel_log": "host",
+    "gpu_xid": "gpu",
+    "nvswitch_sxid": "fabric",
+    "gpu_driver": "gpu",
+    "gpu_count": "gpu",
+    "gpu_pci": "gpu",
+    "strikes": "host",
+    "gpu_lost": "gpu",
+    "gpu_recovery_action": "gpu",
+    "gpu_row_remap": "gpu",
+    "gpu_retired_pages": "gpu",
+    "gpu_ecc": "gpu",
+    "gpu_ecc_corrected": "gpu",
+    "gpu_inforom": "gpu",
+    "gpu_temperature": "gpu",
+    "gpu_throttle": "gpu",
+    "gpu_power": "gpu",
+    "gpu_clocks": "gpu",
+    "gpu_pcie_link": "gpu",
+    "gpu_pcie_replays": "gpu",
+    "nvlink": "fabric",
+    "nvlink_errors": "fabric",
+    "gpu_fabric": "gpu",
+    "gpu_modes": "gpu",
+    "gpu_versions": "gpu",
+    "gpu_processes": "gpu",
+    "memory_size": "host",
+    "dimms": "host",
+    "edac": "host",
+    "cpu_count": "host",
+    "cpu_governor": "host",
+    "clock_source": "host",
+    "swap": "host",
+    "mount_state": "storage",
+    "mount_writable": "storage",
+    "nvme_smart": "storage",
+    "md_raid": "storage",
+    "processes": "host",
+    "kernel_modules": "host",
+    "kernel_taint": "host",
+    "services": "host",
+    "munge": "host",
+    "container_runtime": "host",
+    "ib_ports": "nic",
+    "ib_errors": "nic",
+    "pci_aer": "nic",
+    "dcgm_diag": "gpu",
+}
+NAMES = tuple(_PACKAGES)
 
 
 def is_check(name: object) -> TypeGuard[str]:
@@ -77,10 +78,10 @@ def check_named(name: str) -> AnyCheck:
     """
     assert is_check(name), name
     if name not in NAMES:
-        from gpuops.checks.site import site_check
+        from gpuops.checks.core.site import site_check
 
         return site_check(name)
-    check = importlib.import_module(f"gpuops.checks.{name}").CHECK
+    check = importlib.import_module(f"gpuops.checks.{_PACKAGES[name]}.{name}").CHECK
     assert isinstance(check, Check)
     assert check.name == name
     return check

@@ -4,10 +4,10 @@ import json
 
 import click
 
-from gpuops.cli.settings import json_option, settings_of
-from gpuops.config import SETTINGS
+from gpuops.cli.options import json_option, settings_of
+from gpuops.config.resolve import SETTINGS
 from gpuops.errors import EXIT_OK, EXIT_USAGE
-from gpuops.gate.validation import Validation
+from gpuops.gate.validation import ValidationReport
 from gpuops.gate.validation import validate as validate_all
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid
@@ -30,7 +30,7 @@ def show(ctx: click.Context, *, as_json: bool) -> None:
     rows = [
         {
             "key": item.key,
-            "value": _shown(settings.values[item.key].value),
+            "value": _display_value(settings.values[item.key].value),
             "origin": settings.values[item.key].origin,
             "env": item.env,
             "help": item.help,
@@ -45,7 +45,7 @@ def show(ctx: click.Context, *, as_json: bool) -> None:
         click.echo(f"{row['key']:<{width}}  {row['value'] or '(unset)'}  [{row['origin']}]")
 
 
-def _shown(value: object) -> str | None:
+def _display_value(value: object) -> str | None:
     return None if value is None else scrub(str(value))
 
 
@@ -57,7 +57,7 @@ def validate(ctx: click.Context) -> int:
     That is the configuration, suites, profiles, log rules, Xids, silences, the site's own checks,
     and the front matter of runbooks. Which profile is a node's can only be seen on the node.
     """
-    found = Validation()
+    found = ValidationReport()
     settings = settings_of(ctx, found.complain)
     validate_all(settings, found, uid=current_uid(), now_us=SystemClock().now_us())
     for word, texts in (("doubtful", found.doubts), ("mistake", found.mistakes)):

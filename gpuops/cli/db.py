@@ -5,20 +5,20 @@ from dataclasses import asdict
 
 import click
 
-from gpuops.cli.settings import json_option, settings_of, store_option
-from gpuops.config import Settings
+from gpuops.cli.options import json_option, settings_of, store_option
+from gpuops.config.resolve import Settings
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, StoreError
 from gpuops.host.clock import SystemClock
 from gpuops.log import printable
 from gpuops.model import Json, envelope
-from gpuops.store.backlog import Backlog, measure
-from gpuops.store.flush import DEADLINE_S, flush
+from gpuops.store.backends import parse_url, redacted
+from gpuops.store.engine import SchemaFit
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.rejected import count_dropped, count_rejected
+from gpuops.store.queries.summary import StoreSummary, summarize_store
 from gpuops.store.schema import REVISION
-from gpuops.store.summary import Summary, summarise
-from gpuops.store.url import parse_url, shown
-from gpuops.store.versions import Fit
+from gpuops.store.spool.read import count_dropped, count_rejected
+from gpuops.store.spool.segments import SpoolBacklog, measure_spool
+from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
 from gpuops.units import US_PER_S, format_bytes, format_seconds, iso_utc
 
 
@@ -34,9 +34,9 @@ def upgrade_command(ctx: click.Context, store: str | None) -> None:
     """Bring the store's schema up to this gpuops; an empty store is given its tables."""
     settings = settings_of(ctx, store__url=store)
     before, after = upgrade_store(
-        settings.store_url, makes_directory=settings.store_is_default, root=settings.root
+        settings.store_url, create_directory=settings.store_is_default, root=settings.root
     )
-    name = shown(parse_url(settings.store_url))
+    name = redacted(parse_url(settings.store_url))
     if before == after:
         click.echo(f"{name}: already at schema {after}")
     else:
@@ -50,9 +50,9 @@ def upgrade_command(ctx: click.Context, store: str | None) -> None:
 def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> int:
     """Show the store's schema and rows, and what waits in the spool."""
     settings = settings_of(ctx, store__url=store)
-    backlog = measure(settings.spool_dir)
+    backlog = measure_spool(settings.spool_dir)
     rejected = count_rejected(settings.spool_dir)
-    summary, error = _look(settings)
+    summary, error = _summarize(settings)
     body = {
         "store": _store_json(settings, summary, error),
         "spool": _spool_json(settings, backlog, rejected),
@@ -63,24 +63,24 @@ def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> i
         _print_status(body)
     if summary is None:
         return EXIT_TRY_LATER
-    usable = summary.fit in (Fit.CURRENT, Fit.NEWER)
+    usable = summary.fit in (SchemaFit.CURRENT, SchemaFit.NEWER)
     return EXIT_OK if usable or _is_new_sqlite(summary) else EXIT_TRY_LATER
 
 
-def _look(settings: Settings) -> tuple[Summary | None, str | None]:
+def _summarize(settings: Settings) -> tuple[StoreSummary | None, str | None]:
     try:
-        return summarise(settings.store_url, root=settings.root), None
+        return summarize_store(settings.store_url, root=settings.root), None
     except StoreError as exc:
         return None, str(exc)
 
 
-def _is_new_sqlite(summary: Summary) -> bool:
-    return summary.backend == "sqlite" and summary.fit is Fit.EMPTY
+def _is_new_sqlite(summary: StoreSummary) -> bool:
+    return summary.backend == "sqlite" and summary.fit is SchemaFit.EMPTY
 
 
-def _store_json(settings: Settings, summary: Summary | None, error: str | None) -> Json:
+def _store_json(settings: Settings, summary: StoreSummary | None, error: str | None) -> Json:
     return {
-        "url": shown(parse_url(settings.store_url)),
+        "url": redacted(parse_url(settings.store_url)),
         "origin": settings.values["store.url"].origin,
         "backend": summary and summary.backend,
         "schema": summary and summary.revision,
@@ -91,7 +91,7 @@ def _store_json(settings: Settings, summary: Summary | None, error: str | None) 
     }
 
 
-def _spool_json(settings: Settings, backlog: Backlog, rejected: int) -> Json:
+def _spool_json(settings: Settings, backlog: SpoolBacklog, rejected: int) -> Json:
     oldest_us = backlog.oldest_us
     age_s = None
     if oldest_us is not None:
@@ -134,7 +134,7 @@ def _print_status(body: Json) -> None:
     "--deadline",
     "deadline_s",
     type=click.FloatRange(min=0.1, max=3600),
-    default=DEADLINE_S,
+    default=FLUSH_DEADLINE_S,
     show_default=True,
     metavar="S",
     help="Seconds after which the rest is left for the next time.",

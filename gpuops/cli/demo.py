@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from gpuops.config import environ
+from gpuops.config.resolve import environ
 from gpuops.demo.scenario import make_plan, run_demo
 from gpuops.errors import UnsupportedTorchError, UsageError
 
@@ -26,12 +26,14 @@ def demo(folder: Path | None, seed: int, steps: int) -> int:
             "the demo trains with torch, which is not installed here; "
             "try: pip install 'torch>=2.8' numpy"
         )
-    folder = Path(tempfile.mkdtemp(prefix="gpuops-demo-")) if folder is None else _fresh(folder)
+    folder = (
+        Path(tempfile.mkdtemp(prefix="gpuops-demo-")) if folder is None else _empty_folder(folder)
+    )
     (folder / MARKER).touch()
-    return run_demo(make_plan(seed, steps), folder.resolve(), environ(), _say)
+    return run_demo(make_plan(seed, steps), folder.resolve(), environ(), _print_line)
 
 
-def _fresh(folder: Path) -> Path:
+def _empty_folder(folder: Path) -> Path:
     """Return *folder*, emptied if an earlier demo left it; never empty a folder of anyone else."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
@@ -46,5 +48,5 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     click.secho(f"\n{text}" if text[:1].isdigit() or text[:1].isupper() else text, bold=True)

@@ -1,4 +1,4 @@
-"""``gpuops drill``."""
+"""``gpuops drill``: its options and what it prints."""
 
 import json
 import os
@@ -13,31 +13,105 @@ from typing import Any
 
 import click
 
-from gpuops.cli.drill_options import FLAGS, RUN_FLAGS, STEP_FLAGS, yes_option
-from gpuops.cli.drill_text import listing, said, statement
-from gpuops.cli.settings import json_option, settings_of
-from gpuops.config import Settings, environ
-from gpuops.drill.catalogue import BY_NAME, SCENARIOS, needs_run
-from gpuops.drill.fault import Fault, Outcome
+from gpuops.cli.options import json_option, settings_of
+from gpuops.config.resolve import Settings, environ
+from gpuops.config.values import to_size
+from gpuops.drill.catalogue import (
+    BY_NAME,
+    HOLD_RANGE_S,
+    RANDOM_DEFAULT,
+    SCENARIOS,
+    draw_fault,
+    needs_run,
+)
+from gpuops.drill.events import ended_event, fault_to_json, injected_event
+from gpuops.drill.fault import DrillOptions, DrillTarget, Fault, InjectionResult, Scenario
 from gpuops.drill.inject import inject
-from gpuops.drill.kill_rank import LOOK_EVERY_S
-from gpuops.drill.published import Published, read_published
-from gpuops.drill.random_faults import DEFAULT, HELD_S, draw
-from gpuops.drill.record import ended, injected, to_json
-from gpuops.drill.scenario import Scenario, Scene, Wanted
-from gpuops.drill.step_aim import Aim, has_come_to
+from gpuops.drill.kill_rank import POLL_S
+from gpuops.drill.run_state import AgentStateFile, StepTrigger, has_reached, read_states
 from gpuops.errors import EXIT_FAIL, EXIT_OK, DrillError, UsageError
 from gpuops.host.clock import SystemClock
 from gpuops.host.node import boot_id, node_name
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import envelope
-from gpuops.store.recorder import Recorder, spool_recorder
+from gpuops.store.spool.record import Recorder, spool_recorder
+
+OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _parse_size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else to_size(value)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
+
+
+FLAGS: dict[str, OptionDecorator] = {
+    "node": click.option("--node", metavar="NAME", help="The agent of this node."),
+    "rank": click.option("--rank", type=click.IntRange(min=0), help="This rank, or its agent."),
+    "for_s": click.option("--for", "for_s", type=click.FloatRange(0.1, 86400), metavar="SECONDS"),
+    "signal": click.option("--signal", metavar="NAME", help="Another signal, like SIGSEGV."),
+    "store": click.option("--store-too", "store", is_flag=True, help="The agents' store as well."),
+    "interface": click.option("--interface", metavar="NAME", help="This network interface."),
+    "peers": click.option("--peer", "peers", multiple=True, metavar="ADDRESS"),
+    "delay_ms": click.option("--delay", "delay_ms", type=float, metavar="MS"),
+    "loss_percent": click.option("--loss", "loss_percent", type=float, metavar="PERCENT"),
+    "rate_mbit": click.option("--rate", "rate_mbit", type=float, metavar="MBIT"),
+    "directory": click.option("--dir", "directory", metavar="DIR", help="On this file system."),
+    "size_bytes": click.option(
+        "--size", "size_bytes", callback=_parse_size, help="Take so much (1GiB)."
+    ),
+    "leave_bytes": click.option(
+        "--leave", "leave_bytes", callback=_parse_size, help="Leave so much."
+    ),
+    "address": click.option("--address", metavar="PCI", help="The GPU, like 0000:3b:00."),
+    "xid": click.option("--xid", type=int, help="Another Xid."),
+    "count": click.option("--count", type=int, help="So many lines."),
+    "share": click.option("--share", type=float, help="The part of the time it stands still."),
+}
+RUN_FLAGS: tuple[OptionDecorator, ...] = (
+    click.option(
+        "--run-dir",
+        type=click.Path(path_type=Path),
+        help="The run's folder, or where runs go; default: the setting run.dir.",
+    ),
+    click.option("--pid", type=click.IntRange(min=2), help="The run of this agent or worker."),
+    click.option("--owner", metavar="USER", help="As root: break a run of this user."),
+)
+STEP_FLAGS: tuple[OptionDecorator, ...] = (
+    click.option("--at-step", type=click.IntRange(min=0), help="Wait until the rank is there."),
+    click.option("--generation", type=click.IntRange(min=0), help="... in this generation."),
+    click.option("--deadline", type=float, default=600.0, show_default=True, metavar="SECONDS"),
+)
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+def scenario_list(scenarios: Sequence[Scenario]) -> str:
+    """Return one line for each scenario."""
+    width = max(len(item.name) for item in scenarios)
+    return "\n".join(f"{item.name:{width}}  {item.summary}" for item in scenarios)
+
+
+def fault_text(fault: Fault) -> str:
+    """Return what *fault* will break and how that is undone."""
+    return printable(f"{fault.scenario}: {fault.breaks}\n{fault.undone}")
+
+
+def outcome_text(fault: Fault, outcome: InjectionResult) -> str:
+    """Return what became of *fault*."""
+    held = "" if fault.for_s is None else f", held {fault.for_s:g} s and undone"
+    if outcome.not_undone:
+        held = ", NOT UNDONE: " + "; ".join(outcome.not_undone)
+    lines = [f"{fault.scenario}: injected{held}"]
+    lines += [f"  not all of it: {problem}" for problem in outcome.failed]
+    return printable("\n".join(lines))
+
 
 SEED_MAX = 2**31
 
 
-class _Drill:
+class _DrillSession:
     """What all of one command line shares."""
 
     def __init__(self, ctx: click.Context, options: dict[str, object], *, as_json: bool) -> None:
@@ -50,50 +124,56 @@ class _Drill:
         owner = options.get("owner")
         self.owner_uid = self.uid if owner is None else _uid_of(str(owner), self.uid)
 
-    def states(self) -> list[Published]:
+    def states(self) -> list[AgentStateFile]:
         """Return what the run that is meant publishes now."""
         named, pid = self._options.get("run_dir"), self._options.get("pid")
         directory = named if isinstance(named, Path) else self.settings.run_dir
         if pid is None:
-            return read_published(directory)
+            return read_states(directory)
         for folder in (directory, *sorted(_folders(directory), reverse=True)):
-            states = read_published(folder)
+            states = read_states(folder)
             if any(pid in {state.agent_pid, *state.pids.values()} for state in states):
                 return states
         raise DrillError(f"no run below {directory} has an agent or a worker with pid {pid}")
 
-    def scene(self) -> Scene:
+    def target(self) -> DrillTarget:
         """Return what there is."""
-        return Scene(states=self.states(), uid=self.owner_uid, root=self.settings.root)
+        return DrillTarget(states=self.states(), uid=self.owner_uid, root=self.settings.root)
 
-    def inject(self, fault: Fault) -> Outcome:
+    def inject(self, fault: Fault) -> InjectionResult:
         """Record *fault*, inject it, record what became of it."""
         recorder = self._recorder(fault)
         try:
-            told = {"node": self.node, "clock": self.clock, "randomness": os.urandom}
-            recorder.record(injected(fault, uid=self.uid, **told))  # type: ignore[arg-type]
-            outcome = Outcome(failed=("it was not done",))
+            context = {"node": self.node, "clock": self.clock, "randomness": os.urandom}
+            recorder.record(injected_event(fault, uid=self.uid, **context))  # type: ignore[arg-type]
+            outcome = InjectionResult(failed=("it was not done",))
             try:
                 outcome = inject(fault, self.clock, Pause().wait)
             finally:
-                recorder.record(ended(fault, outcome, **told))  # type: ignore[arg-type]
+                recorder.record(ended_event(fault, outcome, **context))  # type: ignore[arg-type]
         finally:
             recorder.close()
         return outcome
 
     def _recorder(self, fault: Fault) -> Recorder:
         # Never into a folder of somebody else's: root would follow their links.
-        ours = [s.folder for s in self._known() if s.run_id == fault.run_id] if fault.run_id else []
+        run_folders = (
+            [s.folder for s in self._states_or_none() if s.run_id == fault.run_id]
+            if fault.run_id
+            else []
+        )
         return spool_recorder(
             self.settings.spool_dir,
             node=self.node,
             boot_id=boot_id(self.settings.root),
             bytes_max=self.settings.spool_bytes_max,
             clock=self.clock,
-            journal=ours[0] / "journal" if ours and self.owner_uid == self.uid else None,
+            journal=run_folders[0] / "journal"
+            if run_folders and self.owner_uid == self.uid
+            else None,
         )
 
-    def _known(self) -> list[Published]:
+    def _states_or_none(self) -> list[AgentStateFile]:
         try:
             return self.states()
         except DrillError:
@@ -116,7 +196,7 @@ def list_scenarios(*, as_json: bool) -> None:
         rows = [{"name": item.name, "summary": item.summary} for item in SCENARIOS]
         click.echo(json.dumps(envelope("gpuops.drill-list/1", {"scenarios": rows}), indent=2))
         return
-    click.echo(listing(SCENARIOS))
+    click.echo(scenario_list(SCENARIOS))
 
 
 def _command(scenario: Scenario) -> click.Command:
@@ -125,14 +205,14 @@ def _command(scenario: Scenario) -> click.Command:
 
     def call(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 as click has them
         mine = {name: options[name] for name in scenario.options}
-        work = _Drill(ctx, options, as_json=bool(options["as_json"]))
+        work = _DrillSession(ctx, options, as_json=bool(options["as_json"]))
         if of_run and options["at_step"] is not None:
             _wait_for_step(work, options)
-        scene = work.scene() if of_run else Scene(uid=work.uid, root=work.settings.root)
-        fault = scenario.plan(scene, Wanted(**mine))
-        _warn(work)
-        _ask(statement(fault), yes=bool(options["yes"]))
-        return _tell(work, [(fault, work.inject(fault))])
+        scene = work.target() if of_run else DrillTarget(uid=work.uid, root=work.settings.root)
+        fault = scenario.plan(scene, DrillOptions(**mine))
+        _warn_foreign_run(work)
+        _confirm(fault_text(fault), yes=bool(options["yes"]))
+        return _print_outcomes(work, [(fault, work.inject(fault))])
 
     command: Callable[..., Any] = click.pass_context(call)
     flags = [FLAGS[name] for name in scenario.options]
@@ -151,7 +231,11 @@ for _scenario in SCENARIOS:
 @click.option("--faults", type=click.IntRange(1, 10_000), default=10, show_default=True)
 @click.option("--every", "every_s", type=click.FloatRange(0, 86400), default=30, show_default=True)
 @click.option(
-    "--scenario", "names", multiple=True, type=click.Choice(sorted(HELD_S)), default=DEFAULT
+    "--scenario",
+    "names",
+    multiple=True,
+    type=click.Choice(sorted(HOLD_RANGE_S)),
+    default=RANDOM_DEFAULT,
 )
 @RUN_FLAGS[0]
 @RUN_FLAGS[1]
@@ -172,55 +256,55 @@ def random_faults(
     **of_run: object,
 ) -> int:
     """Inject faults that are drawn from a seed, one after the other."""
-    work = _Drill(ctx, of_run, as_json=as_json)
-    _warn(work)
-    _ask(
+    session = _DrillSession(ctx, of_run, as_json=as_json)
+    _warn_foreign_run(session)
+    _confirm(
         f"{faults} faults, one every {every_s:g} s, seed {seed}, out of: {', '.join(names)}.\n"
         "Each is said before it is injected.",
         yes=yes,
     )
     dice, done, pause = Random(seed), [], Pause()  # noqa: S311 to be repeated, not a secret
     for _ in range(faults):
-        end_ns = work.clock.mono_ns() + round(every_s * 1e9)
+        end_ns = session.clock.mono_ns() + round(every_s * 1e9)
         try:
-            scene = work.scene()
-            name, wanted = draw(dice, names, scene.states)
-            fault = replace(BY_NAME[name].plan(scene, wanted), seed=seed)
-            click.echo(statement(fault), err=True)
-            done.append((fault, work.inject(fault)))
+            target = session.target()
+            name, options = draw_fault(dice, names, target.states)
+            fault = replace(BY_NAME[name].plan(target, options), seed=seed)
+            click.echo(fault_text(fault), err=True)
+            done.append((fault, session.inject(fault)))
         except DrillError as exc:
             # The run may be between two generations: the next draw finds it elsewhere.
             click.echo(f"gpuops: {printable(str(exc))}", err=True)
-        pause.wait(max(0.0, (end_ns - work.clock.mono_ns()) / 1e9))
-    return _tell(work, done)
+        pause.wait(max(0.0, (end_ns - session.clock.mono_ns()) / 1e9))
+    return _print_outcomes(session, done)
 
 
-def _wait_for_step(work: _Drill, options: dict[str, object]) -> None:
+def _wait_for_step(session: _DrillSession, options: dict[str, object]) -> None:
     rank = options.get("rank")
     if rank is None:
         raise UsageError("--at-step goes with --rank: whose step counts?")
     generation = options["generation"]
-    aim = Aim(
+    aim = StepTrigger(
         rank=int(str(rank)),
         at_step=int(str(options["at_step"])),
         generation=None if generation is None else int(str(generation)),
     )
-    limit_s, pause = float(str(options["deadline"])), Pause()
-    end_ns = work.clock.mono_ns() + round(limit_s * 1e9)
-    while not has_come_to(aim, work.states()):
-        if work.clock.mono_ns() > end_ns:
-            raise DrillError(f"rank {aim.rank} was not at step {aim.at_step} in {limit_s:g} s")
-        pause.wait(LOOK_EVERY_S)
+    timeout_s, pause = float(str(options["deadline"])), Pause()
+    end_ns = session.clock.mono_ns() + round(timeout_s * 1e9)
+    while not has_reached(aim, session.states()):
+        if session.clock.mono_ns() > end_ns:
+            raise DrillError(f"rank {aim.rank} was not at step {aim.at_step} in {timeout_s:g} s")
+        pause.wait(POLL_S)
 
 
-def _warn(work: _Drill) -> None:
-    if work.owner_uid != work.uid:
+def _warn_foreign_run(session: _DrillSession) -> None:
+    if session.owner_uid != session.uid:
         click.echo(
-            f"gpuops: WARNING: this run belongs to user {work.owner_uid}, not to you", err=True
+            f"gpuops: WARNING: this run belongs to user {session.owner_uid}, not to you", err=True
         )
 
 
-def _ask(text: str, *, yes: bool) -> None:
+def _confirm(text: str, *, yes: bool) -> None:
     """Say what will be broken and get consent.
 
     Raises:
@@ -236,18 +320,18 @@ def _ask(text: str, *, yes: bool) -> None:
         raise DrillError("not confirmed; nothing was broken")
 
 
-def _tell(work: _Drill, done: Sequence[tuple[Fault, Outcome]]) -> int:
-    is_well = bool(done) and not any(outcome.not_undone for _fault, outcome in done)
-    if work.as_json:
+def _print_outcomes(session: _DrillSession, done: Sequence[tuple[Fault, InjectionResult]]) -> int:
+    succeeded = bool(done) and not any(outcome.not_undone for _fault, outcome in done)
+    if session.as_json:
         faults = [
-            {**to_json(fault), "failed": list(it.failed), "not_undone": list(it.not_undone)}
+            {**fault_to_json(fault), "failed": list(it.failed), "not_undone": list(it.not_undone)}
             for fault, it in done
         ]
         click.echo(json.dumps(envelope("gpuops.drill/1", {"faults": faults}), indent=2))
     else:
         for fault, outcome in done:
-            click.echo(said(fault, outcome))
-    return EXIT_OK if is_well else EXIT_FAIL
+            click.echo(outcome_text(fault, outcome))
+    return EXIT_OK if succeeded else EXIT_FAIL
 
 
 def _folders(directory: Path) -> list[Path]:

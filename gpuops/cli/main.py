@@ -23,17 +23,17 @@ EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
 
 COMMANDS = {
-    "check": ("gpuops.cli.check:check", "Check this node; exit 0 if it may run a job."),
-    "ckpt": ("gpuops.cli.ckpt:ckpt", "List, verify, keep, remove and convert checkpoints."),
+    "check": ("gpuops.cli.check.command:check", "Check this node; exit 0 if it may run a job."),
+    "ckpt": ("gpuops.cli.ckpt.command:ckpt", "List, verify, keep, remove and convert checkpoints."),
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),
     "db": ("gpuops.cli.db:db", "Create, inspect and feed the incident store."),
     "demo": ("gpuops.cli.demo:demo", "Train, kill a rank, recover, report: here, in two minutes."),
     "drill": ("gpuops.cli.drill:drill", "Break something on purpose, to see a run recover."),
-    "facts": ("gpuops.cli.facts:facts", "Record what checks look at, to judge it elsewhere."),
-    "incident": ("gpuops.cli.incident:incident", "List and show incidents."),
+    "facts": ("gpuops.cli.check.facts:facts", "Record what checks look at, to judge it elsewhere."),
+    "incident": ("gpuops.cli.history:incident", "List and show incidents."),
     "node": ("gpuops.cli.node:node", "List nodes; tell one's findings, drains and repairs."),
-    "repair": ("gpuops.cli.repair:repair", "Record that a node was repaired."),
-    "report": ("gpuops.cli.report:report", "Say where a run's time went, and who was to blame."),
+    "repair": ("gpuops.cli.node:repair", "Record that a node was repaired."),
+    "report": ("gpuops.cli.history:report", "Say where a run's time went, and who was to blame."),
     "run": ("gpuops.cli.run:run", "Run a training job: torchrun's flags, and it recovers."),
     "runbook": ("gpuops.cli.runbook:runbook", "Show what to do about a failure class."),
     "slurm": ("gpuops.cli.slurm:slurm", "Prolog, epilog and health check of Slurm, and set-up."),
@@ -82,9 +82,9 @@ def run_command(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
-        return _explain(click.Abort())  # one more, while click dealt with the first
+        return _report_error(click.Abort())  # one more, while click dealt with the first
     except Exception as exc:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
-        return _explain(exc)
+        return _report_error(exc)
     return result if isinstance(result, int) else 0
 
 
@@ -96,7 +96,7 @@ def _open_closed_streams() -> None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 open as long as the process
 
 
-def _explain(exc: Exception) -> int:
+def _report_error(exc: Exception) -> int:
     """Say on standard error what went wrong, in one line where it can be; return the exit code."""
     match exc:
         case click.exceptions.Exit():

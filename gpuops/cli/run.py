@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpuops.agent import thin_parent
-from gpuops.agent.arguments import HelpAskedError, Request, help_text, read_words
-from gpuops.agent.compat import require_torch
-from gpuops.agent.exit_codes import leave, meaning
-from gpuops.agent.job_token import SECRET_VARIABLES
-from gpuops.agent.ladder import Ladder, ladder_of
-from gpuops.agent.nested import refuse_nested
-from gpuops.agent.planning import request_of
-from gpuops.cli.interrupt import ctrl_c_ends_at_once
-from gpuops.cli.settings import settings_of
-from gpuops.config import Settings, conceal, environ
+from gpuops.agent.elastic import supervisor
+from gpuops.agent.launch.exit_codes import leave, meaning
+from gpuops.agent.launch.job_token import SECRET_VARIABLES
+from gpuops.agent.launch.options import HelpAskedError, RunRequest, help_text, read_words
+from gpuops.agent.launch.planning import request_of
+from gpuops.agent.launch.preconditions import refuse_nested
+from gpuops.agent.launch.timeouts import Timeouts, timeouts_of
+from gpuops.agent.launch.torch_compat import require_torch
+from gpuops.cli.options import exit_on_ctrl_c, settings_of
+from gpuops.config.resolve import Settings, environ, unset_environ
 from gpuops.errors import EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, GpuopsError
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid
@@ -33,9 +32,9 @@ from gpuops.log import printable
 from gpuops.model import envelope
 
 if TYPE_CHECKING:
-    from gpuops.agent.outcome import Outcome
+    from gpuops.agent.journal.outcome import RunOutcome
 
-LOOK_S = 3.0
+STORE_LOOKUP_TIMEOUT_S = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -67,41 +66,41 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         return 0
     env = environ()
     refuse_nested(env)
-    if thin_parent.is_wanted(env, os.getppid()):
-        return thin_parent.watch(thin_parent.command_line(), env, _say)
-    thin_parent.end_with_parent(env)
-    _ask_for_a_requeue_until_it_runs()
-    with ctrl_c_ends_at_once():
+    if supervisor.is_wanted(env, os.getppid()):
+        return supervisor.watch(supervisor.command_line(), env, _print_line)
+    supervisor.end_with_parent(env)
+    _requeue_on_early_signal()
+    with exit_on_ctrl_c():
         torch_version = require_torch()
         from torch.distributed.run import get_args_parser
 
-        from gpuops.agent.launch import launch
+        from gpuops.agent.launch.launch import launch
 
     try:
         typed = read_words(words, env, get_args_parser())
-    except HelpAskedError as asked:
-        click.echo(str(asked), nl=False)
+    except HelpAskedError as help_error:
+        click.echo(str(help_error), nl=False)
         return 0
     settings = settings_of(
         ctx, store__url=typed.store, spool__dir=typed.spool, run__dir=typed.run_dir
     )
     request = request_of(typed, settings, env, uid=current_uid())
-    ladder = ladder_of(request, env, time.time())
+    ladder = timeouts_of(request, env, time.time())
     if request.print_timeouts:
         return _print_timeouts(request, ladder)
     for line in (*request.warnings, *ladder.refuse()):
-        _say(f"warning: {line}")
-    conceal(SECRET_VARIABLES)
-    _outlast_readers()
+        _print_line(f"warning: {line}")
+    unset_environ(SECRET_VARIABLES)
+    _survive_closed_streams()
     if not settings.store_is_default:
-        from gpuops.store.url import parse_url
+        from gpuops.store.backends import parse_url
 
         parse_url(settings.store_url)
-    ended = launch(request, settings, env, SystemClock(), torch_version)
-    _tell(ended, settings)
-    if problem := leave(ended.exit_code, settings.values["run.exit_code_file"].value):
-        _say(f"warning: {problem}")
-    return ended.exit_code
+    outcome = launch(request, settings, env, SystemClock(), torch_version)
+    _print_outcome(outcome, settings)
+    if problem := leave(outcome.exit_code, settings.values["run.exit_code_file"].value):
+        _print_line(f"warning: {problem}")
+    return outcome.exit_code
 
 
 def _status(ctx: click.Context, words: tuple[str, ...]) -> int:
@@ -113,7 +112,7 @@ def _status(ctx: click.Context, words: tuple[str, ...]) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _print_timeouts(request: Request, ladder: Ladder) -> int:
+def _print_timeouts(request: RunRequest, ladder: Timeouts) -> int:
     if request.as_json:
         click.echo(json.dumps(envelope("gpuops.timeouts/1", ladder.to_json()), indent=2))
     else:
@@ -121,50 +120,50 @@ def _print_timeouts(request: Request, ladder: Ladder) -> int:
     return EXIT_USAGE if any(problem.is_error for problem in ladder.problems) else EXIT_OK
 
 
-def _tell(ended: "Outcome", settings: Settings) -> None:
+def _print_outcome(outcome: "RunOutcome", settings: Settings) -> None:
     """Say how the run ended, what that asks of the scheduler, and where to read more."""
-    if ended.exit_code != 0 and not ended.goes_on:
-        was = "" if ended.outcome == "failed" else "was "
-        _say(f"the run {was}{ended.outcome}: {ended.reason}")
-    if asked := meaning(ended.exit_code):
-        _say(asked)
-    if ended.note is not None:
-        _say(ended.note)
-    if ended.run_id is not None and ended.exit_code != 0:
-        is_there = ended.note is None and _is_in_store(settings, ended.run_id)
-        hint = f"see `gpuops report {ended.run_id[-8:]}`, {ended.run_dir}"
-        if not is_there:
-            where = shlex.quote(str(ended.run_dir))
+    if outcome.exit_code != 0 and not outcome.goes_on:
+        verb = "" if outcome.outcome == "failed" else "was "
+        _print_line(f"the run {verb}{outcome.outcome}: {outcome.reason}")
+    if request_text := meaning(outcome.exit_code):
+        _print_line(request_text)
+    if outcome.note is not None:
+        _print_line(outcome.note)
+    if outcome.run_id is not None and outcome.exit_code != 0:
+        in_store = outcome.note is None and _is_in_store(settings, outcome.run_id)
+        hint = f"see `gpuops report {outcome.run_id[-8:]}`, {outcome.run_dir}"
+        if not in_store:
+            where = shlex.quote(str(outcome.run_dir))
             hint = f"not in the store yet; see `gpuops report --run-dir {where}`"
-        _say(hint)
+        _print_line(hint)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     click.echo(f"gpuops: {printable(text)}", err=True)
 
 
-def _ask_for_a_requeue_until_it_runs() -> None:
+def _requeue_on_early_signal() -> None:
     """Have a preemption before anything began end in 85, as one later does; imports take seconds.
 
     The run's own handlers take these two over.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _requeue_at_once)
+            signal.signal(number, _exit_for_requeue)
 
 
-def _requeue_at_once(number: int, _frame: FrameType | None) -> None:
+def _exit_for_requeue(number: int, _frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     os.write(2, f"gpuops: {name} before the run began: exit {EXIT_REQUEUE}\n".encode())
     os._exit(EXIT_REQUEUE)
 
 
-def _outlast_readers() -> None:
+def _survive_closed_streams() -> None:
     """Let the job go on when nobody reads its lines, which torch's tee writes to our streams.
 
     By whole lines: in blocks, a file or a pipe would get them long after what happened.
     """
-    from gpuops.agent.console import lasting
+    from gpuops.agent.status.console import lasting
 
     def lost(name: str, exc: OSError) -> None:
         _log.warning("%s takes no more, the job goes on: %s", name, exc.strerror)
@@ -178,12 +177,15 @@ def _outlast_readers() -> None:
 def _is_in_store(settings: Settings, run_id: str) -> bool:
     """Say whether the run's end has reached the store: a spool may have refused what led there."""
     from gpuops.store.engine import open_store
-    from gpuops.store.queries import find_run
+    from gpuops.store.queries.run_queries import find_run
 
     try:
         with (
             open_store(
-                settings.store_url, mode="read", root=settings.root, deadline_s=LOOK_S
+                settings.store_url,
+                mode="read",
+                root=settings.root,
+                deadline_s=STORE_LOOKUP_TIMEOUT_S,
             ) as store,
             store.begin() as connection,
         ):

@@ -12,27 +12,39 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from gpuops.agent.job_token import token_of
-from gpuops.agent.plan import MeetingKind
-from gpuops.cli.reading import open_history
-from gpuops.cli.settings import json_option, settings_of, store_option
-from gpuops.config import Settings, environ
-from gpuops.control.board import Board
-from gpuops.control.tcp_board import TcpBoard
+from gpuops.agent.launch.job_token import token_of
+from gpuops.agent.launch.plan import EndpointKind
+from gpuops.cli.history import open_history
+from gpuops.cli.options import json_option, settings_of, store_option
+from gpuops.config.resolve import Settings, environ
+from gpuops.control.store import ControlStore
+from gpuops.control.tcp.store import TcpControlStore
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.node import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import envelope
-from gpuops.report.run_look import ask_agent, ask_board, find_folder, states
-from gpuops.report.run_view import RunView, of_agent, of_files, of_store, text, whole
-from gpuops.report.run_view_text import status_view
-from gpuops.store import queries
+from gpuops.report.render.run_status_text import status_view
+from gpuops.report.run_status import (
+    find_run_folder,
+    query_agent,
+    read_control_store,
+    read_states,
+)
+from gpuops.report.run_view import (
+    RunView,
+    from_agent,
+    from_files,
+    from_store,
+    int_or_none,
+    text_or_empty,
+)
+from gpuops.store.queries import run_queries
 from gpuops.units import NS_PER_S
 
-EVERY_S = 1.0
+REFRESH_S = 1.0
 SPARE_DEAD_S = 3.0  # an agent beats every second
-BOARD_S = 3.0
+CONTROL_TIMEOUT_S = 3.0
 SCHEMA = "gpuops.run-status/1"
 
 
@@ -62,11 +74,11 @@ def status(
     RUN is the end (or the beginning) of a run's id; without it, the newest run of the folder.
     """
     settings = settings_of(ctx, store__url=store)
-    with Onlooker(settings, run_dir or settings.run_dir, run, SystemClock()) as onlooker:
-        view = onlooker.look() or _from_store(ctx, store, run)
+    with RunWatcher(settings, run_dir or settings.run_dir, run, SystemClock()) as watcher:
+        view = watcher.refresh() or _from_store(ctx, store, run)
         follows = not as_json and (sys.stdout.isatty() if watch is None else watch)
         if not follows:
-            view = look_twice(view, onlooker.look, SystemClock(), time.sleep)
+            view = refresh_without_dead_spares(view, watcher.refresh, SystemClock(), time.sleep)
         if as_json:
             click.echo(json.dumps(envelope(SCHEMA, view.to_json()), indent=2))
             return 0
@@ -74,12 +86,12 @@ def status(
         if not follows or view.source == "store":
             console.print(status_view(view))
             return 0
-        _follow(onlooker, view, console)
+        _follow(watcher, view, console)
     return 0
 
 
 @dataclass(slots=True)
-class Pace:
+class StatusHistory:
     """What several looks tell: steps a second, and whose heartbeat stands still."""
 
     _first: tuple[int, int] | None = None
@@ -97,8 +109,8 @@ class Pace:
     def silent_s(self, view: RunView, now_ns: int) -> dict[str, float]:
         """Return for how long each agent's sequence number has not moved."""
         found = {}
-        seated = {node.node: node.seq for node in view.nodes if node.seq is not None}
-        for name, newest in {**view.spare_seqs, **seated}.items():
+        assigned = {node.node: node.seq for node in view.nodes if node.seq is not None}
+        for name, newest in {**view.spare_seqs, **assigned}.items():
             seq, since_ns = self._seen.get(name, (-1, now_ns))
             if newest != seq:
                 since_ns = now_ns
@@ -107,139 +119,147 @@ class Pace:
         return found
 
 
-def look_twice(
+def refresh_without_dead_spares(
     first: RunView,
-    look: Callable[[], RunView | None],
+    refresh: Callable[[], RunView | None],
     clock: Clock,
-    wait: Callable[[float], object],
+    sleep: Callable[[float], object],
 ) -> RunView:
     """Return *first*; where it has spares, a later look without those that did not beat since."""
     if not first.spare_seqs:
         return first
-    pace = Pace()
-    pace.silent_s(first, clock.mono_ns())
-    wait(SPARE_DEAD_S)
-    later = look() or first
-    return later.without_dead(pace.silent_s(later, clock.mono_ns()), SPARE_DEAD_S)
+    history = StatusHistory()
+    history.silent_s(first, clock.mono_ns())
+    sleep(SPARE_DEAD_S)
+    newer = refresh() or first
+    return newer.without_dead(history.silent_s(newer, clock.mono_ns()), SPARE_DEAD_S)
 
 
-class Onlooker:
+class RunWatcher:
     """Looks at one run again and again, by the best way there is; keeps the way open."""
 
-    def __init__(self, settings: Settings, parent: Path, wanted: str | None, clock: Clock) -> None:
+    def __init__(
+        self, settings: Settings, parent: Path, run_id_part: str | None, clock: Clock
+    ) -> None:
         self._settings = settings
         self._parent = parent
-        self._wanted = wanted
+        self._run_id_part = run_id_part
         self._clock = clock
-        self._board: Board | None = None
+        self._control_store: ControlStore | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._board is not None:
-            self._board.close()
+        if self._control_store is not None:
+            self._control_store.close()
 
-    def look(self) -> RunView | None:
+    def refresh(self) -> RunView | None:
         """Return how the run stands, None where there is no folder of it."""
         folder = self._folder()
-        found = [] if folder is None else list(states(folder))
+        found = [] if folder is None else list(read_states(folder))
         if not found:
             return None
-        view, notes = self._by_board(found)
+        view, notes = self._from_control_store(found)
         if view is None:
-            view = self._by_agent(found)
+            view = self._from_agent(found)
         if view is None:
-            view = of_files(found)
+            view = from_files(found)
             notes = (*notes, "as the run's folder has it, which may be old")
         if view.restarts_max is None:
-            view = replace(view, restarts_max=of_files(found).restarts_max)
+            view = replace(view, restarts_max=from_files(found).restarts_max)
         return replace(view, notes=notes)
 
     def _folder(self) -> Path | None:
-        if any(states(self._parent)):
+        if any(read_states(self._parent)):
             return self._parent
-        return find_folder(self._parent, self._wanted)
+        return find_run_folder(self._parent, self._run_id_part)
 
-    def _by_board(self, found: list[dict[str, Any]]) -> tuple[RunView | None, tuple[str, ...]]:
-        place = found[0].get("board")
-        if not isinstance(place, Mapping):
+    def _from_control_store(
+        self, found: list[dict[str, Any]]
+    ) -> tuple[RunView | None, tuple[str, ...]]:
+        address = found[0].get("board")
+        if not isinstance(address, Mapping):
             return None, ()
         try:
-            if self._board is None:
-                self._board = connect(place, self._settings)
-            view = None if self._board is None else ask_board(self._board)
+            if self._control_store is None:
+                self._control_store = connect_control_store(address, self._settings)
+            view = None if self._control_store is None else read_control_store(self._control_store)
         except GpuopsError as exc:
             return None, (f"the board does not answer: {exc}",)
         if view is not None and view.run_id != found[0].get("run_id"):
             return None, ("the board holds another run by now",)
         return view, ()
 
-    def _by_agent(self, found: list[dict[str, Any]]) -> RunView | None:
-        here = node_name(environ())
-        ports = [state.get("http_port") for state in found if state.get("node") == here]
-        told = next((state for port in ports if (state := ask_agent(port))), None)
-        if told is None or told.get("run_id") != found[0].get("run_id"):
+    def _from_agent(self, found: list[dict[str, Any]]) -> RunView | None:
+        node = node_name(environ())
+        ports = [state.get("http_port") for state in found if state.get("node") == node]
+        agent_state = next((state for port in ports if (state := query_agent(port))), None)
+        if agent_state is None or agent_state.get("run_id") != found[0].get("run_id"):
             return None
-        return of_agent(told)
+        return from_agent(agent_state)
 
 
-def connect(place: Mapping[str, Any], settings: Settings) -> Board | None:
-    """Return the board at *place*, None for one that is not reachable from another process.
+def connect_control_store(address: Mapping[str, Any], settings: Settings) -> ControlStore | None:
+    """Return the board at *address*, None for one that is not reachable from another process.
 
     Raises:
         GpuopsError: The token is none, or the driver is missing.
     """
-    kind, run_key = place.get("kind"), text(place.get("run_key"))
+    kind, run_key = address.get("kind"), text_or_empty(address.get("run_key"))
     token = token_of(environ(), _token_file(settings), current_uid())
-    if kind == MeetingKind.TCP:
-        host, port = text(place.get("host")), whole(place.get("port"))
+    if kind == EndpointKind.TCP:
+        host, port = text_or_empty(address.get("host")), int_or_none(address.get("port"))
         if not host or port is None or not 0 < port < 2**16:
             return None
-        return TcpBoard(host, port, run_key=run_key, token=token, deadline_s=BOARD_S)
-    if kind == MeetingKind.POSTGRES and not settings.store_is_default:
+        return TcpControlStore(
+            host, port, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S
+        )
+    if kind == EndpointKind.POSTGRES and not settings.store_is_default:
         # psycopg is an extra that only this needs.
-        from gpuops.control.postgres_board import PostgresBoard
+        from gpuops.control.postgres.store import PostgresControlStore
 
-        return PostgresBoard(settings.store_url, run_key=run_key, token=token, deadline_s=BOARD_S)
+        return PostgresControlStore(
+            settings.store_url, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S
+        )
     return None
 
 
 def _token_file(settings: Settings) -> str | None:
     value = settings.values.get("run.token_file")
-    shown = None if value is None else value.value
-    return str(shown) if shown else None
+    path = None if value is None else value.value
+    return str(path) if path else None
 
 
-def _from_store(ctx: click.Context, store: str | None, wanted: str | None) -> RunView:
+def _from_store(ctx: click.Context, store: str | None, run_id_part: str | None) -> RunView:
     with open_history(ctx, store, None) as opened, opened.begin() as connection:
-        run = queries.find_run(connection, wanted)
-        view = of_store(
+        run = run_queries.find_run(connection, run_id_part)
+        view = from_store(
             run,
-            queries.attempts(connection, run.id),
-            queries.decisions(connection, run.id),
-            queries.exclusions(connection, run.id),
+            run_queries.attempts(connection, run.id),
+            run_queries.decisions(connection, run.id),
+            run_queries.exclusions(connection, run.id),
             SystemClock().now_us(),
         )
         return replace(view, notes=("as the store has it, which may be old", *opened.notes))
 
 
 def _follow(
-    onlooker: Onlooker,
+    watcher: RunWatcher,
     first: RunView,
     console: Console,
-    wait: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the run until it is over or Ctrl-C."""
     view: RunView | None = first
-    pace, clock = Pace(), SystemClock()
+    history, clock = StatusHistory(), SystemClock()
     with Live(console=console, auto_refresh=False) as live:
         while view is not None:
             now_ns = clock.mono_ns()
-            rate, silent_s = pace.rate(view.step, now_ns), pace.silent_s(view, now_ns)
+            rate, silent_s = history.rate(view.step, now_ns), history.silent_s(view, now_ns)
             view = view.without_dead(silent_s, SPARE_DEAD_S)
             live.update(status_view(view, rate=rate, silent_s=silent_s), refresh=True)
             if view.is_over:
                 return
-            wait(EVERY_S)
-            view = onlooker.look()
+            sleep(REFRESH_S)
+            view = watcher.refresh()

@@ -6,9 +6,9 @@ import sys
 
 import click
 
-from gpuops.cli.settings import json_option
+from gpuops.cli.options import json_option
 from gpuops.errors import UsageError
-from gpuops.incident.runbook import Runbook, find, load_runbooks
+from gpuops.incident.runbook import Runbook, find_runbook, load_runbooks
 from gpuops.model import Json, envelope
 from gpuops.resources import data_dir
 
@@ -28,7 +28,7 @@ def runbook(name: str | None, *, as_list: bool, raw: bool, as_json: bool) -> Non
     if name is None:
         _print_list(list(runbooks.values()), as_json=as_json)
         return
-    page = find(runbooks, name)
+    page = find_runbook(runbooks, name)
     if as_json:
         body = {"runbook": {**_row(page), "sources": list(page.sources), "text": page.body}}
         click.echo(json.dumps(envelope("gpuops.runbook/1", body), indent=2))
@@ -46,7 +46,7 @@ def _print_list(pages: list[Runbook], *, as_json: bool) -> None:
         rows = [_row(page) for page in pages]
         click.echo(json.dumps(envelope("gpuops.runbooks/1", {"runbooks": rows}), indent=2))
         return
-    from gpuops.report.text import table
+    from gpuops.report.render.layout import table
 
     head = ("failure class", "severity", "side", "action", "title")
     click.echo(table(head, [tuple(map(str, _row(page).values())) for page in pages]))

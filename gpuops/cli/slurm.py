@@ -9,22 +9,22 @@ from pathlib import Path
 
 import click
 
-from gpuops.cli.settings import settings_of
-from gpuops.config import Settings, environ
+from gpuops.cli.options import settings_of
+from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK
-from gpuops.gate.errands import check_health, follow_up, publish_drain
-from gpuops.gate.hook import Scene, Settled, bounded, run_hook
+from gpuops.gate.health_check import check_health, follow_up, publish_drain
+from gpuops.gate.hook import GateResult, HookContext, bounded, run_hook
 from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
-from gpuops.gate.permit import Gate
-from gpuops.gate.remember import Memory
-from gpuops.gate.session import Request, plan_of
+from gpuops.gate.permit import DrainPermitClient
+from gpuops.gate.record import RecordOptions
+from gpuops.gate.session import CheckRequest, plan_of
 from gpuops.host.clock import SystemClock
 from gpuops.host.node import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import Status
 from gpuops.resources import data_dir
-from gpuops.slurm.environment import HookJob, job_of
-from gpuops.slurm.nodes import Scontrol, find_scontrol
+from gpuops.slurm.env import HookJob, job_of
+from gpuops.slurm.scontrol import Scontrol, find_scontrol
 
 verdict_option = click.option(
     "--verdict",
@@ -45,7 +45,7 @@ def slurm() -> None:
 def prolog(ctx: click.Context, *, verdict: Path) -> int:
     """Check this node before a job; exit 1 and write the verdict where it must not start here."""
     job = job_of(environ())
-    return _said(run_hook(_scene(ctx, "prolog", job), verdict))
+    return _print_result(run_hook(_hook_context(ctx, "prolog", job), verdict))
 
 
 @slurm.command()
@@ -59,7 +59,7 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
     """
     job = job_of(environ())
     suite = "full" if job.failed else "epilog"
-    return _said(run_hook(_scene(ctx, "epilog", job, suite), verdict))
+    return _print_result(run_hook(_hook_context(ctx, "epilog", job, suite), verdict))
 
 
 @slurm.command()
@@ -74,10 +74,10 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
 @click.pass_context
 def health(ctx: click.Context, *, jitter: float) -> int:
     """Check this node from time to time; drain it, or take back our own drain."""
-    scene = _scene(ctx, "health")
-    settled, acted = check_health(scene, _scontrol(ctx), jitter)
-    click.echo(f"{acted.did}: {acted.why}", err=True)
-    _said(settled)
+    context = _hook_context(ctx, "health")
+    result, action = check_health(context, _scontrol(ctx), jitter)
+    click.echo(f"{action.did}: {action.why}", err=True)
+    _print_result(result)
     return EXIT_OK
 
 
@@ -86,8 +86,8 @@ def health(ctx: click.Context, *, jitter: float) -> int:
 @click.pass_context
 def publish(ctx: click.Context, *, drain_id: str) -> int:
     """Tell slurmctld why a hook of this node failed; the hooks start it."""
-    ended = publish_drain(_scene(ctx, "prolog"), drain_id, _scontrol(ctx))
-    click.echo(f"{ended.step or 'given up'}: {ended.trouble or drain_id}", err=True)
+    result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx))
+    click.echo(f"{result.step or 'given up'}: {result.trouble or drain_id}", err=True)
     return EXIT_OK
 
 
@@ -95,8 +95,8 @@ def publish(ctx: click.Context, *, drain_id: str) -> int:
 @click.pass_context
 def followup(ctx: click.Context) -> int:
     """Look once more, and longer, at a GPU driver that gave no answer; the hooks start it."""
-    settled = follow_up(_scene(ctx, "followup"), _scontrol(ctx))
-    return EXIT_OK if settled is None else _said(settled)
+    result = follow_up(_hook_context(ctx, "followup"), _scontrol(ctx))
+    return EXIT_OK if result is None else _print_result(result)
 
 
 @slurm.command()
@@ -129,25 +129,25 @@ def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
     return EXIT_OK
 
 
-def _said(settled: Settled) -> int:
+def _print_result(result: GateResult) -> int:
     """Print what matters into slurmd's log; return the exit code."""
-    for finding in settled.ran.findings:
+    for finding in result.ran.findings:
         if finding.status in {Status.FAIL, Status.UNKNOWN}:
             click.echo(f"{finding.status.word} {finding.check}: {finding.message}", err=True)
-    for line in settled.trouble:
+    for line in result.trouble:
         click.echo(line, err=True)
-    if settled.cause is not None:
-        click.echo(f"{settled.decision.course}: {settled.decision.why}", err=True)
-    return EXIT_FAIL if settled.decision.drains else EXIT_OK
+    if result.cause is not None:
+        click.echo(f"{result.decision.outcome}: {result.decision.why}", err=True)
+    return EXIT_FAIL if result.decision.drains else EXIT_OK
 
 
-def _scene(
+def _hook_context(
     ctx: click.Context, hook: str, job: HookJob | None = None, suite: str | None = None
-) -> Scene:
+) -> HookContext:
     job = HookJob() if job is None else job
     settings, env = settings_of(ctx), environ()
     node = node_name(env)
-    request = Request(
+    request = CheckRequest(
         suite=suite or hook,
         node=node,
         root=settings.root,
@@ -162,20 +162,20 @@ def _scene(
         job_id=job.id,
     )
     plan = plan_of(request)
-    return Scene(
+    return HookContext(
         hook=hook,
         job_id=job.id,
         job_uid=job.uid,
         plan=bounded(plan, hook),
-        gate=_gate(settings, node),
-        memory=_memory(ctx, settings, env),
+        gate=_gate_settings(settings, node),
+        memory=_record_context(ctx, settings, env),
         clock=SystemClock(),
         pause=time.sleep,
     )
 
 
-def _gate(settings: Settings, node: str) -> Gate:
-    return Gate(
+def _gate_settings(settings: Settings, node: str) -> DrainPermitClient:
+    return DrainPermitClient(
         node=node,
         cluster=settings.cluster,
         store_url=settings.store_url,
@@ -190,9 +190,9 @@ def _gate(settings: Settings, node: str) -> Gate:
     )
 
 
-def _memory(ctx: click.Context, settings: Settings, env: dict[str, str]) -> Memory:
+def _record_context(ctx: click.Context, settings: Settings, env: dict[str, str]) -> RecordOptions:
     named = (ctx.find_root().obj or {}).get("config_file")
-    return Memory(
+    return RecordOptions(
         spool_dir=settings.spool_dir,
         spool_bytes_max=settings.spool_bytes_max,
         root=settings.root,
@@ -202,7 +202,7 @@ def _memory(ctx: click.Context, settings: Settings, env: dict[str, str]) -> Memo
     )
 
 
-class _Finder:
+class _ScontrolFinder:
     """Finds scontrol when it is needed: a prolog needs none."""
 
     def __init__(self, settings: Settings) -> None:
@@ -212,5 +212,5 @@ class _Finder:
         return find_scontrol(environ(), self._settings.slurm_bin_dir)
 
 
-def _scontrol(ctx: click.Context) -> _Finder:
-    return _Finder(settings_of(ctx))
+def _scontrol(ctx: click.Context) -> _ScontrolFinder:
+    return _ScontrolFinder(settings_of(ctx))

@@ -1,1 +1,16 @@
-"""How the agents of one run agree: a board that all can reach, and one record changed by CAS."""
+"""How the agents of one run agree: a small key-value store and one record changed by CAS.
+
+Every agent writes a heartbeat and reads the *control record* (`record.ControlRecord`): generation,
+phase, roster, decision. Only the leader writes it, by compare-and-swap, and the leader is simply
+the first live member (`membership`). Two agents that both think they lead do no harm: one swap
+fails.
+
+* `store.ControlStore`: put, compare_and_set, heartbeat, list, delete. Three implementations, one
+  contract test: `memory` (one node), `tcp` (a process on the head node), `postgres` (survives any
+  node).
+* `join`: an agent enters; `client.ControlClient`: its threads; `leader.Leader`: notice the dead,
+  gather reports, decide, give out seats.
+* `membership`: who is alive and who gets a seat; pure.
+* `extension`: how checkpoints take part (`gpuops.agent.checkpoint.leader`).
+* `drain`: the orderly end; `signing`: the job's token; `kv_map`, `fair_lock`, `keys`: parts.
+"""

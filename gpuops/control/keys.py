@@ -1,10 +1,13 @@
-"""Where the things of one run lie on its board; see `gpuops.control.record` for what they are."""
+"""The keys of one run in its control store, and when old ones are removed."""
 
+import logging
 from dataclasses import dataclass
+
+from gpuops.control.store import ControlStore, ControlStoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class ControlKeys:
     """Where things of one run lie on the board.
 
     A board outlives runs, so all but the record carry the run's id: a new run under the same key
@@ -20,7 +23,7 @@ class Keys:
     def agent(self, agent: str = "") -> str:
         return f"{self.prefix}/agent/{agent}"
 
-    def alive(self, agent: str = "") -> str:
+    def heartbeat(self, agent: str = "") -> str:
         return f"{self.prefix}/alive/{agent}"
 
     def generation(self, generation: int) -> str:
@@ -33,7 +36,7 @@ class Keys:
     def roster(self, generation: int) -> str:
         return f"{self.generation(generation)}roster"
 
-    def watermark(self) -> str:
+    def commit_record(self) -> str:
         return f"{self.prefix}/ckpt/watermark"
 
     def restore(self, generation: int) -> str:
@@ -41,3 +44,23 @@ class Keys:
 
     def report(self, generation: int, agent: str = "") -> str:
         return f"{self.generation(generation)}report/{agent}"
+
+
+log = logging.getLogger(__name__)
+
+# Of the one before, a slow agent may still read who sat where and what was reported.
+GENERATIONS_KEPT = 2
+
+
+def delete_old_generations(store: ControlStore, keys: ControlKeys, generation: int) -> None:
+    """Take off *store* what nobody needs while *generation* runs.
+
+    What it does not do now it is asked for once more with the next generation; what stays there
+    costs its space.
+    """
+    newest_deleted = generation - GENERATIONS_KEPT
+    for number in range(max(newest_deleted - 1, 0), newest_deleted + 1):
+        try:
+            store.delete(keys.generation(number))
+        except ControlStoreError as exc:
+            log.debug("generation %d stays on the board: %s", number, exc)

@@ -1,28 +1,266 @@
-"""Who gets which seat: pure functions over those who are ready.
+"""Who is alive: by how long a peer's heartbeat has not changed, on the reader's own clock.
+
+Wall clocks of different hosts are never compared, so a skew or a jump kills nobody. A heartbeat is
+a number that grows; what counts is for how long *this* reader has watched it stand still. Time in
+which it did not look (frozen, cut off, a slow board) counts for little: it has seen nothing then.
+
+What one agent sees of all: who there is, who beats, who sits where, what they report.
+
+Who gets which seat: pure functions over those who are ready.
 
 Survivors keep their group rank, so that their data, caches and checkpoints stay where they are; a
 newcomer takes the hole of the node that it replaces.
 """
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from gpuops.control.record import Member, Roster
-from gpuops.incident.budget import seats_of
-from gpuops.incident.decision import OnExhausted, Terms
+from gpuops.control.keys import ControlKeys
+from gpuops.control.record import (
+    ENTRY_ERRORS,
+    SLOW_FLAG,
+    ControlRecord,
+    Member,
+    Roster,
+    RunPhase,
+    unpack,
+)
+from gpuops.control.store import ControlStore, Entry
+from gpuops.incident.budget import allowed_nodes
+from gpuops.incident.decision import NodeReport, OnExhausted, RestartPolicy
+from gpuops.model import Json
+from gpuops.units import NS_PER_S
+
+# Of the time between two looks, so much counts as watched: a peer beats once in it.
+OBSERVED_GAP_S_MAX = 3.0
 
 
-def seats(n_ready: int, terms: Terms) -> int:
+class Liveness(StrEnum):
+    """What a reader thinks of a peer."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(slots=True)
+class LivenessTracker:
+    """What one reader has seen of its peers; *suspect_s* and *dead_s* since the last change."""
+
+    suspect_s: float
+    dead_s: float
+    _last_change: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _observed_ns: int | None = None
+    _unobserved_ns: int = 0  # in which nobody was watched, since the first look
+
+    def observe(self, heartbeats: Mapping[str, int], now_ns: int) -> None:
+        """Take in the newest number of every peer that has a heartbeat at all."""
+        previous_ns, self._observed_ns = self._observed_ns, now_ns
+        if previous_ns is not None:
+            self._unobserved_ns += max(
+                0, now_ns - previous_ns - round(OBSERVED_GAP_S_MAX * NS_PER_S)
+            )
+        for peer, number in heartbeats.items():
+            previous = self._last_change.get(peer)
+            if previous is None or previous[0] != number:
+                self._last_change[peer] = (number, now_ns - self._unobserved_ns)
+        for peer in self._last_change.keys() - heartbeats.keys():
+            del self._last_change[peer]
+
+    def silence_s(self, peer: str, now_ns: int) -> float:
+        """Return for how long *peer* was seen not to beat; infinite for one that never did."""
+        last_change = self._last_change.get(peer)
+        observed_ns = now_ns - self._unobserved_ns
+        return float("inf") if last_change is None else (observed_ns - last_change[1]) / NS_PER_S
+
+    def status_of(self, peer: str, now_ns: int) -> Liveness:
+        """Return what to think of *peer*."""
+        silence_s = self.silence_s(peer, now_ns)
+        if silence_s >= self.dead_s:
+            return Liveness.DEAD
+        return Liveness.SUSPECT if silence_s >= self.suspect_s else Liveness.LIVE
+
+    def not_dead(self, peers: Iterable[str], now_ns: int) -> list[str]:
+        """Return those of *peers* that are live or suspect, in their order."""
+        return [peer for peer in peers if self.status_of(peer, now_ns) is not Liveness.DEAD]
+
+
+log = logging.getLogger(__name__)
+
+# Beyond so many in line, an agent does not follow the heartbeats of all: what the board has to
+# answer for each agent must not grow with their number.
+N_STANDBYS = 8
+
+
+class MembershipView:
+    """As read at the last `look`.
+
+    ``roster`` is the newest one that was read, ``saved`` the newest checkpoint that any agent told
+    of. ``beats`` has the heartbeats, and ``declared`` who was ready for the generation that was
+    asked for last, by agent.
+    """
+
+    def __init__(self, store: ControlStore, keys: ControlKeys, liveness: LivenessTracker) -> None:
+        self.roster: Roster | None = None
+        self.checkpoint_step: int | None = None
+        self.heartbeats: dict[str, Entry] = {}
+        self.ready_entries: dict[str, Entry] = {}
+        self._store = store
+        self._keys = keys
+        self._liveness = liveness
+        self._agents: dict[str, Member] = {}
+        self._arrivals: dict[str, int] = {}
+        self._slow: frozenset[str] = frozenset()
+        self._refreshed_ns: int | None = None
+
+    def refresh(self, record: ControlRecord, now_ns: int) -> None:
+        """Read who there is, who beats, and who sits where.
+
+        Raises:
+            ControlStoreError, RecordError: Not all of it was read.
+        """
+        keys, store = self._keys, self._store
+        self._refreshed_ns = now_ns
+        heartbeats = store.list(keys.heartbeat())
+        self.heartbeats = {key.rpartition("/")[2]: entry for key, entry in heartbeats.items()}
+        alive = {agent: entry.version for agent, entry in self.heartbeats.items()}
+        self._liveness.observe(alive, now_ns)
+        payloads = {agent: _payload(entry) for agent, entry in self.heartbeats.items()}
+        self.checkpoint_step = max(
+            filter(None, map(_checkpoint_step, payloads.values())), default=self.checkpoint_step
+        )
+        self._slow = frozenset(
+            agent for agent, payload in payloads.items() if payload.get(SLOW_FLAG) is True
+        )
+        if alive.keys() - self._agents.keys():
+            for key, entry in store.list(keys.agent()).items():
+                member = _read_member(entry)
+                if member is not None:
+                    self._agents[member.agent] = member
+                    self._arrivals[key.rpartition("/")[2]] = entry.arrival
+        generation = (
+            record.generation if record.phase is not RunPhase.RENDEZVOUS else record.generation - 1
+        )
+        while (self.roster is None or self.roster.generation < generation) and generation >= 0:
+            entry = store.get(keys.roster(generation))
+            if entry.version:
+                self.roster = Roster.from_bytes(entry.value)
+                return
+            generation -= 1  # a generation that was given up before it had a roster
+
+    def refreshed_within(self, seconds: float, now_ns: int) -> bool:
+        """Say whether the last look is less than *seconds* ago."""
+        return self._refreshed_ns is not None and now_ns - self._refreshed_ns < seconds * NS_PER_S
+
+    def succession(self) -> list[str]:
+        """Return all agents in the order in which they would lead."""
+        members = [m.agent for m in (self.roster.members if self.roster else ())]
+        rest = sorted(self._agents.keys() - set(members), key=lambda a: self._arrivals.get(a, 0))
+        return [*members, *rest]
+
+    def position(self, agent: str) -> int | None:
+        """Return how many would lead before *agent*, None for one that is not known yet."""
+        succession = self.succession()
+        return succession.index(agent) if agent in succession else None
+
+    def current_leader(self, now_ns: int) -> str | None:
+        """Return who leads: the first in line that is not dead.
+
+        One whose every call takes seconds comes after the deputies that are answered at once.
+        """
+        succession = self.succession()
+        living = self._liveness.not_dead(succession, now_ns)
+        responsive = set(succession[:N_STANDBYS]) - self._slow
+        return next((agent for agent in living if agent in responsive), next(iter(living), None))
+
+    @property
+    def dead_agents(self) -> tuple[str, ...]:
+        """Return the agents that were dead at the last look; none where there was none."""
+        now_ns = self._refreshed_ns
+        if now_ns is None:
+            return ()
+        return tuple(
+            a for a in self.succession() if self._liveness.status_of(a, now_ns) is Liveness.DEAD
+        )
+
+    def liveness_of(self, agent: str, now_ns: int) -> Liveness:
+        """Return what to think of *agent*."""
+        return self._liveness.status_of(agent, now_ns)
+
+    def silence_s(self, agent: str, now_ns: int) -> float:
+        """Return for how long *agent* has not beaten; infinite for one that never did."""
+        return self._liveness.silence_s(agent, now_ns)
+
+    def live_nodes(self, record: ControlRecord, now_ns: int) -> tuple[str, ...]:
+        """Return the nodes of all agents that are not dead, but those left out by *record*."""
+        agents = self._liveness.not_dead(self.succession(), now_ns)
+        nodes = dict.fromkeys(self._agents[a].node for a in agents if a in self._agents)
+        return tuple(node for node in nodes if node not in record.excluded)
+
+    def read_ready(self, generation: int, now_ns: int) -> list[Member]:
+        """Return who would take a seat in *generation* and is not dead, as they came.
+
+        Raises:
+            ControlStoreError: See `ControlStore`.
+        """
+        entries = self._store.list(self._keys.ready(generation))
+        self.ready_entries = {key.rpartition("/")[2]: entry for key, entry in entries.items()}
+        members = [member for entry in entries.values() if (member := _read_member(entry))]
+        return [
+            m for m in members if self._liveness.status_of(m.agent, now_ns) is not Liveness.DEAD
+        ]
+
+    def read_reports(self, generation: int) -> dict[str, NodeReport]:
+        """Return the reports on *generation* by agent, in order of arrival.
+
+        Raises:
+            ControlStoreError: See `ControlStore`.
+        """
+        found = {}
+        for key, entry in self._store.list(self._keys.report(generation)).items():
+            try:
+                report = NodeReport.from_json(unpack(entry.value))
+            except ENTRY_ERRORS as exc:
+                log.warning("a report on generation %d cannot be read: %s", generation, exc)
+                continue
+            found[key.rpartition("/")[2]] = replace(report, arrival=entry.arrival)
+        return found
+
+
+def _payload(entry: Entry) -> Json:
+    try:
+        return unpack(entry.value)
+    except ENTRY_ERRORS:
+        return {}
+
+
+def _checkpoint_step(payload: Json) -> int | None:
+    step = payload.get("checkpoint_step")
+    return step if isinstance(step, int) else None
+
+
+def _read_member(entry: Entry) -> Member | None:
+    try:
+        return Member.from_json(unpack(entry.value))
+    except ENTRY_ERRORS as exc:
+        log.warning("an agent's entry cannot be read: %s", exc)
+        return None
+
+
+def trainable_count(n_ready: int, policy: RestartPolicy) -> int:
     """Return how many nodes may train when *n_ready* are there: 0 where they are too few."""
-    found = seats_of(n_ready, terms)
-    must_be_full = terms.on_exhausted is OnExhausted.REQUEUE
-    return 0 if must_be_full and found < seats_of(terms.nodes_max, terms) else found
+    allowed = allowed_nodes(n_ready, policy)
+    must_be_full = policy.on_exhausted is OnExhausted.REQUEUE
+    return 0 if must_be_full and allowed < allowed_nodes(policy.nodes_max, policy) else allowed
 
 
-def form(
+def form_roster(
     generation: int,
     ready: Sequence[Member],
-    before: Roster | None,
-    terms: Terms,
+    previous: Roster | None,
+    policy: RestartPolicy,
     excluded: Collection[str] = (),
 ) -> Roster | None:
     """Return who sits where in *generation*, None where too few are ready.
@@ -30,50 +268,54 @@ def form(
     Args:
         generation: Its number.
         ready: Those who would take a seat, in the order in which they came.
-        before: The last generation's roster: its members are seated first, at their old places.
-        terms: How many nodes, and in what units.
+        previous: The last generation's roster: its members are seated first, at their old places.
+        policy: How many nodes, and in what units.
         excluded: Nodes that get none.
     """
-    there = _one_for_each_node([member for member in ready if member.node not in excluded])
-    size = seats(len(there), terms)
+    candidates = _newest_per_node([member for member in ready if member.node not in excluded])
+    size = trainable_count(len(candidates), policy)
     if size == 0:
         return None
-    order = _by_wish(there) if before is None else _at_old_places(there, before, size)
-    return Roster(generation=generation, members=order[:size], spares=order[size:])
+    ordered = (
+        _by_hint(candidates) if previous is None else _keep_group_ranks(candidates, previous, size)
+    )
+    return Roster(generation=generation, members=ordered[:size], spares=ordered[size:])
 
 
-def _one_for_each_node(ready: Sequence[Member]) -> list[Member]:
+def _newest_per_node(ready: Sequence[Member]) -> list[Member]:
     """Return the newest agent of each node: an older one is dead, or will find itself replaced."""
     newest = {member.node: member for member in ready}
     return [member for member in ready if newest[member.node] is member]
 
 
-def _by_wish(there: Sequence[Member]) -> tuple[Member, ...]:
-    """Return *there* by the launcher's order, those without one behind, as they came."""
-    wished = [member for member in there if member.order is not None]
+def _by_hint(candidates: Sequence[Member]) -> tuple[Member, ...]:
+    """Return *candidates* by the launcher's order, those without one behind, as they came."""
+    hinted = [member for member in candidates if member.node_rank_hint is not None]
     return (
-        *sorted(wished, key=lambda member: member.order or 0),
-        *(member for member in there if member.order is None),
+        *sorted(hinted, key=lambda member: member.node_rank_hint or 0),
+        *(member for member in candidates if member.node_rank_hint is None),
     )
 
 
-def _at_old_places(there: Sequence[Member], before: Roster, size: int) -> tuple[Member, ...]:
-    old_place = {member.node: place for place, member in enumerate(before.members)}
+def _keep_group_ranks(
+    candidates: Sequence[Member], previous: Roster, size: int
+) -> tuple[Member, ...]:
+    old_rank = {member.node: group_rank for group_rank, member in enumerate(previous.members)}
     survivors = sorted(
-        (member for member in there if member.node in old_place),
-        key=lambda member: old_place[member.node],
+        (member for member in candidates if member.node in old_rank),
+        key=lambda member: old_rank[member.node],
     )
-    newcomers = [member for member in _by_wish(there) if member.node not in old_place]
+    newcomers = [member for member in _by_hint(candidates) if member.node not in old_rank]
     placed: dict[int, Member] = {}
     moved = []
     for member in survivors:
-        place = old_place[member.node]
-        if place < size:
-            placed[place] = member
+        group_rank = old_rank[member.node]
+        if group_rank < size:
+            placed[group_rank] = member
         else:
             moved.append(member)
-    rest = iter([*moved, *newcomers])
-    for place in range(size):
-        if place not in placed:
-            placed[place] = next(rest)
-    return (*(placed[place] for place in range(size)), *rest)
+    remaining = iter([*moved, *newcomers])
+    for group_rank in range(size):
+        if group_rank not in placed:
+            placed[group_rank] = next(remaining)
+    return (*(placed[group_rank] for group_rank in range(size)), *remaining)

@@ -14,7 +14,9 @@ Keys on the board::
     gen/<g>/restore            from which checkpoint generation g goes on; where there are any
     ckpt/...                   what else the agents agree on of checkpoints
 
-What is of a generation goes off the board once the next but one runs; see `gpuops.control.past`.
+What is of a generation goes off the board once the next but one runs; see `gpuops.control.keys`.
+
+The control record as one agent knows it.
 """
 
 import json
@@ -30,22 +32,23 @@ from gpuops.incident import fields
 from gpuops.incident.decision import (
     HISTORY_MAX,
     REASON_CHARS_MAX,
-    Decision,
     PastFailure,
     ReportKind,
+    RestartDecision,
 )
 from gpuops.model import Json
+from gpuops.units import NS_PER_S
 
-VERSION = 1
+RECORD_VERSION = 1
 NAME_CHARS_MAX = 255
 GENERATION_MAX = 10**6
 WORKERS_MAX = 4096  # of one node
 PORT_MAX = 2**16 - 1
 EXIT_CODE_MAX = 255
-CONTROL = "control"
-SLOW = "slow"  # in the heartbeat of an agent that the board takes its time to answer
+RECORD_KEY = "control"
+SLOW_FLAG = "slow"  # in the heartbeat of an agent that the board takes its time to answer
 # A run's folder: one name, no way out of the directory of all runs.
-FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
+FOLDER_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
 
 
 class RecordError(ValueError):
@@ -53,15 +56,15 @@ class RecordError(ValueError):
 
 
 # What reading the entry of another agent may raise, whatever that agent wrote.
-BAD_ENTRY = (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError)
+ENTRY_ERRORS = (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     """What every agent should be doing."""
 
-    FORM = "form"  # the generation is being formed: take a seat
+    RENDEZVOUS = "form"  # the generation is being formed: take a seat
     RUN = "run"  # its workers run
-    GATHER = "gather"  # something happened: stop the workers, report
+    COLLECT = "gather"  # something happened: stop the workers, report
     DRAIN = "drain"  # finish the step, save, stop; then exit 85
     STOP = "stop"  # the run is over; exit with its code
 
@@ -78,7 +81,7 @@ class Member:
     node: str
     address: str
     n_workers: int
-    order: int | None = None
+    node_rank_hint: int | None = None
     master_port: int = 0
 
     def to_json(self) -> Json:
@@ -87,7 +90,7 @@ class Member:
             "node": self.node,
             "address": self.address,
             "n_workers": self.n_workers,
-            "order": self.order,
+            "order": self.node_rank_hint,
             "master_port": self.master_port,
         }
 
@@ -100,9 +103,9 @@ class Member:
             agent=str(UUID(data["agent"])),
             node=node,
             address=address,
-            n_workers=_bounded(data["n_workers"], WORKERS_MAX),
-            order=fields.number(data.get("order")),
-            master_port=_bounded(data.get("master_port", 0), PORT_MAX),
+            n_workers=_bounded_int(data["n_workers"], WORKERS_MAX),
+            node_rank_hint=fields.number(data.get("order")),
+            master_port=_bounded_int(data.get("master_port", 0), PORT_MAX),
         )
 
 
@@ -116,7 +119,7 @@ class Roster:
     generation: int
     members: tuple[Member, ...]
     spares: tuple[Member, ...] = ()
-    notes: Json = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -140,7 +143,7 @@ class Roster:
                 "generation": self.generation,
                 "members": [member.to_json() for member in self.members],
                 "spares": [member.to_json() for member in self.spares],
-                **({"notes": self.notes} if self.notes else {}),
+                **({"notes": self.metadata} if self.metadata else {}),
             }
         )
 
@@ -151,14 +154,14 @@ class Roster:
         Raises:
             RecordError: Not a roster.
         """
-        with _unpacking("roster"):
+        with _decoding("roster"):
             body = _unpack(data)
             notes = body.get("notes", {})
             return cls(
                 generation=_generation(body["generation"]),
                 members=tuple(map(Member.from_json, body["members"])),
                 spares=tuple(map(Member.from_json, body["spares"])),
-                notes=notes if isinstance(notes, dict) else {},
+                metadata=notes if isinstance(notes, dict) else {},
             )
 
 
@@ -167,26 +170,26 @@ class ControlRecord:
     """What the agents of a run have agreed on; ``*_s`` are times of the board.
 
     ``excluded`` nodes get no seat; of ``doubted`` ones, in the order in which they came to be, see
-    `gpuops.incident.doubts`. ``not_before_s`` is the back-off of the generation that is being
+    `gpuops.incident.suspects`. ``not_before_s`` is the back-off of the generation that is being
     formed. ``decision`` is the last one, ``exit_code`` the run's once the phase is STOP.
     """
 
     run_id: str
     folder: str
     generation: int
-    phase: Phase
+    phase: RunPhase
     since_s: float
     fingerprint: str = ""  # of the command: agents of another job are not of this run
     reason: str = ""
     trigger: ReportKind | None = None  # what took the generation to GATHER
     decided_by: str = ""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    doubted: Mapping[str, str] = field(default_factory=dict)
+    suspected: Mapping[str, str] = field(default_factory=dict)
     excluded_checkpoint: int | None = None
     history: tuple[PastFailure, ...] = ()
-    decision: Decision | None = None
+    decision: RestartDecision | None = None
     not_before_s: float = 0.0
-    grown_s: tuple[float, ...] = ()  # when the run was restarted to take more nodes in
+    grown_at_s: tuple[float, ...] = ()  # when the run was restarted to take more nodes in
     drain_signal: str | None = None
     drain_step: int | None = None  # ranks that ask whether to stop do so after this step, all alike
     exit_code: int | None = None
@@ -204,12 +207,12 @@ class ControlRecord:
                 "trigger": self.trigger and self.trigger.value,
                 "decided_by": self.decided_by,
                 "excluded": dict(self.excluded),
-                "doubted": dict(self.doubted),
+                "doubted": dict(self.suspected),
                 "excluded_checkpoint": self.excluded_checkpoint,
                 "history": [item.to_json() for item in self.history[-HISTORY_MAX:]],
                 "decision": self.decision and self.decision.to_json(),
                 "not_before_s": self.not_before_s,
-                "grown_s": list(self.grown_s[-HISTORY_MAX:]),
+                "grown_s": list(self.grown_at_s[-HISTORY_MAX:]),
                 "drain_signal": self.drain_signal,
                 "drain_step": self.drain_step,
                 "exit_code": self.exit_code,
@@ -223,28 +226,28 @@ class ControlRecord:
         Raises:
             RecordError: Not a control record of this version.
         """
-        with _unpacking("control record"):
+        with _decoding("control record"):
             body = _unpack(data)
             decision, trigger = body.get("decision"), body.get("trigger")
             return cls(
                 run_id=str(UUID(body["run_id"])),
                 folder=_folder(body["folder"]),
                 generation=_generation(body["generation"]),
-                phase=Phase(body["phase"]),
+                phase=RunPhase(body["phase"]),
                 since_s=fields.seconds(body["since_s"]),
                 fingerprint=fields.text(body.get("fingerprint")) or "",
                 reason=fields.text(body.get("reason"), REASON_CHARS_MAX) or "",
                 trigger=ReportKind(trigger) if trigger else None,
                 decided_by=fields.text(body.get("decided_by")) or "",
                 excluded=fields.reasons(body.get("excluded", {})),
-                doubted=fields.reasons(body.get("doubted", {})),
+                suspected=fields.reasons(body.get("doubted", {})),
                 excluded_checkpoint=fields.number(body.get("excluded_checkpoint")),
                 history=tuple(
                     PastFailure.from_json(x) for x in body.get("history", ())[-HISTORY_MAX:]
                 ),
-                decision=Decision.from_json(decision) if decision else None,
+                decision=RestartDecision.from_json(decision) if decision else None,
                 not_before_s=fields.seconds(body.get("not_before_s", 0.0)),
-                grown_s=tuple(map(fields.seconds, body.get("grown_s", ())[-HISTORY_MAX:])),
+                grown_at_s=tuple(map(fields.seconds, body.get("grown_s", ())[-HISTORY_MAX:])),
                 drain_signal=_signal_name(body.get("drain_signal")),
                 drain_step=fields.number(body.get("drain_step")),
                 exit_code=_exit_code(body.get("exit_code")),
@@ -262,18 +265,18 @@ def unpack(data: bytes) -> dict[str, Any]:
     Raises:
         RecordError: Not one.
     """
-    with _unpacking("value"):
+    with _decoding("value"):
         return _unpack(data)
 
 
 def _pack(body: Json) -> bytes:
-    return json.dumps({"v": VERSION, **body}, separators=(",", ":")).encode()
+    return json.dumps({"v": RECORD_VERSION, **body}, separators=(",", ":")).encode()
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
     body = json.loads(data)
-    if not isinstance(body, dict) or body.get("v") != VERSION:
-        raise ValueError(f"version {VERSION} is wanted")
+    if not isinstance(body, dict) or body.get("v") != RECORD_VERSION:
+        raise ValueError(f"version {RECORD_VERSION} is wanted")
     return body
 
 
@@ -283,16 +286,16 @@ def _generation(value: object) -> int:
     return value
 
 
-def _bounded(value: object, most: int) -> int:
-    found = fields.whole(value)
-    if not 0 <= found <= most:
-        raise ValueError(f"{found} is not within 0..{most}")
+def _bounded_int(value: object, maximum: int) -> int:
+    found = fields.required_number(value)
+    if not 0 <= found <= maximum:
+        raise ValueError(f"{found} is not within 0..{maximum}")
     return found
 
 
 def _folder(value: object) -> str:
     found = fields.name(value)
-    if not FOLDER.fullmatch(found):
+    if not FOLDER_PATTERN.fullmatch(found):
         raise ValueError(f"{found[:40]!r} is not the name of a run's folder")
     return found
 
@@ -305,13 +308,13 @@ def _signal_name(value: object) -> str | None:
 
 
 def _exit_code(value: object) -> int | None:
-    return None if value is None else _bounded(value, EXIT_CODE_MAX)
+    return None if value is None else _bounded_int(value, EXIT_CODE_MAX)
 
 
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-class _unpacking:  # noqa: N801 a context manager, read as a verb
+class _decoding:  # noqa: N801 a context manager, read as a verb
     def __init__(self, what: str) -> None:
         self._what = what
 
@@ -319,5 +322,19 @@ class _unpacking:  # noqa: N801 a context manager, read as a verb
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, _UNREADABLE):
+        if isinstance(error, _DECODE_ERRORS):
             raise RecordError(f"not a {self._what}: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RecordView:
+    """The record as this agent knows it, and what time it is on the board."""
+
+    record: ControlRecord
+    version: int
+    store_s: float
+    received_ns: int
+
+    def store_now_s(self, now_ns: int) -> float:
+        """Return the board's time at this host's *now_ns*."""
+        return self.store_s + (now_ns - self.received_ns) / NS_PER_S

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORLD_SIZE = 2
-INJECTOR_DEADLINE_S = 120
+INJECTOR_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """Which rank dies, and when: drawn from the seed, so that a demo can be repeated."""
 
     seed: int
@@ -25,26 +25,30 @@ class Plan:
     kill_at_step: int
 
 
-def make_plan(seed: int, steps: int) -> Plan:
+def make_plan(seed: int, steps: int) -> DemoPlan:
     """Return the plan for *seed*: a kill in the middle third of *steps*."""
     draw = random.Random(seed)  # noqa: S311 a repeatable demo, not a secret
-    return Plan(seed, steps, draw.randrange(WORLD_SIZE), draw.randint(steps // 3, 2 * steps // 3))
+    return DemoPlan(
+        seed, steps, draw.randrange(WORLD_SIZE), draw.randint(steps // 3, 2 * steps // 3)
+    )
 
 
 def demo_environment(env: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return the environment of the demo's commands: its own store, spool and run directory."""
-    kept = {key: value for key, value in env.items() if not key.startswith("GPUOPS_")}
+    inherited = {key: value for key, value in env.items() if not key.startswith("GPUOPS_")}
     return {
-        **kept,
+        **inherited,
         "GPUOPS_STORE": f"sqlite:///{folder / 'gpuops.db'}",
         "GPUOPS_SPOOL": str(folder / "spool"),
         "GPUOPS_STATE": str(folder / "state"),
         "GPUOPS_RUN_DIR": str(folder / "runs"),
-        "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1"),
+        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
     }
 
 
-def run_demo(plan: Plan, folder: Path, env: Mapping[str, str], say: Callable[[str], None]) -> int:
+def run_demo(
+    plan: DemoPlan, folder: Path, env: Mapping[str, str], print_line: Callable[[str], None]
+) -> int:
     """Run the four acts; return the training job's exit code, or the report's where that is worse.
 
     Raises:
@@ -53,10 +57,10 @@ def run_demo(plan: Plan, folder: Path, env: Mapping[str, str], say: Callable[[st
     folder.mkdir(parents=True, exist_ok=True)
     child_env = demo_environment(env, folder)
 
-    say("1. Is this machine fit to train?")
-    _gpuops(["check"], child_env, say)
+    print_line("1. Is this machine fit to train?")
+    _gpuops(["check"], child_env, print_line)
 
-    say(
+    print_line(
         f"2. Train a small transformer on two ranks; rank {plan.victim_rank} gets SIGKILL at step "
         f"{plan.kill_at_step} (seed {plan.seed}). Its state is kept in memory, outside of its "
         "processes: it goes on from there."
@@ -64,39 +68,45 @@ def run_demo(plan: Plan, folder: Path, env: Mapping[str, str], say: Callable[[st
     injector = _start_injector(plan, folder / "runs", child_env)
     command = ["run", "--standalone", f"--nproc-per-node={WORLD_SIZE}", "-m", "gpuops.demo.train"]
     try:
-        code = _gpuops([*command, f"--steps={plan.steps}", f"--seed={plan.seed}"], child_env, say)
+        exit_code = _gpuops(
+            [*command, f"--steps={plan.steps}", f"--seed={plan.seed}"], child_env, print_line
+        )
     finally:
-        killed = _finish(injector)
-    if killed != 0:
-        say(f"The injector killed nothing (exit {killed}), so there is no incident to show.")
+        injector_code = _stop_injector(injector)
+    if injector_code != 0:
+        print_line(
+            f"The injector killed nothing (exit {injector_code}), so there is no incident to show."
+        )
 
-    say("3. What happened, what did it cost, who was to blame?")
-    reported = _gpuops(["report"], child_env, say)
+    print_line("3. What happened, what did it cost, who was to blame?")
+    report_code = _gpuops(["report"], child_env, print_line)
 
-    say(f"Everything is in {folder}. To look further, with the demo's store:")
+    print_line(f"Everything is in {folder}. To look further, with the demo's store:")
     for line in (
         f"export GPUOPS_STORE={child_env['GPUOPS_STORE']} GPUOPS_SPOOL={child_env['GPUOPS_SPOOL']}",
         "gpuops incident ls",
         "gpuops report --json",
         "gpuops runbook --list",
     ):
-        say(f"  {line}")
-    return code or killed or reported
+        print_line(f"  {line}")
+    return exit_code or injector_code or report_code
 
 
-def _gpuops(args: list[str], env: Mapping[str, str], say: Callable[[str], None]) -> int:
-    say(f"$ gpuops {' '.join(args)}")
+def _gpuops(args: list[str], env: Mapping[str, str], print_line: Callable[[str], None]) -> int:
+    print_line(f"$ gpuops {' '.join(args)}")
     return subprocess.run([sys.executable, "-m", "gpuops", *args], env=env, check=False).returncode
 
 
-def _start_injector(plan: Plan, runs: Path, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def _start_injector(
+    plan: DemoPlan, runs: Path, env: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     argv = [sys.executable, "-m", "gpuops.drill.kill_rank", "--run-dir", str(runs)]
     argv += ["--rank", str(plan.victim_rank), "--at-step", str(plan.kill_at_step)]
-    argv += ["--deadline", str(INJECTOR_DEADLINE_S)]
+    argv += ["--deadline", str(INJECTOR_TIMEOUT_S)]
     return subprocess.Popen(argv, env=env)
 
 
-def _finish(injector: "subprocess.Popen[bytes]") -> int:
+def _stop_injector(injector: "subprocess.Popen[bytes]") -> int:
     """End the injector, which has nothing left to kill once the job is over."""
     try:
         return injector.wait(timeout=5)

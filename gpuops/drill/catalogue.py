@@ -1,40 +1,38 @@
-"""Every injector there is: the one list."""
+"""Every injector there is: the one list.
+
+Faults drawn from a seed: the same seed and the same run give the same faults.
+"""
+
+from collections.abc import Sequence
+from random import Random
 
 from gpuops.drill import (
-    cut_link,
-    fill_disk,
-    freeze_node,
-    kill_agent,
-    kill_board,
-    kill_node,
+    gpu,
     kill_rank,
-    memory_hog,
-    preempt,
-    sick_gpu,
-    slow_board,
-    slow_link,
-    slow_rank,
-    stop_rank,
-    xid_storm,
+    machine,
+    network,
+    processes,
 )
-from gpuops.drill.scenario import Scenario
+from gpuops.drill.fault import DrillOptions, Scenario
+from gpuops.drill.run_state import AgentStateFile
+from gpuops.errors import DrillError
 
 SCENARIOS: tuple[Scenario, ...] = (
-    kill_rank.SCENARIO,
-    stop_rank.SCENARIO,
-    slow_rank.SCENARIO,
-    kill_agent.SCENARIO,
-    kill_node.SCENARIO,
-    freeze_node.SCENARIO,
-    preempt.SCENARIO,
-    kill_board.SCENARIO,
-    slow_board.SCENARIO,
-    cut_link.SCENARIO,
-    slow_link.SCENARIO,
-    fill_disk.SCENARIO,
-    memory_hog.SCENARIO,
-    sick_gpu.SCENARIO,
-    xid_storm.SCENARIO,
+    kill_rank.KILL_RANK,
+    processes.STOP_RANK,
+    processes.SLOW_RANK,
+    processes.KILL_AGENT,
+    processes.KILL_NODE,
+    processes.FREEZE_NODE,
+    processes.PREEMPT,
+    processes.KILL_BOARD,
+    processes.SLOW_BOARD,
+    network.CUT_LINK,
+    network.SLOW_LINK,
+    machine.FILL_DISK,
+    machine.MEMORY_HOG,
+    gpu.SICK_GPU,
+    gpu.XID_STORM,
 )
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
@@ -42,3 +40,42 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 def needs_run(scenario: Scenario) -> bool:
     """Say whether *scenario* is about a process of a run."""
     return "node" in scenario.options
+
+
+# How long each is held, in seconds; (0, 0) for what is not undone.
+HOLD_RANGE_S = {
+    "kill-rank": (0.0, 0.0),
+    "stop-rank": (2.0, 10.0),
+    "slow-rank": (5.0, 15.0),
+    "kill-agent": (0.0, 0.0),
+    "kill-node": (0.0, 0.0),
+    "freeze-node": (2.0, 25.0),  # below and above the 15 s after which a node counts as lost
+}
+# What a run on one node survives by itself.
+RANDOM_DEFAULT = ("kill-rank", "stop-rank", "slow-rank", "freeze-node")
+
+
+def draw_fault(
+    rng: Random, scenarios: Sequence[str], states: Sequence[AgentStateFile]
+) -> "DrawnFault":
+    """Return a scenario out of *scenarios*, on one agent of *states* that has workers.
+
+    Raises:
+        DrillError: There is none.
+    """
+    with_workers = sorted((state for state in states if state.pids), key=lambda state: state.node)
+    if not with_workers:
+        raise DrillError("nothing to break: no agent of the run has workers now")
+    name = rng.choice(sorted(scenarios))
+    state = rng.choice(with_workers)
+    low, high = HOLD_RANGE_S[name]
+    held_s = round(rng.uniform(low, high), 1)
+    by_rank = name.endswith("-rank")
+    return name, DrillOptions(
+        node=state.node,
+        rank=rng.choice(sorted(state.pids)) if by_rank else None,
+        for_s=held_s or None,
+    )
+
+
+DrawnFault = tuple[str, DrillOptions]

@@ -4,19 +4,19 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from gpuops.drill.fault import Fault, Outcome, Pulse
-from gpuops.drill.keeper import Keeper
+from gpuops.drill.fault import Fault, InjectionResult, Pulse
+from gpuops.drill.find import send
 from gpuops.drill.steps import SendSignal, perform
-from gpuops.drill.victims import send
+from gpuops.drill.undo import UndoProcess
 from gpuops.errors import DrillError
 from gpuops.host.clock import Clock
 
 # The keeper acts by itself this much later, should the injector be stopped or stuck.
-KEEPER_SPARE_S = 5.0
+UNDO_MARGIN_S = 5.0
 Wait = Callable[[float], object]
 
 
-def inject(fault: Fault, clock: Clock, wait: Wait) -> Outcome:
+def inject(fault: Fault, clock: Clock, wait: Wait) -> InjectionResult:
     """Do what *fault* says; return once its time is over and it is undone.
 
     A deed that cannot be done is told of in the outcome, and the others are done all the same: a
@@ -31,13 +31,13 @@ def inject(fault: Fault, clock: Clock, wait: Wait) -> Outcome:
     Raises:
         DrillError: Nothing could be done; nothing was changed.
     """
-    with ExitStack() as holding:
-        keeper = _keeper(fault)
+    with ExitStack() as cleanup:
+        undo_process = _start_undo_process(fault)
         failed: list[str] = []
         not_undone: list[str] = []
-        if keeper is not None:
-            holding.callback(lambda: not_undone.extend(keeper.release()))
-        _do(fault, keeper, holding, failed)
+        if undo_process is not None:
+            cleanup.callback(lambda: not_undone.extend(undo_process.run_undo()))
+        _perform_steps(fault, undo_process, cleanup, failed)
         if failed and len(failed) == sum(change.do is not None for change in fault.changes):
             raise DrillError(f"nothing was done: {failed[0]}")
         end_ns = clock.mono_ns() + round((fault.for_s or 0.0) * 1e9)
@@ -45,33 +45,35 @@ def inject(fault: Fault, clock: Clock, wait: Wait) -> Outcome:
             _pulse(fault.pulse, end_ns, clock, wait)
         elif fault.for_s is not None:
             _hold(end_ns, clock, wait)
-    return Outcome(tuple(failed), tuple(not_undone))
+    return InjectionResult(tuple(failed), tuple(not_undone))
 
 
-def _keeper(fault: Fault) -> Keeper | None:
+def _start_undo_process(fault: Fault) -> UndoProcess | None:
     if fault.pulse is None and all(change.undo is None for change in fault.changes):
         return None
     assert fault.for_s is not None, "what is undone has its time"
-    keeper = Keeper(fault.for_s + KEEPER_SPARE_S)
+    undo_process = UndoProcess(fault.for_s + UNDO_MARGIN_S)
     if fault.pulse is not None:
         for victim in fault.pulse.victims:
-            keeper.promise(SendSignal(victim, "SIGCONT"))
-    return keeper
+            undo_process.register_undo(SendSignal(victim, "SIGCONT"))
+    return undo_process
 
 
-def _do(fault: Fault, keeper: Keeper | None, holding: ExitStack, failed: list[str]) -> None:
+def _perform_steps(
+    fault: Fault, undo_process: UndoProcess | None, cleanup: ExitStack, failed: list[str]
+) -> None:
     for change in fault.changes:
-        if keeper is not None and change.undo is not None:
-            keeper.promise(change.undo)
+        if undo_process is not None and change.undo is not None:
+            undo_process.register_undo(change.undo)
         try:
             let_go = None if change.do is None else perform(change.do)
         except DrillError as exc:
             failed.append(str(exc))
-            if keeper is not None and change.undo is not None:
-                keeper.drop()
+            if undo_process is not None and change.undo is not None:
+                undo_process.unregister_last()
             continue
         if let_go is not None:
-            holding.callback(let_go)
+            cleanup.callback(let_go)
 
 
 def _hold(end_ns: int, clock: Clock, wait: Wait) -> None:
@@ -80,10 +82,10 @@ def _hold(end_ns: int, clock: Clock, wait: Wait) -> None:
 
 
 def _pulse(pulse: Pulse, end_ns: int, clock: Clock, wait: Wait) -> None:
-    living = pulse.victims
-    while clock.mono_ns() < end_ns and living:
-        living = tuple(victim for victim in living if send(victim, signal.SIGSTOP))
+    running = pulse.victims
+    while clock.mono_ns() < end_ns and running:
+        running = tuple(victim for victim in running if send(victim, signal.SIGSTOP))
         _hold(min(clock.mono_ns() + round(pulse.stopped_s * 1e9), end_ns), clock, wait)
-        for victim in living:
+        for victim in running:
             send(victim, signal.SIGCONT)
         _hold(min(clock.mono_ns() + round(pulse.running_s * 1e9), end_ns), clock, wait)

@@ -15,47 +15,54 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 
-from gpuops.drill.fault import Fault, strike
-from gpuops.drill.published import newest_states
-from gpuops.drill.scenario import Scenario, Scene, Wanted, aim, needed_rank, rank_entity
-from gpuops.drill.step_aim import Aim, Target, find_target
-from gpuops.drill.victims import worker_of
+from gpuops.drill.fault import (
+    DrillOptions,
+    DrillTarget,
+    Fault,
+    Scenario,
+    kill,
+    rank_entity,
+    required_rank,
+    select_agent,
+)
+from gpuops.drill.find import find_worker
+from gpuops.drill.run_state import RankAtStep, StepTrigger, find_rank_at_step, read_raw_states
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE, UsageError
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.procfs import Process, process
 
-LOOK_EVERY_S = 0.005
+POLL_S = 0.005
 # What ends a process and is seen in the field: crashes, aborts of a watchdog, the OOM killer.
-SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGTERM")
+KILL_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGTERM")
 
 
-def plan(scene: Scene, wanted: Wanted) -> Fault:
+def plan_kill_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: one signal to one rank."""
-    rank, name = needed_rank(wanted), wanted.signal or "SIGKILL"
-    if name not in SIGNALS:
-        raise UsageError(f"--signal {name}: a rank is ended by one of {', '.join(SIGNALS)}")
-    state, agent = aim(scene, wanted, rank=rank)
-    victim = worker_of(state, rank, agent)
+    rank, name = required_rank(options), options.signal or "SIGKILL"
+    if name not in KILL_SIGNALS:
+        raise UsageError(f"--signal {name}: a rank is ended by one of {', '.join(KILL_SIGNALS)}")
+    state, agent = select_agent(target, options, rank=rank)
+    victim = find_worker(state, rank, agent)
     return Fault(
         scenario="kill-rank",
         breaks=f"{victim} on node {state.node} gets {name}.",
         undone="Nothing undoes it: the run restarts its workers, or ends.",
         entities=rank_entity(rank),
-        changes=strike((victim,), name),
+        changes=kill((victim,), name),
         run_id=state.run_id,
         generation=state.generation,
     )
 
 
-SCENARIO = Scenario(
+KILL_RANK = Scenario(
     name="kill-rank",
     summary="End one rank by a signal (SIGKILL).",
     options=("node", "rank", "signal"),
-    plan=plan,
+    plan=plan_kill_rank,
 )
 
 
-def kill(pid: int, seen: Process | None) -> bool:
+def kill_process(pid: int, seen: Process | None) -> bool:
     """SIGKILL *pid* if it is still the process that was *seen*; say whether it was."""
     try:
         fd = os.pidfd_open(pid)
@@ -73,21 +80,25 @@ def kill(pid: int, seen: Process | None) -> bool:
     return True
 
 
-def run(
-    aim: Aim, directory: Path, deadline_s: float, clock: Clock, wait: Callable[[float], object]
-) -> Target | None:
+def kill_at_step(
+    trigger: StepTrigger,
+    directory: Path,
+    deadline_s: float,
+    clock: Clock,
+    wait: Callable[[float], object],
+) -> RankAtStep | None:
     """Kill the rank when it is there; return it, None if *deadline_s* passed first."""
     end_ns = clock.mono_ns() + round(deadline_s * 1e9)
     seen: dict[int, Process | None] = {}
     while clock.mono_ns() < end_ns:
-        states = newest_states(directory)
+        states = read_raw_states(directory)
         for state in states:
             for pid in (state.get("pids") or {}).values():
                 seen.setdefault(pid, process(pid))
-        target = find_target(aim, states)
-        if target is not None and kill(target.pid, seen.get(target.pid)):
+        target = find_rank_at_step(trigger, states)
+        if target is not None and kill_process(target.pid, seen.get(target.pid)):
             return target
-        wait(LOOK_EVERY_S)
+        wait(POLL_S)
     return None
 
 
@@ -103,16 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
     except SystemExit as exc:
         return EXIT_USAGE if exc.code else EXIT_OK
-    aim = Aim(rank=args.rank, at_step=args.at_step, generation=args.generation)
-    target = run(aim, args.run_dir, args.deadline, SystemClock(), Event().wait)
+    trigger = StepTrigger(rank=args.rank, at_step=args.at_step, generation=args.generation)
+    target = kill_at_step(trigger, args.run_dir, args.deadline, SystemClock(), Event().wait)
     if target is None:
         sys.stderr.write(
-            f"kill_rank: rank {aim.rank} was not at step {aim.at_step} of generation "
-            f"{aim.generation} below {args.run_dir} within {args.deadline:g} s\n"
+            f"kill_rank: rank {trigger.rank} was not at step {trigger.at_step} of generation "
+            f"{trigger.generation} below {args.run_dir} within {args.deadline:g} s\n"
         )
         return EXIT_FAIL
     sys.stderr.write(
-        f"kill_rank: sent SIGKILL to rank {aim.rank} (pid {target.pid}) at step {target.step}\n"
+        f"kill_rank: sent SIGKILL to rank {trigger.rank} (pid {target.pid}) at step {target.step}\n"
     )
     return EXIT_OK
 

@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuops.config import environ
-from gpuops.drill.victims import Victim, send
+from gpuops.config.resolve import environ
+from gpuops.drill.find import Victim, send
 from gpuops.errors import DrillError, ProbeError
-from gpuops.host.commands import ask, find
-from gpuops.host.companion import start_companion
+from gpuops.host.process.command import ask, find
+from gpuops.host.process.sidecar import start_sidecar
 
-COMMAND_S = 10.0
+COMMAND_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 2**20
 _UNKNOWN_QDISC = "qdisc kind is unknown"  # tc(8); its sixth word names the kind
-LetGo = Callable[[], None]
+Release = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TakeMemory:
 
 
 Step = SendSignal | RunProgram | TakeSpace | WriteLines | TakeMemory
-_UNDOING = {"signal": SendSignal, "program": RunProgram}
+_UNDO_STEPS = {"signal": SendSignal, "program": RunProgram}
 
 
 def to_json(step: Step) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def to_json(step: Step) -> dict[str, Any]:
     Raises:
         ValueError: A step of another kind.
     """
-    for kind, cls in _UNDOING.items():
+    for kind, cls in _UNDO_STEPS.items():
         if isinstance(step, cls):
             return {"kind": kind, **asdict(step)}
     raise ValueError(f"{step} undoes nothing")
@@ -96,7 +96,7 @@ def from_json(data: Mapping[str, Any]) -> Step:
     raise ValueError(f"{data['kind']!r} is no step")
 
 
-def perform(step: Step) -> LetGo | None:
+def perform(step: Step) -> Release | None:
     """Do *step*; return how to let go of what it holds, None where it holds nothing.
 
     Raises:
@@ -117,19 +117,19 @@ def perform(step: Step) -> LetGo | None:
     return None
 
 
-def _run(words: tuple[str, ...]) -> None:
-    program = find(Path("/"), words[0])
+def _run(argv: tuple[str, ...]) -> None:
+    program = find(Path("/"), argv[0])
     if program is None:
-        raise DrillError(f"this machine has no {words[0]}")
+        raise DrillError(f"this machine has no {argv[0]}")
     try:
-        answer = ask([program, *words[1:]], COMMAND_S)
+        answer = ask([program, *argv[1:]], COMMAND_TIMEOUT_S)
     except ProbeError as exc:
         raise DrillError(str(exc)) from exc
     if answer.exit_code != 0:
-        said = answer.first_line() or answer.ending
-        if _UNKNOWN_QDISC in said:
-            said = f"this kernel has no sch_{words[6]} (try modprobe sch_{words[6]})"
-        raise DrillError(f"`{' '.join(words)}`: {said}")
+        message = answer.first_line() or answer.ending
+        if _UNKNOWN_QDISC in message:
+            message = f"this kernel has no sch_{argv[6]} (try modprobe sch_{argv[6]})"
+        raise DrillError(f"`{' '.join(argv)}`: {message}")
 
 
 def _write(step: WriteLines) -> None:
@@ -149,7 +149,7 @@ def _append(path: str, line: str) -> None:
         os.close(fd)
 
 
-def _take_space(step: TakeSpace) -> LetGo:
+def _take_space(step: TakeSpace) -> Release:
     with contextlib.ExitStack() as undo:
         try:
             file = undo.enter_context(tempfile.TemporaryFile(dir=step.directory, buffering=0))
@@ -171,10 +171,10 @@ def _grow(fd: int, size_bytes: int) -> None:
         os.fsync(fd)
 
 
-def _take_memory(step: TakeMemory) -> LetGo:
+def _take_memory(step: TakeMemory) -> Release:
     argv = [sys.executable, "-m", "gpuops.drill.hog", str(step.size_bytes)]
     try:
-        hog = start_companion(argv, environ())
+        hog = start_sidecar(argv, environ())
     except OSError as exc:
         raise DrillError(f"cannot start the memory hog: {exc.strerror}") from exc
     if hog.hear() != "full":
@@ -187,7 +187,7 @@ def _take_memory(step: TakeMemory) -> LetGo:
     return let_go
 
 
-def room_bytes(directory: Path) -> int:
+def free_bytes(directory: Path) -> int:
     """Return how much an ordinary user may still write into *directory*.
 
     Raises:

@@ -1,1 +1,12 @@
-"""The gate: a node is checked, what was found is remembered, and a hook of Slurm acts on it."""
+"""The gate: a node is checked, the result is remembered, and Slurm's hooks act on it.
+
+* `hook`: prolog and epilog; `health_check`: HealthCheckProgram. Both run `session`, ask `policy`
+  what to do and tell Slurm through `drain`.
+* `policy`: may the job start, does the node drain, may it return; pure.
+* `recheck`: looks again at failures that can pass by themselves.
+* `permit`: the store's leave to drain, a fuse against a rule that would drain the whole cluster.
+* `node_state`, `node_memory`, `node_incidents`: what a node remembers between checks.
+* `record`: the run as events; `repair`: an operator acknowledges a repair.
+* `replay`, `validation`, `install`, `leftovers`: facts judged elsewhere, configuration checked,
+  hooks written, processes on a GPU that belong to no job.
+"""

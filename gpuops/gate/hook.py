@@ -2,7 +2,13 @@
 
 No command of Slurm is called here: a prolog that waits for slurmctld holds up every job. The drain
 itself is slurmd's, which drains a node whose hook fails; its reason is written by a helper in its
-own session (`gpuops.gate.publish`).
+own session (`gpuops.gate.drain`).
+
+The verdict file: what a hook of Slurm needs besides exit code 1 before it fails.
+
+Python itself exits 1 where an import fails, so that exit code alone would drain every node with a
+broken environment. The hook names the file with a number that it just drew; only a command that
+came to its own verdict in this very invocation writes it.
 """
 
 import os
@@ -11,28 +17,53 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpuops.checks.runner import CheckRun
-from gpuops.config import Mode, read_toml
-from gpuops.errors import ProbeError
-from gpuops.gate.confirm import confirmed
-from gpuops.gate.drain_record import DrainRecord, read_drain, write_drain
-from gpuops.gate.leftovers import with_owners
-from gpuops.gate.node_incidents import Occasion
-from gpuops.gate.permit import Gate, permission_of, start_asking
-from gpuops.gate.remember import Memory, record, remember
-from gpuops.gate.runbook_actions import actions_for
-from gpuops.gate.session import Plan, check_node, keeping
-from gpuops.gate.state_file import StateError, read_state
-from gpuops.gate.verdict import write_verdict
-from gpuops.host import probe
-from gpuops.host.abandoned import abandoned
+from gpuops.checks.core.runner import CheckRun
+from gpuops.config.resolve import GateMode, read_toml
+from gpuops.errors import ProbeError, UsageError
+from gpuops.gate.drain import DrainRecord, read_drain, write_drain
+from gpuops.gate.leftovers import actions_for, with_owners
+from gpuops.gate.node_incidents import CheckOccasion
+from gpuops.gate.node_state import StateError, read_state
+from gpuops.gate.permit import DrainPermitClient, permission_of, start_asking
+from gpuops.gate.policy import (
+    NOT_ASKED,
+    DrainCause,
+    DrainDecision,
+    DrainOutcome,
+    decide_drain,
+    find_drain_cause,
+    replaceable_reasons,
+)
+from gpuops.gate.recheck import confirmed
+from gpuops.gate.record import RecordOptions, record, record_check_run
+from gpuops.gate.session import CheckPlan, check_node, keeping
 from gpuops.host.clock import Clock
-from gpuops.host.commands import spawn_detached
+from gpuops.host.files import atomic_write, why_not_ours
+from gpuops.host.process import probe
+from gpuops.host.process.abandoned import abandoned
+from gpuops.host.process.command import spawn_detached
 from gpuops.host.records import from_json, to_json
-from gpuops.incident.gate import NOT_ASKED, Cause, Course, Decision, cause_of, decide, replaceable
-from gpuops.incident.node_incident import key_of
+from gpuops.incident.incidents.node import incident_key
 from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
 from gpuops.resources import data_dir
+
+REFUSE = "refuse"
+
+
+def write_verdict(path: Path) -> None:
+    """Write at *path* that this node is refused; all of it is there or nothing.
+
+    Raises:
+        UsageError: Its folder is not ours alone, or cannot be written.
+    """
+    trouble = why_not_ours(path.parent, private=True)
+    if trouble is not None:
+        raise UsageError(f"cannot write a verdict into {path.parent}: {trouble}")
+    try:
+        atomic_write(path, f"{REFUSE}\n".encode(), 0o600)
+    except OSError as exc:
+        raise UsageError(f"cannot write the verdict {path}: {exc.strerror}") from exc
+
 
 # tests/integration/test_slurm_files.py holds the sum of what a hook may take.
 WRITE_S = 0.3
@@ -44,7 +75,7 @@ _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class HookContext:
     """What every hook works with. ``hook``: its name; ``job_id``: of the job that it is for.
 
     ``job_uid``: of that job's user.
@@ -53,15 +84,15 @@ class Scene:
     hook: str
     job_id: str | None
     job_uid: int | None
-    plan: Plan
-    gate: Gate
-    memory: Memory
+    plan: CheckPlan
+    gate: DrainPermitClient
+    memory: RecordOptions
     clock: Clock
     pause: Callable[[float], None]
 
     @property
-    def occasion(self) -> Occasion:
-        return Occasion(
+    def occasion(self) -> CheckOccasion:
+        return CheckOccasion(
             trigger=self.hook,
             job_id=self.job_id,
             gpus=self.plan.request.gpus,
@@ -70,20 +101,20 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class GateResult:
     """What came of one check of the gate. ``trouble``: what of it could not be done or recorded.
 
     ``drain`` is the drain that is now wanted.
     """
 
     ran: CheckRun
-    decision: Decision
-    cause: Cause | None = None
+    decision: DrainDecision
+    cause: DrainCause | None = None
     drain: DrainRecord | None = None
     trouble: tuple[str, ...] = ()
 
 
-def run_hook(scene: Scene, verdict: Path) -> Settled:
+def run_hook(scene: HookContext, verdict: Path) -> GateResult:
     """Check the node; where it has to go out, write *verdict* and start the helper for the reason.
 
     The caller must have a single thread.
@@ -104,7 +135,7 @@ def run_hook(scene: Scene, verdict: Path) -> Settled:
     return replace(settled, trouble=tuple(filter(None, trouble)))
 
 
-def _looked_at(scene: Scene) -> CheckRun:
+def _looked_at(scene: HookContext) -> CheckRun:
     """Return what was found, within the deadline of the suite, and looked at again in doubt."""
     begun_ns = scene.clock.mono_ns()
     ran = check_node(scene.plan, scene.clock)
@@ -113,7 +144,7 @@ def _looked_at(scene: Scene) -> CheckRun:
     return with_owners(ran, scene.plan.request.root, scene.job_uid)
 
 
-def bounded(plan: Plan, name: str) -> Plan:
+def bounded(plan: CheckPlan, name: str) -> CheckPlan:
     """Return *plan* within the deadline of the shipped suite *name*.
 
     What the hook's script grants is reckoned with that one; a site's own suite may take less.
@@ -123,27 +154,27 @@ def bounded(plan: Plan, name: str) -> Plan:
     return replace(plan, suite=plan.suite.within(deadline_s))
 
 
-def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
+def settle(scene: HookContext, ran: CheckRun, left: str | None = None) -> GateResult:
     """Record *ran*, decide what becomes of the node, and keep the drain that it takes.
 
-    Nobody has told Slurm yet. *left*: see `gpuops.incident.gate.decide`. The caller must have a
+    Nobody has told Slurm yet. *left*: see `gpuops.gate.policy.decide`. The caller must have a
     single thread.
     """
     gate = scene.gate
-    cause = cause_of(ran.findings, actions_for(ran.findings, data_dir("runbooks")))
-    asks = cause is not None and gate.mode is Mode.ENFORCE and left is None
+    cause = find_drain_cause(ran.findings, actions_for(ran.findings, data_dir("runbooks")))
+    asks = cause is not None and gate.mode is GateMode.ENFORCE and left is None
     # The store thinks about it while the findings are written down.
     asked = start_asking(gate, cause, scene.clock) if cause is not None and asks else None
-    trouble = [remember(ran, scene.occasion, scene.memory, scene.clock)]
-    decision = decide(cause, gate.mode, permission_of(asked) if asks else NOT_ASKED, left)
+    trouble = [record_check_run(ran, scene.occasion, scene.memory, scene.clock)]
+    decision = decide_drain(cause, gate.mode, permission_of(asked) if asks else NOT_ASKED, left)
     drain = None
     if cause is not None:
         drain, amiss = _wanted(scene, cause, decision)
         trouble.append(amiss)
         # Of a drain the helper tells, as there is no time to lose.
         if not decision.drains and trouble[0] is None:
-            trouble.append(tell_decision(scene.memory, drain, decision.course, scene.clock))
-    return Settled(
+            trouble.append(tell_decision(scene.memory, drain, decision.outcome, scene.clock))
+    return GateResult(
         ran=ran,
         decision=decision,
         cause=cause,
@@ -152,7 +183,9 @@ def settle(scene: Scene, ran: CheckRun, left: str | None = None) -> Settled:
     )
 
 
-def keep(gate: Gate, drain: DrainRecord | None, *, write_s: float = WRITE_S) -> str | None:
+def keep(
+    gate: DrainPermitClient, drain: DrainRecord | None, *, write_s: float = WRITE_S
+) -> str | None:
     """Keep *drain* as this node's own; return what went wrong. A dead disk costs *write_s*."""
     question = f"drain record {gate.state_dir}"
 
@@ -166,7 +199,9 @@ def keep(gate: Gate, drain: DrainRecord | None, *, write_s: float = WRITE_S) -> 
     return None
 
 
-def _wanted(scene: Scene, cause: Cause, decision: Decision) -> tuple[DrainRecord, str | None]:
+def _wanted(
+    scene: HookContext, cause: DrainCause, decision: DrainDecision
+) -> tuple[DrainRecord, str | None]:
     """Return the drain for *cause*, kept where it is to be done, and what went wrong with that."""
     gate, now_us = scene.gate, scene.clock.now_us()
     drain = DrainRecord(
@@ -178,16 +213,16 @@ def _wanted(scene: Scene, cause: Cause, decision: Decision) -> tuple[DrainRecord
         failure_class=cause.failure_class.value,
         t_us=now_us,
         why=decision.why,
-        replaces=tuple(replaceable(scene.hook, None, ())),
+        replaces=tuple(replaceable_reasons(scene.hook, None, ())),
         job_id=scene.job_id,
     )
 
     def completed() -> Json:
         incident, earlier = _incident(gate, cause), _earlier(gate, now_us)
         if earlier is not None:
-            words = replaceable(scene.hook, earlier.reason, earlier.replaces)
+            words = replaceable_reasons(scene.hook, earlier.reason, earlier.replaces)
         else:
-            words = replaceable(scene.hook, None, ())
+            words = replaceable_reasons(scene.hook, None, ())
         reason = cause.reason(incident)
         full = replace(drain, incident=incident, reason=reason, replaces=tuple(words))
         if decision.drains:
@@ -202,7 +237,7 @@ def _wanted(scene: Scene, cause: Cause, decision: Decision) -> tuple[DrainRecord
     return from_json(DrainRecord, kept, "the drain record"), None
 
 
-def _earlier(gate: Gate, now_us: int) -> DrainRecord | None:
+def _earlier(gate: DrainPermitClient, now_us: int) -> DrainRecord | None:
     """Return the drain that this node wanted a short while ago."""
     try:
         found = read_drain(gate.state_dir, uid=gate.uid)
@@ -212,17 +247,19 @@ def _earlier(gate: Gate, now_us: int) -> DrainRecord | None:
     return found if recent else None
 
 
-def _incident(gate: Gate, cause: Cause) -> str | None:
+def _incident(gate: DrainPermitClient, cause: DrainCause) -> str | None:
     """Return the id of the open incident that *cause* belongs to, where this node knows one."""
     try:
         incidents = read_state(gate.state_dir, gate.uid).incidents
     except StateError:
         return None
-    found = incidents.get(key_of(cause.failure_class, cause.finding.entity))
+    found = incidents.get(incident_key(cause.failure_class, cause.finding.entity))
     return None if found is None else found.incident.id
 
 
-def tell_decision(memory: Memory, drain: DrainRecord, course: Course, clock: Clock) -> str | None:
+def tell_decision(
+    memory: RecordOptions, drain: DrainRecord, course: DrainOutcome, clock: Clock
+) -> str | None:
     """Record what was decided about the node of *drain*; return what went wrong."""
 
     def events() -> list[Event]:
@@ -231,7 +268,7 @@ def tell_decision(memory: Memory, drain: DrainRecord, course: Course, clock: Clo
     return record(events, drain.node, memory, clock, deadline_s=TELL_S)
 
 
-def start_helper(memory: Memory, words: list[str]) -> str | None:
+def start_helper(memory: RecordOptions, words: list[str]) -> str | None:
     """Start ``gpuops slurm WORDS`` in its own session, where slurmd cannot kill it with the hook.
 
     Returns what went wrong.
@@ -253,8 +290,8 @@ def hung(ran: CheckRun) -> bool:
     )
 
 
-def _decided(drain: DrainRecord, course: Course, clock: Clock) -> Event:
-    from gpuops.store.new_event import new_event
+def _decided(drain: DrainRecord, course: DrainOutcome, clock: Clock) -> Event:
+    from gpuops.store.events import new_event
 
     payload: Json = {
         "course": course.value,
@@ -266,7 +303,7 @@ def _decided(drain: DrainRecord, course: Course, clock: Clock) -> Event:
         "incident": drain.incident,
         "reason": drain.reason,
     }
-    severity = Severity.ERROR if course is Course.DRAIN else Severity.WARNING
+    severity = Severity.ERROR if course is DrainOutcome.DRAIN else Severity.WARNING
     return new_event(
         "gate.decided", node=drain.node, clock=clock, severity=severity, payload=payload
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import UsageError
-from gpuops.host.replacing import replace_file
+from gpuops.host.files import atomic_write
 
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 CONF = "slurm.conf.example"
@@ -49,6 +49,6 @@ def write_hooks(hooks: Mapping[str, str], folder: Path) -> None:
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         for name, text in hooks.items():
-            replace_file(folder / name, text.encode(), 0o755)
+            atomic_write(folder / name, text.encode(), 0o755)
     except OSError as exc:
         raise UsageError(f"cannot write {exc.filename or folder}: {exc.strerror}") from exc

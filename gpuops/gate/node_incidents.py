@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpuops.checks.runner import CheckRun
+from gpuops.checks.core.runner import CheckRun
 from gpuops.errors import ConfigError
-from gpuops.gate.state_file import StateError, change_state
+from gpuops.gate.node_state import StateError, change_state
 from gpuops.host.node_state import NodeState, Repair
-from gpuops.incident.node_incident import Circumstances, acknowledged, node_incidents
-from gpuops.incident.runbook import Runbook, parse
+from gpuops.incident.incidents.node import NodeCheckContext, acknowledge_repairs, update_incidents
+from gpuops.incident.runbook import Runbook, parse_runbook
 from gpuops.model import FailureClass, Incident, Status, uuid7
 from gpuops.resources import data_dir
 
@@ -23,7 +23,7 @@ _DAY_US = 86_400_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Occasion:
+class CheckOccasion:
     """Why a check ran. ``gpus``: those that it asked about (None: all); ``mode``: the gate's."""
 
     trigger: str
@@ -34,7 +34,7 @@ class Occasion:
 
 def changed_incidents(
     ran: CheckRun,
-    occasion: Occasion,
+    occasion: CheckOccasion,
     state_dir: Path,
     uid: int,
     *,
@@ -46,26 +46,26 @@ def changed_incidents(
     check. Where it *is_late*, another check may have looked meanwhile, and *ran* changes nothing.
     """
     told: list[Incident] = []
-    about = Circumstances(
+    about = NodeCheckContext(
         runbooks=_runbooks(ran),
         new_id=lambda _key: uuid7(ran.start_us, os.urandom(10)),
         trigger=occasion.trigger,
         job_id=occasion.job_id,
-        whole=occasion.gpus is None,
+        all_gpus_checked=occasion.gpus is None,
     )
 
     def change(state: NodeState) -> NodeState:
         if is_late():
             return state
-        found = node_incidents(ran, state.incidents, replace(about, repairs=state.repairs))
-        told[:] = found.told
+        found = update_incidents(ran, state.incidents, replace(about, repairs=state.repairs))
+        told[:] = found.changed
         return replace(state, incidents=found.open)
 
     try:
         change_state(state_dir, uid, change)
     except StateError:
         daily = replace(about, new_id=lambda key: _daily_id(ran, key))
-        return node_incidents(ran, {}, daily).told
+        return update_incidents(ran, {}, daily).changed
     return tuple(told)
 
 
@@ -78,8 +78,8 @@ def acknowledge(state_dir: Path, uid: int, repair: Repair) -> tuple[Incident, ..
     told: list[Incident] = []
 
     def change(state: NodeState) -> NodeState:
-        found = acknowledged(state.incidents, (repair,))
-        told[:] = found.told
+        found = acknowledge_repairs(state.incidents, (repair,))
+        told[:] = found.changed
         return replace(state, repairs=with_repair(state.repairs, repair), incidents=found.open)
 
     change_state(state_dir, uid, change)
@@ -105,7 +105,7 @@ def _runbooks(ran: CheckRun) -> dict[FailureClass, Runbook]:
     for kind in sorted(filter(None, classes)):
         path = data_dir("runbooks") / f"{kind.value}.md"
         try:
-            found[kind] = parse(path.name, path.read_text(encoding="utf-8"))
+            found[kind] = parse_runbook(path.name, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ConfigError):
             continue
     return found

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from gpuops.errors import GpuopsError, StoreError, UsageError
 from gpuops.gate.node_incidents import acknowledge
-from gpuops.gate.remember import incident_events
-from gpuops.gate.state_file import StateError
+from gpuops.gate.node_state import StateError
+from gpuops.gate.record import incident_events
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import Repair
-from gpuops.incident.node_incident import covers, ended_by
+from gpuops.incident.incidents.node import close_repaired, is_repair_of
 from gpuops.model import Entity, EntityKind, Event, Incident, IncidentState
 from gpuops.store.engine import open_store
-from gpuops.store.node_events import repaired
-from gpuops.store.node_queries import ROWS_MAX, components_of, find_node, incidents_of
+from gpuops.store.events import repaired_event
+from gpuops.store.queries.node_queries import ROWS_MAX, components_of, find_node, incidents_of
 
 STORE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RepairRequest:
     """What was repaired. ``is_here``: this is the node, whose file is in ``state_dir``."""
 
     node: str
@@ -37,7 +37,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class RepairSummary:
     """What came of it. ``events`` are to be recorded; ``notes``: what could not be done."""
 
     repair: Repair
@@ -46,7 +46,9 @@ class Done:
     notes: tuple[str, ...] = ()
 
 
-def acknowledge_repair(order: Order, store_url: str, cluster: str, clock: Clock) -> Done:
+def acknowledge_repair(
+    order: RepairRequest, store_url: str, cluster: str, clock: Clock
+) -> RepairSummary:
     """Return what *order* comes to; on the node itself its file has taken it.
 
     Raises:
@@ -54,7 +56,7 @@ def acknowledge_repair(order: Order, store_url: str, cluster: str, clock: Clock)
         StoreError: The node is another one, and the store gives no answer.
         GpuopsError: This is the node, and neither its file nor the store could be used.
     """
-    event = repaired(order.node, order.entity, by=order.by, what=order.what, clock=clock)
+    event = repaired_event(order.node, order.entity, by=order.by, what=order.what, clock=clock)
     repair = Repair(
         entity_kind=order.entity.kind.value,
         entity_id=order.entity.id,
@@ -80,7 +82,7 @@ def acknowledge_repair(order: Order, store_url: str, cluster: str, clock: Clock)
                 ) from exc
             notes.append(f"this node's file does not have it: {exc}")
     told = incident_events(closed.values(), order.node, clock)
-    return Done(
+    return RepairSummary(
         repair=repair,
         closed=tuple(closed.values()),
         events=(event, *told),
@@ -92,7 +94,9 @@ def _by_id(incidents: Iterable[Incident]) -> dict[str, Incident]:
     return {incident.id: incident for incident in incidents}
 
 
-def _closed_in_store(order: Order, repair: Repair, store_url: str, cluster: str) -> list[Incident]:
+def _closed_in_store(
+    order: RepairRequest, repair: Repair, store_url: str, cluster: str
+) -> list[Incident]:
     """Return the open incidents that the store has of the node, as closed by *repair*."""
     with (
         open_store(store_url, mode="read", deadline_s=STORE_S) as store,
@@ -108,13 +112,13 @@ def _closed_in_store(order: Order, repair: Repair, store_url: str, cluster: str)
         found = incidents_of(connection, node.id, node.name, ROWS_MAX)
     is_open = (IncidentState.OPEN, IncidentState.MITIGATED)
     return [
-        ended_by(item, repair)
+        close_repaired(item, repair)
         for item in found
-        if item.state in is_open and item.run_id is None and covers(repair, item)
+        if item.state in is_open and item.run_id is None and is_repair_of(repair, item)
     ]
 
 
-def _check_part(order: Order, known: list[str]) -> None:
+def _check_part(order: RepairRequest, known: list[str]) -> None:
     entity = order.entity
     if entity.kind is EntityKind.NODE or not known or entity.id in known:
         return

@@ -1,9 +1,16 @@
 """One check of this node: the suite, the profile, what the node remembers, and the run of it.
 
-The order: the state file is read (`gpuops.gate.state_file`); a first profile is chosen by what it
+The order: the state file is read (`gpuops.gate.node_state`); a first profile is chosen by what it
 says; all looks start, asked for what that profile names; when the GPUs have been seen the profile
-is settled (`gpuops.gate.choice`), looks that it would have asked otherwise are asked again, and
+is settled (`gpuops.gate.session`), looks that it would have asked otherwise are asked again, and
 judging begins. `keep_state` writes the state file, after the verdict is out.
+
+Which hardware profile a node is held against.
+
+In this order: the one that ``check.profile`` names; else the one that the GPUs speak for, as the
+check itself sees them; where they tell nothing, or some are missing, the one that they last spoke
+for on this node; else one that matches by the node's name alone. So a node whose driver hangs or
+whose GPU fell off the bus is still held against what it had.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,29 +18,105 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gpuops.checks.profile import Profile
-from gpuops.checks.profiles import load_profiles
-from gpuops.checks.protocol import Machine
-from gpuops.checks.runner import CheckRun, Tell, Terms, run_suite
-from gpuops.checks.silences import Silence, load_silences, silenced
-from gpuops.checks.suites import Suite, load_suite, suite_paths
-from gpuops.gate.choice import Choice
-from gpuops.gate.state import GPUS_LOOK, Errand, case_of, state_after
-from gpuops.gate.state_file import Remembered, keep, recall
-from gpuops.host.abandoned import abandoned
+from gpuops.checks.core.check import ProbeContext
+from gpuops.checks.core.probes import ProbeResult, ProfileChooser
+from gpuops.checks.core.profile import Profile
+from gpuops.checks.core.profile_files import fits, load_profiles, profile_for
+from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, run_suite
+from gpuops.checks.core.silence import Silence, load_silences, silenced
+from gpuops.checks.core.suite import Suite, load_suite, suite_paths
+from gpuops.errors import ConfigError
+from gpuops.gate.node_memory import GPUS_LOOK, StateUpdate, case_of, state_after
+from gpuops.gate.node_state import StoredNodeState, load_state, save_state
 from gpuops.host.clock import Clock
-from gpuops.host.node_state import Moment
+from gpuops.host.gpus import Gpus
+from gpuops.host.node_state import BootMoment
+from gpuops.host.process.abandoned import abandoned
+from gpuops.host.records import from_json
 from gpuops.host.trust import check_folders
 from gpuops.model import Entity, EntityKind, Finding, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ProfileSelector:
+    """What is known of *node* before it is looked at; ``remembered`` is a profile's name."""
+
+    profiles: Mapping[str, Profile]
+    node: str
+    named: str | None = None
+    remembered: str | None = None
+
+    def first(self) -> Profile:
+        """Return the profile that holds as long as nothing was looked at.
+
+        Raises:
+            ConfigError: There is no profile called ``named``.
+        """
+        if self.named is None and self.remembered in self.profiles:
+            return self.profiles[str(self.remembered)]
+        return self._fitting((), 0)[0]
+
+    def by(self, gpus: Gpus) -> Profile:
+        """Return the profile that *gpus* speak for."""
+        return self._speak_for(gpus)[0]
+
+    def problem(self, gpus: object) -> Finding | None:
+        """Return the finding about a choice that went wrong, given the facts of the GPUs.
+
+        Hardware that nobody described is judged by its own word; only a contradiction warns.
+        """
+        text = self._speak_for(gpus)[1] if isinstance(gpus, Gpus) else None
+        if text is None or not isinstance(gpus, Gpus):
+            return None
+        names, count = _seen(gpus)
+        several = sum(fits(item.match, self.node, names, count) for item in self.profiles.values())
+        return Finding(
+            check="profile",
+            entity=Entity(EntityKind.NODE, self.node),
+            status=Status.WARN if several > 1 else Status.SKIP,
+            message=text,
+            source="checks/profiles",
+        )
+
+    def _speak_for(self, gpus: Gpus) -> tuple[Profile, str | None]:
+        names, count = _seen(gpus)
+        first = self.first()
+        wanted = first.match.gpu_count
+        if not names or (wanted is not None and count < wanted):
+            return first, None
+        return self._fitting(names, count)
+
+    def _fitting(self, names: tuple[str, ...], count: int) -> tuple[Profile, str | None]:
+        return profile_for(
+            self.profiles, node=self.node, gpu_names=names, gpu_count=count, named=self.named
+        )
+
+    def chooser(self) -> ProfileChooser:
+        """Return how a run finds the profile."""
+        return ProfileChooser(self.first(), GPUS_LOOK, self._looked)
+
+    def _looked(self, looked: ProbeResult) -> Profile:
+        if looked.error is not None:
+            return self.first()
+        try:
+            return self.by(from_json(Gpus, looked.facts, "the GPUs"))
+        except (ConfigError, ValueError):
+            return self.first()
+
+
+def _seen(gpus: Gpus) -> tuple[tuple[str, ...], int]:
+    """Return what NVML calls each GPU, and how many are on the bus."""
+    return tuple(gpu.name for gpu in gpus.nvml.gpus if gpu.name), len(gpus.pci)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRequest:
     """What is to be checked, and where this node keeps its things.
 
-    ``gpus``: see `gpuops.checks.protocol.Case`. ``trigger`` and ``job_id``: who asks, and the
-    Slurm job that the hook is for (`gpuops.gate.state.Errand`). ``profile``: the name of the one
-    to take whatever matches. ``uid``: whose files may be believed (`gpuops.host.trust`).
+    ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger`` and ``job_id``: who asks, and
+    the Slurm job that the hook is for (`gpuops.gate.node_memory.StateUpdate`). ``profile``: the
+    name of the one to take whatever matches. ``uid``: whose files may be believed
+    (`gpuops.host.trust`).
     """
 
     suite: str
@@ -52,30 +135,30 @@ class Request:
     job_id: str | None = None
 
     @property
-    def errand(self) -> Errand:
+    def errand(self) -> StateUpdate:
         """Return what the check is for."""
-        return Errand(trigger=self.trigger, job_id=self.job_id)
+        return StateUpdate(trigger=self.trigger, job_id=self.job_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CheckPlan:
     """A request with everything read that it names."""
 
-    request: Request
+    request: CheckRequest
     suite: Suite
     suites: Mapping[str, Path]
-    machine: Machine
+    machine: ProbeContext
     profiles: Mapping[str, Profile]
     silences: tuple[Silence, ...] = ()
 
-    def choice(self, remembered: str | None) -> Choice:
+    def choice(self, remembered: str | None) -> ProfileSelector:
         """Return how the profile is chosen where *remembered* is what the node last had.
 
         Raises:
             ConfigError: The request names a profile that does not exist.
         """
         request = self.request
-        choice = Choice(
+        choice = ProfileSelector(
             profiles=self.profiles,
             node=request.node,
             named=request.profile,
@@ -85,7 +168,7 @@ class Plan:
         return choice
 
 
-def plan_of(request: Request) -> Plan:
+def plan_of(request: CheckRequest) -> CheckPlan:
     """Return what *request* comes to.
 
     Raises:
@@ -94,11 +177,11 @@ def plan_of(request: Request) -> Plan:
     """
     folders = check_folders(request.site_dir, uid=request.uid)
     suite = load_suite(request.suite, folders.suites).only(request.only).within(request.deadline_s)
-    plan = Plan(
+    plan = CheckPlan(
         request=request,
         suite=suite.expecting_gpus(request.gpus_expected, request.gpus_expected_origin),
         suites=suite_paths(folders.suites),
-        machine=Machine(
+        machine=ProbeContext(
             request.root,
             folders.rules,
             node=request.node,
@@ -112,18 +195,24 @@ def plan_of(request: Request) -> Plan:
     return plan
 
 
-def check_node(plan: Plan, clock: Clock, tell: Tell = lambda _findings: None) -> CheckRun:
+def check_node(plan: CheckPlan, clock: Clock, tell: OnFinding = lambda _findings: None) -> CheckRun:
     """Return what the suite finds; the caller must have a single thread."""
     request, left = plan.request, abandoned()
-    known = recall(request.state_dir, request.root, request.uid, left)
-    moment = Moment(boot_id=known.boot_id, since_boot_s=known.since_boot_s, t_us=clock.now_us())
+    known = load_state(request.state_dir, request.root, request.uid, left)
+    moment = BootMoment(boot_id=known.boot_id, since_boot_s=known.since_boot_s, t_us=clock.now_us())
     choice = plan.choice(known.state.profile)
     terms = terms_of(plan, choice, known, moment, tell)
     ran = run_suite(plan.suite, plan.machine, terms, clock, left)
     return with_notes(replace(ran, moment=moment), choice, known, terms)
 
 
-def terms_of(plan: Plan, choice: Choice, known: Remembered, moment: Moment, tell: Tell) -> Terms:
+def terms_of(
+    plan: CheckPlan,
+    choice: ProfileSelector,
+    known: StoredNodeState,
+    moment: BootMoment,
+    tell: OnFinding,
+) -> RunContext:
     """Return what *plan* is judged by, given what the node remembered at *moment*."""
     request = plan.request
     case = case_of(
@@ -134,10 +223,12 @@ def terms_of(plan: Plan, choice: Choice, known: Remembered, moment: Moment, tell
         gpus=request.gpus,
     )
     amend = partial(silenced, silences=plan.silences, node=request.node, now_us=moment.t_us)
-    return Terms(case, chooser=choice.chooser(), amend=amend, tell=tell)
+    return RunContext(case, chooser=choice.chooser(), amend=amend, tell=tell)
 
 
-def with_notes(ran: CheckRun, choice: Choice, known: Remembered, terms: Terms) -> CheckRun:
+def with_notes(
+    ran: CheckRun, choice: ProfileSelector, known: StoredNodeState, terms: RunContext
+) -> CheckRun:
     """Return *ran* with what is to be said of its profile and of the state file."""
     notes = [choice.problem(ran.facts.get(GPUS_LOOK)), _of_state(known, terms.case.node)]
     found = terms.amend([note for note in notes if note is not None])
@@ -145,13 +236,13 @@ def with_notes(ran: CheckRun, choice: Choice, known: Remembered, terms: Terms) -
     return replace(ran, findings=(*ran.findings, *found))
 
 
-def _of_state(known: Remembered, node: Entity) -> Finding | None:
+def _of_state(known: StoredNodeState, node: Entity) -> Finding | None:
     if known.note is None:
         return None
     return Finding(check="node_state", entity=node, status=Status.WARN, message=known.note)
 
 
-def keep_state(plan: Plan, ran: CheckRun) -> str | None:
+def keep_state(plan: CheckPlan, ran: CheckRun) -> str | None:
     """Write what the node shall remember of *ran*; return what went wrong, None where nothing did.
 
     Where the boot could not be told nothing is written: what is below the same root hangs. The
@@ -160,13 +251,13 @@ def keep_state(plan: Plan, ran: CheckRun) -> str | None:
     return keeping(plan, ran)()
 
 
-def keeping(plan: Plan, ran: CheckRun) -> Callable[[], str | None]:
+def keeping(plan: CheckPlan, ran: CheckRun) -> Callable[[], str | None]:
     """Begin to do as `keep_state`; call what is returned for what went wrong."""
     request, moment = plan.request, ran.moment
     if moment is None or not moment.boot_id:
         return lambda: None
     change = partial(state_after, ran=ran, moment=moment, errand=request.errand)
-    trouble = keep(request.state_dir, request.uid, change, abandoned())
+    trouble = save_state(request.state_dir, request.uid, change, abandoned())
 
     def told() -> str | None:
         text = trouble()

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.checks import silences, site
-from gpuops.checks.profiles import load_profiles
-from gpuops.checks.suites import Suite, load_suite, suite_paths, unknown_name
-from gpuops.checks.xid_catalogue import load_sxids, load_xids
-from gpuops.config import Settings
+from gpuops.checks.core import silence, site
+from gpuops.checks.core.profile_files import load_profiles
+from gpuops.checks.core.suite import Suite, load_suite, suite_paths, unknown_name
+from gpuops.checks.core.xid_catalogue import load_sxids, load_xids
+from gpuops.config.resolve import Settings
 from gpuops.errors import ConfigError, UsageError
 from gpuops.host.trust import CheckFolders, check_folders
 from gpuops.incident.runbook import load_runbooks
@@ -17,7 +17,7 @@ from gpuops.rules import load_rules
 
 
 @dataclass(slots=True)
-class Validation:
+class ValidationReport:
     """What was read, what is wrong with it and what is only doubtful; each a line."""
 
     read: list[str] = field(default_factory=list)
@@ -34,9 +34,9 @@ class Validation:
             self.mistakes.append(text)
 
 
-def validate(settings: Settings, found: Validation, *, uid: int, now_us: int) -> None:
+def validate(settings: Settings, found: ValidationReport, *, uid: int, now_us: int) -> None:
     """Add to *found* what *uid* would believe of all that *settings* lead to, at *now_us*."""
-    from gpuops.store.url import parse_url
+    from gpuops.store.backends import parse_url
 
     complain = found.complain
     try:
@@ -58,7 +58,7 @@ def validate(settings: Settings, found: Validation, *, uid: int, now_us: int) ->
     _site_checks(suites, folders.site_checks, found)
 
 
-def _suites(folders: CheckFolders, chosen: str, found: Validation) -> Iterable[Suite]:
+def _suites(folders: CheckFolders, chosen: str, found: ValidationReport) -> Iterable[Suite]:
     paths = suite_paths(folders.suites)
     if chosen not in paths:
         found.mistake(f"check.suite: {unknown_name('suite', chosen, paths)}")
@@ -69,16 +69,16 @@ def _suites(folders: CheckFolders, chosen: str, found: Validation) -> Iterable[S
             found.complain(exc)
 
 
-def _silences(paths: Iterable[Path], found: Validation, now_us: int) -> None:
-    read = silences.load_silences(paths, found.complain)
-    for silence in read:
-        for text in silences.faults(silence, now_us):
+def _silences(paths: Iterable[Path], found: ValidationReport, now_us: int) -> None:
+    read = silence.load_silences(paths, found.complain)
+    for one in read:
+        for text in silence.faults(one, now_us):
             found.mistake(text)
-        found.doubts.extend(silences.doubts(silence, now_us))
+        found.doubts.extend(silence.doubts(one, now_us))
     found.read.append(f"silences: {len(read)}")
 
 
-def _site_checks(suites: Iterable[Suite], folder: Path | None, found: Validation) -> None:
+def _site_checks(suites: Iterable[Suite], folder: Path | None, found: ValidationReport) -> None:
     used = set()
     for suite in suites:
         for planned in suite.planned:

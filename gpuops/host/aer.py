@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.small_files import entries_of, number_of, text_of
+from gpuops.host.files import entries_of, number_of, text_of
 from gpuops.host.sysfs import NVIDIA
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

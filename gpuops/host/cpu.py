@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.small_files import entries_of, text_of
+from gpuops.host.files import entries_of, text_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import ProbeError
-from gpuops.host.commands import ask, find
+from gpuops.host.process.command import ask, find
 from gpuops.model import UnknownReason
 
 _MARGIN_S = 0.6

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.gpu_facts import NvmlSnapshot
-from gpuops.host.nvml import read_nvml
-from gpuops.host.probe import STOP_S
+from gpuops.host.nvml.facts import NvmlSnapshot
+from gpuops.host.nvml.reader import read_nvml
+from gpuops.host.process.probe import STOP_S
 from gpuops.host.sysfs import PciGpu, read_pci_gpus
 
 _MARGIN_S = 0.1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.small_files import entries_of, number_of, text_of
+from gpuops.host.files import entries_of, number_of, text_of
 
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 _BITS_PER_BYTE = 8
@@ -64,20 +64,20 @@ def is_full(port: Port, name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class RdmaPorts:
     """All ports of this node's adapters, without those of virtual functions."""
 
     ports: tuple[Port, ...] = ()
 
 
-def read_fabric(root: Path = Path("/")) -> Fabric:
+def read_fabric(root: Path = Path("/")) -> RdmaPorts:
     """Return the ports; none where there is no RDMA driver."""
     ports = []
     for device in entries_of(root / "sys/class/infiniband"):
         # A virtual function is lent to a guest, whose business its ports are.
         if not (device / "device/physfn").exists():
             ports += _ports(device)
-    return Fabric(tuple(ports))
+    return RdmaPorts(tuple(ports))
 
 
 def _ports(device: Path) -> list[Port]:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
+from gpuops.host.files import number_of
 from gpuops.host.procfs import read_text
-from gpuops.host.small_files import number_of
 from gpuops.model import UnknownReason
 
 

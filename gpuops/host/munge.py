@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.commands import Answer, ask, find
+from gpuops.host.process.command import CommandAnswer, ask, find
 from gpuops.model import UnknownReason
 
 _MARGIN_S = 1.2
@@ -42,12 +42,12 @@ def read_munge(root: Path, budget_s: float) -> MungeTrip:
     return MungeTrip(installed=True, elapsed_s=elapsed_s, error=error, decoding=error is not None)
 
 
-def _answer(argv: list[Path | str], timeout_s: float, stdin: str = "") -> Answer:
+def _answer(argv: list[Path | str], timeout_s: float, stdin: str = "") -> CommandAnswer:
     answer = ask(argv, timeout_s, stdin=stdin)
     if answer.timed_out:
         raise ProbeError(f"{Path(argv[0]).name} {answer.ending}", UnknownReason.TIMEOUT)
     return answer
 
 
-def _why(program: str, answer: Answer) -> str:
+def _why(program: str, answer: CommandAnswer) -> str:
     return f"{program} {answer.ending}: {answer.first_line()}"

@@ -24,7 +24,7 @@ class CounterSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class BootMoment:
     """A time of one boot; ``boot_id`` is "" where it could not be told."""
 
     boot_id: str
@@ -88,7 +88,7 @@ class NodeState:
     ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
     ``strikes`` are what the store last told. ``incidents``: the open ones of this node, by what
-    each is about (`gpuops.incident.node_incident.key_of`). ``profile``: the name of the one that
+    each is about (`gpuops.incident.incidents.node.key_of`). ``profile``: the name of the one that
     the GPUs last spoke for.
     """
 
@@ -103,7 +103,7 @@ class NodeState:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class CounterGrowth:
     """By how much a counter grew, over how many seconds.
 
     ``reset``: it had fallen, so a reset lies between, and ``grown`` counts from zero.
@@ -133,7 +133,7 @@ class Counters:
     t_us: int = 0
     samples: tuple[CounterSample, ...] = ()
 
-    def since(self, name: str, value: float, *, window_s: float = WINDOW_S) -> Growth | None:
+    def since(self, name: str, value: float, *, window_s: float = WINDOW_S) -> CounterGrowth | None:
         """Return how *name* grew to *value* since the oldest sample of this boot in the window.
 
         For counters that a boot sets to zero. Where there is only an older one (the prolog of a
@@ -145,7 +145,7 @@ class Counters:
         age_s, before = next((item for item in found if item[0] <= window_s), found[-1])
         return _growth(before, value, age_s)
 
-    def lately(self, name: str, value: float) -> Growth | None:
+    def lately(self, name: str, value: float) -> CounterGrowth | None:
         """Return the same since the newest sample that is an hour old, else since the oldest.
 
         For rates per hour: over a day, an hour full of errors would look like a quiet one.
@@ -167,7 +167,9 @@ class Counters:
             and (age_s := self.since_boot_s - sample.since_boot_s) >= 0
         ]
 
-    def lasting(self, name: str, value: float, *, window_s: float = WINDOW_S) -> Growth | None:
+    def lasting(
+        self, name: str, value: float, *, window_s: float = WINDOW_S
+    ) -> CounterGrowth | None:
         """Return the same for a counter that outlives reboots, by the wall clock."""
         for sample in self.samples:
             age_s = (self.t_us - sample.t_us) / 1e6
@@ -176,7 +178,7 @@ class Counters:
         return None
 
 
-def _growth(before: float, now: float, elapsed_s: float) -> Growth:
+def _growth(before: float, now: float, elapsed_s: float) -> CounterGrowth:
     if now < before:
-        return Growth(now, elapsed_s, reset=True)
-    return Growth(now - before, elapsed_s)
+        return CounterGrowth(now, elapsed_s, reset=True)
+    return CounterGrowth(now - before, elapsed_s)

@@ -11,7 +11,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpuops.config import reject_unknown
+from gpuops.config.resolve import reject_unknown
 
 T = TypeVar("T")
 

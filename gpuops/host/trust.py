@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.config import Complain, refuse
+from gpuops.config.resolve import ErrorHandler, raise_error
 from gpuops.errors import ConfigError
 from gpuops.resources import data_dir
 
@@ -34,7 +34,9 @@ class CheckFolders:
     silences: tuple[Path, ...] = ()
 
 
-def check_folders(site_dir: Path | None, *, uid: int, complain: Complain = refuse) -> CheckFolders:
+def check_folders(
+    site_dir: Path | None, *, uid: int, complain: ErrorHandler = raise_error
+) -> CheckFolders:
     """Return the shipped folders and those of the site, which *uid* may believe.
 
     Raises:
@@ -55,7 +57,7 @@ def check_folders(site_dir: Path | None, *, uid: int, complain: Complain = refus
     )
 
 
-def _vetted_site(site_dir: Path, uid: int, complain: Complain) -> tuple[Path, ...]:
+def _vetted_site(site_dir: Path, uid: int, complain: ErrorHandler) -> tuple[Path, ...]:
     """Return the site's silences, once everything in *site_dir* that is read may be believed."""
     if not site_dir.is_dir():
         complain(ConfigError(f"the site's folder {site_dir} (check.site_dir) is not there"))
@@ -65,7 +67,7 @@ def _vetted_site(site_dir: Path, uid: int, complain: Complain) -> tuple[Path, ..
     return (silences,) if silences.exists() else ()
 
 
-def refuse_foreign(directory: Path, *, uid: int, complain: Complain = refuse) -> None:
+def refuse_foreign(directory: Path, *, uid: int, complain: ErrorHandler = raise_error) -> None:
     """Return quietly where root may believe *directory* and what is in it.
 
     Only root (*uid* 0) is held to this: a user harms nobody by believing their own files.

@@ -2,7 +2,7 @@
 
 A process of its own, one for each source: NVML can hang, or crash whoever asks it, just when a GPU
 is sick, and the kernel's log must be heard then. It ends when its standard input does. The lines
-are those of `gpuops.host.xid_told`.
+are those of `gpuops.host.xid_watch`.
 """
 
 import sys
@@ -10,36 +10,36 @@ from pathlib import Path
 
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, EXIT_USAGE, ProbeError
 from gpuops.host.clock import SystemClock
-from gpuops.host.tether import end_with_parent
-from gpuops.host.xid_told import Over, Source, Teller
+from gpuops.host.process.die_with_parent import die_with_parent
+from gpuops.host.xid_watch import XidReporter, XidSource, XidSourceEnded
 from gpuops.model import UnknownReason
 
 _WHY = {
-    UnknownReason.MISSING_TOOL.value: Over.ABSENT,
-    UnknownReason.NOT_SUPPORTED.value: Over.ABSENT,
-    UnknownReason.NO_PERMISSION.value: Over.NO_PERMISSION,
+    UnknownReason.MISSING_TOOL.value: XidSourceEnded.ABSENT,
+    UnknownReason.NOT_SUPPORTED.value: XidSourceEnded.ABSENT,
+    UnknownReason.NO_PERMISSION.value: XidSourceEnded.NO_PERMISSION,
 }
 
 
 def main(arguments: list[str]) -> int:
     """Watch until the parent ends; return 3 where there is nothing to watch, 1 after an error."""
-    if not 1 <= len(arguments) <= 2 or arguments[0] not in set(Source):
+    if not 1 <= len(arguments) <= 2 or arguments[0] not in set(XidSource):
         sys.stderr.write("python -m gpuops.host.xid_events nvml|kernel [ROOT]\n")
         return EXIT_USAGE
-    source, root = Source(arguments[0]), Path(*arguments[1:] or ["/"])
-    end_with_parent()
-    teller = Teller(_write, SystemClock())
+    source, root = XidSource(arguments[0]), Path(*arguments[1:] or ["/"])
+    die_with_parent()
+    teller = XidReporter(_write, SystemClock())
     try:
         _watch(source, root, teller)
     except ProbeError as exc:
-        why = _WHY.get(exc.reason, Over.ERROR)
+        why = _WHY.get(exc.reason, XidSourceEnded.ERROR)
         teller.over(why, str(exc))
-        return EXIT_FAIL if why is Over.ERROR else EXIT_UNKNOWN
+        return EXIT_FAIL if why is XidSourceEnded.ERROR else EXIT_UNKNOWN
     return EXIT_OK
 
 
-def _watch(source: Source, root: Path, teller: Teller) -> None:
-    if source is Source.KERNEL:
+def _watch(source: XidSource, root: Path, teller: XidReporter) -> None:
+    if source is XidSource.KERNEL:
         from gpuops.host.xid_kernel import XidLog
 
         XidLog(root, teller, SystemClock()).run()

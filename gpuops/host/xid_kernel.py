@@ -10,7 +10,7 @@ from gpuops.host.clock import Clock
 from gpuops.host.gpu_names import GpuName, read_gpu_names
 from gpuops.host.kmsg import RECORD_MAX, open_kmsg, parse_kmsg
 from gpuops.host.xid import parse_xid
-from gpuops.host.xid_told import Source, Teller, XidEvent
+from gpuops.host.xid_watch import XidEvent, XidReporter, XidSource
 from gpuops.model import UnknownReason
 
 WAIT_S = 0.2
@@ -23,7 +23,7 @@ class XidLog:
         ProbeError: ``missing_tool`` without a GPU, ``no_permission``, ``not_supported``.
     """
 
-    def __init__(self, root: Path, teller: Teller, clock: Clock) -> None:
+    def __init__(self, root: Path, teller: XidReporter, clock: Clock) -> None:
         self._teller = teller
         self._clock = clock
         self._gpus: dict[str, GpuName] = {gpu.address: gpu for gpu in read_gpu_names(root, {})}
@@ -90,7 +90,7 @@ class XidLog:
             gpu = self._gpus.get(xid.address)
             self._teller.tell(
                 XidEvent(
-                    source=Source.KERNEL,
+                    source=XidSource.KERNEL,
                     code=xid.code,
                     mono_ns=self._clock.mono_ns(),
                     now_us=self._clock.now_us(),

@@ -6,10 +6,10 @@ from typing import Any
 
 from gpuops.errors import ProbeError
 from gpuops.host.clock import Clock
-from gpuops.host.gpu_facts import GPU_IS_LOST
 from gpuops.host.gpu_names import GpuName
+from gpuops.host.nvml.facts import GPU_IS_LOST
 from gpuops.host.sysfs import sysfs_address
-from gpuops.host.xid_told import LOST, Source, Teller, XidEvent
+from gpuops.host.xid_watch import LOST, XidEvent, XidReporter, XidSource
 from gpuops.model import UnknownReason
 
 WAIT_MS = 1000
@@ -23,7 +23,7 @@ class XidWatch:
     GPUs are told apart by their handles: one that has fallen off the bus answers no question.
     """
 
-    def __init__(self, nvml: Any, teller: Teller, clock: Clock) -> None:  # noqa: ANN401 no types
+    def __init__(self, nvml: Any, teller: XidReporter, clock: Clock) -> None:  # noqa: ANN401 no types
         self._nvml = nvml
         self._teller = teller
         self._clock = clock
@@ -98,7 +98,7 @@ class XidWatch:
     def _tell(self, gpu: GpuName | None, code: int) -> None:
         self._teller.tell(
             XidEvent(
-                source=Source.NVML,
+                source=XidSource.NVML,
                 code=code,
                 mono_ns=self._clock.mono_ns(),
                 now_us=self._clock.now_us(),

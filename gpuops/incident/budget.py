@@ -10,41 +10,47 @@ pass its check before joining, because no work was under way and it takes itself
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from gpuops.config_run import WINDOW_RESTARTS_MAX
-from gpuops.incident.decision import HISTORY_MAX, Cluster, Decision, PastFailure, Terms
+from gpuops.config.schema import WINDOW_RESTARTS_MAX
+from gpuops.incident.decision import (
+    HISTORY_MAX,
+    ClusterState,
+    PastFailure,
+    RestartDecision,
+    RestartPolicy,
+)
 
 # A taken port is another one at the next try; five in a row are no coincidence. A guess.
-INFRASTRUCTURE_MAX = 5
+INFRASTRUCTURE_FAILURES_MAX = 5
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MAX_S = 30.0
 # Where steps have no number, a generation that stepped for this long made progress. A guess: longer
 # than any start-up that then fails at once, shorter than what anyone saves checkpoints at.
 PROGRESS_S = 600.0
-GROW_SNOOZE_S = 30.0
+GROWTH_SETTLE_S = 30.0
 GROWTHS_MAX = 3
 GROWTHS_WINDOW_S = 3600.0
 
 
-def counted(history: Sequence[PastFailure], terms: Terms, now_s: float) -> int:
+def count_failures(history: Sequence[PastFailure], policy: RestartPolicy, now_s: float) -> int:
     """Return how many failures of *history* count against the budget at *now_s*."""
-    if terms.restarts_window_s is None:
-        kept = sum(1 for past in history if past.counted)
+    if policy.restarts_window_s is None:
+        kept = sum(1 for past in history if past.is_counted)
         return max(kept, history[-1].counted_total if history else 0)
-    since_s = now_s - terms.restarts_window_s
-    return sum(1 for at_s in _counted_s(history) if at_s > since_s)
+    since_s = now_s - policy.restarts_window_s
+    return sum(1 for at_s in _counted_times_s(history) if at_s > since_s)
 
 
-def _counted_s(history: Sequence[PastFailure]) -> list[float]:
-    earlier_s = history[0].earlier_s if history else ()
-    return [*earlier_s, *(past.at_s for past in history if past.counted)]
+def _counted_times_s(history: Sequence[PastFailure]) -> list[float]:
+    earlier_s = history[0].earlier_failures_s if history else ()
+    return [*earlier_s, *(past.at_s for past in history if past.is_counted)]
 
 
-def restarts_left(history: Sequence[PastFailure], terms: Terms, now_s: float) -> int:
+def restarts_left(history: Sequence[PastFailure], policy: RestartPolicy, now_s: float) -> int:
     """Return how many more failures will be followed by a restart."""
-    return max(terms.restarts_max - counted(history, terms, now_s), 0)
+    return max(policy.restarts_max - count_failures(history, policy, now_s), 0)
 
 
-def infrastructure_in_a_row(history: Sequence[PastFailure]) -> int:
+def consecutive_infrastructure_failures(history: Sequence[PastFailure]) -> int:
     """Return how many failures at the end of *history* were infrastructure."""
     n = 0
     for past in reversed(history):
@@ -61,9 +67,9 @@ def backoff_s(history: Sequence[PastFailure], failure: PastFailure) -> float:
     ones; else 1, 2, 4 … `BACKOFF_MAX_S` seconds.
     """
     n = 0
-    trail = [*history, failure]
-    for index in range(len(trail) - 1, 0, -1):
-        if _has_progress(trail[:index], trail[index]):
+    failures = [*history, failure]
+    for index in range(len(failures) - 1, 0, -1):
+        if _has_progress(failures[:index], failures[index]):
             break
         n += 1
     if n == 0:
@@ -78,76 +84,78 @@ def _has_progress(earlier: Sequence[PastFailure], failure: PastFailure) -> bool:
     return failure.has_stepped and failure.at_s - earlier[-1].at_s >= PROGRESS_S
 
 
-def history_after(decision: Decision, history: Sequence[PastFailure]) -> tuple[PastFailure, ...]:
+def history_after(
+    decision: RestartDecision, history: Sequence[PastFailure]
+) -> tuple[PastFailure, ...]:
     """Return the history that the control record keeps after *decision*.
 
     The oldest has the times of those before it, for a budget of more failures than are kept.
     """
-    trail = (*history, decision.failure)
-    dropped, kept = trail[:-HISTORY_MAX], trail[-HISTORY_MAX:]
-    if not dropped:
+    failures = (*history, decision.failure)
+    older, kept = failures[:-HISTORY_MAX], failures[-HISTORY_MAX:]
+    if not older:
         return kept
-    earlier_s = tuple(round(at_s, 3) for at_s in _counted_s(dropped)[-WINDOW_RESTARTS_MAX:])
-    return (replace(kept[0], earlier_s=earlier_s), *kept[1:])
+    earlier_s = tuple(round(at_s, 3) for at_s in _counted_times_s(older)[-WINDOW_RESTARTS_MAX:])
+    return (replace(kept[0], earlier_failures_s=earlier_s), *kept[1:])
 
 
-def candidates(cluster: Cluster, without: Collection[str] = ()) -> tuple[str, ...]:
+def candidates(cluster: ClusterState, excluded: Collection[str] = ()) -> tuple[str, ...]:
     """Return the live nodes that may train, spares among them, each once and in order."""
-    out = {*cluster.excluded, *without}
-    return tuple(dict.fromkeys(node for node in cluster.live if node not in out))
+    left_out = {*cluster.excluded, *excluded}
+    return tuple(dict.fromkeys(node for node in cluster.live if node not in left_out))
 
 
-def seats(cluster: Cluster, without: Collection[str] = ()) -> int:
+def trainable_nodes(cluster: ClusterState, excluded: Collection[str] = ()) -> int:
     """Return how many nodes the next generation would have: 0 where there are too few."""
-    return seats_of(len(candidates(cluster, without)), cluster.terms)
+    return allowed_nodes(len(candidates(cluster, excluded)), cluster.policy)
 
 
-def seats_of(n_nodes: int, terms: Terms) -> int:
+def allowed_nodes(n_nodes: int, policy: RestartPolicy) -> int:
     """Return how many of *n_nodes* may train: 0 where they are too few.
 
     The largest multiple of ``node_unit``, up to ``nodes_max``; at least ``nodes_min``.
     """
-    n = min(n_nodes, terms.nodes_max)
-    n -= n % max(terms.node_unit, 1)
-    return n if n >= max(terms.nodes_min, 1) else 0
+    n = min(n_nodes, policy.nodes_max)
+    n -= n % max(policy.node_unit, 1)
+    return n if n >= max(policy.nodes_min, 1) else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class GrowthDecision:
     """To how many nodes a run may grow now, 0 for not now, and why."""
 
-    nodes: int
+    n_nodes: int
     why: str
 
 
-def may_grow(
-    cluster: Cluster,
+def check_growth(
+    cluster: ClusterState,
     *,
-    grown_s: Sequence[float],
+    grown_at_s: Sequence[float],
     now_s: float,
     waiting_since_s: float,
     at_checkpoint: bool,
-    snooze_s: float = GROW_SNOOZE_S,
-) -> Growth:
+    settle_s: float = GROWTH_SETTLE_S,
+) -> GrowthDecision:
     """Return whether to restart the run now in order to take more nodes in.
 
     Args:
         cluster: Who there is.
-        grown_s: When it grew before.
+        grown_at_s: When it grew before.
         now_s: Now, by the same clock.
         waiting_since_s: When the set of nodes that wait last changed: nodes often come in groups.
         at_checkpoint: Whether a checkpoint has just been completed, so that little is lost.
-        snooze_s: How long that set must have stayed as it is.
+        settle_s: How long that set must have stayed as it is.
     """
-    wanted = seats(cluster)
-    recent = sum(1 for at_s in grown_s if at_s > now_s - GROWTHS_WINDOW_S)
-    why = (
-        ("no more nodes than now would train", wanted <= len(cluster.members)),
+    n_nodes = trainable_nodes(cluster)
+    recent = sum(1 for at_s in grown_at_s if at_s > now_s - GROWTHS_WINDOW_S)
+    conditions = (
+        ("no more nodes than now would train", n_nodes <= len(cluster.members)),
         ("it waits for the next checkpoint", not at_checkpoint),
-        (f"nodes came within {snooze_s:.0f} s", now_s - waiting_since_s < snooze_s),
+        (f"nodes came within {settle_s:.0f} s", now_s - waiting_since_s < settle_s),
         (f"it grew {recent} times within an hour", recent >= GROWTHS_MAX),
     )
-    against = next((text for text, holds in why if holds), None)
-    if against is not None:
-        return Growth(0, against)
-    return Growth(wanted, f"{wanted - len(cluster.members)} more nodes wait")
+    obstacle = next((text for text, holds in conditions if holds), None)
+    if obstacle is not None:
+        return GrowthDecision(0, obstacle)
+    return GrowthDecision(n_nodes, f"{n_nodes - len(cluster.members)} more nodes wait")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.incident import exception
-from gpuops.incident.classify import Verdict, ending_signal
-from gpuops.incident.kernel import KernelHit
+from gpuops.incident.classify import ClassifiedExit, ending_signal
+from gpuops.incident.kernel import KernelMatch
 from gpuops.model import Confidence, FailureClass, Role, Side
 
 # Share of ranks with the same exception from which on it is the program's, not one machine's.
@@ -21,12 +21,12 @@ POLL_SLACK_NS = 1_000_000_000
 # Two that one hand ends with the same signal are dated by their agent's thread, which wakes within
 # about 1 ms, but only once the kernel has taken the process apart: that takes milliseconds, longer
 # the more memory it held. No rank dies of another's signal, so nothing is lost by a wide span.
-TOGETHER_NS = 50_000_000
+SIMULTANEOUS_NS = 50_000_000
 _EXPLAINED = frozenset({"host_mem", "launcher", "storage"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class HostCause:
     """The judgement over one attempt's failures on one host.
 
     ``blamed`` are the exits whose ranks are culprits; ``blames_node`` says whether the node is one
@@ -38,42 +38,42 @@ class Cause:
     confidence: Confidence
     how: str
     authority: int
-    first: Verdict | None
-    blamed: tuple[Verdict, ...] = ()
+    first: ClassifiedExit | None
+    blamed: tuple[ClassifiedExit, ...] = ()
     blames_node: bool = False
-    kernel: KernelHit | None = None
-    suspects: tuple[Verdict, ...] = ()
+    kernel: KernelMatch | None = None
+    suspects: tuple[ClassifiedExit, ...] = ()
 
 
-def find_cause(verdicts: Sequence[Verdict], trouble: KernelHit | None) -> Cause:
-    """Return the cause that *verdicts* (one for each exit, any order) add up to.
+def find_cause(exits: Sequence[ClassifiedExit], node_fault: KernelMatch | None) -> HostCause:
+    """Return the cause that *exits* (one for each exit, any order) add up to.
 
     Args:
-        verdicts: One for each worker of the attempt on this host.
-        trouble: What the kernel log says about the node itself, if anything.
+        exits: One for each worker of the attempt on this host.
+        node_fault: What the kernel log says about the node itself, if anything.
     """
-    roots = sorted((v for v in verdicts if v.role is Role.ROOT), key=lambda v: v.order)
-    symptoms = sorted((v for v in verdicts if v.role is Role.SYMPTOM), key=lambda v: v.order)
+    roots = sorted((v for v in exits if v.role is Role.ROOT), key=lambda v: v.sort_key)
+    symptoms = sorted((v for v in exits if v.role is Role.SYMPTOM), key=lambda v: v.sort_key)
     if roots:
-        return _with_kernel(_from_roots(roots, verdicts), trouble)
+        return _with_kernel(_from_roots(roots, exits), node_fault)
     if symptoms:
-        early = _left_early(verdicts, symptoms)
-        if early and trouble is None:
+        early = _find_early_exits(exits, symptoms)
+        if early and node_fault is None:
             return _early_exit(early, symptoms)
-        return _with_kernel(_only_symptoms(symptoms, verdicts), trouble)
+        return _with_kernel(_symptoms_cause(symptoms, exits), node_fault)
     # What stands in the log of a node whose workers were only stopped may be anybody's.
-    return _with_kernel(_nothing_seen(), trouble if trouble and trouble.is_ours else None)
+    return _with_kernel(_no_cause(), node_fault if node_fault and node_fault.is_job_gpu else None)
 
 
-def _from_roots(roots: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Cause:
+def _from_roots(roots: Sequence[ClassifiedExit], exits: Sequence[ClassifiedExit]) -> HostCause:
     first = _earliest(roots)
-    sharers = _sharers(first, verdicts)
-    if len(sharers) >= 2 and len(sharers) >= SAME_EXCEPTION_SHARE * len(verdicts):
-        return _shared(first, sharers, len(verdicts))
-    alike = _ended_together(first, roots)
-    if len(alike) >= 2:
-        return _killed_together(alike)
-    (first,) = alike
+    matching = _exits_with_same_exception(first, exits)
+    if len(matching) >= 2 and len(matching) >= SAME_EXCEPTION_SHARE * len(exits):
+        return _shared_cause(first, matching, len(exits))
+    together = _ended_together(first, roots)
+    if len(together) >= 2:
+        return _killed_together(together)
+    (first,) = together
     rest = [root for root in roots if root is not first]
     how = "the only worker that failed by itself"
     if rest:
@@ -81,7 +81,7 @@ def _from_roots(roots: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Cause:
         how = f"the first of {len(roots)} failures on this host, {max(gap_s, 0):.2f} s ahead"
         if gap_s < 0:
             how = "it was killed; what another rank raised in the same second follows from it"
-    return Cause(
+    return HostCause(
         failure_class=first.failure_class,
         side=first.side,
         confidence=first.confidence,
@@ -93,9 +93,9 @@ def _from_roots(roots: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Cause:
     )
 
 
-def _earliest(roots: Sequence[Verdict]) -> Verdict:
+def _earliest(roots: Sequence[ClassifiedExit]) -> ClassifiedExit:
     first = roots[0]
-    if first.worker.error_mono_ns is None or first.specific:
+    if first.worker.error_mono_ns is None or first.is_specific:
         return first
     killed = (
         root
@@ -107,7 +107,7 @@ def _earliest(roots: Sequence[Verdict]) -> Verdict:
     return next(killed, first)
 
 
-def _ended_together(first: Verdict, roots: Sequence[Verdict]) -> list[Verdict]:
+def _ended_together(first: ClassifiedExit, roots: Sequence[ClassifiedExit]) -> list[ClassifiedExit]:
     """Return the workers that the signal of *first* ended at its time, as far as can be told.
 
     Where a record explains some of these ends, only those are returned.
@@ -115,69 +115,77 @@ def _ended_together(first: Verdict, roots: Sequence[Verdict]) -> list[Verdict]:
     signal = ending_signal(first.worker)
     if signal is None or first.worker.exception_type is not None:
         return [first]
-    alike = [
+    together = [
         root
         for root in roots
         if ending_signal(root.worker) == signal
         and root.worker.exception_type is None
-        and abs(root.failed_ns - first.failed_ns) <= TOGETHER_NS
+        and abs(root.failed_ns - first.failed_ns) <= SIMULTANEOUS_NS
     ]
-    known = [root for root in alike if root.specific] or alike
+    known = [root for root in together if root.is_specific] or together
     return [root for root in known if root.failure_class is known[0].failure_class]
 
 
-def _killed_together(alike: Sequence[Verdict]) -> Cause:
-    first = alike[0]
-    times = [root.failed_ns for root in alike]
+def _killed_together(together: Sequence[ClassifiedExit]) -> HostCause:
+    first = together[0]
+    times = [root.failed_ns for root in together]
     span_s = max((max(times) - min(times)) / 1e9, 0.01)
-    many = "both" if len(alike) == 2 else f"all {len(alike)}"
-    return Cause(
+    many = "both" if len(together) == 2 else f"all {len(together)}"
+    return HostCause(
         failure_class=first.failure_class,
         side=first.side,
         confidence=first.confidence,
         how=f"{many} within {span_s:.2f} s: their order is not known",
         authority=2,
         first=first,
-        blamed=tuple(sorted(alike, key=lambda v: v.worker.rank)),
+        blamed=tuple(sorted(together, key=lambda v: v.worker.rank)),
         blames_node=True,
     )
 
 
-def _sharers(first: Verdict, verdicts: Sequence[Verdict]) -> list[Verdict]:
+def _exits_with_same_exception(
+    first: ClassifiedExit, exits: Sequence[ClassifiedExit]
+) -> list[ClassifiedExit]:
     """Return every worker that raised what *first* raised, also those ended while they did."""
-    wanted = exception.signature(first.worker)
-    if wanted is None or first.side is Side.INFRA:
+    signature = exception.signature(first.worker)
+    if signature is None or first.side is Side.INFRA:
         return []
-    return [v for v in verdicts if exception.signature(v.worker) == wanted]
+    return [v for v in exits if exception.signature(v.worker) == signature]
 
 
-def _shared(first: Verdict, sharers: Sequence[Verdict], world: int) -> Cause:
-    blamed = sorted((v for v in sharers if v.role is Role.ROOT), key=lambda v: v.worker.rank)
-    return Cause(
+def _shared_cause(
+    first: ClassifiedExit, matching: Sequence[ClassifiedExit], world: int
+) -> HostCause:
+    blamed = sorted((v for v in matching if v.role is Role.ROOT), key=lambda v: v.worker.rank)
+    return HostCause(
         failure_class=first.failure_class,
         side=Side.USER,
         confidence=Confidence.CONFIRMED,
-        how=f"{len(sharers)} of {world} ranks raised the same exception: it is the program's",
+        how=f"{len(matching)} of {world} ranks raised the same exception: it is the program's",
         authority=2,
         first=first,
         blamed=tuple(blamed),
     )
 
 
-def _left_early(verdicts: Sequence[Verdict], symptoms: Sequence[Verdict]) -> list[Verdict]:
+def _find_early_exits(
+    exits: Sequence[ClassifiedExit], symptoms: Sequence[ClassifiedExit]
+) -> list[ClassifiedExit]:
     """Return the workers that had finished with exit code 0 when others lost their peer."""
-    done = [v for v in verdicts if v.role is Role.NOISE]
+    done = [v for v in exits if v.role is Role.NOISE]
     limit = symptoms[0].failed_ns + POLL_SLACK_NS
-    return sorted((v for v in done if _done_ns(v) <= limit), key=lambda v: (_done_ns(v), v.order))
+    return sorted(
+        (v for v in done if _done_ns(v) <= limit), key=lambda v: (_done_ns(v), v.sort_key)
+    )
 
 
-def _done_ns(verdict: Verdict) -> int:
+def _done_ns(classified: ClassifiedExit) -> int:
     """Return when it was done; on a busy host its process may be gone seconds later only."""
-    return verdict.worker.finished_mono_ns or verdict.failed_ns
+    return classified.worker.finished_mono_ns or classified.failed_ns
 
 
-def _early_exit(early: Sequence[Verdict], symptoms: Sequence[Verdict]) -> Cause:
-    return Cause(
+def _early_exit(early: Sequence[ClassifiedExit], symptoms: Sequence[ClassifiedExit]) -> HostCause:
+    return HostCause(
         failure_class=FailureClass.USER_EARLY_EXIT,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
@@ -188,38 +196,44 @@ def _early_exit(early: Sequence[Verdict], symptoms: Sequence[Verdict]) -> Cause:
     )
 
 
-def _only_symptoms(symptoms: Sequence[Verdict], verdicts: Sequence[Verdict]) -> Cause:
+def _symptoms_cause(
+    symptoms: Sequence[ClassifiedExit], exits: Sequence[ClassifiedExit]
+) -> HostCause:
     first = symptoms[0]
-    return Cause(
+    return HostCause(
         failure_class=first.failure_class,
         side=Side.AMBIGUOUS,
         confidence=Confidence.SYMPTOM_ONLY,
         how="nobody on this host failed first: the cause is elsewhere or left no trace",
         authority=1,
         first=first,
-        suspects=tuple(_suspects(symptoms, verdicts)),
+        suspects=tuple(_suspects(symptoms, exits)),
     )
 
 
-def _suspects(symptoms: Sequence[Verdict], verdicts: Sequence[Verdict]) -> list[Verdict]:
+def _suspects(
+    symptoms: Sequence[ClassifiedExit], exits: Sequence[ClassifiedExit]
+) -> list[ClassifiedExit]:
     """Return the ranks to look at first: silent ones, and the ones that were behind the others.
 
     The rank that everybody waits for is the one without a symptom of its own, or the one whose
     last step is below the others'.
     """
-    steps = [v.worker.last_step for v in verdicts if v.worker.last_step is not None]
-    ahead = max(steps, default=None)
-    silent = [v for v in verdicts if v.role is Role.TEARDOWN]
+    steps = [v.worker.last_step for v in exits if v.worker.last_step is not None]
+    newest_step = max(steps, default=None)
+    silent = [v for v in exits if v.role is Role.TEARDOWN]
     behind = [
         v
         for v in symptoms
-        if ahead is not None and v.worker.last_step is not None and v.worker.last_step < ahead
+        if newest_step is not None
+        and v.worker.last_step is not None
+        and v.worker.last_step < newest_step
     ]
     return sorted(silent + behind, key=lambda v: (v.worker.last_step or 0, v.worker.rank))
 
 
-def _nothing_seen() -> Cause:
-    return Cause(
+def _no_cause() -> HostCause:
+    return HostCause(
         failure_class=FailureClass.UNRESOLVED,
         side=Side.AMBIGUOUS,
         confidence=Confidence.UNKNOWN,
@@ -229,19 +243,19 @@ def _nothing_seen() -> Cause:
     )
 
 
-def _with_kernel(cause: Cause, trouble: KernelHit | None) -> Cause:
+def _with_kernel(cause: HostCause, node_fault: KernelMatch | None) -> HostCause:
     """Return *cause*, or the kernel's better account of it.
 
     A kernel line about the node replaces a cause that nobody is sure of; it does not touch one
     that the program itself, an OOM record or a full disk explains.
     """
-    if trouble is None:
+    if node_fault is None:
         return cause
-    same = trouble.failure_class is cause.failure_class
-    if not same and (cause.side not in (Side.AMBIGUOUS, Side.INFRA) or _explained(cause)):
+    same = node_fault.failure_class is cause.failure_class
+    if not same and (cause.side not in (Side.AMBIGUOUS, Side.INFRA) or _is_explained(cause)):
         return cause
-    return Cause(
-        failure_class=trouble.failure_class,
+    return HostCause(
+        failure_class=node_fault.failure_class,
         side=Side.INFRA,
         confidence=Confidence.CONFIRMED if same else Confidence.PROBABLE,
         how="the kernel log of this node, around the failure",
@@ -249,10 +263,10 @@ def _with_kernel(cause: Cause, trouble: KernelHit | None) -> Cause:
         first=cause.first,
         blamed=cause.blamed,
         blames_node=True,
-        kernel=trouble,
+        kernel=node_fault,
     )
 
 
-def _explained(cause: Cause) -> bool:
-    specific = cause.first is not None and cause.first.specific
+def _is_explained(cause: HostCause) -> bool:
+    specific = cause.first is not None and cause.first.is_specific
     return specific and cause.failure_class.category in _EXPLAINED

@@ -13,13 +13,13 @@ from gpuops.incident import exception, kernel
 from gpuops.model import Confidence, FailureClass, Role, Side, WorkerExit
 from gpuops.rules import LogRule, LogSource, first_match
 
-ANY = frozenset({"*"})
+ANY_CATEGORY = frozenset({"*"})
 TAIL_LINES_MAX = 60
-_PID_TOLD = re.compile(r"\(pid(?:\(s\))? ([\d, ]{1,80})\)")
+_PIDS_IN_MESSAGE = re.compile(r"\(pid(?:\(s\))? ([\d, ]{1,80})\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ClassifiedExit:
     """What one exit is to the failure of its attempt.
 
     ``lines`` are those that decided it; ``by`` says in words how the class is known, or why it is
@@ -32,10 +32,10 @@ class Verdict:
     failure_class: FailureClass
     side: Side
     confidence: Confidence
-    by: str
+    basis: str
     lines: tuple[str, ...] = ()
     kernel_lines: tuple[str, ...] = ()
-    specific: bool = False
+    is_specific: bool = False
 
     @property
     def failed_ns(self) -> int:
@@ -43,7 +43,7 @@ class Verdict:
         return self.worker.error_mono_ns or self.worker.seen_mono_ns
 
     @property
-    def order(self) -> tuple[int, bool, int, int]:
+    def sort_key(self) -> tuple[int, bool, int, int]:
         """Return a total order of failures on one host: by time, then rank, then process.
 
         Of two that were seen in one look the one ended by a signal comes first: a worker can exit
@@ -54,58 +54,58 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meaning:
+class _SignalMeaning:
     """What an end by a signal means, and which categories of log rule may know better."""
 
     failure_class: FailureClass
     side: Side
     confidence: Confidence
-    by: str
-    heeds: frozenset[str] = frozenset()
+    basis: str
+    refined_by: frozenset[str] = frozenset()
 
 
-_CRASH = _Meaning(
+_CRASH = _SignalMeaning(
     FailureClass.SEGFAULT,
     Side.AMBIGUOUS,
     Confidence.CONFIRMED,
     "known by its wait status: the process made an invalid access",
     frozenset({"gpu_hw", "storage"}),
 )
-_ASKED_TO_END = _Meaning(
+_TERMINATED = _SignalMeaning(
     FailureClass.CANCELLED,
     Side.SCHEDULER,
     Confidence.PROBABLE,
     "known by its wait status: somebody other than its agent asked it to end",
 )
 _SIGNALS = {
-    "SIGKILL": _Meaning(
+    "SIGKILL": _SignalMeaning(
         FailureClass.SIGKILL_PROBABLE,
         Side.AMBIGUOUS,
         Confidence.PROBABLE,
         "known by its wait status alone: no record says who sent the signal",
         frozenset({"host_mem"}),
     ),
-    "SIGABRT": _Meaning(
+    "SIGABRT": _SignalMeaning(
         FailureClass.ABORT,
         Side.AMBIGUOUS,
         Confidence.CONFIRMED,
         "known by its wait status: the process aborted itself",
-        ANY,
+        ANY_CATEGORY,
     ),
     "SIGSEGV": _CRASH,
     "SIGBUS": _CRASH,
     "SIGILL": _CRASH,
     "SIGFPE": _CRASH,
-    "SIGTERM": _ASKED_TO_END,
-    "SIGINT": _ASKED_TO_END,
-    "SIGHUP": _ASKED_TO_END,
+    "SIGTERM": _TERMINATED,
+    "SIGINT": _TERMINATED,
+    "SIGHUP": _TERMINATED,
 }
-_OTHER_SIGNAL = _Meaning(
+_OTHER_SIGNAL = _SignalMeaning(
     FailureClass.UNRESOLVED,
     Side.AMBIGUOUS,
     Confidence.UNKNOWN,
     "known by its wait status: a signal that says nothing about the cause",
-    ANY,
+    ANY_CATEGORY,
 )
 # A shell between the agent and Python turns the signal n into the exit code 128 + n.
 _SHELL_CODES = {132: "SIGILL", 134: "SIGABRT", 135: "SIGBUS", 136: "SIGFPE", 137: "SIGKILL"}
@@ -114,7 +114,7 @@ _SHELL_CODES |= {139: "SIGSEGV", 143: "SIGTERM"}
 
 def classify(
     worker: WorkerExit, rules: Sequence[LogRule], kernel_lines: Sequence[str] = ()
-) -> Verdict:
+) -> ClassifiedExit:
     """Return what the end of *worker* means.
 
     Args:
@@ -122,15 +122,17 @@ def classify(
         rules: Log rules; those of other sources than the worker's log are left aside.
         kernel_lines: The node's kernel log around the failure, if it could be read.
     """
-    if worker.was_done:
-        return _plain(worker, Role.NOISE, "it was done")
+    if worker.completed:
+        return _not_a_failure(worker, Role.NOISE, "it was done")
     if worker.terminated:
-        return _plain(worker, Role.TEARDOWN, "its agent ended it after another worker had failed")
-    about = kernel.lines_about(kernel_lines, _pids(worker))
+        return _not_a_failure(
+            worker, Role.TEARDOWN, "its agent ended it after another worker had failed"
+        )
+    process_lines = kernel.lines_with_pids(kernel_lines, _pids(worker))
     return (
-        _by_oom(worker, about)
-        or _by_exception(worker, rules, about)
-        or _by_signal(worker, rules, about)
+        _by_oom(worker, process_lines)
+        or _by_exception(worker, rules, process_lines)
+        or _by_signal(worker, rules, process_lines)
         or _by_log(worker, rules)
         or _unexplained(worker)
     )
@@ -141,139 +143,145 @@ def ending_signal(worker: WorkerExit) -> str | None:
     return worker.signal or _SHELL_CODES.get(worker.exit_code or 0)
 
 
-def _plain(worker: WorkerExit, role: Role, by: str) -> Verdict:
-    return Verdict(
+def _not_a_failure(worker: WorkerExit, role: Role, basis: str) -> ClassifiedExit:
+    return ClassifiedExit(
         worker=worker,
         role=role,
         failure_class=FailureClass.UNRESOLVED,
         side=Side.AMBIGUOUS,
         confidence=Confidence.UNKNOWN,
-        by=by,
+        basis=basis,
     )
 
 
 def _pids(worker: WorkerExit) -> set[int]:
-    told = _PID_TOLD.findall(worker.exception_message or "")
-    return {worker.pid} | {int(pid) for text in told for pid in text.split(",") if pid.strip()}
+    matches = _PIDS_IN_MESSAGE.findall(worker.exception_message or "")
+    return {worker.pid} | {int(pid) for text in matches for pid in text.split(",") if pid.strip()}
 
 
-def _by_oom(worker: WorkerExit, about: Sequence[str]) -> Verdict | None:
-    record = kernel.oom_record(about, _pids(worker))
+def _by_oom(worker: WorkerExit, process_lines: Sequence[str]) -> ClassifiedExit | None:
+    record = kernel.oom_record(process_lines, _pids(worker))
     if record is None:
         return None
     in_cgroup = record.failure_class is FailureClass.CGROUP_OOM
-    return Verdict(
+    return ClassifiedExit(
         worker=worker,
         role=Role.ROOT,
         failure_class=record.failure_class,
         side=Side.USER if in_cgroup else Side.AMBIGUOUS,
         confidence=Confidence.CONFIRMED,
-        by="known by the kernel's own record of the OOM kill",
+        basis="known by the kernel's own record of the OOM kill",
         lines=(record.line,),
         kernel_lines=(record.line,),
-        specific=True,
+        is_specific=True,
     )
 
 
 def _by_exception(
-    worker: WorkerExit, rules: Sequence[LogRule], about: tuple[str, ...]
-) -> Verdict | None:
-    lines = exception.said(worker)
+    worker: WorkerExit, rules: Sequence[LogRule], process_lines: tuple[str, ...]
+) -> ClassifiedExit | None:
+    lines = exception.exception_lines(worker)
     if not lines:
         return None
-    hit = _best_hit(rules, lines)
+    hit = _best_match(rules, lines)
     if hit is not None:
         rule, line = hit
-        return _ruled(worker, rule, line, Confidence.CONFIRMED, "the exception it raised", about)
-    where = exception.place(worker)
-    by = f"the exception it raised{f' at {where}' if where else ''}"
-    return _by_program(worker, by, (lines[0],), about)
+        return _by_rule(
+            worker, rule, line, Confidence.CONFIRMED, "the exception it raised", process_lines
+        )
+    where = exception.user_frame(worker)
+    basis = f"the exception it raised{f' at {where}' if where else ''}"
+    return _program_failure(worker, basis, (lines[0],), process_lines)
 
 
 def _by_signal(
-    worker: WorkerExit, rules: Sequence[LogRule], about: tuple[str, ...]
-) -> Verdict | None:
+    worker: WorkerExit, rules: Sequence[LogRule], process_lines: tuple[str, ...]
+) -> ClassifiedExit | None:
     name = ending_signal(worker)
     if name is None:
         return None
     meaning = _SIGNALS.get(name, _OTHER_SIGNAL)
-    hit = _best_hit(rules, _tail(worker), meaning.heeds)
+    hit = _best_match(rules, _tail(worker), meaning.refined_by)
     if hit is not None:
         rule, line = hit
-        return _ruled(worker, rule, line, Confidence.PROBABLE, f"its log, and {name}", about)
-    return Verdict(
+        return _by_rule(
+            worker, rule, line, Confidence.PROBABLE, f"its log, and {name}", process_lines
+        )
+    return ClassifiedExit(
         worker=worker,
         role=Role.ROOT,
         failure_class=meaning.failure_class,
         side=meaning.side,
         confidence=meaning.confidence,
-        by=meaning.by,
-        kernel_lines=about,
+        basis=meaning.basis,
+        kernel_lines=process_lines,
     )
 
 
-def _by_log(worker: WorkerExit, rules: Sequence[LogRule]) -> Verdict | None:
+def _by_log(worker: WorkerExit, rules: Sequence[LogRule]) -> ClassifiedExit | None:
     tail = _tail(worker)
-    hit = _best_hit(rules, tail)
+    hit = _best_match(rules, tail)
     if hit is not None:
         rule, line = hit
-        return _ruled(worker, rule, line, Confidence.PROBABLE, "its log")
+        return _by_rule(worker, rule, line, Confidence.PROBABLE, "its log")
     printed = exception.printed_exception(tail)
     if printed is None:
         return None
-    return _by_program(worker, "the traceback in its log", (printed,))
+    return _program_failure(worker, "the traceback in its log", (printed,))
 
 
-def _unexplained(worker: WorkerExit) -> Verdict:
-    words = _last_words(worker)
+def _unexplained(worker: WorkerExit) -> ClassifiedExit:
+    last_line = _last_stderr_line(worker)
     left = (
-        "no exception was left, but a last line" if words else "no exception and no hint was left"
+        "no exception was left, but a last line"
+        if last_line
+        else "no exception and no hint was left"
     )
-    return _by_program(worker, f"its exit code {worker.exit_code}: {left}", words)
+    return _program_failure(worker, f"its exit code {worker.exit_code}: {left}", last_line)
 
 
-def _by_program(
-    worker: WorkerExit, by: str, lines: tuple[str, ...], about: tuple[str, ...] = ()
-) -> Verdict:
+def _program_failure(
+    worker: WorkerExit, basis: str, lines: tuple[str, ...], process_lines: tuple[str, ...] = ()
+) -> ClassifiedExit:
     """Return the verdict that the program itself failed, for all that is known."""
-    return Verdict(
+    return ClassifiedExit(
         worker=worker,
         role=Role.ROOT,
         failure_class=FailureClass.USER_EXCEPTION,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        by=f"known by {by}",
+        basis=f"known by {basis}",
         lines=lines,
-        kernel_lines=about,
+        kernel_lines=process_lines,
     )
 
 
-def _last_words(worker: WorkerExit) -> tuple[str, ...]:
+def _last_stderr_line(worker: WorkerExit) -> tuple[str, ...]:
     """Return the last line of its standard error: where `sys.exit` puts what it is given."""
     if worker.log_path is None or "stderr" not in PurePosixPath(worker.log_path).name:
         return ()
     return tuple(line for line in worker.log_tail[-1:] if line.strip())
 
 
-def _ruled(
+def _by_rule(
     worker: WorkerExit,
     rule: LogRule,
     line: str,
     confidence: Confidence,
-    by: str,
-    about: tuple[str, ...] = (),
-) -> Verdict:
+    basis: str,
+    process_lines: tuple[str, ...] = (),
+) -> ClassifiedExit:
     is_symptom = rule.role is Role.SYMPTOM
-    return Verdict(
+    return ClassifiedExit(
         worker=worker,
         role=Role.SYMPTOM if is_symptom else Role.ROOT,
         failure_class=rule.failure_class,
         side=rule.side,
         confidence=Confidence.SYMPTOM_ONLY if is_symptom else confidence,
-        by=f"known by {by} (rule {rule.id})",
+        basis=f"known by {basis} (rule {rule.id})",
         lines=(line,),
-        kernel_lines=about,
-        specific=True,
+        kernel_lines=process_lines,
+        is_specific=True,
     )
 
 
@@ -281,16 +289,18 @@ def _tail(worker: WorkerExit) -> list[str]:
     return list(worker.log_tail[-TAIL_LINES_MAX:])
 
 
-def _best_hit(
-    rules: Sequence[LogRule], lines: Sequence[str], heeds: frozenset[str] = ANY
+def _best_match(
+    rules: Sequence[LogRule], lines: Sequence[str], categories: frozenset[str] = ANY_CATEGORY
 ) -> tuple[LogRule, str] | None:
     """Return the first line that names a root, else the first that is a symptom."""
-    if not heeds:
+    if not categories:
         return None
     symptom: tuple[LogRule, str] | None = None
-    for line in exception.speaking(lines):
+    for line in exception.drop_frames(lines):
         rule = first_match(rules, line, LogSource.WORKER)
-        if rule is None or not (heeds is ANY or rule.failure_class.category in heeds):
+        if rule is None or not (
+            categories is ANY_CATEGORY or rule.failure_class.category in categories
+        ):
             continue
         if rule.role in (Role.ROOT, Role.CONFIRMATION):
             return rule, line

@@ -29,7 +29,7 @@ restart                     anything else, also what nobody understands         
 =========================== ==================================================== ==================
 
 A restart counts unless the row says otherwise, and does without nodes that are doubted, as far as
-they can be spared (`gpuops.incident.doubts`). Software faults need a signature (a root in user
+they can be spared (`gpuops.incident.suspects`). Software faults need a signature (a root in user
 code, see `gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit
 code alone) needs three. A suspect node costs one attempt more: with stable ranks a bug of one rank
 and a fault of one device look alike, until the rank sits elsewhere.
@@ -46,47 +46,47 @@ from gpuops.errors import (
     EXIT_USAGE,
 )
 from gpuops.incident import budget
-from gpuops.incident.across import RootCause, Standing, find_root
+from gpuops.incident.correlate import CausalRank, RootCause, find_root
 from gpuops.incident.decision import (
     CULPRITS_MAX,
     TEXT_CHARS_MAX,
-    Cluster,
-    Decision,
+    ClusterState,
     NodeReport,
     OnExhausted,
     PastFailure,
     ReportKind,
-    Verdict,
+    RestartDecision,
+    RunAction,
 )
-from gpuops.incident.doubts import to_leave_out
-from gpuops.incident.repeats import Repetition, bad_checkpoint, software_fault
+from gpuops.incident.repeats import RepeatedFault, find_bad_checkpoint, find_software_fault
+from gpuops.incident.suspects import suspects_to_exclude
 from gpuops.model import FailureClass, Side
 
-_EXIT_CODES = {Verdict.REQUEUE: EXIT_REQUEUE, Verdict.FAIL: EXIT_FAIL}
-_EXIT_CODES[Verdict.STOP] = EXIT_DO_NOT_REQUEUE
-_SUSPECT = "the same software fault fell on this node only"
+_EXIT_CODES = {RunAction.REQUEUE: EXIT_REQUEUE, RunAction.FAIL: EXIT_FAIL}
+_EXIT_CODES[RunAction.STOP] = EXIT_DO_NOT_REQUEUE
+_SUSPECT_REASON = "the same software fault fell on this node only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _DecisionContext:
     """Everything that the rows look at. ``bad`` are the nodes to leave out, with reasons."""
 
     root: RootCause
     failure: PastFailure
-    bad: Mapping[str, str]
-    cluster: Cluster
+    nodes_at_fault: Mapping[str, str]
+    cluster: ClusterState
     history: Sequence[PastFailure]
     now_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _RuleResult:
     """What one row of the table says."""
 
-    verdict: Verdict
+    action: RunAction
     rule: str
-    why: str
-    counted: bool = True
+    explanation: str
+    is_counted: bool = True
     exclude: Mapping[str, str] = field(default_factory=dict)
     exclude_checkpoint: int | None = None
     exit_code: int | None = None
@@ -94,10 +94,10 @@ class _Row:
 
 def decide(
     reports: Sequence[NodeReport],
-    cluster: Cluster,
+    cluster: ClusterState,
     history: Sequence[PastFailure],
     now_s: float,
-) -> Decision:
+) -> RestartDecision:
     """Return what becomes of the run.
 
     Args:
@@ -107,34 +107,34 @@ def decide(
         now_s: Now, by the board.
     """
     root = find_root(reports)
-    case = _Case(
+    context = _DecisionContext(
         root=root,
         failure=_failure(root, reports, cluster, now_s),
-        bad=_to_exclude(reports, cluster),
+        nodes_at_fault=_nodes_at_fault(reports, cluster),
         cluster=cluster,
         history=history,
         now_s=now_s,
     )
-    row = (
-        _preempted(case)
-        or _taken(case)
-        or _poisoned(case)
-        or _software(case)
-        or _exhausted(case)
-        or _uncounted(case)
-        or _spent(case)
-        or _restart(case)
+    result = (
+        _preempted(context)
+        or _checkpoint_dir_taken(context)
+        or _checkpoint_poisoned(context)
+        or _software_fault(context)
+        or _nodes_exhausted(context)
+        or _uncounted_failure(context)
+        or _budget_spent(context)
+        or _restart(context)
     )
-    return _decision(case, row)
+    return _build_decision(context, result)
 
 
 def _failure(
-    root: RootCause, reports: Sequence[NodeReport], cluster: Cluster, now_s: float
+    root: RootCause, reports: Sequence[NodeReport], cluster: ClusterState, now_s: float
 ) -> PastFailure:
     """Return the failure as the history keeps it, before it is known what follows."""
     report, first = root.report, root.first
-    is_benign = first is not None and first.exit_code in cluster.terms.benign_exit_codes
-    is_program = root.standing is Standing.ROOT and first is not None and not is_benign
+    is_benign = first is not None and first.exit_code in cluster.policy.benign_exit_codes
+    is_program = root.causal_rank is CausalRank.ROOT and first is not None and not is_benign
     steps = [r.last_step for r in reports] + [end.step for r in reports for end in r.ends]
     saved = [r.checkpoint_step for r in reports if r.checkpoint_step is not None]
     uuids = sorted({end.gpu_uuid for _, end in root.ends if end.gpu_uuid is not None})
@@ -143,7 +143,7 @@ def _failure(
         at_s=now_s,
         failure_class=report.failure_class if report else FailureClass.UNRESOLVED,
         side=report.side if report else Side.AMBIGUOUS,
-        counted=True,
+        is_counted=True,
         signature=first.signature if is_program and first else None,
         step=root.step,
         has_stepped=any(r.has_stepped for r in reports),
@@ -151,12 +151,12 @@ def _failure(
         nodes=root.nodes[:CULPRITS_MAX],
         gpu_uuids=tuple(uuids[:CULPRITS_MAX]),
         log_path=first.log_path if first else None,
-        is_infrastructure=root.standing is Standing.INFRASTRUCTURE,
+        is_infrastructure=root.causal_rank is CausalRank.INFRASTRUCTURE,
         highest_step=max((step for step in steps if step is not None), default=None),
     )
 
 
-def _to_exclude(reports: Sequence[NodeReport], cluster: Cluster) -> dict[str, str]:
+def _nodes_at_fault(reports: Sequence[NodeReport], cluster: ClusterState) -> dict[str, str]:
     """Return the nodes that evidence of their own speaks against; a lost node is not one."""
     known = {*cluster.members, *cluster.live} - set(cluster.excluded)
     blamed = (r for r in reports if r.blames_node or r.kind is ReportKind.GATE_FAILED)
@@ -168,176 +168,209 @@ def _to_exclude(reports: Sequence[NodeReport], cluster: Cluster) -> dict[str, st
     return found
 
 
-def _preempted(case: _Case) -> _Row | None:
-    if case.root.standing is not Standing.PREEMPTED:
+def _preempted(context: _DecisionContext) -> _RuleResult | None:
+    if context.root.causal_rank is not CausalRank.PREEMPTED:
         return None
     why = "the scheduler wants the nodes back: requeue"
-    return _Row(verdict=Verdict.REQUEUE, rule="scheduler.preempted", why=why, counted=False)
+    return _RuleResult(
+        action=RunAction.REQUEUE, rule="scheduler.preempted", explanation=why, is_counted=False
+    )
 
 
-def _taken(case: _Case) -> _Row | None:
-    if case.failure.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:
+def _checkpoint_dir_taken(context: _DecisionContext) -> _RuleResult | None:
+    if context.failure.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:
         return None
     # What a rank raised is cut short before it says what to do.
-    advice = "end that one, or give this one a directory of its own; " if case.root.ends else ""
-    return _Row(
-        verdict=Verdict.STOP,
+    advice = "end that one, or give this one a directory of its own; " if context.root.ends else ""
+    return _RuleResult(
+        action=RunAction.STOP,
         rule="checkpoint.dir_taken",
-        why=f"{advice}not tried again, a restart would find it so as well",
-        counted=False,
+        explanation=f"{advice}not tried again, a restart would find it so as well",
+        is_counted=False,
         exit_code=EXIT_USAGE,
     )
 
 
-def _poisoned(case: _Case) -> _Row | None:
-    if case.bad or case.root.standing not in (Standing.ROOT, Standing.KILLED):
+def _checkpoint_poisoned(context: _DecisionContext) -> _RuleResult | None:
+    if context.nodes_at_fault or context.root.causal_rank not in (
+        CausalRank.ROOT,
+        CausalRank.KILLED,
+    ):
         return None
-    step = bad_checkpoint(case.history, case.failure)
-    if step is None or not _goes_on(case, case.bad):
+    step = find_bad_checkpoint(context.history, context.failure)
+    if step is None or not _can_restart(context, context.nodes_at_fault):
         return None
-    return _Row(
-        verdict=Verdict.RESTART,
+    return _RuleResult(
+        action=RunAction.RESTART,
         rule="checkpoint.poisoned",
-        why=f"for the second time soon after the checkpoint of step {step}: left out once",
+        explanation=f"for the second time soon after the checkpoint of step {step}: left out once",
         exclude_checkpoint=step,
     )
 
 
-def _software(case: _Case) -> _Row | None:
-    fault = None if case.bad else software_fault(case.history, case.failure)
+def _software_fault(context: _DecisionContext) -> _RuleResult | None:
+    fault = (
+        None if context.nodes_at_fault else find_software_fault(context.history, context.failure)
+    )
     if fault is None:
         return None
-    node = fault.on_one_node(case.failure)
-    others = [name for name in budget.candidates(case.cluster) if name != node]
-    if node is not None and node in case.cluster.live and others and _goes_on(case, {node: ""}):
-        return _Row(
-            verdict=Verdict.RESTART,
+    node = fault.only_node(context.failure)
+    others = [name for name in budget.candidates(context.cluster) if name != node]
+    if (
+        node is not None
+        and node in context.cluster.live
+        and others
+        and _can_restart(context, {node: ""})
+    ):
+        return _RuleResult(
+            action=RunAction.RESTART,
             rule="software.suspect_node",
-            why=f"the same {fault.when} only ever on {node}{_device(fault, case.failure)}: once"
+            explanation=f"the same {fault.when} only ever on "
+            f"{node}{_common_gpu(fault, context.failure)}: once"
             " more without it, before the program is called the cause",
-            exclude={node: _SUSPECT},
+            exclude={node: _SUSPECT_REASON},
         )
     times = len(fault.earlier) + 1
-    logs = [past.log_path for past in (*fault.earlier, case.failure)]
+    logs = [past.log_path for past in (*fault.earlier, context.failure)]
     where = " and ".join(dict.fromkeys(path for path in logs[-2:] if path)) or "none"
     why = f"the same {times} times {fault.when}: it would fail again; logs: {where}"
-    return _Row(verdict=Verdict.STOP, rule=fault.rule, why=why)
+    return _RuleResult(action=RunAction.STOP, rule=fault.rule, explanation=why)
 
 
-def _device(fault: Repetition, failure: PastFailure) -> str:
+def _common_gpu(fault: RepeatedFault, failure: PastFailure) -> str:
     common = set(failure.gpu_uuids)
     for past in fault.earlier:
         common &= set(past.gpu_uuids)
     return f", {min(common)}" if common else ""
 
 
-def _goes_on(case: _Case, without: Mapping[str, str]) -> bool:
+def _can_restart(context: _DecisionContext, excluded: Mapping[str, str]) -> bool:
     """Say whether a restart without those nodes is possible and still within the budget."""
-    left = budget.restarts_left(case.history, case.cluster.terms, case.now_s)
-    return left > 0 and _too_few(case.cluster, without) is None
+    restarts = budget.restarts_left(context.history, context.cluster.policy, context.now_s)
+    return restarts > 0 and _too_few(context.cluster, excluded) is None
 
 
-def _too_few(cluster: Cluster, without: Mapping[str, str]) -> str | None:
+def _too_few(cluster: ClusterState, excluded: Mapping[str, str]) -> str | None:
     """Return why the nodes that are left are too few, None where they are enough."""
-    terms, n = cluster.terms, budget.seats(cluster, without)
-    left = len(budget.candidates(cluster, without))
-    if n == 0:
-        unit = f" in units of {terms.node_unit}" if terms.node_unit > 1 else ""
-        return f"{left} nodes are left, at least {terms.nodes_min}{unit} are needed"
-    if terms.on_exhausted is OnExhausted.REQUEUE and n < len(cluster.members):
-        return f"{n} nodes could train, fewer than the {len(cluster.members)} before"
+    policy, n_nodes = cluster.policy, budget.trainable_nodes(cluster, excluded)
+    n_candidates = len(budget.candidates(cluster, excluded))
+    if n_nodes == 0:
+        unit = f" in units of {policy.node_unit}" if policy.node_unit > 1 else ""
+        return f"{n_candidates} nodes are left, at least {policy.nodes_min}{unit} are needed"
+    if policy.on_exhausted is OnExhausted.REQUEUE and n_nodes < len(cluster.members):
+        return f"{n_nodes} nodes could train, fewer than the {len(cluster.members)} before"
     return None
 
 
-def _exhausted(case: _Case) -> _Row | None:
-    why = _too_few(case.cluster, case.bad)
+def _nodes_exhausted(context: _DecisionContext) -> _RuleResult | None:
+    why = _too_few(context.cluster, context.nodes_at_fault)
     if why is None:
         return None
-    one = case.cluster.terms.nodes_max == 1
-    if one and case.bad and not budget.candidates(case.cluster, case.bad):
-        return _Row(
-            verdict=Verdict.REQUEUE,
+    one = context.cluster.policy.nodes_max == 1
+    if (
+        one
+        and context.nodes_at_fault
+        and not budget.candidates(context.cluster, context.nodes_at_fault)
+    ):
+        return _RuleResult(
+            action=RunAction.REQUEUE,
             rule="node.unhealthy",
-            why="this node is not fit to train: requeue elsewhere",
+            explanation="this node is not fit to train: requeue elsewhere",
             exit_code=EXIT_NODE_UNHEALTHY,
         )
-    return _Row(verdict=Verdict.REQUEUE, rule="nodes.exhausted", why=f"{why}: requeue")
+    return _RuleResult(
+        action=RunAction.REQUEUE, rule="nodes.exhausted", explanation=f"{why}: requeue"
+    )
 
 
-def _uncounted(case: _Case) -> _Row | None:
-    report = case.root.report
-    if case.root.standing is Standing.INFRASTRUCTURE:
-        before = budget.infrastructure_in_a_row(case.history)
-        if before < budget.INFRASTRUCTURE_MAX:
+def _uncounted_failure(context: _DecisionContext) -> _RuleResult | None:
+    report = context.root.report
+    if context.root.causal_rank is CausalRank.INFRASTRUCTURE:
+        n_earlier = budget.consecutive_infrastructure_failures(context.history)
+        if n_earlier < budget.INFRASTRUCTURE_FAILURES_MAX:
             why = "the launch itself failed, which does not count: restart"
             rule = "launch.infrastructure"
-            return _Row(verdict=Verdict.RESTART, rule=rule, why=why, counted=False)
+            return _RuleResult(
+                action=RunAction.RESTART, rule=rule, explanation=why, is_counted=False
+            )
     if report is not None and report.kind is ReportKind.GATE_FAILED:
-        why = f"restart without {_few(case.bad)}" if case.bad else "restart"
-        return _Row(verdict=Verdict.RESTART, rule="gate.failed", why=why, counted=False)
+        why = (
+            f"restart without {_limited_list(context.nodes_at_fault)}"
+            if context.nodes_at_fault
+            else "restart"
+        )
+        return _RuleResult(
+            action=RunAction.RESTART, rule="gate.failed", explanation=why, is_counted=False
+        )
     return None
 
 
-def _spent(case: _Case) -> _Row | None:
-    terms = case.cluster.terms
-    if budget.restarts_left(case.history, terms, case.now_s) > 0:
+def _budget_spent(context: _DecisionContext) -> _RuleResult | None:
+    policy = context.cluster.policy
+    if budget.restarts_left(context.history, policy, context.now_s) > 0:
         return None
-    window_s = terms.restarts_window_s
+    window_s = policy.restarts_window_s
     span = "" if window_s is None else f" within {window_s:g} s"
-    why = f"all {terms.restarts_max} restarts{span} are spent"
-    if terms.restarts_max < 2:
-        why = f"the only restart{span} is spent" if terms.restarts_max else "no restart is allowed"
-    return _Row(verdict=Verdict.FAIL, rule="budget.spent", why=why)
+    why = f"all {policy.restarts_max} restarts{span} are spent"
+    if policy.restarts_max < 2:
+        why = f"the only restart{span} is spent" if policy.restarts_max else "no restart is allowed"
+    return _RuleResult(action=RunAction.FAIL, rule="budget.spent", explanation=why)
 
 
-def _restart(case: _Case) -> _Row:
-    first = case.root.first
-    if case.bad:
-        rule, why = "node.excluded", f"restart without {_few(case.bad)}"
-    elif case.root.standing is Standing.NODE_LOST:
+def _restart(context: _DecisionContext) -> _RuleResult:
+    first = context.root.first
+    if context.nodes_at_fault:
+        rule, why = "node.excluded", f"restart without {_limited_list(context.nodes_at_fault)}"
+    elif context.root.causal_rank is CausalRank.NODE_LOST:
         rule, why = "node.lost", "restart with those that are there"
-    elif first is not None and first.exit_code in case.cluster.terms.benign_exit_codes:
+    elif first is not None and first.exit_code in context.cluster.policy.benign_exit_codes:
         rule, why = "restart.benign", "the program asks for a restart with that code"
     else:
         rule, why = "restart", "restart"
-    return _Row(verdict=Verdict.RESTART, rule=rule, why=why)
+    return _RuleResult(action=RunAction.RESTART, rule=rule, explanation=why)
 
 
-def _decision(case: _Case, row: _Row) -> Decision:
-    run_long = replace(case.cluster.terms, restarts_window_s=None)
-    before = budget.counted(case.history, run_long, case.now_s)
+def _build_decision(context: _DecisionContext, result: _RuleResult) -> RestartDecision:
+    run_long = replace(context.cluster.policy, restarts_window_s=None)
+    n_earlier = budget.count_failures(context.history, run_long, context.now_s)
     failure = replace(
-        case.failure,
-        rule=row.rule,
-        counted=row.counted,
-        counted_total=before + row.counted,
-        excluded_checkpoint=row.exclude_checkpoint,
+        context.failure,
+        rule=result.rule,
+        is_counted=result.is_counted,
+        counted_total=n_earlier + result.is_counted,
+        excluded_checkpoint=result.exclude_checkpoint,
     )
-    restarts = row.verdict is Verdict.RESTART
-    exclude = {**case.bad, **row.exclude}
-    doubted = to_leave_out(case.cluster, exclude) if restarts else {}
-    also = f", and without {_few(doubted)}, which was doubted" if doubted else ""
-    return Decision(
-        verdict=row.verdict,
-        rule=row.rule,
-        reason=f"{_what(case)}; {row.why}{also}",
+    restarts = result.action is RunAction.RESTART
+    exclude = {**context.nodes_at_fault, **result.exclude}
+    suspected = suspects_to_exclude(context.cluster, exclude) if restarts else {}
+    also = f", and without {_limited_list(suspected)}, which was doubted" if suspected else ""
+    return RestartDecision(
+        action=result.action,
+        rule=result.rule,
+        reason=f"{_describe_failure(context)}; {result.explanation}{also}",
         failure=failure,
-        cause=case.root.report,
-        exclude={**exclude, **doubted},
-        exclude_checkpoint=row.exclude_checkpoint,
-        backoff_s=budget.backoff_s(case.history, failure) if restarts else 0.0,
-        exit_code=row.exit_code or _EXIT_CODES.get(row.verdict),
+        cause=context.root.report,
+        exclude={**exclude, **suspected},
+        exclude_checkpoint=result.exclude_checkpoint,
+        backoff_s=budget.backoff_s(context.history, failure) if restarts else 0.0,
+        exit_code=result.exit_code or _EXIT_CODES.get(result.action),
     )
 
 
-def _what(case: _Case) -> str:
+def _describe_failure(context: _DecisionContext) -> str:
     """Return the failure in words."""
-    report, first = case.root.report, case.root.first
+    report, first = context.root.report, context.root.first
     if report is None:
         return "no agent reported anything"
-    where = "" if case.root.is_shared else f" on {_few(case.root.nodes or (report.node,))}"
+    where = (
+        ""
+        if context.root.is_shared
+        else f" on {_limited_list(context.root.nodes or (report.node,))}"
+    )
     if first is not None and first.summary:
-        others = f" (with {len(case.root.ends) - 1} more ranks)" if case.root.is_shared else ""
+        others = (
+            f" (with {len(context.root.ends) - 1} more ranks)" if context.root.is_shared else ""
+        )
         who, what = f"rank {first.rank}", first.summary
         if what.startswith(f"{who} "):
             # The node stands before an exception's own text, which would seem to name it.
@@ -346,7 +379,7 @@ def _what(case: _Case) -> str:
     return f"{report.failure_class.value}{where}{f': {report.how}' if report.how else ''}"
 
 
-def _few(names: Sequence[str] | Mapping[str, str], most: int = 8) -> str:
+def _limited_list(names: Sequence[str] | Mapping[str, str], limit: int = 8) -> str:
     known = sorted(names)
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(known[:most]) + more
+    more = f" and {len(known) - limit} more" if len(known) > limit else ""
+    return ", ".join(known[:limit]) + more

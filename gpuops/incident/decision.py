@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from gpuops.config_run import WINDOW_RESTARTS_MAX
+from gpuops.config.schema import WINDOW_RESTARTS_MAX
 from gpuops.incident import fields
 from gpuops.model import Confidence, Entity, FailureClass, Json, Role, Side
 
@@ -75,8 +75,8 @@ class RankEnd:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         return cls(
-            rank=fields.whole(data["rank"]),
-            local_rank=fields.whole(data["local_rank"]),
+            rank=fields.required_number(data["rank"]),
+            local_rank=fields.required_number(data["local_rank"]),
             role=Role(data["role"]),
             failure_class=FailureClass(data["failure_class"]),
             side=Side(data["side"]),
@@ -144,7 +144,7 @@ class NodeReport:
         return cls(
             kind=ReportKind(data["kind"]),
             node=fields.name(data["node"]),
-            generation=fields.whole(data["generation"]),
+            generation=fields.required_number(data["generation"]),
             failure_class=FailureClass(data["failure_class"]),
             side=Side(data["side"]),
             confidence=Confidence(data["confidence"]),
@@ -156,7 +156,7 @@ class NodeReport:
             checkpoint_step=fields.number(data.get("checkpoint_step")),
             ends=tuple(RankEnd.from_json(item) for item in data.get("ends", ())[:EXITS_MAX]),
             is_infrastructure=bool(data.get("is_infrastructure")),
-            arrival=fields.whole(data.get("arrival", 0)),
+            arrival=fields.required_number(data.get("arrival", 0)),
         )
 
 
@@ -173,7 +173,7 @@ class PastFailure:
     at_s: float
     failure_class: FailureClass
     side: Side
-    counted: bool  # against the budget of restarts
+    is_counted: bool  # against the budget of restarts
     signature: str | None = None
     step: int | None = None
     has_stepped: bool = False
@@ -186,17 +186,17 @@ class PastFailure:
     counted_total: int = 0
     highest_step: int | None = None
     excluded_checkpoint: int | None = None
-    earlier_s: tuple[float, ...] = ()
+    earlier_failures_s: tuple[float, ...] = ()
 
     def to_json(self) -> Json:
-        earlier = {"earlier_s": list(self.earlier_s)} if self.earlier_s else {}
+        earlier = {"earlier_s": list(self.earlier_failures_s)} if self.earlier_failures_s else {}
         return {
             **earlier,
             "generation": self.generation,
             "at_s": self.at_s,
             "failure_class": self.failure_class.value,
             "side": self.side.value,
-            "counted": self.counted,
+            "counted": self.is_counted,
             "signature": self.signature,
             "step": self.step,
             "has_stepped": self.has_stepped,
@@ -214,11 +214,11 @@ class PastFailure:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         return cls(
-            generation=fields.whole(data["generation"]),
+            generation=fields.required_number(data["generation"]),
             at_s=fields.seconds(data["at_s"]),
             failure_class=FailureClass(data["failure_class"]),
             side=Side(data["side"]),
-            counted=bool(data["counted"]),
+            is_counted=bool(data["counted"]),
             signature=fields.text(data.get("signature")),
             step=fields.number(data.get("step")),
             has_stepped=bool(data.get("has_stepped")),
@@ -228,10 +228,12 @@ class PastFailure:
             log_path=fields.text(data.get("log_path"), PATH_CHARS_MAX),
             rule=fields.text(data.get("rule")) or "",
             is_infrastructure=bool(data.get("is_infrastructure")),
-            counted_total=fields.whole(data.get("counted_total", 0)),
+            counted_total=fields.required_number(data.get("counted_total", 0)),
             highest_step=fields.number(data.get("highest_step")),
             excluded_checkpoint=fields.number(data.get("excluded_checkpoint")),
-            earlier_s=tuple(map(fields.seconds, data.get("earlier_s", ())[-WINDOW_RESTARTS_MAX:])),
+            earlier_failures_s=tuple(
+                map(fields.seconds, data.get("earlier_s", ())[-WINDOW_RESTARTS_MAX:])
+            ),
         )
 
 
@@ -243,7 +245,7 @@ class OnExhausted(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RestartPolicy:
     """What the user asked of restarts; the same on every agent.
 
     ``nodes_max`` nodes train, ``nodes_min`` at least, always a multiple of ``node_unit``; agents
@@ -275,53 +277,55 @@ class Terms:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         window_s = data.get("restarts_window_s")
         return cls(
-            nodes_min=fields.whole(data["nodes_min"]),
-            nodes_max=fields.whole(data["nodes_max"]),
-            node_unit=fields.whole(data["node_unit"]),
-            restarts_max=fields.whole(data["restarts_max"]),
+            nodes_min=fields.required_number(data["nodes_min"]),
+            nodes_max=fields.required_number(data["nodes_max"]),
+            node_unit=fields.required_number(data["node_unit"]),
+            restarts_max=fields.required_number(data["restarts_max"]),
             restarts_window_s=None if window_s is None else fields.seconds(window_s),
             on_exhausted=OnExhausted(data["on_exhausted"]),
-            benign_exit_codes=frozenset(map(fields.whole, data.get("benign_exit_codes", ()))),
+            benign_exit_codes=frozenset(
+                map(fields.required_number, data.get("benign_exit_codes", ()))
+            ),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class ClusterState:
     """Who there is: nodes by name. ``live`` have an agent that beats, spares among them.
 
     ``doubted``: what speaks against nodes without having ended anything, first come first.
     """
 
-    terms: Terms
+    policy: RestartPolicy
     generation: int
     members: tuple[str, ...]  # of this generation, by group rank
     live: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
-    doubted: Mapping[str, str] = field(default_factory=dict)
+    suspected: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         return {
-            "terms": self.terms.to_json(),
+            "terms": self.policy.to_json(),
             "generation": self.generation,
             "members": list(self.members),
             "live": list(self.live),
             "excluded": dict(self.excluded),
-            "doubted": dict(self.doubted),
+            "doubted": dict(self.suspected),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         return cls(
-            terms=Terms.from_json(data["terms"]),
-            generation=fields.whole(data["generation"]),
+            policy=RestartPolicy.from_json(data["terms"]),
+            generation=fields.required_number(data["generation"]),
             members=fields.names(data["members"]),
             live=fields.names(data["live"]),
             excluded=fields.reasons(data.get("excluded", {})),
-            doubted=fields.reasons(data.get("doubted", {})),
+            suspected=fields.reasons(data.get("doubted", {})),
         )
 
 
-class Verdict(StrEnum):
+class RunAction(StrEnum):
     """What becomes of the run."""
 
     RESTART = "restart"  # of all that are live and not excluded
@@ -331,7 +335,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class RestartDecision:
     """What was decided, and everything needed to say why.
 
     ``rule`` is the stable name of the row of the decision table that fired; ``reason`` is for
@@ -339,7 +343,7 @@ class Decision:
     ``failure`` goes into the history of the run. ``cause`` is the report that holds the root cause.
     """
 
-    verdict: Verdict
+    action: RunAction
     rule: str
     reason: str
     failure: PastFailure
@@ -351,7 +355,7 @@ class Decision:
 
     def to_json(self) -> Json:
         return {
-            "verdict": self.verdict.value,
+            "verdict": self.action.value,
             "rule": self.rule,
             "reason": self.reason[:REASON_CHARS_MAX],
             "failure": self.failure.to_json(),
@@ -366,7 +370,7 @@ class Decision:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         cause = data.get("cause")
         return cls(
-            verdict=Verdict(data["verdict"]),
+            action=RunAction(data["verdict"]),
             rule=fields.name(data["rule"]),
             reason=fields.text(data["reason"], REASON_CHARS_MAX) or "",
             failure=PastFailure.from_json(data["failure"]),

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from gpuops.incident import exception
-from gpuops.incident.cause import Cause
-from gpuops.incident.classify import Verdict
+from gpuops.incident.cause import HostCause
+from gpuops.incident.classify import ClassifiedExit
 from gpuops.model import Entity, EntityKind, Evidence, Role, WorkerExit
 from gpuops.rules import LINE_MAX
 from gpuops.scrub import scrub, scrub_lines
@@ -14,28 +14,28 @@ TAIL_LINES = 20
 LINE_CHARS = 500
 # An agent has at most a few dozen ranks; beyond, ranks that ended alike share an item, so that an
 # incident stays far below the spool's limit for a line.
-RANKS_APART_MAX = 64
+SEPARATE_RANKS_MAX = 64
 _ORDER = (Role.ROOT, Role.CONFIRMATION, Role.SYMPTOM, Role.TEARDOWN, Role.NOISE)
 
 
 def evidence_for(
-    cause: Cause, verdicts: Sequence[Verdict], node: str, remarks: Sequence[str] = ()
+    cause: HostCause, exits: Sequence[ClassifiedExit], node: str, remarks: Sequence[str] = ()
 ) -> tuple[Evidence, ...]:
     """Return the evidence for *cause*: root, confirmations, symptoms, teardown, in that order.
 
     *remarks* are kernel lines that a reader should see although they decided nothing.
     """
     blamed = {id(v) for v in cause.blamed}
-    told = _kernel_lines(cause)
-    items = [_confirmation(line, node) for line in told]
-    items += _remarks([line for line in remarks if line not in told], node)
-    apart = [v for v in verdicts if id(v) in blamed or len(verdicts) <= RANKS_APART_MAX]
+    kernel_lines = _kernel_lines(cause)
+    items = [_kernel_evidence(line, node) for line in kernel_lines]
+    items += _remark_evidence([line for line in remarks if line not in kernel_lines], node)
+    separate = [v for v in exits if id(v) in blamed or len(exits) <= SEPARATE_RANKS_MAX]
     quoted = cause.blamed[0] if cause.blamed else cause.first
-    shown = sorted(apart, key=lambda v: (v is not quoted, v.order))
-    items += [_of_rank(v, quoted=v is quoted, role=_role(v, blamed)) for v in shown]
-    alone = {id(v) for v in apart}
-    items += _grouped(v for v in verdicts if id(v) not in alone)
-    items += [_suspect(v) for v in cause.suspects[:RANKS_APART_MAX]]
+    ordered = sorted(separate, key=lambda v: (v is not quoted, v.sort_key))
+    items += [_rank_evidence(v, with_log=v is quoted, role=_role(v, blamed)) for v in ordered]
+    separate_ids = {id(v) for v in separate}
+    items += _grouped_evidence(v for v in exits if id(v) not in separate_ids)
+    items += [_suspect_evidence(v) for v in cause.suspects[:SEPARATE_RANKS_MAX]]
     return tuple(sorted(items, key=lambda item: _ORDER.index(item.role)))
 
 
@@ -48,7 +48,7 @@ def step_phrase(worker: WorkerExit) -> str:
     return "before its first step"
 
 
-def clip(lines: Iterable[str]) -> tuple[str, ...]:
+def scrub_and_clip(lines: Iterable[str]) -> tuple[str, ...]:
     """Return *lines* without secrets, each cut to `LINE_CHARS`."""
     return tuple(line[:LINE_CHARS] for line in scrub_lines([line[:LINE_MAX] for line in lines]))
 
@@ -58,7 +58,7 @@ def rank_entity(worker: WorkerExit) -> Entity:
     return Entity(EntityKind.RANK, str(worker.rank))
 
 
-def _kernel_lines(cause: Cause) -> list[str]:
+def _kernel_lines(cause: HostCause) -> list[str]:
     lines = [cause.kernel.line] if cause.kernel else []
     for verdict in (*cause.blamed, cause.first):
         if verdict is not None:
@@ -66,41 +66,43 @@ def _kernel_lines(cause: Cause) -> list[str]:
     return lines
 
 
-def _confirmation(line: str, node: str) -> Evidence:
+def _kernel_evidence(line: str, node: str) -> Evidence:
     return Evidence(
         role=Role.CONFIRMATION,
         text="the kernel log says",
         entity=Entity(EntityKind.NODE, node),
-        lines=clip([line]),
+        lines=scrub_and_clip([line]),
     )
 
 
-def _remarks(lines: Sequence[str], node: str) -> list[Evidence]:
+def _remark_evidence(lines: Sequence[str], node: str) -> list[Evidence]:
     if not lines:
         return []
     text = "the kernel log also says, which did not decide the cause"
     entity = Entity(EntityKind.NODE, node)
-    return [Evidence(role=Role.NOISE, text=text, entity=entity, lines=clip(lines))]
+    return [Evidence(role=Role.NOISE, text=text, entity=entity, lines=scrub_and_clip(lines))]
 
 
-def _role(verdict: Verdict, blamed: set[int]) -> Role:
-    """Return what *verdict* is to the incident: a failure after the cause is a symptom of it."""
-    if id(verdict) in blamed:
+def _role(classified: ClassifiedExit, blamed: set[int]) -> Role:
+    """Return what *classified* is to the incident: a failure after the cause is a symptom of it."""
+    if id(classified) in blamed:
         return Role.ROOT
-    return Role.SYMPTOM if verdict.role is Role.ROOT else verdict.role
+    return Role.SYMPTOM if classified.role is Role.ROOT else classified.role
 
 
-def _of_rank(verdict: Verdict, *, quoted: bool, role: Role) -> Evidence:
-    worker = verdict.worker
+def _rank_evidence(classified: ClassifiedExit, *, with_log: bool, role: Role) -> Evidence:
+    worker = classified.worker
     text = f"rank {worker.rank} (pid {worker.pid}) {worker.describe()} {step_phrase(worker)}"
-    told = worker.exception_type is not None and verdict.role is not Role.TEARDOWN
-    if told:
+    has_exception = worker.exception_type is not None and classified.role is not Role.TEARDOWN
+    if has_exception:
         text += f": {exception.headline(worker)}"
     return Evidence(
         role=role,
-        text=scrub(f"{text}; {verdict.by}"),
+        text=scrub(f"{text}; {classified.basis}"),
         entity=rank_entity(worker),
-        lines=clip(_last_lines(worker) if quoted else () if told else verdict.lines),
+        lines=scrub_and_clip(
+            _last_lines(worker) if with_log else () if has_exception else classified.lines
+        ),
         path=worker.log_path,
     )
 
@@ -113,25 +115,27 @@ def _last_lines(worker: WorkerExit) -> Sequence[str]:
     return tail + list(worker.traceback[-TAIL_LINES:])
 
 
-def _grouped(verdicts: Iterable[Verdict]) -> list[Evidence]:
-    def alike(v: Verdict) -> tuple[str, str, str, int]:
+def _grouped_evidence(exits: Iterable[ClassifiedExit]) -> list[Evidence]:
+    def alike(v: ClassifiedExit) -> tuple[str, str, str, int]:
         step = -1 if v.worker.last_step is None else v.worker.last_step
         return v.role.value, v.failure_class.value, v.worker.describe(), step
 
     items = []
-    for _, members in groupby(sorted(verdicts, key=lambda v: (alike(v), v.worker.rank)), key=alike):
+    for _, members in groupby(sorted(exits, key=lambda v: (alike(v), v.worker.rank)), key=alike):
         group = list(members)
         first = group[0]
-        ranks = span([v.worker.rank for v in group])
+        ranks = format_ranks([v.worker.rank for v in group])
         role = Role.SYMPTOM if first.role is Role.ROOT else first.role
         text = f"ranks {ranks} {first.worker.describe()} {step_phrase(first.worker)}"
-        items.append(Evidence(role=role, text=f"{text}; {first.by}", lines=clip(first.lines)))
+        items.append(
+            Evidence(role=role, text=f"{text}; {first.basis}", lines=scrub_and_clip(first.lines))
+        )
     return items
 
 
-def _suspect(verdict: Verdict) -> Evidence:
-    worker = verdict.worker
-    silent = verdict.role is Role.TEARDOWN
+def _suspect_evidence(classified: ClassifiedExit) -> Evidence:
+    worker = classified.worker
+    silent = classified.role is Role.TEARDOWN
     why = "the others lost it first or waited for it" if silent else "it was behind the others"
     return Evidence(
         role=Role.SYMPTOM,
@@ -140,7 +144,7 @@ def _suspect(verdict: Verdict) -> Evidence:
     )
 
 
-def span(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ``"0-3,7"`` for the ranks 0, 1, 2, 3 and 7."""
     parts: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):

@@ -13,18 +13,18 @@ _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
 _LAST_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning))\b")
 
 
-def bare(line: str) -> str:
+def strip_rank_prefix(line: str) -> str:
     """Return *line* without the rank that torch puts before it."""
     return _RANK_PREFIX.sub("", line)
 
 
-def speaking(lines: Iterable[str]) -> list[str]:
+def drop_frames(lines: Iterable[str]) -> list[str]:
     """Return *lines* without the frames of tracebacks, which only quote source code."""
-    texts = map(bare, lines)
+    texts = map(strip_rank_prefix, lines)
     return [line for line in texts if not line.startswith("    ") and not _FRAME.match(line)]
 
 
-def said(worker: WorkerExit) -> list[str]:
+def exception_lines(worker: WorkerExit) -> list[str]:
     """Return what the exception says: its own line, then what its traceback adds."""
     if worker.exception_type is None:
         return []
@@ -32,24 +32,26 @@ def said(worker: WorkerExit) -> list[str]:
     short = worker.exception_type.rpartition(".")[2]
     if not message.startswith((short, worker.exception_type)):
         message = f"{worker.exception_type}: {message}"
-    return message.splitlines() + speaking(worker.traceback)
+    return message.splitlines() + drop_frames(worker.traceback)
 
 
 def headline(worker: WorkerExit, width: int = 160) -> str:
     """Return the exception in one line of at most *width* characters."""
-    lines = said(worker)
+    lines = exception_lines(worker)
     first = lines[0].strip().removesuffix(":") if lines else ""
-    return clipped(first, width)
+    return truncate(first, width)
 
 
-def clipped(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """Return *text* in at most *width* characters."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def place(worker: WorkerExit) -> str | None:
+def user_frame(worker: WorkerExit) -> str | None:
     """Return ``"data.py:88"``, the innermost frame outside installed packages, if it is known."""
-    frames = [match for line in worker.traceback if (match := _FRAME.match(bare(line)))]
+    frames = [
+        match for line in worker.traceback if (match := _FRAME.match(strip_rank_prefix(line)))
+    ]
     own = [f for f in frames if not _is_installed(f["file"])] or frames
     return f"{PurePosixPath(own[-1]['file']).name}:{own[-1]['line']}" if own else None
 
@@ -66,14 +68,14 @@ def signature(worker: WorkerExit) -> tuple[str, str] | None:
     """
     if worker.exception_type is None:
         return None
-    where = place(worker) or _NUMBER.sub("#", worker.exception_message or "")
+    where = user_frame(worker) or _NUMBER.sub("#", worker.exception_message or "")
     return worker.exception_type, where
 
 
 def printed_exception(lines: Iterable[str]) -> str | None:
     """Return the last line of a traceback that was printed to a log, if there is one."""
     found, last = False, None
-    for line in map(bare, lines):
+    for line in map(strip_rank_prefix, lines):
         if line.startswith("Traceback (most recent call last)"):
             found = True
         elif found and _LAST_LINE.match(line):

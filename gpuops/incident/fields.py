@@ -36,7 +36,7 @@ def number(value: object) -> int | None:
     return value
 
 
-def whole(value: object) -> int:
+def required_number(value: object) -> int:
     """Return *value* as a whole number that is there."""
     found = number(value)
     if found is None:
@@ -51,11 +51,11 @@ def seconds(value: object) -> float:
     return float(value)
 
 
-def names(values: object, most: int = NODES_MAX) -> tuple[str, ...]:
-    """Return the first *most* of *values* as names."""
+def names(values: object, limit: int = NODES_MAX) -> tuple[str, ...]:
+    """Return the first *limit* of *values* as names."""
     if not isinstance(values, list | tuple):
         raise TypeError("a list of names is wanted")
-    return tuple(name(value) for value in values[:most])
+    return tuple(name(value) for value in values[:limit])
 
 
 def reasons(values: object) -> dict[str, str]:

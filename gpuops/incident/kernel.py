@@ -24,7 +24,7 @@ _PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10}
 
 
 @dataclass(frozen=True, slots=True)
-class KernelHit:
+class KernelMatch:
     """One kernel line that means something, and what.
 
     ``is_ours``: it is known to be about the job, as a GPU of the job's own tells of a fault too.
@@ -32,11 +32,11 @@ class KernelHit:
 
     failure_class: FailureClass
     line: str
-    is_ours: bool = False
+    is_job_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobXids:
+class JobXidFilter:
     """Which Xids of the node's log may have to do with a failure of this job.
 
     ``addresses``: the PCI addresses of the job's GPUs. ``old``: address and code of what these
@@ -44,27 +44,27 @@ class JobXids:
     """
 
     addresses: frozenset[str]
-    old: frozenset[tuple[str, int]] = frozenset()
+    stale: frozenset[tuple[str, int]] = frozenset()
 
 
-def oom_record(lines: Sequence[str], pids: Collection[int]) -> KernelHit | None:
+def oom_record(lines: Sequence[str], pids: Collection[int]) -> KernelMatch | None:
     """Return the OOM killer's record about one of *pids*."""
     for line in lines:
         match = _OOM.search(line)
         if match and int(match["pid"]) in pids:
             in_cgroup = match["scope"].startswith("Memory")
             kind = FailureClass.CGROUP_OOM if in_cgroup else FailureClass.KERNEL_OOM
-            return KernelHit(kind, line)
+            return KernelMatch(kind, line)
     return None
 
 
-def lines_about(lines: Sequence[str], pids: Collection[int]) -> tuple[str, ...]:
+def lines_with_pids(lines: Sequence[str], pids: Collection[int]) -> tuple[str, ...]:
     """Return the lines that name one of *pids*."""
     wanted = frozenset(map(str, pids))
     return tuple(line for line in lines if not wanted.isdisjoint(_PIDS.findall(line)))
 
 
-def of_the_job(lines: Sequence[str], xids: JobXids | None) -> tuple[str, ...]:
+def job_lines(lines: Sequence[str], xids: JobXidFilter | None) -> tuple[str, ...]:
     """Return *lines* without the Xids of other jobs' GPUs and old ones; all where *xids* is None.
 
     Another job on the machine writes into the same log, and a line stays in it for days.
@@ -74,29 +74,29 @@ def of_the_job(lines: Sequence[str], xids: JobXids | None) -> tuple[str, ...]:
     return tuple(line for line in lines if _may_matter(line, xids))
 
 
-def _may_matter(line: str, xids: JobXids) -> bool:
+def _may_matter(line: str, xids: JobXidFilter) -> bool:
     xid = parse_xid(line)
     if xid is None:
         return True
-    return xid.address in xids.addresses and (xid.address, xid.code) not in xids.old
+    return xid.address in xids.addresses and (xid.address, xid.code) not in xids.stale
 
 
-def node_trouble(
+def find_node_fault(
     lines: Sequence[str], rules: Sequence[LogRule], own_gpus: Collection[str] = ()
-) -> KernelHit | None:
+) -> KernelMatch | None:
     """Return the first line that a rule takes for the root of a failure of the whole node.
 
     Only rules that would fail the node's check count: a corrected error says nothing about this
     failure. OOM records are left out; they are about the process that `oom_record` finds in them.
     *own_gpus*: the PCI addresses of the job's GPUs, as far as they are known.
     """
-    hits = list(_troubles(lines, rules, own_gpus))
-    return replace(hits[0], is_ours=any(hit.is_ours for hit in hits)) if hits else None
+    hits = list(_node_faults(lines, rules, own_gpus))
+    return replace(hits[0], is_job_gpu=any(hit.is_job_gpu for hit in hits)) if hits else None
 
 
-def _troubles(
+def _node_faults(
     lines: Sequence[str], rules: Sequence[LogRule], own_gpus: Collection[str]
-) -> Iterator[KernelHit]:
+) -> Iterator[KernelMatch]:
     for line in lines:
         rule = first_match(rules, line, LogSource.KERNEL)
         if rule is None or rule.failure_class.category == "host_mem":
@@ -104,10 +104,10 @@ def _troubles(
         if rule.role is Role.ROOT and rule.status is Status.FAIL:
             xid = parse_xid(line)
             is_ours = xid is not None and xid.address in own_gpus
-            yield KernelHit(rule.failure_class, line, is_ours)
+            yield KernelMatch(rule.failure_class, line, is_ours)
 
 
-def remarks(lines: Sequence[str], rules: Sequence[LogRule]) -> tuple[str, ...]:
+def node_remarks(lines: Sequence[str], rules: Sequence[LogRule]) -> tuple[str, ...]:
     """Return the last few lines that a rule knows as signs of trouble with the node.
 
     They are for the reader: without the driver's or the hardware's own verdict they blame nobody.

@@ -1,13 +1,36 @@
-"""What becomes of an incident: each change is a new snapshot, one revision up.
+"""What becomes of an incident, and which incident an account is about.
 
 open -> mitigated (the job steps again) -> closed (its cost is known). A closed incident stays as
 it is: later news about it is another incident's business, so a change returns it unchanged.
 """
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 
 from gpuops.model import ActionKind, Incident, IncidentState
+
+_NAMESPACE = uuid.UUID("6f0b0f8e-5d0c-5b1e-9a51-2d1c8f6a7e43")
+
+
+def incident_id(run_id: str, attempt: int) -> str:
+    """Return the id of the incident that ended *attempt*: the same from whichever node asks."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}"))
+
+
+def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
+    """Return the id of the incident that kept *node* out of *attempt*."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}/{node}"))
+
+
+def suspect_incident_id(run_id: str, node: str) -> str:
+    """Return the id of the incident of *node* being doubted; there is one in a run."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/doubt {node}"))
+
+
+def replicas_incident_id(run_id: str, ranks: str, epoch: int, step: int) -> str:
+    """Return the id of the incident of *ranks* that differ from a state on."""
+    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/replicas {ranks}/{epoch}.{step}"))
 
 
 def with_restart(incident: Incident) -> Incident:
@@ -22,7 +45,7 @@ def with_action(incident: Incident, action: ActionKind) -> Incident:
     return replace(incident, actions=(*incident.actions, action), rev=incident.rev + 1)
 
 
-def mitigated(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> Incident:
+def mitigate(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> Incident:
     """Return *incident* as mitigated at *at_us*: the job has made its first step again.
 
     *lost_s* holds the seconds known by now, by phase.
@@ -39,7 +62,7 @@ def mitigated(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) ->
     )
 
 
-def closed(
+def close(
     incident: Incident, *, at_us: int, lost_s: Mapping[str, float], resolution: str
 ) -> Incident:
     """Return *incident* as closed with its whole cost.

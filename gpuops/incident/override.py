@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import EXIT_DO_NOT_REQUEUE, EXIT_FAIL, EXIT_REQUEUE
-from gpuops.host.answering import Answered, answer_of
+from gpuops.host.process.run_with_deadline import ProgramAnswer, run_with_deadline
 from gpuops.incident import budget, fields
-from gpuops.incident.decision import Cluster, Decision, NodeReport, PastFailure, Verdict
+from gpuops.incident.decision import (
+    ClusterState,
+    NodeReport,
+    PastFailure,
+    RestartDecision,
+    RunAction,
+)
 from gpuops.scrub import scrub
 
 DEADLINE_S = 5.0
@@ -24,39 +30,39 @@ RULE = "site"
 BACKOFF_MAX_S = 600.0
 _KEYS = frozenset({"verdict", "reason", "exclude", "exclude_checkpoint", "backoff_s"})
 _EXIT_CODES = {
-    Verdict.RESTART: None,
-    Verdict.REQUEUE: EXIT_REQUEUE,
-    Verdict.FAIL: EXIT_FAIL,
-    Verdict.STOP: EXIT_DO_NOT_REQUEUE,
+    RunAction.RESTART: None,
+    RunAction.REQUEUE: EXIT_REQUEUE,
+    RunAction.FAIL: EXIT_FAIL,
+    RunAction.STOP: EXIT_DO_NOT_REQUEUE,
 }
 _NOTE_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Overruled:
+class SiteDecision:
     """The decision that stands, and a note on what became of the site's; "" where it had none."""
 
-    decision: Decision
+    decision: RestartDecision
     note: str = ""
 
 
-def overruled(  # noqa: PLR0913  what was decided, on what, and whom to ask
-    ours: Decision,
+def apply_site_decision(  # noqa: PLR0913  what was decided, on what, and whom to ask
+    own_decision: RestartDecision,
     *,
     plugin: str,
     reports: Sequence[NodeReport],
-    cluster: Cluster,
+    cluster: ClusterState,
     history: Sequence[PastFailure],
     now_s: float,
     env: Mapping[str, str],
     deadline_s: float = DEADLINE_S,
-) -> Overruled:
+) -> SiteDecision:
     """Return the decision after the site's *plugin* was asked; blocks for at most *deadline_s*.
 
     A second more where its process is stuck inside the kernel. Never raises for the plug-in.
 
     Args:
-        ours: What stands if the plug-in says nothing or cannot be asked.
+        own_decision: What stands if the plug-in says nothing or cannot be asked.
         plugin: ``module:function``, or the path of a file, with ``:function`` if not ``decide``.
         reports: As for `gpuops.incident.decide.decide`.
         cluster: Likewise.
@@ -70,60 +76,71 @@ def overruled(  # noqa: PLR0913  what was decided, on what, and whom to ask
         "cluster": cluster.to_json(),
         "history": [past.to_json() for past in history],
         "now_s": now_s,
-        "decision": ours.to_json(),
+        "decision": own_decision.to_json(),
     }
     try:
-        said = answer_of(_command(plugin), _packed(question), _with_us(env), deadline_s=deadline_s)
-        answer = _read(said, deadline_s)
-        decision = adopted(answer, ours, cluster)
+        process_result = run_with_deadline(
+            _command(plugin), _encode(question), _with_package_path(env), deadline_s=deadline_s
+        )
+        answer = _decode(process_result, deadline_s)
+        decision = merge_answer(answer, own_decision, cluster)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         text = scrub(_printable(str(error)))[:_NOTE_CHARS]
-        return Overruled(ours, f"the site's decision {plugin} was not taken: {text}")
-    if decision is ours:
-        return Overruled(ours)
-    return Overruled(decision, f"the site's decision {plugin} replaces {ours.rule}")
+        return SiteDecision(own_decision, f"the site's decision {plugin} was not taken: {text}")
+    if decision is own_decision:
+        return SiteDecision(own_decision)
+    return SiteDecision(decision, f"the site's decision {plugin} replaces {own_decision.rule}")
 
 
-def adopted(answer: object, ours: Decision, cluster: Cluster) -> Decision:
-    """Return *ours* with what *answer* changes; *ours* itself where that is nothing.
+def merge_answer(
+    answer: object, own_decision: RestartDecision, cluster: ClusterState
+) -> RestartDecision:
+    """Return *own_decision* with what *answer* changes; *own_decision* where that is nothing.
 
     Raises:
         ValueError, TypeError: It is not an answer, names a node that is not there, or wants a
             restart with too few nodes.
     """
     if answer is None or answer == {}:
-        return ours
+        return own_decision
     if not isinstance(answer, Mapping):
         raise TypeError(f"it answered {type(answer).__name__}, not an object")
     if unknown := sorted(map(str, answer.keys() - _KEYS)):
         raise ValueError(f"it answered unknown keys: {', '.join(unknown)[:100]}")
-    verdict = Verdict(answer.get("verdict", ours.verdict))
-    exclude = fields.reasons(answer["exclude"]) if "exclude" in answer else dict(ours.exclude)
-    _check(verdict, exclude, cluster)
-    checkpoint = fields.number(answer.get("exclude_checkpoint", ours.exclude_checkpoint))
-    backoff_s = fields.seconds(answer.get("backoff_s", ours.backoff_s))
+    action = RunAction(answer.get("verdict", own_decision.action))
+    exclude = (
+        fields.reasons(answer["exclude"]) if "exclude" in answer else dict(own_decision.exclude)
+    )
+    _check(action, exclude, cluster)
+    checkpoint = fields.number(answer.get("exclude_checkpoint", own_decision.exclude_checkpoint))
+    backoff_s = fields.seconds(answer.get("backoff_s", own_decision.backoff_s))
     if not 0 <= backoff_s <= BACKOFF_MAX_S:
         raise ValueError(f"a back-off of {backoff_s:g} s is not within 0 to {BACKOFF_MAX_S:g} s")
-    told = _printable(fields.text(answer.get("reason"), fields.REASON_CHARS_MAX) or "no reason")
-    same = verdict is ours.verdict
+    site_reason = _printable(
+        fields.text(answer.get("reason"), fields.REASON_CHARS_MAX) or "no reason"
+    )
+    is_same_action = action is own_decision.action
     return replace(
-        ours,
-        verdict=verdict,
+        own_decision,
+        action=action,
         rule=RULE,
-        reason=f"{ours.reason} (our rule: {ours.rule}); the site decides otherwise: {scrub(told)}",
+        reason=(
+            f"{own_decision.reason} (our rule: {own_decision.rule}); the site decides "
+            f"otherwise: {scrub(site_reason)}"
+        ),
         exclude=exclude,
         exclude_checkpoint=checkpoint,
         backoff_s=backoff_s,
-        exit_code=ours.exit_code if same else _EXIT_CODES[verdict],
-        failure=replace(ours.failure, rule=RULE, excluded_checkpoint=checkpoint),
+        exit_code=own_decision.exit_code if is_same_action else _EXIT_CODES[action],
+        failure=replace(own_decision.failure, rule=RULE, excluded_checkpoint=checkpoint),
     )
 
 
-def _check(verdict: Verdict, exclude: Mapping[str, str], cluster: Cluster) -> None:
-    strangers = sorted(set(exclude) - {*cluster.members, *cluster.live})
-    if strangers:
-        raise ValueError(f"it excludes nodes that are not there: {', '.join(strangers[:8])}")
-    if verdict is Verdict.RESTART and budget.seats(cluster, exclude) == 0:
+def _check(action: RunAction, exclude: Mapping[str, str], cluster: ClusterState) -> None:
+    unknown_nodes = sorted(set(exclude) - {*cluster.members, *cluster.live})
+    if unknown_nodes:
+        raise ValueError(f"it excludes nodes that are not there: {', '.join(unknown_nodes[:8])}")
+    if action is RunAction.RESTART and budget.trainable_nodes(cluster, exclude) == 0:
         raise ValueError("it wants a restart with fewer nodes than the run needs")
 
 
@@ -131,26 +148,28 @@ def _command(plugin: str) -> list[str]:
     return [sys.executable, "-m", "gpuops.incident.override_child", plugin]
 
 
-def _packed(question: Mapping[str, Any]) -> bytes:
+def _encode(question: Mapping[str, Any]) -> bytes:
     return json.dumps(question).encode()
 
 
-def _with_us(env: Mapping[str, str]) -> dict[str, str]:
+def _with_package_path(env: Mapping[str, str]) -> dict[str, str]:
     """Return *env* with this package on the path: in a checkout it may be on none."""
     root = str(Path(__file__).parents[2])
-    before = env.get("PYTHONPATH")
-    return {**env, "PYTHONPATH": f"{before}:{root}" if before else root}
+    python_path = env.get("PYTHONPATH")
+    return {**env, "PYTHONPATH": f"{python_path}:{root}" if python_path else root}
 
 
-def _read(said: Answered, deadline_s: float) -> object:
-    if said.exit_code is None:
+def _decode(process_result: ProgramAnswer, deadline_s: float) -> object:
+    if process_result.exit_code is None:
         raise ValueError(f"it did not answer within {deadline_s:g} s")
-    if said.exit_code != 0:
-        lines = said.errors.decode(errors="replace").strip().splitlines()
-        raise ValueError(f"it ended with {said.exit_code}: {lines[-1] if lines else 'no word'}")
-    if said.cut:
+    if process_result.exit_code != 0:
+        lines = process_result.errors.decode(errors="replace").strip().splitlines()
+        raise ValueError(
+            f"it ended with {process_result.exit_code}: {lines[-1] if lines else 'no word'}"
+        )
+    if process_result.cut:
         raise ValueError("it answered more than is read")
-    return json.loads(said.output)
+    return json.loads(process_result.output)
 
 
 def _printable(text: str) -> str:

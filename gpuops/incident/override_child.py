@@ -20,30 +20,30 @@ def main() -> None:
     answer_fd = os.dup(1)
     os.dup2(2, 1)
     question = json.load(sys.stdin)
-    answer = loaded(sys.argv[1])(question)
+    answer = load_function(sys.argv[1])(question)
     with os.fdopen(answer_fd, "w", encoding="utf-8") as stream:
         json.dump(answer, stream, allow_nan=False)
 
 
-def loaded(plugin: str) -> Callable[[Any], Any]:
+def load_function(plugin: str) -> Callable[[Any], Any]:
     """Return the function that *plugin* names: ``module:function`` or ``/path.py[:function]``.
 
     Raises:
         ImportError, AttributeError, OSError: It is not there.
     """
-    place, _, name = plugin.rpartition(":") if ":" in plugin else (plugin, "", "")
-    function = getattr(_module(place), name or DEFAULT_FUNCTION)
+    module_name, _, name = plugin.rpartition(":") if ":" in plugin else (plugin, "", "")
+    function = getattr(_import_module(module_name), name or DEFAULT_FUNCTION)
     if not callable(function):
         raise TypeError(f"{plugin} is not a function")
     return function  # type: ignore[no-any-return]  # any callable of a stranger's module
 
 
-def _module(place: str) -> Any:  # noqa: ANN401 a module of the site
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location("gpuops_site_decision", place)
+def _import_module(module_name: str) -> Any:  # noqa: ANN401 a module of the site
+    if not module_name.endswith(".py"):
+        return importlib.import_module(module_name)
+    spec = importlib.util.spec_from_file_location("gpuops_site_decision", module_name)
     if spec is None or spec.loader is None:
-        raise ImportError(f"cannot load {place}")
+        raise ImportError(f"cannot load {module_name}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

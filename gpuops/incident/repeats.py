@@ -3,33 +3,37 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuops.incident.decision import Decision, PastFailure
+from gpuops.incident.decision import PastFailure, RestartDecision
 from gpuops.incident.signature import is_weak
 
-SAME_STEP = 2  # the same failure at the same step, or before the first: deterministic
-STEP_UNKNOWN = 3
+SAME_STEP_COUNT = 2  # the same failure at the same step, or before the first: deterministic
+STEP_UNKNOWN_COUNT = 3
 # "Soon after loading": a bad state shows within a few steps. A guess; wrong, it costs one restart.
-LOAD_STEPS = 5
+AFTER_LOAD_STEPS = 5
 # What a bad checkpoint can look like. Memory, lost peers and hardware are never blamed on it.
-_OF_A_LOAD = frozenset({"user_code", "crash", "unresolved", "storage", "checkpoint", "gpu_fault"})
+_LOAD_FAILURE_CATEGORIES = frozenset(
+    {"user_code", "crash", "unresolved", "storage", "checkpoint", "gpu_fault"}
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Repetition:
+class RepeatedFault:
     """The same software fault again. *earlier* are the matching failures, oldest first."""
 
     rule: str
     when: str
     earlier: tuple[PastFailure, ...]
 
-    def on_one_node(self, failure: PastFailure) -> str | None:
+    def only_node(self, failure: PastFailure) -> str | None:
         """Return the only node that it ever fell on, None where there were others."""
         nodes = {node for past in (*self.earlier, failure) for node in past.nodes}
         somewhere = all(past.nodes for past in (*self.earlier, failure))
         return nodes.pop() if len(nodes) == 1 and somewhere else None
 
 
-def software_fault(history: Sequence[PastFailure], failure: PastFailure) -> Repetition | None:
+def find_software_fault(
+    history: Sequence[PastFailure], failure: PastFailure
+) -> RepeatedFault | None:
     """Return how *failure* repeats earlier ones often enough to be called deterministic.
 
     Only signatures count, and only where no newer checkpoint was written in between and no
@@ -37,20 +41,20 @@ def software_fault(history: Sequence[PastFailure], failure: PastFailure) -> Repe
     """
     if failure.signature is None:
         return None
-    weak = is_weak(failure.signature)
+    signature_is_weak = is_weak(failure.signature)
     if not failure.has_stepped:
-        rule, when, needed = "software.before_first_step", "before the first step", SAME_STEP
+        rule, when, needed = "software.before_first_step", "before the first step", SAME_STEP_COUNT
     elif failure.step is not None:
-        rule, when, needed = "software.same_step", f"at step {failure.step}", SAME_STEP
+        rule, when, needed = "software.same_step", f"at step {failure.step}", SAME_STEP_COUNT
     else:
-        rule, when, needed = "software.step_unknown", "at an unknown step", STEP_UNKNOWN
-    found = tuple(
+        rule, when, needed = "software.step_unknown", "at an unknown step", STEP_UNKNOWN_COUNT
+    matching = tuple(
         past
         for index, past in enumerate(history)
-        if _is_same(past, failure) and not _was_passed(history[index + 1 :], failure)
+        if _is_same(past, failure) and not _was_surpassed(history[index + 1 :], failure)
     )
-    needed = STEP_UNKNOWN if weak else needed
-    return Repetition(rule, when, found) if len(found) + 1 >= needed else None
+    needed = STEP_UNKNOWN_COUNT if signature_is_weak else needed
+    return RepeatedFault(rule, when, matching) if len(matching) + 1 >= needed else None
 
 
 def _is_same(past: PastFailure, failure: PastFailure) -> bool:
@@ -62,7 +66,7 @@ def _is_same(past: PastFailure, failure: PastFailure) -> bool:
     )
 
 
-def _was_passed(since: Sequence[PastFailure], failure: PastFailure) -> bool:
+def _was_surpassed(since: Sequence[PastFailure], failure: PastFailure) -> bool:
     """Say whether a generation *since* then got beyond the point of *failure*."""
     if not failure.has_stepped:
         return any(past.has_stepped for past in since)
@@ -76,23 +80,23 @@ def _is_newer(now: int | None, then: int | None) -> bool:
     return now is not None and (then is None or now > then)
 
 
-def bad_checkpoint(history: Sequence[PastFailure], failure: PastFailure) -> int | None:
+def find_bad_checkpoint(history: Sequence[PastFailure], failure: PastFailure) -> int | None:
     """Return the checkpoint after whose loading the run has failed twice; each is returned once."""
     step = failure.checkpoint_step
-    if step is None or not _is_of_load(failure):
+    if step is None or not _may_be_load_failure(failure):
         return None
     if any(past.excluded_checkpoint == step for past in history):
         return None
     for index in range(len(history) - 1, -1, -1):
         past = history[index]
-        if past.highest_step is not None and past.highest_step > step + LOAD_STEPS:
+        if past.highest_step is not None and past.highest_step > step + AFTER_LOAD_STEPS:
             return None
-        if past.checkpoint_step == step and _is_of_load(past):
+        if past.checkpoint_step == step and _may_be_load_failure(past):
             return step
     return None
 
 
-def left_out(step: int | None, decision: Decision) -> int | None:
+def checkpoint_to_exclude(step: int | None, decision: RestartDecision) -> int | None:
     """Return the checkpoint that is not to be loaded after *decision*; *step* was so far.
 
     A run that has got well past it, and has saved since, has a good one of that step, or a later.
@@ -100,14 +104,17 @@ def left_out(step: int | None, decision: Decision) -> int | None:
     if decision.exclude_checkpoint is not None or step is None:
         return decision.exclude_checkpoint
     saved, highest = decision.failure.checkpoint_step, decision.failure.highest_step
-    was_passed = highest is not None and highest > step + LOAD_STEPS
+    was_passed = highest is not None and highest > step + AFTER_LOAD_STEPS
     return None if was_passed and saved is not None and saved >= step else step
 
 
-def _is_of_load(failure: PastFailure) -> bool:
-    if failure.failure_class.category not in _OF_A_LOAD or failure.checkpoint_step is None:
+def _may_be_load_failure(failure: PastFailure) -> bool:
+    if (
+        failure.failure_class.category not in _LOAD_FAILURE_CATEGORIES
+        or failure.checkpoint_step is None
+    ):
         return False
     if not failure.has_stepped:
         return True
     at = failure.step
-    return at is not None and 0 <= at - failure.checkpoint_step <= LOAD_STEPS
+    return at is not None and 0 <= at - failure.checkpoint_step <= AFTER_LOAD_STEPS

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuops.config import Complain, heard, refuse, reject_unknown
+from gpuops.config.resolve import ErrorHandler, raise_error, read_or_default, reject_unknown
 from gpuops.errors import ConfigError, UsageError
 from gpuops.model import ActionKind, FailureClass, Side
 
@@ -26,7 +26,7 @@ SECTIONS = (
 )
 SEVERITIES = ("page", "ticket", "note")
 _KEYS = ("failure_class", "title", "severity", "side", "action", "sources")
-_FRONT = re.compile(r"\A\+\+\+\n(?P<front>.*?)\n\+\+\+\n(?P<body>.*)\Z", re.DOTALL)
+_FRONT_MATTER = re.compile(r"\A\+\+\+\n(?P<front>.*?)\n\+\+\+\n(?P<body>.*)\Z", re.DOTALL)
 _HEADING = re.compile(r"^## (.+?)\s*$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Pages of the folder that are about runbooks, not runbooks.
@@ -52,7 +52,9 @@ class Runbook:
     text: str
 
 
-def load_runbooks(directory: Path, complain: Complain = refuse) -> dict[FailureClass, Runbook]:
+def load_runbooks(
+    directory: Path, on_error: ErrorHandler = raise_error
+) -> dict[FailureClass, Runbook]:
     """Return every runbook in *directory*, by failure class in the order of the enum.
 
     Raises:
@@ -61,23 +63,23 @@ def load_runbooks(directory: Path, complain: Complain = refuse) -> dict[FailureC
     found = {}
     for path in sorted(directory.glob("*.md")):
         if path.name not in _NOT_RUNBOOKS:
-            runbook = heard(partial(_parsed, path), complain, None)
+            runbook = read_or_default(partial(_parsed, path), on_error, None)
             if runbook is not None:
                 found[runbook.failure_class] = runbook
     return {kind: found[kind] for kind in FailureClass if kind in found}
 
 
 def _parsed(path: Path) -> Runbook:
-    return parse(path.name, _read(path))
+    return parse_runbook(path.name, _read(path))
 
 
-def parse(name: str, text: str) -> Runbook:
+def parse_runbook(name: str, text: str) -> Runbook:
     """Return the runbook in *text*, which came from the file *name*.
 
     Raises:
         ConfigError: Says what is wrong with which page.
     """
-    match = _FRONT.match(text)
+    match = _FRONT_MATTER.match(text)
     if match is None:
         raise ConfigError(f"runbook {name}: it must begin with front matter between +++ lines")
     front = _front_matter(name, match["front"])
@@ -100,7 +102,7 @@ def parse(name: str, text: str) -> Runbook:
     return runbook
 
 
-def find(runbooks: Mapping[FailureClass, Runbook], name: str) -> Runbook:
+def find_runbook(runbooks: Mapping[FailureClass, Runbook], name: str) -> Runbook:
     """Return the runbook called *name*: a failure class, or the part after its dot if unique.
 
     Raises:

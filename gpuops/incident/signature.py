@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
 from gpuops.incident import exception
-from gpuops.incident.classify import Verdict, ending_signal
+from gpuops.incident.classify import ClassifiedExit, ending_signal
 from gpuops.model import FailureClass, Role, Side, WorkerExit
 from gpuops.scrub import scrub
 
@@ -24,7 +24,7 @@ SIGNATURE_CHARS_MAX = 320
 _READ_CHARS_MAX = 2000
 # Without an exception only an exit code and last words are left, which may be anyone's: that
 # it was the same again is believed later than of an exception.
-WEAK = "exit "
+WEAK_PREFIX = "exit "
 
 _INFRASTRUCTURE_MODULE = re.compile(
     r"(?:torch\.distributed|requests|urllib3?|http|httpx|httpcore|aiohttp|socket|ssl|ftplib"
@@ -67,28 +67,32 @@ _NOT_FINITE = re.compile(r"[-+]?\b(?:nan|inf)\b", re.IGNORECASE)
 _SPACE = re.compile(r"\s+")
 
 
-def signature_of(verdict: Verdict) -> str | None:
+def signature_of(classified: ClassifiedExit) -> str | None:
     """Return the signature of a worker's end, None where the root is not known to be user code."""
-    worker = verdict.worker
-    if not _is_of_the_program(verdict):
+    worker = classified.worker
+    if not _is_program_failure(classified):
         return None
     if worker.exception_type is not None:
         kind, message = worker.exception_type, (worker.exception_message or "").strip()
         message = message.removeprefix(f"{kind.rpartition('.')[2]}: ")
-        return _signed(kind, message, worker.traceback, exception.said(worker))
+        return _exception_signature(
+            kind, message, worker.traceback, exception.exception_lines(worker)
+        )
     printed = exception.printed_exception(worker.log_tail)
     if printed is not None:
         kind, _, message = printed.partition(": ")
-        return _signed(kind, message, worker.log_tail, exception.speaking(_last_traceback(worker)))
-    return _of_exit(verdict)
+        return _exception_signature(
+            kind, message, worker.log_tail, exception.drop_frames(_last_traceback(worker))
+        )
+    return _exit_signature(classified)
 
 
 def is_weak(signature: str) -> bool:
     """Say whether *signature* is that of an exit code alone."""
-    return signature.startswith(WEAK)
+    return signature.startswith(WEAK_PREFIX)
 
 
-def normalised(message: str) -> str:
+def normalize(message: str) -> str:
     """Return *message* as one bounded line without what differs from try to try."""
     text = scrub(message[:_READ_CHARS_MAX])
     for pattern in (_UUID, _PATH, _ADDRESS, _HEX, _NUMBER, _NOT_FINITE):
@@ -97,13 +101,13 @@ def normalised(message: str) -> str:
     return text[:MESSAGE_CHARS_MAX].rstrip()
 
 
-def place_of(lines: Iterable[str]) -> str | None:
+def innermost_frame(lines: Iterable[str]) -> str | None:
     """Return ``"data.py:88 in collate"``, the innermost frame of the user's own code in *lines*.
 
     Where every frame is of installed packages it is the innermost of those: many train with a
     package that they have installed.
     """
-    frames = [match for line in lines if (match := _FRAME.match(exception.bare(line)))]
+    frames = [match for line in lines if (match := _FRAME.match(exception.strip_rank_prefix(line)))]
     own = [frame for frame in frames if not _INSTALLED.search(frame["file"])] or frames
     if not own:
         return None
@@ -112,26 +116,28 @@ def place_of(lines: Iterable[str]) -> str | None:
     return f"{where} in {name}" if name else where
 
 
-def _is_of_the_program(verdict: Verdict) -> bool:
+def _is_program_failure(classified: ClassifiedExit) -> bool:
     """Say whether nothing but the program itself explains the end; a teardown may have raised."""
-    worker = verdict.worker
-    if verdict.role is Role.TEARDOWN:
+    worker = classified.worker
+    if classified.role is Role.TEARDOWN:
         return worker.exception_type is not None
     return (
-        verdict.role is Role.ROOT
-        and verdict.failure_class is FailureClass.USER_EXCEPTION
-        and verdict.side is Side.USER
+        classified.role is Role.ROOT
+        and classified.failure_class is FailureClass.USER_EXCEPTION
+        and classified.side is Side.USER
         and (worker.exception_type is not None or ending_signal(worker) is None)
     )
 
 
-def _signed(kind: str, message: str, trace: Sequence[str], lines: Sequence[str]) -> str | None:
+def _exception_signature(
+    kind: str, message: str, trace: Sequence[str], lines: Sequence[str]
+) -> str | None:
     if _is_infrastructure(kind, [message, *lines]):
         return None
-    where = place_of(trace)
+    where = innermost_frame(trace)
     head = f"{kind[:80]} at {where}" if where else kind[:80]
-    told = normalised(message.partition("\n")[0])
-    return (f"{head}: {told}" if told else head)[:SIGNATURE_CHARS_MAX]
+    message_text = normalize(message.partition("\n")[0])
+    return (f"{head}: {message_text}" if message_text else head)[:SIGNATURE_CHARS_MAX]
 
 
 def _is_infrastructure(kind: str, lines: Iterable[str]) -> bool:
@@ -141,22 +147,26 @@ def _is_infrastructure(kind: str, lines: Iterable[str]) -> bool:
     return any(_INFRASTRUCTURE_TYPE.search(t) or _INFRASTRUCTURE_TEXT.search(t) for t in texts)
 
 
-def _of_exit(verdict: Verdict) -> str | None:
+def _exit_signature(classified: ClassifiedExit) -> str | None:
     """Return the signature of an exit code with last words; a bare code has none.
 
     It is a weak one, unless a rule knows the words for the program's own.
     """
-    told = " ".join(verdict.lines[:1]).strip()
-    if not told:
+    last_line = " ".join(classified.lines[:1]).strip()
+    if not last_line:
         return None
-    text = f"{verdict.worker.exit_code}: {normalised(exception.bare(told))}"
-    if verdict.specific and not _DEVICE.search(told):
+    text = f"{classified.worker.exit_code}: {normalize(exception.strip_rank_prefix(last_line))}"
+    if classified.is_specific and not _DEVICE.search(last_line):
         return f"code {text}"[:SIGNATURE_CHARS_MAX]
-    return None if _is_infrastructure("", verdict.lines) else f"{WEAK}{text}"[:SIGNATURE_CHARS_MAX]
+    return (
+        None
+        if _is_infrastructure("", classified.lines)
+        else f"{WEAK_PREFIX}{text}"[:SIGNATURE_CHARS_MAX]
+    )
 
 
 def _last_traceback(worker: WorkerExit) -> list[str]:
     """Return the log from the first traceback on: chained ones name the cause above the last."""
-    tail = [exception.bare(line) for line in worker.log_tail]
+    tail = [exception.strip_rank_prefix(line) for line in worker.log_tail]
     start = next((i for i, line in enumerate(tail) if line.startswith("Traceback (most")), 0)
     return tail[start:]

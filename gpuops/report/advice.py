@@ -1,33 +1,38 @@
 """What the account of a run suggests, each with the seconds that it is about."""
 
 from gpuops.model import EntityKind, FailureClass, Incident, IncidentState
-from gpuops.report.account import Phase, RunAccount
+from gpuops.report.time_breakdown import RunBreakdown, TimePhase
 from gpuops.units import format_seconds
 
 # A restart is a process start, the import of torch and the set-up of the process groups.
-RESTART_SHARE_WORTH_A_WORD = 0.1
-_RESTART = (Phase.DECIDE, Phase.RENDEZVOUS, Phase.INIT, Phase.RESTART)
+RESTART_SHARE_MIN = 0.1
+_RESTART_PHASES = (TimePhase.DECIDE, TimePhase.RENDEZVOUS, TimePhase.INIT, TimePhase.RESTART)
 
 
-def advice(account: RunAccount) -> list[str]:
+def advice(breakdown: RunBreakdown) -> list[str]:
     """Return sentences for the owner of the run, the most urgent first."""
-    found = [*_repeated(account), *_differing(account), *_redone(account), *_stepless(account)]
-    found += [*_unseen(account), *_restarts(account)]
-    found += _open(account)
-    failures = [i for i in account.incidents if not i.failure_class.is_request]
+    found = [
+        *_repeated(breakdown),
+        *_differing(breakdown),
+        *_redone(breakdown),
+        *_stepless(breakdown),
+    ]
+    found += [*_unseen(breakdown), *_restarts(breakdown)]
+    found += _open(breakdown)
+    failures = [i for i in breakdown.incidents if not i.failure_class.is_request]
     if not found and failures:
         found.append("nothing to change: what failed was handled and cost what it had to")
     return found
 
 
-def _differing(account: RunAccount) -> list[str]:
+def _differing(breakdown: RunBreakdown) -> list[str]:
     """Return what to check, and where to go on from, for ranks that differ and still do."""
     return [
         (
             f"{item.title}, and no later comparison found them equal: {_to_check(item)}; go on from"
             f" a checkpoint of before; gpuops runbook {item.failure_class.value}"
         )
-        for item in account.incidents
+        for item in breakdown.incidents
         if item.failure_class is FailureClass.REPLICAS_DIFFER and item.state is IncidentState.OPEN
     ]
 
@@ -36,8 +41,8 @@ def _to_check(incident: Incident) -> str:
     """Return in which nodes a device may be wrong; where only ranks are known, these."""
     ranks = [item.id for item in incident.culprits if item.kind is EntityKind.RANK]
     known = [item for item in incident.culprits if item.kind is EntityKind.NODE]
-    places = [item.entity for item in incident.evidence if item.entity is not None]
-    names = sorted({entity.id for entity in known or places})
+    evidence_nodes = [item.entity for item in incident.evidence if item.entity is not None]
+    names = sorted({entity.id for entity in known or evidence_nodes})
     if known or len(names) > 1:
         nodes = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     else:
@@ -46,16 +51,16 @@ def _to_check(incident: Incident) -> str:
     return f"check {nodes} (`gpuops check --suite full`, with nothing else running there)"
 
 
-def _redone(account: RunAccount) -> list[str]:
-    again = [attempt for attempt in account.attempts if attempt.redone_steps]
+def _redone(breakdown: RunBreakdown) -> list[str]:
+    again = [attempt for attempt in breakdown.attempts if attempt.redone_steps]
     if not again:
         return []
     n_steps = sum(attempt.redone_steps or 0 for attempt in again)
     steps = "1 step was" if n_steps == 1 else f"{n_steps} steps were"
-    took = format_seconds(account.seconds[Phase.REDO])
-    anew = [attempt for attempt in again if attempt.began_again]
-    if anew:
-        first = anew[0].row
+    took = format_seconds(breakdown.seconds[TimePhase.REDO])
+    from_scratch = [attempt for attempt in again if attempt.restarted_from_scratch]
+    if from_scratch:
+        first = from_scratch[0].row
         return [
             (
                 f"{steps} made a second time because attempt {first.ordinal} began again"
@@ -71,11 +76,11 @@ def _redone(account: RunAccount) -> list[str]:
     ]
 
 
-def _stepless(account: RunAccount) -> list[str]:
+def _stepless(breakdown: RunBreakdown) -> list[str]:
     """Return why attempts that failed without a step are lost as a whole."""
     lost = [
         str(item.row.ordinal)
-        for item in account.attempts
+        for item in breakdown.attempts
         if item.row.first_step_us is None and item.row.outcome == "failed"
     ]
     if not lost:
@@ -89,23 +94,23 @@ def _stepless(account: RunAccount) -> list[str]:
     ]
 
 
-def _unseen(account: RunAccount) -> list[str]:
-    unknown_s = account.seconds[Phase.UNKNOWN]
+def _unseen(breakdown: RunBreakdown) -> list[str]:
+    unknown_s = breakdown.seconds[TimePhase.UNKNOWN]
     if unknown_s <= 0:
         return []
-    if account.is_live:
+    if breakdown.is_live:
         why = "the run has no end on record, so what its last attempt did is not either"
-    elif all(attempt.row.first_step_us is None for attempt in account.attempts):
+    elif all(attempt.row.first_step_us is None for attempt in breakdown.attempts):
         why = "no optimizer step was seen, so productive time cannot be told from the rest"
     else:
         why = "without step numbers, repeated steps cannot be told from new ones"
     return [f"{format_seconds(unknown_s)} are unknown: {why}"]
 
 
-def _repeated(account: RunAccount) -> list[str]:
+def _repeated(breakdown: RunBreakdown) -> list[str]:
     """Return a warning where the same program error ended attempts one after the other."""
     kinds = (FailureClass.USER_EXCEPTION, FailureClass.CUDA_OOM, FailureClass.USER_EARLY_EXIT)
-    programs = [item for item in account.incidents if item.failure_class in kinds]
+    programs = [item for item in breakdown.incidents if item.failure_class in kinds]
     seen: dict[tuple[str, str], list[Incident]] = {}
     for item in programs:
         seen.setdefault((item.failure_class.value, item.title), []).append(item)
@@ -120,22 +125,22 @@ def _repeated(account: RunAccount) -> list[str]:
     return []
 
 
-def _restarts(account: RunAccount) -> list[str]:
-    restart_s = sum(account.lost[phase] for phase in _RESTART)
-    count = sum(1 for attempt in account.attempts if attempt.row.ordinal > 0)
-    if not count or restart_s < RESTART_SHARE_WORTH_A_WORD * account.wall_s:
+def _restarts(breakdown: RunBreakdown) -> list[str]:
+    restart_s = sum(breakdown.lost[phase] for phase in _RESTART_PHASES)
+    count = sum(1 for attempt in breakdown.attempts if attempt.row.ordinal > 0)
+    if not count or restart_s < RESTART_SHARE_MIN * breakdown.wall_s:
         return []
     return [
         (
-            f"restarts took {format_seconds(restart_s)} of {format_seconds(account.wall_s)}"
+            f"restarts took {format_seconds(restart_s)} of {format_seconds(breakdown.wall_s)}"
             f" ({format_seconds(restart_s / count)} each): process start, imports, set-up up to the"
             " first step. In a long run this share falls; loading less before the first step helps"
         )
     ]
 
 
-def _open(account: RunAccount) -> list[str]:
-    unresolved = [item for item in account.incidents if not item.culprits and item.authority < 2]
+def _open(breakdown: RunBreakdown) -> list[str]:
+    unresolved = [item for item in breakdown.incidents if not item.culprits and item.authority < 2]
     return [
         f"incident {item.id[-8:]} has no known cause: read gpuops runbook"
         f" {item.failure_class.value} before trusting these nodes"

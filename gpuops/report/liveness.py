@@ -14,19 +14,19 @@ from typing import Any
 
 from gpuops.errors import ProbeError
 from gpuops.host.procfs import Process, boot_us, parse_stat, read_text
-from gpuops.report.account import Agent
-from gpuops.store.queries import RunRow
+from gpuops.report.time_breakdown import AgentLiveness
+from gpuops.store.queries.run_queries import RunRow
 from gpuops.units import US_PER_S
 
 STATE_BYTES_MAX = 2**20
 # An agent starts before its run does. The kernel tells of its boot in whole seconds, and reckons it
 # back from a clock that may have been set meanwhile.
-SLACK_US = 10 * US_PER_S
-_OVER = frozenset("ZX")
+CLOCK_SLACK_US = 10 * US_PER_S
+_DEAD_STATES = frozenset("ZX")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
+class AgentObservation:
     """What a run's state file says, and the process that has its agent's id now.
 
     ``sees_all`` says whether a process that was not found is not there: on a hardened system a
@@ -36,10 +36,10 @@ class Sighting:
     state: Mapping[str, Any]
     process: Process | None
     started_us: int | None
-    sees_all: bool
+    can_see_all: bool
 
 
-def look(run_dir: Path, root: Path = Path("/")) -> Sighting | None:
+def observe_agent(run_dir: Path, root: Path = Path("/")) -> AgentObservation | None:
     """Return what is to be seen of the agent that wrote *run_dir*, None without a state file."""
     found = read_state(run_dir / "state.json")
     if found is None:
@@ -47,24 +47,31 @@ def look(run_dir: Path, root: Path = Path("/")) -> Sighting | None:
     state, owner = found
     pid = state.get("agent_pid")
     process = _process(pid, root) if isinstance(pid, int) else None
-    return Sighting(
+    return AgentObservation(
         state=state,
         process=process,
         started_us=None if process is None else _started_us(process, root),
-        sees_all=os.geteuid() in (0, owner),
+        can_see_all=os.geteuid() in (0, owner),
     )
 
 
-def judge(run: RunRow, node: str, seen: Sighting | None) -> Agent:
-    """Return what has become of the agent of *run*, as far as *seen* on *node* tells."""
-    if seen is None or not isinstance(seen.state.get("agent_pid"), int):
-        return Agent.UNKNOWN
-    if (seen.state.get("run_id"), seen.state.get("node")) != (run.id, node):
-        return Agent.UNKNOWN
-    if seen.process is None:
-        return Agent.GONE if seen.sees_all else Agent.UNKNOWN
-    is_later = seen.started_us is not None and seen.started_us > run.created_us + SLACK_US
-    return Agent.GONE if is_later or seen.process.state in _OVER else Agent.RUNNING
+def judge_liveness(run: RunRow, node: str, observation: AgentObservation | None) -> AgentLiveness:
+    """Return what has become of the agent of *run*, as far as *observation* on *node* tells."""
+    if observation is None or not isinstance(observation.state.get("agent_pid"), int):
+        return AgentLiveness.UNKNOWN
+    if (observation.state.get("run_id"), observation.state.get("node")) != (run.id, node):
+        return AgentLiveness.UNKNOWN
+    if observation.process is None:
+        return AgentLiveness.GONE if observation.can_see_all else AgentLiveness.UNKNOWN
+    is_later = (
+        observation.started_us is not None
+        and observation.started_us > run.created_us + CLOCK_SLACK_US
+    )
+    return (
+        AgentLiveness.GONE
+        if is_later or observation.process.state in _DEAD_STATES
+        else AgentLiveness.RUNNING
+    )
 
 
 def read_state(path: Path) -> tuple[dict[str, Any], int] | None:

@@ -10,18 +10,18 @@ from typing import Any
 
 from gpuops.control.record import ControlRecord, Member, Roster
 from gpuops.model import Json
-from gpuops.store.queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
+from gpuops.store.queries.run_queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
 from gpuops.units import US_PER_S
 
 TEXT_CHARS_MAX = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeView:
+class RunNodeView:
     """One node. ``silent_s`` is since the last heartbeat of its ranks; ``seat`` its group rank."""
 
     node: str
-    seat: int | None = None
+    group_rank: int | None = None
     first_rank: int | None = None
     ranks: int | None = None
     step: int | None = None
@@ -63,16 +63,16 @@ class RunView:
     reason: str = ""
     exit_code: int | None = None
     world_size: int | None = None
-    nodes: tuple[NodeView, ...] = ()
+    nodes: tuple[RunNodeView, ...] = ()
     spares: tuple[str, ...] = ()
     spare_seqs: Mapping[str, int] = field(default_factory=dict)  # grow while their agents live
     excluded: Mapping[str, str] = field(default_factory=dict)
-    doubted: Mapping[str, str] = field(default_factory=dict)  # to be left out by a restart
+    suspected: Mapping[str, str] = field(default_factory=dict)  # to be left out by a restart
     restarts_used: int | None = None
     restarts_max: int | None = None
     decision: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
-    board_s: float | None = None
+    control_time_s: float | None = None
     checkpoint: CheckpointView | None = None
 
     @property
@@ -114,7 +114,7 @@ class RunView:
             "nodes": [_node_json(node) for node in self.nodes],
             "spares": list(self.spares),
             "excluded": dict(self.excluded),
-            "doubted": dict(self.doubted),
+            "doubted": dict(self.suspected),
             "restarts_used": self.restarts_used,
             "restarts_max": self.restarts_max,
             "decision": self.decision,
@@ -123,54 +123,61 @@ class RunView:
         }
 
 
-def of_board(
+def from_control_store(
     record: ControlRecord,
     roster: Roster | None,
     agents: Mapping[str, Member],
-    alive: Mapping[str, Mapping[str, Any]],
-    board_s: float,
+    heartbeats: Mapping[str, Mapping[str, Any]],
+    control_time_s: float,
 ) -> RunView:
-    """Return the run as its board has it; *agents* and *alive* are by agent id."""
+    """Return the run as its board has it; *agents* and *heartbeats* are by agent id."""
     members = () if roster is None else roster.members
-    seated = {member.agent for member in members}
+    assigned = {member.agent for member in members}
     nodes = []
-    for seat, member in enumerate(members):
-        first_rank = None if roster is None else roster.first_rank(seat)
-        nodes.append(_beating(member, seat, first_rank, alive.get(member.agent, {})))
-    waiting = [m for agent, m in agents.items() if agent not in seated and agent in alive]
+    for group_rank, member in enumerate(members):
+        first_rank = None if roster is None else roster.first_rank(group_rank)
+        nodes.append(
+            _node_from_heartbeat(member, group_rank, first_rank, heartbeats.get(member.agent, {}))
+        )
+    unassigned = [m for agent, m in agents.items() if agent not in assigned and agent in heartbeats]
     return RunView(
         run_id=record.run_id,
         name=record.folder,
         source="board",
         generation=record.generation,
         phase=record.phase.value,
-        phase_s=max(0.0, board_s - record.since_s),
+        phase_s=max(0.0, control_time_s - record.since_s),
         reason=record.reason,
         exit_code=record.exit_code,
         world_size=None if roster is None else roster.world_size,
         nodes=tuple(nodes),
-        spares=tuple(sorted({member.node for member in waiting} - record.excluded.keys())),
-        spare_seqs={m.node: seq for m in waiting if (seq := whole(alive[m.agent].get("seq")))},
+        spares=tuple(sorted({member.node for member in unassigned} - record.excluded.keys())),
+        spare_seqs={
+            m.node: seq for m in unassigned if (seq := int_or_none(heartbeats[m.agent].get("seq")))
+        },
         excluded=dict(record.excluded),
-        doubted={n: why for n, why in record.doubted.items() if n not in record.excluded},
-        restarts_used=sum(failure.counted for failure in record.history),
+        suspected={n: why for n, why in record.suspected.items() if n not in record.excluded},
+        restarts_used=sum(failure.is_counted for failure in record.history),
         decision=None if record.decision is None else record.decision.to_json(),
-        board_s=board_s,
-        checkpoint=_oldest(
-            [checkpoint_of(alive.get(member.agent, {}).get("checkpoint")) for member in members]
+        control_time_s=control_time_s,
+        checkpoint=_least_checkpoint(
+            [
+                checkpoint_of(heartbeats.get(member.agent, {}).get("checkpoint"))
+                for member in members
+            ]
         ),
     )
 
 
-def of_agent(state: Mapping[str, Any]) -> RunView:
+def from_agent(state: Mapping[str, Any]) -> RunView:
     """Return the run as one agent tells it over HTTP (``gpuops.agent-state/1``)."""
-    ranks = [rank for rank in _list(state.get("ranks")) if isinstance(rank, Mapping)]
-    numbers = [n for rank in ranks if (n := whole(rank.get("rank"))) is not None]
-    steps = [step for rank in ranks if (step := whole(rank.get("step"))) is not None]
-    silent = [s for rank in ranks if (s := seconds(rank.get("silent_seconds"))) is not None]
-    node = NodeView(
-        node=text(state.get("node")),
-        seat=whole(state.get("group_rank")),
+    ranks = [rank for rank in _as_list(state.get("ranks")) if isinstance(rank, Mapping)]
+    numbers = [n for rank in ranks if (n := int_or_none(rank.get("rank"))) is not None]
+    steps = [step for rank in ranks if (step := int_or_none(rank.get("step"))) is not None]
+    silent = [s for rank in ranks if (s := seconds_or_none(rank.get("silent_seconds"))) is not None]
+    node = RunNodeView(
+        node=text_or_empty(state.get("node")),
+        group_rank=int_or_none(state.get("group_rank")),
         first_rank=min(numbers, default=None),
         ranks=len(ranks),
         step=min(steps) if steps and len(steps) == len(ranks) else None,
@@ -178,17 +185,17 @@ def of_agent(state: Mapping[str, Any]) -> RunView:
     )
     used, most = budget_of(state)
     return RunView(
-        run_id=text(state.get("run_id")),
-        name=text(state.get("name")),
+        run_id=text_or_empty(state.get("run_id")),
+        name=text_or_empty(state.get("name")),
         source="agent",
-        generation=whole(state.get("generation")),
-        phase=text(state.get("phase")) or "unknown",
-        phase_s=seconds(state.get("phase_seconds")),
-        reason=text(state.get("reason")),
-        world_size=whole(state.get("world_size")),
+        generation=int_or_none(state.get("generation")),
+        phase=text_or_empty(state.get("phase")) or "unknown",
+        phase_s=seconds_or_none(state.get("phase_seconds")),
+        reason=text_or_empty(state.get("reason")),
+        world_size=int_or_none(state.get("world_size")),
         nodes=(node,),
         excluded=excluded_of(state),
-        doubted=doubted_of(state),
+        suspected=suspected_of(state),
         restarts_used=used,
         restarts_max=most,
         decision=_decision(state.get("decision")),
@@ -196,34 +203,34 @@ def of_agent(state: Mapping[str, Any]) -> RunView:
     )
 
 
-def of_files(states: Sequence[Mapping[str, Any]]) -> RunView:
+def from_files(states: Sequence[Mapping[str, Any]]) -> RunView:
     """Return the run as its state files have it: the newest generation's, at least one."""
-    newest = max(whole(state.get("generation")) or 0 for state in states)
-    current = [state for state in states if (whole(state.get("generation")) or 0) == newest]
+    newest = max(int_or_none(state.get("generation")) or 0 for state in states)
+    current = [state for state in states if (int_or_none(state.get("generation")) or 0) == newest]
     first = current[0]
     nodes = [
-        NodeView(
-            node=text(state.get("node")),
+        RunNodeView(
+            node=text_or_empty(state.get("node")),
             ranks=len(pids) if isinstance(pids := state.get("pids"), Mapping) else None,
         )
         for state in current
     ]
     used, most = budget_of(first)
     return RunView(
-        run_id=text(first.get("run_id")),
-        name=text(first.get("name")),
+        run_id=text_or_empty(first.get("run_id")),
+        name=text_or_empty(first.get("name")),
         source="file",
         generation=newest,
-        phase=text(first.get("phase")) or "unknown",
+        phase=text_or_empty(first.get("phase")) or "unknown",
         nodes=tuple(nodes),
         excluded=excluded_of(first),
-        doubted=doubted_of(first),
+        suspected=suspected_of(first),
         restarts_used=used,
         restarts_max=most,
     )
 
 
-def of_store(
+def from_store(
     run: RunRow,
     attempts: Sequence[AttemptRow],
     decisions: Sequence[DecisionRow],
@@ -244,7 +251,7 @@ def of_store(
     )
     if attempts:
         last = attempts[-1]
-        nodes = tuple(NodeView(node=name, step=last.steps_last) for name in last.nodes)
+        nodes = tuple(RunNodeView(node=name, step=last.steps_last) for name in last.nodes)
         age_s = view.phase_s if view.phase_s is not None else _age_s(last.start_us, now_us)
         view = replace(
             view,
@@ -254,9 +261,9 @@ def of_store(
             phase_s=age_s,
         )
     if decisions:
-        made = decisions[-1]
-        decision = _decision(made.body.get("decision"))
-        view = replace(view, restarts_used=made.restarts_used, decision=decision)
+        last_decision = decisions[-1]
+        decision = _decision(last_decision.body.get("decision"))
+        view = replace(view, restarts_used=last_decision.restarts_used, decision=decision)
     return view
 
 
@@ -266,61 +273,65 @@ def _age_s(then_us: int | None, now_us: int) -> float | None:
 
 def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
     """Return who is left out, by *state*."""
-    found = state.get("excluded")
-    return {text(k): text(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+    excluded = state.get("excluded")
+    return (
+        {text_or_empty(k): text_or_empty(v) for k, v in excluded.items()}
+        if isinstance(excluded, Mapping)
+        else {}
+    )
 
 
-def doubted_of(state: Mapping[str, Any]) -> dict[str, str]:
+def suspected_of(state: Mapping[str, Any]) -> dict[str, str]:
     """Return who is doubted and has not been left out yet, by *state*."""
-    left_out = excluded_of(state)
-    doubted = excluded_of({"excluded": state.get("doubted")})
-    return {node: why for node, why in doubted.items() if node not in left_out}
+    excluded = excluded_of(state)
+    suspected = excluded_of({"excluded": state.get("doubted")})
+    return {node: why for node, why in suspected.items() if node not in excluded}
 
 
 def budget_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return how many restarts are used, of how many, by *state*."""
-    found = state.get("budget")
-    if not isinstance(found, Mapping):
+    budget = state.get("budget")
+    if not isinstance(budget, Mapping):
         return None, None
-    return whole(found.get("used")), whole(found.get("max"))
+    return int_or_none(budget.get("used")), int_or_none(budget.get("max"))
 
 
-def whole(value: object) -> int | None:
+def int_or_none(value: object) -> int | None:
     """Return *value* if it is a whole number."""
     is_one = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if is_one and isinstance(value, int) else None
 
 
-def seconds(value: object) -> float | None:
+def seconds_or_none(value: object) -> float | None:
     """Return *value* if it is a duration of less than a century."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 4e9:
         return None
     return float(value)
 
 
-def text(value: object) -> str:
+def text_or_empty(value: object) -> str:
     """Return *value* if it is text, cut; else nothing."""
     return value[:TEXT_CHARS_MAX] if isinstance(value, str) else ""
 
 
-def _beating(
-    member: Member, seat: int, first_rank: int | None, beat: Mapping[str, Any]
-) -> NodeView:
-    return NodeView(
+def _node_from_heartbeat(
+    member: Member, group_rank: int, first_rank: int | None, heartbeat: Mapping[str, Any]
+) -> RunNodeView:
+    return RunNodeView(
         node=member.node,
-        seat=seat,
+        group_rank=group_rank,
         first_rank=first_rank,
         ranks=member.n_workers,
-        step=whole(beat.get("step")),
-        silent_s=seconds(beat.get("silent_s")),
-        seq=whole(beat.get("seq")),
+        step=int_or_none(heartbeat.get("step")),
+        silent_s=seconds_or_none(heartbeat.get("silent_s")),
+        seq=int_or_none(heartbeat.get("seq")),
     )
 
 
-def _node_json(node: NodeView) -> Json:
+def _node_json(node: RunNodeView) -> Json:
     return {
         "node": node.node,
-        "group_rank": node.seat,
+        "group_rank": node.group_rank,
         "first_rank": node.first_rank,
         "ranks": node.ranks,
         "step": node.step,
@@ -333,26 +344,26 @@ def checkpoint_of(value: object) -> CheckpointView | None:
     if not isinstance(value, Mapping):
         return None
     return CheckpointView(
-        step=whole(value.get("step")),
-        age_s=seconds(value.get("age_seconds")),
-        tier=text(value.get("tier")),
-        persisted_step=whole(value.get("persisted_step")),
-        skipped=whole(value.get("skipped")),
-        keeper=text(value.get("keeper")),
-        copies=whole(value.get("copies")),
+        step=int_or_none(value.get("step")),
+        age_s=seconds_or_none(value.get("age_seconds")),
+        tier=text_or_empty(value.get("tier")),
+        persisted_step=int_or_none(value.get("persisted_step")),
+        skipped=int_or_none(value.get("skipped")),
+        keeper=text_or_empty(value.get("keeper")),
+        copies=int_or_none(value.get("copies")),
     )
 
 
-def _oldest(found: Sequence[CheckpointView | None]) -> CheckpointView | None:
+def _least_checkpoint(found: Sequence[CheckpointView | None]) -> CheckpointView | None:
     """Return the least that a node has: all of them are needed to resume from a state."""
     known = [view for view in found if view is not None]
     if not known:
         return None
     least = min(known, key=lambda view: -1 if view.step is None else view.step)
     skipped = [view.skipped for view in known if view.skipped is not None]
-    gone = next((view.keeper for view in known if view.keeper != "running"), least.keeper)
+    keeper = next((view.keeper for view in known if view.keeper != "running"), least.keeper)
     copies = min((view.copies for view in known if view.copies is not None), default=None)
-    return replace(least, skipped=max(skipped, default=None), keeper=gone, copies=copies)
+    return replace(least, skipped=max(skipped, default=None), keeper=keeper, copies=copies)
 
 
 def _checkpoint_json(view: CheckpointView) -> Json:
@@ -371,5 +382,5 @@ def _decision(value: object) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _list(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []

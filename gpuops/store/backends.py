@@ -1,4 +1,4 @@
-"""The two databases that a store can be in: SQLite on a local disk, and Postgres.
+"""Store URLs and the two databases behind them: SQLite on a local disk, and Postgres.
 
 Nothing here waits without bound: connecting takes at most `CONNECT_S`, a statement `STATEMENT_S`,
 a locked SQLite file `BUSY_S`.
@@ -12,28 +12,81 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine import URL
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from gpuops.errors import NetworkFilesystemError, StoreUnreachableError, UsageError
-from gpuops.host.mounts import Mount, mount_of, read_mounts
-from gpuops.store.url import shown, sqlite_path
+from gpuops.host.storage.mounts import Mount, mount_of, read_mounts
+from gpuops.scrub import scrub
 
-CONNECT_S = 3
-STATEMENT_S = 5.0
-BUSY_S = 10.0
-Mode = Literal["read", "write"]
+URL_FORMS = "sqlite:////absolute/path.db or postgresql+psycopg://user@host/database"
+
+
+def parse_url(text: str) -> URL:
+    """Return the store URL in *text*, with its driver.
+
+    Raises:
+        UsageError: Malformed, or of a database that gpuops does not keep its store in.
+    """
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        # The parser's own words may quote a part of the password.
+        raise UsageError(
+            f"the store URL {redacted_text(text)!r} is malformed; wanted {URL_FORMS}"
+        ) from None
+    backend = url.get_backend_name()
+    if backend == "sqlite":
+        if url.drivername not in ("sqlite", "sqlite+pysqlite") or url.host or not url.database:
+            raise UsageError(
+                f"the store URL {redacted(url)!r} names no SQLite file; wanted sqlite:////absolute/path.db"
+            )
+        return url.set(drivername="sqlite")
+    if url.drivername in ("postgresql", "postgresql+psycopg"):
+        if not url.database:
+            raise UsageError(
+                f"the store URL {redacted(url)!r} names no database; wanted {URL_FORMS}"
+            )
+        return url.set(drivername="postgresql+psycopg")
+    hint = f"wanted {URL_FORMS}"
+    if backend.startswith("postgres"):
+        hint = f"did you mean {redacted(url.set(drivername='postgresql+psycopg'))}?"
+    raise UsageError(
+        f"the store URL {redacted(url)!r} is of kind {url.drivername!r}, which is not known; {hint}"
+    )
+
+
+def redacted(url: URL) -> str:
+    """Return *url* without its secrets."""
+    return redacted_text(url.render_as_string(hide_password=True))
+
+
+def redacted_text(text: str) -> str:
+    """Return a text that may be a URL without its secrets, however malformed it is."""
+    return scrub(text)
+
+
+def sqlite_path(url: URL) -> Path:
+    """Return the file of a SQLite URL, absolute."""
+    assert url.database is not None
+    return Path(url.database).expanduser().absolute()
+
+
+CONNECT_TIMEOUT_S = 3
+STATEMENT_TIMEOUT_S = 5.0
+BUSY_TIMEOUT_S = 10.0
+AccessMode = Literal["read", "write"]
 
 
 def connect_engine(
     url: URL,
     *,
-    mode: Mode,
+    mode: AccessMode,
     root: Path = Path("/"),
-    connect_s: float = CONNECT_S,
-    statement_s: float = STATEMENT_S,
-    busy_s: float = BUSY_S,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    statement_timeout_s: float = STATEMENT_TIMEOUT_S,
+    busy_timeout_s: float = BUSY_TIMEOUT_S,
 ) -> Engine:
     """Return an engine for *url*, not yet connected.
 
@@ -44,12 +97,14 @@ def connect_engine(
     """
     if url.get_backend_name() == "sqlite":
         path = sqlite_path(url)
-        refuse_network(path, read_mounts(root))
+        reject_network_filesystem(path, read_mounts(root))
         _check_file(path, url, mode=mode)
         if mode == "write":
             _make_directory(path, url)
-        return _sqlite(path, mode=mode, busy_s=busy_s)
-    return _postgres(url, mode=mode, connect_s=connect_s, statement_s=statement_s)
+        return _sqlite_engine(path, mode=mode, busy_timeout_s=busy_timeout_s)
+    return _postgres_engine(
+        url, mode=mode, connect_timeout_s=connect_timeout_s, statement_timeout_s=statement_timeout_s
+    )
 
 
 def memory_engine() -> Engine:
@@ -57,11 +112,11 @@ def memory_engine() -> Engine:
     engine = create_engine(
         "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
     )
-    _begin_by_hand(engine, "BEGIN", busy_s=BUSY_S, keep=False)
+    _set_explicit_begin(engine, "BEGIN", busy_timeout_s=BUSY_TIMEOUT_S, is_persistent=False)
     return engine
 
 
-def check_place(url: URL) -> None:
+def check_can_create(url: URL) -> None:
     """Refuse a SQLite file that does not exist and could not be made; makes nothing.
 
     Raises:
@@ -69,11 +124,11 @@ def check_place(url: URL) -> None:
     """
     path = sqlite_path(url)
     _check_file(path, url, mode="write")
-    above = next(parent for parent in path.parents if os.path.lexists(parent))
-    if not above.is_dir():
-        raise _unusable(url, f"{above} is not a directory")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise _unusable(url, f"no file can be made in {above} by this user")
+    ancestor = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not ancestor.is_dir():
+        raise _cannot_open(url, f"{ancestor} is not a directory")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise _cannot_open(url, f"no file can be made in {ancestor} by this user")
 
 
 def check_directory(url: URL) -> None:
@@ -84,41 +139,41 @@ def check_directory(url: URL) -> None:
     """
     parent = sqlite_path(url).parent
     if not os.path.lexists(parent):
-        raise _unusable(url, f"the directory {parent} is not there; make it or name another")
+        raise _cannot_open(url, f"the directory {parent} is not there; make it or name another")
 
 
-def _check_file(path: Path, url: URL, *, mode: Mode) -> None:
+def _check_file(path: Path, url: URL, *, mode: AccessMode) -> None:
     try:
-        is_directory, is_there = path.is_dir(), path.exists()
+        is_directory, exists = path.is_dir(), path.exists()
     except OSError as exc:
-        raise _unusable(url, exc.strerror or str(exc)) from exc
+        raise _cannot_open(url, exc.strerror or str(exc)) from exc
     if is_directory:
-        raise _unusable(url, "it is a directory; name a file in it")
-    if mode == "read" and not is_there:
-        raise _unusable(url, "there is no such file; `gpuops db upgrade` makes one")
+        raise _cannot_open(url, "it is a directory; name a file in it")
+    if mode == "read" and not exists:
+        raise _cannot_open(url, "there is no such file; `gpuops db upgrade` makes one")
 
 
-def _unusable(url: URL, why: str) -> StoreUnreachableError:
-    return StoreUnreachableError(f"cannot open the store {shown(url)}: {why}")
+def _cannot_open(url: URL, why: str) -> StoreUnreachableError:
+    return StoreUnreachableError(f"cannot open the store {redacted(url)}: {why}")
 
 
-def _sqlite(path: Path, *, mode: Mode, busy_s: float) -> Engine:
+def _sqlite_engine(path: Path, *, mode: AccessMode, busy_timeout_s: float) -> Engine:
     target = f"file:{quote(str(path))}?{'mode=rwc' if mode == 'write' else _read_flags(path)}"
 
     def connect() -> sqlite3.Connection:
-        return sqlite3.connect(target, timeout=busy_s, check_same_thread=False, uri=True)
+        return sqlite3.connect(target, timeout=busy_timeout_s, check_same_thread=False, uri=True)
 
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
     begin = "BEGIN IMMEDIATE" if mode == "write" else "BEGIN"
-    _begin_by_hand(engine, begin, busy_s=busy_s, keep=mode == "write")
+    _set_explicit_begin(engine, begin, busy_timeout_s=busy_timeout_s, is_persistent=mode == "write")
     return engine
 
 
 def _read_flags(path: Path) -> str:
     # A reader of a WAL file makes its index beside it; where it may not, and no writer has left
     # one, the file alone is the whole database.
-    alone = not path.with_name(path.name + "-wal").exists()
-    if alone and not os.access(path.parent, os.W_OK):
+    has_no_wal = not path.with_name(path.name + "-wal").exists()
+    if has_no_wal and not os.access(path.parent, os.W_OK):
         return "mode=ro&immutable=1"
     return "mode=ro"
 
@@ -127,16 +182,18 @@ def _make_directory(path: Path, url: URL) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
-        raise _unusable(url, f"cannot make {path.parent}: {exc.strerror}") from exc
+        raise _cannot_open(url, f"cannot make {path.parent}: {exc.strerror}") from exc
 
 
-def _begin_by_hand(engine: Engine, statement: str, *, busy_s: float, keep: bool) -> None:
+def _set_explicit_begin(
+    engine: Engine, statement: str, *, busy_timeout_s: float, is_persistent: bool
+) -> None:
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:  # noqa: ANN401 the driver's own type
         # sqlite3 would start transactions late and as readers, which deadlocks two writers.
         connection.isolation_level = None
-        connection.execute(f"PRAGMA busy_timeout = {round(busy_s * 1000)}")
-        if keep:
+        connection.execute(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
+        if is_persistent:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -146,7 +203,7 @@ def _begin_by_hand(engine: Engine, statement: str, *, busy_s: float, keep: bool)
         connection.exec_driver_sql(statement)
 
 
-def refuse_network(path: Path, mounts: list[Mount]) -> None:
+def reject_network_filesystem(path: Path, mounts: list[Mount]) -> None:
     """Refuse a SQLite file whose locks another machine would have to keep.
 
     Raises:
@@ -161,13 +218,15 @@ def refuse_network(path: Path, mounts: list[Mount]) -> None:
         )
 
 
-def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> Engine:
+def _postgres_engine(
+    url: URL, *, mode: AccessMode, connect_timeout_s: float, statement_timeout_s: float
+) -> Engine:
     try:
         engine = create_engine(
             url,
             poolclass=NullPool,
             connect_args={
-                "connect_timeout": max(round(connect_s), 1),
+                "connect_timeout": max(round(connect_timeout_s), 1),
                 "application_name": "gpuops",
                 # Behind a pooler the next statement may meet another session.
                 "prepare_threshold": None,
@@ -175,12 +234,12 @@ def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> 
         )
     except ModuleNotFoundError as exc:
         raise UsageError(
-            f"the store URL {shown(url)!r} needs the driver {exc.name}, which is not installed: "
+            f"the store URL {redacted(url)!r} needs the driver {exc.name}, which is not installed: "
             "pip install 'psycopg[binary]'"
         ) from exc
     # It logs what it could not clean up after a server that went away; the error itself says so.
     logging.getLogger("psycopg").setLevel(logging.ERROR)
-    timeout = f"SET LOCAL statement_timeout = {round(statement_s * 1000)}"
+    timeout = f"SET LOCAL statement_timeout = {round(statement_timeout_s * 1000)}"
     access = "SET TRANSACTION READ ONLY; " if mode == "read" else ""
 
     @event.listens_for(engine, "begin")
@@ -190,7 +249,7 @@ def _postgres(url: URL, *, mode: Mode, connect_s: float, statement_s: float) -> 
     return engine
 
 
-def is_about_data(exc: DBAPIError) -> bool:
+def is_data_error(exc: DBAPIError) -> bool:
     """Say whether *exc* is about the rows that were given and not about the store itself.
 
     PostgreSQL's classes (its documentation, appendix A): 22 data exception, 23 integrity
@@ -202,9 +261,9 @@ def is_about_data(exc: DBAPIError) -> bool:
     return isinstance(exc, DataError | IntegrityError)
 
 
-def unreachable(url: URL, exc: DBAPIError) -> StoreUnreachableError:
+def unreachable_error(url: URL, exc: DBAPIError) -> StoreUnreachableError:
     """Return the one clear line for a store that could not be reached."""
-    words = " ".join(str(exc.orig).split()) or type(exc.orig).__name__
+    message = " ".join(str(exc.orig).split()) or type(exc.orig).__name__
     if url.password:
-        words = words.replace(str(url.password), "***")
-    return StoreUnreachableError(f"cannot use the store {shown(url)}: {words[:300]}")
+        message = message.replace(str(url.password), "***")
+    return StoreUnreachableError(f"cannot use the store {redacted(url)}: {message[:300]}")

@@ -9,7 +9,7 @@ from sqlalchemy import MetaData, Text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-from gpuops.store.lines import canonical
+from gpuops.store.spool.format import canonical_json
 
 _NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
 
@@ -18,7 +18,7 @@ _NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
 @functools.lru_cache(maxsize=4096)
 def derived_id(noun: str, *natural_key: str | int) -> str:
     """Return the id of the row of *noun* with this natural key: the same on every store."""
-    return str(uuid.uuid5(_NAMESPACE, canonical([noun, *natural_key])))
+    return str(uuid.uuid5(_NAMESPACE, canonical_json([noun, *natural_key])))
 
 
 class JsonText(TypeDecorator[Any]):
@@ -28,7 +28,7 @@ class JsonText(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ANN401, ARG002
-        return None if value is None else canonical(value)
+        return None if value is None else canonical_json(value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ANN401, ARG002
         return None if value is None else json.loads(value)

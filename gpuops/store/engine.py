@@ -1,42 +1,124 @@
-"""Opening a store, and one clear line where it cannot be opened."""
+"""Open a store: schema checked, every call bounded, one clear line where it fails.
+
+A server that is stopped, or behind a cut cable, never reports its own statement timeout. Shutting
+the socket down from this side makes the waiting call fail at once.
+"""
 
 import contextlib
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 
 from gpuops.errors import SchemaMismatchError, StoreError, StoreUnreachableError
 from gpuops.store.backends import (
-    BUSY_S,
-    CONNECT_S,
-    STATEMENT_S,
-    Mode,
+    BUSY_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    STATEMENT_TIMEOUT_S,
+    AccessMode,
     connect_engine,
-    is_about_data,
+    is_data_error,
     memory_engine,
-    unreachable,
+    parse_url,
+    redacted,
+    unreachable_error,
 )
 from gpuops.store.schema import REVISION, metadata
-from gpuops.store.url import parse_url, shown
-from gpuops.store.versions import Fit, judge, read_revision
-from gpuops.store.watchdog import Watchdog
 
-SESSION_S = 60.0
+
+class SchemaFit(Enum):
+    """How the schema that was found stands to the schema of this code."""
+
+    EMPTY = "empty"
+    CURRENT = "current"
+    OLDER = "older"
+    NEWER = "newer"
+    FOREIGN = "foreign"
+
+
+def compare_revision(
+    store_revision: str | None, *, has_tables: bool, code_revision: str = REVISION
+) -> SchemaFit:
+    """Return how revision *store_revision* (None: no migration has run) stands to *code_revision*.
+
+    Revisions are numbers in one line; one that is not a number is of a release to come.
+    """
+    if store_revision is None:
+        return SchemaFit.FOREIGN if has_tables else SchemaFit.EMPTY
+    if store_revision == code_revision:
+        return SchemaFit.CURRENT
+    if store_revision.isdecimal() and int(store_revision) < int(code_revision):
+        return SchemaFit.OLDER
+    return SchemaFit.NEWER
+
+
+def read_revision(connection: Connection) -> tuple[str | None, bool]:
+    """Return the revision in the store, and whether it has tables of any other kind."""
+    tables = set(inspect(connection).get_table_names())
+    others = bool(tables - {"alembic_version"})
+    if "alembic_version" not in tables:
+        return None, others
+    found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return (None if found is None else str(found)), others
+
+
+class ConnectionWatchdog:
+    """Cuts a connection off after *timeout_s*; ``barked`` says whether it did.
+
+    SQLite needs none: it bounds itself by its busy timeout.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = max(timeout_s, 0.0)
+        self.fired = False
+
+    @contextlib.contextmanager
+    def guard(self, connection: Connection) -> Iterator[None]:
+        """Watch over *connection* for the time of a block."""
+        if connection.dialect.name != "postgresql":
+            yield
+            return
+        descriptor = connection.connection.driver_connection.fileno()  # type: ignore[union-attr] # psycopg has it
+        timer = threading.Timer(self.timeout_s, self._fire, args=(descriptor,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _fire(self, descriptor: int) -> None:
+        self.fired = True
+        _shut_down_socket(descriptor)
+
+
+def _shut_down_socket(descriptor: int) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as borrowed:
+        try:
+            borrowed.shutdown(socket.SHUT_RDWR)
+        finally:
+            borrowed.detach()
+
+
+SESSION_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class IncidentStore:
     """An open store. ``notes`` are lines for the user about what it does not hold or cannot do."""
 
     engine: Engine
     url: URL
     notes: tuple[str, ...] = ()
-    session_s: float = SESSION_S
+    session_timeout_s: float = SESSION_TIMEOUT_S
 
     def __enter__(self) -> Self:
         return self
@@ -57,32 +139,32 @@ class Store:
             sqlalchemy.exc.DBAPIError: It is there, and what it was asked to keep cannot be kept
                 (see `is_about_data`).
         """
-        watchdog = Watchdog(deadline_s or self.session_s)
+        watchdog = ConnectionWatchdog(deadline_s or self.session_timeout_s)
         try:
             with (
                 self.engine.connect() as connection,
-                watchdog.watching(connection),
+                watchdog.guard(connection),
                 connection.begin(),
             ):
                 yield connection
         except DBAPIError as exc:
-            if is_about_data(exc):
+            if is_data_error(exc):
                 raise
-            if watchdog.barked:
+            if watchdog.fired:
                 raise StoreUnreachableError(
-                    f"cannot use the store {shown(self.url)}: no answer within "
-                    f"{watchdog.seconds:.3g} s"
+                    f"cannot use the store {redacted(self.url)}: no answer within "
+                    f"{watchdog.timeout_s:.3g} s"
                 ) from exc
-            raise unreachable(self.url, exc) from exc
+            raise unreachable_error(self.url, exc) from exc
 
 
 def open_store(
     url: str,
     *,
-    mode: Mode,
+    mode: AccessMode,
     root: Path = Path("/"),
-    deadline_s: float = SESSION_S,
-) -> Store:
+    deadline_s: float = SESSION_TIMEOUT_S,
+) -> IncidentStore:
     """Return the store at *url*, whose schema fits this code well enough for *mode*.
 
     An empty SQLite store is given its tables; an empty Postgres needs ``gpuops db upgrade``.
@@ -98,61 +180,61 @@ def open_store(
         parsed,
         mode=mode,
         root=root,
-        connect_s=min(CONNECT_S, deadline_s),
-        statement_s=min(STATEMENT_S, deadline_s),
-        busy_s=min(BUSY_S, deadline_s),
+        connect_timeout_s=min(CONNECT_TIMEOUT_S, deadline_s),
+        statement_timeout_s=min(STATEMENT_TIMEOUT_S, deadline_s),
+        busy_timeout_s=min(BUSY_TIMEOUT_S, deadline_s),
     )
-    store = Store(engine, parsed, session_s=deadline_s)
+    store = IncidentStore(engine, parsed, session_timeout_s=deadline_s)
     try:
         with store.begin() as connection:
-            fit = judge_store(connection)
-        if fit is Fit.EMPTY and store.is_sqlite and mode == "write":
+            fit = check_schema(connection)
+        if fit is SchemaFit.EMPTY and store.is_sqlite and mode == "write":
             from gpuops.store.migrate import upgrade
 
             upgrade(store)
             return store
-        return _fitting(store, fit, mode)
+        return _require_fit(store, fit, mode)
     except StoreError:
         engine.dispose()
         raise
 
 
-def judge_store(connection: Connection) -> Fit:
+def check_schema(connection: Connection) -> SchemaFit:
     """Return how the schema behind *connection* stands to this code."""
     found, has_tables = read_revision(connection)
-    return judge(found, has_tables=has_tables)
+    return compare_revision(found, has_tables=has_tables)
 
 
-def memory_store(*notes: str) -> Store:
+def memory_store(*notes: str) -> IncidentStore:
     """Return an empty store in memory, with this code's tables."""
     engine = memory_engine()
     metadata.create_all(engine)
-    return Store(engine, parse_url("sqlite:///:memory:"), notes)
+    return IncidentStore(engine, parse_url("sqlite:///:memory:"), notes)
 
 
-def _fitting(store: Store, fit: Fit, mode: Mode) -> Store:
-    name = shown(store.url)
+def _require_fit(store: IncidentStore, fit: SchemaFit, mode: AccessMode) -> IncidentStore:
+    name = redacted(store.url)
     match fit:
-        case Fit.CURRENT:
+        case SchemaFit.CURRENT:
             return store
-        case Fit.NEWER if mode == "read":
+        case SchemaFit.NEWER if mode == "read":
             note = f"the store {name} is of a newer gpuops; reading it as far as this one can"
             return replace(store, notes=(*store.notes, note))
-        case Fit.NEWER:
+        case SchemaFit.NEWER:
             raise SchemaMismatchError(
                 f"the store {name} is of a newer gpuops (this one has schema {REVISION}): "
                 "nothing is written to it; upgrade gpuops here"
             )
-        case Fit.OLDER:
+        case SchemaFit.OLDER:
             raise SchemaMismatchError(
                 f"the store {name} is of an older gpuops (this one has schema {REVISION}): "
                 "run `gpuops db upgrade`"
             )
-        case Fit.EMPTY:
+        case SchemaFit.EMPTY:
             raise SchemaMismatchError(
                 f"the store {name} has no tables yet: run `gpuops db upgrade`"
             )
-        case Fit.FOREIGN:
+        case SchemaFit.FOREIGN:
             raise SchemaMismatchError(
                 f"the database {name} holds tables that are not gpuops': name another one"
             )

@@ -13,19 +13,18 @@ from pathlib import Path
 
 from gpuops.errors import NetworkFilesystemError, SpoolError, StoreError, UsageError
 from gpuops.host.clock import Clock, SystemClock
-from gpuops.host.mounts import read_mounts
-from gpuops.store.backends import refuse_network
-from gpuops.store.engine import Store, memory_store, open_store
-from gpuops.store.facts.envelope import Envelope
-from gpuops.store.flush import flush
-from gpuops.store.ingest import fitting, ingest
-from gpuops.store.journal import SUFFIX
-from gpuops.store.lines import ORIGIN
-from gpuops.store.segments import find_segments, open_segment
-from gpuops.store.spool_reader import read_lines
-from gpuops.store.url import parse_url, sqlite_path
+from gpuops.host.storage.mounts import read_mounts
+from gpuops.store.backends import parse_url, reject_network_filesystem, sqlite_path
+from gpuops.store.engine import IncidentStore, memory_store, open_store
+from gpuops.store.ingest.batch import ingest, valid_envelopes
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.spool.format import ORIGIN_PATTERN
+from gpuops.store.spool.read import read_lines
+from gpuops.store.spool.record import JOURNAL_SUFFIX
+from gpuops.store.spool.segments import find_segments, open_segment
+from gpuops.store.spool.send import flush
 
-FLUSH_S = 5.0
+FLUSH_TIMEOUT_S = 5.0
 _BATCH = 500
 
 
@@ -37,7 +36,7 @@ def store_for_reading(
     cluster: str = "default",
     clock: Clock,
     root: Path = Path("/"),
-) -> Store:
+) -> IncidentStore:
     """Return the store at *url* with what waits in *spool_dir*; its ``notes`` say what is missing.
 
     Args:
@@ -56,7 +55,7 @@ def store_for_reading(
     is_sqlite = parsed.get_backend_name() == "sqlite"
     if is_default and is_sqlite:
         try:
-            refuse_network(sqlite_path(parsed), read_mounts(root))
+            reject_network_filesystem(sqlite_path(parsed), read_mounts(root))
         except NetworkFilesystemError as exc:
             return _spool_in_memory(spool_dir, cluster, clock, str(exc))
     notes = _flush_first(url, spool_dir, cluster=cluster, clock=clock, root=root)
@@ -70,7 +69,9 @@ def _flush_first(
     url: str, spool_dir: Path, *, cluster: str, clock: Clock, root: Path
 ) -> tuple[str, ...]:
     try:
-        report = flush(spool_dir, url, deadline_s=FLUSH_S, cluster=cluster, clock=clock, root=root)
+        report = flush(
+            spool_dir, url, deadline_s=FLUSH_TIMEOUT_S, cluster=cluster, clock=clock, root=root
+        )
     except (SpoolError, StoreError) as exc:
         return (f"what waits in the spool is not shown: {exc}",)
     if report.note is None:
@@ -78,45 +79,45 @@ def _flush_first(
     return (f"{report.remaining} events in the spool are not shown: {report.note}",)
 
 
-def _spool_in_memory(spool_dir: Path, cluster: str, clock: Clock, why: str) -> Store:
+def _spool_in_memory(spool_dir: Path, cluster: str, clock: Clock, why: str) -> IncidentStore:
     store = memory_store(
         f"showing only what is in the spool {spool_dir} of this user: {why}",
     )
-    bad = _fill(store, _spooled(spool_dir, cluster), clock)
-    if bad:
-        return replace(store, notes=(*store.notes, f"{bad} lines of the spool cannot be read"))
+    n_bad = _ingest_all(store, _spool_envelopes(spool_dir, cluster), clock)
+    if n_bad:
+        return replace(store, notes=(*store.notes, f"{n_bad} lines of the spool cannot be read"))
     return store
 
 
-def load_journal(journal_dir: Path) -> Store:
+def load_journal(journal_dir: Path) -> IncidentStore:
     """Return a store in memory with everything in a run directory's journal.
 
     Raises:
         UsageError: There is no journal.
     """
-    paths = sorted(journal_dir.glob(f"*{SUFFIX}")) if journal_dir.is_dir() else []
+    paths = sorted(journal_dir.glob(f"*{JOURNAL_SUFFIX}")) if journal_dir.is_dir() else []
     if not paths:
         raise UsageError(
             f"there is no journal in {journal_dir}; name a run directory of `gpuops run`"
         )
     store = memory_store()
-    bad = _fill(store, _with_own_cluster(list(_journaled(paths))), SystemClock())
-    if bad:
-        return replace(store, notes=(f"{bad} lines of {journal_dir} cannot be read",))
+    n_bad = _ingest_all(store, _with_own_cluster(list(_journal_envelopes(paths))), SystemClock())
+    if n_bad:
+        return replace(store, notes=(f"{n_bad} lines of {journal_dir} cannot be read",))
     return store
 
 
-def _spooled(spool_dir: Path, cluster: str) -> Iterator[Envelope | None]:
+def _spool_envelopes(spool_dir: Path, cluster: str) -> Iterator[EventEnvelope | None]:
     for segment in find_segments(spool_dir):
         fd = open_segment(segment)
         if fd is not None:
             yield from _read_file(fd, segment.origin, cluster)
 
 
-def _journaled(paths: Iterable[Path]) -> Iterator[Envelope | None]:
+def _journal_envelopes(paths: Iterable[Path]) -> Iterator[EventEnvelope | None]:
     for path in paths:
-        origin = path.name.removesuffix(SUFFIX)
-        if not ORIGIN.fullmatch(origin):
+        origin = path.name.removesuffix(JOURNAL_SUFFIX)
+        if not ORIGIN_PATTERN.fullmatch(origin):
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -125,39 +126,41 @@ def _journaled(paths: Iterable[Path]) -> Iterator[Envelope | None]:
         yield from _read_file(fd, origin, "default")
 
 
-def _read_file(fd: int, origin: str, cluster: str) -> Iterator[Envelope | None]:
+def _read_file(fd: int, origin: str, cluster: str) -> Iterator[EventEnvelope | None]:
     """Yield the envelopes of an open file, None for a bad line; closes *fd*."""
     try:
         uid = os.fstat(fd).st_uid
         for read in read_lines(fd, origin=origin):
             if read.line is not None:
-                yield Envelope(read.line, cluster, uid)
-            elif read.bad is not None:
+                yield EventEnvelope(read.line, cluster, uid)
+            elif read.bad_line is not None:
                 yield None
     finally:
         os.close(fd)
 
 
-def _with_own_cluster(envelopes: list[Envelope | None]) -> list[Envelope | None]:
+def _with_own_cluster(envelopes: list[EventEnvelope | None]) -> list[EventEnvelope | None]:
     started = (e for e in envelopes if e is not None and e.event.kind == "run.started")
     named = (e.event.payload.get("cluster") for e in started)
     cluster = next((name for name in named if isinstance(name, str) and name), "default")
     return [e and replace(e, cluster=cluster) for e in envelopes]
 
 
-def _fill(store: Store, envelopes: Iterable[Envelope | None], clock: Clock) -> int:
+def _ingest_all(
+    store: IncidentStore, envelopes: Iterable[EventEnvelope | None], clock: Clock
+) -> int:
     """Ingest *envelopes*; return how many lines could not be."""
-    bad = 0
+    n_bad = 0
     with store.begin() as connection:
         for batch in _batches(envelopes):
             readable = [envelope for envelope in batch if envelope is not None]
-            good = fitting(readable)
-            ingest(connection, good, clock.now_us())
-            bad += len(batch) - len(good)
-    return bad
+            valid = valid_envelopes(readable)
+            ingest(connection, valid, clock.now_us())
+            n_bad += len(batch) - len(valid)
+    return n_bad
 
 
-def _batches(envelopes: Iterable[Envelope | None]) -> Iterator[list[Envelope | None]]:
+def _batches(envelopes: Iterable[EventEnvelope | None]) -> Iterator[list[EventEnvelope | None]]:
     iterator = iter(envelopes)
     while batch := list(islice(iterator, _BATCH)):
         yield batch

@@ -15,24 +15,22 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
-from gpuops.store.backends import check_directory, connect_engine
-from gpuops.store.engine import Store
-from gpuops.store.project import project
+from gpuops.store.backends import check_directory, connect_engine, parse_url, redacted, sqlite_path
+from gpuops.store.engine import IncidentStore, SchemaFit, compare_revision, read_revision
+from gpuops.store.ingest.rebuild import rebuild_projections
 from gpuops.store.schema import REVISION
-from gpuops.store.url import parse_url, shown, sqlite_path
-from gpuops.store.versions import Fit, judge, read_revision
 
-UPGRADE_S = 300.0
+UPGRADE_TIMEOUT_S = 300.0
 # Any constant will do, as long as every gpuops uses this one ("gpuops" in ASCII).
 _LOCK = 0x6770756F7073
 
 
 def upgrade_store(
-    url: str, *, makes_directory: bool = True, root: Path = Path("/")
+    url: str, *, create_directory: bool = True, root: Path = Path("/")
 ) -> tuple[str | None, str]:
     """Upgrade the store at *url*; return the revision it had (None: empty) and the one it has.
 
-    Without *makes_directory* a SQLite file is made only where its directory is: a path that a
+    Without *create_directory* a SQLite file is made only where its directory is: a path that a
     person typed may be mistyped.
 
     Raises:
@@ -40,37 +38,37 @@ def upgrade_store(
         SchemaMismatchError: It is newer than this code, or not a store of gpuops.
     """
     parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite" and not makes_directory:
+    if parsed.get_backend_name() == "sqlite" and not create_directory:
         check_directory(parsed)
-    engine = connect_engine(parsed, mode="write", root=root, statement_s=UPGRADE_S)
-    with Store(engine, parsed, session_s=UPGRADE_S) as store:
+    engine = connect_engine(parsed, mode="write", root=root, statement_timeout_s=UPGRADE_TIMEOUT_S)
+    with IncidentStore(engine, parsed, session_timeout_s=UPGRADE_TIMEOUT_S) as store:
         return upgrade(store), REVISION
 
 
-def upgrade(store: Store, revision: str = "head") -> str | None:
+def upgrade(store: IncidentStore, revision: str = "head") -> str | None:
     """Upgrade an open store to *revision*; return the revision it had."""
-    name = shown(store.url)
+    name = redacted(store.url)
     try:
-        with store.begin(deadline_s=UPGRADE_S) as connection:
+        with store.begin(deadline_s=UPGRADE_TIMEOUT_S) as connection:
             if not store.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
             found, has_tables = read_revision(connection)
-            fit = judge(found, has_tables=has_tables)
-            if fit is Fit.FOREIGN:
+            fit = compare_revision(found, has_tables=has_tables)
+            if fit is SchemaFit.FOREIGN:
                 raise SchemaMismatchError(
                     f"the database {name} holds tables that are not gpuops': name another one"
                 )
-            if fit is Fit.NEWER:
+            if fit is SchemaFit.NEWER:
                 raise SchemaMismatchError(
                     f"the store {name} has schema {found}, newer than this gpuops ({REVISION}): "
                     "upgrade gpuops here"
                 )
-            if fit is not Fit.CURRENT:
+            if fit is not SchemaFit.CURRENT:
                 if store.is_sqlite and has_tables:
-                    _copy(sqlite_path(store.url), found)
+                    _back_up_sqlite(sqlite_path(store.url), found)
                 command.upgrade(alembic_config(connection), revision)
                 if has_tables and revision == "head":
-                    project(connection)
+                    rebuild_projections(connection)
     except CommandError as exc:
         raise SchemaMismatchError(f"cannot upgrade the store {name}: {exc}") from exc
     except DBAPIError as exc:
@@ -87,7 +85,7 @@ def alembic_config(connection: Connection) -> Config:
     return config
 
 
-def _copy(path: Path, revision: str | None) -> None:
+def _back_up_sqlite(path: Path, revision: str | None) -> None:
     """Copy a SQLite store beside itself; the first copy of a revision is the one to keep."""
     target = path.with_name(f"{path.name}.before-upgrade-from-{revision}")
     if target.exists():

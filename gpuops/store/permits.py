@@ -23,22 +23,22 @@ from gpuops.model import (
     Side,
     uuid7,
 )
-from gpuops.store import live
+from gpuops.store import coordination
 from gpuops.store.columns import derived_id
-from gpuops.store.engine import Store, open_store
-from gpuops.store.facts.envelope import Envelope
-from gpuops.store.ingest import ingest
-from gpuops.store.lines import Line, canonical
+from gpuops.store.engine import IncidentStore, open_store
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.spool.format import SpoolLine, canonical_json
 from gpuops.units import US_PER_S
 
-LIMIT = 3
-WINDOW_S = 600.0
-DEADLINE_S = 1.0
+FUSE_NODES = 3
+FUSE_WINDOW_S = 600.0
+PERMIT_DEADLINE_S = 1.0
 _NODES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
+class DrainPermit:
     """The answer to one who wants to drain, and why it is so."""
 
     granted: bool
@@ -46,7 +46,7 @@ class Permit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _PermitRequest:
     cluster: str
     node: str
     check: str
@@ -56,7 +56,7 @@ class _Request:
     window_s: float
 
     @property
-    def about(self) -> dict[str, str]:
+    def key_columns(self) -> dict[str, str]:
         """Return the columns that every row of this fuse shares."""
         return {"cluster": self.cluster, "check_name": self.check}
 
@@ -65,7 +65,7 @@ class _Request:
         return round(self.window_s * US_PER_S)
 
 
-def ask_permit(  # noqa: PLR0913 all but one are keywords
+def request_permit(  # noqa: PLR0913 all but one are keywords
     url: str,
     *,
     cluster: str,
@@ -73,11 +73,11 @@ def ask_permit(  # noqa: PLR0913 all but one are keywords
     check: str,
     failure_class: str,
     now_us: int,
-    limit: int = LIMIT,
-    window_s: float = WINDOW_S,
-    deadline_s: float = DEADLINE_S,
+    limit: int = FUSE_NODES,
+    window_s: float = FUSE_WINDOW_S,
+    deadline_s: float = PERMIT_DEADLINE_S,
     randomness: Callable[[int], bytes] = os.urandom,
-) -> Permit:
+) -> DrainPermit:
     """Ask the store at *url* whether *node* may be drained for *check*; of many at once too.
 
     Refused is the node that would be the *limit*-th within *window_s* to fail the check, and every
@@ -87,7 +87,7 @@ def ask_permit(  # noqa: PLR0913 all but one are keywords
     Raises:
         UsageError, StoreError: The store gave no answer within *deadline_s*.
     """
-    request = _Request(
+    request = _PermitRequest(
         cluster=cluster,
         node=node,
         check=check,
@@ -97,45 +97,48 @@ def ask_permit(  # noqa: PLR0913 all but one are keywords
         window_s=window_s,
     )
     with open_store(url, mode="write", deadline_s=deadline_s) as store:
-        return _ask(store, request, randomness)
+        return _decide(store, request, randomness)
 
 
-def _ask(store: Store, request: _Request, randomness: Callable[[int], bytes]) -> Permit:
+def _decide(
+    store: IncidentStore, request: _PermitRequest, randomness: Callable[[int], bytes]
+) -> DrainPermit:
     with store.begin() as connection:
         _lock(connection, request)
-        asked = _asked(connection, request)
-        before = asked.get(request.node)
-        if before is not None and before.granted:
-            return Permit(granted=True, reason="this node had leave already")
-        granted = len({*asked, request.node}) < request.limit
-        _write(connection, live.drain_permits, ("node",), _row(request, granted=granted))
+        requests = _recent_requests(connection, request)
+        previous = requests.get(request.node)
+        if previous is not None and previous.granted:
+            return DrainPermit(granted=True, reason="this node had leave already")
+        granted = len({*requests, request.node}) < request.limit
+        _write(connection, coordination.drain_permits, ("node",), _row(request, granted=granted))
         if granted:
-            return Permit(granted=True, reason=_counted(request, len(asked)))
-        incident = _blow(connection, request, asked)
-        if before is None:
-            _record(connection, request, incident, randomness)
-        return Permit(
+            return DrainPermit(granted=True, reason=_granted_text(request, len(requests)))
+        incident = _trip_fuse(connection, request, requests)
+        if previous is None:
+            _record_incident(connection, request, incident, randomness)
+        return DrainPermit(
             granted=False,
-            reason=f"{_failing(request, asked)}, so the check or what all nodes share is suspect; "
+            reason=f"{_failing_text(request, requests)}, so the check or what "
+            "all nodes share is suspect; "
             f"see incident {incident.id[-8:]}",
         )
 
 
-def _lock(connection: Connection, request: _Request) -> None:
+def _lock(connection: Connection, request: _PermitRequest) -> None:
     """Make those who ask about one check take turns; SQLite's writers do anyway."""
     if connection.dialect.name == "postgresql":
-        key = canonical([request.cluster, request.check])
+        key = canonical_json([request.cluster, request.check])
         connection.execute(
             text("SELECT pg_advisory_xact_lock(hashtextextended(:k, 0))"), {"k": key}
         )
 
 
-_Asked = dict[str, Row[Any, Any, Any]]
+_RequestsByNode = dict[str, Row[Any, Any, Any]]
 
 
-def _asked(connection: Connection, request: _Request) -> _Asked:
+def _recent_requests(connection: Connection, request: _PermitRequest) -> _RequestsByNode:
     """Return what each node last asked within the window; a clock that is ahead counts as well."""
-    table = live.drain_permits.c
+    table = coordination.drain_permits.c
     query = (
         select(table.node, table.t_us, table.granted)
         .where(table.cluster == request.cluster, table.check_name == request.check)
@@ -145,9 +148,9 @@ def _asked(connection: Connection, request: _Request) -> _Asked:
     return {row.node: row for row in connection.execute(query).all()}
 
 
-def _row(request: _Request, *, granted: bool) -> dict[str, object]:
+def _row(request: _PermitRequest, *, granted: bool) -> dict[str, object]:
     return {
-        **request.about,
+        **request.key_columns,
         "node": request.node,
         "t_us": request.now_us,
         "granted": granted,
@@ -163,27 +166,29 @@ def _write(
     connection.execute(insert(table).values(row))
 
 
-def _blow(connection: Connection, request: _Request, asked: _Asked) -> Incident:
+def _trip_fuse(
+    connection: Connection, request: _PermitRequest, requests: _RequestsByNode
+) -> Incident:
     """Keep that the fuse refused; return the incident of this blow, which lasts as it does."""
-    table = live.fuses.c
+    table = coordination.fuses.c
     query = select(table.blown_us, table.refusals).where(
         table.cluster == request.cluster,
         table.check_name == request.check,
         table.refused_us > request.now_us - request.window_us,
         table.refused_us < request.now_us + request.window_us,
     )
-    lasting = connection.execute(query).one_or_none()
-    blown_us, refusals = lasting or (request.now_us, 0)
+    open_fuse = connection.execute(query).one_or_none()
+    blown_us, refusals = open_fuse or (request.now_us, 0)
     fuse = {
-        **request.about,
+        **request.key_columns,
         "blown_us": blown_us,
         "refused_us": request.now_us,
         "refusals": refusals + 1,
     }
-    _write(connection, live.fuses, (), fuse)
-    nodes = sorted({*asked, request.node})
+    _write(connection, coordination.fuses, (), fuse)
+    nodes = sorted({*requests, request.node})
     more = f" and {len(nodes) - _NODES_SHOWN} more" if len(nodes) > _NODES_SHOWN else ""
-    found = f"{_failing(request, asked)}: {', '.join(nodes[:_NODES_SHOWN])}{more}"
+    evidence_text = f"{_failing_text(request, requests)}: {', '.join(nodes[:_NODES_SHOWN])}{more}"
     return Incident(
         id=derived_id("check suspect", request.cluster, request.check, blown_us),
         failure_class=FailureClass.TOOL,
@@ -193,26 +198,26 @@ def _blow(connection: Connection, request: _Request, asked: _Asked) -> Incident:
         title=f"fleet-wide: check {request.check} is suspect, it fails on many nodes at once",
         first_us=blown_us,
         detected_us=blown_us,
-        evidence=(Evidence(role=Role.ROOT, text=found),),
+        evidence=(Evidence(role=Role.ROOT, text=evidence_text),),
         rev=refusals + 1,
     )
 
 
-def _failing(request: _Request, asked: _Asked) -> str:
-    count = len({*asked, request.node})
+def _failing_text(request: _PermitRequest, requests: _RequestsByNode) -> str:
+    count = len({*requests, request.node})
     return (
         f"{count} nodes of {request.cluster} fail check {request.check} within "
         f"{request.window_s:g} s (limit {request.limit})"
     )
 
 
-def _counted(request: _Request, others: int) -> str:
+def _granted_text(request: _PermitRequest, others: int) -> str:
     return f"{others} other nodes asked for check {request.check} within {request.window_s:g} s"
 
 
-def _record(
+def _record_incident(
     connection: Connection,
-    request: _Request,
+    request: _PermitRequest,
     incident: Incident,
     randomness: Callable[[int], bytes],
 ) -> None:
@@ -225,5 +230,5 @@ def _record(
         severity=Severity.ERROR,
         payload=incident.to_json(),
     )
-    line = Line(f"fuse.{randomness(6).hex()}", "fuse", 1, event)
-    ingest(connection, [Envelope(line, request.cluster, os.geteuid())], request.now_us)
+    line = SpoolLine(f"fuse.{randomness(6).hex()}", "fuse", 1, event)
+    ingest(connection, [EventEnvelope(line, request.cluster, os.geteuid())], request.now_us)

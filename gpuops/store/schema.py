@@ -6,7 +6,7 @@ them, UUIDv5 of the natural key where a row is derived), times are epoch microse
 those can be dropped and built again from it.
 
 Columns called ``*_key`` order the accounts that several writers give of one thing: text that
-sorts, greatest wins (`gpuops.store.merge`).
+sorts, greatest wins (`gpuops.store.ingest.merge`).
 """
 
 from sqlalchemy import (
@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 from gpuops.store.columns import JsonText, Key
 from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
-from gpuops.store.live import drain_permits, fuses
+from gpuops.store.coordination import drain_permits, fuses
 
 REVISION = "0003"
 """The newest migration, which these tables are."""
@@ -412,5 +412,5 @@ ingest_log = Table(
 )
 
 # Not history but a lock's memory: who asked of late to drain, and the fuse that stops too many.
-LIVE = (drain_permits, fuses)
+COORDINATION_TABLES = (drain_permits, fuses)
 """The tables that no event makes: they cannot be built again, and need not be."""

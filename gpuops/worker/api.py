@@ -12,7 +12,7 @@ from operator import index
 from types import TracebackType
 from typing import Self
 
-from gpuops.wire import STEP_UNKNOWN, Flag, Phase, Request
+from gpuops.wire import STEP_UNKNOWN, AgentRequest, WorkerFlag, WorkerPhase
 from gpuops.worker.heartbeat import Heart
 
 _STEP_MAX = 2**63 - 1
@@ -20,18 +20,18 @@ _STEP_MAX = 2**63 - 1
 # with a request to all ranks for the same step. Without an answer the signal itself counts.
 UNANSWERED_NS = 3 * 10**9
 _NAMES = {
-    "eval": Phase.EVAL,
-    "evaluate": Phase.EVAL,
-    "evaluation": Phase.EVAL,
-    "valid": Phase.EVAL,
-    "validate": Phase.EVAL,
-    "validation": Phase.EVAL,
-    "test": Phase.EVAL,
-    "checkpoint": Phase.CHECKPOINT,
-    "save": Phase.CHECKPOINT,
-    "restore": Phase.RESTORE,
-    "resume": Phase.RESTORE,
-    "load": Phase.RESTORE,
+    "eval": WorkerPhase.EVAL,
+    "evaluate": WorkerPhase.EVAL,
+    "evaluation": WorkerPhase.EVAL,
+    "valid": WorkerPhase.EVAL,
+    "validate": WorkerPhase.EVAL,
+    "validation": WorkerPhase.EVAL,
+    "test": WorkerPhase.EVAL,
+    "checkpoint": WorkerPhase.CHECKPOINT,
+    "save": WorkerPhase.CHECKPOINT,
+    "restore": WorkerPhase.RESTORE,
+    "resume": WorkerPhase.RESTORE,
+    "load": WorkerPhase.RESTORE,
 }
 
 
@@ -74,7 +74,7 @@ def phase(name: str) -> "PhaseScope":
         return scope
     try:
         text = str(name)
-        scope.before = _heart.enter(_NAMES.get(text.lower(), Phase.OTHER), text)
+        scope.before = _heart.enter(_NAMES.get(text.lower(), WorkerPhase.OTHER), text)
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
         _silence()
     return scope
@@ -83,7 +83,7 @@ def phase(name: str) -> "PhaseScope":
 class PhaseScope:
     """What `phase` returns; the end of its ``with`` block is the end of the phase."""
 
-    before: tuple[Phase, str] | None = None
+    before: tuple[WorkerPhase, str] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +99,7 @@ class PhaseScope:
         phase, name = self.before
         try:
             # Before the first step it is still the first step that is next.
-            _heart.enter(phase if name else Phase.RESUMED, name)
+            _heart.enter(phase if name else WorkerPhase.RESUMED, name)
         except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
             _silence()
 
@@ -113,12 +113,12 @@ def should_stop() -> bool:
     if _is_compiling() or _heart is None or not _heart.is_on:
         return False
     try:
-        _heart.flag(Flag.ASKED)
+        _heart.flag(WorkerFlag.STOP_POLLED)
         request, stop_step = _heart.request()
-        if request is Request.DRAIN:
+        if request is AgentRequest.DRAIN:
             step = _heart.step
             return STEP_UNKNOWN in {stop_step, step} or step >= stop_step
-        return request is Request.ENDING or _is_unanswered(time.monotonic_ns())
+        return request is AgentRequest.TERMINATE or _is_unanswered(time.monotonic_ns())
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
         return False
 
@@ -134,10 +134,10 @@ def connect(heart: Heart, signalled_ns: Callable[[], int | None]) -> None:
     _heart, _signalled_ns = heart, signalled_ns
 
 
-def finish(phase: Phase) -> None:
+def finish(phase: WorkerPhase) -> None:
     """Beat a last time: the program has come to its end; what follows is no step."""
     global _has_failed  # noqa: PLW0603 there is one program in a process
-    _has_failed = phase is Phase.RAISED
+    _has_failed = phase is WorkerPhase.RAISED
     if _heart is None:
         return
     with contextlib.suppress(Exception):

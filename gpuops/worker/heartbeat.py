@@ -20,12 +20,12 @@ from weakref import ref
 from gpuops.wire import (
     RING_BYTES,
     STEP_UNKNOWN,
+    AgentRequest,
     Beat,
-    Flag,
-    Phase,
-    Request,
     RingHeader,
     StepSource,
+    WorkerFlag,
+    WorkerPhase,
     raise_flag,
     read_request,
     write_beat,
@@ -36,8 +36,8 @@ from gpuops.worker.steps import PATIENCE, StepReader
 
 # A script may install handlers of its own at any time; a look at ours costs a third of a beat.
 LOOK_EVERY = 16
-_BETWEEN_STEPS = (Phase.RESUMED, "")
-_HANDLERS = Flag.TERM_IS_OURS | Flag.USR1_IS_OURS | Flag.USR2_IS_OURS
+_BETWEEN_STEPS = (WorkerPhase.RESUMED, "")
+_HANDLERS = WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR1 | WorkerFlag.HANDLES_SIGUSR2
 
 
 def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
@@ -73,7 +73,7 @@ class Heart:
         self,
         ring: memoryview | bytearray,
         mono_ns: Callable[[], int] = time.monotonic_ns,
-        handlers: Callable[[], Flag] = lambda: Flag(0),
+        handlers: Callable[[], WorkerFlag] = lambda: WorkerFlag(0),
     ) -> None:
         self._ring = ring
         self._mono_ns = mono_ns
@@ -87,7 +87,7 @@ class Heart:
         self._reported: int | None = None
         self._named: int | None = None  # by a Checkpointer, where the optimizers say otherwise
         self._named_at = 0
-        self._phase = (Phase.STARTING, "")
+        self._phase = (WorkerPhase.STARTING, "")
         self._on = True
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:  # noqa: ANN401
@@ -114,7 +114,7 @@ class Heart:
             self._named, self._named_at = step, self._calls
             self._beat(step, StepSource.REPORTED)
 
-    def enter(self, phase: Phase, name: str = "") -> tuple[Phase, str]:
+    def enter(self, phase: WorkerPhase, name: str = "") -> tuple[WorkerPhase, str]:
         """Beat at the start of *phase* and return the phase until now."""
         with self._lock:
             before, self._phase = self._phase, (phase, name)
@@ -131,11 +131,11 @@ class Heart:
         """Say whether this process still beats."""
         return self._on
 
-    def request(self) -> tuple[Request, int]:
+    def request(self) -> tuple[AgentRequest, int]:
         """Return what the agent wants of this worker, and from which step on."""
         return read_request(self._ring)
 
-    def flag(self, flag: Flag) -> None:
+    def flag(self, flag: WorkerFlag) -> None:
         """Tell the agent of *flag*, for good; safe within a signal handler."""
         raise_flag(self._ring, flag)
 
@@ -172,11 +172,15 @@ class Heart:
         return self._highest, StepSource.OPTIMIZER_STATE
 
     def _beat(
-        self, step: int, source: StepSource, phase: Phase = Phase.STEPPING, name: str = ""
+        self,
+        step: int,
+        source: StepSource,
+        phase: WorkerPhase = WorkerPhase.STEPPING,
+        name: str = "",
     ) -> None:
         if not self._on:
             return
-        if phase is Phase.STEPPING:
+        if phase is WorkerPhase.STEPPING:
             self._phase = _BETWEEN_STEPS
         self._beats = seq = self._beats + 1
         write_beat(self._ring, Beat(seq, step, self._mono_ns(), phase, source, self._calls, name))

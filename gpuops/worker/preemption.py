@@ -11,7 +11,7 @@ import time
 from threading import get_ident
 from types import FrameType
 
-from gpuops.wire import Flag, Request
+from gpuops.wire import AgentRequest, WorkerFlag
 from gpuops.worker.heartbeat import Heart
 
 _WATCHED = (signal.SIGTERM, signal.SIGUSR1)
@@ -54,16 +54,16 @@ class Preemption:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL)
 
-    def ours(self) -> Flag:
+    def ours(self) -> WorkerFlag:
         """Return which handlers are still ours."""
-        flags = Flag(0)
+        flags = WorkerFlag(0)
         if signal.getsignal(signal.SIGTERM) is self._handler:
-            flags |= Flag.TERM_IS_OURS
+            flags |= WorkerFlag.HANDLES_SIGTERM
         if signal.getsignal(signal.SIGUSR1) is self._handler:
-            flags |= Flag.USR1_IS_OURS
+            flags |= WorkerFlag.HANDLES_SIGUSR1
         # Python knows nothing of faulthandler's: what it knows instead is the script's.
         if self.dumps_stacks and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-            flags |= Flag.USR2_IS_OURS
+            flags |= WorkerFlag.HANDLES_SIGUSR2
         return flags
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -71,16 +71,16 @@ class Preemption:
         if heart is None or os.getpid() != self._pid:
             self._obey(number)
             return
-        request = Request.NONE
+        request = AgentRequest.NONE
         with contextlib.suppress(Exception):  # what a handler raises, the script would get
-            heart.flag(Flag.HANDLED)
+            heart.flag(WorkerFlag.HANDLER_RAN)
             request = heart.request()[0]
-        if request is Request.ENDING and number == signal.SIGTERM:
+        if request is AgentRequest.TERMINATE and number == signal.SIGTERM:
             self._obey(number)
-        elif request is Request.NONE and self.signalled_ns is None:
+        elif request is AgentRequest.NONE and self.signalled_ns is None:
             self.signalled_ns = time.monotonic_ns()
             with contextlib.suppress(Exception):
-                heart.flag(Flag.SIGNALLED)
+                heart.flag(WorkerFlag.SIGNALLED)
 
     def _hold(self) -> None:
         self._masks[get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)

@@ -2,10 +2,15 @@
 
 `runpy.run_path` restores the old ``__main__`` when the script ends, which breaks what runs later
 (``atexit``, threads that outlive the script, pickling by name); so the module made here stays.
+
+A worker dies with its agent: an orphan would go on training, and hold its GPU, unsupervised.
 """
 
+import ctypes
 import io
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
@@ -75,3 +80,27 @@ def show_without_our_frames(files: frozenset[str]) -> None:
         shown(kind, error.with_traceback(trimmed), trimmed)
 
     sys.excepthook = hook
+
+
+_PR_SET_PDEATHSIG = 1  # prctl(2); not named in Python's standard library
+
+
+def die_with_parent(agent_pid: int | None) -> None:
+    """Ask the kernel for SIGKILL at the parent's death; end now if the agent is dead already.
+
+    The kernel forgets parents that died before the call (prctl(2)), hence the look afterwards.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if agent_pid is not None and os.getppid() != agent_pid and not _alive(agent_pid):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -40,14 +40,14 @@ from collections.abc import Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
-from gpuops.config import environ  # noqa: E402
-from gpuops.wire import Flag, Phase, RingHeader, write_flags  # noqa: E402
+from gpuops.config.resolve import environ  # noqa: E402
+from gpuops.wire import RingHeader, WorkerFlag, WorkerPhase, write_flags  # noqa: E402
 from gpuops.worker import api, script  # noqa: E402
 from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
 from gpuops.worker.heartbeat import Heart, create_ring  # noqa: E402
-from gpuops.worker.lifeline import die_with_parent  # noqa: E402
 from gpuops.worker.optimizer_hook import install  # noqa: E402
 from gpuops.worker.preemption import Preemption  # noqa: E402
+from gpuops.worker.script import die_with_parent  # noqa: E402
 
 if _ADDED:
     sys.path.remove(_ROOT)
@@ -68,10 +68,10 @@ def main() -> None:
             script.run_module(words[1], words[2:])
         else:
             script.run_script(words[0], words[1:])
-        api.finish(Phase.FINISHED)
+        api.finish(WorkerPhase.FINISHED)
     except BaseException as error:  # boundary: noted, and then ends the process as it would anyway
         is_end = isinstance(error, SystemExit) and error.code in {None, 0}
-        api.finish(Phase.FINISHED if is_end else Phase.RAISED)
+        api.finish(WorkerPhase.FINISHED if is_end else WorkerPhase.RAISED)
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 note(error, env)
@@ -149,7 +149,7 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     ring = create_ring(Path(env["GPUOPS_RING"]), header)
     view = memoryview(ring)
     # Here already, for a worker that hangs before its first beat.
-    write_flags(view, preemption.ours() & Flag.USR2_IS_OURS, Flag.USR2_IS_OURS)
+    write_flags(view, preemption.ours() & WorkerFlag.HANDLES_SIGUSR2, WorkerFlag.HANDLES_SIGUSR2)
     preemption.heart = heart = Heart(view, handlers=preemption.ours)
     api.connect(heart, lambda: preemption.signalled_ns)
     os.register_at_fork(after_in_child=heart.stop)

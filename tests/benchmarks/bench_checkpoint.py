@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_transfer
 import checkpoint_peers
 
-from gpuops.cli.ckpt_bench_text import print_bench
+from gpuops.cli.ckpt.bench import print_bench
 from gpuops.model import envelope
 from gpuops.units import parse_bytes
-from gpuops.worker.checkpointer_bench.bench import run_bench
-from gpuops.worker.checkpointer_bench.plan import ROWS, SCHEMA, Plan
-from gpuops.worker.checkpointer_bench.rounds import figures
+from gpuops.worker.bench.plan import ROWS, SCHEMA, BenchPlan
+from gpuops.worker.bench.rounds import summarize
+from gpuops.worker.bench.run import run_bench
 
 CONNECTIONS = 4
 
@@ -36,8 +36,8 @@ def peer_row(nbytes, n_rounds):
     return {
         "nbytes": nbytes,
         "connections": CONNECTIONS,
-        "ways": [{"way": name, "seconds": figures(seconds)} for name, seconds in took.items()],
-        "of_raw": figures(shares)["median"],
+        "ways": [{"way": name, "seconds": summarize(seconds)} for name, seconds in took.items()],
+        "of_raw": summarize(shares)["median"],
     }
 
 
@@ -65,7 +65,7 @@ def main():
     """Measure, print the tables, write the figures."""
     args = options()
     logging.disable(logging.INFO)  # a peer tells of each save
-    plan = Plan(
+    plan = BenchPlan(
         nbytes=parse_bytes(args.size),
         n_tensors=args.tensors,
         small_tensors=args.small_tensors,
@@ -87,8 +87,8 @@ def main():
         args.dir.absolute(),
         lambda text: print(f"{time.monotonic() - began_s:7.1f} s  {text}", file=sys.stderr),
         peer=lambda: peer_row(parse_bytes(args.peer_size), args.rounds),
-        others=None if args.no_peers else checkpoint_peers.others,
-        keep=keep,
+        extra_savers=None if args.no_peers else checkpoint_peers.others,
+        on_figures=keep,
     )
     print_bench(envelope(SCHEMA, found))
     return 0

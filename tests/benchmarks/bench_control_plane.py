@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.board_agents import Crowd
 from support.boards import RUN_KEY, TOKEN, server, tcp_board
 
-from gpuops.control.record import CONTROL
+from gpuops.control.record import RECORD_KEY
 
 PROCESSES = 2
 RECORD_BYTES = 1000
@@ -92,7 +92,7 @@ def measure(n_agents, hold_s, quiet_s, changes):
             target=list_like_a_leader, args=(leader, hold_s, stop, lists_s), daemon=True
         )
         try:
-            board.put(CONTROL, os.urandom(RECORD_BYTES))
+            board.put(RECORD_KEY, os.urandom(RECORD_BYTES))
             for number in range(PROCESSES):
                 ours, theirs = context.Pipe()
                 given = (theirs, board_server.port, names[number::PROCESSES], hold_s)
@@ -152,7 +152,7 @@ def spread(board, pipes, watched, version, hold_s):
     # At another moment of the heartbeats each time.
     threading.Event().wait(hold_s * 0.37)
     began_s, cpu = time.monotonic(), watched.cpu_times()
-    board.put(CONTROL, os.urandom(RECORD_BYTES))
+    board.put(RECORD_KEY, os.urandom(RECORD_BYTES))
     took_s = max(ask(pipes, version)) - began_s
     cpu_then = watched.cpu_times()
     return took_s, cpu_then.user + cpu_then.system - cpu.user - cpu.system

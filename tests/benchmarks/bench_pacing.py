@@ -23,19 +23,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.transfers import SHARD, Memory, job_pass, peer
 
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.keeper_jobs import NICE_PUSH, lower_priority
-from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.states import StateId
-from gpuops.checkpoint.transfer_client import push
-from gpuops.checkpoint.transfer_gaps import GapPace
-from gpuops.checkpoint.transfer_pace import Pace
-from gpuops.checkpoint.transfer_server import TransferServer
-from gpuops.checkpoint.transfer_team import Terms
-from gpuops.checkpoint.transfer_turns import PinnedCopy
-from gpuops.checkpoint.transfer_wire import Push
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.keeper.jobs import NICE_PUSH, lower_priority
+from gpuops.checkpoint.peers.store import ReplicaStore
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import push
+from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
+from gpuops.checkpoint.transfer.parallel import TransferOptions
+from gpuops.checkpoint.transfer.server import TransferServer
+from gpuops.checkpoint.transfer.wire import PushOffer
+from gpuops.checkpoint.types import StateId
 from gpuops.host.clock import SystemClock
-from gpuops.host.traffic import Traffic
+from gpuops.host.net.traffic import Traffic
 
 MIB = 2**20
 
@@ -45,7 +44,7 @@ def hold(told):
     lower_priority(NICE_PUSH)
     store = ReplicaStore("holder", lambda _name, nbytes: Memory(nbytes), bytes_max=2**34)
     store.keep_only([SHARD])
-    pace = Pace(None, SystemClock())
+    pace = SendPace(None, SystemClock())
     with_peers = TransferServer(("127.0.0.1", 0), job_pass(), store, store, pace)
     told.send(with_peers.port)
     told.recv()
@@ -59,9 +58,9 @@ class Watched(GapPace):
         super().__init__(SystemClock())
         self.sent = []
 
-    def turn(self, nbytes):
+    def enqueue(self, nbytes):
         self.nbytes = nbytes
-        return super().turn(nbytes)
+        return super().enqueue(nbytes)
 
     def wait_s(self, turn):
         found = super().wait_s(turn)
@@ -75,7 +74,7 @@ def own(told, port, nbytes, every_s):
     lower_priority(NICE_PUSH)
     memory = Memory(nbytes)
     memory.view[:] = random.Random(0).randbytes(MIB) * (nbytes // MIB)
-    digest = digest_of(memory.view)
+    digest = compute_digest(memory.view)
     counter, step, way, through_s = Traffic("lo").sent_bytes, 0, "alone", []
     pace = Watched()
     while True:
@@ -84,13 +83,13 @@ def own(told, port, nbytes, every_s):
             step += 1
             for at in range(0, nbytes, MIB):
                 memory.view[at : at + 8] = step.to_bytes(8, "little")  # another state
-            digest = digest_of(memory.view)
+            digest = compute_digest(memory.view)
             before = StateId(1, step - 1) if step > 1 else None
-            offer = Push(StateId(1, step), SHARD, "a" * 64, nbytes, digest.root, before)
+            offer = PushOffer(StateId(1, step), SHARD, "a" * 64, nbytes, digest.root, before)
             begun_s = time.monotonic()
-            pace.owe(nbytes, 0.8 * every_s)
+            pace.set_deadline(nbytes, 0.8 * every_s)
             copy = PinnedCopy(memory.fd, digest, view=memory.view)
-            push(peer(port), job_pass(), offer, copy, Terms(60.0, n_connections=2), pace)
+            push(peer(port), job_pass(), offer, copy, TransferOptions(60.0, n_connections=2), pace)
             through_s.append(time.monotonic() - begun_s)
         if told.poll(max(0.0, begun_s + every_s - time.monotonic())):
             way = told.recv()

@@ -27,10 +27,10 @@ from support.postgres import new_server
 from gpuops.host.clock import SystemClock
 from gpuops.store import schema
 from gpuops.store.engine import open_store
-from gpuops.store.flush import flush
+from gpuops.store.events import new_event
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.new_event import new_event
-from gpuops.store.recorder import spool_recorder
+from gpuops.store.spool.record import spool_recorder
+from gpuops.store.spool.send import flush
 
 PATIENCE_S = 300
 

@@ -31,8 +31,8 @@ from support.prologs import FINDINGS, check_run, record
 from gpuops.host.clock import SystemClock
 from gpuops.store import schema
 from gpuops.store.engine import open_store
-from gpuops.store.flush import flush
 from gpuops.store.migrate import upgrade_store
+from gpuops.store.spool.send import flush
 
 PATIENCE_S = 600
 WAIT_MAX_MS = 50.0

@@ -60,7 +60,7 @@ def server_pid(endpoint):
     port = endpoint.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "gpuops.control.serve" in words and port in words:
+        if "gpuops.control.tcp.serve" in words and port in words:
             return process.pid
     raise RuntimeError("no board's server was found")
 

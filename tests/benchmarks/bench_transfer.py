@@ -24,16 +24,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.transfers import JOB, LAYOUT, SHARD, STATE, TOKEN, Memory, Shelf, no_pace, peer
 
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.states import CHUNK_BYTES, Copy, Tier
-from gpuops.checkpoint.transfer_auth import JobPass
-from gpuops.checkpoint.transfer_client import fetch, push
-from gpuops.checkpoint.transfer_line import SLICE_BYTES, Limits
-from gpuops.checkpoint.transfer_server import TransferServer
-from gpuops.checkpoint.transfer_team import Terms
-from gpuops.checkpoint.transfer_turns import PinnedCopy
-from gpuops.checkpoint.transfer_wire import Push
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.peers.store import ReplicaStore
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import fetch, push
+from gpuops.checkpoint.transfer.connection import SLICE_BYTES, TransferLimits
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.parallel import TransferOptions
+from gpuops.checkpoint.transfer.server import TransferServer
+from gpuops.checkpoint.transfer.wire import PushOffer
+from gpuops.checkpoint.types import CHUNK_BYTES, ShardCopy, Tier
 
 _ASK = struct.Struct(">QQ?")
 
@@ -49,7 +49,7 @@ def image(nbytes):
 
 def copy_of(memory):
     """Return the noun of what lies in *memory*."""
-    return Copy(STATE, SHARD, LAYOUT, digest_of(memory.view), Tier.MEMORY, "owner")
+    return ShardCopy(STATE, SHARD, LAYOUT, compute_digest(memory.view), Tier.MEMORY, "owner")
 
 
 def raw_server(memory):
@@ -115,14 +115,16 @@ def owner(pipe, nbytes):
     memory = image(nbytes)
     copy = copy_of(memory)
     pace = no_pace()
-    job = JobPass(JOB, TOKEN, epoch=3)
-    server = TransferServer(("127.0.0.1", 0), job, Shelf((memory, copy)), None, pace, Limits())
+    job = JobCredentials(JOB, TOKEN, epoch=3)
+    server = TransferServer(
+        ("127.0.0.1", 0), job, Shelf((memory, copy)), None, pace, TransferLimits()
+    )
     pipe.send((raw_server(memory), server.port, copy))
     while (told := pipe.recv()) is not None:
         port, step, terms = told
         state = type(STATE)(STATE.epoch, step)
         digest = copy.digest
-        offer = Push(state, SHARD, LAYOUT, digest.nbytes, digest.root, None)
+        offer = PushOffer(state, SHARD, LAYOUT, digest.nbytes, digest.root, None)
         push(peer(port), job, offer, PinnedCopy(memory.fd, digest, view=memory.view), terms, pace)
         pipe.send("pushed")
     server.close()
@@ -132,7 +134,7 @@ def fresh_holder(nbytes, job):
     """Return a holder, its store and its server; its slots are taken and mapped already."""
     store = ReplicaStore("holder", lambda _name, size: touched(size), bytes_max=4 * nbytes)
     store.keep_only([SHARD])
-    server = TransferServer(("127.0.0.1", 0), job, store, store, no_pace(), Limits())
+    server = TransferServer(("127.0.0.1", 0), job, store, store, no_pace(), TransferLimits())
     return store, server
 
 
@@ -150,9 +152,9 @@ def measure(nbytes, rounds, n_connections):
     process = multiprocessing.get_context("spawn").Process(target=owner, args=(theirs, nbytes))
     process.start()
     raw_port, port, copy = pipe.recv()
-    job = JobPass(JOB, TOKEN, epoch=3)
+    job = JobCredentials(JOB, TOKEN, epoch=3)
     target = touched(nbytes)
-    terms = Terms(deadline_s=120, n_connections=n_connections)
+    terms = TransferOptions(deadline_s=120, n_connections=n_connections)
     step = [0]
     store, server = fresh_holder(nbytes, job)
 
@@ -166,7 +168,7 @@ def measure(nbytes, rounds, n_connections):
         "raw sendfile": lambda: raw_fetch(raw_port, target, n_connections, is_file=True),
         "fetch": lambda: fetch([peer(port)], job, copy, target.view, terms),
         "push": pushed,
-        "hash only": lambda: digest_of(target.view),
+        "hash only": lambda: compute_digest(target.view),
     }
     took = {kind: [] for kind in kinds}
     try:
@@ -181,7 +183,7 @@ def measure(nbytes, rounds, n_connections):
                 kinds[kind]()
                 took[kind].append(time.perf_counter() - began_s)
                 if kind == "fetch":
-                    assert digest_of(target.view) == copy.digest
+                    assert compute_digest(target.view) == copy.digest
         pipe.send(None)
         process.join(30)
     finally:
@@ -195,7 +197,7 @@ def forget(store, _server, _target):
     """Let the holder's slots hold something else than what is pushed next."""
     for slots in store._slots.values():
         for slot in slots:
-            slot.last = slot.copy = None
+            slot.previous_digest = slot.copy = None
 
 
 def main():

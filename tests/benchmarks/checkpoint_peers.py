@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpuops.worker.checkpointer_bench.savers import BenchError, Way
+from gpuops.worker.bench.savers import BenchError, SaverFactory
 
 PEERS = Path(__file__).parents[2] / ".venv-peers"
 PACKAGES = ("dlrover==0.6.1", "torch_checkpointing==0.1.1", "nvidia-resiliency-ext==0.4.1")
@@ -25,7 +25,9 @@ def others(subject, folder):
         return [], dict.fromkeys(PACKAGES, f"not installed in {PEERS.name}")
     if str(site) not in sys.path:
         sys.path.append(str(site))
-    return [Way(make.name, lambda m=make: tried(m, subject, folder)) for make in PEER_WAYS], {}
+    return [
+        SaverFactory(make.name, lambda m=make: tried(m, subject, folder)) for make in PEER_WAYS
+    ], {}
 
 
 def tried(make, subject, folder):

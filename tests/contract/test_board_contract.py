@@ -8,12 +8,12 @@ from itertools import chain
 import pytest
 from support.boards import eventually, memory_boards, postgres_boards, tcp_boards
 
-from gpuops.control.board import (
+from gpuops.control.store import (
     KEY_CHARS_MAX,
-    NOTHING,
+    NO_ENTRY,
     VALUE_BYTES_MAX,
-    BoardError,
-    BoardUnreachableError,
+    ControlStoreError,
+    ControlStoreUnreachableError,
 )
 
 KINDS = ["memory", "tcp", pytest.param("postgres", marks=pytest.mark.postgres)]
@@ -49,7 +49,7 @@ def together(number, act):
 
 
 def test_what_is_not_there_is_nothing(board):
-    assert board.get("control") == NOTHING
+    assert board.get("control") == NO_ENTRY
     assert board.list("") == {}
 
 
@@ -78,21 +78,21 @@ def test_another_handle_sees_it(boards):
 
 
 def test_swap_writes_where_the_version_is_the_one_seen(board):
-    assert board.swap("k", b"a", version=1) == (False, NOTHING)
-    done, first = board.swap("k", b"a", version=0)
+    assert board.compare_and_set("k", b"a", version=1) == (False, NO_ENTRY)
+    done, first = board.compare_and_set("k", b"a", version=0)
     assert (done, first.value, first.version) == (True, b"a", 1)
-    assert board.swap("k", b"b", version=0) == (False, first)
-    done, second = board.swap("k", b"b", version=1)
-    assert (done, second.value, second.version, second.order) == (True, b"b", 2, first.order)
-    assert board.swap("k", b"c", version=1) == (False, second)
+    assert board.compare_and_set("k", b"b", version=0) == (False, first)
+    done, second = board.compare_and_set("k", b"b", version=1)
+    assert (done, second.value, second.version, second.arrival) == (True, b"b", 2, first.arrival)
+    assert board.compare_and_set("k", b"c", version=1) == (False, second)
     assert board.get("k") == second
 
 
 def test_a_swap_whose_answer_was_lost_may_be_repeated(board):
-    board.swap("k", b"a", version=0)
-    board.swap("k", b"b", version=1)
+    board.compare_and_set("k", b"a", version=0)
+    board.compare_and_set("k", b"b", version=1)
 
-    done, entry = board.swap("k", b"b", version=1)
+    done, entry = board.compare_and_set("k", b"b", version=1)
 
     assert (done, entry.value, entry.version) == (True, b"b", 2)
 
@@ -105,7 +105,7 @@ def test_one_of_many_wins_each_version(boards):
         won = []
         for version in range(rounds):
             value = b"%d by %d" % (version, index)
-            done, entry = handles[index].swap("control", value, version=version)
+            done, entry = handles[index].compare_and_set("control", value, version=version)
             while entry.version <= version:
                 entry = handles[index].get("control")
             won += [(version, value)] if done else []
@@ -126,7 +126,7 @@ def test_nothing_is_lost_when_many_count_by_swapping(boards):
             done, entry = False, handles[index].get("n")
             while not done:
                 mine = b"%d %d" % (int(entry.value.split()[0] if entry.value else 0) + 1, index)
-                done, entry = handles[index].swap("n", mine, version=entry.version)
+                done, entry = handles[index].compare_and_set("n", mine, version=entry.version)
 
     together(4, count)
 
@@ -142,7 +142,7 @@ def test_a_list_is_in_order_of_arrival(board):
 
     assert list(found) == ["r/3", "r/1", "r/2"]
     assert found["r/3"].value == b"again"
-    orders = [entry.order for entry in found.values()]
+    orders = [entry.arrival for entry in found.values()]
     assert orders == sorted(set(orders))
     assert found["r/1"] == board.get("r/1")
 
@@ -186,8 +186,8 @@ def test_what_was_deleted_begins_anew(board):
     board.put("k", b"2")
     board.delete("k")
 
-    assert board.get("k") == NOTHING
-    assert board.swap("k", b"3", version=0)[1].version == 1
+    assert board.get("k") == NO_ENTRY
+    assert board.compare_and_set("k", b"3", version=0)[1].version == 1
     assert list(board.list("")) == ["l", "k"]
 
 
@@ -208,10 +208,10 @@ def test_the_largest_value_is_taken_and_a_larger_one_refused(board):
 
     for write in (
         lambda value: board.put("k", value),
-        lambda value: board.swap("k", value, version=1),
-        lambda value: board.beat("k", value, watch="w", seen=0, hold_s=0),
+        lambda value: board.compare_and_set("k", value, version=1),
+        lambda value: board.heartbeat("k", value, watch="w", seen_version=0, hold_s=0),
     ):
-        with pytest.raises(BoardError, match="bytes"):
+        with pytest.raises(ControlStoreError, match="bytes"):
             write(bytes(VALUE_BYTES_MAX + 1))
     assert board.get("k").version == 1
     assert len(board.list("k")["k"].value) == VALUE_BYTES_MAX
@@ -222,11 +222,11 @@ def test_what_is_no_key_is_refused(board, key):
     for call in (
         lambda: board.get(key),
         lambda: board.put(key, b""),
-        lambda: board.swap(key, b"", version=0),
-        lambda: board.beat(key, b"", watch="w", seen=0, hold_s=0),
-        lambda: board.beat("k", b"", watch=key, seen=0, hold_s=0),
+        lambda: board.compare_and_set(key, b"", version=0),
+        lambda: board.heartbeat(key, b"", watch="w", seen_version=0, hold_s=0),
+        lambda: board.heartbeat("k", b"", watch=key, seen_version=0, hold_s=0),
     ):
-        with pytest.raises(BoardError, match="key"):
+        with pytest.raises(ControlStoreError, match="key"):
             call()
 
 
@@ -235,13 +235,13 @@ def test_the_longest_key_is_taken(board):
     board.put(key, b"v")
 
     assert board.get(key).value == b"v"
-    assert board.beat(key, b"v", watch=key[:-1], seen=0, hold_s=0).watched is None
+    assert board.heartbeat(key, b"v", watch=key[:-1], seen_version=0, hold_s=0).watched is None
 
 
 def test_a_beat_answers_at_once_where_there_is_something_newer(board):
     board.put("control", b"1")
 
-    beaten = board.beat("alive/a", b"7", watch="control", seen=0, hold_s=60)
+    beaten = board.heartbeat("alive/a", b"7", watch="control", seen_version=0, hold_s=60)
 
     assert beaten.watched == board.get("control")
     assert board.get("alive/a").value == b"7"
@@ -251,7 +251,7 @@ def test_a_beat_answers_at_once_where_there_is_something_newer(board):
 def test_a_beat_without_news_ends_with_its_hold(board, hold_s):
     board.put("control", b"1")
 
-    beaten = board.beat("alive/a", b"7", watch="control", seen=1, hold_s=hold_s)
+    beaten = board.heartbeat("alive/a", b"7", watch="control", seen_version=1, hold_s=hold_s)
 
     assert beaten.watched is None
     assert board.get("alive/a").version == 1
@@ -260,7 +260,7 @@ def test_a_beat_without_news_ends_with_its_hold(board, hold_s):
 def test_the_time_of_a_board_goes_on_and_is_the_same_for_all(boards):
     one, other = boards.open(), boards.open()
     times = [
-        handle.beat("alive/a", b"", watch="w", seen=0, hold_s=0.05).board_s
+        handle.heartbeat("alive/a", b"", watch="w", seen_version=0, hold_s=0.05).store_s
         for handle in (one, other, one, other)
     ]
 
@@ -274,7 +274,9 @@ def test_a_change_wakes_all_who_wait_for_it(boards, how):
     writer.put("control", b"old")
 
     def wait(index):
-        return waiters[index].beat(f"alive/{index}", b"", watch="control", seen=1, hold_s=60)
+        return waiters[index].heartbeat(
+            f"alive/{index}", b"", watch="control", seen_version=1, hold_s=60
+        )
 
     with ThreadPoolExecutor(3) as pool:
         began_s = time.monotonic()
@@ -284,9 +286,9 @@ def test_a_change_wakes_all_who_wait_for_it(boards, how):
         if how == "put":
             writer.put("control", b"new")
         elif how == "swap":
-            assert writer.swap("control", b"new", version=1)[0]
+            assert writer.compare_and_set("control", b"new", version=1)[0]
         else:
-            writer.beat("control", b"new", watch="x", seen=0, hold_s=0)
+            writer.heartbeat("control", b"new", watch="x", seen_version=0, hold_s=0)
         seen = [future.result(30).watched for future in held]
 
     assert {entry.value for entry in seen} == {b"new"}
@@ -296,7 +298,9 @@ def test_a_change_wakes_all_who_wait_for_it(boards, how):
 
 def test_a_held_beat_delays_no_other_call_of_the_handle(board):
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(board.beat, "alive/a", b"", watch="control", seen=0, hold_s=60)
+        held = pool.submit(
+            board.heartbeat, "alive/a", b"", watch="control", seen_version=0, hold_s=60
+        )
         eventually(lambda: board.get("alive/a").version, "it beats")
         for number in range(20):
             board.put(f"k/{number}", b"")
@@ -325,11 +329,11 @@ def test_a_closed_handle_is_unreachable_and_the_others_go_on(boards):
         lambda: one.get("k"),
         lambda: one.list(""),
         lambda: one.put("k", b""),
-        lambda: one.swap("k", b"", version=0),
-        lambda: one.beat("k", b"", watch="w", seen=0, hold_s=0),
+        lambda: one.compare_and_set("k", b"", version=0),
+        lambda: one.heartbeat("k", b"", watch="w", seen_version=0, hold_s=0),
         lambda: one.delete(""),
     ):
-        with pytest.raises(BoardUnreachableError, match="closed"):
+        with pytest.raises(ControlStoreUnreachableError, match="closed"):
             call()
     assert other.get("k").value == b"v"
 
@@ -337,8 +341,10 @@ def test_a_closed_handle_is_unreachable_and_the_others_go_on(boards):
 def test_closing_ends_a_held_beat(boards):
     one, other = boards.open(), boards.open()
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(one.beat, "alive/a", b"", watch="control", seen=0, hold_s=60)
+        held = pool.submit(
+            one.heartbeat, "alive/a", b"", watch="control", seen_version=0, hold_s=60
+        )
         eventually(lambda: other.get("alive/a").version, "it beats")
         one.close()
-        with pytest.raises(BoardUnreachableError):
+        with pytest.raises(ControlStoreUnreachableError):
             held.result(30)

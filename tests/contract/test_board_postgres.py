@@ -13,13 +13,13 @@ import pytest
 from support.boards import DEADLINE_S, RUN_KEY, TOKEN, eventually
 from support.postgres import START_S, free_port, running_server
 
-from gpuops.control.board import (
-    NOTHING,
-    BoardError,
-    BoardForgotError,
-    BoardUnreachableError,
+from gpuops.control.postgres.store import PostgresControlStore
+from gpuops.control.store import (
+    NO_ENTRY,
+    ControlStoreError,
+    ControlStoreResetError,
+    ControlStoreUnreachableError,
 )
-from gpuops.control.postgres_board import PostgresBoard
 
 pytestmark = pytest.mark.postgres
 _VALUE = "SELECT value FROM gpuops_board WHERE key ="
@@ -39,7 +39,7 @@ def open_board():
 
         def new(url, **changes):
             wanted = {"run_key": RUN_KEY, "token": TOKEN, "deadline_s": DEADLINE_S, **changes}
-            return stack.enter_context(contextlib.closing(PostgresBoard(url, **wanted)))
+            return stack.enter_context(contextlib.closing(PostgresControlStore(url, **wanted)))
 
         yield new
 
@@ -70,8 +70,8 @@ def test_runs_do_not_see_each_other(postgres_url, open_board):
     one, other = open_board(postgres_url), open_board(postgres_url, run_key="other")
     one.put("k", b"mine")
 
-    assert other.get("k") == NOTHING
-    assert other.swap("k", b"theirs", version=0)[0]
+    assert other.get("k") == NO_ENTRY
+    assert other.compare_and_set("k", b"theirs", version=0)[0]
     other.delete("")
     assert one.get("k").value == b"mine"
     assert one.instance != other.instance
@@ -87,9 +87,9 @@ def test_the_wrong_token_is_refused(postgres_url, open_board):
             lambda board=wrong: board.put("control", b"mine"),
             lambda board=wrong: board.delete(""),
         ):
-            with pytest.raises(BoardError, match="token") as caught:
+            with pytest.raises(ControlStoreError, match="token") as caught:
                 call()
-            assert not isinstance(caught.value, BoardUnreachableError)
+            assert not isinstance(caught.value, ControlStoreUnreachableError)
     assert open_board(postgres_url).get("control").value == b"v"
 
 
@@ -97,7 +97,7 @@ def test_without_a_token_it_works_unsealed(postgres_url, open_board):
     open_board(postgres_url, token="").put("k", b"v")
 
     assert open_board(postgres_url, token="").get("k").value == b"v"
-    with pytest.raises(BoardError, match="token"):
+    with pytest.raises(ControlStoreError, match="token"):
         open_board(postgres_url).get("k")
 
 
@@ -115,30 +115,30 @@ def test_without_a_token_it_works_unsealed(postgres_url, open_board):
 )
 def test_a_tampered_row_is_refused_by_its_name(postgres_url, open_board, tampering):
     board = open_board(postgres_url)
-    board.swap("control", b"v", version=0)
-    board.swap("other", b"v", version=0)
+    board.compare_and_set("control", b"v", version=0)
+    board.compare_and_set("other", b"v", version=0)
     board.put("beaten", b"v")
     assert execute(postgres_url, tampering, "control") == 1
 
     for call in (
         lambda: board.get("control"),
         lambda: board.list(""),
-        lambda: board.beat("alive/a", b"", watch="control", seen=0, hold_s=0),
-        lambda: board.swap("control", b"w", version=0),
+        lambda: board.heartbeat("alive/a", b"", watch="control", seen_version=0, hold_s=0),
+        lambda: board.compare_and_set("control", b"w", version=0),
     ):
-        with pytest.raises(BoardError, match="'control'"):
+        with pytest.raises(ControlStoreError, match="'control'"):
             call()
     assert board.get("other").value == b"v"
 
 
 def test_an_old_record_cannot_be_brought_back(postgres_url, open_board):
     board = open_board(postgres_url)
-    board.swap("control", b"run", version=0)
+    board.compare_and_set("control", b"run", version=0)
     (old,) = execute(postgres_url, "SELECT value FROM gpuops_board WHERE key = 'control'")[0]
-    board.swap("control", b"stop", version=1)
+    board.compare_and_set("control", b"stop", version=1)
     execute(postgres_url, "UPDATE gpuops_board SET value = %s WHERE key = 'control'", old)
 
-    with pytest.raises(BoardError, match="'control'"):
+    with pytest.raises(ControlStoreError, match="'control'"):
         board.get("control")
 
 
@@ -153,10 +153,10 @@ def test_a_run_that_was_cleaned_up_is_noticed_on_the_next_connection(server, ope
         execute(url, "DELETE FROM gpuops_board")
         server.kill()
         server.start()
-        with pytest.raises(BoardForgotError):
+        with pytest.raises(ControlStoreResetError):
             other.get("control")
         fresh = open_board(url)
-        assert fresh.get("control") == NOTHING
+        assert fresh.get("control") == NO_ENTRY
         assert fresh.instance != known
 
 
@@ -175,12 +175,12 @@ def test_rows_of_old_runs_are_removed_when_a_new_one_begins(postgres_url, open_b
 def test_a_restarted_server_costs_no_error(server, open_board):
     with server.database() as url:
         board = open_board(url, deadline_s=START_S)
-        board.swap("control", b"1", version=0)
+        board.compare_and_set("control", b"1", version=0)
         server.kill()
         with ThreadPoolExecutor(2) as pool:
-            swapped = pool.submit(board.swap, "control", b"2", version=1)
+            swapped = pool.submit(board.compare_and_set, "control", b"2", version=1)
             beaten = pool.submit(
-                board.beat, "alive/a", b"", watch="control", seen=1, hold_s=START_S
+                board.heartbeat, "alive/a", b"", watch="control", seen_version=1, hold_s=START_S
             )
             server.start()
             assert swapped.result(2 * START_S)[0]
@@ -197,11 +197,11 @@ def test_a_frozen_server_costs_the_deadline(server, open_board):
             for call in (
                 lambda: board.get("k"),
                 lambda: board.put("k", b"2"),
-                lambda: board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.1),
+                lambda: board.heartbeat("alive/a", b"", watch="w", seen_version=0, hold_s=0.1),
                 lambda: open_board(url, deadline_s=2).get("k"),
             ):
                 began_s = time.monotonic()
-                with pytest.raises(BoardUnreachableError, match=r"in time|does not answer"):
+                with pytest.raises(ControlStoreUnreachableError, match=r"in time|does not answer"):
                     call()
                 assert time.monotonic() - began_s < 20
         finally:
@@ -213,7 +213,7 @@ def test_a_frozen_server_costs_the_deadline(server, open_board):
 
 def written(board, value):
     """Say whether *value* could be written within the board's own short time."""
-    with contextlib.suppress(BoardUnreachableError):
+    with contextlib.suppress(ControlStoreUnreachableError):
         board.put("k", value)
         return True
     return False
@@ -221,7 +221,7 @@ def written(board, value):
 
 def test_no_server_is_unreachable(open_board):
     url = f"postgresql+psycopg://app:s3cret@127.0.0.1:{free_port()}/nowhere"
-    with pytest.raises(BoardUnreachableError, match=r"[Rr]efused") as caught:
+    with pytest.raises(ControlStoreUnreachableError, match=r"[Rr]efused") as caught:
         open_board(url, deadline_s=1).get("k")
     assert "s3cret" not in str(caught.value)
 
@@ -230,9 +230,9 @@ def test_a_wrong_password_is_final_and_not_shown(guarded_postgres, open_board):
     with guarded_postgres.database():
         url = guarded_postgres.url("postgres", password="wr0ng-secret")
         began_s = time.monotonic()
-        with pytest.raises(BoardError, match="authentication") as caught:
+        with pytest.raises(ControlStoreError, match="authentication") as caught:
             open_board(url, deadline_s=60).get("k")
-    assert not isinstance(caught.value, BoardUnreachableError)
+    assert not isinstance(caught.value, ControlStoreUnreachableError)
     assert time.monotonic() - began_s < 50
     assert "wr0ng" not in str(caught.value)
     assert caught.value.__cause__ is None
@@ -240,25 +240,27 @@ def test_a_wrong_password_is_final_and_not_shown(guarded_postgres, open_board):
 
 @pytest.mark.parametrize("url", ["postgresql://u:s3cret@[bad", "nonsense s3cret"])
 def test_a_malformed_url_is_an_error_that_hides_the_password(url):
-    with pytest.raises(BoardError, match="malformed") as caught:
-        PostgresBoard(url.replace("nonsense s3cret", "password=s3cret nonsense"), run_key="r")
+    with pytest.raises(ControlStoreError, match="malformed") as caught:
+        PostgresControlStore(
+            url.replace("nonsense s3cret", "password=s3cret nonsense"), run_key="r"
+        )
     assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("run_key", ["", "a\0b", "x" * 256], ids=["empty", "nul", "long"])
 def test_a_run_key_that_cannot_be_kept_is_an_error(run_key):
-    with pytest.raises(BoardError, match="run's key"):
-        PostgresBoard("postgresql://app@127.0.0.1/x", run_key=run_key)
+    with pytest.raises(ControlStoreError, match="run's key"):
+        PostgresControlStore("postgresql://app@127.0.0.1/x", run_key=run_key)
 
 
 def _count(url, index, writing):
     """Count up by swapping until killed."""
-    board = PostgresBoard(url, run_key=RUN_KEY, token=TOKEN, deadline_s=DEADLINE_S)
+    board = PostgresControlStore(url, run_key=RUN_KEY, token=TOKEN, deadline_s=DEADLINE_S)
     entry = board.get("n")
     while True:
         number = int(entry.value.split()[0]) if entry.value else 0
         mine = b"%d by %d" % (number + 1, index)
-        done, entry = board.swap("n", mine, version=entry.version)
+        done, entry = board.compare_and_set("n", mine, version=entry.version)
         if done:
             board.put(f"alive/{index}", mine)
             writing.set()
@@ -288,5 +290,7 @@ def test_writers_that_are_killed_leave_a_count_without_holes(postgres_url, open_
         entry = board.get("n")
         # Each version is one more than the one before, whoever wrote it and was killed then.
         assert int(entry.value.split()[0]) == entry.version
-        done, after = board.swap("n", b"%d by me" % (entry.version + 1), version=entry.version)
+        done, after = board.compare_and_set(
+            "n", b"%d by me" % (entry.version + 1), version=entry.version
+        )
         assert (done, after.version) == (True, entry.version + 1), round_

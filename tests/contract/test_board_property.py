@@ -10,8 +10,8 @@ PREFIXES = st.sampled_from(["", "a", "a/", "a/b", "b/", "zz"])
 VALUES = st.binary(max_size=5)
 STEPS = st.one_of(
     st.tuples(st.just("put"), KEYS, VALUES),
-    st.tuples(st.just("swap"), KEYS, VALUES, st.integers(0, 4)),
-    st.tuples(st.just("beat"), KEYS, VALUES, KEYS, st.integers(0, 4)),
+    st.tuples(st.just("compare_and_set"), KEYS, VALUES, st.integers(0, 4)),
+    st.tuples(st.just("heartbeat"), KEYS, VALUES, KEYS, st.integers(0, 4)),
     st.tuples(st.just("get"), KEYS),
     st.tuples(st.just("list"), PREFIXES),
     st.tuples(st.just("delete"), PREFIXES),
@@ -30,14 +30,14 @@ class Model:
     def put(self, key, value):
         self.held[key] = (value, self.get(key)[1] + 1)
 
-    def swap(self, key, value, version):
+    def compare_and_set(self, key, value, version):
         there = self.get(key)
         if there[1] == version:
             self.put(key, value)
             return True, self.get(key)
         return there == (value, version + 1), there
 
-    def beat(self, key, value, watch, seen):
+    def heartbeat(self, key, value, watch, seen):
         self.put(key, value)
         return self.get(watch) if watch != key and self.get(watch)[1] > seen else None
 
@@ -51,12 +51,12 @@ class Model:
 def ask(board, step):
     """Return the real board's answer to *step* in the model's words."""
     what, *given_ = step
-    if what == "swap":
-        done, entry = board.swap(*given_[:2], version=given_[2])
+    if what == "compare_and_set":
+        done, entry = board.compare_and_set(*given_[:2], version=given_[2])
         return done, (entry.value, entry.version)
-    if what == "beat":
+    if what == "heartbeat":
         key, value, watch, seen = given_
-        found = board.beat(key, value, watch=watch, seen=seen, hold_s=0).watched
+        found = board.heartbeat(key, value, watch=watch, seen_version=seen, hold_s=0).watched
         # Whether a beat sees itself is not said.
         return (found.value, found.version) if found and watch != key else None
     answer = getattr(board, what)(*given_)

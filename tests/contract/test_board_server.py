@@ -24,18 +24,18 @@ from support.boards import (
     tcp_board,
 )
 
-from gpuops.control import board_wire as wire
-from gpuops.control import seal
-from gpuops.control.board import (
+from gpuops.control import signing
+from gpuops.control.store import (
     VALUE_BYTES_MAX,
-    BoardError,
-    BoardForgotError,
-    BoardUnreachableError,
+    ControlStoreError,
+    ControlStoreResetError,
+    ControlStoreUnreachableError,
     Entry,
 )
-from gpuops.control.server_process import start_server
-from gpuops.host import frames
-from gpuops.host import job_proof as proof
+from gpuops.control.tcp import wire
+from gpuops.control.tcp.process import start_server
+from gpuops.host.net import frames
+from gpuops.host.net import job_proof as proof
 
 SECRET = b"the record of the run"
 
@@ -59,8 +59,8 @@ class Stranger:
 
     def __init__(self, port, token=TOKEN, run_key=RUN_KEY):
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
-        self.key = seal.token_key(token)
-        self.run = seal.run_digest(run_key)
+        self.key = signing.token_key(token)
+        self.run = signing.run_digest(run_key)
 
     def __enter__(self):
         return self
@@ -89,23 +89,25 @@ class Stranger:
 
     def greet(self, client=None):
         """Say hello; return the handshake."""
-        hello = wire.Hello(self.run, client or secrets.token_bytes(16), 0, proof.nonce()).to_bytes()
+        hello = wire.ControlHello(
+            self.run, client or secrets.token_bytes(16), 0, proof.nonce()
+        ).to_bytes()
         self.say(hello)
-        return proof.Handshake(self.key, hello + self.hear())
+        return proof.JobHandshake(self.key, hello + self.hear())
 
     def enter(self, client=None):
         """Prove the token; return the tags of our frames."""
         shake = self.greet(client)
         self.say(shake.proof("client"))
-        assert self.hear()[0] == proof.Welcome.COME_IN
+        assert self.hear()[0] == proof.ProofWelcome.COME_IN
         return shake.channel("client")
 
     def was_cut_off(self):
         return self.hear() is None
 
 
-def request(what=wire.What.GET, key="control", number=1, **more):
-    return wire.Request(number, what, key, **more).to_bytes()
+def request(what=wire.Operation.GET, key="control", number=1, **more):
+    return wire.ControlRequest(number, what, key, **more).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -117,20 +119,20 @@ def test_without_the_token_nothing_is_read_or_written(shared, token, words):
             lambda: board.get("control"),
             lambda: board.list(""),
             lambda: board.put("control", b"mine"),
-            lambda: board.swap("control", b"mine", version=1),
-            lambda: board.beat("control", b"mine", watch="control", seen=0, hold_s=0),
+            lambda: board.compare_and_set("control", b"mine", version=1),
+            lambda: board.heartbeat("control", b"mine", watch="control", seen_version=0, hold_s=0),
             lambda: board.delete(""),
         ):
-            with pytest.raises(BoardError, match=words) as caught:
+            with pytest.raises(ControlStoreError, match=words) as caught:
                 call()
-            assert not isinstance(caught.value, BoardUnreachableError)
+            assert not isinstance(caught.value, ControlStoreUnreachableError)
     assert still_serves(shared)
 
 
 def test_the_board_of_another_run_says_so(shared):
     with (
         contextlib.closing(tcp_board(shared.port, run_key="other")) as board,
-        pytest.raises(BoardError, match="another run"),
+        pytest.raises(ControlStoreError, match="another run"),
     ):
         board.get("control")
 
@@ -143,7 +145,7 @@ def test_a_request_before_the_proof_is_not_answered(shared):
         with Stranger(shared.port) as stranger:
             stranger.greet()
             stranger.say(early)
-            assert stranger.hear()[0] == proof.Welcome.WRONG_TOKEN
+            assert stranger.hear()[0] == proof.ProofWelcome.WRONG_TOKEN
             assert stranger.was_cut_off()
 
 
@@ -152,18 +154,18 @@ def test_an_overheard_proof_opens_no_second_connection(shared):
         overheard = first.greet().proof("client")
         second.greet()
         second.say(overheard)
-        assert second.hear()[0] == proof.Welcome.WRONG_TOKEN
+        assert second.hear()[0] == proof.ProofWelcome.WRONG_TOKEN
 
 
 def test_the_servers_own_proof_is_no_clients(shared):
     with Stranger(shared.port) as stranger:
         stranger.say(stranger.greet().proof("server"))
-        assert stranger.hear()[0] == proof.Welcome.WRONG_TOKEN
+        assert stranger.hear()[0] == proof.ProofWelcome.WRONG_TOKEN
 
 
 @pytest.mark.parametrize("how", ["no tag", "another's tag", "the same again", "changed"])
 def test_a_frame_put_into_a_proved_connection_is_refused(shared, how):
-    message = request(wire.What.PUT, "control", value=b"mine")
+    message = request(wire.Operation.PUT, "control", value=b"mine")
     with Stranger(shared.port) as stranger:
         channel = stranger.enter()
         harmless = request()
@@ -171,7 +173,7 @@ def test_a_frame_put_into_a_proved_connection_is_refused(shared, how):
         if how == "no tag":
             stranger.say(bytes(proof.TAG_BYTES) + message)
         elif how == "another's tag":
-            stranger.say(proof.Channel(bytes(32)).tag(message) + message)
+            stranger.say(proof.ProofChannel(bytes(32)).tag(message) + message)
         elif how == "changed":
             stranger.say(channel.tag(harmless)[: proof.TAG_BYTES] + message)
         else:
@@ -189,7 +191,7 @@ def test_a_frame_put_into_a_proved_connection_is_refused(shared, how):
         bytes(10_000),
         b"\xff" * 10_000,
         struct.pack(">I", 2**31) + b"x",
-        struct.pack(">I", wire.OPENING_BYTES_MAX + 1),
+        struct.pack(">I", wire.HANDSHAKE_BYTES_MAX + 1),
         struct.pack(">I", 0) * 2,
         struct.pack(">I", 128) + b"gpuopsb1" + bytes(120),
         b"\x80\x04\x95pickle",
@@ -213,7 +215,7 @@ def test_garbage_is_cut_off_and_harms_nobody(shared, garbage):
         b"\xff" * 60,
         request()[:-3],
         request().replace(b"control", b"c\xffntrol"),
-        request(wire.What.BEAT, "a", watch="b", hold_s=float("nan"))[:10],
+        request(wire.Operation.HEARTBEAT, "a", watch="b", hold_s=float("nan"))[:10],
     ],
     ids=["empty", "zeros", "ones", "short", "not ascii", "cut"],
 )
@@ -229,7 +231,7 @@ def test_a_proved_client_that_talks_nonsense_loses_only_itself(shared, message):
 def test_a_hold_that_is_no_time_is_no_hold(shared, hold_s):
     with Stranger(shared.port) as stranger:
         channel = stranger.enter()
-        message = request(wire.What.BEAT, "alive/x", watch="w", hold_s=hold_s)
+        message = request(wire.Operation.HEARTBEAT, "alive/x", watch="w", hold_s=hold_s)
         stranger.say(channel.tag(message) + message)
         assert stranger.hear() is not None
 
@@ -263,15 +265,15 @@ def test_who_does_not_prove_the_token_in_time_is_cut_off(shared):
 def test_many_silent_strangers_of_one_address_leave_room_for_another_address(shared):
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(Stranger(shared.port)) for _ in range(600)]
-        assert silent[-1].hear()[0] == proof.Welcome.BUSY
+        assert silent[-1].hear()[0] == proof.ProofWelcome.BUSY
         # 127.0.0.2 is another address of this machine.
         line = stack.enter_context(socket.socket())
         line.bind(("127.0.0.2", 0))
         line.settimeout(30)
         line.connect(("127.0.0.1", shared.port))
         other = Stranger.__new__(Stranger)
-        other.socket, other.key = line, seal.token_key(TOKEN)
-        other.run = seal.run_digest(RUN_KEY)
+        other.socket, other.key = line, signing.token_key(TOKEN)
+        other.run = signing.run_digest(RUN_KEY)
         other.enter()
     assert still_serves(shared)
 
@@ -297,7 +299,7 @@ def test_a_full_board_says_so_and_goes_on():
         # 63 of 4 MiB, each with what an entry costs, are all that 256 MiB hold.
         for number in range(63):
             board.put(f"k/{number}", big)
-        with pytest.raises(BoardError, match="full"):
+        with pytest.raises(ControlStoreError, match="full"):
             board.put("k/63", big)
         board.delete("k/")
         board.put("k/0", big)
@@ -312,7 +314,7 @@ def test_the_token_is_not_on_the_command_line_and_no_secret_in_what_is_shown(sha
 
 def test_the_server_imports_neither_torch_nor_a_database():
     code = (
-        "import sys, gpuops.control.serve, gpuops.control.server_process\n"
+        "import sys, gpuops.control.tcp.serve, gpuops.control.tcp.process\n"
         "print([m for m in ('torch', 'sqlalchemy', 'psycopg', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -334,10 +336,10 @@ def test_a_frozen_server_costs_its_deadline_and_is_used_again_when_it_thaws():
         for call in (
             lambda: board.get("k"),
             lambda: board.put("k", b"old"),
-            lambda: board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.1),
+            lambda: board.heartbeat("alive/a", b"", watch="w", seen_version=0, hold_s=0.1),
         ):
             began_s = time.monotonic()
-            with pytest.raises(BoardUnreachableError, match="in time"):
+            with pytest.raises(ControlStoreUnreachableError, match="in time"):
                 call()
             assert time.monotonic() - began_s < 15
         os.kill(process.pid, signal.SIGCONT)
@@ -350,7 +352,7 @@ def test_a_frozen_server_costs_its_deadline_and_is_used_again_when_it_thaws():
 
 def written(board, value):
     """Say whether *value* could be written within the board's own short time."""
-    with contextlib.suppress(BoardUnreachableError):
+    with contextlib.suppress(ControlStoreUnreachableError):
         board.put("k", value)
         return True
     return False
@@ -364,16 +366,16 @@ def test_lost_packets_cost_the_deadline():
     ):
         eventually(lambda: written(board, b"1"), "it is connected")
         proxy.frozen.set()
-        with pytest.raises(BoardUnreachableError, match="in time"):
+        with pytest.raises(ControlStoreUnreachableError, match="in time"):
             board.get("k")
-        with pytest.raises(BoardUnreachableError, match="in time"):
+        with pytest.raises(ControlStoreUnreachableError, match="in time"):
             board.get("k")
         proxy.frozen.clear()
         eventually(lambda: reaches(board), "it heals")
 
 
 def reaches(board):
-    with contextlib.suppress(BoardUnreachableError):
+    with contextlib.suppress(ControlStoreUnreachableError):
         return board.get("k").value == b"1"
     return False
 
@@ -389,7 +391,7 @@ def test_an_address_that_does_not_even_accept_costs_the_deadline():
             contextlib.closing(tcp_board(full.getsockname()[1], deadline_s=1))
         )
         began_s = time.monotonic()
-        with pytest.raises(BoardUnreachableError):
+        with pytest.raises(ControlStoreUnreachableError):
             board.get("k")
         assert time.monotonic() - began_s < 15
 
@@ -425,14 +427,14 @@ def test_a_late_answer_is_not_the_next_ones():
             direct.put("k/1", b"first")
             direct.put("k/2", b"second")
         with contextlib.closing(tcp_board(proxy.port, deadline_s=1)) as board:
-            with pytest.raises(BoardUnreachableError):
+            with pytest.raises(ControlStoreUnreachableError):
                 board.get("k/1")
             gate.set()
             eventually(lambda: second(board), "it answers")
 
 
 def second(board):
-    with contextlib.suppress(BoardUnreachableError):
+    with contextlib.suppress(ControlStoreUnreachableError):
         assert board.get("k/2").value == b"second"
         return True
     return False
@@ -454,7 +456,7 @@ def test_a_cut_connection_is_renewed_and_the_call_repeated():
         Proxy(process.port, cut) as proxy,
         contextlib.closing(tcp_board(proxy.port)) as board,
     ):
-        done, entry = board.swap("k", b"mine", version=0)
+        done, entry = board.compare_and_set("k", b"mine", version=0)
 
     assert done
     assert (entry.value, entry.version) == (b"mine", 1)
@@ -485,10 +487,10 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
             line, _ = listener.accept()
             with line:
                 line.recv(1000)
-                body = wire.Challenge(proof.nonce(), bytes(16)).to_bytes()
+                body = wire.ControlChallenge(proof.nonce(), bytes(16)).to_bytes()
                 line.sendall(frames.framed(body))
                 line.recv(1000)
-                body = proof.welcome(proof.Welcome.COME_IN, bytes(32))
+                body = proof.welcome(proof.ProofWelcome.COME_IN, bytes(32))
                 line.sendall(frames.framed(body))
                 assert SECRET not in line.recv(1000)
 
@@ -497,7 +499,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
         port = listener.getsockname()[1]
         with (
             contextlib.closing(tcp_board(port)) as board,
-            pytest.raises(BoardError, match="does not know the job's token"),
+            pytest.raises(ControlStoreError, match="does not know the job's token"),
         ):
             board.put("k", SECRET)
         done.result(30)
@@ -505,20 +507,20 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
 
 def test_the_answer_to_another_request_is_not_taken():
     def confused(listener):
-        key = seal.token_key(TOKEN)
+        key = signing.token_key(TOKEN)
         for offset in (1, 0):
             line, _ = listener.accept()
             with line:
                 hello = line.recv(1000)[4:]
-                challenge = wire.Challenge(proof.nonce(), bytes(16)).to_bytes()
+                challenge = wire.ControlChallenge(proof.nonce(), bytes(16)).to_bytes()
                 line.sendall(frames.framed(challenge))
                 line.recv(1000)
-                shake = proof.Handshake(key, hello + challenge)
-                word = proof.welcome(proof.Welcome.COME_IN, shake.proof("server"))
+                shake = proof.JobHandshake(key, hello + challenge)
+                word = proof.welcome(proof.ProofWelcome.COME_IN, shake.proof("server"))
                 line.sendall(frames.framed(word))
-                asked = wire.Request.from_bytes(line.recv(1000)[4 + proof.TAG_BYTES :])
-                held = wire.entry_bytes(Entry(b"wrong" if offset else b"right", 1, 1))
-                said = wire.answer(asked.number + offset, wire.How.ENTRY, held)
+                asked = wire.ControlRequest.from_bytes(line.recv(1000)[4 + proof.TAG_BYTES :])
+                held = wire.pack_entry(Entry(b"wrong" if offset else b"right", 1, 1))
+                said = wire.pack_reply(asked.number + offset, wire.ReplyKind.ENTRY, held)
                 frame = shake.channel("server").tag(said) + said
                 line.sendall(frames.framed(frame))
                 line.recv(1000)
@@ -542,16 +544,16 @@ def test_what_is_no_board_is_named():
         port = listener.getsockname()[1]
         with (
             contextlib.closing(tcp_board(port)) as board,
-            pytest.raises(BoardError, match=rf"127\.0\.0\.1:{port}.*not a board of gpuops"),
+            pytest.raises(ControlStoreError, match=rf"127\.0\.0\.1:{port}.*not a board of gpuops"),
         ):
             board.get("k")
 
 
 def test_a_name_that_nobody_knows_is_unreachable():
-    from gpuops.control.tcp_board import TcpBoard
+    from gpuops.control.tcp.store import TcpControlStore
 
-    board = TcpBoard("no-such-host.invalid", 1, run_key="r", deadline_s=1)
-    with pytest.raises(BoardUnreachableError, match=r"no-such-host\.invalid"):
+    board = TcpControlStore("no-such-host.invalid", 1, run_key="r", deadline_s=1)
+    with pytest.raises(ControlStoreUnreachableError, match=r"no-such-host\.invalid"):
         board.get("k")
 
 
@@ -562,15 +564,15 @@ def test_a_restarted_server_has_forgotten_and_its_clients_notice():
         board.put("control", SECRET)
         known = board.instance
         first.kill()
-        with pytest.raises(BoardUnreachableError, match="refused"):
+        with pytest.raises(ControlStoreUnreachableError, match="refused"):
             tcp_board(port, deadline_s=2).get("control")
         second = start_server("127.0.0.1", port, run_key=RUN_KEY, token=TOKEN)
         try:
             for call in (
                 lambda: board.get("control"),
-                lambda: board.beat("a", b"", watch="control", seen=1, hold_s=0),
+                lambda: board.heartbeat("a", b"", watch="control", seen_version=1, hold_s=0),
             ):
-                with pytest.raises(BoardForgotError, match="anew"):
+                with pytest.raises(ControlStoreResetError, match="anew"):
                     call()
             assert board.instance == known
             with contextlib.closing(tcp_board(port)) as fresh:
@@ -612,12 +614,12 @@ def test_the_second_to_start_it_finds_the_first(shared):
 )
 def test_a_port_that_another_board_has_is_an_error_that_says_so(shared, changes, words):
     wanted = {"run_key": RUN_KEY, "token": TOKEN, **changes}
-    with pytest.raises(BoardError, match=rf"taken.*{shared.port}.*{words}"):
+    with pytest.raises(ControlStoreError, match=rf"taken.*{shared.port}.*{words}"):
         start_server("127.0.0.1", shared.port, **wanted)
 
 
 def test_an_address_of_another_machine_is_an_error():
-    with pytest.raises(BoardError, match=r"192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(ControlStoreError, match=r"192\.0\.2\.1 is no address of this machine"):
         start_server("192.0.2.1", 0, run_key=RUN_KEY)
 
 
@@ -641,7 +643,7 @@ def test_many_start_it_at_once_and_one_does():
 
 def test_it_survives_the_end_of_the_one_that_started_it():
     code = (
-        "import os, sys; from gpuops.control.server_process import start_server\n"
+        "import os, sys; from gpuops.control.tcp.process import start_server\n"
         f"p = start_server('127.0.0.1', 0, run_key={RUN_KEY!r}, token={TOKEN!r}, lease_s=60)\n"
         "print(p.port, p.pid, flush=True); os.kill(os.getpid(), 9)"
     )
@@ -687,7 +689,8 @@ def test_strangers_do_not_prolong_the_lease():
 def test_it_stays_while_agents_beat():
     with server(lease_s=3) as process, contextlib.closing(tcp_board(process.port)) as board:
         times = [
-            board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.5).board_s for _ in range(10)
+            board.heartbeat("alive/a", b"", watch="w", seen_version=0, hold_s=0.5).store_s
+            for _ in range(10)
         ]
         assert times[-1] - times[0] > 3
         assert process.is_running()
@@ -704,7 +707,7 @@ def test_signals_to_the_whole_job_do_not_end_it_while_agents_beat():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             os.kill(process.pid, number)
         for _ in range(12):
-            board.beat("alive/a", b"", watch="w", seen=0, hold_s=0.5)
+            board.heartbeat("alive/a", b"", watch="w", seen_version=0, hold_s=0.5)
         assert process.is_running()
         board.close()
         # SIGTERM has shortened the lease to five seconds.
@@ -712,7 +715,7 @@ def test_signals_to_the_whole_job_do_not_end_it_while_agents_beat():
 
 
 def test_the_token_can_come_in_a_variable(tmp_path):
-    command = [sys.executable, "-P", "-m", "gpuops.control.serve", "--run-key", RUN_KEY]
+    command = [sys.executable, "-P", "-m", "gpuops.control.tcp.serve", "--run-key", RUN_KEY]
     env = {**os.environ, "JOB_TOKEN": TOKEN}
     with subprocess.Popen(
         [*command, "--token-env", "JOB_TOKEN"], stdout=subprocess.PIPE, text=True, env=env

@@ -7,13 +7,20 @@ import pytest
 from support.checkpoint_images import ORIGIN, content_of, images
 from support.s3_server import s3_server
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.manifest import MANIFEST, from_bytes
-from gpuops.checkpoint.object_store import open_object_store
-from gpuops.checkpoint.persist import Origin, RatePace, commit_parts, persist, put_part
-from gpuops.checkpoint.retention import Retention, prune
-from gpuops.checkpoint.state_store import CheckpointStore, NoStateError
-from gpuops.checkpoint.states import (
+from gpuops.checkpoint.manifest import MANIFEST, parse_manifest
+from gpuops.checkpoint.storage.api import CheckpointStore, NoStateError
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.inspection import FileProblemKind, verify_state
+from gpuops.checkpoint.storage.object_store import open_object_store
+from gpuops.checkpoint.storage.persist import (
+    RateThrottle,
+    StateOrigin,
+    commit_node_shards,
+    persist,
+    persist_node_shards,
+)
+from gpuops.checkpoint.storage.retention import RetentionPolicy, prune
+from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,
     CorruptError,
@@ -21,7 +28,6 @@ from gpuops.checkpoint.states import (
     Shard,
     StateId,
 )
-from gpuops.checkpoint.verify import ProblemKind, verify_state
 
 STATE = StateId(1, 100)
 LATER = StateId(1, 200)
@@ -100,7 +106,7 @@ def pair():
 
 
 def states(store):
-    return [stored.state for stored in store.list()]
+    return [stored.state for stored in store.list_states()]
 
 
 def is_good(store, state=STATE):
@@ -116,7 +122,7 @@ def test_it_is_a_store(store):
 
 
 def test_nothing_is_in_one_that_was_never_written_to(store):
-    survey = store.survey()
+    survey = store.scan()
 
     assert (survey.states, survey.damaged, survey.leftovers) == ((), (), ())
     assert store.sweep() == ()
@@ -127,21 +133,21 @@ def test_nothing_is_in_one_that_was_never_written_to(store):
 
 
 def test_a_state_is_there_as_it_was_saved(store, kind, pair):
-    done = persist(store, STATE, pair, origin=Origin("räder [3]", 7))
+    done = persist(store, STATE, pair, origin=StateOrigin("räder [3]", 7))
 
     assert done.state == STATE
     assert done.nbytes == sum(digest.nbytes for _, digest in pair.values())
     assert states(store) == [STATE]
     manifest = store.read_manifest(STATE)
     assert (manifest.job, manifest.generation, manifest.world) == ("räder [3]", 7, 2)
-    assert store.files(STATE) == {
+    assert store.file_sizes(STATE) == {
         shard.file_name: digest.nbytes for shard, (_, digest) in pair.items()
     }
     for shard, source in pair.items():
         assert kind.read(f"{STATE.name}/{shard.file_name}") == content_of(source)
         assert manifest.record(shard).digest == source[1]
     assert is_good(store)
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_another_process_sees_it_at_once(store, kind, pair):
@@ -170,13 +176,13 @@ def test_persisting_it_again_writes_nothing(store, kind, pair):
 
 
 def test_two_runs_in_one_place_are_told_apart_and_the_first_stays(store, pair):
-    persist(store, STATE, pair, origin=Origin("first", 1))
+    persist(store, STATE, pair, origin=StateOrigin("first", 1))
     with images(2, seed=1) as others, pytest.raises(CheckpointError, match="saved by first"):
-        persist(store, STATE, others, origin=Origin("second", 1))
+        persist(store, STATE, others, origin=StateOrigin("second", 1))
 
     assert is_good(store)
     assert store.read_manifest(STATE).job == "first"
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 @pytest.mark.parametrize("part", [MANIFEST, Shard(1, 2).file_name])
@@ -206,7 +212,7 @@ def test_a_state_of_a_later_version_is_left_as_it_is(store, kind, pair):
     newer = kind.read(key).replace(b"gpuops.checkpoint/1", b"gpuops.checkpoint/2")
     kind.write(key, newer)
 
-    (damaged,) = store.survey().damaged
+    (damaged,) = store.scan().damaged
     assert damaged.name == STATE.name
     assert "version 2" in damaged.why
     with pytest.raises(CheckpointError, match=r"version 2.*Install the gpuops"):
@@ -224,7 +230,7 @@ def test_bytes_that_changed_since_they_were_sealed_are_not_kept(store, pair):
         persist(store, STATE, pair, origin=ORIGIN)
 
     assert states(store) == []
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_a_digest_of_another_length_is_refused(store, pair):
@@ -250,9 +256,9 @@ def test_stopping_leaves_what_was_there_before(store):
     with images(2, nbytes=CHUNK_BYTES + 1) as shards:
         persist(store, STATE, shards, origin=ORIGIN)
         answers = iter([False, True])
-        pace = RatePace(None, stop=lambda: next(answers, True))
+        pace = RateThrottle(None, stop=lambda: next(answers, True))
         with pytest.raises(CheckpointError, match="stopped"):
-            persist(store, LATER, shards, origin=ORIGIN, pace=pace)
+            persist(store, LATER, shards, origin=ORIGIN, throttle=pace)
 
     assert states(store) == [STATE]
     assert is_good(store)
@@ -262,43 +268,43 @@ def test_nodes_put_their_parts_and_any_of_them_commits(kind):
     with images(4, ranks=(0, 1)) as ours, images(4, ranks=(2, 3)) as theirs:
         mine, other = kind.open(), kind.open()
         options = {"session": "run/7", "origin": ORIGIN}
-        assert commit_parts(mine, STATE, 4, **options) is False
-        put_part(mine, STATE, ours, session="run/7")
-        assert commit_parts(mine, STATE, 4, **options) is False
+        assert commit_node_shards(mine, STATE, 4, **options) is False
+        persist_node_shards(mine, STATE, ours, session="run/7")
+        assert commit_node_shards(mine, STATE, 4, **options) is False
         assert states(mine) == states(other) == []
-        put_part(other, STATE, theirs, session="run/7")
+        persist_node_shards(other, STATE, theirs, session="run/7")
 
-        assert commit_parts(mine, STATE, 4, **options) is True
-        assert commit_parts(other, STATE, 4, **options) is True
-        assert put_part(other, STATE, theirs, session="run/7").nbytes == 0
+        assert commit_node_shards(mine, STATE, 4, **options) is True
+        assert commit_node_shards(other, STATE, 4, **options) is True
+        assert persist_node_shards(other, STATE, theirs, session="run/7").nbytes == 0
 
     assert states(other) == [STATE]
     assert is_good(other)
-    assert other.survey().leftovers == ()
+    assert other.scan().leftovers == ()
 
 
 def test_parts_of_another_session_are_not_taken(store):
     with images(2, ranks=(0,)) as ours, images(2, ranks=(1,)) as theirs:
-        put_part(store, STATE, ours, session="a")
-        put_part(store, STATE, theirs, session="b")
+        persist_node_shards(store, STATE, ours, session="a")
+        persist_node_shards(store, STATE, theirs, session="b")
 
-    assert commit_parts(store, STATE, 2, session="a", origin=ORIGIN) is False
+    assert commit_node_shards(store, STATE, 2, session="a", origin=ORIGIN) is False
     assert states(store) == []
 
 
 def test_a_part_that_was_cut_short_is_not_committed(store, kind, pair):
     for shard, source in pair.items():
-        put_part(store, STATE, {shard: source}, session="a")
+        persist_node_shards(store, STATE, {shard: source}, session="a")
     if isinstance(kind, Directory):
         (key,) = (path for path in kind.root.rglob(Shard(0, 2).file_name))
         os.truncate(key, 10)
     else:
         kind.write(file_key(), b"short")
 
-    assert commit_parts(store, STATE, 2, session="a", origin=ORIGIN) is False
+    assert commit_node_shards(store, STATE, 2, session="a", origin=ORIGIN) is False
 
-    put_part(store, STATE, pair, session="a")
-    assert commit_parts(store, STATE, 2, session="a", origin=ORIGIN) is True
+    persist_node_shards(store, STATE, pair, session="a")
+    assert commit_node_shards(store, STATE, 2, session="a", origin=ORIGIN) is True
     assert is_good(store)
 
 
@@ -338,12 +344,12 @@ def test_some_bytes_of_a_shard_are_read(store, pair):
 def test_a_shard_is_opened_as_a_path_or_fetched(store, pair):
     persist(store, STATE, pair, origin=ORIGIN)
 
-    path = store.open_shard(STATE, Shard(0, 2))
+    path = store.local_shard_path(STATE, Shard(0, 2))
 
     if path is not None:
         assert path.read_bytes() == content_of(pair[Shard(0, 2)])
     with pytest.raises(CheckpointError):
-        store.open_shard(LATER, Shard(0, 2))
+        store.local_shard_path(LATER, Shard(0, 2))
 
 
 def test_each_kind_of_damage_is_named(store, kind, pair):
@@ -354,15 +360,15 @@ def test_each_kind_of_damage_is_named(store, kind, pair):
     kind.write(f"{STATE.name}/notes.txt", b"mine")
     problems = {problem.file: problem for problem in verify_state(store, STATE)}
     assert problems.keys() == {Shard(0, 2).file_name, Shard(1, 2).file_name, "notes.txt"}
-    assert problems["notes.txt"].kind is ProblemKind.EXTRA
-    assert problems[Shard(0, 2).file_name].kind is ProblemKind.TRUNCATED
-    assert problems[Shard(1, 2).file_name].kind is ProblemKind.LONGER
+    assert problems["notes.txt"].kind is FileProblemKind.EXTRA
+    assert problems[Shard(0, 2).file_name].kind is FileProblemKind.TRUNCATED
+    assert problems[Shard(1, 2).file_name].kind is FileProblemKind.LONGER
 
     kind.remove(file_key(0))
     kind.write(file_key(1), second[:-1] + bytes([second[-1] ^ 128]))
     problems = {problem.file: problem for problem in verify_state(store, STATE)}
-    assert problems[Shard(0, 2).file_name].kind is ProblemKind.MISSING
-    assert problems[Shard(1, 2).file_name].kind is ProblemKind.FLIPPED
+    assert problems[Shard(0, 2).file_name].kind is FileProblemKind.MISSING
+    assert problems[Shard(1, 2).file_name].kind is FileProblemKind.FLIPPED
     assert problems[Shard(1, 2).file_name].offsets == (0,)
 
 
@@ -386,7 +392,7 @@ def test_a_manifest_edited_by_hand_is_found(store, kind, pair):
 
     assert states(store) == []
     (problem,) = verify_state(store, STATE)
-    assert problem.kind is ProblemKind.MANIFEST
+    assert problem.kind is FileProblemKind.MANIFEST
     assert "edited or damaged" in problem.detail
     with pytest.raises(CorruptError, match="edited"):
         store.read_manifest(STATE)
@@ -407,7 +413,7 @@ def test_what_is_pinned_is_not_deleted(store, pair):
     store.pin(STATE, "paper-v1")
     store.pin(STATE, "paper-v1")
     store.pin(STATE, "best")
-    assert [stored.tags for stored in store.list()] == [("best", "paper-v1")]
+    assert [stored.tags for stored in store.list_states()] == [("best", "paper-v1")]
 
     with pytest.raises(CheckpointError, match="pinned by best, paper-v1"):
         store.delete(STATE)
@@ -417,7 +423,7 @@ def test_what_is_pinned_is_not_deleted(store, pair):
         store.unpin(STATE, tag)
     store.delete(STATE)
     assert states(store) == []
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", "a@b", ".hidden", "x" * 65, "é", "a\nb"])
@@ -442,7 +448,7 @@ def test_pruning_keeps_what_it_must(store, pair):
         persist(store, state, pair, origin=ORIGIN)
     store.pin(StateId(1, 10), "keep")
 
-    gone = prune(store, Retention(keep_last=2, keep_every=40), {StateId(1, 50)})
+    gone = prune(store, RetentionPolicy(keep_last=2, keep_every=40), {StateId(1, 50)})
 
     assert [state.step for state in states(store)] == [90, 80, 50, 40, 10, 0]
     assert [verdict.state.step for verdict in gone] == [20, 30, 60, 70]
@@ -452,6 +458,6 @@ def test_pruning_keeps_what_it_must(store, pair):
 def test_the_manifest_is_complete_without_the_store(store, kind, pair):
     persist(store, STATE, pair, origin=ORIGIN)
 
-    manifest = from_bytes(kind.read(f"{STATE.name}/{MANIFEST}"), "copied elsewhere")
+    manifest = parse_manifest(kind.read(f"{STATE.name}/{MANIFEST}"), "copied elsewhere")
 
     assert manifest == store.read_manifest(STATE)

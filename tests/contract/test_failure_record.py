@@ -5,13 +5,18 @@ import threading
 import pytest
 from support.stories import Teller, envelopes, incident, node_incident
 
-from gpuops.agent.failure_record import AGAIN_S, WINDOW_DAYS, FailureRecord, failures_on_record
-from gpuops.checkpoint.failure_rate import VARIABLE, FailureRate
+from gpuops.agent.checkpoint.failure_history import (
+    AGAIN_S,
+    WINDOW_DAYS,
+    FailureRecord,
+    failures_on_record,
+)
 from gpuops.errors import StoreError
 from gpuops.host.clock import FakeClock
 from gpuops.model import IncidentState, Side
+from gpuops.plan.failure_rate import FAILURES_VARIABLE, FailureRate
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
 
 HOUR_US, DAY_US = 3_600_000_000, 86_400_000_000
@@ -95,7 +100,7 @@ def test_an_empty_store_is_the_published_rate(url, tmp_path):
 
 def told(record):
     assert record.join(30)
-    return FailureRate.told_in(record.env())
+    return FailureRate.from_env(record.env())
 
 
 def test_a_store_that_is_not_there_is_no_error(tmp_path):
@@ -146,4 +151,4 @@ def test_whatever_a_store_raises_is_no_news(error):
 def test_the_variable_is_one_that_a_worker_reads():
     record = FailureRecord(lambda: FailureRate(3, 8123.5), FakeClock())
     assert record.join(30)
-    assert record.env() == {VARIABLE: "3/8123.500000"}
+    assert record.env() == {FAILURES_VARIABLE: "3/8123.500000"}

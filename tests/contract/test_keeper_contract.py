@@ -5,20 +5,20 @@ import contextlib
 import pytest
 from support.keeper_ranks import Rank, fill, holds, layout_of, newest, ready, save_all, until
 
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.client import CannotTellError, connect
-from gpuops.checkpoint.keeper import Grant, Policy, Skipped
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId, Tier
-from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease, Skipped
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.keeper.rank_client import RestoreUndecidedError, connect_rank
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier
 
 
 class InProcess:
     """A keeper in this process."""
 
     def __init__(self, _folder):
-        self.node = MemoryNode()
+        self.node = InProcessNode()
         self.generation = 0
 
     def connect(self, rank=0, world=1):
@@ -51,13 +51,13 @@ class OwnProcess:
         self.lines = []
 
     def connect(self, rank=0, world=1):
-        keeper = connect(
+        keeper = connect_rank(
             self.process.socket_path,
             rank=rank,
             world=world,
             local_rank=rank,
             local_world=world,
-            epoch_hint=self.generation,
+            generation=self.generation,
         )
         self.lines.append(keeper)
         return keeper
@@ -68,7 +68,7 @@ class OwnProcess:
         self.lines.clear()
 
     def exclude(self, step):
-        self.agent = self.agent or AgentLink.connect(self.process.socket_path)
+        self.agent = self.agent or AgentKeeperClient.connect(self.process.socket_path)
         self.generation += 1
         self.agent.begin_generation(self.generation, 1, step)
 
@@ -98,13 +98,13 @@ def again(node, n=2, **kwargs):
 def test_without_a_state_the_job_begins_anew(node):
     ranks = again(node)
 
-    assert [rank.keeper.offer(60.0) for rank in ranks] == [None, None]
+    assert [rank.keeper.restore_point(60.0) for rank in ranks] == [None, None]
 
 
 def test_a_saved_state_is_offered_to_all_ranks_after_they_are_gone(node):
     state = save_all(crew(node), 7)
     ranks = again(node)
-    offers = [rank.keeper.offer(60.0) for rank in ranks]
+    offers = [rank.keeper.restore_point(60.0) for rank in ranks]
 
     assert offers[0] == offers[1]
     assert (offers[0].state, offers[0].world, offers[0].tier) == (state, 2, Tier.MEMORY)
@@ -120,7 +120,7 @@ def test_a_saved_state_is_offered_to_all_ranks_after_they_are_gone(node):
 def test_any_shard_is_served_to_any_rank_of_another_world(node):
     save_all(crew(node), 3)
     (rank,) = again(node, 1)
-    offer = rank.keeper.offer(60.0)
+    offer = rank.keeper.restore_point(60.0)
 
     assert offer.world == 2
     for number in range(2):
@@ -133,15 +133,15 @@ def test_any_shard_is_served_to_any_rank_of_another_world(node):
 def test_the_other_world_saves_then_and_the_old_memory_goes(node):
     save_all(crew(node), 3)
     (rank,) = again(node, 1)
-    offer = rank.keeper.offer(60.0)
-    rank.keeper.restored(offer, 0.1, 100)
+    offer = rank.keeper.restore_point(60.0)
+    rank.keeper.report_restored(offer, 0.1, 100)
     rank.reserve()
     state = save_all([rank], 4)
 
     assert state > offer.state
     assert rank.keeper.stats()["reserved_bytes"] == 2 * rank.layout.nbytes
     (rank,) = again(node, 1)
-    assert rank.keeper.offer(60.0).state == state
+    assert rank.keeper.restore_point(60.0).state == state
 
 
 def test_the_same_layout_is_the_same_memory(node):
@@ -150,7 +150,7 @@ def test_the_same_layout_is_the_same_memory(node):
     reserved = ranks[0].keeper.stats()["reserved_bytes"]
     ranks = again(node)
     for rank in ranks:
-        rank.keeper.offer(60.0)
+        rank.keeper.restore_point(60.0)
         rank.reserve()
 
     assert ranks[0].keeper.stats()["reserved_bytes"] == reserved
@@ -161,14 +161,14 @@ def test_ranks_agree_on_every_step_and_the_newest_stays_whole(node):
     ranks = crew(node)
     state = save_all(ranks, 1)
     halves = [rank.copy(2) for rank in ranks]
-    assert all(isinstance(half, Grant) for half in halves)
+    assert all(isinstance(half, Lease) for half in halves)
     ranks[0].keeper.seal(halves[0])
-    skipped = [rank.keeper.begin(3) for rank in ranks]
+    skipped = [rank.keeper.acquire(3) for rank in ranks]
 
     assert all(isinstance(answer, Skipped) and answer.is_due for answer in skipped)
     assert [answer.state.step for answer in halves] == [2, 2]
     ranks = again(node)
-    offers = [rank.keeper.offer(60.0) for rank in ranks]
+    offers = [rank.keeper.restore_point(60.0) for rank in ranks]
     assert [offer.state for offer in offers] == [state, state]
     assert all(holds(r.keeper.open_shard(offers[0], r.layout.shard), r.layout, 1) for r in ranks)
 
@@ -188,7 +188,7 @@ def test_a_seal_without_a_grant_is_refused(node):
     (rank,) = crew(node, 1)
 
     with pytest.raises(KeeperError, match="is not writing"):
-        rank.keeper.seal(Grant(0, StateId(0, 99)))
+        rank.keeper.seal(Lease(0, StateId(0, 99)))
 
 
 def test_nothing_is_due_before_its_time(node):
@@ -196,7 +196,7 @@ def test_nothing_is_due_before_its_time(node):
     save_all(ranks, 1)
 
     for rank in ranks:
-        answer = rank.keeper.begin(2)
+        answer = rank.keeper.acquire(2)
         assert isinstance(answer, Skipped)
         assert not answer.is_due
 
@@ -204,16 +204,16 @@ def test_nothing_is_due_before_its_time(node):
 def test_the_last_step_is_saved_before_its_time(node):
     ranks = crew(node, every_s=1000.0)
     save_all(ranks, 1)
-    assert all(isinstance(rank.keeper.begin(2), Skipped) for rank in ranks)
+    assert all(isinstance(rank.keeper.acquire(2), Skipped) for rank in ranks)
 
-    grants = [rank.keeper.begin(2, is_last=True) for rank in ranks]
+    grants = [rank.keeper.acquire(2, is_last=True) for rank in ranks]
     assert [grant.state.step for grant in grants] == [2, 2]
 
 
 def test_a_slot_without_its_header_is_no_state(node):
     (rank,) = crew(node, 1)
     state = save_all([rank], 1)
-    grant = rank.keeper.begin(2)
+    grant = rank.keeper.acquire(2)
     rank.slots[grant.slot].view[:8] = b"\xff" * 8
     rank.keeper.seal(grant)
 
@@ -227,7 +227,7 @@ def test_a_bit_that_flipped_in_memory_is_found_and_the_state_before_it_serves(no
     slots = [slot for slot in ranks[1].slots if holds(slot, ranks[1].layout, 2)]
     slots[0].view[-100] ^= 4
     ranks = again(node)
-    offer = ranks[0].keeper.offer(60.0)
+    offer = ranks[0].keeper.restore_point(60.0)
 
     assert offer.state == first
     assert any(str(second) in why and "corrupt" in why for why in offer.why)
@@ -242,7 +242,7 @@ def test_the_persistent_copy_of_the_same_state_serves_before_an_older_state(node
     for slot in ranks[1].slots:
         slot.view[-100] ^= 4
     ranks = again(node, directory=str(tmp_path / "states"))
-    offer = ranks[0].keeper.offer(60.0)
+    offer = ranks[0].keeper.restore_point(60.0)
 
     assert (offer.state, offer.tier) == (second, Tier.PERSISTENT)
     for rank in ranks:
@@ -254,7 +254,7 @@ def test_what_is_only_in_the_directory_is_offered(node, tmp_path):
     folder = tmp_path / "states"
     put(folder, state, [layout_of(n, 2) for n in range(2)])
     ranks = again(node, directory=str(folder))
-    offer = ranks[1].keeper.offer(60.0)
+    offer = ranks[1].keeper.restore_point(60.0)
 
     assert (offer.state, offer.tier, offer.epoch) == (state, Tier.PERSISTENT, 5)
     assert holds(ranks[0].keeper.open_shard(offer, Shard(1, 2)), ranks[1].layout, 20)
@@ -267,8 +267,8 @@ def test_a_directory_of_which_nothing_reads_is_not_a_fresh_start(node, tmp_path)
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     (rank,) = again(node, 1, directory=str(folder))
 
-    with pytest.raises(CannotTellError, match="corrupt"):
-        rank.keeper.offer(60.0)
+    with pytest.raises(RestoreUndecidedError, match="corrupt"):
+        rank.keeper.restore_point(60.0)
 
 
 def test_an_excluded_step_is_passed_over(node):
@@ -277,7 +277,7 @@ def test_an_excluded_step_is_passed_over(node):
     node.kill()
     node.exclude(2)
     ranks = again(node)
-    offer = ranks[0].keeper.offer(60.0)
+    offer = ranks[0].keeper.restore_point(60.0)
 
     assert offer.state == first
     assert any("excluded" in why for why in offer.why)
@@ -293,7 +293,7 @@ def test_another_layout_within_a_run(node):
     second = save_all([rank], 2)
     assert rank.keeper.stats()["reserved_bytes"] == 2 * rank.layout.nbytes
     (rank,) = again(node, 1, n_floats=2000)
-    offer = rank.keeper.offer(60.0)
+    offer = rank.keeper.restore_point(60.0)
     assert offer.state == second
     assert holds(rank.keeper.open_shard(offer, Shard(0, 1)), rank.layout, 2)
 
@@ -310,13 +310,13 @@ def test_the_offered_memory_stays_until_it_was_read(node):
     ranks = crew(node)
     save_all(ranks, 1)
     ranks = again(node)
-    offer = ranks[0].keeper.offer(60.0)
+    offer = ranks[0].keeper.restore_point(60.0)
     shard = ranks[0].keeper.open_shard(offer, Shard(0, 2))
     for rank in ranks:
         rank.reserve()
     # Rank 1 has read it and goes on; rank 0 still reads.
-    ranks[1].keeper.restored(offer, 0.1, 10)
-    assert isinstance(ranks[1].keeper.begin(5), Grant)
+    ranks[1].keeper.report_restored(offer, 0.1, 10)
+    assert isinstance(ranks[1].keeper.acquire(5), Lease)
     assert holds(shard, ranks[0].layout, 1)
 
 
@@ -326,7 +326,7 @@ def test_the_handles_of_workers_that_are_gone_are_of_no_use(node):
     again(node)
 
     with pytest.raises(KeeperError):
-        old[0].keeper.begin(2)
+        old[0].keeper.acquire(2)
     old[0].keeper.close()
 
 
@@ -341,22 +341,22 @@ def test_a_policy_that_cannot_be_is_refused():
         {"directory": "a\0b"},
     ):
         with pytest.raises(CheckpointError):
-            Policy(**wrong)
+            CheckpointPolicy(**wrong)
 
 
 def put(folder, state, layouts):
     """Write a state into a directory without any keeper."""
-    from gpuops.checkpoint.arena import SlotMemory
-    from gpuops.checkpoint.digest import digest_of
-    from gpuops.checkpoint.persist import Origin, persist
+    from gpuops.checkpoint.digest import compute_digest
+    from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+    from gpuops.checkpoint.storage.persist import StateOrigin, persist
 
     with contextlib.ExitStack() as stack:
         sources = {}
         for layout in layouts:
-            memory = stack.enter_context(SlotMemory.create("test", layout.nbytes))
+            memory = stack.enter_context(SharedBuffer.create("test", layout.nbytes))
             fill(memory.view, layout, state.step)
-            sources[layout.shard] = (memory.fd, digest_of(memory.view))
-        persist(open_store(str(folder)), state, sources, origin=Origin("test", 0))
+            sources[layout.shard] = (memory.fd, compute_digest(memory.view))
+        persist(open_store(str(folder)), state, sources, origin=StateOrigin("test", 0))
 
 
 def persist_by_hand(ranks, state, folder):

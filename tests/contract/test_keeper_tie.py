@@ -9,12 +9,12 @@ import pytest
 from support.keeper_ranks import Rank, until
 from support.keepers import FakeKeeper
 
-from gpuops.agent import keeper_folder
-from gpuops.agent.checkpoint_news import pair, read_events
-from gpuops.agent.keeper_tie import start_keeper
-from gpuops.checkpoint import serve, socket_place
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.agent.checkpoint import keeper_folder
+from gpuops.agent.checkpoint.keeper_client import start_keeper
+from gpuops.agent.checkpoint.keeper_events import pair, read_events
+from gpuops.checkpoint.keeper import connection, serve
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.types import KeeperError, StateId
 
 
 class Fake:
@@ -27,7 +27,7 @@ class Fake:
         self.started = self.keeper.started()
         self.epoch = -1
 
-    def again(self):
+    def renewed(self):
         return self.keeper.started(adopted=True)
 
     def workers(self, generation, directory=None):
@@ -37,7 +37,7 @@ class Fake:
     def save(self, step):
         self.keeper.commit(step, epoch=self.epoch)
 
-    def restored(self, step):
+    def report_restored(self, step):
         self.keeper.restored(step, rank=0, epoch=self.epoch - 1)
 
     def kill(self):
@@ -53,9 +53,9 @@ class Real:
     def __init__(self, folder):
         self.folder = folder / "k"
         self.lines, self.all = [], []
-        self.started = self.again()
+        self.started = self.renewed()
 
-    def again(self):
+    def renewed(self):
         job = f"run-{len(self.all)}"  # on one node another agent begins another run
         self.all.append(start_keeper(self.folder, lease_s=30.0, node="n1", job=job))
         return self.all[-1]
@@ -63,10 +63,10 @@ class Real:
     def workers(self, generation, directory=None):
         path = Path(self.started.socket)
         post = {"rank": 0, "world": 1, "local_rank": 0, "local_world": 1}
-        line = connect(path, **post, epoch_hint=generation)
+        line = connect_rank(path, **post, generation=generation)
         self.lines.append(line)
         self.rank = Rank(line, directory=directory, persist_every_s=None)
-        self.offer = line.offer(30.0)
+        self.restore_point = line.restore_point(30.0)
         self.rank.reserve()
 
     def save(self, step):
@@ -74,9 +74,9 @@ class Real:
         newest = [state.epoch, state.step]
         until(lambda: self.rank.keeper.stats()["newest"] == newest, what="the commit")
 
-    def restored(self, step):
-        assert self.offer.state.step == step
-        self.rank.keeper.restored(self.offer, 0.25, self.rank.layout.nbytes)
+    def report_restored(self, step):
+        assert self.restore_point.state.step == step
+        self.rank.keeper.report_restored(self.restore_point, 0.25, self.rank.layout.nbytes)
 
     def kill(self):
         os.kill(self.started.pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_the_next_workers_go_on_and_what_they_loaded_is_told(node):
     first = newest(tie)
     tie.begin_generation(1, 1, None)
     node.workers(1)
-    node.restored(3)
+    node.report_restored(3)
     (told,) = [event for event in read_events(tie.events()) if event.kind == "restored"]
 
     assert (told.state, told.rank, told.tier) == (first, 0, "memory")
@@ -179,7 +179,7 @@ def test_an_agent_that_is_gone_is_followed_by_another_which_counts_anew(node, ge
     node.save(3)
     tie.close()
 
-    again = node.again()
+    again = node.renewed()
     again.tie.begin_generation(0, 1, None)
 
     assert again.adopted
@@ -216,5 +216,5 @@ def test_a_closed_tie_is_of_no_use_and_may_be_closed_again(node):
 
 
 def test_both_sides_name_the_files_of_the_folder_alike():
-    assert keeper_folder.SOCKET == socket_place.SOCKET
+    assert keeper_folder.SOCKET == connection.SOCKET_NAME
     assert keeper_folder.KEEPER_LOCK == serve.LOCK

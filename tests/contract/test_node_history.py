@@ -12,12 +12,13 @@ from gpuops.model import (
     IncidentState,
     Side,
 )
-from gpuops.store import queries, schema
+from gpuops.store import schema
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
-from gpuops.store.lines import LineError
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.rebuild import rebuild_projections
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.project import project
+from gpuops.store.queries import run_queries
+from gpuops.store.spool.format import SpoolLineError
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -93,7 +94,7 @@ def test_a_users_account_of_a_nodes_incident_changes_nothing(store):
     put(store, told("incident.recorded", lie.to_json(), seed=2), uid=1000)
 
     with store.begin() as connection:
-        (found,) = queries.incidents(connection)
+        (found,) = run_queries.incidents(connection)
     assert found.state is IncidentState.OPEN
 
 
@@ -150,7 +151,7 @@ def test_only_root_drains_resumes_and_repairs(store, kind, payload, table):
     ],
 )
 def test_a_repair_that_does_not_say_of_what_or_by_whom_is_refused(store, payload):
-    with pytest.raises(LineError):
+    with pytest.raises(SpoolLineError):
         put(store, told("node.repaired", payload))
 
 
@@ -162,7 +163,7 @@ def test_our_own_failures_are_one_incident_a_day_and_blame_nobody(store):
     put(store, teller.lines, uid=1000)
 
     with store.begin() as connection:
-        found = queries.incidents(connection)
+        found = run_queries.incidents(connection)
     assert len(found) == 2
     assert {(i.failure_class, i.side, i.culprits) for i in found} == {
         (FailureClass.TOOL, Side.TOOL, ())
@@ -175,7 +176,7 @@ def test_an_own_failure_that_says_nothing_is_an_incident_all_the_same(store):
     put(store, told("tool.failed", {"what": ["odd"], "error": 7, "traceback": {"x": 1}}))
 
     with store.begin() as connection:
-        assert len(queries.incidents(connection)) == 1
+        assert len(run_queries.incidents(connection)) == 1
 
 
 def test_every_culprit_leads_to_its_incident(store):
@@ -191,7 +192,7 @@ def test_telling_all_events_again_changes_nothing(store):
     put(store, story(4), uid=1000)
     with store.begin() as connection:
         before = dump(connection)
-        project(connection)
+        rebuild_projections(connection)
 
         assert dump(connection) == before
 

@@ -7,9 +7,9 @@ from gpuops.errors import SchemaMismatchError, StoreUnreachableError
 from gpuops.host.node_state import Repair, Strikes
 from gpuops.model import Confidence, Entity, EntityKind
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.node_sync import STRIKE_DAYS, fetch
+from gpuops.store.queries.strikes import STRIKE_DAYS, fetch_repairs_and_strikes
 
 DAY_US = 86_400_000_000
 NOW_US = START_US + 100 * DAY_US
@@ -54,11 +54,11 @@ class History:
         return self.tell("node.repaired", payload, **more)
 
     def strikes(self, node="n1"):
-        found = fetch(self.url, cluster="c1", node=node, now_us=NOW_US)[1]
+        found = fetch_repairs_and_strikes(self.url, cluster="c1", node=node, now_us=NOW_US)[1]
         return {(item.entity_kind, item.entity_id): item.count for item in found}
 
     def repairs(self, node="n1"):
-        return fetch(self.url, cluster="c1", node=node, now_us=NOW_US)[0]
+        return fetch_repairs_and_strikes(self.url, cluster="c1", node=node, now_us=NOW_US)[0]
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -72,7 +72,10 @@ def history(request, tmp_path):
 
 
 def test_a_node_that_nobody_knows_has_nothing(history):
-    assert fetch(history.url, cluster="c1", node="n1", now_us=NOW_US) == ((), ())
+    assert fetch_repairs_and_strikes(history.url, cluster="c1", node="n1", now_us=NOW_US) == (
+        (),
+        (),
+    )
 
 
 def test_strikes_of_a_part_are_added_up(history):
@@ -80,7 +83,7 @@ def test_strikes_of_a_part_are_added_up(history):
     history.failed(days=3)
     last_us = history.failed(days=1)
 
-    (found,) = fetch(history.url, cluster="c1", node="n1", now_us=NOW_US)[1]
+    (found,) = fetch_repairs_and_strikes(history.url, cluster="c1", node="n1", now_us=NOW_US)[1]
     assert found == Strikes(
         entity_kind="gpu",
         entity_id="GPU-1",
@@ -183,4 +186,6 @@ def test_of_each_thing_the_latest_repair_is_told(history):
 
 def test_a_store_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises((StoreUnreachableError, SchemaMismatchError)):
-        fetch(f"sqlite:///{tmp_path}/none.db", cluster="c1", node="n1", now_us=NOW_US)
+        fetch_repairs_and_strikes(
+            f"sqlite:///{tmp_path}/none.db", cluster="c1", node="n1", now_us=NOW_US
+        )

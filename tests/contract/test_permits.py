@@ -6,10 +6,10 @@ import pytest
 
 from gpuops.errors import StoreUnreachableError
 from gpuops.model import FailureClass, IncidentState
-from gpuops.store import queries
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.permits import ask_permit
+from gpuops.store.permits import request_permit
+from gpuops.store.queries import run_queries
 
 NOW_US = 1_760_000_000_000_000
 MINUTE_US = 60_000_000
@@ -36,7 +36,7 @@ def ask(url, node, *, minute=0, **changes):
         "deadline_s": 30.0,
         **changes,
     }
-    return ask_permit(url, node=node, **wanted)
+    return request_permit(url, node=node, **wanted)
 
 
 def granted(url, node, **changes):
@@ -45,7 +45,7 @@ def granted(url, node, **changes):
 
 def incidents(url):
     with open_store(url, mode="read") as store, store.begin() as connection:
-        return queries.incidents(connection)
+        return run_queries.incidents(connection)
 
 
 def test_the_third_node_within_the_window_is_refused(url):

@@ -4,10 +4,10 @@ import pytest
 from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
-from gpuops.store.lines import decode
-from gpuops.store.recorder import ListRecorder, NullRecorder, spool_recorder
-from gpuops.store.recorder_thread import QueuedRecorder
-from gpuops.store.segments import find_segments
+from gpuops.store.spool.format import decode_line
+from gpuops.store.spool.record import ListRecorder, NullRecorder, spool_recorder
+from gpuops.store.spool.record_queue import QueuedRecorder
+from gpuops.store.spool.segments import find_segments
 
 
 def in_memory(_folder):
@@ -21,7 +21,7 @@ def to_spool(folder):
     def kept():
         segments = sorted(find_segments(folder), key=lambda s: s.number)
         lines = [raw for s in segments for raw in s.path.read_bytes().splitlines()]
-        return [decode(raw).event for raw in lines]
+        return [decode_line(raw).event for raw in lines]
 
     return made, kept
 

@@ -8,14 +8,14 @@ from support.stories import Teller, decision_payload, dump, envelopes, incident,
 
 from gpuops.errors import UsageError
 from gpuops.model import ActionKind, IncidentState
-from gpuops.store import queries
 from gpuops.store.engine import open_store
-from gpuops.store.facts import places
-from gpuops.store.facts.envelope import Envelope
-from gpuops.store.ingest import ingest
-from gpuops.store.lines import LineError
-from gpuops.store.merge import write
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.ingest.merge import upsert
+from gpuops.store.ingest.projections import nodes
 from gpuops.store.migrate import upgrade_store
+from gpuops.store.queries import run_queries
+from gpuops.store.spool.format import SpoolLineError
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -47,7 +47,7 @@ def test_every_event_comes_back_as_it_went_in(store):
 
     counts = put(store, lines)
 
-    found = look(store, queries.events)
+    found = look(store, run_queries.events)
     assert counts.new == len(lines)
     assert sorted(found, key=lambda e: e.id) == sorted((x.event for x in lines), key=lambda e: e.id)
 
@@ -57,7 +57,7 @@ def test_events_are_found_by_run_and_kind(store):
     put(store, lines)
     run = lines[2].event.run_id
 
-    found = look(store, queries.events, run_id=run, kind="worker.exited")
+    found = look(store, run_queries.events, run_id=run, kind="worker.exited")
 
     assert found
     assert {(event.run_id, event.kind) for event in found} == {(run, "worker.exited")}
@@ -70,7 +70,7 @@ def test_sending_again_changes_nothing(store):
 
     again = put(store, lines, now_us=99)
 
-    assert (again.new, again.already_there, again.clashing) == (0, len(lines), ())
+    assert (again.new, again.already_there, again.conflicting) == (0, len(lines), ())
     assert look(store, dump) == before
 
 
@@ -104,18 +104,18 @@ def test_another_event_with_a_known_number_is_told_apart(store):
     counts = put(store, [thief, second])
 
     assert counts.new == 1
-    assert [envelope.line for envelope in counts.clashing] == [thief]
-    assert look(store, queries.events) == [first.event, second.event]
+    assert [envelope.line for envelope in counts.conflicting] == [thief]
+    assert look(store, run_queries.events) == [first.event, second.event]
 
 
 def test_a_payload_that_does_not_fit_its_kind_writes_nothing(store):
     teller = Teller()
     teller.tell("attempt.started", run_id="r1", attempt=0, start_us="yesterday")
 
-    with pytest.raises(LineError, match="start_us is not a whole number"):
+    with pytest.raises(SpoolLineError, match="start_us is not a whole number"):
         put(store, teller.lines)
 
-    assert look(store, queries.events) == []
+    assert look(store, run_queries.events) == []
 
 
 def test_an_unknown_kind_is_kept_as_an_event(store):
@@ -129,7 +129,7 @@ def test_a_run_is_told_by_its_first_start_and_its_last_end(store):
     lines = story(8)
     put(store, lines)
 
-    run = look(store, queries.find_run, None)
+    run = look(store, run_queries.find_run, None)
 
     assert (run.name, run.user, run.cluster, run.max_restarts) == ("train", "ada", "c1", 3)
     assert run.command == ("train.py", "--lr", "0.1")
@@ -142,9 +142,9 @@ def test_a_run_is_told_by_its_first_start_and_its_last_end(store):
 def test_two_agents_tell_one_attempt(store):
     lines = story(8)
     put(store, lines)
-    run = look(store, queries.find_run, None)
+    run = look(store, run_queries.find_run, None)
 
-    first, second = look(store, queries.attempts, run.id)
+    first, second = look(store, run_queries.attempts, run.id)
 
     payloads = [x.event.payload for x in lines if x.event.attempt == 0]
     assert (first.ordinal, second.ordinal) == (0, 1)
@@ -178,7 +178,7 @@ def test_an_attempt_that_failed_on_one_node_failed(store):
         )
     put(store, teller.lines)
 
-    (attempt,) = look(store, queries.attempts, "r1")
+    (attempt,) = look(store, run_queries.attempts, "r1")
 
     assert (attempt.outcome, attempt.exit_code) == ("failed", 1)
 
@@ -188,8 +188,8 @@ def test_a_run_that_never_said_it_started_is_still_there(store):
     teller.tell("attempt.progress", run_id="r1", attempt=2, minute_us=60, beats=1)
     put(store, teller.lines)
 
-    run = look(store, queries.find_run, None)
-    (attempt,) = look(store, queries.attempts, "r1")
+    run = look(store, run_queries.find_run, None)
+    (attempt,) = look(store, run_queries.attempts, "r1")
 
     assert (run.id, run.name, run.created_us) == ("r1", "unknown", teller.now_us)
     assert (attempt.ordinal, attempt.outcome, attempt.nodes) == (2, None, ())
@@ -215,7 +215,7 @@ def test_the_best_account_of_an_incident_stands(store):
         teller.tell("incident.recorded", account.to_json())
     put(store, teller.lines)
 
-    (found,) = look(store, queries.incidents)
+    (found,) = look(store, run_queries.incidents)
 
     assert found == accounts["root, new"]
     assert len(look(store, dump)["incident_revisions"]) == 4
@@ -228,7 +228,7 @@ def test_of_two_equal_accounts_the_later_event_stands(store):
     teller.tell("incident.recorded", incident("r1", 0, title="second").to_json())
     put(store, list(reversed(teller.lines)))
 
-    (found,) = look(store, queries.incidents)
+    (found,) = look(store, run_queries.incidents)
 
     assert found.title == "second"
 
@@ -244,22 +244,22 @@ def test_incidents_are_listed_newest_first_by_run_and_state(store):
         teller.tell("incident.recorded", item.to_json())
     put(store, teller.lines)
 
-    assert look(store, queries.incidents) == [shown[2], shown[1], shown[0]]
-    assert look(store, queries.incidents, run_id="r1") == [shown[1], shown[0]]
-    assert look(store, queries.incidents, state=IncidentState.CLOSED) == [shown[1]]
-    assert look(store, queries.incidents, limit=1) == [shown[2]]
+    assert look(store, run_queries.incidents) == [shown[2], shown[1], shown[0]]
+    assert look(store, run_queries.incidents, run_id="r1") == [shown[1], shown[0]]
+    assert look(store, run_queries.incidents, state=IncidentState.CLOSED) == [shown[1]]
+    assert look(store, run_queries.incidents, limit=1) == [shown[2]]
 
 
 def test_an_id_is_found_by_its_start_or_its_end(store):
     lines = story(8)
     put(store, lines)
-    run = look(store, queries.find_run, None)
-    (found,) = look(store, queries.incidents, run_id=run.id)
+    run = look(store, run_queries.find_run, None)
+    (found,) = look(store, run_queries.incidents, run_id=run.id)
 
-    assert look(store, queries.find_run, run.id[:13]) == run
-    assert look(store, queries.find_run, run.id[-8:]) == run
-    assert look(store, queries.find_run, run.id) == run
-    assert look(store, queries.find_incident, found.id[-8:].upper()) == found
+    assert look(store, run_queries.find_run, run.id[:13]) == run
+    assert look(store, run_queries.find_run, run.id[-8:]) == run
+    assert look(store, run_queries.find_run, run.id) == run
+    assert look(store, run_queries.find_incident, found.id[-8:].upper()) == found
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_an_id_that_is_not_there_is_said(store, part, words):
     put(store, story(8))
 
     with pytest.raises(UsageError, match=words):
-        look(store, queries.find_run, part)
+        look(store, run_queries.find_run, part)
 
 
 def test_an_ambiguous_id_names_the_ends(store):
@@ -280,18 +280,18 @@ def test_an_ambiguous_id_names_the_ends(store):
     put(store, teller.lines)
 
     with pytest.raises(UsageError, match=r"fits several runs \(…ame-aaaa, …ame-bbbb\)"):
-        look(store, queries.find_run, "0199-same")
+        look(store, run_queries.find_run, "0199-same")
 
 
 def test_an_empty_store_has_no_newest_run(store):
     with pytest.raises(UsageError, match="no run yet"):
-        look(store, queries.find_run, None)
+        look(store, run_queries.find_run, None)
 
 
 def test_check_runs_keep_each_result(store):
     put(store, story(8))
 
-    shown = look(store, queries.check_runs, node="n1")
+    shown = look(store, run_queries.check_runs, node="n1")
     rows = look(store, dump)
 
     assert [(run.suite, run.verdict, run.node) for run in shown] == [("prolog", "unknown", "n1")]
@@ -300,10 +300,10 @@ def test_check_runs_keep_each_result(store):
 
 def test_decisions_are_told_with_all_that_they_rest_on(store):
     put(store, story(8, attempts=3))
-    run = look(store, queries.find_run, None)
+    run = look(store, run_queries.find_run, None)
 
-    first, second = look(store, queries.decisions, run.id)
-    (only,) = look(store, queries.decisions, run.id, ordinal=1)
+    first, second = look(store, run_queries.decisions, run.id)
+    (only,) = look(store, run_queries.decisions, run.id, ordinal=1)
 
     assert only == second
     assert (first.ordinal, first.node, first.verdict) == (0, "n2", "restart")
@@ -315,9 +315,9 @@ def test_decisions_are_told_with_all_that_they_rest_on(store):
 def test_of_several_accounts_of_an_exclusion_the_first_stands(store):
     lines = story(8)
     put(store, list(reversed(lines)))
-    run = look(store, queries.find_run, None)
+    run = look(store, run_queries.find_run, None)
 
-    (found,) = look(store, queries.exclusions, run.id)
+    (found,) = look(store, run_queries.exclusions, run.id)
 
     first = next(x.event for x in lines if x.event.kind == "node.excluded")
     assert (found.excluded, found.ordinal, found.told_by) == ("n1", 0, "n1")
@@ -338,7 +338,7 @@ def test_what_is_no_decision_is_refused(store, payload, words):
     teller = Teller()
     teller.tell("decision.made", payload, run_id="r1", attempt=0)
 
-    with pytest.raises(LineError, match=words):
+    with pytest.raises(SpoolLineError, match=words):
         put(store, teller.lines)
 
 
@@ -349,15 +349,15 @@ def test_a_back_off_that_is_no_time_is_not_known(store):
         teller.tell("decision.made", told, run_id="r1", attempt=0)
     put(store, teller.lines)
 
-    assert {row.backoff_us for row in look(store, queries.decisions, "r1")} == {None}
+    assert {row.backoff_us for row in look(store, run_queries.decisions, "r1")} == {None}
 
 
 def test_names_of_nodes_belong_to_their_cluster(store):
     line = story(9)[0]
     with store.begin() as connection:
-        ingest(connection, [Envelope(line, "east")], 1)
+        ingest(connection, [EventEnvelope(line, "east")], 1)
         other = replace(line, seq=99, event=replace(line.event, id=line.event.id[:-1] + "0"))
-        ingest(connection, [Envelope(other, "west")], 1)
+        ingest(connection, [EventEnvelope(other, "west")], 1)
 
         assert len(dump(connection)["nodes"]) == 2
 
@@ -372,12 +372,12 @@ def written(connection):
 def test_an_account_that_adds_nothing_writes_no_row(store):
     node = {"id": "n", "cluster_id": "c", "hostname": "n1", "first_seen_us": 5, "last_seen_us": 9}
     with store.begin() as connection:
-        write(connection, places.CLUSTERS, [{"id": "c", "name": "east"}])
-        write(connection, places.NODES, [node])
+        upsert(connection, nodes.CLUSTERS, [{"id": "c", "name": "east"}])
+        upsert(connection, nodes.NODES, [node])
         before = written(connection)
-        write(connection, places.NODES, [{**node, "first_seen_us": 6, "last_seen_us": 7}])
+        upsert(connection, nodes.NODES, [{**node, "first_seen_us": 6, "last_seen_us": 7}])
         same = written(connection)
-        write(connection, places.NODES, [{**node, "last_seen_us": 10}])
+        upsert(connection, nodes.NODES, [{**node, "last_seen_us": 10}])
         later = written(connection)
 
     assert before == same

@@ -11,9 +11,9 @@ from support.stories import dump, envelopes, story
 
 from gpuops.host.clock import SystemClock
 from gpuops.store.engine import memory_store, open_store
-from gpuops.store.flush import flush
-from gpuops.store.ingest import ingest
-from gpuops.store.lines import encode_line
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.spool.format import encode_line
+from gpuops.store.spool.send import flush
 
 SEEDS = st.integers(0, 5)
 

@@ -25,12 +25,12 @@ from support import mortal_ranks
 from support.keeper_ranks import until
 from support.mortal_ranks import COPIES, PHASES, SEALED, Board, lines_of
 
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.directory_names import LeftoverKind, leftover_of
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.states import KeeperError, StateId
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.storage.names import LeftoverKind, parse_leftover_name
+from gpuops.checkpoint.types import KeeperError, StateId
 
 WORLD = 3
 N_FLOATS = 1_500_000  # 6 MB a rank
@@ -102,7 +102,7 @@ class Node:
         """Start what is not there: a keeper, an agent; and a generation of ranks."""
         if self.agent is None:
             self.keeper = until(self._keeper, what="a keeper without an agent")
-            self.agent = AgentLink.connect(self.keeper.socket_path)
+            self.agent = AgentKeeperClient.connect(self.keeper.socket_path)
         self.look()
         self.generation += 1
         self.agent.begin_generation(self.generation, 1, None, job="soak")
@@ -150,7 +150,7 @@ class Node:
     def writing(self):
         """Return the states of which the directory has an unfinished part."""
         names = [path.name for path in (self.folder / "states").iterdir()]
-        left = filter(None, map(leftover_of, names))
+        left = filter(None, map(parse_leftover_name, names))
         return [one.state for one in left if one.kind is LeftoverKind.TEMPORARY]
 
     def check(self):
@@ -217,7 +217,7 @@ class Node:
         if self.untold:
             kill.at_s, kill.kept = self.untold[-1].at_s, self.untold[-1].kept
         if self.keeper is None:
-            newest, begun = self.store.list()[0].state, self.writing()
+            newest, begun = self.store.list_states()[0].state, self.writing()
             assert self.persisted is None or newest >= self.persisted, (newest, self.persisted)
             assert len(begun) <= 1, f"{begun} were being written at the same time"
             self.floor = newest
@@ -245,12 +245,12 @@ class Node:
         """Kill the keeper, and have the ranks save into another one for a while."""
         epoch = self.agent.stats()["epoch"]
         self._end_keeper()
-        self.floor = self.store.list()[0].state
+        self.floor = self.store.list_states()[0].state
         self.keeper = until(self._keeper, what="a keeper without an agent")
-        self.agent = AgentLink.connect(self.keeper.socket_path)
+        self.agent = AgentKeeperClient.connect(self.keeper.socket_path)
         self.pause(0.5)  # the ranks may find it before it knows of what its agent wants
         until(lambda: self._is_taken_over(epoch), what="a keeper that takes over")
-        self.cut_off = self._granted()
+        self.cut_off = self._leases()
         until(lambda: self.agent.stats()["newest"], what="a state in the keeper that came after")
         self.pause(0.4)
         self.look()
@@ -268,12 +268,12 @@ class Node:
 
     def _take_in(self):
         self.step = max(self.step, *self.board.steps())
-        self.begun |= self._granted() - self.cut_off
+        self.begun |= self._leases() - self.cut_off
         copied = [{line["state"]: line["at_s"] for line in lines} for lines in self.said("copied")]
         for state in set.intersection(*map(set, copied)):
             self.saved_s[state] = max(times[state] for times in copied)
 
-    def _granted(self):
+    def _leases(self):
         return {line["state"] for lines in self.said("granted") for line in lines}
 
     def _end_ranks(self):
@@ -316,8 +316,8 @@ def stormed(folder, seed, acts):
             node.start()
         node.check()
     node.store.sweep()
-    assert node.store.survey().leftovers == ()
-    for stored in node.store.list():
+    assert node.store.scan().leftovers == ()
+    for stored in node.store.list_states():
         assert verify_state(node.store, stored.state) == []
     return node.kills
 

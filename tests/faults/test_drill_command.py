@@ -12,7 +12,7 @@ from support.dummy_run import DummyRun, goes_on
 from support.runs import is_alive, wait_until
 
 from gpuops.drill.catalogue import SCENARIOS
-from gpuops.store.lines import decode
+from gpuops.store.spool.format import decode_line
 
 
 @pytest.fixture
@@ -196,5 +196,5 @@ def test_root_names_the_owner_of_another_user_s_run(run):
 def lines(folder):
     """Return the events in all files of a spool or a journal."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
-    found = [decode(raw).event for path in files for raw in path.read_bytes().splitlines()]
+    found = [decode_line(raw).event for path in files for raw in path.read_bytes().splitlines()]
     return sorted(found, key=lambda event: event.id)

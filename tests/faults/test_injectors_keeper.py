@@ -12,9 +12,8 @@ from support.dummy_run import DummyRun, goes_on, scene, stopped
 from support.runs import is_alive, wait_until
 
 from gpuops.drill.catalogue import BY_NAME
-from gpuops.drill.fault import Change, Fault
+from gpuops.drill.fault import DrillOptions, Fault, UndoableStep
 from gpuops.drill.inject import inject
-from gpuops.drill.scenario import Wanted
 from gpuops.drill.steps import RunProgram
 from gpuops.host.clock import SystemClock
 from gpuops.host.procfs import processes
@@ -47,7 +46,7 @@ def keepers_of(pid):
                 parent = int(file.read().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if b"gpuops.drill.keeper" in words and parent == pid:
+        if b"gpuops.drill.undo" in words and parent == pid:
             found.append(item.pid)
     return found
 
@@ -86,7 +85,7 @@ def test_a_stopped_injector_does_not_keep_anything_broken(run):
 
 
 def test_without_its_keeper_the_injector_undoes_it_itself(run):
-    fault = BY_NAME["stop-rank"].plan(scene(run), Wanted(rank=0, for_s=60))
+    fault = BY_NAME["stop-rank"].plan(scene(run), DrillOptions(rank=0, for_s=60))
     killed = []
 
     class Clock(SystemClock):
@@ -115,7 +114,7 @@ def test_no_keeper_is_left(run):
 
 
 def test_what_ended_meanwhile_needs_no_undoing(run):
-    fault = BY_NAME["stop-rank"].plan(scene(run), Wanted(rank=0, for_s=60))
+    fault = BY_NAME["stop-rank"].plan(scene(run), DrillOptions(rank=0, for_s=60))
     gone = []
 
     class Clock(SystemClock):
@@ -136,9 +135,9 @@ def test_what_cannot_be_undone_is_told_and_the_rest_is_undone(tmp_path):
         breaks="",
         undone="",
         changes=(
-            Change(RunProgram(("true",)), RunProgram(("touch", str(marker)))),
-            Change(RunProgram(("true",)), RunProgram(("false",))),
-            Change(RunProgram(("false",)), RunProgram(("false", "never"))),
+            UndoableStep(RunProgram(("true",)), RunProgram(("touch", str(marker)))),
+            UndoableStep(RunProgram(("true",)), RunProgram(("false",))),
+            UndoableStep(RunProgram(("false",)), RunProgram(("false", "never"))),
         ),
         for_s=0.1,
     )
@@ -159,7 +158,7 @@ def test_the_keeper_drops_what_was_not_done(tmp_path):
     said = "".join(json.dumps(item) + "\n" for item in promises) + "drop\n"
 
     done = subprocess.run(
-        [sys.executable, "-m", "gpuops.drill.keeper", "60"],
+        [sys.executable, "-m", "gpuops.drill.undo", "60"],
         input=said,
         capture_output=True,
         text=True,

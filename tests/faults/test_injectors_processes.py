@@ -12,9 +12,9 @@ from support.dummy_run import DummyRun, goes_on, scene, stopped
 from support.runs import is_alive, wait_until
 
 from gpuops.drill.catalogue import BY_NAME
+from gpuops.drill.fault import DrillOptions
+from gpuops.drill.find import Victim, send
 from gpuops.drill.inject import inject
-from gpuops.drill.scenario import Wanted
-from gpuops.drill.victims import Victim, send
 from gpuops.errors import DrillError
 from gpuops.host.clock import SystemClock
 from gpuops.host.procfs import process
@@ -31,7 +31,7 @@ class Held:
     """A fault that is held until the test lets go of it."""
 
     def __init__(self, run, name, **wanted):
-        self.fault = BY_NAME[name].plan(scene(run), Wanted(**wanted))
+        self.fault = BY_NAME[name].plan(scene(run), DrillOptions(**wanted))
         self._go_on = threading.Event()
         self._end = [False]
         self.outcome = None
@@ -61,7 +61,7 @@ class _Clock(SystemClock):
 
 
 def do(run, name, **wanted):
-    fault = BY_NAME[name].plan(scene(run), Wanted(**wanted))
+    fault = BY_NAME[name].plan(scene(run), DrillOptions(**wanted))
     return inject(fault, SystemClock(), threading.Event().wait)
 
 
@@ -103,7 +103,7 @@ def test_the_agent_alone_is_killed(run):
 
 
 def test_a_node_dies_with_its_helpers_and_its_store(run):
-    fault = BY_NAME["kill-node"].plan(scene(run), Wanted())
+    fault = BY_NAME["kill-node"].plan(scene(run), DrillOptions())
     assert "All 5 processes" in fault.breaks
     assert "the store of the run is among them" in fault.breaks
 
@@ -133,7 +133,7 @@ def test_the_store_freezes_too_where_asked(run):
 
 
 def test_a_slow_rank_stands_still_again_and_again_and_then_no_more(run):
-    fault = BY_NAME["slow-rank"].plan(scene(run), Wanted(rank=1, share=0.75, for_s=1.0))
+    fault = BY_NAME["slow-rank"].plan(scene(run), DrillOptions(rank=1, share=0.75, for_s=1.0))
     assert fault.pulse.stopped_s == pytest.approx(0.15)
     seen = []
 
@@ -205,11 +205,11 @@ def test_a_run_of_somebody_else_is_refused(run):
     theirs = replace(scene(run), uid=os.geteuid() + 1)
 
     with pytest.raises(DrillError, match="belongs to user"):
-        BY_NAME["kill-rank"].plan(theirs, Wanted(rank=0))
+        BY_NAME["kill-rank"].plan(theirs, DrillOptions(rank=0))
 
 
 def test_what_has_ended_meanwhile_is_said(run):
-    fault = BY_NAME["kill-rank"].plan(scene(run), Wanted(rank=1))
+    fault = BY_NAME["kill-rank"].plan(scene(run), DrillOptions(rank=1))
     os.kill(run.workers[1], signal.SIGKILL)
     wait_until(lambda: not is_alive(run.workers[1]))
 
@@ -228,7 +228,7 @@ def test_a_pid_that_was_used_again_gets_no_signal(run):
 
 
 def test_a_frozen_node_with_a_dead_worker_thaws_all_the_same(run):
-    fault = BY_NAME["freeze-node"].plan(scene(run), Wanted(for_s=0.1))
+    fault = BY_NAME["freeze-node"].plan(scene(run), DrillOptions(for_s=0.1))
     run_end = run.helper
     os.kill(run_end, signal.SIGKILL)
     wait_until(lambda: process(run_end) is None or process(run_end).state == "Z")

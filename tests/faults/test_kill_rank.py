@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.drill.kill_rank import Aim, kill, main, newest_states
+from gpuops.drill.kill_rank import StepTrigger, kill_process, main, read_raw_states
 from gpuops.host.procfs import process
 from gpuops.wire import (
     RING_BYTES,
     STEP_UNKNOWN,
     Beat,
-    Phase,
     RingHeader,
     StepSource,
+    WorkerPhase,
     write_beat,
     write_header,
 )
@@ -39,7 +39,7 @@ class FakeRun:
 
     def publish(self, *, step=None, seq=1, phase="running", pid=None):
         if step is not None:
-            beat = Beat(seq, step, 1, Phase.STEPPING, StepSource.OPTIMIZER_STATE, seq)
+            beat = Beat(seq, step, 1, WorkerPhase.STEPPING, StepSource.OPTIMIZER_STATE, seq)
             write_beat(self.ring, beat)
         (self.rings / "rank3.ring").write_bytes(self.ring)
         state = {
@@ -142,10 +142,10 @@ def test_a_pid_that_was_used_again_is_not_killed(runs):
     run = runs()
     seen = process(run.process.pid)
 
-    assert not kill(run.process.pid, replace(seen, start_ticks=seen.start_ticks + 1))
-    assert not kill(run.process.pid, None)
+    assert not kill_process(run.process.pid, replace(seen, start_ticks=seen.start_ticks + 1))
+    assert not kill_process(run.process.pid, None)
     assert is_alive(run.process.pid)
-    assert kill(run.process.pid, seen)
+    assert kill_process(run.process.pid, seen)
     wait_until(lambda: not is_alive(run.process.pid))
 
 
@@ -153,11 +153,11 @@ def test_of_several_runs_the_newest_counts(runs):
     runs(name="20250101T000000Z-old-00000001").publish(step=1)
     newest = runs(name="20260101T000000Z-new-00000002").publish(step=2)
 
-    (state,) = newest_states(runs.parent)
+    (state,) = read_raw_states(runs.parent)
     assert state["ring_dir"] == str(newest.rings)
 
 
 def test_arguments_that_make_no_sense_end_with_64(capsys):
     assert main(["--rank", "x"]) == 64
     assert "invalid int value" in capsys.readouterr().err
-    assert Aim(rank=0, at_step=1).generation == 0
+    assert StepTrigger(rank=0, at_step=1).generation == 0

@@ -37,7 +37,7 @@ def board_server(host):
     for pid in host.pids():
         with suppress(psutil.Error):  # one that has ended meanwhile
             process = psutil.Process(pid)
-            found += [process] if "gpuops.control.serve" in process.cmdline() else []
+            found += [process] if "gpuops.control.tcp.serve" in process.cmdline() else []
     (server,) = found
     return server
 

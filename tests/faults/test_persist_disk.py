@@ -16,10 +16,10 @@ from support.persist_victim import COUNT, FAIL, FINISHED, HALF, KILL, KILL_HALF,
 from support.services import unavailable
 from support.small_disk import small_disk
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.persist import persist
-from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, StateId
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.storage.persist import persist
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, StateId
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCENARIOS = ["alone", "shared", "replace", "delete"]
@@ -193,8 +193,8 @@ def test_a_disk_that_is_too_small_is_told_with_figures_before_it_is_full(tmp_pat
         ):
             persist(store, NEW, shards, origin=ORIGIN)
 
-        assert [stored.state.step for stored in store.list()] == [150, 100]
-        assert store.survey().leftovers == ()
+        assert [stored.state.step for stored in store.list_states()] == [150, 100]
+        assert store.scan().leftovers == ()
         assert verify_state(store, OLD) == []
         store.delete(OLD)
         persist(store, NEW, shards, origin=ORIGIN)
@@ -214,11 +214,11 @@ def test_a_disk_that_fills_while_it_is_written_leaves_the_state_before(tmp_path)
                 others.write_bytes(bytes(40 * 2**20))
 
         with pytest.raises(CheckpointError, match="No space left on device: free some space"):
-            persist(store, NEW, shards, origin=ORIGIN, pace=others_write)
+            persist(store, NEW, shards, origin=ORIGIN, throttle=others_write)
 
-        assert [stored.state for stored in store.list()] == [OLD]
+        assert [stored.state for stored in store.list_states()] == [OLD]
         assert verify_state(store, OLD) == []
-        assert store.survey().leftovers == ()
+        assert store.scan().leftovers == ()
 
 
 def test_without_inodes_or_into_a_read_only_place_the_reason_is_told(tmp_path):
@@ -255,7 +255,7 @@ def test_soak_killed_at_any_moment(tmp_path):
         persist(store, StateId(0, 0), shards, origin=ORIGIN)
         begun = persist(store, StateId(0, 1), shards, origin=ORIGIN).seconds
         for step in range(2, 202):
-            before = [stored.state for stored in store.list()]
+            before = [stored.state for stored in store.list_states()]
             pid = os.fork()
             if pid == 0:
                 try:
@@ -269,10 +269,10 @@ def test_soak_killed_at_any_moment(tmp_path):
             os.waitpid(pid, 0)
             killer.cancel()
             killer.join()
-            there = [stored.state for stored in store.list()]
+            there = [stored.state for stored in store.list_states()]
             assert there in (before, [StateId(0, step), *before])
             assert verify_state(store, there[0]) == []
             store.sweep()
-            assert store.survey().leftovers == ()
+            assert store.scan().leftovers == ()
             for state in there[3:]:
                 store.delete(state)

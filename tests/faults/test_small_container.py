@@ -14,9 +14,9 @@ _RUN = f'{_MOUNT} && ulimit -l 0 && exec "$@"'
 JOB = """
 import os, resource, sys
 from pathlib import Path
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.types import Shard
 from support.keeper_ranks import holds, layout_of, ready, save_all
 
 room = os.statvfs("/dev/shm")
@@ -25,12 +25,12 @@ place = {"rank": 0, "world": 1, "local_rank": 0, "local_world": 1}
 keeper = start_or_adopt(Path(sys.argv[1]), lease_s=60)
 try:
     for n in (1, 2):  # more than all of /dev/shm, in each of two slots
-        line = connect(keeper.socket_path, **place)
+        line = connect_rank(keeper.socket_path, **place)
         (rank,) = ready([line], n_floats=18_000_000)
         save_all([rank], n)
         line.close()
-    line = connect(keeper.socket_path, **place)
-    offer = line.offer(30)
+    line = connect_rank(keeper.socket_path, **place)
+    offer = line.restore_point(30)
     with line.open_shard(offer, Shard(0, 1)) as memory:
         print("step", offer.state.step, holds(memory, layout_of(n_floats=18_000_000), 2))
 finally:

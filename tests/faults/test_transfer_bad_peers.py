@@ -28,15 +28,21 @@ from support.transfers import (
     until,
 )
 
-from gpuops.checkpoint import transfer_wire as wire
-from gpuops.checkpoint.states import CorruptError
-from gpuops.checkpoint.transfer_client import fetch
-from gpuops.checkpoint.transfer_turns import PinnedCopy
-from gpuops.checkpoint.transfer_wire import Kind, Open, Refusal, RefusedError, TransferError
+from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import fetch
+from gpuops.checkpoint.transfer.wire import (
+    OpenCopy,
+    TransferError,
+    TransferFrameKind,
+    TransferRefusal,
+    TransferRefusedError,
+)
+from gpuops.checkpoint.types import CorruptError
 
 BIG = 64 * 2**20
 # Short, and long enough for a good peer on a busy machine.
-QUICK = {"stall_s": 1.0, "stranger_s": 1.5, "idle_s": 1.5}
+QUICK = {"stall_s": 1.0, "handshake_s": 1.5, "idle_s": 1.5}
 
 IMAGE = filled(NBYTES)
 COPY = copy_of(IMAGE)
@@ -176,12 +182,12 @@ def test_a_client_that_never_reads_costs_its_connection_only(big):
     with serving(shelf, bounds=BOUNDS) as server, others_go_on(server, big[1]):
         lines = [bad_peers.called(server.port) for _ in range(5)]
         for line in lines:
-            line.send(Kind.OPEN, Open(STATE, SHARD, 2**20).to_bytes())
+            line.send(TransferFrameKind.OPEN, OpenCopy(STATE, SHARD, 2**20).to_bytes())
             for first in range(0, 48, 16):
-                line.send(Kind.GET, wire.Get(first, 16).to_bytes())
+                line.send(TransferFrameKind.GET, wire.GetChunks(first, 16).to_bytes())
         until(lambda: shelf.pins >= 5)
         # Given up: each pin goes although the client still holds its connection open.
-        until(lambda: len(server._lines) <= 4, 15)
+        until(lambda: len(server._connections) <= 4, 15)
         for line in lines:
             line.close()
     assert shelf.pins == 0
@@ -191,8 +197,8 @@ def test_a_client_that_opens_and_asks_for_nothing_is_cut(big):
     shelf = Shelf(big)
     with serving(shelf, bounds=BOUNDS) as server:
         line = bad_peers.called(server.port)
-        line.send(Kind.OPEN, Open(STATE, SHARD, 2**20).to_bytes())
-        assert line.receive(5)[0] is Kind.COPY
+        line.send(TransferFrameKind.OPEN, OpenCopy(STATE, SHARD, 2**20).to_bytes())
+        assert line.receive(5)[0] is TransferFrameKind.COPY
         assert shelf.pins == 1
         until(lambda: shelf.pins == 0)
         line.close()
@@ -203,9 +209,9 @@ def test_a_client_that_resets_costs_its_connection_only(big):
     with serving(shelf, bounds=BOUNDS) as server, others_go_on(server, big[1]):
         for _ in range(20):
             line = bad_peers.called(server.port)
-            line.send(Kind.OPEN, Open(STATE, SHARD, 2**20).to_bytes())
-            line.send(Kind.GET, wire.Get(0, 16).to_bytes())
-            assert line.receive(5)[0] is Kind.COPY
+            line.send(TransferFrameKind.OPEN, OpenCopy(STATE, SHARD, 2**20).to_bytes())
+            line.send(TransferFrameKind.GET, wire.GetChunks(0, 16).to_bytes())
+            assert line.receive(5)[0] is TransferFrameKind.COPY
             line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             line.close()
     assert shelf.pins == 0
@@ -231,7 +237,7 @@ def test_a_stranger_is_cut_off_soon(said):
                 while sock.recv(1 << 12):
                     pass
             assert time.monotonic() - began_s < 5
-        until(lambda: server.figures()["strangers_cut"] == 1)
+        until(lambda: server.counters()["strangers_cut"] == 1)
 
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
@@ -243,14 +249,14 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
                     sock.sendall(bytes([byte]))
                     threading.Event().wait(0.1)
             assert time.monotonic() - began_s < 5
-        until(lambda: server.figures()["strangers_cut"] == 1)
+        until(lambda: server.counters()["strangers_cut"] == 1)
 
 
 def test_strangers_in_number_are_turned_away_and_do_not_keep_others_out(target):
-    bounds = limits(strangers_per_address_max=4, **QUICK)
+    bounds = limits(unauthenticated_per_address_max=4, **QUICK)
     with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
         crowd = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(30)]
-        until(lambda: server.figures()["turned_away"] >= 20)
+        until(lambda: server.counters()["turned_away"] >= 20)
         fetch([peer(server.port)], job_pass(), COPY, target.view, terms(patience_s=10))
         for sock in crowd:
             sock.close()
@@ -259,15 +265,15 @@ def test_strangers_in_number_are_turned_away_and_do_not_keep_others_out(target):
 
 
 BAD_REQUESTS = {
-    "a range behind the end": (Kind.GET, wire.Get(41, 1).to_bytes()),
-    "a range over the end": (Kind.GET, wire.Get(40, 2).to_bytes()),
-    "an empty range": (Kind.GET, wire.Get(0, 0).to_bytes()),
-    "a range of 16 TB": (Kind.GET, wire.Get(0, 2**32 - 1).to_bytes()),
-    "a short message": (Kind.GET, b"\0"),
-    "a long message": (Kind.GET, bytes(500)),
-    "no answer was due": (Kind.DATA, bytes(9)),
-    "done with what": (Kind.DONE, b""),
-    "an impossible shard": (Kind.OPEN, b"\xff" * 52),
+    "a range behind the end": (TransferFrameKind.GET, wire.GetChunks(41, 1).to_bytes()),
+    "a range over the end": (TransferFrameKind.GET, wire.GetChunks(40, 2).to_bytes()),
+    "an empty range": (TransferFrameKind.GET, wire.GetChunks(0, 0).to_bytes()),
+    "a range of 16 TB": (TransferFrameKind.GET, wire.GetChunks(0, 2**32 - 1).to_bytes()),
+    "a short message": (TransferFrameKind.GET, b"\0"),
+    "a long message": (TransferFrameKind.GET, bytes(500)),
+    "no answer was due": (TransferFrameKind.DATA, bytes(9)),
+    "done with what": (TransferFrameKind.DONE, b""),
+    "an impossible shard": (TransferFrameKind.OPEN, b"\xff" * 52),
 }
 
 
@@ -276,8 +282,8 @@ def test_a_request_that_cannot_be_ends_the_connection(kind, body, target):
     shelf = Shelf((IMAGE, COPY))
     with serving(shelf) as server:
         line = bad_peers.called(server.port)
-        line.send(Kind.OPEN, Open(STATE, SHARD, CHUNK).to_bytes())
-        assert line.receive(5)[0] is Kind.COPY
+        line.send(TransferFrameKind.OPEN, OpenCopy(STATE, SHARD, CHUNK).to_bytes())
+        assert line.receive(5)[0] is TransferFrameKind.COPY
         line.receive_bytes(len(COPY.digest.table))
         line.send(kind, body)
         with pytest.raises(ConnectionError):
@@ -290,7 +296,7 @@ def test_a_request_that_cannot_be_ends_the_connection(kind, body, target):
 def test_a_request_before_any_copy_was_opened_ends_the_connection():
     with serving(Shelf((IMAGE, COPY))) as server:
         line = bad_peers.called(server.port)
-        line.send(Kind.GET, wire.Get(0, 1).to_bytes())
+        line.send(TransferFrameKind.GET, wire.GetChunks(0, 1).to_bytes())
         with pytest.raises(ConnectionError):
             line.receive(5)
         line.close()
@@ -298,10 +304,10 @@ def test_a_request_before_any_copy_was_opened_ends_the_connection():
 
 def test_a_replica_of_16_tb_is_refused_before_its_table_is_read():
     store = replica_store(NBYTES)
-    offer = wire.Push(STATE, SHARD, "ab" * 32, 2**44, "cd" * 32)
+    offer = wire.PushOffer(STATE, SHARD, "ab" * 32, 2**44, "cd" * 32)
     with serving(store, store) as server:
         line = bad_peers.called(server.port)
-        line.send(Kind.PUSH, offer.to_bytes(CHUNK))
+        line.send(TransferFrameKind.PUSH, offer.to_bytes(CHUNK))
         with pytest.raises(ConnectionError):
             line.receive(5)
         line.close()
@@ -321,11 +327,11 @@ def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
     store = replica_store(2 * BIG, chunk_bytes=2**20)
     with serving(store, store, bounds=BOUNDS) as server:
         line = bad_peers.called(server.port)
-        line.send(Kind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
+        line.send(TransferFrameKind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
         kind, body = line.receive(5)
-        assert kind is Kind.GET
-        get = wire.Get.from_bytes(body)
-        line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
+        assert kind is TransferFrameKind.GET
+        get = wire.GetChunks.from_bytes(body)
+        line.send(TransferFrameKind.DATA, wire.GetChunks(get.first, get.count).to_bytes())
         line.send_image(PinnedCopy(memory.fd, copy.digest), 0, get.count * 2**20, no_pace())
         # And nothing more, with the connection open: the others are not to wait for it for long.
         done = hand_over(memory, copy, peer(server.port), terms(limits=BOUNDS))
@@ -341,11 +347,11 @@ def test_a_pusher_of_other_bytes_is_told(big):
     store = replica_store(2 * BIG, chunk_bytes=2**20)
 
     def send_rubbish(line):
-        line.send(Kind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
+        line.send(TransferFrameKind.PUSH, push_of(copy).to_bytes(2**20), copy.digest.table)
         while True:
             _kind, body = line.receive(5)
-            get = wire.Get.from_bytes(body)
-            line.send(Kind.DATA, wire.Get(get.first, get.count).to_bytes())
+            get = wire.GetChunks.from_bytes(body)
+            line.send(TransferFrameKind.DATA, wire.GetChunks(get.first, get.count).to_bytes())
             line._socket.sendall(b"\1" * (get.count * 2**20))
 
     def refusal(port):
@@ -353,7 +359,7 @@ def test_a_pusher_of_other_bytes_is_told(big):
         line = bad_peers.called(port)
         try:
             send_rubbish(line)
-        except RefusedError as exc:
+        except TransferRefusedError as exc:
             return exc
         except OSError:
             return None
@@ -364,6 +370,6 @@ def test_a_pusher_of_other_bytes_is_told(big):
         said = next(filter(None, (refusal(server.port) for _ in range(20))))
 
     assert "came damaged 6 times" in str(said)
-    assert said.code is Refusal.DAMAGED
+    assert said.code is TransferRefusal.DAMAGED
     assert store.copies() == []
     store.close()

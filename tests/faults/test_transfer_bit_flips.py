@@ -20,9 +20,9 @@ from support.transfers import (
     terms,
 )
 
-from gpuops.checkpoint.states import StateId
-from gpuops.checkpoint.transfer_client import fetch, push
-from gpuops.checkpoint.transfer_turns import PinnedCopy
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import fetch, push
+from gpuops.checkpoint.types import StateId
 
 NBYTES = 48 * CHUNK + 77
 # A chunk that is spoilt six times in a row would be the end of its transfer.
@@ -75,5 +75,5 @@ def test_flips_while_replicas_are_pushed_are_found_and_repaired(n_flips):
             held.release()
             assert bytes(target.view) == bytes(memory.view)
 
-    assert server.figures()["received_bytes"] > step * NBYTES + n_flips / 4 * CHUNK
+    assert server.counters()["received_bytes"] > step * NBYTES + n_flips / 4 * CHUNK
     store.close()

@@ -25,9 +25,9 @@ from support.transfers import (
     until,
 )
 
-from gpuops.checkpoint.transfer_client import fetch
-from gpuops.checkpoint.transfer_pace import Pace
-from gpuops.checkpoint.transfer_wire import TransferError
+from gpuops.checkpoint.transfer.client import fetch
+from gpuops.checkpoint.transfer.pacing import SendPace
+from gpuops.checkpoint.transfer.wire import TransferError
 from gpuops.host.clock import SystemClock
 
 CHUNK = 2**18
@@ -138,7 +138,9 @@ def test_a_sender_that_is_killed_and_started_again_sends_only_the_rest(image, si
 def test_a_receiver_that_is_killed_and_started_again_fetches_only_the_rest(image, sides, tmp_path):
     path, memory, copy = image
     target = tmp_path / "target"
-    with serving(Shelf((memory, copy)), pace=Pace(RATE, SystemClock()), bounds=BOUNDS) as server:
+    with serving(
+        Shelf((memory, copy)), pace=SendPace(RATE, SystemClock()), bounds=BOUNDS
+    ) as server:
         first = sides("fetch", path, target=str(target), port=server.port)
         until(lambda: n_arrived(target, memory) >= 12, 30)
         first.kill()
@@ -156,9 +158,9 @@ def test_an_owner_that_is_killed_and_started_again_pushes_only_the_rest(image, s
     store = replica_store(chunk_bytes=CHUNK)
     with serving(store, store, bounds=BOUNDS) as server:
         first = sides("push", path, port=server.port, bytes_per_s=RATE)
-        until(lambda: server.figures()["received_bytes"] >= 12 * CHUNK, 30)
+        until(lambda: server.counters()["received_bytes"] >= 12 * CHUNK, 30)
         first.kill()
-        until(lambda: server._lines == {})
+        until(lambda: server._connections == {})
         assert store.copies() == []
         second = sides("push", path, port=server.port)
         sent = second.heard()["sent"]
@@ -175,7 +177,7 @@ def test_a_holder_that_is_killed_loses_its_memory_and_gets_all_again(image, side
     path, memory, copy = image
     first = sides("hold", path, target=str(tmp_path / "one"))
     port = first.heard()["port"]
-    pace = Pace(RATE, SystemClock())
+    pace = SendPace(RATE, SystemClock())
     wait = in_thread(
         lambda: hand_over(memory, copy, peer(port), terms(60, 20, limits=BOUNDS), pace)
     )
@@ -193,7 +195,7 @@ def test_a_holder_that_is_killed_loses_its_memory_and_gets_all_again(image, side
 def test_a_sender_that_is_stopped_is_left_for_the_next_holder(image, sides, tmp_path):
     path, memory, copy = image
     target = transfer_process.FileMemory(tmp_path / "target", NBYTES)
-    bounds = limits(chunk_bytes=CHUNK, stall_s=2.0, stranger_s=2.0)
+    bounds = limits(chunk_bytes=CHUNK, stall_s=2.0, handshake_s=2.0)
     first = sides("serve", path, bytes_per_s=RATE)
     port = first.heard()["port"]
     with serving(Shelf((memory, copy)), bounds=bounds) as server:
@@ -226,7 +228,7 @@ def test_a_receiver_that_is_stopped_pins_no_copy_for_long(image, sides, tmp_path
     path, memory, copy = image
     shelf = Shelf((memory, copy))
     bounds = limits(chunk_bytes=CHUNK, stall_s=0.5, idle_s=0.5)
-    pace = Pace(RATE, SystemClock())
+    pace = SendPace(RATE, SystemClock())
     with serving(shelf, pace=pace, bounds=bounds) as server:
         first = sides("fetch", path, target=str(tmp_path / "target"), port=server.port)
         until(lambda: n_arrived(tmp_path / "target", memory) >= 12, 30)
@@ -249,9 +251,9 @@ def test_an_owner_that_is_stopped_and_goes_on_finishes_its_push(image, sides):
     bounds = limits(chunk_bytes=CHUNK, stall_s=0.5)
     with serving(store, store, bounds=bounds) as server:
         first = sides("push", path, port=server.port, bytes_per_s=RATE)
-        until(lambda: server.figures()["received_bytes"] >= 12 * CHUNK, 30)
+        until(lambda: server.counters()["received_bytes"] >= 12 * CHUNK, 30)
         first.send(signal.SIGSTOP)
-        until(lambda: server._lines == {}, 20)
+        until(lambda: server._connections == {}, 20)
         first.send(signal.SIGCONT)
         first.heard()
 
@@ -264,6 +266,6 @@ def test_no_push_to_a_holder_that_is_stopped_for_good(image, sides, tmp_path):
     holder = sides("hold", path, target=str(tmp_path / "one"))
     port = holder.heard()["port"]
     holder.send(signal.SIGSTOP)
-    bounds = limits(chunk_bytes=CHUNK, stall_s=0.5, stranger_s=0.5)
+    bounds = limits(chunk_bytes=CHUNK, stall_s=0.5, handshake_s=0.5)
     with pytest.raises(TransferError, match="did not get to holder"):
         hand_over(memory, copy, peer(port), terms(20, 1.0, limits=bounds))

@@ -12,15 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.made_states import checkpointer_state
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.states import CheckpointError, Shard, StateId
-from gpuops.checkpoint.stores import open_store
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.types import CheckpointError, Shard, StateId
+from gpuops.convert.export import ConvertFormat, export_state
+from gpuops.convert.state_reader import StateReader
 from gpuops.errors import UsageError
 from gpuops.worker.adapters.dcp import GpuopsReader, GpuopsStager, GpuopsWriter
 from gpuops.worker.adapters.dcp_writer import _epochs
-from gpuops.worker.checkpointer_convert.assemble import StateReader
-from gpuops.worker.checkpointer_convert.export import Format, export_state
 
 pytestmark = [
     pytest.mark.torch,
@@ -73,7 +73,7 @@ def failure(exc):
 
 def test_what_is_saved_is_loaded(store):
     dcp.save(state(), storage_writer=GpuopsWriter(store.address, step=7))
-    (stored,) = store.list()
+    (stored,) = store.list_states()
     assert stored.state == StateId(0, 7)
     assert verify_state(store, stored.state) == []
     assert stored.manifest.job == "dcp"
@@ -101,14 +101,14 @@ def test_nobody_says_the_step(store):
     with pytest.raises(dcp.api.CheckpointException) as exc:
         dcp.save(state(), storage_writer=GpuopsWriter(store.address))
     assert "of which step" in failure(exc)
-    assert store.list() == ()
+    assert store.list_states() == ()
 
 
 def test_a_step_that_is_made_again_is_newer(store):
     for fill in (1.0, 2.0):
         dcp.save(state(fill), storage_writer=GpuopsWriter(store.address, step=7))
     dcp.save(state(3.0), storage_writer=GpuopsWriter(store.address, step=5))
-    assert [stored.state for stored in store.list()] == [
+    assert [stored.state for stored in store.list_states()] == [
         StateId(2, 5),
         StateId(1, 7),
         StateId(0, 7),
@@ -126,7 +126,7 @@ def test_under_a_url(tmp_path):
     dcp.load(loaded, storage_reader=GpuopsReader(address))
 
     assert same(loaded, state(2))
-    assert [stored.state.step for stored in open_store(address).list()] == [2, 1]
+    assert [stored.state.step for stored in open_store(address).list_states()] == [2, 1]
 
 
 def test_another_start_of_the_job_is_another_epoch(store):
@@ -135,7 +135,7 @@ def test_another_start_of_the_job_is_another_epoch(store):
     dcp.save(state(), storage_writer=GpuopsWriter(store.address, step=8))
     dcp.save(state(), storage_writer=GpuopsWriter(store.address, step=9))
 
-    assert [stored.state for stored in store.list()] == [
+    assert [stored.state for stored in store.list_states()] == [
         StateId(1, 9),
         StateId(1, 8),
         StateId(0, 7),
@@ -146,13 +146,13 @@ def test_retention(store):
     for step in range(1, 6):
         dcp.save(state(), storage_writer=GpuopsWriter(store.address, step=step, keep_last=2))
 
-    assert [stored.state.step for stored in store.list()] == [5, 4]
+    assert [stored.state.step for stored in store.list_states()] == [5, 4]
 
 
 @pytest.mark.parametrize("offset", [100, 4096, -5000, -1])
 def test_a_flipped_bit_is_found(store, offset):
     dcp.save({"w": torch.arange(10_000.0)}, storage_writer=GpuopsWriter(store.address, step=7))
-    path = store.open_shard(store.list()[0].state, Shard(0, 1))
+    path = store.local_shard_path(store.list_states()[0].state, Shard(0, 1))
     content = bytearray(path.read_bytes())
     content[offset] ^= 8
     path.write_bytes(content)
@@ -170,7 +170,7 @@ def test_a_failed_save_leaves_nothing_and_harms_no_other(store):
             storage_writer=GpuopsWriter(store.address, step=8),
         )
     assert "view_as_real" in failure(exc)
-    assert [stored.state.step for stored in store.list()] == [7]
+    assert [stored.state.step for stored in store.list_states()] == [7]
 
 
 def test_a_value_that_would_run_code_does_not(store, tmp_path):
@@ -216,14 +216,14 @@ def test_states_of_the_checkpointer_are_read(store):
     assert same(into["model"], dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("form", [Format.TORCH, Format.DCP])
+@pytest.mark.parametrize("form", [ConvertFormat.TORCH, ConvertFormat.DCP])
 def test_an_export_has_the_nested_state(store, tmp_path, form):
     dcp.save(state(), storage_writer=GpuopsWriter(store.address, step=7))
-    stored = store.list()[0]
+    stored = store.list_states()[0]
     with StateReader(store, stored.manifest, tmp_path) as reader:
         export_state(reader, tmp_path / "out", form)
 
-    if form is Format.TORCH:
+    if form is ConvertFormat.TORCH:
         loaded = torch.load(tmp_path / "out", weights_only=True)
         del loaded["gpuops"]
     else:
@@ -336,7 +336,7 @@ def test_async_save_with_writer_and_stager(store):
             future.result(timeout=60)
     finally:
         dist.destroy_process_group()
-    assert [stored.state.step for stored in store.list()] == [5, 4, 3, 2, 1]
+    assert [stored.state.step for stored in store.list_states()] == [5, 4, 3, 2, 1]
     for step in range(1, 6):
         loaded = blank()
         dcp.load(loaded, storage_reader=GpuopsReader(store.address, step=step))
@@ -449,7 +449,7 @@ def check_alone(store):
 )
 def test_ranks_save_and_others_load(tmp_path, store, world, how):
     ranks(tmp_path, world, {"do": ["save", "load"], **how})
-    (stored,) = store.list()
+    (stored,) = store.list_states()
 
     assert stored.manifest.world == world
     assert verify_state(store, stored.state) == []

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.errors import UsageError
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -27,7 +27,7 @@ def one_thread():
 
 @pytest.fixture
 def node():
-    with contextlib.closing(MemoryNode()) as node:
+    with contextlib.closing(InProcessNode()) as node:
         yield node
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.errors import UsageError
 
 pytestmark = [
@@ -32,7 +32,7 @@ def one_thread():
 
 @pytest.fixture
 def node():
-    with contextlib.closing(MemoryNode()) as node:
+    with contextlib.closing(InProcessNode()) as node:
         yield node
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.board_agents import Crowd
 from support.boards import RUN_KEY, TOKEN, server, tcp_board
 
-from gpuops.control.record import CONTROL
+from gpuops.control.record import RECORD_KEY
 
 HOLD_S = 0.5
 PATIENCE_S = 60
@@ -20,7 +20,7 @@ async def live(port, n_agents):
     crowd = Crowd(port, RUN_KEY, TOKEN, HOLD_S, [f"agent-{n:06d}" for n in range(n_agents)])
     loop = asyncio.get_running_loop()
     with contextlib.closing(tcp_board(port)) as board:
-        board.put(CONTROL, RECORD)
+        board.put(RECORD_KEY, RECORD)
         try:
             await crowd.enter()
             await asyncio.wait_for(crowd.all_saw(1), PATIENCE_S)
@@ -32,7 +32,7 @@ async def live(port, n_agents):
                 loop.time(),
             )
             for version in (2, 3):
-                board.put(CONTROL, RECORD)
+                board.put(RECORD_KEY, RECORD)
                 await asyncio.wait_for(crowd.all_saw(version), PATIENCE_S)
             assert len(board.list("run/alive/")) == n_agents
         finally:

@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.image import (
     ITEMSIZE_BYTES,
     TensorSpec,
-    extra_name,
+    metadata_blob_name,
     plan_image,
     read_layout,
-    write_extra,
+    write_metadata_blob,
 )
-from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import Shard
 
 pytestmark = pytest.mark.torch
 
@@ -66,7 +66,7 @@ def filled(shard, parts, extra=b"{}"):
         for name, (t, offsets, whole) in parts.items()
     ]
     layout = plan_image(shard, specs, 64)
-    slot = SlotMemory.create("test", layout.nbytes)
+    slot = SharedBuffer.create("test", layout.nbytes)
     slot.view[: len(layout.header)] = layout.header
     for placed in layout.tensors:
         tensor = parts[placed.spec.name][0]
@@ -74,7 +74,7 @@ def filled(shard, parts, extra=b"{}"):
             torch.frombuffer(
                 slot.view, dtype=tensor.dtype, count=tensor.numel(), offset=placed.begin
             ).view(tensor.shape).copy_(tensor)
-    write_extra(slot.view, layout, extra)
+    write_metadata_blob(slot.view, layout, extra)
     return slot
 
 
@@ -95,7 +95,7 @@ def test_every_dtype_and_shape_is_read_by_the_safetensors_library(tmp_path):
         assert read_layout(slot.view).nbytes == path.stat().st_size
 
     with safetensors.safe_open(path, "pt") as file:
-        assert set(file.keys()) == {*tensors, extra_name(0)}
+        assert set(file.keys()) == {*tensors, metadata_blob_name(0)}
         for name, tensor in tensors.items():
             found = file.get_tensor(name)
             assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
@@ -110,14 +110,14 @@ def test_the_library_loads_the_bytes_of_a_slot():
         found = load(bytes(slot.view))
 
     assert torch.equal(found.pop("w"), tensor)
-    assert bytes(found.pop(extra_name(0))[8:19].tolist()) == b'{"step": 3}'
+    assert bytes(found.pop(metadata_blob_name(0))[8:19].tolist()) == b'{"step": 3}'
     assert found == {}
 
 
 OUTLIVED = """
 import torch
-from gpuops.checkpoint.arena import SlotMemory
-slot = SlotMemory.create("outlived", 4000)
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+slot = SharedBuffer.create("outlived", 4000)
 tensor = torch.frombuffer(slot.view, dtype=torch.float32)
 slot.close()
 tensor.fill_(3)

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from gpuops import Checkpointer
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.keeper_line import KeeperLine
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.socket_place import socket_of
-from gpuops.worker.checkpointer.keeping import own_folder
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.connection import KeeperConnection, keeper_socket_path
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.worker.keeper_finder import standalone_folder
 
 pytestmark = pytest.mark.torch
 STEP_S = 15.0  # of a step that waits for nothing, on a busy machine; the keeper's deadline is 30 s
@@ -33,7 +32,7 @@ class Node:
 
     def start(self, epoch=None, generation=0):
         self.process = start_or_adopt(self.folder, lease_s=30.0)
-        self.agent = AgentLink.connect(self.process.socket_path)
+        self.agent = AgentKeeperClient.connect(self.process.socket_path)
         self.agent.begin_generation(generation, 1, None)
         if epoch is not None:
             self.agent.take_over(epoch)
@@ -46,7 +45,7 @@ class Node:
 @pytest.fixture
 def node(tmp_path, monkeypatch):
     node = Node(tmp_path / "keeper")
-    monkeypatch.setenv("GPUOPS_KEEPER", str(socket_of(node.folder)))
+    monkeypatch.setenv("GPUOPS_KEEPER", str(keeper_socket_path(node.folder)))
     monkeypatch.setenv("GPUOPS_GENERATION", "0")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GPUOPS_CKPT_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -101,7 +100,7 @@ def test_saving_goes_on_with_another_keeper_and_no_step_waits_for_it(node, monke
 def test_a_keeper_that_dies_before_it_has_told_is_waited_for(node):
     node.start()
     ck = Checkpointer(model=nn.Linear(1, 1), every=1)
-    ck._start()
+    ck._ensure_started()
     node.kill()
     starting = threading.Thread(target=node.start)
     starting.start()
@@ -120,14 +119,14 @@ def test_without_an_agent_the_first_rank_starts_another(tmp_path, monkeypatch):
     with Checkpointer(model=nn.Linear(1, 1), every=1, directory=place) as ck:
         assert ck.restore() == 0
         until(lambda: ck.step(next(numbers)) or ck.stats["saved"])
-        line = KeeperLine(socket_of(own_folder(os.environ, place)))
+        line = KeeperConnection(keeper_socket_path(standalone_folder(os.environ, place)))
         os.kill(line.pid, signal.SIGKILL)
         line.close()
         until(lambda: ck.step(next(numbers)) or ck.stats["off"])
         saved = ck.stats["saved"]
         until(lambda: ck.step(next(numbers)) or ck.stats["saved"] > saved)
         last = ck.stats["last_step"]
-        assert own_folder(os.environ, place).exists()
-    assert not own_folder(os.environ, place).exists()
+        assert standalone_folder(os.environ, place).exists()
+    assert not standalone_folder(os.environ, place).exists()
     with Checkpointer(model=nn.Linear(1, 1), every=1, directory=place) as ck:
         assert ck.restore() == last

@@ -12,9 +12,9 @@ from support.gloo_ranks import run_ranks, run_script, said
 from support.runs import JOBS
 from support.same_state import same
 
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.stores import open_store
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.inspection import verify_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 HALF, ALL = 3, 6
@@ -34,10 +34,10 @@ def home(tmp_path):
     yield {"XDG_RUNTIME_DIR": str(runtime)}
     for socket in sockets_below(runtime):
         try:
-            link = AgentLink.connect(socket)
+            link = AgentKeeperClient.connect(socket)
         except Exception:  # noqa: BLE001 it ended by itself
             continue
-        link.end()
+        link.shut_down()
         link.close()
 
 
@@ -56,7 +56,7 @@ def test_a_killed_job_goes_on_from_memory_and_the_last_state_persists(tmp_path, 
         assert same(two["state"], one["reference_state"])
     assert said(tmp_path, 2, "second").count("nobody restarts the job") == 1
     store = open_store(str(tmp_path / "states"))
-    newest = store.list()[0]
+    newest = store.list_states()[0]
     assert newest.state.step == ALL
     assert verify_state(store, newest.state) == []
 
@@ -120,7 +120,9 @@ def test_a_script_that_closes_nothing_has_its_last_step_saved_unless_it_fails(tm
         _out, err = running[way].communicate(timeout=200)
         assert running[way].returncode == code, err
 
-    steps = {way: {s.state.step for s in open_store(str(tmp_path / way)).list()} for way in ways}
+    steps = {
+        way: {s.state.step for s in open_store(str(tmp_path / way)).list_states()} for way in ways
+    }
     assert 7 in steps["ends"]
     assert steps["fails"] <= {5}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.worker.checkpointer import Checkpointer
 
 pytestmark = [
@@ -25,13 +25,13 @@ def big_model():
 
 def await_copy(ck):
     end_s = time.monotonic() + 30
-    while ck._saver._flight is not None:
+    while ck._saver._pending is not None:
         ck._saver.poll()
         assert time.monotonic() < end_s
 
 
 def test_what_is_saved_is_the_state_of_its_step_while_training_goes_on():
-    node = MemoryNode()
+    node = InProcessNode()
     model = big_model()
     model.register_buffer("average", torch.zeros(2**20, device="cuda"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -62,7 +62,7 @@ def test_what_is_saved_is_the_state_of_its_step_while_training_goes_on():
 
 
 def test_an_optimizer_in_a_cuda_graph_is_not_copied_beside():
-    node = MemoryNode()
+    node = InProcessNode()
     model = big_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for parameter in model:
@@ -94,23 +94,23 @@ def test_after_a_capture_nothing_is_certain_of_an_optimizer_that_tells_of_no_ste
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    keeper = MemoryNode().connect()
+    keeper = InProcessNode().connect()
     with Checkpointer(model=model, optimizer=optimizer, every=100, keeper=keeper) as ck:
         ck.restore()
         optimizer.step()
         ck.step(1)
         ck.step(2)
-        assert ck._last.doubt() == ""
+        assert ck._last_step.unsafe_reason() == ""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             optimizer.step()
         graph.replay()
         ck.step(3)
-        assert "CUDA graph" in ck._last.doubt()
+        assert "CUDA graph" in ck._last_step.unsafe_reason()
 
 
 def test_the_host_does_not_wait_for_the_copy():
-    node = MemoryNode()
+    node = InProcessNode()
     model = big_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for parameter in model:

@@ -7,17 +7,17 @@ import time
 import pytest
 from support.keeper_ranks import newest, ready, until
 
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper import Policy
-from gpuops.checkpoint.keeper_line import KeeperGoneError
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.states import KeeperError
-from gpuops.checkpoint.stores import open_store
-from gpuops.worker.checkpointer.keeping import Finder, OwnKeeper, own_folder
-from gpuops.worker.checkpointer.place import Place
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.types import KeeperError
+from gpuops.worker.keeper_finder import KeeperFinder, StandaloneKeeper, standalone_folder
+from gpuops.worker.ranks import RankContext
 
-SECOND = Place(1, 2, 1, 2, "")
+SECOND = RankContext(1, 2, 1, 2, "")
 
 
 class Job:
@@ -26,25 +26,28 @@ class Job:
     def __init__(self, tmp_path):
         self.states = tmp_path / "states"
         self.env = {"XDG_RUNTIME_DIR": str(tmp_path)}
-        self.folder = own_folder(self.env, str(self.states))
+        self.folder = standalone_folder(self.env, str(self.states))
         for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
             folder.mkdir(mode=0o700)
         lock = os.open(self.folder / "job.lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.process = start_or_adopt(self.folder)
         path = self.process.socket_path
-        self.first, self.second = OwnKeeper(path, lock, patience_s=0.2), OwnKeeper(path)
+        self.first, self.second = (
+            StandaloneKeeper(path, lock, shards_wait_s=0.2),
+            StandaloneKeeper(path),
+        )
         self.ranks = ready([line_of(path, rank) for rank in range(2)], **self.policy())
 
     def policy(self):
         return {"directory": str(self.states), "persist_every_s": 3600.0}
 
     def persisted(self):
-        return [stored.state.step for stored in open_store(str(self.states)).list()]
+        return [stored.state.step for stored in open_store(str(self.states)).list_states()]
 
 
 def line_of(path, rank):
-    return connect(path, rank=rank, world=2, local_rank=rank, local_world=2, epoch_hint=0)
+    return connect_rank(path, rank=rank, world=2, local_rank=rank, local_world=2, generation=0)
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def test_a_state_that_was_committed_after_the_last_flush_ends_no_keeper(job):
     for rank in job.ranks:
         rank.save(6)
     until(lambda: newest(job.ranks[1].keeper) == [0, 6], what="the commit")
-    link = AgentLink.connect(job.process.socket_path)
+    link = AgentKeeperClient.connect(job.process.socket_path)
     link.flush(10.0)
     for rank in job.ranks:
         rank.save(7)
@@ -105,7 +108,7 @@ def test_a_state_that_was_committed_after_the_last_flush_ends_no_keeper(job):
         rank.keeper.close()
 
     until(lambda: not link.stats()["ranks"], what="their leaving")
-    assert link.leave(is_over=True) == (0, False)
+    assert link.hand_over(is_over=True) == (0, False)
     link.close()
     job.first.finish(7)
     assert job.persisted() == [7, 6]
@@ -125,11 +128,11 @@ def test_a_rank_whose_keeper_was_ended_by_the_first_does_not_wait_for_another(jo
     job.ranks[0].keeper.close()
     job.ranks[1].keeper.close()
     job.first.finish(None)
-    finder = Finder(None, job.env, SECOND, Policy(directory=str(job.states)))
+    finder = KeeperFinder(None, job.env, SECOND, CheckpointPolicy(directory=str(job.states)))
     begun_s = time.monotonic()
 
     with pytest.raises(KeeperError, match="first rank of this node has left") as found:
-        finder.find(is_back=True)
+        finder.find(is_reconnect=True)
 
     assert not isinstance(found.value, KeeperGoneError)
     assert time.monotonic() - begun_s < 30

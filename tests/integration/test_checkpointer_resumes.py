@@ -4,7 +4,7 @@ import pytest
 from support.gloo_ranks import run_ranks, said
 from support.same_state import same
 
-from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.keeper.process import start_or_adopt
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 HALF, ALL = 4, 8

@@ -5,7 +5,7 @@ from support.gloo_ranks import run_ranks, run_script, said
 from support.runs import JOBS
 from support.same_state import same
 
-from gpuops.checkpoint.keeper_process import start_or_adopt
+from gpuops.checkpoint.keeper.process import start_or_adopt
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 STEPS = 3

@@ -9,15 +9,15 @@ from support.checks import NODE
 from support.command import gpuops
 from support.runs import wait_until
 
-from gpuops.config import Mode
-from gpuops.gate.permit import START_S, Gate, permission_of, start_asking
+from gpuops.config.resolve import GateMode
+from gpuops.gate.permit import START_S, DrainPermitClient, permission_of, start_asking
+from gpuops.gate.policy import DrainCause
 from gpuops.host.clock import FakeClock
-from gpuops.incident.gate import Cause
 from gpuops.model import ActionKind, FailureClass, Finding, Status
 
 pytestmark = pytest.mark.quick_disk
 
-CAUSE = Cause(
+CAUSE = DrainCause(
     finding=Finding(
         check="gpu_count",
         entity=NODE,
@@ -31,13 +31,13 @@ CAUSE = Cause(
 
 
 def gate(tmp_path, store_url, node="n1"):
-    return Gate(
+    return DrainPermitClient(
         node=node,
         cluster="c",
         store_url=store_url,
         state_dir=tmp_path,
         uid=1,
-        mode=Mode.ENFORCE,
+        mode=GateMode.ENFORCE,
         fuse_nodes=3,
         fuse_window_s=600.0,
         passes_to_resume=2,

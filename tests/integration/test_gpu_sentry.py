@@ -14,12 +14,17 @@ from support import mock_nvml
 from support.kernel_log import gpu_information, write_kmsg
 from support.mock_nvml import UUIDS, addresses, shape
 
-from gpuops.agent.gpu_sentry import GpuSentry, Place, open_sentry, xid_catalogue
-from gpuops.agent.sentry import Watched
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.gpu import (
+    GpuMonitor,
+    GpuMonitorContext,
+    open_gpu_monitor,
+    xid_catalogue,
+)
 from gpuops.host.clock import SystemClock
-from gpuops.host.descendants import descendants
-from gpuops.host.watching_child import WatchingChild, module_command
-from gpuops.host.xid_told import Source
+from gpuops.host.process.inspect import descendants
+from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.host.xid_watch import XidSource
 from gpuops.model import Entity, EntityKind, FailureClass
 
 pytestmark = pytest.mark.cc
@@ -54,14 +59,14 @@ def until(condition, within_s=WITHIN_S):
 
 def watched(generation=0):
     workers = [SimpleNamespace(pid=100 + n, local_rank=n) for n in range(4)]
-    return Watched(generation=generation, node="n1", workers=workers, folder=Path("/"))
+    return MonitoredAttempt(generation=generation, node="n1", workers=workers, folder=Path("/"))
 
 
 def opened(mock, root, scenario=HEALTHY, **env):
     """Return a sentry that has begun, and the environment that its children play."""
     played = mock.env(scenario)
-    place = Place(node="n1", env={**os.environ, **played, **env}, root=root)
-    sentry = open_sentry(place, CLOCK)
+    place = GpuMonitorContext(node="n1", env={**os.environ, **played, **env}, root=root)
+    sentry = open_gpu_monitor(place, CLOCK)
     sentry.begin(watched())
     return sentry, played
 
@@ -71,7 +76,7 @@ def ready(sentry):
 
     def both():
         sentry.look()
-        return set(sentry._gpus) == set(Source)
+        return set(sentry._gpus) == set(XidSource)
 
     until(both)
     sentry.begin(watched())
@@ -179,10 +184,10 @@ def test_a_driver_that_crashes_its_asker_is_asked_again_and_not_for_ever(mock, s
 
 def test_a_driver_that_recovers_is_watched_again(mock, root):
     env = mock.env(f"{HEALTHY}\nreturn * nvmlEventSetWait 999")
-    place = Place(node="n1", env={**os.environ, **env}, root=root)
+    place = GpuMonitorContext(node="n1", env={**os.environ, **env}, root=root)
     command = module_command("gpuops.host.xid_events", "nvml")
     child = WatchingChild("test-xid", command, place.env, back_off_s=0.05, restarts_max=1000)
-    sentry = GpuSentry(place, xid_catalogue(None), CLOCK, {Source.NVML: child})
+    sentry = GpuMonitor(place, xid_catalogue(None), CLOCK, {XidSource.NVML: child})
     with closing(sentry):
         sentry.begin(watched())
         until(lambda: child.restarts > 1)
@@ -226,10 +231,11 @@ def test_nothing_is_left_behind(mock, root, how):
 
 PARENT = """
 import os, sys, time
-from gpuops.agent.gpu_sentry import Place, open_sentry
+from gpuops.agent.monitors.gpu import GpuMonitorContext, open_gpu_monitor
 from gpuops.host.clock import SystemClock
 from pathlib import Path
-sentry = open_sentry(Place(node="n1", env=dict(os.environ), root=Path(sys.argv[1])), SystemClock())
+context = GpuMonitorContext(node="n1", env=dict(os.environ), root=Path(sys.argv[1]))
+sentry = open_gpu_monitor(context, SystemClock())
 while len(sentry._gpus) < 2:
     sentry.look()
     time.sleep(0.02)
@@ -263,12 +269,12 @@ def _runs(pid):
 
 def test_a_machine_without_a_gpu_is_not_watched(tmp_path):
     """Where a driver is installed this watches its GPUs, and nothing is reported either."""
-    place = Place(node="n1", env=dict(os.environ), root=tmp_path)
-    sentry = open_sentry(place, CLOCK)
+    place = GpuMonitorContext(node="n1", env=dict(os.environ), root=tmp_path)
+    sentry = open_gpu_monitor(place, CLOCK)
     with closing(sentry):
         sentry.begin(watched())
-        until(sentry._sources[Source.KERNEL].given_up.is_set)
+        until(sentry._sources[XidSource.KERNEL].given_up.is_set)
 
         assert sentry.look() is None
-        assert sentry._sources[Source.KERNEL].restarts == 0
+        assert sentry._sources[XidSource.KERNEL].restarts == 0
         assert (sentry.collect(1.0), sentry.recent()) == ((), ())

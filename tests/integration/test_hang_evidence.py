@@ -12,12 +12,17 @@ import pytest
 from support.runs import is_alive, wait_until
 
 import gpuops.worker.shim
-from gpuops.agent.evidence import Gathering, RankFacts, SystemEyes, Target
-from gpuops.agent.exits import RankFiles
-from gpuops.agent.hang_sentry import HangSentry
-from gpuops.agent.rings import RingReader
-from gpuops.agent.sentry import Watched
-from gpuops.agent.workers import Worker
+from gpuops.agent.elastic.exits import RankFiles
+from gpuops.agent.elastic.rings import RingReader
+from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.evidence import (
+    EvidenceCollector,
+    EvidenceTarget,
+    RankFacts,
+    SystemEvidenceReader,
+)
+from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Role
 
@@ -64,7 +69,7 @@ class Job:
     def __init__(self, folder, how, eyes=None, timeout_s=3.0):
         (folder / "job.py").write_text(JOB)
         self.processes = [self._start(folder, rank, how) for rank in (0, 1)]
-        self.sentry = HangSentry(SystemClock(), timeout_s, {"PATH": TOOLS}, eyes=eyes)
+        self.sentry = HangMonitor(SystemClock(), timeout_s, {"PATH": TOOLS}, eyes=eyes)
         self.workers = [
             Worker(
                 rank=rank,
@@ -75,7 +80,7 @@ class Job:
             )
             for rank, process in enumerate(self.processes)
         ]
-        watched = Watched(generation=0, node="n1", workers=self.workers, folder=folder)
+        watched = MonitoredAttempt(generation=0, node="n1", workers=self.workers, folder=folder)
         self.sentry.begin(watched)
 
     def _start(self, folder, rank, how):
@@ -154,7 +159,7 @@ def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["sleep", "gil"])
 def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp_path, how):
-    eyes = SystemEyes("", beside=tmp_path)
+    eyes = SystemEvidenceReader("", beside=tmp_path)
     with Job(tmp_path, how, eyes) as job:
         report = job.report()
         evidence = job.sentry.collect(5.0)
@@ -168,9 +173,11 @@ def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp
 def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
     # It would die of it.
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
-        eyes = SystemEyes("")
-        target = Target(rank=0, local_rank=0, pid=sleeper.pid, stacks=tmp_path / "s", dumps=True)
-        gathering = Gathering([target], eyes, {})
+        eyes = SystemEvidenceReader("")
+        target = EvidenceTarget(
+            rank=0, local_rank=0, pid=sleeper.pid, stacks=tmp_path / "s", dumps=True
+        )
+        gathering = EvidenceCollector([target], eyes, {})
         gathering.start()
         assert gathering.wait(30)
         lived = is_alive(sleeper.pid)
@@ -198,10 +205,12 @@ def test_a_dump_that_is_there_before_the_asker_runs_again_counts(tmp_path):
     command = [sys.executable, "-c", ANSWERS, str(stacks), str(one)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as child:
         assert child.stdout.readline() == b"ready\n"
-        target = Target(rank=0, local_rank=0, pid=child.pid, stacks=stacks, dumps=True)
+        target = EvidenceTarget(rank=0, local_rank=0, pid=child.pid, stacks=stacks, dumps=True)
         os.sched_setaffinity(0, {one})
         try:
-            dumps = [SystemEyes("", beside=tmp_path).dump([target], 30.0) for _ in range(20)]
+            dumps = [
+                SystemEvidenceReader("", beside=tmp_path).dump([target], 30.0) for _ in range(20)
+            ]
         finally:
             os.sched_setaffinity(0, processors)
             child.kill()
@@ -210,6 +219,8 @@ def test_a_dump_that_is_there_before_the_asker_runs_again_counts(tmp_path):
 
 
 def test_a_process_that_is_no_child_of_ours_is_never_signalled(tmp_path):
-    target = Target(rank=0, local_rank=0, pid=os.getppid(), stacks=tmp_path / "s", dumps=True)
+    target = EvidenceTarget(
+        rank=0, local_rank=0, pid=os.getppid(), stacks=tmp_path / "s", dumps=True
+    )
 
-    assert SystemEyes("").dump([target], 0.1) == {}
+    assert SystemEvidenceReader("").dump([target], 0.1) == {}

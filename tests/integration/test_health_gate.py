@@ -11,11 +11,10 @@ from support import mock_nvml
 from support.mock_nvml import UUIDS, shape
 from support.one_at_a_time import hung_driver
 
-from gpuops.agent.gatekeeper import HealthKeeper
-from gpuops.agent.gpu_memory import open_memory
-from gpuops.agent.health_gate import GatePlan, HealthGate
+from gpuops.agent.monitors.gpu_memory import open_memory
+from gpuops.agent.monitors.preflight import HealthPreflight, PreflightCheck, PreflightPlan
 from gpuops.host.clock import SystemClock
-from gpuops.host.descendants import descendants
+from gpuops.host.process.inspect import descendants
 from gpuops.model import Entity, EntityKind, FailureClass
 
 pytestmark = [pytest.mark.cc, pytest.mark.quick_disk, pytest.mark.timeout(300)]
@@ -46,7 +45,7 @@ def played(mock, scenario):
 
 
 def gated(mock, scenario, **plan):
-    gate = HealthGate(GatePlan(env=played(mock, scenario), **plan))
+    gate = PreflightCheck(PreflightPlan(env=played(mock, scenario), **plan))
     gate.start()
     return gate.result(WITHIN_S)
 
@@ -107,7 +106,7 @@ def test_a_cold_driver_is_given_a_second_try(mock):
     env = played(mock, HEALTHY + "\ndelay * nvmlInit 60000")
     with hung_driver():
         # By half of it a busy machine has started the check, too.
-        gate = HealthGate(GatePlan(env=env, deadline_s=16.0))
+        gate = PreflightCheck(PreflightPlan(env=env, deadline_s=16.0))
         gate.start()
         assert gate.result(8.0) is None
         mock_nvml.change(env, HEALTHY)
@@ -149,7 +148,7 @@ def script(tmp_path, text):
     ids=["killed", "garbage", "later", "crash", "endless"],
 )
 def test_a_check_without_a_verdict_keeps_nobody_out(tmp_path, text, how):
-    gate = HealthGate(GatePlan(env=os.environ, command=script(tmp_path, text)))
+    gate = PreflightCheck(PreflightPlan(env=os.environ, command=script(tmp_path, text)))
     gate.start()
     result = gate.result(WITHIN_S)
 
@@ -158,7 +157,7 @@ def test_a_check_without_a_verdict_keeps_nobody_out(tmp_path, text, how):
 
 
 def test_a_program_that_is_not_there_keeps_nobody_out():
-    gate = HealthGate(GatePlan(env={}, command=("/nonexistent/python",)))
+    gate = PreflightCheck(PreflightPlan(env={}, command=("/nonexistent/python",)))
     gate.start()
 
     assert gate.result(WITHIN_S).passed
@@ -173,8 +172,8 @@ time.sleep(600)
 
 
 def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again(tmp_path):
-    plan = GatePlan(env=os.environ, command=script(tmp_path, DEAF), deadline_s=2.0)
-    gate = HealthGate(plan)
+    plan = PreflightPlan(env=os.environ, command=script(tmp_path, DEAF), deadline_s=2.0)
+    gate = PreflightCheck(plan)
     gate.start()
     result = gate.result(WITHIN_S)
 
@@ -184,7 +183,7 @@ def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again
 
 
 def test_a_gate_that_is_cancelled_ends_its_check(tmp_path):
-    gate = HealthGate(GatePlan(env=os.environ, command=script(tmp_path, DEAF)))
+    gate = PreflightCheck(PreflightPlan(env=os.environ, command=script(tmp_path, DEAF)))
     gate.start()
     assert gate.result(0.2) is None
     gate.cancel()
@@ -203,7 +202,7 @@ def test_memory_that_is_released_late_delays_the_restart_until_then(mock):
     env = played(mock, HEALTHY)
     clock, waiting = SystemClock(), threading.Event()
     memory = open_memory(env, os.getpid(), clock)
-    keeper = HealthKeeper(lambda: HealthGate(GatePlan(env=env)), memory, clock, print)
+    keeper = HealthPreflight(lambda: PreflightCheck(PreflightPlan(env=env)), memory, clock, print)
     with closing(keeper):
         assert keeper.result(waiting.wait).passed
         keeper.started()
@@ -225,7 +224,7 @@ def test_memory_of_another_program_is_not_ours(mock):
     env = played(mock, HEALTHY)
     clock, waiting = SystemClock(), threading.Event()
     memory = open_memory(env, 1, clock)
-    keeper = HealthKeeper(lambda: HealthGate(GatePlan(env=env)), memory, clock, print)
+    keeper = HealthPreflight(lambda: PreflightCheck(PreflightPlan(env=env)), memory, clock, print)
     with closing(keeper):
         assert keeper.result(waiting.wait).passed
         keeper.started()

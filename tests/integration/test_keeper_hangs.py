@@ -10,15 +10,14 @@ from support.keeper_ranks import Rank, until
 from support.keepers import Heard
 from support.runs import is_alive
 
-from gpuops.agent.checkpoint_keeper import Keeping, Times
-from gpuops.agent.checkpoints import KEEPER
-from gpuops.agent.keeper_tie import start_keeper
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper import Grant
-from gpuops.checkpoint.keeper_hang import answer_or_end, look_at
-from gpuops.checkpoint.keeper_line import KeeperGoneError, KeeperLine
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.states import StateId
+from gpuops.agent.checkpoint.api import KEEPER
+from gpuops.agent.checkpoint.keeper_client import start_keeper
+from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
+from gpuops.checkpoint.keeper.api import Lease
+from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
+from gpuops.checkpoint.keeper.process import probe_or_kill, sample_process, start_or_adopt
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.types import StateId
 from gpuops.host.clock import SystemClock
 
 NEVER_S = 3600.0
@@ -36,13 +35,13 @@ def end(pid):
 
 
 def rank_of(stack, path, *, is_back=False):
-    line = connect(
+    line = connect_rank(
         path,
         rank=0,
         world=1,
         local_rank=0,
         local_world=1,
-        is_back=is_back,
+        is_reconnect=is_back,
     )
     stack.callback(line.close)
     return Rank(line)
@@ -59,14 +58,14 @@ def test_one_that_is_stopped_is_ended_before_another_takes_its_place_under_the_r
         started.append(found)
         return found
 
-    keeping = Keeping(start, heard, SystemClock(), times=Times(every_s=NEVER_S))
+    keeping = KeeperSupervisor(start, heard, SystemClock(), times=KeeperTimeouts(every_s=NEVER_S))
     stack.callback(keeping.end, 0.0)
     keeping.begin(0, 1, None)
     first = started[0].pid
     stack.callback(end, first)
     path = Path(keeping.env()[KEEPER])
     rank = rank_of(stack, path)
-    rank.keeper.offer(30.0)
+    rank.keeper.restore_point(30.0)
     state = rank.reserve().save(7).state
     until(lambda: keeping.tend() or keeping.state().step == 7, what="the commit")
 
@@ -81,7 +80,7 @@ def test_one_that_is_stopped_is_ended_before_another_takes_its_place_under_the_r
         rank.save(8)
     again = rank_of(stack, path, is_back=True).reserve()
     found = until(lambda: again.save(9), what="a save")
-    assert isinstance(found, Grant)
+    assert isinstance(found, Lease)
     assert found.state == StateId(state.epoch, 9)
     until(lambda: keeping.tend() or keeping.state().step == 9, what="the next commit")
     assert len(started) == 2
@@ -94,14 +93,14 @@ def test_one_that_answers_in_the_end_is_slow_and_keeps_what_it_holds(tmp_path, s
     seen = []
 
     def look(pid):
-        seen.append(look_at(pid))
+        seen.append(sample_process(pid))
         if len(seen) == 3:
             os.kill(pid, signal.SIGCONT)
         return seen[-1]
 
-    with contextlib.closing(KeeperLine(keeper.socket_path)) as line:
-        assert "agent" not in answer_or_end(line, look)
+    with contextlib.closing(KeeperConnection(keeper.socket_path)) as line:
+        assert "agent" not in probe_or_kill(line, look)
 
     assert [one.state for one in seen[:3]] == ["T"] * 3
     found = start_or_adopt(tmp_path / "k", lease_s=30.0)
-    assert (found.pid, found.adopted, found.ended) == (keeper.pid, True, "")
+    assert (found.pid, found.is_adopted, found.killed_why) == (keeper.pid, True, "")

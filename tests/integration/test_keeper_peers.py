@@ -10,14 +10,14 @@ import pytest
 from support.keeper_ranks import holds, layout_of, until
 from support.peer_keepers import JOB, TOKEN, Node, SmallNode, commit, save, seat
 
-from gpuops.checkpoint.claim import OWNER
-from gpuops.checkpoint.keeper import Policy
-from gpuops.checkpoint.node_memory import MARGIN_BYTES
-from gpuops.checkpoint.replication import BACKOFF_MAX_S
-from gpuops.checkpoint.states import KeeperError, Shard, StateId, Tier
-from gpuops.checkpoint.stores import open_store
-from gpuops.checkpoint.transfer_team import Peer
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES
+from gpuops.checkpoint.peers.push import BACKOFF_MAX_S
+from gpuops.checkpoint.storage.directory_lock import LOCK_NAME
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.transfer.parallel import KeeperAddress
+from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
 
 N_FLOATS = 300_000
 
@@ -124,7 +124,7 @@ def test_what_was_fetched_gives_way_to_the_slots_of_the_next_states(nodes, tmp_p
     seat(crew, 0, 2, n_floats=N_FLOATS)
     state = commit(crew, save(crew, 5))
     crew[1].kill()
-    spare = TightNode(tmp_path, "tight", "127.0.0.8", 100 * MARGIN_BYTES)
+    spare = TightNode(tmp_path, "tight", "127.0.0.8", 100 * SYSTEM_RESERVE_BYTES)
     stack.callback(spare.close)
     crew = [crew[0], spare]
     sources = {spare: {Shard(1, 2): [crew[0].peer]}}
@@ -223,24 +223,24 @@ def test_who_does_not_know_the_token_gets_nothing_and_gives_nothing(nodes, start
     seat(nodes[:2], 0, 2, n_floats=N_FLOATS)
     state = commit(nodes[:2], save(nodes[:2], 4))
     stranger = start("n5", 5, token="another token")
-    stranger.begin(1, 3)
+    stranger.acquire(1, 3)
     stranger.agent.replicate([nodes[0].peer], [])
-    stranger.agent.choose(state, 1, {Shard(0, 2): [nodes[0].peer, nodes[1].peer]})
+    stranger.agent.restore_from(state, 1, {Shard(0, 2): [nodes[0].peer, nodes[1].peer]})
     stranger.connect(1, [0], 2)
     with pytest.raises(KeeperError, match="not a keeper of this job"):
-        stranger.lines[0].offer(60.0)
+        stranger.lines[0].restore_point(60.0)
     other = start("n6", 6, job="another run")
-    other.begin(1, 3)
-    other.agent.choose(state, 1, {Shard(0, 2): [nodes[0].peer]})
+    other.acquire(1, 3)
+    other.agent.restore_from(state, 1, {Shard(0, 2): [nodes[0].peer]})
     other.connect(1, [0], 2)
     with pytest.raises(KeeperError, match="not a keeper of this job"):
-        other.lines[0].offer(60.0)
+        other.lines[0].restore_point(60.0)
 
 
 def test_what_only_some_nodes_grant_is_given_up_and_the_next_is_saved_by_all(nodes):
     crew = nodes[:2]
     seat(crew, 0, 2, n_floats=N_FLOATS)
-    crew[1].agent.aim(6)
+    crew[1].agent.set_next_step(6)
     assert commit(crew, save(crew, 4)) == StateId(0, 6)
     assert crew[0].agent.stats()["given_up"] == 2
 
@@ -251,7 +251,7 @@ def test_a_keeper_in_place_of_one_that_died_is_found_where_that_was(nodes, stack
     nodes[1].process.kill()
     nodes[1].replace()
     stack.callback(nodes[1].process.kill)
-    nodes[1].begin(0, 3)
+    nodes[1].acquire(0, 3)
     nodes[1].agent.replicate([nodes[2].peer], [Shard(0, 3)])
     nodes[1].agent.take_over(first.epoch)
     nodes[1].connect(0, [1], 3)
@@ -295,7 +295,7 @@ def test_a_node_without_the_room_for_others_says_so_and_its_own_states_are_saved
 ):
     image_bytes = layout_of(0, 2, n_floats=N_FLOATS).nbytes
     # For its own two slots, and for half of what it is to hold for the other.
-    room_bytes = MARGIN_BYTES + 2 * image_bytes + image_bytes // 2
+    room_bytes = SYSTEM_RESERVE_BYTES + 2 * image_bytes + image_bytes // 2
     small = SmallNode(tmp_path, "small", "127.0.0.8", room_bytes)
     stack.callback(small.close)
     crew = [nodes[0], small]
@@ -316,8 +316,8 @@ def test_an_older_start_is_fenced_off(nodes):
     seat(crew, 0, 2, n_floats=N_FLOATS)
     state = commit(crew, save(crew, 3))
     # One node goes on with the next epoch; the other one has not heard of it.
-    crew[1].begin(1, 2)
-    crew[1].agent.choose(state, 1)
+    crew[1].acquire(1, 2)
+    crew[1].agent.restore_from(state, 1)
     before = crew[1].agent.stats()["replica_bytes"]
     for rank in crew[0].ranks:
         rank.save(4)
@@ -340,23 +340,23 @@ def test_a_shared_directory_has_a_state_once_it_is_sealed_and_not_before(nodes, 
         node.agent.commit(state, persist=True)
     until(lambda: all(state in node.agent.progress().parts for node in nodes[:2]))
     # Two of three: nobody sees it, and nobody can make it appear.
-    assert store.list() == ()
+    assert store.list_states() == ()
     nodes[0].agent.seal_persisted(state, 3)
     until(lambda: nodes[0].heard_of("persist_failed"))
     assert "not all of its 3 shards" in nodes[0].heard_of("persist_failed")[0]["why"]
-    assert store.list() == ()
+    assert store.list_states() == ()
     assert nodes[0].agent.progress().persisted is None
 
     nodes[2].agent.commit(state, persist=True)
     until(lambda: state in nodes[2].agent.progress().parts)
-    assert store.list() == ()
+    assert store.list_states() == ()
     nodes[0].agent.seal_persisted(state, 3)
     until(lambda: nodes[0].agent.progress().persisted == state)
     nodes[0].agent.seal_persisted(state, 3)
-    assert [stored.state for stored in store.list()] == [state]
+    assert [stored.state for stored in store.list_states()] == [state]
     assert verify_state(store, state) == []
     assert store.read_manifest(state).job == JOB
-    assert sorted(p.name for p in place.iterdir()) == [OWNER, state.name]
+    assert sorted(p.name for p in place.iterdir()) == [LOCK_NAME, state.name]
 
 
 def test_with_no_peer_left_the_directory_serves(nodes, start, tmp_path):
@@ -370,13 +370,13 @@ def test_with_no_peer_left_the_directory_serves(nodes, start, tmp_path):
     crew[1].kill()
     corrupt(crew[0], Shard(1, 2))
     spare = start("n4", 4)
-    spare.begin(1, 2)
-    crew[0].begin(1, 2)
-    crew[0].agent.choose(state, 1)
-    spare.agent.choose(state, 1, {Shard(1, 2): [crew[0].peer]})
+    spare.acquire(1, 2)
+    crew[0].acquire(1, 2)
+    crew[0].agent.restore_from(state, 1)
+    spare.agent.restore_from(state, 1, {Shard(1, 2): [crew[0].peer]})
     spare.connect(1, [1], 2)
-    spare.lines[0].settings(Policy(directory=options["directory"]))
-    offer = spare.lines[0].offer(60.0)
+    spare.lines[0].set_policy(CheckpointPolicy(directory=options["directory"]))
+    offer = spare.lines[0].restore_point(60.0)
     assert (offer.state, offer.tier) == (state, Tier.PERSISTENT)
     assert reads(spare, 1, 2, offer, 3)
     assert any("damaged" in why for why in offer.why)
@@ -395,9 +395,9 @@ def test_serving_is_asked_for_again_without_harm(nodes):
 def test_a_peer_that_accepts_and_never_reads_delays_nobody(nodes, stack):
     crew = nodes[:1]
     deaf = stack.enter_context(socket.create_server(("127.0.0.9", 0)))
-    crew[0].begin(0, 2)
-    crew[0].agent.replicate([Peer("deaf", "127.0.0.9", deaf.getsockname()[1])], [])
-    crew[0].agent.choose(None, 0)
+    crew[0].acquire(0, 2)
+    crew[0].agent.replicate([KeeperAddress("deaf", "127.0.0.9", deaf.getsockname()[1])], [])
+    crew[0].agent.restore_from(None, 0)
     crew[0].connect(0, [0], 2)
     crew[0].offers()
     crew[0].reserve([0], 2, n_floats=N_FLOATS)

@@ -6,8 +6,8 @@ import pytest
 from support.keeper_ranks import until
 from support.peer_keepers import Node, commit, save, seat
 
-from gpuops.checkpoint.placement import moves, place, place_again
-from gpuops.checkpoint.states import Shard, StateId, Tier
+from gpuops.checkpoint.placement.replica_placement import missing_copies, place, rebalance
+from gpuops.checkpoint.types import Shard, StateId, Tier
 
 N_FLOATS = 300_000
 WORLD = 4
@@ -43,8 +43,8 @@ def test_a_lost_holder_is_replaced_and_only_its_partner_sends(start):
     crew[2].kill()
     spare = start(5)
     crew[2] = spare
-    after = place_again(before, [node.name for node in crew])
-    assert set(moves(before, after)) == {("n1", "n5"), ("n5", "n1")}
+    after = rebalance(before, [node.name for node in crew])
+    assert set(missing_copies(before, after)) == {("n1", "n5"), ("n5", "n1")}
     sources = {spare: {Shard(2, WORLD): [crew[0].peer]}}
     offers = seat(crew, 1, WORLD, state, 1, sources, placed=after, n_floats=N_FLOATS)
 

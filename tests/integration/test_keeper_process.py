@@ -27,13 +27,13 @@ from support.keeper_ranks import (
     until,
 )
 
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper import NO_ANSWER, SOON_S, Grant, Policy, Skipped
-from gpuops.checkpoint.keeper_line import KeeperGoneError, KeeperLine
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.messages import MESSAGE_BYTES_MAX
-from gpuops.checkpoint.states import KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.api import FAST_CALL_S, NO_ANSWER, CheckpointPolicy, Lease, Skipped
+from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
+from gpuops.checkpoint.keeper.messages import MESSAGE_BYTES_MAX
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -52,13 +52,13 @@ def keeper(tmp_path, stack):
 
 
 def line_of(stack, keeper, rank=0, world=1, generation=0, **kwargs):
-    found = connect(
+    found = connect_rank(
         keeper.socket_path,
         rank=rank,
         world=world,
         local_rank=rank,
         local_world=world,
-        epoch_hint=generation,
+        generation=generation,
         **kwargs,
     )
     stack.callback(found.close)
@@ -66,7 +66,7 @@ def line_of(stack, keeper, rank=0, world=1, generation=0, **kwargs):
 
 
 def agent_of(stack, keeper):
-    link = AgentLink.connect(keeper.socket_path)
+    link = AgentKeeperClient.connect(keeper.socket_path)
     stack.callback(link.close)
     return link
 
@@ -80,16 +80,16 @@ WRITER = """
     import sys
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
-    from gpuops.checkpoint.client import connect
+    from gpuops.checkpoint.keeper.rank_client import connect_rank
     import time
     from support.keeper_ranks import Rank
-    from gpuops.checkpoint.keeper import Grant
+    from gpuops.checkpoint.keeper.api import Lease
 
     rank, world = int(sys.argv[3]), int(sys.argv[4])
-    keeper = connect(Path(sys.argv[2]), rank=rank, world=world, local_rank=rank,
-                     local_world=world, epoch_hint=int(sys.argv[5]))
+    keeper = connect_rank(Path(sys.argv[2]), rank=rank, world=world, local_rank=rank,
+                          local_world=world, generation=int(sys.argv[5]))
     me = Rank(keeper, rank, world, n_floats=500_000)
-    keeper.offer(60.0)
+    keeper.restore_point(60.0)
     me.reserve()
     step = 0
     while True:
@@ -97,7 +97,7 @@ WRITER = """
         step = max(step + 1, int(time.monotonic() * 12))
         time.sleep(max(step / 12 - time.monotonic(), 0))
         answer = me.copy(step)
-        if isinstance(answer, Grant):
+        if isinstance(answer, Lease):
             keeper.seal(answer)
 """
 
@@ -126,7 +126,7 @@ def test_workers_killed_in_the_middle_of_copies_lose_nothing_committed(keeper, s
         before = agent.stats()["newest"]
         agent.begin_generation(generation, 1, None)
         lines = [line_of(stack, keeper, rank, world, generation) for rank in range(world)]
-        offers = [line.offer(30.0) for line in lines]
+        offers = [line.restore_point(30.0) for line in lines]
 
         assert offers[0] == offers[1]
         assert offers[0].tier is Tier.MEMORY
@@ -144,10 +144,10 @@ AGENT = """
     import sys
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
-    from gpuops.checkpoint.keeper_process import start_or_adopt
-    from gpuops.checkpoint.agent_link import AgentLink
+    from gpuops.checkpoint.keeper.process import start_or_adopt
+    from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
     process = start_or_adopt(Path(sys.argv[2]), lease_s=60.0)
-    link = AgentLink.connect(process.socket_path)
+    link = AgentKeeperClient.connect(process.socket_path)
     link.begin_generation(3, 1, None, job="run")
     print(process.pid, flush=True)
     sys.stdin.read()
@@ -176,8 +176,8 @@ def test_a_new_agent_adopts_the_keeper_of_a_killed_one_with_all_it_holds(tmp_pat
     path = tmp_path / "keeper" / "keeper.sock"
     lines = []
     for rank in range(2):
-        line = connect(
-            path, rank=rank, world=2, local_rank=rank, local_world=2, epoch_hint=3, deadline_s=30
+        line = connect_rank(
+            path, rank=rank, world=2, local_rank=rank, local_world=2, generation=3, deadline_s=30
         )
         stack.callback(line.close)
         lines.append(line)
@@ -186,15 +186,15 @@ def test_a_new_agent_adopts_the_keeper_of_a_killed_one_with_all_it_holds(tmp_pat
     with pytest.raises(KeeperError, match=f"pid {pid}.*agent with pid {agent.pid}"):
         start_or_adopt(tmp_path / "keeper", lease_s=60.0)
     with pytest.raises(KeeperError, match="two agents"):
-        AgentLink.connect(path)
+        AgentKeeperClient.connect(path)
     # The whole session, as a launcher that is killed takes its group with it.
     os.killpg(agent.pid, signal.SIGKILL)
     agent.wait()
     until(lambda: ranks[0].keeper.stats()["agent"] is None)
 
     adopted = start_or_adopt(tmp_path / "keeper", lease_s=60.0)
-    assert (adopted.pid, adopted.adopted, adopted.is_running()) == (pid, True, True)
-    link = AgentLink.connect(adopted.socket_path)
+    assert (adopted.pid, adopted.is_adopted, adopted.is_running()) == (pid, True, True)
+    link = AgentKeeperClient.connect(adopted.socket_path)
     stack.callback(link.close)
     copies = link.inventory()
     assert sorted({copy.state for copy in copies}) == states
@@ -203,11 +203,11 @@ def test_a_new_agent_adopts_the_keeper_of_a_killed_one_with_all_it_holds(tmp_pat
         layout = ranks[copy.shard.rank].layout
         image = memoryview(bytearray(layout.nbytes))
         fill(image, layout, copy.state.step)
-        from gpuops.checkpoint.digest import digest_of
+        from gpuops.checkpoint.digest import compute_digest
 
-        assert copy.digest == digest_of(image)
-        assert copy.layout == layout.hash
-    link.end()
+        assert copy.digest == compute_digest(image)
+        assert copy.layout == layout.header_hash
+    link.shut_down()
     until(lambda: not adopted.is_running())
 
 
@@ -227,7 +227,7 @@ def test_a_rank_that_is_stopped_holds_up_nobody_but_itself(keeper, stack):
     ranks = [
         Rank(line_of(stack, keeper, rank, 2, 1), rank, 2, n_floats=500_000) for rank in range(2)
     ]
-    offers = [rank.keeper.offer(30.0) for rank in ranks]
+    offers = [rank.keeper.restore_point(30.0) for rank in ranks]
     assert [offers[0].state.epoch, offers[0].state.step] >= state
     os.kill(writers[1].pid, signal.SIGCONT)
     assert writers[1].wait(timeout=30) != 0  # its keeper has cut it off
@@ -241,7 +241,7 @@ def test_older_workers_are_cut_off_and_not_let_in_again(keeper, stack):
     agent.begin_generation(5, 1, None)
 
     with pytest.raises(KeeperError):
-        old.keeper.begin(2)
+        old.keeper.acquire(2)
     with pytest.raises(KeeperError, match="generation 4 is over"):
         line_of(stack, keeper, generation=4)
     with pytest.raises(KeeperError, match="generation 6 was not begun"):
@@ -261,7 +261,7 @@ def test_without_an_agent_new_workers_take_over_from_old_ones(keeper, stack):
         rank.keeper.close()
     new = [line_of(stack, keeper, rank, 2) for rank in range(2)]
 
-    assert [line.offer(30.0).state for line in new] == [state, state]
+    assert [line.restore_point(30.0).state for line in new] == [state, state]
 
 
 def test_a_rank_is_there_once(keeper, stack):
@@ -270,7 +270,7 @@ def test_a_rank_is_there_once(keeper, stack):
     with pytest.raises(KeeperError, match="connected as local rank 0 already"):
         line_of(stack, keeper, 0, 2)
     with pytest.raises(KeeperError, match="both are rank 0"):
-        connect(keeper.socket_path, rank=0, world=2, local_rank=1, local_world=2)
+        connect_rank(keeper.socket_path, rank=0, world=2, local_rank=1, local_world=2)
 
 
 def test_persisting_follows_the_policy_and_a_flush(keeper, stack, tmp_path):
@@ -340,7 +340,7 @@ def test_the_agent_hears_what_happened(keeper, stack):
     for step in range(1, 8):
         save_all(ranks, step)
     ranks[0].copy(8)
-    ranks[0].keeper.begin(9)
+    ranks[0].keeper.acquire(9)
     events = agent.events()
 
     committed = [event for event in events if event["kind"] == "committed"]
@@ -351,8 +351,8 @@ def test_the_agent_hears_what_happened(keeper, stack):
     assert agent.events() == []
     agent.begin_generation(1, 1, None)
     lines = [line_of(stack, keeper, rank, 2, 1) for rank in range(2)]
-    offer = lines[0].offer(30.0)
-    lines[0].restored(offer, 0.25, 1234)
+    offer = lines[0].restore_point(30.0)
+    lines[0].report_restored(offer, 0.25, 1234)
     events = {event["kind"]: event for event in agent.events()}
     assert events["offered"]["tier"] == "memory"
     assert events["restored"]["bytes"] == 1234
@@ -363,17 +363,17 @@ def test_several_nodes_commit_and_choose_together(keeper, stack, tmp_path):
     agent = agent_of(stack, keeper)
     agent.begin_generation(0, 2, None, job="run")
     lines = [
-        connect(keeper.socket_path, rank=2 + n, world=4, local_rank=n, local_world=2)
+        connect_rank(keeper.socket_path, rank=2 + n, world=4, local_rank=n, local_world=2)
         for n in range(2)
     ]
     for line in lines:
         stack.callback(line.close)
     ranks = [Rank(line, 2 + n, 4, directory=str(tmp_path)) for n, line in enumerate(lines)]
-    asked = threading.Thread(target=lambda: ranks[0].keeper.offer(60.0))
+    asked = threading.Thread(target=lambda: ranks[0].keeper.restore_point(60.0))
     asked.start()
-    agent.choose(None, 7)
+    agent.restore_from(None, 7)
     asked.join()
-    assert all(rank.keeper.offer(30.0) is None for rank in ranks)
+    assert all(rank.keeper.restore_point(30.0) is None for rank in ranks)
     for rank in ranks:
         rank.reserve()
     for rank in ranks:
@@ -385,16 +385,18 @@ def test_several_nodes_commit_and_choose_together(keeper, stack, tmp_path):
     assert agent.stats()["newest"] == [7, 1]
     until(lambda: any(event["kind"] == "persisted_part" for event in agent.events()))
     with pytest.raises(KeeperError, match="told already"):
-        agent.choose(state, 8)
+        agent.restore_from(state, 8)
     agent.begin_generation(1, 2, None)
-    agent.choose(state, 8)
+    agent.restore_from(state, 8)
     lines = [
-        connect(keeper.socket_path, rank=2 + n, world=4, local_rank=n, local_world=2, epoch_hint=1)
+        connect_rank(
+            keeper.socket_path, rank=2 + n, world=4, local_rank=n, local_world=2, generation=1
+        )
         for n in range(2)
     ]
     for line in lines:
         stack.callback(line.close)
-    offers = [line.offer(30.0) for line in lines]
+    offers = [line.restore_point(30.0) for line in lines]
     assert (offers[0].state, offers[0].epoch, offers[0].tier) == (state, 8, Tier.MEMORY)
     assert offers[0] == offers[1]
 
@@ -465,7 +467,7 @@ def test_garbage_never_ends_the_keeper_and_loses_no_state(keeper, stack):
         assert keeper.is_running(), f"seed {seed}, connection {number}"
     line = until(lambda: patient_line(stack, keeper), deadline_s=30)
     assert line.stats()["committed"] >= 1, f"seed {seed}"
-    offer = line.offer(30.0)
+    offer = line.restore_point(30.0)
     # Who speaks as a rank may begin a state anew, but not make one up.
     assert offer is None or offer.state >= state, f"seed {seed}"
 
@@ -497,7 +499,7 @@ def test_descriptors_that_nobody_asked_for_and_answers_nobody_reads_leave_nothin
     # An answer with slots to a question that wants none.
     with hello(keeper, **RANK | {"world": 2, "local_world": 2, "rank": 1, "local_rank": 1}) as sock:
         layout = layout_of(1, 2)
-        fields = {"layout": layout.hash, "nbytes": layout.nbytes, "slots": 2}
+        fields = {"layout": layout.header_hash, "nbytes": layout.nbytes, "slots": 2}
         for _ in range(30):
             sock.send(json.dumps({"v": 1, "id": 0, "what": "reserve", **fields}).encode())
         until(lambda: n_files(keeper.pid) <= before + 8, deadline_s=15)
@@ -589,7 +591,7 @@ def test_it_ends_when_nobody_comes_back_within_the_lease(tmp_path, stack):
 
     until(lambda: not keeper.is_running(), deadline_s=20)
     with pytest.raises(KeeperGoneError):
-        KeeperLine(keeper.socket_path)
+        KeeperConnection(keeper.socket_path)
 
 
 def test_what_only_memory_has_is_persisted_before_it_ends(tmp_path, stack):
@@ -619,7 +621,7 @@ def test_two_starts_at_once_share_one_keeper(tmp_path, stack):
         stack.callback(process.kill)
 
     assert len({process.pid for process in found}) == 1
-    assert [process.adopted for process in found].count(False) == 1
+    assert [process.is_adopted for process in found].count(False) == 1
 
 
 def test_a_folder_with_a_name_longer_than_an_address_can_be(tmp_path, stack):
@@ -645,18 +647,18 @@ def test_what_a_dead_keeper_left_is_no_hindrance(tmp_path, stack):
     second = start_or_adopt(tmp_path / "keeper", lease_s=20.0)
     stack.callback(second.kill)
 
-    assert not second.adopted
+    assert not second.is_adopted
     assert newest(line_of(stack, second)) is None
 
 
 def test_a_keeper_that_is_stopped_is_an_error_within_the_deadline(keeper, stack):
     line = line_of(stack, keeper)
-    line._line._deadline_s = 0.5
+    line._connection._deadline_s = 0.5
     os.kill(keeper.pid, signal.SIGSTOP)
     with pytest.raises(KeeperError, match="does not answer"):
-        line.settings(Policy())
+        line.set_policy(CheckpointPolicy())
     with pytest.raises(KeeperError, match="is closed"):
-        line.begin(2)
+        line.acquire(2)
     os.kill(keeper.pid, signal.SIGCONT)
 
 
@@ -666,13 +668,13 @@ def test_a_rank_that_trains_skips_while_a_keeper_is_stopped_and_goes_on_after(ke
     state = save_all(ranks, 1)
     os.kill(keeper.pid, signal.SIGSTOP)
     began_s = time.monotonic()
-    answers = [rank.keeper.begin(2) for rank in ranks]
+    answers = [rank.keeper.acquire(2) for rank in ranks]
     first_s = time.monotonic() - began_s
     began_s = time.monotonic()
     for step in range(3, 2003):
-        answers += [rank.keeper.begin(step) for rank in ranks]
-    assert time.monotonic() - began_s < 2000 * SOON_S
-    assert first_s >= SOON_S
+        answers += [rank.keeper.acquire(step) for rank in ranks]
+    assert time.monotonic() - began_s < 2000 * FAST_CALL_S
+    assert first_s >= FAST_CALL_S
     assert set(answers) == {Skipped(NO_ANSWER)}
     with pytest.raises(KeeperError, match="has not answered yet"):
         ranks[0].keeper.stats()
@@ -693,18 +695,18 @@ def silent(answers):
 
 def granted(answers):
     """Return the state that all were granted, None where some were not."""
-    states = {answer.state for answer in answers if isinstance(answer, Grant)}
+    states = {answer.state for answer in answers if isinstance(answer, Lease)}
     return states.pop() if len(states) == 1 and len(answers) == 2 else None
 
 
 def test_a_killed_keeper_is_an_error_and_its_memory_stays_with_who_maps_it(keeper, stack):
     (rank,) = crew_of(stack, keeper)
     grant = rank.copy(1)
-    assert isinstance(grant, Grant)
+    assert isinstance(grant, Lease)
     keeper.kill()
 
     with pytest.raises(KeeperError):
-        until(lambda: rank.keeper.begin(2) and False)
+        until(lambda: rank.keeper.acquire(2) and False)
     assert holds(rank.slots[grant.slot], rank.layout, 1)
 
 
@@ -726,24 +728,24 @@ def test_ranks_that_run_go_on_saving_into_a_keeper_in_place_of_one_that_died(
     agent = agent_of(stack, second)
     agent.begin_generation(4, 1, None)
     agent.take_over(epoch)
-    lines = [line_of(stack, second, rank, 2, 4, is_back=True) for rank in range(2)]
+    lines = [line_of(stack, second, rank, 2, 4, is_reconnect=True) for rank in range(2)]
     again = [Rank(line, n, 2, directory=place) for n, line in enumerate(lines)]
     ranks = [rank.reserve() for rank in again]
     # Nothing is read of what persists: the first step that is asked for is saved.
     assert save_all(ranks, 8) == StateId(epoch, 8)
     assert "took_over" in [event["kind"] for event in agent.events()]
     with pytest.raises(KeeperError, match="told the ranks of this generation"):
-        lines[1].offer(5.0)
+        lines[1].restore_point(5.0)
     agent.begin_generation(5, 1, None)
     (fresh,) = crew_of(stack, second, generation=5)
-    assert fresh.keeper.offer(30.0).state == StateId(epoch, 8)
+    assert fresh.keeper.restore_point(30.0).state == StateId(epoch, 8)
 
 
 def test_a_rank_whose_line_broke_comes_back_and_nobody_begins_anew(keeper, stack):
     ranks = crew_of(stack, keeper, 2)
     state = save_all(ranks, 3)
     ranks[1].keeper.close()
-    back = Rank(line_of(stack, keeper, 1, 2, is_back=True), 1, 2).reserve()
+    back = Rank(line_of(stack, keeper, 1, 2, is_reconnect=True), 1, 2).reserve()
     assert save_all([ranks[0], back], 4) == StateId(state.epoch, 4)
     # One that does not say so is a worker that was started anew, and so are all.
     back.keeper.close()

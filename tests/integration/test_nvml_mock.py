@@ -11,8 +11,8 @@ from support import mock_nvml
 from support.mock_nvml import UUIDS, addresses, shape
 from support.runs import wait_until
 
-from gpuops.host.gpu_facts import NvmlSnapshot
-from gpuops.host.nvml_calls import GROUPS
+from gpuops.host.nvml.calls import GROUPS
+from gpuops.host.nvml.facts import NvmlSnapshot
 from gpuops.host.records import from_json
 
 pytestmark = pytest.mark.cc
@@ -24,7 +24,7 @@ HANG_S = 4.0
 ASK = """
 import json, sys
 from pathlib import Path
-from gpuops.host.nvml import read_nvml
+from gpuops.host.nvml.reader import read_nvml
 from gpuops.host.records import to_json
 for line in sys.stdin:
     snapshot = read_nvml(float(line), Path(sys.argv[1]))
@@ -537,7 +537,7 @@ def test_a_machine_without_threads_to_give_is_asked_one_call_after_another(mock)
 import threading
 threading.stack_size(2**46)
 from pathlib import Path
-from gpuops.host.nvml import read_nvml
+from gpuops.host.nvml.reader import read_nvml
 snapshot = read_nvml(20.0, Path("/without-threads"))
 print(snapshot.status, len(snapshot.gpus), {gpu.power.limit_w for gpu in snapshot.gpus})
 """
@@ -546,7 +546,7 @@ print(snapshot.status, len(snapshot.gpus), {gpu.power.limit_w for gpu in snapsho
 
 def test_a_machine_without_the_library_has_no_nvml(tmp_path):
     """Where a driver is installed, this asks it instead."""
-    code = "from gpuops.host.nvml import read_nvml; print(read_nvml(20.0).status)"
+    code = "from gpuops.host.nvml.reader import read_nvml; print(read_nvml(20.0).status)"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, timeout=60, text=True
     )

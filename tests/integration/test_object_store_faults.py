@@ -11,11 +11,11 @@ from support.faulty_http import FaultyHttp
 from support.s3_server import s3_server
 
 from gpuops.checkpoint.manifest import MANIFEST
-from gpuops.checkpoint.object_calls import UnreachableError
-from gpuops.checkpoint.object_store import ABANDONED_S, open_object_store
-from gpuops.checkpoint.persist import persist
-from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.storage.object_retry import ObjectStoreUnreachableError
+from gpuops.checkpoint.storage.object_store import ABANDONED_S, open_object_store
+from gpuops.checkpoint.storage.persist import persist
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.host.clock import FakeClock, SystemClock
 
 STATE, LATER = StateId(1, 100), StateId(1, 200)
@@ -62,7 +62,7 @@ def pair():
 
 
 def states(store):
-    return [stored.state for stored in store.list()]
+    return [stored.state for stored in store.list_states()]
 
 
 def every(n, *faults):
@@ -125,7 +125,7 @@ def test_a_store_that_only_fails_is_told_in_time_and_nothing_changes(
     with pytest.raises(CheckpointError, match=r"cannot ask for s3://"):
         persist(through, LATER, pair, origin=ORIGIN)
     with pytest.raises(CheckpointError):
-        through.list()
+        through.list_states()
     assert (clock.mono_ns() - began_ns) / 1e9 < 60
 
     proxy.plan = lambda _method, _path: None
@@ -139,7 +139,7 @@ def test_a_server_that_never_answers_is_given_up(behind, proxy):
 
     began_ns = clock.mono_ns()
     with pytest.raises(CheckpointError):
-        behind(1, read_timeout=0.5, connect_timeout=0.5).list()
+        behind(1, read_timeout=0.5, connect_timeout=0.5).list_states()
 
     assert (clock.mono_ns() - began_ns) / 1e9 < 60
 
@@ -153,14 +153,16 @@ def test_a_server_that_is_gone_is_told(server, bucket, pair):
 
 
 def test_an_address_at_which_nobody_listens_is_told_long_before_a_store_that_fails(server, bucket):
-    store = open_object_store(f"s3://{bucket}/run", server.options(port=1), first_answer_s=0.5)
+    store = open_object_store(
+        f"s3://{bucket}/run", server.options(port=1), first_response_timeout_s=0.5
+    )
     clock = SystemClock()
 
     began_ns = clock.mono_ns()
     with pytest.raises(
-        UnreachableError, match=rf"cannot list s3://{bucket}/run: no answer"
+        ObjectStoreUnreachableError, match=rf"cannot list s3://{bucket}/run: no answer"
     ) as gone:
-        store.survey()
+        store.scan()
 
     assert (clock.mono_ns() - began_ns) / 1e9 < 60  # of 300
     assert gone.value.exit_code == 75
@@ -175,7 +177,7 @@ def test_a_bucket_that_is_not_there_is_told_and_not_made(server, pair):
         persist(store, STATE, pair, origin=ORIGIN)
 
     assert (clock.mono_ns() - began_ns) / 1e9 < 30  # it is not asked again
-    assert store.list() == ()
+    assert store.list_states() == ()
 
 
 def lose_the_connection(store, behind, proxy, pair, choose):
@@ -256,7 +258,7 @@ def test_an_object_that_another_run_replaced_is_not_committed(store, pair):
 
     calls = []
     with pytest.raises(CheckpointError, match="another run meanwhile"):
-        persist(writer_store, STATE, pair, origin=ORIGIN, pace=pace)
+        persist(writer_store, STATE, pair, origin=ORIGIN, throttle=pace)
 
     assert states(store) == []
 
@@ -265,7 +267,7 @@ def test_what_was_never_finished_is_swept_after_a_day_and_not_before(server, buc
     persist(store, STATE, pair, origin=ORIGIN)
     persist(store, LATER, pair, origin=ORIGIN)
     store._tree.remove(f"{LATER.name}/{MANIFEST}")
-    assert store.survey().leftovers == (LATER.name,)
+    assert store.scan().leftovers == (LATER.name,)
     assert store.sweep() == ()
 
     clock = FakeClock(now_us=SystemClock().now_us())
@@ -273,7 +275,7 @@ def test_what_was_never_finished_is_swept_after_a_day_and_not_before(server, buc
     clock.advance(ABANDONED_S + 60)
     assert later.sweep() == (LATER.name,)
 
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
     assert states(store) == [STATE]
     assert verify_state(store, STATE) == []
 
@@ -310,6 +312,6 @@ def test_soak_random_failures(store, behind, proxy):
             with contextlib.suppress(CheckpointError, CorruptError):
                 persist(behind(20), StateId(1, step), shards, origin=ORIGIN)
             proxy.plan = lambda _method, _path: None
-            for stored in store.list():
+            for stored in store.list_states():
                 assert verify_state(store, stored.state) == []
                 store.delete(stored.state)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from gpuops.checks.runner import CheckRun, Failure
-from gpuops.gate.node_incidents import Occasion, acknowledge, changed_incidents
-from gpuops.gate.remember import Memory, remember
-from gpuops.gate.state_file import change_state, read_state
+from gpuops.checks.core.runner import CheckFailure, CheckRun
+from gpuops.gate.node_incidents import CheckOccasion, acknowledge, changed_incidents
+from gpuops.gate.node_state import change_state, read_state
+from gpuops.gate.record import RecordOptions, record_check_run
 from gpuops.host.clock import FakeClock, SystemClock
 from gpuops.host.node_state import Repair
 from gpuops.model import (
@@ -20,8 +20,8 @@ from gpuops.model import (
     Side,
     Status,
 )
-from gpuops.store.lines import decode
-from gpuops.store.segments import find_segments
+from gpuops.store.spool.format import decode_line
+from gpuops.store.spool.segments import find_segments
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
@@ -39,7 +39,7 @@ FAILS = Finding(
     failure_class=FailureClass.GPU_FELL_OFF_BUS,
 )
 PASSES = replace(FAILS, status=Status.PASS, failure_class=None)
-PROLOG = Occasion(trigger="prolog", job_id="17", mode="enforce")
+PROLOG = CheckOccasion(trigger="prolog", job_id="17", mode="enforce")
 
 
 def ran(*findings, at=0, failures=()):
@@ -63,7 +63,7 @@ def state_dir(tmp_path):
 
 
 def memory(tmp_path, state_dir=None):
-    return Memory(
+    return RecordOptions(
         spool_dir=tmp_path / "spool",
         spool_bytes_max=2**26,
         root=tmp_path,
@@ -78,13 +78,13 @@ def memory(tmp_path, state_dir=None):
 def spooled(tmp_path):
     segments = sorted(find_segments(tmp_path / "spool"), key=lambda item: item.path.stat().st_ino)
     lines = [raw for item in segments for raw in item.path.read_bytes().splitlines()]
-    return sorted((decode(raw).event for raw in lines), key=lambda event: event.id)
+    return sorted((decode_line(raw).event for raw in lines), key=lambda event: event.id)
 
 
 def test_a_run_is_recorded_with_its_job_profile_mode_and_gpus(tmp_path):
     occasion = replace(PROLOG, gpus=frozenset({"1", "0"}))
 
-    assert remember(ran(PASSES), occasion, memory(tmp_path), SystemClock()) is None
+    assert record_check_run(ran(PASSES), occasion, memory(tmp_path), SystemClock()) is None
 
     (event,) = spooled(tmp_path)
     told = {key: event.payload[key] for key in ("trigger", "job_id", "profile", "mode", "gpus")}
@@ -99,7 +99,7 @@ def test_a_run_is_recorded_with_its_job_profile_mode_and_gpus(tmp_path):
 
 def test_what_is_late_changes_no_incident(tmp_path, state_dir):
     """A newer check may have looked while the disk kept this one waiting."""
-    assert remember(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
+    assert record_check_run(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
     before = read_state(state_dir, UID).incidents
 
     told = changed_incidents(ran(PASSES, at=60), PROLOG, state_dir, UID, is_late=lambda: True)
@@ -109,7 +109,7 @@ def test_what_is_late_changes_no_incident(tmp_path, state_dir):
 
 
 def test_roots_run_tells_of_an_incident_and_keeps_it(tmp_path, state_dir):
-    assert remember(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
+    assert record_check_run(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
 
     run, incident = spooled(tmp_path)
     assert (run.kind, incident.kind) == ("check.ran", "incident.recorded")
@@ -120,15 +120,15 @@ def test_roots_run_tells_of_an_incident_and_keeps_it(tmp_path, state_dir):
 
 
 def test_a_users_run_tells_of_no_incident(tmp_path):
-    remember(ran(FAILS), PROLOG, memory(tmp_path), SystemClock())
+    record_check_run(ran(FAILS), PROLOG, memory(tmp_path), SystemClock())
 
     assert [event.kind for event in spooled(tmp_path)] == ["check.ran"]
 
 
 def test_our_own_failures_are_told_as_events(tmp_path):
-    failed = Failure("judge of check x", "KeyError: 'y'", "Traceback")
+    failed = CheckFailure("judge of check x", "KeyError: 'y'", "Traceback")
 
-    remember(ran(PASSES, failures=[failed]), PROLOG, memory(tmp_path), SystemClock())
+    record_check_run(ran(PASSES, failures=[failed]), PROLOG, memory(tmp_path), SystemClock())
 
     assert [event.kind for event in spooled(tmp_path)] == ["check.ran", "tool.failed"]
 
@@ -201,7 +201,7 @@ def test_what_the_file_holds_besides_is_left_alone(state_dir):
 def test_recording_twice_gives_events_of_their_own(tmp_path, state_dir):
     clock = FakeClock()
     for at in (0, 60):
-        remember(ran(FAILS, at=at), PROLOG, memory(tmp_path, state_dir), clock)
+        record_check_run(ran(FAILS, at=at), PROLOG, memory(tmp_path, state_dir), clock)
 
     assert sorted(event.kind for event in spooled(tmp_path)) == [
         "check.ran",

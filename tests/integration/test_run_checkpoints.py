@@ -13,7 +13,7 @@ import pytest
 from support.ledger import problems, read_lines, redone
 from support.runs import JOBS, Run, is_alive, wait_until
 
-from gpuops.checkpoint.claim import OWNER, Claim, this_process
+from gpuops.checkpoint.storage.directory_lock import LOCK_NAME, DirectoryLock, this_process
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 JOB = JOBS / "resumes.py"
@@ -66,7 +66,7 @@ class Training(Run):
             except OSError:
                 continue
             here = [w for w in words if w.startswith(os.fsencode(self.runtime))]
-            if here and b"gpuops.checkpoint.serve" in words and is_alive(int(process.name)):
+            if here and b"gpuops.checkpoint.keeper.serve" in words and is_alive(int(process.name)):
                 found.append(int(process.name))
         return found
 
@@ -318,8 +318,8 @@ def test_switched_off_there_is_no_keeper(tmp_path):
 def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
     """At launch where the agent knows the directory, else as soon as a worker names it."""
     directory = tmp_path / "ckpt"
-    owner = Claim(directory, this_process())
-    owner.hold("the-first-job")
+    owner = DirectoryLock(directory, this_process())
+    owner.acquire("the-first-job")
     flags = (f"--ckpt-dir={directory}",)
     with (
         Training(tmp_path / "told", flags=flags) as told,
@@ -338,7 +338,7 @@ def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
         assert decided["decision"]["rule"] == "checkpoint.dir_taken"
         (incident,) = run.incidents()
         assert incident["failure_class"] == "checkpoint.dir_taken"
-    assert {path.name for path in directory.iterdir()} == {OWNER}
+    assert {path.name for path in directory.iterdir()} == {LOCK_NAME}
 
 
 def test_a_keeper_that_hangs_is_replaced_and_the_last_step_is_saved_all_the_same(tmp_path):

@@ -9,8 +9,8 @@ import psutil
 import pytest
 from support.runs import JOBS, Run, is_alive, wait_until
 
-from gpuops.agent.launch import CANCEL_GRACE_S
-from gpuops.host.process_look import look_at
+from gpuops.agent.launch.launch import CANCEL_GRACE_S
+from gpuops.host.process.inspect import look_at
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 PLAIN = JOBS / "plain.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.runs import JOBS, Run
 
-from gpuops.incident.budget import INFRASTRUCTURE_MAX
+from gpuops.incident.budget import INFRASTRUCTURE_FAILURES_MAX
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 PLAIN = JOBS / "plain.py"
@@ -141,7 +141,7 @@ def test_workers_that_the_system_refuses_to_start_are_an_incident(tmp_path):
     assert {incident["failure_class"] for incident in incidents} == {"launcher.start_failed"}
     assert {incident["state"] for incident in incidents} == {"closed"}
     # A refused start is tried again without being counted, but not for ever.
-    assert len(incidents) == INFRASTRUCTURE_MAX + 1
+    assert len(incidents) == INFRASTRUCTURE_FAILURES_MAX + 1
 
 
 def test_a_secret_in_the_runs_name_is_in_no_name_of_a_folder(tmp_path):

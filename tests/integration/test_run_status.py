@@ -13,17 +13,17 @@ from support.agent_states import FOLDER, RUN, agent_state
 from support.decisions import failure
 from support.history import T0, a_killed_run, record_run
 
-from gpuops.agent.agent_state import run_state
-from gpuops.agent.http import AgentServer
+from gpuops.agent.status.server import AgentServer
+from gpuops.agent.status.state import run_state
 from gpuops.cli.main import run_command
-from gpuops.cli.run_status import Pace
-from gpuops.control.keys import Keys
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, Roster, pack
-from gpuops.control.server_process import start_server
-from gpuops.control.tcp_board import TcpBoard
+from gpuops.cli.run_status import StatusHistory
+from gpuops.control.keys import ControlKeys
+from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.tcp.process import start_server
+from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.clock import FakeClock
-from gpuops.report.run_view import NodeView, RunView
-from gpuops.store.recorder import spool_recorder
+from gpuops.report.run_view import RunNodeView, RunView
+from gpuops.store.spool.record import spool_recorder
 from gpuops.units import NS_PER_S
 
 AGENT = "00000000-0000-0000-0000-000000000001"
@@ -63,7 +63,9 @@ def board(monkeypatch):
     token = secrets.token_hex(16)
     server = start_server("127.0.0.1", 0, run_key=RUN_KEY, token=token)
     try:
-        with closing(TcpBoard("127.0.0.1", server.port, run_key=RUN_KEY, token=token)) as told:
+        with closing(
+            TcpControlStore("127.0.0.1", server.port, run_key=RUN_KEY, token=token)
+        ) as told:
             fill(told)
         monkeypatch.setenv("GPUOPS_TOKEN", token)
         yield {"kind": "tcp", "host": "127.0.0.1", "port": server.port, "run_key": RUN_KEY}
@@ -72,16 +74,16 @@ def board(monkeypatch):
 
 
 def fill(board, **changes):
-    keys = Keys(run_id=RUN)
-    fields = {"run_id": RUN, "folder": FOLDER, "generation": 1, "phase": Phase.RUN}
+    keys = ControlKeys(run_id=RUN)
+    fields = {"run_id": RUN, "folder": FOLDER, "generation": 1, "phase": RunPhase.RUN}
     fields |= {"since_s": 0.0, "history": (failure(0),), "excluded": {"n9": "Xid 79"}}
     record = ControlRecord(**{**fields, **changes})
-    version = board.get(CONTROL).version
-    assert board.swap(CONTROL, record.to_bytes(), version=version)[0]
+    version = board.get(RECORD_KEY).version
+    assert board.compare_and_set(RECORD_KEY, record.to_bytes(), version=version)[0]
     me = Member(agent=AGENT, node="n1", address="127.0.0.1", n_workers=2)
     board.put(keys.agent(AGENT), pack(me.to_json()))
     board.put(keys.roster(1), Roster(generation=1, members=(me,)).to_bytes())
-    board.put(keys.alive(AGENT), pack({"seq": 3, "step": 57, "silent_s": 0.5}))
+    board.put(keys.heartbeat(AGENT), pack({"seq": 3, "step": 57, "silent_s": 0.5}))
 
 
 def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
@@ -212,8 +214,8 @@ def test_watching_ends_with_the_run(call, board, tmp_path):
     ):
         token = os.environ["GPUOPS_TOKEN"]
         place = (board["host"], board["port"])
-        with closing(TcpBoard(*place, run_key=RUN_KEY, token=token)) as told:
-            fill(told, phase=Phase.STOP, exit_code=93, reason="the same KeyError twice")
+        with closing(TcpControlStore(*place, run_key=RUN_KEY, token=token)) as told:
+            fill(told, phase=RunPhase.STOP, exit_code=93, reason="the same KeyError twice")
         assert watching.wait(60) == 0
     text = out.read_text()
 
@@ -223,8 +225,8 @@ def test_watching_ends_with_the_run(call, board, tmp_path):
 
 
 def test_the_pace_needs_two_looks_and_begins_anew_when_steps_are_made_again():
-    pace = Pace()
-    view = RunView(run_id=RUN, name="x", source="board", nodes=(NodeView(node="n1", seq=1),))
+    pace = StatusHistory()
+    view = RunView(run_id=RUN, name="x", source="board", nodes=(RunNodeView(node="n1", seq=1),))
 
     assert pace.rate(10, 0) is None
     assert pace.rate(15, 2 * NS_PER_S) == 2.5
@@ -233,7 +235,7 @@ def test_the_pace_needs_two_looks_and_begins_anew_when_steps_are_made_again():
     assert pace.rate(None, 5 * NS_PER_S) is None
     assert pace.silent_s(view, 0) == {"n1": 0.0}
     assert pace.silent_s(view, 7 * NS_PER_S) == {"n1": 7.0}
-    moved = replace(view, nodes=(NodeView(node="n1", seq=2),))
+    moved = replace(view, nodes=(RunNodeView(node="n1", seq=2),))
     assert pace.silent_s(moved, 8 * NS_PER_S) == {"n1": 0.0}
 
 

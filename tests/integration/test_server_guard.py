@@ -7,9 +7,8 @@ import signal
 import pytest
 from support.boards import RUN_KEY, TOKEN, eventually, tcp_board
 
-from gpuops.control.board import BoardForgotError
-from gpuops.control.server_guard import ServerGuard
-from gpuops.control.server_process import start_server
+from gpuops.control.store import ControlStoreResetError
+from gpuops.control.tcp.process import ServerGuard, start_server
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_a_killed_server_is_replaced_by_an_empty_one(guarded):
 
         os.kill(server.pid, signal.SIGKILL)
 
-        with pytest.raises(BoardForgotError, match="started anew"):
+        with pytest.raises(ControlStoreResetError, match="started anew"):
             board.get("a")
     # The new server may answer before the one who started it has heard that it is there.
     eventually(lambda: restarted, "the new server")

@@ -11,18 +11,18 @@ from support.command import gpuops
 from support.fake_root import FakeRoot
 from support.services import unavailable
 
-from gpuops.checks.suites import load_suite
-from gpuops.config import SETTINGS
-from gpuops.gate import errands, hook, sync
+from gpuops.checks.core.suite import load_suite
+from gpuops.config.resolve import SETTINGS
+from gpuops.gate import health_check, hook, permit
 from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, installation
 from gpuops.gate.leftovers import OWNERS_S
+from gpuops.gate.node_state import READ_S
 from gpuops.gate.permit import START_S
-from gpuops.gate.remember import RECORD_S
-from gpuops.gate.session import Request, plan_of
-from gpuops.gate.state_file import READ_S
-from gpuops.host.probe import STOP_S
+from gpuops.gate.record import RECORD_S
+from gpuops.gate.session import CheckRequest, plan_of
+from gpuops.host.process.probe import STOP_S
 from gpuops.resources import data_dir
-from gpuops.slurm.nodes import TIMEOUT_S
+from gpuops.slurm.scontrol import TIMEOUT_S
 
 SLURM = Path(__file__).parents[2] / "slurm"
 SCRIPTS = sorted(path for path in SLURM.iterdir() if path.suffix in {".sh", ".sbatch"})
@@ -206,9 +206,9 @@ def test_an_epilog_ends_before_its_hook_would_kill_it(state_hangs):
 
 def test_a_health_check_ends_before_its_hook_would_kill_it():
     jitter_s = 10.0
-    asked_s = START_S + sync.FETCH_S + STOP_S + TIMEOUT_S + STOP_S
+    asked_s = START_S + permit.FETCH_S + STOP_S + TIMEOUT_S + STOP_S
     looks_s = READ_S + deadline_s("health") + STOP_S
-    acted_s = permit_s() + hook.WRITE_S + errands.HEALTH_PUBLISH_S + TIMEOUT_S + STOP_S
+    acted_s = permit_s() + hook.WRITE_S + health_check.HEALTH_PUBLISH_S + TIMEOUT_S + STOP_S
     told_s = 3 * RECORD_S
     limit = limit_s("health_check.sh")
 
@@ -296,7 +296,7 @@ def test_a_sites_suite_takes_no_longer_than_the_hook_has_time_for(tmp_path, dead
     suite = tmp_path / "suites" / "prolog.toml"
     suite.parent.mkdir()
     suite.write_text(f'inherits = "full"\nrun = ["memory"]\ndeadline_s = {deadline}\n')
-    request = Request(
+    request = CheckRequest(
         suite="prolog", node="n1", root=tmp_path, state_dir=tmp_path, uid=0, site_dir=tmp_path
     )
 

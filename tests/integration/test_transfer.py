@@ -27,11 +27,11 @@ from support.transfers import (
     until,
 )
 
-from gpuops.checkpoint.states import CorruptError, Shard, StateId
-from gpuops.checkpoint.transfer_client import fetch, fetch_digest, push
-from gpuops.checkpoint.transfer_pace import RATE_MIN_BYTES_S, Pace
-from gpuops.checkpoint.transfer_turns import PinnedCopy
-from gpuops.checkpoint.transfer_wire import Refusal, RefusedError, TransferError
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import fetch, fetch_digest, push
+from gpuops.checkpoint.transfer.pacing import RATE_MIN_BYTES_S, SendPace
+from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import CorruptError, Shard, StateId
 from gpuops.host.clock import SystemClock
 
 
@@ -76,7 +76,7 @@ def test_a_copy_is_fetched(nbytes, n_connections, is_mapped):
     assert (found.received_bytes, found.found_bytes, found.n_damaged) == (nbytes, 0, 0)
     assert found.served == (("holder", nbytes),)
     assert shelf.pins == 0
-    assert server.figures()["sent_bytes"] == nbytes
+    assert server.counters()["sent_bytes"] == nbytes
 
 
 def test_a_chunk_larger_than_a_range_is_fetched():
@@ -97,7 +97,7 @@ def test_only_what_is_missing_is_fetched_again(image, target):
 
     assert is_same(memory, target)
     assert found.found_bytes == 30 * CHUNK
-    assert server.figures()["sent_bytes"] == NBYTES - 30 * CHUNK
+    assert server.counters()["sent_bytes"] == NBYTES - 30 * CHUNK
 
 
 def test_the_digest_is_told_where_only_the_root_is_known(image):
@@ -187,7 +187,7 @@ def test_two_who_push_the_same_share_the_work(image, store):
             thread.join(60)
 
     assert len(sent) == 3
-    assert server.figures()["received_bytes"] == NBYTES
+    assert server.counters()["received_bytes"] == NBYTES
     assert len(store.copies()) == 1
 
 
@@ -200,7 +200,7 @@ def test_a_damaged_own_copy_is_not_pushed(image, store):
             peer(server.port),
             job_pass(),
             push_of(copy),
-            PinnedCopy(memory.fd, copy.digest, damaged=seen.append),
+            PinnedCopy(memory.fd, copy.digest, on_damage=seen.append),
             terms(),
             no_pace(),
         )
@@ -212,10 +212,13 @@ def test_a_damaged_own_copy_is_not_pushed(image, store):
 def test_a_holder_that_refuses_says_why(image, store):
     memory, copy = image
     other = dataclasses.replace(copy, shard=Shard(2, 4))
-    with serving(store, store) as server, pytest.raises(RefusedError, match="no holder") as caught:
+    with (
+        serving(store, store) as server,
+        pytest.raises(TransferRefusedError, match="no holder") as caught,
+    ):
         hand_over(memory, other, peer(server.port))
 
-    assert caught.value.code is Refusal.NOT_WANTED
+    assert caught.value.code is TransferRefusal.NOT_WANTED
 
 
 @pytest.mark.parametrize(
@@ -232,8 +235,8 @@ def test_a_stranger_gets_nothing(image, target, job, why):
     with serving(shelf) as server, pytest.raises(TransferError, match=why):
         fetch([peer(server.port)], job, copy, target.view, terms())
 
-    assert server.figures()["strangers_cut"] >= 3
-    assert server.figures()["sent_bytes"] == 0
+    assert server.counters()["strangers_cut"] >= 3
+    assert server.counters()["sent_bytes"] == 0
 
 
 def test_a_server_that_does_not_know_the_token_gets_nothing_to_serve(image, target):
@@ -249,11 +252,11 @@ def test_an_old_epoch_is_refused(image, target):
     memory, copy = image
     with (
         serving(Shelf((memory, copy)), job=job_pass(epoch=4)) as server,
-        pytest.raises(RefusedError, match="epoch 4 has begun") as caught,
+        pytest.raises(TransferRefusedError, match="epoch 4 has begun") as caught,
     ):
         fetch([peer(server.port)], job_pass(epoch=3), copy, target.view, terms())
 
-    assert caught.value.code is Refusal.OLD_EPOCH
+    assert caught.value.code is TransferRefusal.OLD_EPOCH
 
 
 def test_a_peer_that_has_not_heard_of_the_new_epoch_is_waited_for(image, target):
@@ -278,7 +281,7 @@ def test_an_epoch_that_begins_ends_the_transfers_of_the_last(target):
 
     with (
         serving(Advancing((memory, copy)), job=server_job) as server,
-        pytest.raises(RefusedError, match="epoch 4 has begun"),
+        pytest.raises(TransferRefusedError, match="epoch 4 has begun"),
     ):
         fetch([peer(server.port)], job_pass(epoch=3), copy, target.view, terms())
 
@@ -293,7 +296,7 @@ def test_a_transfer_can_be_stopped(image, target):
             return super().open(state, shard)
 
     shelf = Stopping((memory, copy))
-    pace = Pace(RATE_MIN_BYTES_S, SystemClock())
+    pace = SendPace(RATE_MIN_BYTES_S, SystemClock())
     pace.take(3 * RATE_MIN_BYTES_S)  # so that the next byte goes out three seconds from now
     with serving(shelf, pace=pace) as server, pytest.raises(TransferError, match="was stopped"):
         fetch([peer(server.port)], job_pass(), copy, target.view, terms(stop=stop))
@@ -303,7 +306,7 @@ def test_a_transfer_can_be_stopped(image, target):
 
 def test_a_deadline_ends_a_transfer(image, target):
     memory, copy = image
-    pace = Pace(RATE_MIN_BYTES_S, SystemClock())
+    pace = SendPace(RATE_MIN_BYTES_S, SystemClock())
     pace.take(30 * RATE_MIN_BYTES_S)
     began_s = time.monotonic()
     with (
@@ -319,7 +322,7 @@ def test_the_pace_is_kept(store):
     rate = 8 * 2**20
     memory = filled(rate // 2)
     copy = copy_of(memory)
-    pace = Pace(rate, SystemClock())
+    pace = SendPace(rate, SystemClock())
     target = Memory(memory.nbytes)
     with serving(Shelf((memory, copy)), pace=pace) as server:
         began_s = time.monotonic()

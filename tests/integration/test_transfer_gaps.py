@@ -17,9 +17,9 @@ from support.transfers import (
     until,
 )
 
-from gpuops.checkpoint.transfer_gaps import GapPace
+from gpuops.checkpoint.transfer.pacing import GapPace
 from gpuops.host.clock import SystemClock
-from gpuops.host.traffic import Traffic, interface_of
+from gpuops.host.net.traffic import Traffic, interface_of
 
 MIB = 2**20
 STATE_BYTES = 32 * MIB
@@ -47,9 +47,9 @@ class Counted(GapPace):
 
     turned_bytes = 0
 
-    def turn(self, nbytes):
+    def enqueue(self, nbytes):
         self.turned_bytes += nbytes
-        return super().turn(nbytes)
+        return super().enqueue(nbytes)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def pushed():
     def push(pace, within_s):
         with serving(store, store, bounds=bounds) as server:
             begin_s = time.monotonic()
-            pace.owe(STATE_BYTES, within_s)
+            pace.set_deadline(STATE_BYTES, within_s)
             term = terms(60.0, 30.0, limits=bounds, n_connections=2)
             hand_over(memory, copy, peer(server.port), term, pace)
             return time.monotonic() - begin_s

@@ -1,6 +1,6 @@
 """What an agent knows of its run, built by hand."""
 
-from gpuops.agent.agent_state import AgentState, CheckpointState, RankState
+from gpuops.agent.status.state import AgentState, CheckpointState, RankStatus
 
 RUN = "0190f6a0-0000-7000-8000-0000abcd1234"
 FOLDER = "20260101T000000Z-train-abcd1234"
@@ -19,7 +19,7 @@ def agent_state(**changes):
         "phase": "run",
         "group_rank": 0,
         "world_size": 2,
-        "ranks": (RankState(rank=0, pid=5, step=41), RankState(rank=1, pid=6, step=40)),
+        "ranks": (RankStatus(rank=0, pid=5, step=41), RankStatus(rank=1, pid=6, step=40)),
         "restarts_used": 1,
         "restarts_max": 3,
         "board": {"kind": "private"},

@@ -1,7 +1,7 @@
 """Agents without processes: the whole agreement on a fake clock, in one thread.
 
-Each has a real `Link` and `Leader` over one `MemoryBoard`; only what `gpuops.agent` does with
-workers is played. A link that is cut answers nothing, a frozen agent does nothing at all.
+Each has a real `ControlClient` and `Leader` over one `MemoryControlStore`; only what `gpuops.agent`
+does with workers is played. A link that is cut answers nothing, a frozen agent does nothing at all.
 """
 
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from contextlib import suppress
 from dataclasses import replace
 from uuid import UUID
 
-from gpuops.control.board import BoardError, BoardUnreachableError
-from gpuops.control.drains import drain
-from gpuops.control.enter import enter
-from gpuops.control.leader import Leader, Timing
-from gpuops.control.link import Link
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import ControlRecord, Member, Phase, Roster, pack
+from gpuops.control.client import ControlClient
+from gpuops.control.drain import request_drain
+from gpuops.control.join import join
+from gpuops.control.leader import Leader, LeaderTimeouts
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.errors import EXIT_NODE_UNHEALTHY, EXIT_REQUEUE
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import (
-    Decision,
     NodeReport,
     PastFailure,
     ReportKind,
-    Terms,
-    Verdict,
+    RestartDecision,
+    RestartPolicy,
+    RunAction,
 )
 from gpuops.model import FailureClass, Side
 
@@ -38,10 +38,10 @@ def restart(reports, cluster, _history, now_s):
         at_s=now_s,
         failure_class=FailureClass.UNRESOLVED,
         side=Side.AMBIGUOUS,
-        counted=True,
+        is_counted=True,
     )
-    made = Decision(
-        verdict=Verdict.RESTART, rule="test", reason="test", failure=failure, cause=cause
+    made = RestartDecision(
+        action=RunAction.RESTART, rule="test", reason="test", failure=failure, cause=cause
     )
     return made, None
 
@@ -59,20 +59,20 @@ class CutBoard:
     """
 
     def __init__(self, board):
-        self._board = board
+        self._store = board
         self.is_cut = False
         self.lose = lambda _name: None
 
     def __getattr__(self, name):
-        act = getattr(self._board, name)
+        act = getattr(self._store, name)
 
         def call(*args, **kwargs):
             lost = "call" if self.is_cut else self.lose(name)
             if lost == "call":
-                raise BoardUnreachableError("cut")
+                raise ControlStoreUnreachableError("cut")
             answer = act(*args, **kwargs)
             if lost == "answer":
-                raise BoardUnreachableError("the answer was lost")
+                raise ControlStoreUnreachableError("the answer was lost")
             return answer
 
         return call
@@ -84,28 +84,28 @@ class Player:
     def __init__(self, world, number, order=None):
         self.world = world
         self.node = f"n{number}"
-        self.board = CutBoard(world.board.another())
+        self.store = CutBoard(world.store.new_handle())
         self.me = Member(
             agent=str(UUID(int=world.next_agent())),
             node=self.node,
             address=self.node,
             n_workers=world.n_workers,
-            order=order,
+            node_rank_hint=order,
             master_port=1000 + number,
         )
         fresh = ControlRecord(
-            run_id=self.me.agent, folder="run", generation=0, phase=Phase.FORM, since_s=0.0
+            run_id=self.me.agent, folder="run", generation=0, phase=RunPhase.RENDEZVOUS, since_s=0.0
         )
-        view = enter(self.board, self.me, fresh, world.clock, world.pass_time)
-        self.link = Link(self.board, self.me, view, world.clock, fence_s=10.0)
-        self.link.training = lambda: self.running
-        self.leader = Leader(self.link, world.clock, world.terms, world.timing, world.decide)
-        self.link.leads = self.leader
+        view = join(self.store, self.me, fresh, world.clock, world.pass_time)
+        self.link = ControlClient(self.store, self.me, view, world.clock, fence_timeout_s=10.0)
+        self.link.running_generation = lambda: self.running
+        self.leader = Leader(self.link, world.clock, world.policy, world.timing, world.decide)
+        self.link.coordinator = self.leader
         self.link.on_fence = lambda _s: self._killed()
         self.running = None  # the generation whose workers live here
         self.rank = None
         self.left = self.seated = -1
-        self.declared = -1
+        self.ready_entries = -1
         self.is_frozen = False
         self.is_dead = False
         self.is_stuck = False  # its main thread does nothing, its control thread beats
@@ -122,9 +122,9 @@ class Player:
         """Let each of its heartbeats take *seconds*; nobody else acts meanwhile."""
 
         def wait(name):
-            self.world.clock.advance(seconds if name == "beat" else 0.0)
+            self.world.clock.advance(seconds if name == "heartbeat" else 0.0)
 
-        self.board.lose = wait
+        self.store.lose = wait
 
     def _killed(self):
         """Hear that the workers here were killed, whatever the main thread does."""
@@ -140,18 +140,18 @@ class Player:
         """Take one turn of the control thread, one of the fence, one of the main thread."""
         if self.is_dead or self.is_frozen or self.exit_code is not None:
             return
-        with suppress(BoardError):
-            self.link.turn(hold_s=0.0)
+        with suppress(ControlStoreError):
+            self.link.run_once(hold_s=0.0)
         self.link.check_fence()
-        self.link.check_overdue()
+        self.link.check_overdue_workers()
         if self.is_stuck:
             return
-        with suppress(BoardError):
+        with suppress(ControlStoreError):
             self._main()
 
     def _main(self):
         record = self.link.record
-        if self.link.lost is not None:
+        if self.link.reset_error is not None:
             self.stop()
             self.exit_code = EXIT_REQUEUE
         elif self.link.is_fenced:
@@ -160,12 +160,12 @@ class Player:
             self._end_if_gone()
         elif self.unsaid is not None:
             self._say()
-        elif record.phase is Phase.STOP:
+        elif record.phase is RunPhase.STOP:
             self.stop()
             self.exit_code = record.exit_code
         elif self.node in record.excluded and self.running is None:
-            for key in (self.link.keys.alive, self.link.keys.agent):
-                self.board.delete(key(self.me.agent))
+            for key in (self.link.keys.heartbeat, self.link.keys.agent):
+                self.store.delete(key(self.me.agent))
             self.exit_code = EXIT_NODE_UNHEALTHY
         elif self.running is not None:
             self._supervise(record)
@@ -174,7 +174,7 @@ class Player:
 
     def _after_fence(self):
         self.left = max(self.left, self.seated)
-        if not self.link.rejoin():
+        if not self.link.clear_fence():
             return
         if self.left >= 0:
             self.unsaid = (ReportKind.NODE_LOST, self._report(ReportKind.NODE_LOST, self.left))
@@ -184,22 +184,25 @@ class Player:
         """Put on the board what could not be put there yet."""
         trigger, report = self.unsaid
         if trigger is not None:
-            self._gather(report.generation, trigger)
-        self.link.report(report)
+            self._collect(report.generation, trigger)
+        self.link.file_report(report)
         self.unsaid = None
 
     def _supervise(self, record):
-        if record.generation > self.running or record.phase in {Phase.GATHER, Phase.FORM}:
+        if record.generation > self.running or record.phase in {
+            RunPhase.COLLECT,
+            RunPhase.RENDEZVOUS,
+        }:
             self._end(ReportKind.DONE if self.done else ReportKind.STOPPED)
-        elif record.phase is Phase.DRAIN:
+        elif record.phase is RunPhase.DRAIN:
             self._end(ReportKind.STOPPED)
         elif self.drains:
-            drain(self.link, "SIGTERM", None)
+            request_drain(self.link, "SIGTERM", None)
         elif self.fails is not None:
             kind, self.fails = self.fails, None
             self._end(kind, trigger=kind)
         elif self.done:
-            self.link.report(self._report(ReportKind.DONE, self.running))
+            self.link.file_report(self._report(ReportKind.DONE, self.running))
 
     def _end(self, kind, trigger=None):
         ends_in_s = 0.0 if self.done else self.ends_in_s  # those that are done are gone
@@ -207,8 +210,8 @@ class Player:
         self.ending = (self._report(kind, self.running), gone_ns, trigger)
         self.ends_in_s = 0.0
         if trigger is not None:
-            with suppress(BoardError):
-                self._gather(self.running, trigger)
+            with suppress(ControlStoreError):
+                self._collect(self.running, trigger)
         self._end_if_gone()
 
     def _end_if_gone(self):
@@ -220,50 +223,52 @@ class Player:
         self._say()
 
     def _take_a_seat(self, record):
-        if record.phase is Phase.FORM and self.declared < record.generation:
+        if record.phase is RunPhase.RENDEZVOUS and self.ready_entries < record.generation:
             if self.node not in record.excluded:
                 key = self.link.keys.ready(record.generation, self.me.agent)
-                self.link.board.put(key, pack({**self.me.to_json(), **self.wish()}))
-                self.declared = record.generation
-        elif record.phase is not Phase.FORM:
-            entry = self.link.board.get(self.link.keys.roster(record.generation))
+                self.link.store.put(key, pack({**self.me.to_json(), **self.wish()}))
+                self.ready_entries = record.generation
+        elif record.phase is not RunPhase.RENDEZVOUS:
+            entry = self.link.store.get(self.link.keys.roster(record.generation))
             roster = Roster.from_bytes(entry.value)
             self.rank = roster.group_rank(self.me.agent)
-            if self.rank is not None and record.phase is Phase.RUN:
-                self.begins(roster)
+            if self.rank is not None and record.phase is RunPhase.RUN:
+                self.before_save(roster)
                 self.running = self.seated = record.generation
             elif self.rank is not None:
-                self.link.report(self._report(ReportKind.STOPPED, record.generation))
+                self.link.file_report(self._report(ReportKind.STOPPED, record.generation))
                 self.left = record.generation
 
     def wish(self):
         """Return what goes with the wish for a seat."""
         return {}
 
-    def begins(self, roster):
+    def before_save(self, roster):
         """Hear that workers start here, with the seats of *roster*."""
 
     def _report(self, kind, generation):
         blames, self.blames = self.blames, False
         return NodeReport(kind=kind, node=self.node, generation=generation, blames_node=blames)
 
-    def _gather(self, generation, kind):
+    def _collect(self, generation, kind):
         def change(now):
-            if (now.generation, now.phase) != (generation, Phase.RUN):
+            if (now.generation, now.phase) != (generation, RunPhase.RUN):
                 return None
-            return replace(now, phase=Phase.GATHER, trigger=kind, decided_by=self.node)
+            return replace(now, phase=RunPhase.COLLECT, trigger=kind, decided_by=self.node)
 
-        self.link.propose(change)
+        self.link.update_record(change)
 
 
 class World:
     """Everybody and the clock. *decide* stands for the policy."""
 
-    def __init__(self, terms: Terms, n_players: int, decide: Callable = restart, n_workers=2, **t):
+    def __init__(
+        self, terms: RestartPolicy, n_players: int, decide: Callable = restart, n_workers=2, **t
+    ):
         self.clock = FakeClock()
-        self.board = MemoryBoard(self.clock)
-        self.terms = terms
-        self.timing = Timing(**t)
+        self.store = MemoryControlStore(self.clock)
+        self.policy = terms
+        self.timing = LeaderTimeouts(**t)
         self.decide = decide
         self.n_workers = n_workers
         self._agents = 0
@@ -282,9 +287,9 @@ class World:
 
     def pass_time(self, seconds):
         for _ in range(round(seconds / 0.25)):
-            self.turn()
+            self.run_once()
 
-    def turn(self, seconds=0.25):
+    def run_once(self, seconds=0.25):
         """Let everybody act once, *seconds* later."""
         self.clock.advance(seconds)
         for player in list(self.players):
@@ -297,7 +302,7 @@ class World:
         began = self.clock.mono_ns()
         while not condition(self):
             assert (self.clock.mono_ns() - began) / 1e9 < limit_s, self.describe()
-            self.turn()
+            self.run_once()
         return (self.clock.mono_ns() - began) / 1e9
 
     def running(self):
@@ -312,6 +317,6 @@ class World:
 
     def describe(self):
         return [
-            (p.node, p.running, p.rank, p.is_frozen, p.is_dead, p.board.is_cut, p.exit_code)
+            (p.node, p.running, p.rank, p.is_frozen, p.is_dead, p.store.is_cut, p.exit_code)
             for p in self.players
-        ], self.board.get("control").value[:600]
+        ], self.store.get("control").value[:600]

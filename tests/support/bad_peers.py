@@ -3,11 +3,11 @@
 import contextlib
 import socket
 
-from gpuops.checkpoint import transfer_wire as wire
-from gpuops.checkpoint.transfer_line import Line
-from gpuops.checkpoint.transfer_wire import Kind
-from gpuops.host import job_proof as proof
-from gpuops.host.frames import WireError, framed
+from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.transfer.connection import TransferConnection
+from gpuops.checkpoint.transfer.wire import TransferFrameKind
+from gpuops.host.net import job_proof as proof
+from gpuops.host.net.frames import WireError, framed
 from support.listening import Listening
 from support.transfers import job_pass, limits
 
@@ -26,16 +26,16 @@ class BadServer(Listening):
 
 def opened(sock, epoch=3):
     """Return the server's side of a connection that was opened as it should be."""
-    line = Line(sock, job_pass(epoch=epoch), limits())
-    line.answer_call()
+    line = TransferConnection(sock, job_pass(epoch=epoch), limits())
+    line.server_handshake()
     return line
 
 
 def called(port, epoch=3, **bounds):
     """Return the client's side of a connection to *port*."""
     sock = socket.create_connection(("127.0.0.1", port), 10)
-    line = Line(sock, job_pass(epoch=epoch), limits(**bounds))
-    line.call()
+    line = TransferConnection(sock, job_pass(epoch=epoch), limits(**bounds))
+    line.client_handshake()
     return line
 
 
@@ -67,10 +67,10 @@ def reset(_server, sock):
 def impostor(_server, sock):
     """Open without the token, and say welcome all the same."""
     sock.recv(1 << 12)
-    challenge = wire.Challenge(bytes(32)).to_bytes()
+    challenge = wire.TransferChallenge(bytes(32)).to_bytes()
     sock.sendall(framed(challenge))
     sock.recv(1 << 12)
-    welcome = proof.welcome(proof.Welcome.COME_IN, bytes(32))
+    welcome = proof.welcome(proof.ProofWelcome.COME_IN, bytes(32))
     sock.sendall(framed(welcome))
     sock.recv(1 << 12)
 
@@ -79,7 +79,7 @@ def _copy_told(sock, copy):
     line = opened(sock)
     line.receive(5)
     digest = copy.digest
-    line.send(Kind.COPY, wire.copy_bytes(digest.nbytes, digest.root), digest.table)
+    line.send(TransferFrameKind.COPY, wire.copy_bytes(digest.nbytes, digest.root), digest.table)
     return line
 
 
@@ -89,7 +89,7 @@ def serves_one_byte_at_a_time(copy):
     def behave(server, sock):
         line = _copy_told(sock, copy)
         _kind, body = line.receive(5)
-        line.send(Kind.DATA, wire.Get(*_range(body)).to_bytes())
+        line.send(TransferFrameKind.DATA, wire.GetChunks(*_range(body)).to_bytes())
         trickle(server, sock)
 
     return behave
@@ -101,7 +101,7 @@ def stops_after_a_request(copy):
     def behave(server, sock):
         line = _copy_told(sock, copy)
         _kind, body = line.receive(5)
-        line.send(Kind.DATA, wire.Get(*_range(body)).to_bytes())
+        line.send(TransferFrameKind.DATA, wire.GetChunks(*_range(body)).to_bytes())
         sock.sendall(bytes(100))
         server.ends.wait(60)
 
@@ -114,7 +114,7 @@ def serves_other_chunks(copy):
     def behave(_server, sock):
         line = _copy_told(sock, copy)
         line.receive(5)
-        line.send(Kind.DATA, wire.Get(0, 4_000_000_000).to_bytes())
+        line.send(TransferFrameKind.DATA, wire.GetChunks(0, 4_000_000_000).to_bytes())
         line.receive(5)
 
     return behave
@@ -128,7 +128,7 @@ def serves_rubbish(copy):
         while True:
             _kind, body = line.receive(5)
             first, count = _range(body)
-            line.send(Kind.DATA, wire.Get(first, count).to_bytes())
+            line.send(TransferFrameKind.DATA, wire.GetChunks(first, count).to_bytes())
             begin = first * 4096
             end = min((first + count) * 4096, copy.digest.nbytes)
             sock.sendall(bytes(end - begin))
@@ -142,7 +142,9 @@ def lies_about_the_size(copy):
     def behave(_server, sock):
         line = opened(sock)
         line.receive(5)
-        line.send(Kind.COPY, wire.copy_bytes(copy.digest.nbytes * 1000, copy.digest.root))
+        line.send(
+            TransferFrameKind.COPY, wire.copy_bytes(copy.digest.nbytes * 1000, copy.digest.root)
+        )
         line.receive(5)
 
     return behave
@@ -160,7 +162,7 @@ def wrong_tag(_server, sock):
     """Send a frame that is whole but has another tag."""
     line = opened(sock)
     line.receive(5)
-    message = wire.HEAD.pack(job_pass().job, 3, Kind.DONE)
+    message = wire.HEAD.pack(job_pass().job, 3, TransferFrameKind.DONE)
     sock.sendall(framed(bytes(proof.TAG_BYTES), message))
     line.receive(5)
 
@@ -169,10 +171,10 @@ def says_done(_server, sock):
     """Claim at once that there is nothing to do."""
     line = opened(sock)
     line.receive(5)
-    line.send(Kind.DONE)
+    line.send(TransferFrameKind.DONE)
     line.receive(5)
 
 
 def _range(body):
-    get = wire.Get.from_bytes(body)
+    get = wire.GetChunks.from_bytes(body)
     return get.first, get.count

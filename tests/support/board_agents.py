@@ -9,11 +9,11 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from gpuops.control import board_wire as wire
-from gpuops.control import seal
-from gpuops.control.record import CONTROL, pack
-from gpuops.host import frames
-from gpuops.host import job_proof as proof
+from gpuops.control import signing
+from gpuops.control.record import RECORD_KEY, pack
+from gpuops.control.tcp import wire
+from gpuops.host.net import frames
+from gpuops.host.net import job_proof as proof
 
 # Not all at once: the server lets so many strangers in from one address.
 OPENING_MAX = 128
@@ -28,15 +28,15 @@ class Agent(asyncio.Protocol):
         self.name = name
         self.seen = 0
         self.number = 0
-        self.requests = self.bytes_out = self.bytes_in = 0
+        self.n_requests = self.bytes_out = self.bytes_in = 0
         self.entered = asyncio.get_running_loop().create_future()
         self.buffer = bytearray()
         self.hear = self.on_challenge
 
     def connection_made(self, transport):
         self.transport = transport
-        run = seal.run_digest(self.crowd.run_key)
-        hello = wire.Hello(run, secrets.token_bytes(16), 1, proof.nonce()).to_bytes()
+        run = signing.run_digest(self.crowd.run_key)
+        hello = wire.ControlHello(run, secrets.token_bytes(16), 1, proof.nonce()).to_bytes()
         self.shake = hello
         self.say(frames.framed(hello))
 
@@ -57,38 +57,38 @@ class Agent(asyncio.Protocol):
             self.hear(body)
 
     def on_challenge(self, body):
-        self.shake = proof.Handshake(self.crowd.key, self.shake + body)
+        self.shake = proof.JobHandshake(self.crowd.key, self.shake + body)
         self.say(frames.framed(self.shake.proof("client")))
         self.hear = self.on_welcome
 
     def on_welcome(self, body):
         code, theirs = proof.read_welcome(body)
-        assert code is proof.Welcome.COME_IN
+        assert code is proof.ProofWelcome.COME_IN
         assert proof.same(theirs, self.shake.proof("server"))
         self.ours, self.theirs = self.shake.channel("client"), self.shake.channel("server")
         self.entered.set_result(None)
         self.hear = self.on_answer
 
-    def beat(self):
+    def heartbeat(self):
         self.number += 1
-        self.requests += 1
+        self.n_requests += 1
         value = pack({"seq": self.number, **PROGRESS})
         key, hold_s = f"run/alive/{self.name}", self.crowd.hold_s
-        message = wire.Request(
-            self.number, wire.What.BEAT, key, value, self.seen, CONTROL, hold_s
+        message = wire.ControlRequest(
+            self.number, wire.Operation.HEARTBEAT, key, value, self.seen, RECORD_KEY, hold_s
         ).to_bytes()
         self.say(self.ours.frame(message))
         self.crowd.told.set()
 
     def on_answer(self, body):
-        number, how, payload = wire.read_answer(self.theirs.message(body))
-        assert (number, how) == (self.number, wire.How.BEATEN)
-        watched = wire.read_beaten(payload).watched
+        number, how, payload = wire.unpack_reply(self.theirs.message(body))
+        assert (number, how) == (self.number, wire.ReplyKind.HEARTBEAT)
+        watched = wire.unpack_heartbeat_reply(payload).watched
         if watched is not None:
             self.seen = watched.version
             self.crowd.saw(watched.version)
         if not self.crowd.is_over:
-            self.beat()
+            self.heartbeat()
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Crowd:
     lost: int = 0
 
     def __post_init__(self):
-        self.key = seal.token_key(self.token)
+        self.key = signing.token_key(self.token)
         self.idle = []
         self.told = asyncio.Event()
 
@@ -149,13 +149,13 @@ class Crowd:
         await asyncio.gather(*(one(name, self.idle) for name in self.names))
         loop = asyncio.get_running_loop()
         for place, agent in enumerate(self.agents):
-            loop.call_later(self.hold_s * place / len(self.agents), agent.beat)
+            loop.call_later(self.hold_s * place / len(self.agents), agent.heartbeat)
 
     def counts(self):
         """Return requests, bytes sent and bytes received by all so far."""
         return [
             sum(getattr(agent, name) for agent in self.agents)
-            for name in ("requests", "bytes_out", "bytes_in")
+            for name in ("n_requests", "bytes_out", "bytes_in")
         ]
 
     def leave(self):

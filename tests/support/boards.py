@@ -8,10 +8,10 @@ import socket
 import threading
 import time
 
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.postgres_board import PostgresBoard
-from gpuops.control.server_process import start_server
-from gpuops.control.tcp_board import TcpBoard
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.postgres.store import PostgresControlStore
+from gpuops.control.tcp.process import start_server
+from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.clock import SystemClock
 
 RUN_KEY = "job-4711"
@@ -38,8 +38,8 @@ class Boards:
 @contextlib.contextmanager
 def memory_boards():
     """Yield handles on one state in this process."""
-    first = MemoryBoard(SystemClock())
-    boards = Boards(first.another)
+    first = MemoryControlStore(SystemClock())
+    boards = Boards(first.new_handle)
     yield boards
     boards.close()
 
@@ -59,7 +59,7 @@ def server(**wanted):
 def tcp_board(port, **changes):
     """Return a client of the server at *port*."""
     wanted = {"run_key": RUN_KEY, "token": TOKEN, "deadline_s": DEADLINE_S, **changes}
-    return TcpBoard("127.0.0.1", port, **wanted)
+    return TcpControlStore("127.0.0.1", port, **wanted)
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def tcp_boards():
 def postgres_boards(url, **changes):
     """Yield handles on a table of a real Postgres."""
     wanted = {"run_key": RUN_KEY, "token": TOKEN, "deadline_s": DEADLINE_S, **changes}
-    boards = Boards(lambda: PostgresBoard(url, **wanted))
+    boards = Boards(lambda: PostgresControlStore(url, **wanted))
     yield boards
     boards.close()
 

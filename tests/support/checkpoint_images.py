@@ -5,13 +5,13 @@ import fcntl
 import os
 import random
 
-from gpuops.checkpoint.digest import digest_of
+from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.image import TensorSpec, plan_image
-from gpuops.checkpoint.persist import Origin
-from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.storage.persist import StateOrigin
+from gpuops.checkpoint.types import Shard
 
 _RANDOM_BYTES = 10**6 + 3  # no divisor of the size of a chunk: no two chunks are alike
-ORIGIN = Origin("train", 1)
+ORIGIN = StateOrigin("train", 1)
 
 
 def image_bytes(shard, *, seed=0, nbytes=4096):
@@ -40,7 +40,7 @@ def images(world, *, seed=0, nbytes=4096, ranks=None):
         for rank in range(world) if ranks is None else ranks:
             shard = Shard(rank, world)
             content = image_bytes(shard, seed=seed, nbytes=nbytes)
-            shards[shard] = sealed(content), digest_of(memoryview(content))
+            shards[shard] = sealed(content), compute_digest(memoryview(content))
         yield shards
     finally:
         for fd, _ in shards.values():

@@ -1,14 +1,14 @@
 """What tests of checks share: a node, limits, and the one finding of a judge."""
 
-from gpuops.checks.protocol import Case, Limit
+from gpuops.checks.core.check import CheckLimit, JudgeContext
 from gpuops.model import Entity, EntityKind
 
 NODE = Entity(EntityKind.NODE, "n1")
-CASE = Case(node=NODE)
+CASE = JudgeContext(node=NODE)
 
 
 def limit(warn=None, fail=None):
-    return Limit(source="a test", warn=warn, fail=fail)
+    return CheckLimit(source="a test", warn=warn, fail=fail)
 
 
 def said(findings):

@@ -1,14 +1,14 @@
 """Reports of nodes and decisions over them, built by hand."""
 
 from gpuops.incident.decision import (
-    Cluster,
-    Decision,
+    ClusterState,
     NodeReport,
     PastFailure,
     RankEnd,
     ReportKind,
-    Terms,
-    Verdict,
+    RestartDecision,
+    RestartPolicy,
+    RunAction,
 )
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
@@ -57,28 +57,28 @@ def failure(generation=0, at_s=100.0, **changes):
         "at_s": at_s,
         "failure_class": KILLED,
         "side": Side.AMBIGUOUS,
-        "counted": True,
+        "is_counted": True,
     }
     return PastFailure(**{**fields, **changes})
 
 
-def decision(cause=None, verdict=Verdict.RESTART, generation=0, **changes):
+def decision(cause=None, verdict=RunAction.RESTART, generation=0, **changes):
     fields = {
-        "verdict": verdict,
+        "action": verdict,
         "rule": "worker-failed",
         "reason": "a worker failed and the budget is not spent",
         "failure": failure(generation),
         "cause": cause,
     }
-    return Decision(**{**fields, **changes})
+    return RestartDecision(**{**fields, **changes})
 
 
 def cluster(*nodes, generation=0, terms=None, **changes):
     names = nodes or ("n1", "n2")
     fields = {
-        "terms": terms or Terms(nodes_max=len(names)),
+        "policy": terms or RestartPolicy(nodes_max=len(names)),
         "generation": generation,
         "members": names,
         "live": names,
     }
-    return Cluster(**{**fields, **changes})
+    return ClusterState(**{**fields, **changes})

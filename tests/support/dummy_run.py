@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpuops.drill.scenario import Scene
-from gpuops.drill.victims import look_at
+from gpuops.drill.fault import DrillTarget
+from gpuops.drill.find import inspect_process
 from gpuops.host.procfs import process
 from support.hosts import _session
 from support.runs import JOBS, is_alive, wait_until
@@ -34,7 +34,7 @@ class DummyRun:
     def _helper(self):
         known = {self.agent, self.board, *self.workers}
         others = [pid for pid in _session(self.agent) if pid not in known]
-        return next((pid for pid in others if look_at(pid).parent == self.workers[0]), None)
+        return next((pid for pid in others if inspect_process(pid).parent == self.workers[0]), None)
 
     @property
     def everyone(self):
@@ -56,10 +56,10 @@ class DummyRun:
 
 def scene(*runs, **options):
     """Return what *runs* publish, to be broken by this user."""
-    from gpuops.drill.published import read_published
+    from gpuops.drill.run_state import read_states
 
-    states = [state for run in runs[:1] for state in read_published(run.folder)]
-    return Scene(states=states, uid=os.geteuid(), **options)
+    states = [state for run in runs[:1] for state in read_states(run.folder)]
+    return DrillTarget(states=states, uid=os.geteuid(), **options)
 
 
 def stopped(pid):

@@ -1,6 +1,6 @@
 """Ends of workers, built by hand: what an agent would have seen."""
 
-from gpuops.incident.worker_failure import incident_from_exits
+from gpuops.incident.incidents.worker_failure import incident_from_exits
 from gpuops.model import WorkerExit
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules

@@ -1,9 +1,9 @@
-"""A slurmctld of one node, as `gpuops.slurm.nodes.Scontrol` shows it to the gate."""
+"""A slurmctld of one node, as `gpuops.slurm.scontrol.Scontrol` shows it to the gate."""
 
 from dataclasses import dataclass, field
 
 from gpuops.errors import SlurmError
-from gpuops.slurm.nodes import NodeView
+from gpuops.slurm.scontrol import SlurmNode
 
 
 @dataclass
@@ -23,7 +23,7 @@ class FakeSlurm:
             if happens is not None:
                 happens(self)
         self._answer()
-        return NodeView(name=name, states=frozenset(self.states), reason=self.reason)
+        return SlurmNode(name=name, states=frozenset(self.states), reason=self.reason)
 
     def drain(self, name, reason):
         self._answer()

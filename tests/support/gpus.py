@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from gpuops.checks.profiles import load_profiles
-from gpuops.checks.suites import load_suite
-from gpuops.host.gpu_facts import (
+from gpuops.checks.core.profile_files import load_profiles
+from gpuops.checks.core.suite import load_suite
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import (
     Clocks,
     EccErrors,
     Fabric,
@@ -20,7 +21,6 @@ from gpuops.host.gpu_facts import (
     RemappedRows,
     Temperatures,
 )
-from gpuops.host.gpus import Gpus
 from gpuops.host.sysfs import PciGpu
 
 CHECKS = Path(__file__).parents[2] / "checks"

@@ -6,16 +6,16 @@ number is from stands beside it; "board" is what nvidia-smi prints for these boa
 
 from dataclasses import replace
 
-from gpuops.checks.profile import NO_PROFILE
-from gpuops.checks.protocol import Case
-from gpuops.host.gpu_facts import (
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.profile import NO_PROFILE
+from gpuops.host.node_state import Counters, CounterSample
+from gpuops.host.nvml.facts import (
     EccErrors,
     GpuMemory,
     GpuProcess,
     RemappedRows,
     Temperatures,
 )
-from gpuops.host.node_state import Counters, CounterSample
 from support.checks import NODE
 from support.counters import DAY_S
 from support.gpus import HEALTHY_MASK, gpu, node, shipped_profile
@@ -65,7 +65,7 @@ def healthy_case(rng, shape):
         t_us=_NOW_US,
         samples=(sample,) if rng.random() < 0.8 else (),
     )
-    return Case(node=NODE, profile=profile, counters=counters)
+    return JudgeContext(node=NODE, profile=profile, counters=counters)
 
 
 def healthy_gpus(rng, shape):

@@ -3,8 +3,8 @@
 import time
 
 from gpuops.checkpoint.image import TensorSpec, plan_image, read_layout
-from gpuops.checkpoint.keeper import Grant, Policy
-from gpuops.checkpoint.states import Shard
+from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease
+from gpuops.checkpoint.types import Shard
 
 
 def until(holds, *, deadline_s=60.0, what="it"):
@@ -45,7 +45,7 @@ class Rank:
         self.keeper = keeper
         self.layout = layout_of(rank, world, n_floats=n_floats)
         self.n_slots = slots
-        keeper.settings(Policy(slots=slots, **policy))
+        keeper.set_policy(CheckpointPolicy(slots=slots, **policy))
         self.slots = []
 
     def reserve(self):
@@ -54,14 +54,14 @@ class Rank:
 
     def copy(self, step):
         """Ask, and copy where that is granted; return the answer."""
-        answer = self.keeper.begin(step)
-        if isinstance(answer, Grant):
+        answer = self.keeper.acquire(step)
+        if isinstance(answer, Lease):
             fill(self.slots[answer.slot].view, self.layout, step)
         return answer
 
     def save(self, step):
         answer = self.copy(step)
-        if isinstance(answer, Grant):
+        if isinstance(answer, Lease):
             self.keeper.seal(answer)
         return answer
 
@@ -71,7 +71,7 @@ def ready(keepers, **kwargs):
     world = len(keepers)
     ranks = [Rank(keeper, n, world, **kwargs) for n, keeper in enumerate(keepers)]
     for rank in ranks:
-        rank.keeper.offer(30.0)
+        rank.keeper.restore_point(30.0)
     return [rank.reserve() for rank in ranks]
 
 
@@ -82,7 +82,7 @@ def newest(keeper):
 def save_all(ranks, step):
     """Save *step* by all ranks and wait for the commit; return the state."""
     answers = [rank.save(step) for rank in ranks]
-    assert all(isinstance(answer, Grant) for answer in answers), answers
+    assert all(isinstance(answer, Lease) for answer in answers), answers
     state = answers[0].state
     pair = [state.epoch, state.step]
     until(lambda: newest(ranks[0].keeper) == pair, what=f"the commit of {state}")

@@ -2,8 +2,8 @@
 
 import threading
 
-from gpuops.agent.checkpoints import Flushed, Started
-from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.agent.checkpoint.api import FinalFlush, StartedKeeper
+from gpuops.checkpoint.types import KeeperError, StateId
 
 
 class FakeKeeper:
@@ -56,11 +56,11 @@ class FakeKeeper:
         return tie
 
     def started(self, adopted=False):
-        return Started(tie=self.tie(), socket="/run/keeper.sock", pid=7, adopted=adopted)
+        return StartedKeeper(tie=self.tie(), socket="/run/keeper.sock", pid=7, adopted=adopted)
 
 
 class FakeTie:
-    """A `KeeperTie` to a `FakeKeeper`."""
+    """A `KeeperLifecycle` to a `FakeKeeper`."""
 
     def __init__(self, keeper):
         self._keeper = keeper
@@ -95,12 +95,12 @@ class FakeTie:
         keeper.flushing.set()
         assert keeper.flush_may_go_on.wait(30)
         if not keeper.committed:
-            return Flushed(why="there is no committed state")
+            return FinalFlush(why="there is no committed state")
         fits = keeper.directory is not None and keeper.flush_s <= deadline_s
         if fits:
             keeper.persisted = keeper.committed[-1]
         why = "nobody named a directory" if keeper.directory is None else "it takes longer"
-        return Flushed(
+        return FinalFlush(
             state=keeper.persisted if fits else None,
             fitted=fits,
             has_place=keeper.directory is not None,
@@ -122,7 +122,7 @@ class FakeTie:
 
 
 class Heard:
-    """A `KeeperRecord` that only remembers."""
+    """A `KeeperEventSink` that only remembers."""
 
     def __init__(self):
         self.adopted = []

@@ -1,20 +1,20 @@
 """Nodes that save states and agree on them, without processes or bytes: on a fake clock.
 
-Each has a real gate of slots, `Agreement`, `Leader` and `CheckpointWitness`. Played are the ranks,
+Each has a real gate of slots, `CommitFollower`, `Leader` and `CommitLeader`. Played are the ranks,
 which make the same steps on all nodes, and the transfers.
 """
 
 import random
 
-from gpuops.agent.checkpoint_peers import Agreement, Place
-from gpuops.agent.checkpoint_tie import Progress
-from gpuops.agent.checkpoint_witness import CheckpointWitness, watermark_of
-from gpuops.agent.checkpoint_words import FIELD, Stored
-from gpuops.checkpoint.slots import Gate, Granted, Reason
-from gpuops.checkpoint.states import Copy, Digest, KeeperError, Shard, StateId, Tier
-from gpuops.checkpoint.vote import Ballot
-from gpuops.checkpoint.voting import sketch_of
-from gpuops.control.record import Phase
+from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
+from gpuops.agent.checkpoint.keeper_protocols import KeeperProgressReader
+from gpuops.agent.checkpoint.leader import CommitLeader, watermark_of
+from gpuops.agent.checkpoint.messages import FIELD, StoredStates
+from gpuops.checkpoint.agreement.replica_check import GroupDigest
+from gpuops.checkpoint.keeper.replica_checker import rank_digest_of
+from gpuops.checkpoint.memory.buffer_table import BufferTable, SkipReason, SlotLease
+from gpuops.checkpoint.types import Digest, KeeperError, Shard, ShardCopy, StateId, Tier
+from gpuops.control.record import RunPhase
 from support.agreement import Player, World
 
 NS_PER_S = 1e9
@@ -26,13 +26,13 @@ def digest_of(state, rank):
 
 
 class Keeper:
-    """One node's keeper with one rank; a `PeerTie` to itself."""
+    """One node's keeper with one rank; a `PeerKeeper` to itself."""
 
     def __init__(self, world, node):
         self.world, self.node = world, node
-        self.gate = Gate()
+        self.buffer_table = BufferTable()
         self.is_alive = True
-        self.saved = {}  # which shard a whole state is of
+        self.checkpoint_step = {}  # which shard a whole state is of
         self.replicas = {}  # by state and shard
         self.holders, self.keep = [], []
         self.acks = {}
@@ -62,15 +62,17 @@ class Keeper:
 
     def inventory(self):
         self._check()
-        own = [(state, self.saved[state]) for state in self.gate.whole()]
+        own = [
+            (state, self.checkpoint_step[state]) for state in self.buffer_table.complete_states()
+        ]
         return [
-            Copy(state, shard, "layout", digest_of(state, shard.rank), Tier.MEMORY, self.node)
+            ShardCopy(state, shard, "layout", digest_of(state, shard.rank), Tier.MEMORY, self.node)
             for state, shard in sorted([*own, *self.replicas], reverse=True)
         ]
 
     def begin(self, shard):
         self._check()
-        self.gate.begin_epoch(1, is_alone=False)
+        self.buffer_table.begin_epoch(1, is_alone=False)
         self.chosen, self.shard, self.ranks = None, shard, 0
         self.due, self.holders, self.acks = [], [], {}
 
@@ -83,46 +85,48 @@ class Keeper:
         self.chosen = (state, epoch, sources)
         if state is not None:
             self.world.restored(self, state, sources, roots)
-        self.gate.resume(state, epoch)
+        self.buffer_table.resume(state, epoch)
         self.arenas += 1
-        self.gate.register(0, self.arenas, range(2))
+        self.buffer_table.register(0, self.arenas, range(2))
 
     def take_over(self, epoch):
         self._check()
         self.chosen = (self.world.restores[max(self.world.restores)][0], epoch, {})
-        self.gate.resume(None, epoch)
+        self.buffer_table.resume(None, epoch)
         self.arenas += 1
-        self.gate.register(0, self.arenas, range(2))
+        self.buffer_table.register(0, self.arenas, range(2))
 
     def progress(self):
         self._check()
-        whole = sorted(self.gate.whole(), reverse=True)
-        return Progress(
+        whole = sorted(self.buffer_table.complete_states(), reverse=True)
+        return KeeperProgressReader(
             whole=tuple(whole[:4]),
             replicated=tuple(state for state in whole[:4] if self._is_replicated(state)),
-            refused=tuple(reversed(self.gate.refused))[:8],
+            refused=tuple(reversed(self.buffer_table.rejected))[:8],
             parts=tuple(self.parts[-2:]),
-            newest=self.gate.newest,
+            newest=self.buffer_table.last_committed,
             persisted=self.world.persisted.get(self.node),
-            in_flight=self.gate.in_flight,
-            asked=None if self.gate.decided is None else self.gate.decided.step,
-            last=self.gate.last,
+            in_flight=self.buffer_table.in_flight,
+            asked=None if self.buffer_table.decided is None else self.buffer_table.decided.step,
+            last=self.buffer_table.final,
             is_due=self.persist_due,
             ballots=self._ballots(),
         )
 
     def _ballots(self):
         """Return what the rank has of the newest state, of which all others have the same."""
-        state = self.gate.newest
+        state = self.buffer_table.last_committed
         if state is None or self.shard is None or self.chosen is None:
             return ()
         digests = [b"%08d%08d" % (number, state.step) for number in range(20)]
         if self._is_flipped(state.step):
             digests[7] = b"flipped and more"
-        mine = {self.shard.rank: sketch_of(digests)}
+        mine = {self.shard.rank: rank_digest_of(digests)}
         key = f"of {self.shard.world}"
         return (
-            Ballot(state=state, key=key, n_ranks=self.shard.world, n_tensors=20, sketches=mine),
+            GroupDigest(
+                state=state, key=key, n_ranks=self.shard.world, n_tensors=20, rank_digests=mine
+            ),
         )
 
     def _is_flipped(self, step):
@@ -135,16 +139,16 @@ class Keeper:
 
     def aim(self, step):
         self._check()
-        self.gate.not_before = step
+        self.buffer_table.not_before = step
 
     def commit(self, state):
         self._check()
-        if self.gate.commit_from_outside(state):
+        if self.buffer_table.commit(state):
             self.replicas = {key for key in self.replicas if key[0] >= state}
 
     def persist(self, state):
         self.commit(state)
-        if state not in self.gate.whole() or self.world.rng.random() < 0.1:
+        if state not in self.buffer_table.complete_states() or self.world.rng.random() < 0.1:
             return False
         self.later(lambda: self.parts.append(state))
         self.persist_due = False
@@ -152,7 +156,7 @@ class Keeper:
 
     def give_up(self, state):
         self._check()
-        self.gate.give_up(state)
+        self.buffer_table.give_up(state)
 
     def seal_persisted(self, state, world):
         self._check()
@@ -177,18 +181,18 @@ class Keeper:
 
     def step(self, step):
         """Have the rank ask for *step*."""
-        answer = self.gate.begin(0, step, self.world.now_s())
-        if isinstance(answer, Granted):
+        answer = self.buffer_table.acquire(0, step, self.world.now_s())
+        if isinstance(answer, SlotLease):
             self._copy(answer)
 
     def ask_last(self, step):
         """Have the rank ask for *step* as its last one; it ends where that is saved."""
         if self.is_copying:
             return
-        answer = self.gate.begin(0, step, self.world.now_s(), is_last=True)
-        if isinstance(answer, Granted):
+        answer = self.buffer_table.acquire(0, step, self.world.now_s(), is_last=True)
+        if isinstance(answer, SlotLease):
             self._copy(answer)
-        elif answer.reason is Reason.NOT_DUE:
+        elif answer.reason is SkipReason.NOT_DUE:
             self.leave()
 
     def _copy(self, granted):
@@ -197,7 +201,7 @@ class Keeper:
 
     def leave(self):
         """Have the rank end."""
-        self.gate.lost(0)
+        self.buffer_table.remove_rank(0)
         self.ranks, self.is_copying = 0, False
 
     def stats(self):
@@ -212,19 +216,19 @@ class Keeper:
         if not self.is_copying:
             return  # its rank has gone
         state, self.is_copying = granted.state, False
-        if self.gate.seal(0, state) is None:
+        if self.buffer_table.seal(0, state) is None:
             return
         if self.world.rng.random() < self.world.p_corrupt:
-            self.gate.give_up(state)
+            self.buffer_table.give_up(state)
             return
-        if self.gate.verified(granted.slot, state):
-            self.saved[state] = self.shard
+        if self.buffer_table.mark_verified(granted.slot, state):
+            self.checkpoint_step[state] = self.shard
             for name in self.holders:
                 self.later(lambda name=name: self._push(state, name), self.copy_s)
 
     def _push(self, state, name):
         holder = self.world.keeper_of(name)
-        if state not in self.gate.whole():
+        if state not in self.buffer_table.complete_states():
             return
         if holder is None or not holder.is_alive:
             self.later(lambda: self.acks.setdefault(state, set()).add(name))  # it counts as gone
@@ -247,7 +251,7 @@ class Saver(Player):
     def __init__(self, world, number, order=None):
         super().__init__(world, number, order)
         self.keeper = Keeper(world, self.node)
-        place = Place(
+        place = KeeperLocation(
             me=self.me,
             token="t" * 16,
             job="run",
@@ -255,17 +259,17 @@ class Saver(Player):
             domain=world.domains.get(self.node, ()),
         )
         keys = self.link.keys
-        self.agreement = Agreement(
-            self.board,
+        self.agreement = CommitFollower(
+            self.store,
             keys,
             place,
-            lambda _directory: Stored(),
+            lambda _directory: StoredStates(),
             world.said.append,
-            is_led=lambda: self.link.record.phase in {Phase.RUN, Phase.DRAIN},
+            is_led=lambda: self.link.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
         )
-        self.link.progress = self._told
-        self.leader.aside.witness = CheckpointWitness(
-            self.board,
+        self.link.heartbeat_payload = self._payload
+        self.leader.extension.extension = CommitLeader(
+            self.store,
             keys,
             self.me,
             world.clock,
@@ -274,14 +278,14 @@ class Saver(Player):
         )
         self.looked_s = world.rng.uniform(-1, 0)
 
-    def _told(self):
+    def _payload(self):
         said = self.agreement.said()
         return {} if said is None else {FIELD: said}
 
     def wish(self):
         return {FIELD: self.agreement.holding(self.keeper)} if self.world.keeps(self) else {}
 
-    def begins(self, roster):
+    def before_save(self, roster):
         if self.world.keeps(self):
             rank = roster.group_rank(self.me.agent)
             self.keeper.begin(Shard(rank, len(roster.members)))
@@ -422,7 +426,7 @@ class SavingWorld(World):
     def mark(self):
         """Return the watermark that is on the board."""
         keys = self.players[0].link.keys
-        return watermark_of(self.board.get(keys.watermark()))[1]
+        return watermark_of(self.store.get(keys.commit_record()))[1]
 
     def check(self):
         """Fail where something was agreed on that must not be."""
@@ -436,7 +440,10 @@ class SavingWorld(World):
                 keeper = player.keeper
                 is_had = mark.committed.step > keeper.is_behind_to
                 if keeper.chosen and keeper.chosen[1] == mark.committed.epoch and is_had:
-                    assert mark.committed in keeper.gate.whole(), (player.node, mark)
+                    assert mark.committed in keeper.buffer_table.complete_states(), (
+                        player.node,
+                        mark,
+                    )
         assert mark.committed not in mark.dropped
         chosen = {}
         for player in self.seated():

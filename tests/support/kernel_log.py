@@ -1,7 +1,7 @@
 """A kernel's log as checks see it: records, facts, and files of records."""
 
-from gpuops.checks.kernel_facts import KMSG, gather
-from gpuops.checks.protocol import Machine
+from gpuops.checks.core.check import ProbeContext
+from gpuops.checks.core.kernel_facts import KMSG, gather
 from gpuops.host.kmsg import KernelRecord
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
@@ -19,7 +19,7 @@ def records(*lines, start_us=0, step_us=SECOND_US):
 
 def facts(root, *lines, start_us=0, step_us=SECOND_US):
     """Return what the look makes of *lines*; *root* tells which GPUs there are."""
-    machine = Machine(root, xid_dirs=XID_DIRS)
+    machine = ProbeContext(root, xid_dirs=XID_DIRS)
     return gather(KMSG, records(*lines, start_us=start_us, step_us=step_us), RULES, machine)
 
 

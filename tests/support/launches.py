@@ -1,8 +1,8 @@
 """What ``gpuops run`` makes of a command line, without starting anything."""
 
-from gpuops.agent.arguments import read_words
-from gpuops.agent.planning import request_of
-from gpuops.config import resolve
+from gpuops.agent.launch.options import read_words
+from gpuops.agent.launch.planning import request_of
+from gpuops.config.resolve import resolve
 
 
 def typed_of(words, env=None):

@@ -4,10 +4,10 @@ import os
 
 import torch
 
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.image import TensorSpec, plan_image, write_extra
-from gpuops.checkpoint.persist import Origin, persist
-from gpuops.checkpoint.states import Shard, StateId
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.image import TensorSpec, plan_image, write_metadata_blob
+from gpuops.checkpoint.storage.persist import StateOrigin, persist
+from gpuops.checkpoint.types import Shard, StateId
 
 DTYPES = {
     torch.float32: "F32",
@@ -51,7 +51,7 @@ def image_of(shard, parts, extra=b"", capacity=4096):
     image[: len(layout.header)] = layout.header
     for placed in layout.tensors:
         image[placed.begin : placed.end] = raw(parts[placed.spec.name][0])
-    write_extra(memoryview(image), layout, extra)
+    write_metadata_blob(memoryview(image), layout, extra)
     return bytes(image)
 
 
@@ -65,9 +65,9 @@ def make_state(store, ranks, *, step=1, epoch=0, extras=None, job="made", genera
         fd = os.memfd_create("image")
         fds.append(fd)
         os.write(fd, image)
-        shards[shard] = (fd, digest_of(memoryview(image)))
+        shards[shard] = (fd, compute_digest(memoryview(image)))
     try:
-        persist(store, state, shards, origin=Origin(job, generation))
+        persist(store, state, shards, origin=StateOrigin(job, generation))
     finally:
         for fd in fds:
             os.close(fd)
@@ -76,31 +76,31 @@ def make_state(store, ranks, *, step=1, epoch=0, extras=None, job="made", genera
 
 def checkpointer_state(store, step, *, epoch=0, shard=None, **given):
     """Persist the state that `gpuops.Checkpointer` would save of *given*; return its id."""
-    from gpuops.worker.checkpointer.assembly import Given
-    from gpuops.worker.checkpointer.capture import Capturer
+    from gpuops.worker.assemble import StateAssembler
+    from gpuops.worker.staging import StateCapturer
 
     shard = shard or Shard(0, 1)
-    parts = Given(allow_pickle=False, warn=print)
-    parts.model(given.pop("model", None))
-    parts.optimizer(given.pop("optimizer", None))
-    parts.stateful("scheduler", given.pop("scheduler", None))
-    parts.values("ema", given.pop("ema", None))
-    parts.values("extra", given.pop("extra", None))
+    parts = StateAssembler(allow_pickle=False, warn=print)
+    parts.add_model(given.pop("model", None))
+    parts.add_optimizer(given.pop("optimizer", None))
+    parts.add_stateful("scheduler", given.pop("scheduler", None))
+    parts.add_values("ema", given.pop("ema", None))
+    parts.add_values("extra", given.pop("extra", None))
     assert not given
-    capture = Capturer(parts.parts, shard, allow_pickle=False).capture(step)
+    capture = StateCapturer(parts.adapters, shard, allow_pickle=False).capture(step)
     layout = capture.plan.layout
     image = bytearray(layout.nbytes)
     image[: len(layout.header)] = layout.header
     by_name = dict(zip(capture.plan.names, capture.tensors, strict=True))
     for placed in layout.tensors:
         image[placed.begin : placed.end] = raw(by_name[placed.spec.name].detach())
-    write_extra(memoryview(image), layout, capture.extra)
+    write_metadata_blob(memoryview(image), layout, capture.metadata_blob)
     state = StateId(epoch, step)
     fd = os.memfd_create("image")
     try:
         os.write(fd, image)
-        shards = {shard: (fd, digest_of(memoryview(image)))}
-        persist(store, state, shards, origin=Origin("made", 0))
+        shards = {shard: (fd, compute_digest(memoryview(image)))}
+        persist(store, state, shards, origin=StateOrigin("made", 0))
     finally:
         os.close(fd)
     return state

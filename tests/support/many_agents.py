@@ -3,10 +3,10 @@
 import contextlib
 import time
 
-from gpuops.control.board import BoardError
-from gpuops.control.keys import Keys
-from gpuops.control.record import CONTROL, ControlRecord, Phase
-from gpuops.control.tcp_board import TcpBoard
+from gpuops.control.keys import ControlKeys
+from gpuops.control.record import RECORD_KEY, ControlRecord, RunPhase
+from gpuops.control.store import ControlStoreError
+from gpuops.control.tcp.store import TcpControlStore
 from support.cluster_run import ClusterRun, free_port
 from support.hosts import Loopbacks
 
@@ -19,12 +19,12 @@ class Watcher:
 
     def __init__(self, endpoint):
         host, _, port = endpoint.rpartition(":")
-        self.board = TcpBoard(host, int(port), run_key=RUN_ID)
+        self.board = TcpControlStore(host, int(port), run_key=RUN_ID)
 
     def record(self):
         """Return the record of the run, None where there is none yet."""
-        with contextlib.suppress(BoardError, ValueError):
-            return ControlRecord.from_bytes(self.board.get(CONTROL).value)
+        with contextlib.suppress(ControlStoreError, ValueError):
+            return ControlRecord.from_bytes(self.board.get(RECORD_KEY).value)
         return None
 
     def ready(self):
@@ -32,7 +32,7 @@ class Watcher:
         record = self.record()
         if record is None:
             return 0
-        return len(self.board.list(Keys(run_id=record.run_id).ready(0)))
+        return len(self.board.list(ControlKeys(run_id=record.run_id).ready(0)))
 
 
 def gather(n_agents, folder, limit_s):
@@ -88,7 +88,7 @@ def _last_ready_s(run, watcher, n_agents, limit_s):
 
 def _runs(watcher):
     record = watcher.record()
-    return record is not None and record.phase is Phase.RUN
+    return record is not None and record.phase is RunPhase.RUN
 
 
 def _steppers(run):

@@ -16,9 +16,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper import Grant, Policy
-from gpuops.checkpoint.states import KeeperError, Shard, StateId
+from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.types import KeeperError, Shard, StateId
 from support.keeper_ranks import layout_of
 
 STARTS, LOADS, TRAINS, COPIES, SEALED = range(5)
@@ -44,7 +44,7 @@ class Board:
     def clear(self):
         self._map[:] = bytes(len(self._map))
 
-    def tell(self, rank, phase=None, done=None):
+    def notify(self, rank, phase=None, done=None):
         """Say in which *phase* a *rank* is, and how many steps are *done*; None: as before."""
         was = self.rows()[rank]
         row = (was[0] if phase is None else phase, was[1] if done is None else done)
@@ -85,22 +85,22 @@ class Rank:
         path = Path(told["folder"]) / f"{told['generation']:05}-{rank}"
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._socket, self._generation = Path(told["socket"]), told["generation"]
-        self._policy = Policy(**told["policy"])
+        self._policy = CheckpointPolicy(**told["policy"])
         self._again_s = 0.0
         self.slots = []
-        self.keeper = self._connected()
+        self.keeper = self._connect()
 
-    def _connected(self, **more):
-        keeper = connect(
+    def _connect(self, **more):
+        keeper = connect_rank(
             self._socket,
             rank=self.rank,
             world=self.world,
             local_rank=self.rank,
             local_world=self.world,
-            epoch_hint=self._generation,
+            generation=self._generation,
             **more,
         )
-        keeper.settings(self._policy)
+        keeper.set_policy(self._policy)
         return keeper
 
     def note(self, word, state, **more):
@@ -111,9 +111,9 @@ class Rank:
 
     def load(self):
         """Load the state that is offered; return its step."""
-        self.board.tell(self.rank, LOADS)
+        self.board.notify(self.rank, LOADS)
         begun_s = time.monotonic()
-        offer = self.keeper.offer(60.0)
+        offer = self.keeper.restore_point(60.0)
         if offer is None:
             self.note("offered", None, tier=None, right=True)
             return 0
@@ -122,34 +122,34 @@ class Rank:
         self.note("offered", offer.state, tier=offer.tier.value, right=right)
         if not isinstance(source, Path):
             source.close()
-        self.keeper.restored(offer, time.monotonic() - begun_s, self.layout.nbytes)
+        self.keeper.report_restored(offer, time.monotonic() - begun_s, self.layout.nbytes)
         return offer.state.step
 
     def train(self):
         """Train without end, all ranks in step, as collectives keep them."""
         step = self.load()
         self.slots = self.keeper.reserve(self.layout, slots=2)
-        self.board.tell(self.rank, TRAINS, step)
+        self.board.notify(self.rank, TRAINS, step)
         while True:
             while min(self.board.steps()) < step:
                 time.sleep(_LOOK_S)
             step += 1
             time.sleep(STEP_S)
             self._save(step)
-            self.board.tell(self.rank, done=step)
+            self.board.notify(self.rank, done=step)
 
     def _save(self, step):
         try:
             if self.keeper is None and not self._is_back():
                 return
-            answer = self.keeper.begin(step)
-            if isinstance(answer, Grant):
+            answer = self.keeper.acquire(step)
+            if isinstance(answer, Lease):
                 self.note("granted", answer.state)
-                self.board.tell(self.rank, COPIES)
+                self.board.notify(self.rank, COPIES)
                 self._copy(self.slots[answer.slot].view, answer.state)
                 self.note("copied", answer.state)
                 self.keeper.seal(answer)
-                self.board.tell(self.rank, SEALED)
+                self.board.notify(self.rank, SEALED)
         except KeeperError as exc:
             # As for any rank: the keeper is gone, and training goes on; there may be another soon.
             self.note("alone", None, why=str(exc))
@@ -163,7 +163,7 @@ class Rank:
             return False
         self._again_s = time.monotonic() + _AGAIN_S
         try:
-            self.keeper = self._connected(is_back=True)
+            self.keeper = self._connect(is_reconnect=True)
         except KeeperError:
             return False
         self.slots = self.keeper.reserve(self.layout, slots=2)

@@ -3,17 +3,17 @@
 import itertools
 import threading
 
-from gpuops.checkpoint.agent_link import AgentLink
-from gpuops.checkpoint.client import connect
-from gpuops.checkpoint.keeper import Grant
-from gpuops.checkpoint.keeper_core import Core
-from gpuops.checkpoint.keeper_jobs import ThreadJobs, Waker
-from gpuops.checkpoint.keeper_process import start_or_adopt
-from gpuops.checkpoint.keeper_server import KeeperServer
-from gpuops.checkpoint.node_memory import NodeMemory
-from gpuops.checkpoint.socket_place import socket_of
-from gpuops.checkpoint.states import Shard
-from gpuops.checkpoint.transfer_team import Peer
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.api import Lease
+from gpuops.checkpoint.keeper.connection import keeper_socket_path
+from gpuops.checkpoint.keeper.core import KeeperCore
+from gpuops.checkpoint.keeper.jobs import ThreadJobs, Waker
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.keeper.server import KeeperServer
+from gpuops.checkpoint.memory.node_memory import NodeMemory
+from gpuops.checkpoint.transfer.parallel import KeeperAddress
+from gpuops.checkpoint.types import Shard
 from support.keeper_ranks import Rank, until
 
 JOB, TOKEN = "run", "the token of the job"
@@ -36,16 +36,16 @@ class Node:
         if self.agent is not None:
             self.agent.close()
         self.process = start_or_adopt(self._folder, lease_s=60.0, node=self.name)
-        self.agent = AgentLink.connect(self.process.socket_path)
+        self.agent = AgentKeeperClient.connect(self.process.socket_path)
         self.port = self.agent.serve_peers(
             self.address, node=self.name, port=self.port, **self._pass
         )
 
     @property
     def peer(self):
-        return Peer(self.name, self.address, self.port)
+        return KeeperAddress(self.name, self.address, self.port)
 
-    def begin(self, generation, n_nodes, excluded_step=None):
+    def acquire(self, generation, n_nodes, excluded_step=None):
         for line in self.lines:
             line.close()
         self.lines = []
@@ -54,21 +54,21 @@ class Node:
     def connect(self, generation, shards, world):
         """Connect a rank for each of the numbers *shards*."""
         self.lines = [
-            connect(
+            connect_rank(
                 self.process.socket_path,
                 rank=rank,
                 world=world,
                 local_rank=n,
                 local_world=len(shards),
-                epoch_hint=generation,
+                generation=generation,
             )
             for n, rank in enumerate(shards)
         ]
 
     def offers(self, deadline_s=60.0):
         """Return what each rank is offered; all of them ask at once."""
-        return [self.lines[0].offer(deadline_s)] + [
-            line.offer(deadline_s) for line in self.lines[1:]
+        return [self.lines[0].restore_point(deadline_s)] + [
+            line.restore_point(deadline_s) for line in self.lines[1:]
         ]
 
     def reserve(self, shards, world, **kwargs):
@@ -117,15 +117,15 @@ class SmallNode(Node):
         memory = NodeMemory(self.name, lambda: self.room_bytes - memory.populated_bytes())
         self._waker = waker = Waker()
         self._jobs = ThreadJobs(waker.wake)
-        self._core = Core(memory, self._jobs)
+        self._core = KeeperCore(memory, self._jobs)
         server = KeeperServer(
-            self._core, folder, lease_s=60.0, waker=waker, deliver=self._jobs.deliver
+            self._core, folder, lease_s=60.0, waker=waker, run_callbacks=self._jobs.run_callbacks
         )
         self._thread = threading.Thread(target=lambda: (server.serve(), server.close()))
         self._thread.start()
         self.process = self
-        self.socket_path = socket_of(folder)
-        self.agent = AgentLink.connect(self.socket_path)
+        self.socket_path = keeper_socket_path(folder)
+        self.agent = AgentKeeperClient.connect(self.socket_path)
         self.port = self.agent.serve_peers(self.address, node=self.name, **self._pass)
 
     def kill(self):
@@ -145,7 +145,7 @@ def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=
     n_here = world // len(nodes)
     posts = {node: list(range(n * n_here, (n + 1) * n_here)) for n, node in enumerate(nodes)}
     for node in nodes:
-        node.begin(generation, len(nodes))
+        node.acquire(generation, len(nodes))
     for n, node in enumerate(nodes):
         before, after = [nodes[n - 1]], [nodes[(n + 1) % len(nodes)]]
         if placed is not None:
@@ -154,7 +154,7 @@ def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=
         keep = [Shard(rank, world) for o in before if o is not node for rank in posts[o]]
         node.agent.replicate([other.peer for other in after if other is not node], keep)
     for node in nodes:
-        node.agent.choose(state, epoch, (sources or {}).get(node))
+        node.agent.restore_from(state, epoch, (sources or {}).get(node))
     for node in nodes:
         node.connect(generation, posts[node], world)
     offers = []
@@ -176,9 +176,9 @@ def save(nodes, step):
     def granted():
         n = next(steps)
         answers = {node: [rank.save(n) for rank in node.ranks] for node in nodes}
-        grants = {node: here[0] for node, here in answers.items() if isinstance(here[0], Grant)}
+        grants = {node: here[0] for node, here in answers.items() if isinstance(here[0], Lease)}
         for here in answers.values():
-            assert len({isinstance(answer, Grant) for answer in here}) == 1, here
+            assert len({isinstance(answer, Lease) for answer in here}) == 1, here
         states = {grant.state for grant in grants.values()}
         if len(grants) == len(nodes):
             return states

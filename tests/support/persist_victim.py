@@ -12,11 +12,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from gpuops.checkpoint.directory import DirectoryStore
 from gpuops.checkpoint.manifest import MANIFEST
-from gpuops.checkpoint.persist import commit_parts, persist, put_part
-from gpuops.checkpoint.states import CheckpointError, StateId
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.storage.persist import commit_node_shards, persist, persist_node_shards
+from gpuops.checkpoint.types import CheckpointError, StateId
 from support.checkpoint_images import ORIGIN, images
 
 COUNT, KILL, FAIL, HALF, KILL_HALF = range(5)
@@ -28,8 +28,8 @@ FINISHED, REFUSED, BROKEN = 0, 1, 2
 def shared(store, shards):
     """Put the parts of two nodes, and commit them."""
     for shard, source in shards.items():
-        put_part(store, NEW, {shard: source}, session="run")
-    assert commit_parts(store, NEW, WORLD, session="run", origin=ORIGIN)
+        persist_node_shards(store, NEW, {shard: source}, session="run")
+    assert commit_node_shards(store, NEW, WORLD, session="run", origin=ORIGIN)
 
 
 def alone(store, shards):
@@ -97,7 +97,7 @@ def in_child(act, arm):
 
 def look(store):
     """Return what a reader finds."""
-    survey = store.survey()
+    survey = store.scan()
     return {
         "states": [stored.state.step for stored in survey.states],
         "bad": [

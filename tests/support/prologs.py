@@ -3,12 +3,12 @@
 import random
 import time
 
-from gpuops.checks.runner import CheckRun
-from gpuops.gate.node_incidents import Occasion
-from gpuops.gate.remember import events_of
+from gpuops.checks.core.runner import CheckRun
+from gpuops.gate.node_incidents import CheckOccasion
+from gpuops.gate.record import events_of
 from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
-from gpuops.store.recorder import spool_recorder
+from gpuops.store.spool.record import spool_recorder
 
 GPUS = 8
 CHECKS_PER_GPU = 6
@@ -48,7 +48,7 @@ def _finding(gpu, check, *, bad, draw):
 def record(ran, spool):
     """Record *ran* as the hook's child does; return the seconds that it took."""
     clock = SystemClock()
-    occasion = Occasion(trigger="prolog", job_id="17", mode="observe")
+    occasion = CheckOccasion(trigger="prolog", job_id="17", mode="observe")
     before = time.perf_counter()
     recorder = spool_recorder(spool, node=ran.node, boot_id="boot", bytes_max=2**26, clock=clock)
     recorder.record(*events_of(ran, occasion, clock))

@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 from torch.distributed.run import get_args_parser
 
-from gpuops.agent.arguments import help_text
-from gpuops.checkpoint.directory import DirectoryStore
+from gpuops.agent.launch.options import help_text
+from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.cli.main import gpuops
 from gpuops.cli.run_status import status
-from gpuops.config import environ
+from gpuops.config.resolve import environ
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
 from support.made_states import make_state, part, whole
 from support.public_shape import shape

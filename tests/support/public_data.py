@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpuops.checks import NAMES, check_named
-from gpuops.checks.profiles import load_profiles
-from gpuops.checks.silences import load_silences
-from gpuops.checks.suites import load_suite
-from gpuops.checks.xid_catalogue import load_sxids, load_xids
-from gpuops.config import resolve
+from gpuops.checks.core.profile_files import load_profiles
+from gpuops.checks.core.silence import load_silences
+from gpuops.checks.core.suite import load_suite
+from gpuops.checks.core.xid_catalogue import load_sxids, load_xids
+from gpuops.config.resolve import resolve
 from gpuops.errors import ConfigError
 from gpuops.incident.runbook import load_runbooks
 from gpuops.resources import data_dir

@@ -2,20 +2,20 @@
 
 from pathlib import Path
 
-from gpuops.agent.agent_metrics import metrics as agent_metrics
-from gpuops.agent.agent_state import RankState, state_json
-from gpuops.agent.checkpoint_news import Tally, read_events, single
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.records import LastSave
-from gpuops.checks.runner import CheckRun, Failure
-from gpuops.cli.check_prometheus import metrics as check_metrics
-from gpuops.drill.fault import Fault, Outcome
-from gpuops.drill.record import ended, injected
-from gpuops.gate.node_incidents import Occasion
-from gpuops.gate.remember import events_of
+from gpuops.agent.checkpoint.keeper_events import SaveCounter, read_events, single
+from gpuops.agent.journal.payloads import LastSave
+from gpuops.agent.journal.run_journal import RunJournal
+from gpuops.agent.status.metrics import metrics as agent_metrics
+from gpuops.agent.status.state import RankStatus, state_json
+from gpuops.checks.core.runner import CheckFailure, CheckRun
+from gpuops.cli.check.prometheus import metrics as check_metrics
+from gpuops.drill.events import ended_event, injected_event
+from gpuops.drill.fault import Fault, InjectionResult
+from gpuops.gate.node_incidents import CheckOccasion
+from gpuops.gate.record import events_of
 from gpuops.host.clock import FakeClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
-from gpuops.store.node_events import drained, repaired, resumed
+from gpuops.store.events import drained_event, repaired_event, resumed_event
 from support.agent_states import agent_state, kept
 from support.checks import NODE
 from support.decisions import decision, report
@@ -59,7 +59,7 @@ def check_run():
         end_us=3_500_000,
         findings=findings(),
         late=("load",),
-        failures=(Failure("nvml", "no library", "Traceback"),),
+        failures=(CheckFailure("nvml", "no library", "Traceback"),),
     )
 
 
@@ -72,7 +72,7 @@ def records():
         restarts_by_class={"crash.abort": 1},
         badput_s={"detect": 0.5},
         checkpoint=kept(skipped={"no slot": 1}, persisted_step=50),
-        ranks=(RankState(rank=0, pid=5, step=41, beat_ns=0),),
+        ranks=(RankStatus(rank=0, pid=5, step=41, beat_ns=0),),
     )
     return {
         "finding": shape(*(finding.to_json() for finding in findings())),
@@ -104,13 +104,15 @@ def events():
 def _of_nodes(clock):
     fault = Fault(scenario="kill-rank", breaks="rank 1", undone="never", entities=(GPU,))
     to = {"node": "n1", "clock": clock, "randomness": bytes}
-    occasion = Occasion(trigger="prolog", job_id="17", gpus=frozenset({"GPU-1"}), mode="observe")
+    occasion = CheckOccasion(
+        trigger="prolog", job_id="17", gpus=frozenset({"GPU-1"}), mode="observe"
+    )
     return [
-        drained("n1", "gpuops: fail", clock=clock, failure_class=FailureClass.GPU_DIAGNOSTIC),
-        resumed("n1", "two passes", clock=clock),
-        repaired("n1", GPU, by="ada", what="a new GPU", clock=clock),
-        injected(fault, uid=0, **to),
-        ended(fault, Outcome(failed=("a",), not_undone=("b",)), **to),
+        drained_event("n1", "gpuops: fail", clock=clock, failure_class=FailureClass.GPU_DIAGNOSTIC),
+        resumed_event("n1", "two passes", clock=clock),
+        repaired_event("n1", GPU, by="ada", what="a new GPU", clock=clock),
+        injected_event(fault, uid=0, **to),
+        ended_event(fault, InjectionResult(failed=("a",), not_undone=("b",)), **to),
         *events_of(check_run(), occasion, clock),
     ]
 
@@ -121,7 +123,7 @@ def _of_runs(clock):
     def emit(*news):
         told.extend((item.kind, item.payload) for item in news)
 
-    chronicle = Chronicle(emit, clock, run_id="run-1", node="n1", rules=())
+    chronicle = RunJournal(emit, clock, run_id="run-1", node="n1", rules=())
     chronicle.doubted(report("n1"), incident("run-1", 0))
     chronicle.excluded("sick", 5)
     chronicle.gate_failed(report("n1"), incident("run-1", 0))
@@ -148,7 +150,7 @@ def _of_runs(clock):
 
 
 def _of_checkpoints():
-    tally = Tally()
+    tally = SaveCounter()
     for event in read_events([{"kind": kind, **KEEPER} for kind in COUNTED]):
         tally.add(event)
     found = [(kind, payload) for kind, payload, _severity in tally.take()]

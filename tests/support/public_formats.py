@@ -9,27 +9,25 @@ from types import SimpleNamespace
 
 import torch
 
-from gpuops.agent.detectors import DetectorSentry, read_verdict
-from gpuops.agent.sentry import Watched
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.directory_names import (
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.plugins import PluginMonitor, read_verdict
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.image import read_layout, read_metadata_blob
+from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, encode_manifest
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.names import (
     PINS,
-    aside_name,
     pin_name,
+    quarantine_name,
     shared_name,
     temporary_name,
     trash_name,
 )
-from gpuops.checkpoint.image import read_extra, read_layout
-from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, to_bytes
-from gpuops.checkpoint.states import CHUNK_BYTES, Shard, StateId
-from gpuops.control.record import ControlRecord, Member, Roster
-from gpuops.control.record import Phase as RunPhase
-from gpuops.gate.drain_record import DrainRecord, write_drain
-from gpuops.gate.resumes import Resumes, write_resumes
-from gpuops.gate.state_file import state_json, state_path
-from gpuops.gate.verdict import write_verdict
+from gpuops.checkpoint.types import CHUNK_BYTES, Shard, StateId
+from gpuops.control.record import ControlRecord, Member, Roster, RunPhase
+from gpuops.gate.drain import DrainRecord, ResumeHistory, write_drain, write_resumes
+from gpuops.gate.hook import write_verdict
+from gpuops.gate.node_state import state_json, state_path
 from gpuops.host.node_state import (
     CounterSample,
     DriverHang,
@@ -39,19 +37,19 @@ from gpuops.host.node_state import (
     Strikes,
 )
 from gpuops.incident.decision import ReportKind
-from gpuops.incident.override import overruled
+from gpuops.incident.override import apply_site_decision
 from gpuops.model import Confidence, FailureClass, Incident, IncidentState, Side
 from gpuops.wire import (
     HEADER_BYTES,
     RECORD_BYTES,
     RING_BYTES,
     SLOTS,
+    AgentRequest,
     Beat,
-    Flag,
-    Phase,
-    Request,
     RingHeader,
     StepSource,
+    WorkerFlag,
+    WorkerPhase,
     raise_flag,
     write_beat,
     write_header,
@@ -65,15 +63,17 @@ STATE = StateId(3, 1200)
 W = torch.arange(24.0).reshape(6, 4)
 PARTS = {"model.w": part(W, slice(0, 4)), "model.b": whole(torch.ones(3).bfloat16())}
 RUN = "0190f6a0-0000-7000-8000-0000abcd1234"
-MEMBER = Member(agent=RUN, node="n1", address="10.0.0.1", n_workers=8, order=0, master_port=29500)
+MEMBER = Member(
+    agent=RUN, node="n1", address="10.0.0.1", n_workers=8, node_rank_hint=0, master_port=29500
+)
 
 
 def checkpoints():
     """Return a state's files as bytes, and the names in a directory of states."""
     image = image_of(Shard(1, 2), PARTS, b'{"extra": 1}', capacity=64)
     layout = read_layout(image)
-    digest = digest_of(memoryview(image))
-    record = ShardRecord(Shard(0, 1), layout.hash, digest)
+    digest = compute_digest(memoryview(image))
+    record = ShardRecord(Shard(0, 1), layout.header_hash, digest)
     manifest = Manifest(
         state=STATE,
         world=1,
@@ -89,7 +89,7 @@ def checkpoints():
         "header's bytes": len(layout.header),
         "data of an image": image[len(layout.header) :].hex(),
         "digest of an image": [digest.nbytes, digest.table.hex(), digest.root],
-        "manifest": to_bytes(manifest).decode().splitlines(),
+        "manifest": encode_manifest(manifest).decode().splitlines(),
         "names": {
             "manifest": MANIFEST,
             "shard": Shard(1, 4).file_name,
@@ -99,7 +99,7 @@ def checkpoints():
             "being written": temporary_name(STATE, "host", 7, bytes(8)),
             "being written by several": shared_name(STATE, "session"),
             "being removed": trash_name(STATE, bytes(8)),
-            "made room": aside_name(STATE, bytes(8)),
+            "made room": quarantine_name(STATE, bytes(8)),
         },
         "directory": _directory(),
         "of a Checkpointer": _saved(),
@@ -125,11 +125,11 @@ def _saved():
         store = DirectoryStore(Path(name) / "states")
         given = {"model": model, "optimizer": optimizer, "extra": {"tokens": 7}}
         state = checkpointer_state(store, 1, **given)
-        image = store.open_shard(state, Shard(0, 1)).read_bytes()
+        image = store.local_shard_path(state, Shard(0, 1)).read_bytes()
     layout = read_layout(image)
     return {
         "header": json.loads(layout.header[8:]),
-        "extra": shape(json.loads(read_extra(memoryview(image), layout))),
+        "extra": shape(json.loads(read_metadata_blob(memoryview(image), layout))),
     }
 
 
@@ -137,10 +137,10 @@ def ring():
     """Return a heartbeat ring of two beats and a request, up to its last beat."""
     content = bytearray(RING_BYTES)
     write_header(content, RingHeader(rank=3, generation=1, pid=77, start_mono_ns=5))
-    write_beat(content, Beat(1, -1, 10, Phase.STARTING, StepSource.UNKNOWN, 0))
-    write_beat(content, Beat(2, 9, 20, Phase.OTHER, StepSource.REPORTED, 4, "warm-up"))
-    write_request(content, Request.DRAIN, 12)
-    raise_flag(content, Flag.ASKED)
+    write_beat(content, Beat(1, -1, 10, WorkerPhase.STARTING, StepSource.UNKNOWN, 0))
+    write_beat(content, Beat(2, 9, 20, WorkerPhase.OTHER, StepSource.REPORTED, 4, "warm-up"))
+    write_request(content, AgentRequest.DRAIN, 12)
+    raise_flag(content, WorkerFlag.STOP_POLLED)
     return {
         "slots": SLOTS,
         "bytes": RING_BYTES,
@@ -152,10 +152,10 @@ def ring():
         **{
             word: [item.value for item in kind]
             for word, kind in {
-                "phases": Phase,
+                "phases": WorkerPhase,
                 "sources of steps": StepSource,
-                "requests": Request,
-                "flags": Flag,
+                "requests": AgentRequest,
+                "flags": WorkerFlag,
             }.items()
         },
     }
@@ -167,20 +167,20 @@ def control():
         run_id=RUN,
         folder="20260101T000000Z-train-abcd1234",
         generation=1,
-        phase=RunPhase.GATHER,
+        phase=RunPhase.COLLECT,
         since_s=5.0,
         fingerprint="f",
         reason="n9: Xid 79",
         trigger=ReportKind.HANG,
         decided_by="n1",
         excluded={"n9": "Xid 79"},
-        doubted={"n8": "slow"},
+        suspected={"n8": "slow"},
         history=(failure(0),),
         decision=decision(report("n9"), exclude={"n9": "Xid 79"}),
         drain_signal="SIGTERM",
         drain_step=60,
     )
-    roster = Roster(generation=1, members=(MEMBER,), spares=(MEMBER,), notes={"word": 1})
+    roster = Roster(generation=1, members=(MEMBER,), spares=(MEMBER,), metadata={"word": 1})
     return {
         "record": json.loads(record.to_bytes()),
         "roster": json.loads(roster.to_bytes()),
@@ -225,7 +225,7 @@ def node_files():
         folder = Path(name)
         write_verdict(folder / "verdict")
         write_drain(folder, drain)
-        write_resumes(folder, Resumes().with_one("gpu_xid", 5))
+        write_resumes(folder, ResumeHistory().with_one("gpu_xid", 5))
         files = {path.name: path.read_text() for path in folder.iterdir()}
     kept = {key: json.loads(text) for key, text in files.items() if key.endswith(".json")}
     return {**kept, "verdict": files["verdict"], state_path(Path()).name: state_json(state)}
@@ -243,9 +243,9 @@ def _detector():
         asked.append(json.loads(told))
         return SimpleNamespace(close=lambda wait_s=0.0: None)
 
-    sentry = DetectorSentry(("one",), start)
+    sentry = PluginMonitor(("one",), start)
     workers = [SimpleNamespace(rank=2, pid=102)]
-    sentry.begin(Watched(generation=0, node="n1", workers=workers, folder=Path("/run")))
+    sentry.begin(MonitoredAttempt(generation=0, node="n1", workers=workers, folder=Path("/run")))
     said = {"why": "slow", "ranks": [2], "blames_node": True, "ends": True}
     said["failure_class"] = "gpu_hw.diagnostic"
     verdict = read_verdict(json.dumps(said).encode(), {2})
@@ -268,7 +268,7 @@ def _decision():
             f"    pathlib.Path({str(asked)!r}).write_text(json.dumps(question))\n"
             f"    return {answer!r}\n"
         )
-        said = overruled(
+        said = apply_site_decision(
             decision(report("n1")),
             plugin=str(plugin),
             reports=[report("n1")],

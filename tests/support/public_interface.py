@@ -18,13 +18,13 @@ import torch
 
 import gpuops
 from gpuops import Checkpointer, errors, phase, progress, should_stop
-from gpuops.agent.detector_child import GROUP
-from gpuops.checkpoint.directory_names import LeftoverKind
-from gpuops.checkpoint.states import BadRequestError, CheckpointError, CorruptError, Tier
-from gpuops.checks.xid_catalogue import SxidClass, XidClass
+from gpuops.agent.monitors.plugin_process import GROUP
+from gpuops.checkpoint.storage.names import LeftoverKind
+from gpuops.checkpoint.types import BadRequestError, CheckpointError, CorruptError, Tier
+from gpuops.checks.core.xid_catalogue import SxidClass, XidClass
 from gpuops.cli.main import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED
-from gpuops.config import SETTINGS, Mode
-from gpuops.incident.decision import OnExhausted, ReportKind, Verdict
+from gpuops.config.resolve import SETTINGS, GateMode
+from gpuops.incident.decision import OnExhausted, ReportKind, RunAction
 from gpuops.incident.runbook import SECTIONS, SEVERITIES
 from gpuops.model import (
     ActionKind,
@@ -76,9 +76,9 @@ ENUMS = {
     "severity of an event": Severity,
     "failure class": FailureClass,
     "report": ReportKind,
-    "verdict on a run": Verdict,
+    "verdict on a run": RunAction,
     "on exhausted": OnExhausted,
-    "mode of the gate": Mode,
+    "mode of the gate": GateMode,
     "tier": Tier,
     "leftover of checkpoints": LeftoverKind,
     "source of a rule": LogSource,
@@ -169,7 +169,7 @@ def _made(setting, probe):
 
 
 def _plain(value):
-    return str(value) if isinstance(value, Path | Mode) else value
+    return str(value) if isinstance(value, Path | GateMode) else value
 
 
 def words_of_sources():

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpuops.store.lines import decode
+from gpuops.store.spool.format import decode_line
 from support.public_shape import keys, shape
 
 JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "tells_its_surroundings.py"
@@ -87,7 +87,7 @@ def _events(folder):
     ]
     by_kind = {}
     for line in lines:
-        event = decode(line).event
+        event = decode_line(line).event
         by_kind.setdefault(event.kind, []).append(event.payload)
     assert by_kind.keys() >= KINDS, by_kind.keys()
     return {kind: keys(*by_kind[kind]) for kind in KINDS}

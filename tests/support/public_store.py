@@ -4,8 +4,8 @@ from sqlalchemy import Index, PrimaryKeyConstraint, UniqueConstraint
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gpuops.model import Event, Severity
-from gpuops.store.lines import LINE_BYTES_MAX, Line, encode_line
 from gpuops.store.schema import REVISION, metadata
+from gpuops.store.spool.format import LINE_BYTES_MAX, SpoolLine, encode_line
 
 DIALECTS = (sqlite.dialect(), postgresql.dialect())
 
@@ -54,5 +54,5 @@ def spool_line():
         attempt=1,
         payload={"outcome": "failed", "exit_code": 1, "text": "grün"},
     )
-    line = encode_line(Line("n1.0123456789ab", "b", 7, event))
+    line = encode_line(SpoolLine("n1.0123456789ab", "b", 7, event))
     return {"line": line.decode("ascii"), "longest": LINE_BYTES_MAX}

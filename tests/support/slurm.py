@@ -437,8 +437,14 @@ def start_munge(cluster):
     os.chown(key, user.pw_uid, user.pw_gid)
     command = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     command += ["munged", "--foreground", f"--key-file={key}", "--num-threads=2"]
-    command += [f"--socket={cluster.home}/socket/munge", f"--pid-file={cluster.home}/socket/pid"]
-    command += [f"--log-file={cluster.home}/munge/log", f"--seed-file={cluster.home}/munge/seed"]
+    command += [
+        f"--socket={cluster.home}/socket/munge",
+        f"--pid-file={cluster.home}/socket/pid",
+    ]
+    command += [
+        f"--log-file={cluster.home}/munge/log",
+        f"--seed-file={cluster.home}/munge/seed",
+    ]
     cluster._spawn(*command)
     wait_until((cluster.home / "socket" / "munge").exists, "munged has no socket")
 

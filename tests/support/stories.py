@@ -21,9 +21,9 @@ from gpuops.model import (
     Side,
     uuid7,
 )
-from gpuops.store.facts.envelope import Envelope
-from gpuops.store.lines import Line
-from gpuops.store.schema import LIVE, metadata
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.schema import COORDINATION_TABLES, metadata
+from gpuops.store.spool.format import SpoolLine
 
 START_US = 1_760_000_000_000_000
 VOLATILE = {"ingested_us"}
@@ -58,7 +58,7 @@ class Teller:
         event = self.event(kind, payload, node=node, **rest)
         writer = uuid.uuid5(uuid.NAMESPACE_DNS, f"{self.seed}.{node}").hex[:12]
         origin = f"{node}.{writer}"
-        self.lines.append(Line(origin, f"boot-{node}", next(self._seq), event))
+        self.lines.append(SpoolLine(origin, f"boot-{node}", next(self._seq), event))
         return event
 
     def run_id(self):
@@ -293,13 +293,13 @@ def decision_payload(ordinal, **changes):
 
 def envelopes(lines, *, cluster="c1", uid=0):
     """Return *lines* on their way into a store."""
-    return [Envelope(line, cluster, uid) for line in lines]
+    return [EventEnvelope(line, cluster, uid) for line in lines]
 
 
 def dump(connection):
     """Return every row of the tables that events make, as plain tuples without times of arrival."""
     rows = {}
-    for table in (t for t in metadata.sorted_tables if t not in LIVE):
+    for table in (t for t in metadata.sorted_tables if t not in COORDINATION_TABLES):
         columns = [column for column in table.columns if column.name not in VOLATILE]
         found = connection.execute(select(*columns))
         rows[table.name] = sorted(repr(tuple(row)) for row in found)

@@ -5,30 +5,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
 
-from gpuops.agent.checkpoints import NoCheckpoints
-from gpuops.agent.exits import RankFiles
-from gpuops.agent.gatekeeper import OpenGate
-from gpuops.agent.identity import Identity
-from gpuops.agent.pace import Pace
-from gpuops.agent.parts import Parts
-from gpuops.agent.plan import Meeting, MeetingKind, Plan
-from gpuops.agent.records import NodeFacts
-from gpuops.agent.rulings import Rulings
-from gpuops.agent.seat import Seat
-from gpuops.agent.session import Session, Surroundings
-from gpuops.agent.workers import Worker
-from gpuops.control.board import BoardUnreachableError
-from gpuops.control.enter import enter
-from gpuops.control.leader import Leader, Timing
-from gpuops.control.link import Link
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import ControlRecord, Member, Phase, Roster, pack
+from gpuops.agent.checkpoint.api import NoCheckpointService
+from gpuops.agent.elastic.exits import RankFiles
+from gpuops.agent.elastic.rendezvous import Assignment
+from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.journal.decision_log import DecisionLog
+from gpuops.agent.journal.payloads import NodeFacts
+from gpuops.agent.journal.session import NodeContext, RunSession
+from gpuops.agent.launch.identity import RunIdentity
+from gpuops.agent.launch.plan import EndpointKind, EndpointPlan, LaunchPlan
+from gpuops.agent.launch.services import Services
+from gpuops.agent.monitors.preflight import NoPreflight
+from gpuops.agent.monitors.progress import StepTracker
+from gpuops.control.client import ControlClient
+from gpuops.control.join import join
+from gpuops.control.leader import Leader, LeaderTimeouts
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
-from gpuops.incident.decision import Terms
+from gpuops.incident.decision import RestartPolicy
 from gpuops.model import WorkerExit
-from gpuops.store.recorder import ListRecorder
-from gpuops.wire import STEP_UNKNOWN, Flag
+from gpuops.store.spool.record import ListRecorder
+from gpuops.wire import STEP_UNKNOWN, WorkerFlag
 from support.exits import RULES
 
 RUN_ID = "01890000-0000-7000-8000-000000000001"
@@ -39,7 +39,7 @@ class FakeRing:
     """A worker's word, as a test writes it."""
 
     def __init__(self):
-        self.flags = Flag(0)
+        self.flags = WorkerFlag(0)
         self.last_seq = 0
         self.wanted = None
 
@@ -155,13 +155,13 @@ class CutBoard:
     """A board that can be cut off."""
 
     def __init__(self, board):
-        self._board = board
+        self._store = board
         self.is_cut = False
 
     def __getattr__(self, name):
         if self.is_cut:
-            raise BoardUnreachableError("cut")
-        return getattr(self._board, name)
+            raise ControlStoreUnreachableError("cut")
+        return getattr(self._store, name)
 
 
 class Cancellation:
@@ -187,47 +187,47 @@ class Agent:
 
     def __init__(self, folder, n_workers=2, terms=None, board=None, clock=None, number=1, **plan):
         self.clock = clock or FakeClock()
-        self.shared = board or MemoryBoard(self.clock)
-        self.board = CutBoard(self.shared.another())
+        self.shared = board or MemoryControlStore(self.clock)
+        self.store = CutBoard(self.shared.new_handle())
         self.node = f"n{number}"
         self.me = Member(
             agent=str(UUID(int=number)),
             node=self.node,
             address="127.0.0.1",
             n_workers=n_workers,
-            order=number,
+            node_rank_hint=number,
         )
         fresh = ControlRecord(
-            run_id=RUN_ID, folder="run", generation=0, phase=Phase.FORM, since_s=0.0
+            run_id=RUN_ID, folder="run", generation=0, phase=RunPhase.RENDEZVOUS, since_s=0.0
         )
-        view = enter(self.board, self.me, fresh, self.clock, self.clock.advance)
-        self.link = Link(self.board, self.me, view, self.clock, fence_s=10.0)
-        self.terms = terms or Terms(restarts_max=3)
+        view = join(self.store, self.me, fresh, self.clock, self.clock.advance)
+        self.link = ControlClient(self.store, self.me, view, self.clock, fence_timeout_s=10.0)
+        self.terms = terms or RestartPolicy(restarts_max=3)
         self.leader = Leader(
-            self.link, self.clock, self.terms, Timing(), lambda *a: (decide(*a), None)
+            self.link, self.clock, self.terms, LeaderTimeouts(), lambda *a: (decide(*a), None)
         )
-        self.link.leads = self.leader
+        self.link.coordinator = self.leader
         self.recorder = ListRecorder()
         self.said, self.states = [], []
         self.cancellation = Cancellation()
-        self.plan = Plan(
+        self.plan = LaunchPlan(
             terms=self.terms,
-            meeting=Meeting(kind=MeetingKind.PRIVATE, run_key="job"),
+            meeting=EndpointPlan(kind=EndpointKind.PRIVATE, run_key="job"),
             **plan,
         )
         self.session = self._session(folder / self.node)
         self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
-        self.workers.on_look = self.turn
+        self.workers.on_look = self.run_once
         self.sentries = []
         self.doubts = []
         self.job_xids = lambda _since_ns: None
-        self.pace = Pace()
-        self.checkpoints = NoCheckpoints()
+        self.pace = StepTracker()
+        self.checkpoints = NoCheckpointService()
         self.while_waiting = []  # done one by one, each time that the agent waits
 
     def _session(self, folder):
         folder.mkdir(parents=True)
-        around = Surroundings(
+        around = NodeContext(
             node=self.node,
             clock=self.clock,
             root=folder,
@@ -238,21 +238,21 @@ class Agent:
             make_recorder=lambda _journal: self.recorder,
             flush=lambda _deadline_s: Sent(),
         )
-        return Session(around, Identity(RUN_ID, "run"), leads=False)
+        return RunSession(around, RunIdentity(RUN_ID, "run"), leads=False)
 
     @property
     def parts(self):
-        return Parts(
+        return Services(
             clock=self.clock,
             node=self.node,
             plan=self.plan,
             link=self.link,
             leader=self.leader,
-            rulings=Rulings(self.leader, self.session.chronicle),
+            rulings=DecisionLog(self.leader, self.session.chronicle),
             session=self.session,
             logs=None,
             cancellation=self.cancellation,
-            gate=OpenGate(),
+            gate=NoPreflight(),
             say=self.said.append,
             agent_pid=1,
             slurm_job_id=None,
@@ -268,19 +268,19 @@ class Agent:
         )
 
     def waiting(self, record):
-        """Let time pass; see `Usher` and `Waits`."""
+        """Let time pass; see `WaitHooks` and `AttemptTimeouts`."""
         if self.while_waiting:
             self.while_waiting.pop(0)()
-        self.turn()
+        self.run_once()
 
     def write_state(self, phase):
         self.states.append(phase)
 
-    def turn(self, seconds=0.25):
+    def run_once(self, seconds=0.25):
         self.clock.advance(seconds)
         try:
-            self.link.turn(hold_s=0.0)
-        except BoardUnreachableError:
+            self.link.run_once(hold_s=0.0)
+        except ControlStoreUnreachableError:
             logging.getLogger(__name__).debug("cut")
 
     def take_seats(self, *others):
@@ -288,18 +288,18 @@ class Agent:
         agents = [self, *others]
         for agent in agents:
             key = agent.link.keys.ready(0, agent.me.agent)
-            agent.board.put(key, pack(agent.me.to_json()))
+            agent.store.put(key, pack(agent.me.to_json()))
         for _ in range(400):
-            if all(agent.link.record.phase is Phase.RUN for agent in agents):
+            if all(agent.link.record.phase is RunPhase.RUN for agent in agents):
                 break
             for agent in agents:
-                agent.turn()
+                agent.run_once()
         return self.seat()
 
     def seat(self):
         record = self.link.record
-        roster = Roster.from_bytes(self.board.get(self.link.keys.roster(record.generation)).value)
-        return Seat(record, roster, roster.group_rank(self.me.agent))
+        roster = Roster.from_bytes(self.store.get(self.link.keys.roster(record.generation)).value)
+        return Assignment(record, roster, roster.group_rank(self.me.agent))
 
     def payloads(self, kind):
         return self.told(kind)[kind]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.states import Copy, Tier
-from gpuops.checkpoint.transfer_client import fetch, push
-from gpuops.checkpoint.transfer_pace import Pace
-from gpuops.checkpoint.transfer_server import TransferServer
-from gpuops.checkpoint.transfer_turns import PinnedCopy
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.peers.store import ReplicaStore
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import fetch, push
+from gpuops.checkpoint.transfer.pacing import SendPace
+from gpuops.checkpoint.transfer.server import TransferServer
+from gpuops.checkpoint.types import ShardCopy, Tier
 from gpuops.host.clock import SystemClock
 from support.transfers import LAYOUT, SHARD, STATE, Shelf, job_pass, limits, peer, push_of, terms
 
@@ -38,8 +38,8 @@ class FileMemory:
 
 def copy_in(memory, chunk_bytes):
     """Return the noun of what lies in *memory*."""
-    digest = digest_of(memory.view, chunk_bytes=chunk_bytes)
-    return Copy(STATE, SHARD, LAYOUT, digest, Tier.MEMORY, "owner")
+    digest = compute_digest(memory.view, chunk_bytes=chunk_bytes)
+    return ShardCopy(STATE, SHARD, LAYOUT, digest, Tier.MEMORY, "owner")
 
 
 def say(**what):
@@ -51,7 +51,7 @@ def main():
     """Be what the arguments say."""
     args = json.loads(sys.argv[1])
     bounds = limits(chunk_bytes=args["chunk_bytes"])
-    pace = Pace(args.get("bytes_per_s"), SystemClock())
+    pace = SendPace(args.get("bytes_per_s"), SystemClock())
     until = terms(deadline_s=60, patience_s=20, limits=bounds)
     image = FileMemory(args["image"])
     copy = copy_in(image, args["chunk_bytes"])
@@ -60,7 +60,7 @@ def main():
         server = TransferServer(place, job_pass(), Shelf((image, copy)), None, pace, bounds)
         say(port=server.port)
         sys.stdin.read()
-        say(sent=server.figures()["sent_bytes"])
+        say(sent=server.counters()["sent_bytes"])
         server.close()
     elif args["role"] == "hold":
         store = ReplicaStore(
@@ -74,7 +74,7 @@ def main():
         server = TransferServer(place, job_pass(), store, store, pace, bounds)
         say(port=server.port)
         sys.stdin.read()
-        say(received=server.figures()["received_bytes"], copies=len(store.copies()))
+        say(received=server.counters()["received_bytes"], copies=len(store.copies()))
         server.close()
     elif args["role"] == "fetch":
         target = FileMemory(args["target"], copy.digest.nbytes)

@@ -7,17 +7,17 @@ import random
 import threading
 import time
 
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.states import Copy, Shard, StateId, Tier
-from gpuops.checkpoint.transfer_auth import JobPass
-from gpuops.checkpoint.transfer_client import push
-from gpuops.checkpoint.transfer_line import Limits
-from gpuops.checkpoint.transfer_pace import Pace
-from gpuops.checkpoint.transfer_server import TransferServer
-from gpuops.checkpoint.transfer_team import Peer, Terms
-from gpuops.checkpoint.transfer_turns import PinnedCopy
-from gpuops.checkpoint.transfer_wire import Push
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.peers.store import ReplicaStore
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import push
+from gpuops.checkpoint.transfer.connection import TransferLimits
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.pacing import SendPace
+from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
+from gpuops.checkpoint.transfer.server import TransferServer
+from gpuops.checkpoint.transfer.wire import PushOffer
+from gpuops.checkpoint.types import Shard, ShardCopy, StateId, Tier
 from gpuops.host.clock import SystemClock
 
 JOB, TOKEN = "job-17", "a token of the job"
@@ -58,8 +58,8 @@ def filled(nbytes, seed=0):
 
 def copy_of(memory, state=STATE, shard=SHARD, chunk_bytes=CHUNK, holder="owner"):
     """Return the noun of what lies in *memory*."""
-    digest = digest_of(memory.view, chunk_bytes=chunk_bytes)
-    return Copy(state, shard, LAYOUT, digest, Tier.MEMORY, holder)
+    digest = compute_digest(memory.view, chunk_bytes=chunk_bytes)
+    return ShardCopy(state, shard, LAYOUT, digest, Tier.MEMORY, holder)
 
 
 class Shelf:
@@ -92,21 +92,21 @@ class Shelf:
 
 
 def job_pass(epoch=3, token=TOKEN, job=JOB):
-    return JobPass(job, token, epoch=epoch)
+    return JobCredentials(job, token, epoch=epoch)
 
 
 def limits(**more):
     """Return limits that suit tests: small chunks, short waits."""
-    return Limits(**{"chunk_bytes": CHUNK, "stall_s": 2.0, "stranger_s": 5.0, **more})
+    return TransferLimits(**{"chunk_bytes": CHUNK, "stall_s": 2.0, "handshake_s": 5.0, **more})
 
 
 def terms(deadline_s=20.0, patience_s=5.0, **more):
     bounds = more.pop("limits", None) or limits()
-    return Terms(deadline_s=deadline_s, patience_s=patience_s, limits=bounds, **more)
+    return TransferOptions(deadline_s=deadline_s, no_progress_s=patience_s, limits=bounds, **more)
 
 
 def no_pace():
-    return Pace(None, SystemClock())
+    return SendPace(None, SystemClock())
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def serving(source, sink=None, job=None, pace=None, bounds=None):
 
 
 def peer(port, name="holder"):
-    return Peer(name, "127.0.0.1", port)
+    return KeeperAddress(name, "127.0.0.1", port)
 
 
 def replica_store(bytes_max=2**30, chunk_bytes=CHUNK):
@@ -144,7 +144,7 @@ def hand_over(memory, copy, to, term=None, pace=None):
 def push_of(copy, committed=None):
     """Return what an owner offers of *copy*."""
     digest = copy.digest
-    return Push(copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, committed)
+    return PushOffer(copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, committed)
 
 
 def until(condition, deadline_s=30.0):

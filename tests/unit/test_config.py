@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.config import SETTINGS, TOML_BYTES_MAX, read_toml, resolve
+from gpuops.config.resolve import SETTINGS, TOML_BYTES_MAX, read_toml, resolve
 from gpuops.errors import ConfigError
 
 HOME = {"HOME": "/home/ann"}

@@ -2,37 +2,37 @@
 
 import pytest
 
-from gpuops import config_run
-from gpuops.config import resolve
+from gpuops.config import schema
+from gpuops.config.resolve import resolve
 from gpuops.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("read", "text", "meant"),
     [
-        (config_run.restarts, "3", (3, None)),
-        (config_run.restarts, "0", (0, None)),
-        (config_run.restarts, "10/6h", (10, 21600.0)),
-        (config_run.spares, "0", 0),
-        (config_run.spares, "2", 2),
-        (config_run.hang_timeout, "auto", None),
-        (config_run.hang_timeout, "off", 0.0),
-        (config_run.hang_timeout, "10", 10.0),
-        (config_run.hang_timeout, "5m", 300.0),
-        (config_run.switch, "off", False),
-        (config_run.grow_after, "never", None),
-        (config_run.grow_after, "90s", 90.0),
-        (config_run.http, "off", ("127.0.0.1", None)),
-        (config_run.http, "9100", ("127.0.0.1", 9100)),
-        (config_run.http, "0.0.0.0:0", ("0.0.0.0", 0)),
-        (config_run.http, "[::1]:80", ("::1", 80)),
-        (config_run.exit_codes, "", frozenset()),
-        (config_run.exit_codes, "16, 17", frozenset({16, 17})),
-        (config_run.decide, "site.policy:decide", "site.policy:decide"),
-        (config_run.checkpoints, "auto", True),
-        (config_run.checkpoints, "off", False),
-        (config_run.directory, "s3://bucket/x", "s3://bucket/x"),
-        (config_run.lasting, "2m", 120.0),
+        (schema.parse_restarts, "3", (3, None)),
+        (schema.parse_restarts, "0", (0, None)),
+        (schema.parse_restarts, "10/6h", (10, 21600.0)),
+        (schema.parse_spare_count, "0", 0),
+        (schema.parse_spare_count, "2", 2),
+        (schema.parse_hang_timeout, "auto", None),
+        (schema.parse_hang_timeout, "off", 0.0),
+        (schema.parse_hang_timeout, "10", 10.0),
+        (schema.parse_hang_timeout, "5m", 300.0),
+        (schema.parse_switch, "off", False),
+        (schema.parse_grow_after, "never", None),
+        (schema.parse_grow_after, "90s", 90.0),
+        (schema.parse_http_address, "off", ("127.0.0.1", None)),
+        (schema.parse_http_address, "9100", ("127.0.0.1", 9100)),
+        (schema.parse_http_address, "0.0.0.0:0", ("0.0.0.0", 0)),
+        (schema.parse_http_address, "[::1]:80", ("::1", 80)),
+        (schema.parse_exit_codes, "", frozenset()),
+        (schema.parse_exit_codes, "16, 17", frozenset({16, 17})),
+        (schema.parse_function_name, "site.policy:decide", "site.policy:decide"),
+        (schema.parse_checkpoint_mode, "auto", True),
+        (schema.parse_checkpoint_mode, "off", False),
+        (schema.parse_directory, "s3://bucket/x", "s3://bucket/x"),
+        (schema.parse_duration, "2m", 120.0),
     ],
 )
 def test_a_text_is_understood(read, text, meant):
@@ -42,29 +42,33 @@ def test_a_text_is_understood(read, text, meant):
 @pytest.mark.parametrize(
     ("read", "text", "said"),
     [
-        (config_run.restarts, "many", "10/6h"),
-        (config_run.restarts, "-1", "10/6h"),
-        (config_run.restarts, "3/", "a time"),
-        (config_run.restarts, "3/0s", "a time"),
-        (config_run.restarts, "10/6", "no two restarts fall into 6 s; a time as in 10/6h is"),
-        (config_run.nodes, "0", "1 at least"),
-        (config_run.spares, "-1", "1 at least"),
-        (config_run.on_exhausted, "stop", "shrink or requeue"),
-        (config_run.hang_timeout, "soon", "a time as in 90, 90s or 2h, auto or off is wanted"),
-        (config_run.hang_timeout, "0", "auto"),
-        (config_run.switch, "maybe", "on or off"),
-        (config_run.grow_after, "0", "never"),
-        (config_run.http, "host:80", "not an IP address"),
-        (config_run.http, "70000", "PORT"),
-        (config_run.exit_codes, "16,256", "1 to 255"),
-        (config_run.exit_codes, "0", "1 to 255"),
-        (config_run.decide, "policy", "policy:decide"),
-        (config_run.decide, "os;x:y", "policy:decide"),
-        (config_run.file, "token", "absolute"),
-        (config_run.checkpoints, "on", "auto or off"),
-        (config_run.directory, " ", "a directory"),
-        (config_run.directory, "a\0b", "a directory"),
-        (config_run.lasting, "0", "a time"),
+        (schema.parse_restarts, "many", "10/6h"),
+        (schema.parse_restarts, "-1", "10/6h"),
+        (schema.parse_restarts, "3/", "a time"),
+        (schema.parse_restarts, "3/0s", "a time"),
+        (schema.parse_restarts, "10/6", "no two restarts fall into 6 s; a time as in 10/6h is"),
+        (schema.parse_node_count, "0", "1 at least"),
+        (schema.parse_spare_count, "-1", "1 at least"),
+        (schema.parse_on_exhausted, "stop", "shrink or requeue"),
+        (
+            schema.parse_hang_timeout,
+            "soon",
+            "a time as in 90, 90s or 2h, auto or off is wanted",
+        ),
+        (schema.parse_hang_timeout, "0", "auto"),
+        (schema.parse_switch, "maybe", "on or off"),
+        (schema.parse_grow_after, "0", "never"),
+        (schema.parse_http_address, "host:80", "not an IP address"),
+        (schema.parse_http_address, "70000", "PORT"),
+        (schema.parse_exit_codes, "16,256", "1 to 255"),
+        (schema.parse_exit_codes, "0", "1 to 255"),
+        (schema.parse_function_name, "policy", "policy:decide"),
+        (schema.parse_function_name, "os;x:y", "policy:decide"),
+        (schema.parse_absolute_path, "token", "absolute"),
+        (schema.parse_checkpoint_mode, "on", "auto or off"),
+        (schema.parse_directory, " ", "a directory"),
+        (schema.parse_directory, "a\0b", "a directory"),
+        (schema.parse_duration, "0", "a time"),
     ],
 )
 def test_a_text_without_meaning_is_refused(read, text, said):
@@ -109,7 +113,7 @@ def test_a_wrong_value_in_the_file_is_named(tmp_path, line):
 
 
 def test_every_default_is_itself_understood():
-    for setting in (*config_run.RUN_SETTINGS, *config_run.CHECKPOINT_SETTINGS):
+    for setting in (*schema.RUN_SETTINGS, *schema.CHECKPOINT_SETTINGS):
         default = setting.default({}, False)
         assert default is None or setting.parse(default) == default
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from gpuops.log import printable, say_news, setup
+from gpuops.log import log_notice, printable, setup
 
 
 def test_control_characters_are_replaced_and_text_is_kept():
@@ -24,6 +24,6 @@ def test_a_warning_is_one_line_on_standard_error(capsys):
 def test_news_are_shown_without_a_level_and_other_information_is_not(capsys):
     setup()
     logging.getLogger("gpuops.test").info("nobody asked")
-    say_news("resumed from step %s\x1b")
+    log_notice("resumed from step %s\x1b")
 
     assert capsys.readouterr().err == "gpuops: resumed from step %s�\n"

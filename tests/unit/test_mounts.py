@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.host.mounts import Mount, mount_of, parse_mountinfo, read_mounts
+from gpuops.host.storage.mounts import Mount, mount_of, parse_mountinfo, read_mounts
 
 TEXT = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

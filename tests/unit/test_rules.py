@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpuops.errors import ConfigError
 from gpuops.model import FailureClass, Status
 from gpuops.resources import data_dir
-from gpuops.rules import LINE_MAX, LogSource, first_match, load_rules, needed_literals
+from gpuops.rules import LINE_MAX, LogSource, first_match, load_rules, required_literals
 
 RULE = """
 [[rule]]
@@ -138,7 +138,7 @@ def test_a_pattern_whose_time_is_bounded_is_taken(tmp_path, pattern):
     ],
 )
 def test_what_a_pattern_cannot_match_without_is_known(pattern, literals):
-    assert needed_literals(re.compile(pattern)) == literals
+    assert required_literals(re.compile(pattern)) == literals
 
 
 SHIPPED = load_rules([data_dir("checks") / "rules"])

@@ -10,13 +10,13 @@ from gpuops.wire import (
     RING_BYTES,
     SLOTS,
     STEP_UNKNOWN,
+    AgentRequest,
     Beat,
-    Flag,
-    Phase,
-    Request,
     RingError,
     RingHeader,
     StepSource,
+    WorkerFlag,
+    WorkerPhase,
     raise_flag,
     read_beats,
     read_flags,
@@ -39,7 +39,7 @@ def ring(beats=0, slots=SLOTS):
 
 def beat(seq, step=None):
     step = seq if step is None else step
-    return Beat(seq, step, seq * 10, Phase.STEPPING, StepSource.OPTIMIZER_STATE, seq)
+    return Beat(seq, step, seq * 10, WorkerPhase.STEPPING, StepSource.OPTIMIZER_STATE, seq)
 
 
 def test_a_fresh_ring_names_its_writer_and_holds_nothing():
@@ -73,7 +73,7 @@ def test_a_half_written_beat_is_left_for_the_next_poll():
 
 def test_a_beat_keeps_every_field():
     buffer = ring()
-    sent = Beat(1, -1, 2**63, Phase.RAISED, StepSource.UNKNOWN, 9)
+    sent = Beat(1, -1, 2**63, WorkerPhase.RAISED, StepSource.UNKNOWN, 9)
     write_beat(buffer, sent)
 
     assert read_beats(buffer) == [sent]
@@ -100,23 +100,30 @@ def test_bytes_that_are_no_ring_are_refused(spoil):
 )
 def test_the_name_of_a_phase_is_cut_and_printable(said, read):
     buffer = ring()
-    write_beat(buffer, Beat(1, 1, 1, Phase.OTHER, StepSource.REPORTED, 0, said))
+    write_beat(buffer, Beat(1, 1, 1, WorkerPhase.OTHER, StepSource.REPORTED, 0, said))
 
     assert read_beats(buffer)[0].name == read
 
 
 def test_a_request_and_the_flags_go_their_own_ways_beside_the_beats():
     buffer = ring()
-    assert (read_request(buffer), read_flags(buffer)) == ((Request.NONE, STEP_UNKNOWN), Flag(0))
-    write_request(buffer, Request.DRAIN, 70)
-    raise_flag(buffer, Flag.ASKED)
-    raise_flag(buffer, Flag.HANDLED)
-    raise_flag(buffer, Flag.SIGNALLED)
-    write_flags(buffer, Flag.TERM_IS_OURS, Flag.TERM_IS_OURS | Flag.USR2_IS_OURS)
-    write_flags(buffer, Flag(0), Flag.TERM_IS_OURS | Flag.USR2_IS_OURS)
+    assert (read_request(buffer), read_flags(buffer)) == (
+        (AgentRequest.NONE, STEP_UNKNOWN),
+        WorkerFlag(0),
+    )
+    write_request(buffer, AgentRequest.DRAIN, 70)
+    raise_flag(buffer, WorkerFlag.STOP_POLLED)
+    raise_flag(buffer, WorkerFlag.HANDLER_RAN)
+    raise_flag(buffer, WorkerFlag.SIGNALLED)
+    write_flags(
+        buffer, WorkerFlag.HANDLES_SIGTERM, WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR2
+    )
+    write_flags(buffer, WorkerFlag(0), WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR2)
     write_beat(buffer, beat(1))
 
-    assert read_request(buffer) == (Request.DRAIN, 70)
-    assert read_flags(buffer) == Flag.ASKED | Flag.HANDLED | Flag.SIGNALLED
+    assert read_request(buffer) == (AgentRequest.DRAIN, 70)
+    assert (
+        read_flags(buffer) == WorkerFlag.STOP_POLLED | WorkerFlag.HANDLER_RAN | WorkerFlag.SIGNALLED
+    )
     assert read_beats(buffer) == [beat(1)]
     assert read_header(buffer) == RingHeader(3, 1, 42, 7, SLOTS, 1)

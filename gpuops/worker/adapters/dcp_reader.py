@@ -25,18 +25,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from gpuops.checkpoint.arena import SlotMemory
-from gpuops.checkpoint.digest import check_digest, chunk_is_good
-from gpuops.checkpoint.image import ImageLayout, PlacedTensor, read_extra
-from gpuops.checkpoint.inventory_view import read_layouts, whole_tensors
+from gpuops.checkpoint.digest import check_digest, is_chunk_intact
+from gpuops.checkpoint.image import ImageLayout, PlacedTensor, read_metadata_blob
 from gpuops.checkpoint.manifest import Manifest, ShardRecord
-from gpuops.checkpoint.state_store import CheckpointStore, Stored
-from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard
-from gpuops.checkpoint.stores import open_store
-from gpuops.worker.checkpointer.tensors import DTYPES
-from gpuops.worker.checkpointer.values import loads
-from gpuops.worker.checkpointer.views import view_of
-from gpuops.worker.checkpointer_convert.unfold import safe_value
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard
+from gpuops.convert.tensors import DTYPES, view_of
+from gpuops.convert.to_nested import load_value
+from gpuops.convert.values import loads
 
 _LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)
 
@@ -65,8 +64,8 @@ class GpuopsReader(StorageReader):
         self._given_step = self._step = step
         self._trust = trust
         self._manifest: Manifest | None = None
-        self._images: dict[Shard, _Image] = {}
-        self._places: dict[tuple[str, tuple[int, ...]], tuple[Shard, PlacedTensor]] = {}
+        self._images: dict[Shard, _VerifiedImage] = {}
+        self._locations: dict[tuple[str, tuple[int, ...]], tuple[Shard, PlacedTensor]] = {}
         self._values: dict[str, bytes] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -77,37 +76,41 @@ class GpuopsReader(StorageReader):
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._close()
-        self._manifest = manifest = self._chosen().manifest
+        self._manifest = manifest = self._select_state().manifest
         layouts = read_layouts(self._store, manifest)
         self._images = {
-            layout.shard: _Image(self._store, manifest, manifest.record(layout.shard), layout)
+            layout.shard: _VerifiedImage(
+                self._store, manifest, manifest.record(layout.shard), layout
+            )
             for layout in layouts
         }
         found: dict[str, Any] = {}
-        for name, tensor in whole_tensors(layouts).items():
+        for name, tensor in assemble_tensors(layouts).items():
             chunks = []
             for part in tensor.parts:
-                offsets, shape = part.box
+                offsets, shape = part.region
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
-                self._places[name, offsets] = part.shard, part.placed
+                self._locations[name, offsets] = part.shard, part.placed
             properties = TensorProperties(dtype=DTYPES[tensor.dtype])
             found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         paths: dict[str, tuple[str | int, ...]] = {}
         for image in self._images.values():
-            values, known = image.dcp()
+            values, known = image.dcp_values()
             self._values.update({name: values[name] for name in values.keys() - found.keys()})
             paths.update(known)
         found.update({name: BytesStorageMetadata() for name in self._values})
         return Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
 
-    def _chosen(self) -> Stored:
-        states = self._store.list()
+    def _select_state(self) -> StoredState:
+        states = self._store.list_states()
         for stored in states:
             if self._step is None or stored.state.step == self._step:
                 return stored
         steps = ", ".join(str(stored.state.step) for stored in states[:5]) or "none"
-        wanted = "no state" if self._step is None else f"no state of step {self._step}"
-        raise CheckpointError(f"there is {wanted} in {self._store.address}; the newest are {steps}")
+        description = "no state" if self._step is None else f"no state of step {self._step}"
+        raise CheckpointError(
+            f"there is {description} in {self._store.address}; the newest are {steps}"
+        )
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -144,14 +147,14 @@ class GpuopsReader(StorageReader):
     def _value(self, name: str) -> io.BytesIO:
         """Return a value as DCP's planner takes it, which unpickles it: so made by us just now."""
         stream = io.BytesIO()
-        torch.save(safe_value(self._values[name], name, trust=self._trust), stream)
+        torch.save(load_value(self._values[name], name, trust=self._trust), stream)
         stream.seek(0)
         return stream
 
     def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
         offsets = item.storage_index.offset
         assert offsets is not None
-        shard, placed = self._places[item.storage_index.fqn, tuple(offsets)]
+        shard, placed = self._locations[item.storage_index.fqn, tuple(offsets)]
         place = tuple(
             slice(begin, begin + length)
             for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
@@ -163,7 +166,7 @@ class GpuopsReader(StorageReader):
 
     def _close(self) -> None:
         self._images.clear()
-        self._places.clear()
+        self._locations.clear()
         self._values.clear()
 
     @classmethod
@@ -171,7 +174,7 @@ class GpuopsReader(StorageReader):
         return _LAST_NUMBER.search(os.fspath(checkpoint_id)) is not None
 
 
-class _Image:
+class _VerifiedImage:
     """The image of one shard, mapped when it is first used; each chunk is verified once."""
 
     def __init__(
@@ -182,17 +185,17 @@ class _Image:
         self._record = record
         self._layout = layout
         self._memory: memoryview | None = None
-        self._good: set[int] = set()
+        self._verified_chunks: set[int] = set()
 
     def tensor(self, placed: PlacedTensor) -> torch.Tensor:
         """Return one tensor of it, not to be written."""
         return view_of(self._verified(placed), placed)
 
-    def dcp(self) -> tuple[Mapping[str, bytes], Mapping[str, tuple[str | int, ...]]]:
+    def dcp_values(self) -> tuple[Mapping[str, bytes], Mapping[str, tuple[str | int, ...]]]:
         """Return the values that the writer saved beside tensors, and the paths of names."""
-        memory = self._verified(self._layout.extra)
+        memory = self._verified(self._layout.metadata_blob)
         where = f"{self._record.shard.file_name} of {self._manifest.state}"
-        extra = loads(read_extra(memory, self._layout) or b"{}", f"the extra of {where}")
+        extra = loads(read_metadata_blob(memory, self._layout) or b"{}", f"the extra of {where}")
         saved = extra.get("dcp") if isinstance(extra, dict) else None
         if saved is None:
             return {}, {}
@@ -207,27 +210,27 @@ class _Image:
 
     def _verified(self, placed: PlacedTensor) -> memoryview:
         if self._memory is None:
-            self._memory = self._opened()
+            self._memory = self._open()
         end = max(placed.end, placed.begin + 1)
         for number in range(placed.begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            if number in self._good:
+            if number in self._verified_chunks:
                 continue
             begin = number * CHUNK_BYTES
             chunk = self._memory[begin : min(begin + CHUNK_BYTES, self._record.digest.nbytes)]
-            if not chunk_is_good(chunk, self._record.digest, number):
+            if not is_chunk_intact(chunk, self._record.digest, number):
                 raise CorruptError(
                     f"{self._record.shard.file_name} of {self._manifest.state} in "
                     f"{self._store.address}: the chunk at byte {begin} is not what was saved"
                 )
-            self._good.add(number)
+            self._verified_chunks.add(number)
         return self._memory
 
-    def _opened(self) -> memoryview:
+    def _open(self) -> memoryview:
         digest = self._record.digest
         check_digest(digest)
-        path = self._store.open_shard(self._manifest.state, self._record.shard)
+        path = self._store.local_shard_path(self._manifest.state, self._record.shard)
         if path is None:
-            memory = SlotMemory.create("gpuops-dcp-read", digest.nbytes)
+            memory = SharedBuffer.create("gpuops-dcp-read", digest.nbytes)
             self._store.fetch_shard(self._record, self._manifest.state, memory.view)
             return memory.view
         try:

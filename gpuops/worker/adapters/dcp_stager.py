@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from gpuops.checkpoint.arena import SlotMemory
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import CheckpointError
 
 _ALIGN_BYTES = 64
 _POLL_S = 0.002
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Slot:
-    memory: SlotMemory
+class _StagingBuffer:
+    memory: SharedBuffer
     is_pinned: bool = False
-    used: "weakref.ref[memoryview] | None" = None
+    in_use: "weakref.ref[memoryview] | None" = None
 
     @property
     def is_free(self) -> bool:
-        return self.used is None or self.used() is None
+        return self.in_use is None or self.in_use() is None
 
 
 class GpuopsStager(AsyncStager):
@@ -59,7 +59,7 @@ class GpuopsStager(AsyncStager):
         self._wait_s = wait_s
         self._clock_s = clock_s
         self._wait = wait
-        self._slots: list[_Slot] = []
+        self._slots: list[_StagingBuffer] = []
         self.n_waits = 0
         self.n_created = 0
 
@@ -79,11 +79,11 @@ class GpuopsStager(AsyncStager):
             end += -(-source.numel() * source.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
         slot = self._take(max(end, 1), any(source.is_cuda for source in sources.values()))
         view = memoryview(slot.memory.view)
-        slot.used = weakref.ref(view)
+        slot.in_use = weakref.ref(view)
         whole = torch.frombuffer(view, dtype=torch.uint8)
         staged = {key: _cut(whole, offsets[key], source) for key, source in sources.items()}
         _copy(staged, sources)
-        made = {key: _like(tensors[key], local) for key, local in staged.items()}
+        made = {key: _rewrap(tensors[key], local) for key, local in staged.items()}
         copied: dict[str, Any] = _rebuilt(state_dict, made)
         return copied
 
@@ -97,7 +97,7 @@ class GpuopsStager(AsyncStager):
             slot.memory.close()
         self._slots.clear()
 
-    def _take(self, nbytes: int, from_device: bool) -> _Slot:
+    def _take(self, nbytes: int, from_device: bool) -> _StagingBuffer:
         slot = self._free_slot(nbytes)
         if slot is None:
             self.n_waits += 1
@@ -117,7 +117,7 @@ class GpuopsStager(AsyncStager):
             _pin(slot)
         return slot
 
-    def _free_slot(self, nbytes: int) -> _Slot | None:
+    def _free_slot(self, nbytes: int) -> _StagingBuffer | None:
         free = [slot for slot in self._slots if slot.is_free]
         fitting = [slot for slot in free if slot.memory.nbytes >= nbytes]
         if fitting:
@@ -128,10 +128,10 @@ class GpuopsStager(AsyncStager):
             self._slots.remove(slot)
         if len(self._slots) >= self._n_slots:
             return None
-        memory = SlotMemory.create("gpuops-stage", nbytes)
+        memory = SharedBuffer.create("gpuops-stage", nbytes)
         memory.populate()
         self.n_created += 1
-        slot = _Slot(memory)
+        slot = _StagingBuffer(memory)
         self._slots.append(slot)
         return slot
 
@@ -172,7 +172,7 @@ def _copy(targets: Mapping[int, torch.Tensor], sources: Mapping[int, torch.Tenso
         torch.cuda.synchronize()
 
 
-def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _rewrap(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return *local* in the place of *tensor*, sharded as it is, also where that is on a device."""
     if not isinstance(tensor, DTensor):
         return local
@@ -196,14 +196,14 @@ def _rebuilt(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
     return copy.deepcopy(value)
 
 
-def _pin(slot: _Slot) -> None:
+def _pin(slot: _StagingBuffer) -> None:
     """Register the memory with CUDA, so that a device copies into it by itself."""
     address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
     runtime: Any = torch.cuda.cudart()
     slot.is_pinned = int(runtime.cudaHostRegister(address, slot.memory.nbytes, 0)) == 0
 
 
-def _unpin(slot: _Slot) -> None:
+def _unpin(slot: _StagingBuffer) -> None:
     if slot.is_pinned:
         address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
         runtime: Any = torch.cuda.cudart()

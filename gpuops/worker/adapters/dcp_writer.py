@@ -18,28 +18,27 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from gpuops.checkpoint.arena import SlotMemory
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.image import ImageLayout, TensorSpec, plan_image, write_extra
-from gpuops.checkpoint.persist import Origin, commit_parts, put_part
-from gpuops.checkpoint.retention import Retention, prune
-from gpuops.checkpoint.states import STEP_MAX, CheckpointError, Shard, StateId
-from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.image import ImageLayout, TensorSpec, plan_image, write_metadata_blob
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.persist import StateOrigin, commit_node_shards, persist_node_shards
+from gpuops.checkpoint.storage.retention import RetentionPolicy, prune
+from gpuops.checkpoint.types import STEP_MAX, CheckpointError, Shard, StateId
+from gpuops.convert.state_encoder import STATE_FORMAT
+from gpuops.convert.tensors import DTYPE_NAMES, as_storable, needs_carrier, view_of
+from gpuops.convert.values import dumps
 from gpuops.errors import UsageError
-from gpuops.worker.checkpointer.capture import FORMAT
-from gpuops.worker.checkpointer.tensors import NAMES, carried, is_carried
-from gpuops.worker.checkpointer.values import dumps
-from gpuops.worker.checkpointer.views import view_of
 
 _LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)
-_EXTRA_STEP_BYTES = 64 * 1024
+_METADATA_STEP_BYTES = 64 * 1024
 # Of this process: all that one start of a job saves into a directory is of one epoch.
 _epochs: dict[str, int] = {}
-_spare: list[SlotMemory] = []
+_spare: list[SharedBuffer] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Share:
+class _RankTask:
     """What the coordinator tells each rank with its plan."""
 
     state: StateId
@@ -72,12 +71,12 @@ class GpuopsWriter(StorageWriter):
         self._store = open_store(self._address)
         self._step = step
         self._given_step = step
-        self._retention = None if keep_last is None else Retention(keep_last)
-        self._origin = Origin(job, 0)
-        self._share: _Share | None = None
+        self._retention = None if keep_last is None else RetentionPolicy(keep_last)
+        self._origin = StateOrigin(job, 0)
+        self._task: _RankTask | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._share = None
+        self._task = None
         if self._given_step is None:
             self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
 
@@ -96,16 +95,19 @@ class GpuopsWriter(StorageWriter):
             )
         state = StateId(self._epoch(self._step), self._step)
         session = secrets.token_hex(8)
-        shares = [_Share(state, Shard(rank, len(plans)), session) for rank in range(len(plans))]
-        self._share = shares[0]
+        tasks = [_RankTask(state, Shard(rank, len(plans)), session) for rank in range(len(plans))]
+        self._task = tasks[0]
         return [
             dataclasses.replace(plan, storage_data=share)
-            for plan, share in zip(plans, shares, strict=True)
+            for plan, share in zip(plans, tasks, strict=True)
         ]
 
     def _epoch(self, step: int) -> int:
         """Return an epoch newer than all that was there before this process, or went further."""
-        address, states = self._store.address, [stored.state for stored in self._store.list()]
+        address, states = (
+            self._store.address,
+            [stored.state for stored in self._store.list_states()],
+        )
         if address not in _epochs:
             self._store.sweep()
             _epochs[address] = max((state.epoch for state in states), default=-1) + 1
@@ -114,7 +116,7 @@ class GpuopsWriter(StorageWriter):
         return _epochs[address]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        share: _Share = plan.storage_data
+        task: _RankTask = plan.storage_data
         paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
         tensors = {}
         values = {}
@@ -122,49 +124,53 @@ class GpuopsWriter(StorageWriter):
             name = item.index.fqn
             if name in tensors or name in values:
                 raise CheckpointError(
-                    f"rank {share.shard.rank} has several parts of {name!r:.200}, which an image "
+                    f"rank {task.shard.rank} has several parts of {name!r:.200}, which an image "
                     "cannot hold; save it with one local part for each rank (DTensor)"
                 )
             if item.type is WriteItemType.BYTE_IO:
                 values[name] = _bytes_of(planner.resolve_data(item))
             else:
                 tensors[name] = item
-        extra = _extra(
-            share, values, {name: paths[name] for name in paths.keys() & {*tensors, *values}}
+        metadata_blob = _encode_metadata(
+            task, values, {name: paths[name] for name in paths.keys() & {*tensors, *values}}
         )
         # So that the next save, whose values have more digits, finds memory of its size.
-        room = -(-2 * len(extra) // _EXTRA_STEP_BYTES) * _EXTRA_STEP_BYTES
-        layout = plan_image(share.shard, [_spec(item) for item in tensors.values()], room)
-        memory = _take(layout.nbytes)
+        metadata_capacity_bytes = (
+            -(-2 * len(metadata_blob) // _METADATA_STEP_BYTES) * _METADATA_STEP_BYTES
+        )
+        layout = plan_image(
+            task.shard, [_spec(item) for item in tensors.values()], metadata_capacity_bytes
+        )
+        memory = _take_spare(layout.nbytes)
         try:
-            _write_image(memory.view, layout, tensors, planner, extra)
+            _write_image(memory.view, layout, tensors, planner, metadata_blob)
             image = memory.view[: layout.nbytes]
-            shards = {share.shard: (memory.fd, digest_of(image))}
-            put_part(self._store, share.state, shards, session=share.session)
+            shards = {task.shard: (memory.fd, compute_digest(image))}
+            persist_node_shards(self._store, task.state, shards, session=task.session)
         finally:
-            _give(memory)
-        results = [WriteResult(item.index, _nbytes_of(item), share) for item in plan.items]
+            _return_spare(memory)
+        results = [WriteResult(item.index, _nbytes_of(item), task) for item in plan.items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        share = self._share
-        assert share is not None
-        there = commit_parts(
+        task = self._task
+        assert task is not None
+        is_complete = commit_node_shards(
             self._store,
-            share.state,
-            share.shard.world,
-            session=share.session,
+            task.state,
+            task.shard.world,
+            session=task.session,
             origin=self._origin,
         )
-        if not there:
+        if not is_complete:
             raise CheckpointError(
-                f"not all {share.shard.world} parts of {share.state} are in {self._store.address}: "
+                f"not all {task.shard.world} parts of {task.state} are in {self._store.address}: "
                 "do all ranks see this directory?"
             )
         if self._retention is not None:
-            prune(self._store, self._retention, [share.state])
+            prune(self._store, self._retention, [task.state])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -185,15 +191,15 @@ def _nbytes_of(item: WriteItem) -> int:
     return 0 if item.tensor_data is None else item.tensor_storage_size() or 0
 
 
-def _extra(
-    share: _Share, values: Mapping[str, bytes], paths: Mapping[str, Sequence[object]]
+def _encode_metadata(
+    task: _RankTask, values: Mapping[str, bytes], paths: Mapping[str, Sequence[object]]
 ) -> bytes:
     return dumps(
         {
-            "format": FORMAT,
-            "step": share.state.step,
-            "rank": share.shard.rank,
-            "world": share.shard.world,
+            "format": STATE_FORMAT,
+            "step": task.state.step,
+            "rank": task.shard.rank,
+            "world": task.shard.world,
             "torch": str(torch.__version__),
             "parts": {},
             "dcp": {
@@ -208,13 +214,13 @@ def _spec(item: WriteItem) -> TensorSpec:
     data = item.tensor_data
     assert data is not None
     name, dtype = item.index.fqn, data.properties.dtype
-    if dtype not in NAMES:
-        how = "view it as float64 (torch.view_as_real)" if is_carried(dtype) else "convert it"
+    if dtype not in DTYPE_NAMES:
+        how = "view it as float64 (torch.view_as_real)" if needs_carrier(dtype) else "convert it"
         raise CheckpointError(f"{name!r:.200} has the dtype {dtype}, which no state holds: {how}")
     shape = tuple(data.chunk.sizes)
     nbytes = shape_nbytes(shape, dtype)
     return TensorSpec(
-        name, NAMES[dtype], shape, nbytes, tuple(data.chunk.offsets), tuple(data.size)
+        name, DTYPE_NAMES[dtype], shape, nbytes, tuple(data.chunk.offsets), tuple(data.size)
     )
 
 
@@ -231,10 +237,10 @@ def _write_image(
     layout: ImageLayout,
     tensors: Mapping[str, WriteItem],
     planner: SavePlanner,
-    extra: bytes,
+    metadata_blob: bytes,
 ) -> None:
     view[: len(layout.header)] = layout.header
-    write_extra(view, layout, extra)
+    write_metadata_blob(view, layout, metadata_blob)
     for placed in layout.tensors:
         data = planner.resolve_data(tensors[placed.spec.name])
         assert isinstance(data, torch.Tensor)
@@ -244,22 +250,22 @@ def _write_image(
                 f"{placed.spec.name!r:.200} is planned as {list(placed.spec.shape)} and has the "
                 f"shape {list(data.shape)}"
             )
-        target.copy_(carried(data.detach()))
+        target.copy_(as_storable(data.detach()))
 
 
-def _take(nbytes: int) -> SlotMemory:
+def _take_spare(nbytes: int) -> SharedBuffer:
     """Return memory of that size: that of the save before, where it fits."""
     while _spare:
         memory = _spare.pop()
         if memory.nbytes == nbytes:
             return memory
         memory.close()
-    memory = SlotMemory.create("gpuops-dcp", nbytes)
+    memory = SharedBuffer.create("gpuops-dcp", nbytes)
     memory.populate()
     return memory
 
 
-def _give(memory: SlotMemory) -> None:
+def _return_spare(memory: SharedBuffer) -> None:
     if _spare:
         memory.close()
     else:

@@ -25,14 +25,14 @@ from transformers.trainer_callback import (
 )
 from transformers.training_args import TrainingArguments
 
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
 from gpuops.worker.adapters.data_resume import DataResume
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.rng import read_rng, write_rng
+from gpuops.worker.state.rng import read_rng, write_rng
 
 # What belongs to this start of the job and not to the training.
-_OF_THIS_START = {
+_START_FIELDS = {
     "max_steps",
     "num_train_epochs",
     "logging_steps",
@@ -45,7 +45,7 @@ _OF_THIS_START = {
     "trial_params",
     "stateful_callbacks",
 }
-_EXTRA = "trainer_state.json"
+_STATE_FILE = "trainer_state.json"
 
 
 class GpuopsCallback(TrainerCallback):
@@ -64,7 +64,7 @@ class GpuopsCallback(TrainerCallback):
         self._options = options
         self._checkpointer: Checkpointer | None = None
         self._resume = DataResume()
-        self._random: Mapping[str, Any] | None = None
+        self._rng_state: Mapping[str, Any] | None = None
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -80,14 +80,14 @@ class GpuopsCallback(TrainerCallback):
     ) -> None:
         # A training that an exception ended has no on_train_end; the random
         # numbers that its last state would be saved with are those of now.
-        self._leave(save=False)
+        self._close(save=False)
         if getattr(args, "deepspeed", None):
             raise UsageError("the adapter does not take DeepSpeed's engine; use DDP or FSDP2")
         optimizer = kwargs["optimizer"]
         options = dict(self._options)
         # What is put back goes into the first of them, the user's own.
-        extra = ChainMap(options.pop("extra", {}), {_EXTRA: _Progress(state)})
-        told = state.global_step
+        extra = ChainMap(options.pop("extra", {}), {_STATE_FILE: _Progress(state)})
+        reported_step = state.global_step
         checkpointer = Checkpointer(
             model=kwargs["model"],
             optimizer=getattr(optimizer, "optimizer", optimizer),
@@ -99,20 +99,21 @@ class GpuopsCallback(TrainerCallback):
         self._checkpointer = checkpointer
         start = checkpointer.restore()
         self._resume = DataResume()
-        self._random = None
+        self._rng_state = None
         if start == 0:
             return
-        if told not in {0, start}:
+        if reported_step not in {0, start}:
             raise UsageError(
-                f"resume_from_checkpoint took the data to step {told}, and the newest state is of "
+                f"resume_from_checkpoint took the data to step {reported_step}, and the newest "
+                "state is of "
                 f"step {start}: call trainer.train() without it"
             )
         if state.global_step != start:
             raise CheckpointError(
                 f"the state of step {start} says that the Trainer was at {state.global_step}"
             )
-        self._random = read_rng()
-        if told == 0:
+        self._rng_state = read_rng()
+        if reported_step == 0:
             loader = kwargs["train_dataloader"]
             self._resume = DataResume.of(args, loader, start, is_done=start >= state.max_steps)
 
@@ -125,7 +126,7 @@ class GpuopsCallback(TrainerCallback):
     ) -> None:
         self._resume.begin_epoch()
         if self._resume.now == self._resume.epoch and not self._resume.n_batches:
-            self._draw_again()  # making the iterator drew after the state was saved
+            self._restore_rng()  # making the iterator drew after the state was saved
 
     def on_step_begin(
         self,
@@ -135,7 +136,7 @@ class GpuopsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._resume.now == self._resume.epoch:
-            self._draw_again()  # making the iterator drew before the state was saved
+            self._restore_rng()  # making the iterator drew before the state was saved
 
     def on_step_end(
         self,
@@ -160,11 +161,11 @@ class GpuopsCallback(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
         self._resume.end_epoch(args)
 
-    def _draw_again(self) -> None:
+    def _restore_rng(self) -> None:
         """Make the generators draw what they were about to draw when the state was saved."""
-        if self._random is not None:
-            write_rng(self._random)
-            self._random = None
+        if self._rng_state is not None:
+            write_rng(self._rng_state)
+            self._rng_state = None
 
     def on_log(
         self,
@@ -191,9 +192,9 @@ class GpuopsCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        self._leave()
+        self._close()
 
-    def _leave(self, *, save: bool = True) -> None:
+    def _close(self, *, save: bool = True) -> None:
         if self._checkpointer is not None:
             self._checkpointer.close(save=save)
             self._checkpointer = None
@@ -209,13 +210,13 @@ class _Progress:
         values = {
             name: value
             for name, value in dataclasses.asdict(self._state).items()
-            if name not in _OF_THIS_START
+            if name not in _START_FIELDS
         }
         return {"json": json.dumps(values)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         values = json.loads(saved["json"])
-        names = {field.name for field in dataclasses.fields(self._state)} - _OF_THIS_START
+        names = {field.name for field in dataclasses.fields(self._state)} - _START_FIELDS
         for name in names & values.keys():
             setattr(self._state, name, values[name])
 

@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.rng import read_rng, write_rng
+from gpuops.worker.state.rng import read_rng, write_rng
 
 
 class GpuopsCheckpoint(Callback):
@@ -41,7 +41,7 @@ class GpuopsCheckpoint(Callback):
         self._checkpointer: Checkpointer | None = None
         self._progress: _Progress | None = None
         self._step = 0
-        self._random: Mapping[str, Any] | None = None
+        self._rng_state: Mapping[str, Any] | None = None
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -63,7 +63,7 @@ class GpuopsCheckpoint(Callback):
             )
         # An exception may have ended the fit before; the random
         # numbers that its last state would be saved with are those of now.
-        self._leave(save=False)
+        self._close(save=False)
         options = dict(self._options)
         # What is put back goes into the first of them, the user's own.
         self._progress = _Progress(trainer, self)
@@ -82,7 +82,7 @@ class GpuopsCheckpoint(Callback):
             raise CheckpointError(
                 f"the state of step {self._step} says that the loops were at {trainer.global_step}"
             )
-        self._random = read_rng() if self._step else None
+        self._rng_state = read_rng() if self._step else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the next epoch as it would have begun, where the state is of an epoch's end.
@@ -91,11 +91,11 @@ class GpuopsCheckpoint(Callback):
         what the loader knew.
         """
         loop = trainer.fit_loop
-        if self._random is None or not loop.epoch_loop.batch_progress.is_last_batch:
+        if self._rng_state is None or not loop.epoch_loop.batch_progress.is_last_batch:
             return
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader):
-            self._random = None
+            self._rng_state = None
             return
         fetcher = loop._data_fetcher  # noqa: SLF001 the only way to the iterator in use
         loaders = self._progress.loaders if self._progress is not None else []
@@ -103,17 +103,17 @@ class GpuopsCheckpoint(Callback):
             loader.load_state_dict(loaders[0])  # type: ignore[attr-defined]
             iter(loader)  # that of the epoch that is over
             iter(fetcher)
-        write_rng(self._random)
+        write_rng(self._rng_state)
         if loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # as DataLoader's iterators: a base seed
-        self._random = read_rng()
+        self._rng_state = read_rng()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._random is not None:
-            write_rng(self._random)
-            self._random = None
+        if self._rng_state is not None:
+            write_rng(self._rng_state)
+            self._rng_state = None
 
     def on_train_batch_end(
         self,
@@ -124,20 +124,20 @@ class GpuopsCheckpoint(Callback):
         batch_idx: int,
     ) -> None:
         if not trainer.is_last_batch:  # else when the epoch is over, so that none is begun twice
-            self._offer(trainer)
+            self._save_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._offer(trainer)
+        self._save_step(trainer)
 
-    def _offer(self, trainer: Trainer) -> None:
+    def _save_step(self, trainer: Trainer) -> None:
         if self._checkpointer is not None and trainer.global_step != self._step:
             self._step = trainer.global_step
             self._checkpointer.step(self._step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave()
+        self._close()
 
-    def _leave(self, *, save: bool = True) -> None:
+    def _close(self, *, save: bool = True) -> None:
         if self._checkpointer is not None:
             self._checkpointer.close(save=save)
             self._checkpointer = None

@@ -112,7 +112,7 @@ def serving_agents():
     """Return the parents of all servers of boards on this machine."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if b"gpuops.control.serve" in path.read_bytes():
+            if b"gpuops.control.tcp.serve" in path.read_bytes():
                 yield parent_of(path.parent.name)
 
 

@@ -11,8 +11,8 @@ from support.stories import Teller
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
 from gpuops.host.clock import SystemClock
-from gpuops.store.recorder import spool_recorder
 from gpuops.store.schema import REVISION
+from gpuops.store.spool.record import spool_recorder
 
 ROOT = Path(__file__).parents[3]
 

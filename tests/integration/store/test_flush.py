@@ -13,15 +13,14 @@ from support.command import gpuops
 from support.stories import Teller, incident, story
 
 from gpuops.host.clock import FakeClock, SystemClock
-from gpuops.store import queries
-from gpuops.store.backlog import measure
 from gpuops.store.engine import open_store
-from gpuops.store.flush import flush
-from gpuops.store.lines import encode_line
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.recorder import spool_recorder
-from gpuops.store.rejected import BYTES_MAX, count_dropped, count_rejected
-from gpuops.store.segments import find_segments
+from gpuops.store.queries import run_queries
+from gpuops.store.spool.format import encode_line
+from gpuops.store.spool.read import REJECTED_BYTES_MAX, count_dropped, count_rejected
+from gpuops.store.spool.record import spool_recorder
+from gpuops.store.spool.segments import find_segments, measure_spool
+from gpuops.store.spool.send import flush
 
 LINES = [line for line in story(1) if line.event.node == "n1"]
 ORIGIN = LINES[0].origin
@@ -56,7 +55,7 @@ def send(spool, url, **changes):
 
 def stored(url, **query):
     with open_store(url, mode="read") as store, store.begin() as connection:
-        return queries.events(connection, **query)
+        return run_queries.events(connection, **query)
 
 
 def recorder(spool):
@@ -104,7 +103,7 @@ def test_a_living_writers_lines_are_sent_once_and_its_segment_stays(spool, url):
 
     assert [r.sent for r in (first, again, second, last)] == [1, 0, 1, 0]
     assert [r.already_there for r in (first, again, second, last)] == [0, 0, 0, 0]
-    assert not segment.ready
+    assert not segment.is_ready
     assert find_segments(spool) == []
     assert len(stored(url)) == 2
 
@@ -114,7 +113,7 @@ def test_a_lost_mark_only_sends_again(spool, url):
     keeper.record(Teller().event("tool.failed"))
     send(spool, url)
     (segment,) = find_segments(spool)
-    segment.mark.unlink()
+    segment.offset_path.unlink()
 
     assert send(spool, url).already_there == 1
     keeper.close()
@@ -136,7 +135,7 @@ def test_a_refused_line_that_no_longer_fits_is_counted(spool, url):
     """A file with nothing in it stands for all that was refused before."""
     (spool / "rejected").mkdir(parents=True)
     with (spool / "rejected" / "n0-00000001.jsonl").open("wb") as file:
-        file.truncate(BYTES_MAX)
+        file.truncate(REJECTED_BYTES_MAX)
     damaged = encode_line(LINES[0]).replace(b'"seq"', b'"sEq"')
     lay(spool, damaged + damaged + encode_line(LINES[1]))
 
@@ -316,7 +315,7 @@ FLUSH = """
 import sys
 from pathlib import Path
 from gpuops.host.clock import SystemClock
-from gpuops.store.flush import flush
+from gpuops.store.spool.send import flush
 report = flush(Path(sys.argv[1]), sys.argv[2], cluster="c1", clock=SystemClock(), deadline_s=30)
 print(report.sent, report.remaining)
 """
@@ -372,7 +371,7 @@ def test_recording_while_flushing_loses_nothing(spool, url):
     send(spool, url)
 
     assert sorted(e.payload["n"] for e in stored(url)) == list(range(600))
-    assert measure(spool).lines == 0
+    assert measure_spool(spool).lines == 0
 
 
 @pytest.mark.parametrize("url", ["sqlite:////proc/nowhere/store.db", "sqlite:////etc"])

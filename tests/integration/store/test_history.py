@@ -5,11 +5,11 @@ from support.stories import Teller, dump, story
 
 from gpuops.errors import NetworkFilesystemError, StoreUnreachableError, UsageError
 from gpuops.host.clock import SystemClock
-from gpuops.store import queries
 from gpuops.store.history import load_journal, store_for_reading
-from gpuops.store.lines import encode_line
-from gpuops.store.recorder import spool_recorder
-from gpuops.store.segments import find_segments
+from gpuops.store.queries import run_queries
+from gpuops.store.spool.format import encode_line
+from gpuops.store.spool.record import spool_recorder
+from gpuops.store.spool.segments import find_segments
 
 LINES = story(1)
 
@@ -42,7 +42,7 @@ def opened(tmp_path, **changes):
 
 def events(store):
     with store, store.begin() as connection:
-        return queries.events(connection)
+        return run_queries.events(connection)
 
 
 def network(tmp_path, point):
@@ -108,8 +108,8 @@ def test_a_run_directory_alone_is_enough(tmp_path):
     recorded(tmp_path)
 
     with load_journal(tmp_path / "run" / "journal") as store, store.begin() as connection:
-        run = queries.find_run(connection, None)
-        (attempt,) = queries.attempts(connection, run.id)
+        run = run_queries.find_run(connection, None)
+        (attempt,) = run_queries.attempts(connection, run.id)
 
     assert (run.id, attempt.ordinal) == ("r1", 0)
 
@@ -131,8 +131,8 @@ def test_a_damaged_journal_shows_what_it_can(tmp_path):
     (tmp_path / "README.jsonl").write_text("not a journal\n")
 
     with load_journal(tmp_path) as store, store.begin() as connection:
-        assert len(queries.events(connection)) == len(LINES)
-        assert queries.find_run(connection, None).cluster == "c1"
+        assert len(run_queries.events(connection)) == len(LINES)
+        assert run_queries.find_run(connection, None).cluster == "c1"
         assert f"{len(LINES)} lines" in store.notes[0]
 
 

@@ -12,7 +12,7 @@ from support.stories import dump, envelopes, story
 
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import alembic_config, upgrade_store
 from gpuops.store.schema import REVISION, metadata
 
@@ -131,8 +131,7 @@ def test_a_database_of_something_else_is_left_alone(url):
 
 
 def _foreign(url):
-    from gpuops.store.backends import connect_engine
-    from gpuops.store.url import parse_url
+    from gpuops.store.backends import connect_engine, parse_url
 
     engine = connect_engine(parse_url(url), mode="write")
     with engine.begin() as connection:

@@ -10,12 +10,12 @@ import pytest
 from support.stories import Teller, envelopes, node_incident
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
-from gpuops.gate.node_incidents import Occasion, changed_incidents
-from gpuops.gate.state_file import read_state
+from gpuops.gate.node_incidents import CheckOccasion, changed_incidents
+from gpuops.gate.node_state import read_state
 from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
 
 ROOT = Path(__file__).parents[3]
@@ -223,7 +223,7 @@ def test_what_makes_no_sense_is_a_mistake_on_the_command_line(site, options, wor
 def test_on_the_node_itself_a_repair_needs_no_store(tmp_path):
     site = Site(tmp_path, f"sqlite:///{tmp_path}/file/store.db")
     (tmp_path / "file").write_text("")
-    (opened,) = changed_incidents(_failed_run(), Occasion(trigger="prolog"), site.state, 0)
+    (opened,) = changed_incidents(_failed_run(), CheckOccasion(trigger="prolog"), site.state, 0)
 
     done = site.gpuops("repair", "n1", "--what", "reseated", node="n1")
 
@@ -237,7 +237,7 @@ def test_on_the_node_itself_a_repair_needs_no_store(tmp_path):
 
 
 def _failed_run():
-    from gpuops.checks.runner import CheckRun
+    from gpuops.checks.core.runner import CheckRun
 
     failing = Finding(
         check="gpu_lost",

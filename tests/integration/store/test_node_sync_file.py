@@ -6,12 +6,12 @@ import pytest
 from support.stories import Teller, envelopes, node_incident
 
 from gpuops.gate.node_incidents import acknowledge
-from gpuops.gate.state_file import read_state
-from gpuops.gate.sync import sync
+from gpuops.gate.node_state import read_state
+from gpuops.gate.permit import sync
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import Repair
 from gpuops.store.engine import open_store
-from gpuops.store.ingest import ingest
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

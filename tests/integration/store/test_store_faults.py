@@ -22,11 +22,11 @@ from gpuops.errors import (
 )
 from gpuops.host.clock import SystemClock
 from gpuops.store.engine import open_store
-from gpuops.store.flush import flush
-from gpuops.store.ingest import ingest
+from gpuops.store.events import new_event
+from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.new_event import new_event
-from gpuops.store.recorder import spool_recorder
+from gpuops.store.spool.record import spool_recorder
+from gpuops.store.spool.send import flush
 
 BOUND_S = 60  # of what takes up to ten seconds, on a busy machine
 

@@ -15,15 +15,15 @@ from support.decisions import decision, report
 from support.runs import wait_until
 from support.services import unavailable
 
-from gpuops.agent.agent_metrics import metrics
-from gpuops.agent.agent_state import (
+from gpuops.agent.status.metrics import metrics
+from gpuops.agent.status.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, AgentServer
+from gpuops.agent.status.state import (
     CheckpointState,
-    RankState,
+    RankStatus,
     run_state,
     state_json,
     why_unhealthy,
 )
-from gpuops.agent.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, AgentServer
 from gpuops.host.clock import FakeClock
 from gpuops.units import NS_PER_S
 
@@ -36,8 +36,8 @@ STATE = agent_state(
     reason="a worker failed",
     world_size=16,
     ranks=(
-        RankState(rank=0, pid=10, step=57, phase="stepping", beat_ns=NOW_NS - NS_PER_S // 2),
-        RankState(rank=1, pid=11),
+        RankStatus(rank=0, pid=10, step=57, phase="stepping", beat_ns=NOW_NS - NS_PER_S // 2),
+        RankStatus(rank=1, pid=11),
     ),
     excluded={"n9": "Xid 79"},
     doubted={"n8": "slow"},
@@ -174,7 +174,7 @@ def test_promtool_finds_nothing_wrong_with_the_metrics(serve):
 
 
 def test_labels_are_bounded():
-    many = tuple(RankState(rank=n, pid=n, step=n, beat_ns=1) for n in range(5000))
+    many = tuple(RankStatus(rank=n, pid=n, step=n, beat_ns=1) for n in range(5000))
     classes = {f"class.{n}": 1 for n in range(5000)}
     text = metrics(replace(STATE, ranks=many, restarts_by_class=classes), NOW_NS).decode()
 

@@ -1,20 +1,20 @@
 """What beats add up to."""
 
-from gpuops.agent.progress import MINUTE_NS, Progress
-from gpuops.wire import STEP_UNKNOWN, Beat, Phase, StepSource
+from gpuops.agent.monitors.progress import MINUTE_NS, AttemptProgress
+from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 S = 10**9
 
 
 def beats(*pairs, source=StepSource.OPTIMIZER_STATE):
     return [
-        Beat(seq, step, round(at * S), Phase.STEPPING, source, seq)
+        Beat(seq, step, round(at * S), WorkerPhase.STEPPING, source, seq)
         for seq, (step, at) in enumerate(pairs, 1)
     ]
 
 
 def test_the_first_step_is_that_of_the_fastest_rank():
-    progress = Progress()
+    progress = AttemptProgress()
     progress.feed(1, beats((1, 10.2)))
     progress.feed(0, beats((1, 10.1), (2, 10.3)))
 
@@ -24,7 +24,7 @@ def test_the_first_step_is_that_of_the_fastest_rank():
 
 
 def test_caught_up_is_the_first_step_above_all_earlier_ones():
-    progress = Progress(highest_before=5)
+    progress = AttemptProgress(highest_before=5)
     progress.feed(0, beats((4, 1.0), (5, 2.0), (6, 3.0), (7, 4.0)))
     progress.feed(1, beats((6, 2.9)))
 
@@ -33,8 +33,8 @@ def test_caught_up_is_the_first_step_above_all_earlier_ones():
 
 
 def test_the_end_of_a_program_is_known_and_is_no_step():
-    progress = Progress()
-    end = Beat(3, 2, 9 * S, Phase.FINISHED, StepSource.OPTIMIZER_STATE, 2)
+    progress = AttemptProgress()
+    end = Beat(3, 2, 9 * S, WorkerPhase.FINISHED, StepSource.OPTIMIZER_STATE, 2)
     progress.feed(1, [*beats((1, 1.0), (2, 2.0)), end])
 
     assert progress.ranks[1].finished_ns == 9 * S
@@ -42,14 +42,14 @@ def test_the_end_of_a_program_is_known_and_is_no_step():
 
 
 def test_a_first_attempt_never_catches_up():
-    progress = Progress()
+    progress = AttemptProgress()
     progress.feed(0, beats((1, 1.0), (2, 2.0)))
 
     assert progress.caught_up is None
 
 
 def test_unknown_steps_count_as_beats_only():
-    progress = Progress(highest_before=9)
+    progress = AttemptProgress(highest_before=9)
     progress.feed(0, beats((STEP_UNKNOWN, 1.0), (STEP_UNKNOWN, 2.0), source=StepSource.UNKNOWN))
 
     assert progress.first.step is None
@@ -58,7 +58,7 @@ def test_unknown_steps_count_as_beats_only():
 
 
 def test_a_minute_holds_the_steps_of_the_lowest_rank_only():
-    progress = Progress()
+    progress = AttemptProgress()
     progress.feed(0, beats((1, 0.0), (2, 1.0), (3, 3.0)))
     progress.feed(1, beats((1, 0.0), (2, 9.0)))
 
@@ -70,7 +70,7 @@ def test_a_minute_holds_the_steps_of_the_lowest_rank_only():
 
 
 def test_a_script_that_says_its_steps_beats_twice_in_each_and_steps_once():
-    progress = Progress()
+    progress = AttemptProgress()
     progress.feed(0, beats((STEP_UNKNOWN, 0.0), (1, 0.1), (1, 2.0), (2, 2.1), (2, 4.0), (3, 4.1)))
 
     minute = progress.take_minute(MINUTE_NS)

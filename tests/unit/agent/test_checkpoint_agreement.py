@@ -8,16 +8,18 @@ import pytest
 from support.agreement import World
 from support.kept_states import NOTHING, SavingWorld, newest
 
-from gpuops.agent.checkpoint_peers import Agreement, Place
-from gpuops.agent.checkpoint_witness import notes_of
-from gpuops.agent.checkpoint_words import Stored
-from gpuops.checkpoint.placement import moves
-from gpuops.checkpoint.states import CheckpointError, StateId
-from gpuops.incident.decision import ReportKind, Terms
+from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
+from gpuops.agent.checkpoint.leader import notes_of
+from gpuops.agent.checkpoint.messages import StoredStates
+from gpuops.checkpoint.placement.replica_placement import missing_copies
+from gpuops.checkpoint.types import CheckpointError, StateId
+from gpuops.incident.decision import ReportKind, RestartPolicy
 
 
 def started(low, high, n_players, **more):
-    world = SavingWorld(Terms(nodes_min=low, nodes_max=high, restarts_max=99), n_players, **more)
+    world = SavingWorld(
+        RestartPolicy(nodes_min=low, nodes_max=high, restarts_max=99), n_players, **more
+    )
     world.run_until(lambda w: w.all_run(0, min(high, n_players)))
     return world
 
@@ -80,12 +82,12 @@ def test_what_the_directory_has_by_now_goes_with_the_wish_for_a_seat():
 
     def survey(_directory):
         assert may_tell.wait(30)
-        return Stored(epoch_max=next(found))
+        return StoredStates(epoch_max=next(found))
 
-    world = SavingWorld(Terms(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    world = SavingWorld(RestartPolicy(nodes_min=2, nodes_max=2, restarts_max=9), 2)
     player = world.players[0]
-    place = Place(me=player.me, token="t" * 16, job="run", directory="/states")
-    agreement = Agreement(player.board, player.link.keys, place, survey, world.said.append)
+    place = KeeperLocation(me=player.me, token="t" * 16, job="run", directory="/states")
+    agreement = CommitFollower(player.store, player.link.keys, place, survey, world.said.append)
     assert agreement.holding(player.keeper)["stored"] == -1  # within a second
     may_tell.set()
     while agreement.holding(player.keeper)["stored"] != 8:
@@ -98,12 +100,12 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
     def survey(directory):
         if next(tries) < 9:
             raise CheckpointError(f"cannot list {directory}: no answer")
-        return Stored(epoch_max=3)
+        return StoredStates(epoch_max=3)
 
-    world = SavingWorld(Terms(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    world = SavingWorld(RestartPolicy(nodes_min=2, nodes_max=2, restarts_max=9), 2)
     player = world.players[0]
-    place = Place(me=player.me, token="t" * 16, job="run", directory="/states")
-    agreement = Agreement(player.board, player.link.keys, place, survey, world.said.append)
+    place = KeeperLocation(me=player.me, token="t" * 16, job="run", directory="/states")
+    agreement = CommitFollower(player.store, player.link.keys, place, survey, world.said.append)
     while agreement.holding(player.keeper)["stored"] != 3:
         pass
 
@@ -134,7 +136,9 @@ def test_the_last_step_is_committed_though_a_node_refused_it_and_all_had_dropped
     world.run_until(lambda w: w.mark().committed == StateId(epoch, step), 110)
 
     assert world.step == step
-    assert all(StateId(epoch, step) in p.keeper.gate.whole() for p in world.players)
+    assert all(
+        StateId(epoch, step) in p.keeper.buffer_table.complete_states() for p in world.players
+    )
     assert world.mark().last.missed is None
 
 
@@ -144,7 +148,7 @@ def test_a_last_step_that_a_node_has_not_saved_when_its_ranks_are_gone_is_given_
     state, lost = StateId(world.committed[-1].epoch, world.step + 1), world.players[1]
     world.end_training(0.0)
     world.step = state.step  # that rank fails to save it
-    lost.keeper.gate.give_up(state)
+    lost.keeper.buffer_table.give_up(state)
     lost.keeper.leave()
     lost.agreement.is_over = True
 
@@ -195,7 +199,7 @@ def test_of_what_one_node_never_has_whole_all_let_go_and_it_is_named():
     ((state, why),) = world.gave_up
     assert state > before
     assert why == "n1 did not have it 60.0 s after other nodes had"
-    world.run_until(lambda w: state not in w.players[0].keeper.gate.whole(), 5)
+    world.run_until(lambda w: state not in w.players[0].keeper.buffer_table.complete_states(), 5)
 
 
 def test_that_a_node_cannot_write_an_older_state_is_no_reason_to_give_the_newest_up():
@@ -259,7 +263,7 @@ def test_only_who_shared_copies_with_a_lost_node_gets_others(seed):
 
     after = notes_of(survivors[0].leader.roster).placement
     partners = set(before.holders("n1")) - {"n1"}
-    assert {node for pair in moves(before, after) for node in pair} == partners | {"n4"}
+    assert {node for pair in missing_copies(before, after) for node in pair} == partners | {"n4"}
     # Ranks stay where they were: what each node saved and holds is still what it needs.
     assert {player.node: player.keeper.shard for player in survivors} == shards
 
@@ -280,7 +284,7 @@ def test_with_one_copy_only_the_state_of_a_lost_node_is_gone_and_all_begin_anew(
 
 
 def test_without_a_keeper_on_one_node_none_saves_and_it_is_said_once():
-    world = SavingWorld(Terms(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    world = SavingWorld(RestartPolicy(nodes_min=2, nodes_max=2, restarts_max=9), 2)
     world.is_kept = lambda player: player.node != "n1"
     world.run_until(lambda w: w.all_run(0, 2))
     world.pass_time(10)
@@ -296,17 +300,17 @@ def test_without_a_keeper_on_one_node_none_saves_and_it_is_said_once():
 
 
 def test_a_run_without_a_checkpointer_asks_the_board_for_nothing_more():
-    terms = Terms(nodes_min=2, nodes_max=2, restarts_max=9)
+    terms = RestartPolicy(nodes_min=2, nodes_max=2, restarts_max=9)
     found = []
     for world in (SavingWorld(terms, 2), World(terms, 2, n_workers=1)):
         world.saves = False
         asked = Counter()
         for player in world.players:
-            player.board.lose = lambda name, asked=asked: asked.update([name])
+            player.store.lose = lambda name, asked=asked: asked.update([name])
         world.run_until(lambda w: w.all_run(0, 2))
         world.pass_time(20)
         found.append(asked)
-        assert not any("ckpt" in key for key in world.board.list(""))
+        assert not any("ckpt" in key for key in world.store.list(""))
 
     assert found[0] == found[1]
 
@@ -329,7 +333,7 @@ def test_nothing_wrong_is_agreed_on_whatever_is_lost(seed):
     world = started(2, 3, 4, seed=seed, step_s=0.1, p_corrupt=0.02)
     rng = world.rng
     for player in world.players:
-        player.board.lose = lambda _name: rng.choices([None, "call", "answer"], [98, 1, 1])[0]
+        player.store.lose = lambda _name: rng.choices([None, "call", "answer"], [98, 1, 1])[0]
     for _ in range(3):
         world.pass_time(rng.uniform(5, 25))
         agreed = newest(world.committed) or NOTHING
@@ -340,18 +344,18 @@ def test_nothing_wrong_is_agreed_on_whatever_is_lost(seed):
         if deed == "lose":
             world.lose(victim)
             fresh = world.player(100 + len(world.players))
-            fresh.board.lose = victim.board.lose
+            fresh.store.lose = victim.store.lose
             world.players.append(fresh)
         elif deed == "fail":
             victim.fails = ReportKind.WORKERS_FAILED
         elif deed == "freeze":
             victim.is_frozen = True
         else:
-            victim.board.is_cut = True
+            victim.store.is_cut = True
         world.run_until(
             lambda w, before=before: w.restores.keys() and max(w.restores) > before, 120
         )
-        victim.is_frozen = victim.board.is_cut = False
+        victim.is_frozen = victim.store.is_cut = False
         state, epoch = world.restores[max(world.restores)]
         assert state is None or state >= agreed or agreed == NOTHING, (deed, state, agreed)
         assert agreed == NOTHING or state is not None, (deed, agreed)

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from gpuops.agent.checkpoint_domain import domain_of
-from gpuops.agent.checkpoint_restore import notes_for
-from gpuops.agent.checkpoint_words import Holding, Notes, WordError
-from gpuops.checkpoint.domains import aligned
-from gpuops.checkpoint.placement import moves
-from gpuops.checkpoint.states import Copy, Digest, Shard, StateId, Tier
-from gpuops.config_run import domain
+from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory, MessageFormatError
+from gpuops.agent.checkpoint.restore_rule import notes_for
+from gpuops.agent.checkpoint.start import domain_of
+from gpuops.checkpoint.placement.domains import align_paths
+from gpuops.checkpoint.placement.replica_placement import missing_copies
+from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
+from gpuops.config.schema import parse_domain
 from gpuops.control.record import Member, Roster
 
 STEP = {
@@ -62,20 +62,20 @@ def test_a_node_that_no_line_names_is_said(tmp_path):
 
 @pytest.mark.parametrize("text", ["auto", "off", "rack3", "row1/rack3", "/etc/racks", "~/racks"])
 def test_what_a_domain_may_be(text):
-    assert domain(text) == text
+    assert parse_domain(text) == text
 
 
 @pytest.mark.parametrize("text", ["", "row1//rack3", "two words", "/".join("a" * 17), "/a\0b"])
 def test_what_a_domain_cannot_be(text):
     with pytest.raises(ValueError, match="row1/rack3"):
-        domain(text)
+        parse_domain(text)
 
 
 def test_paths_of_different_lengths_are_made_one():
     paths = {"a": ("spine", "leaf1"), "b": ("leaf2",), "c": ()}
-    assert aligned(paths) == {"a": ("spine", "leaf1"), "b": ("leaf2", "leaf2"), "c": ("", "")}
-    assert aligned({"a": (), "b": ()}) == {}
-    assert aligned({}) == {}
+    assert align_paths(paths) == {"a": ("spine", "leaf1"), "b": ("leaf2", "leaf2"), "c": ("", "")}
+    assert align_paths({"a": (), "b": ()}) == {}
+    assert align_paths({}) == {}
 
 
 # Rosters.
@@ -89,7 +89,7 @@ def roster_of(nodes, generation=0):
 
 
 def held_by(domains):
-    return {f"agent-{node}": Holding(port=7000, domain=path) for node, path in domains.items()}
+    return {f"agent-{node}": Inventory(port=7000, domain=path) for node, path in domains.items()}
 
 
 def placed(domains, before=None, replicas=2):
@@ -97,7 +97,7 @@ def placed(domains, before=None, replicas=2):
     notes = notes_for(
         roster_of(domains), held_by(domains), before, replicas=replicas, excluded_step=None
     )
-    return Notes.from_json(notes.to_json())
+    return GenerationPlan.from_json(notes.to_json())
 
 
 @pytest.mark.parametrize(("stored", "is_known"), [(-1, True), (2, True), (3, False)])
@@ -106,10 +106,12 @@ def test_a_directory_with_a_later_epoch_than_memory_is_looked_at_first(stored, i
     before = placed(domains)
     digest = Digest(100, b"", f"{7:064x}")
     state = StateId(2, 40)
-    copies = tuple(Copy(state, Shard(n, 2), "layout", digest, Tier.MEMORY, "a") for n in (0, 1))
+    copies = tuple(
+        ShardCopy(state, Shard(n, 2), "layout", digest, Tier.MEMORY, "a") for n in (0, 1)
+    )
     held = {
-        "agent-a": Holding(port=7000, copies=copies),
-        "agent-b": Holding.from_json(Holding(port=7000, stored_max=stored).to_json(), "b"),
+        "agent-a": Inventory(port=7000, copies=copies),
+        "agent-b": Inventory.from_json(Inventory(port=7000, stored_max=stored).to_json(), "b"),
     }
     notes = notes_for(roster, held, before, replicas=2, excluded_step=None)
     assert (notes.restore is not None) == is_known
@@ -168,18 +170,18 @@ def test_a_newcomer_takes_the_seat_of_who_is_gone_and_nobody_else_moves():
     before = placed(domains)
     after = placed({**{n: d for n, d in domains.items() if n != "n1"}, "n9": ("rack0",)}, before)
     gone = set(before.placement.holders("n1")) - {"n1"}
-    pairs = moves(before.placement, after.placement)
+    pairs = missing_copies(before.placement, after.placement)
     assert {node for pair in pairs for node in pair} == gone | {"n9"}
     assert after.together == 0
 
 
 @pytest.mark.parametrize("domain", ["rack1", [""], ["x" * 300], ["a"] * 17, [3], {"a": 1}])
 def test_a_domain_that_another_agent_made_up_is_refused(domain):
-    with pytest.raises(WordError):
-        Holding.from_json({**Holding(port=1).to_json(), "domain": domain}, "n1")
+    with pytest.raises(MessageFormatError):
+        Inventory.from_json({**Inventory(port=1).to_json(), "domain": domain}, "n1")
 
 
 def test_an_agent_of_before_there_were_domains_is_understood():
-    body = Holding(port=1, domain=("r",)).to_json()
+    body = Inventory(port=1, domain=("r",)).to_json()
     del body["domain"]
-    assert Holding.from_json(body, "n1").domain == ()
+    assert Inventory.from_json(body, "n1").domain == ()

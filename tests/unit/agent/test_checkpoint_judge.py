@@ -7,28 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.agent.checkpoint_judge import (
+from gpuops.agent.checkpoint.commit_rule import (
     COPIED_MAX_S,
     LEAD_S,
     OVERDUE_S,
-    Heard,
-    Pacer,
+    SavePacer,
+    StatusSummary,
     judge,
     why_overdue,
 )
-from gpuops.agent.checkpoint_last import LastWord
-from gpuops.agent.checkpoint_words import (
+from gpuops.agent.checkpoint.final_record import FinalStatus
+from gpuops.agent.checkpoint.messages import (
     DROPPED_MAX,
-    Holding,
-    Notes,
-    Restore,
-    Said,
-    Stored,
-    Watermark,
-    WordError,
+    CommitRecord,
+    GenerationPlan,
+    Inventory,
+    MessageFormatError,
+    NodeStatus,
+    RestoreOrder,
+    StoredStates,
 )
-from gpuops.checkpoint.placement import place
-from gpuops.checkpoint.states import Copy, Digest, Shard, StateId, Tier
+from gpuops.checkpoint.placement.replica_placement import place
+from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 
 EPOCH = 3
 AGENTS = ("a", "b", "c")
@@ -36,12 +36,12 @@ states = st.builds(StateId, st.integers(2, 4), st.integers(0, 6))
 some = st.lists(states, max_size=4).map(tuple)
 maybe = st.none() | states
 stored = st.builds(
-    Stored,
+    StoredStates,
     st.lists(st.tuples(states, st.integers(1, 9)), max_size=3).map(tuple),
     st.integers(-1, 9),
 )
 said = st.builds(
-    Said,
+    NodeStatus,
     generation=st.sampled_from([5, 5, 5, 4]),
     whole=some,
     replicated=some,
@@ -57,7 +57,7 @@ said = st.builds(
     stored=st.none() | stored,
 )
 heard = st.builds(
-    Heard,
+    StatusSummary,
     generation=st.just(5),
     epoch=st.just(EPOCH),
     seated=st.just(AGENTS),
@@ -70,15 +70,15 @@ heard = st.builds(
 
 
 def everybody(**more):
-    one = Said(generation=5, **more)
-    return Heard(
+    one = NodeStatus(generation=5, **more)
+    return StatusSummary(
         generation=5, epoch=EPOCH, seated=AGENTS, said=dict.fromkeys(AGENTS, one), leader="n0"
     )
 
 
 @given(st.lists(heard, min_size=1, max_size=6))
 def test_nothing_goes_back_and_only_what_all_have_is_committed(found):
-    mark = Watermark()
+    mark = CommitRecord()
     for one in found:
         after = judge(mark, one)
         words = [one.said.get(agent) for agent in AGENTS]
@@ -98,22 +98,24 @@ def test_nothing_goes_back_and_only_what_all_have_is_committed(found):
             assert before is None or now >= before
         assert after.committed not in after.dropped
         assert len(after.dropped) <= DROPPED_MAX
-        assert Watermark.from_json(after.to_json()) == after
+        assert CommitRecord.from_json(after.to_json()) == after
         mark = after
 
 
 @given(heard, st.permutations(AGENTS))
 def test_the_order_in_which_nodes_are_named_does_not_matter(found, order):
-    assert judge(Watermark(), found) == judge(Watermark(), replace(found, seated=tuple(order)))
+    assert judge(CommitRecord(), found) == judge(
+        CommitRecord(), replace(found, seated=tuple(order))
+    )
 
 
 def test_what_one_node_skipped_is_dropped_and_all_aim_at_a_later_step():
     state = StateId(EPOCH, 10)
-    has = Said(generation=5, whole=(state,), asked=14)
-    lacks = Said(generation=5, asked=14)
+    has = NodeStatus(generation=5, whole=(state,), asked=14)
+    lacks = NodeStatus(generation=5, asked=14)
     words = {"a": has, "b": has, "c": lacks}
 
-    after = judge(Watermark(), replace(everybody(), said=words, aim=40))
+    after = judge(CommitRecord(), replace(everybody(), said=words, aim=40))
 
     assert after.dropped == (state,)
     assert after.aim == StateId(EPOCH, 40)
@@ -123,17 +125,17 @@ def test_what_one_node_skipped_is_dropped_and_all_aim_at_a_later_step():
 def test_what_a_node_is_still_writing_is_not_dropped():
     state = StateId(EPOCH, 10)
     words = {
-        "a": Said(generation=5, whole=(state,), asked=14),
-        "b": Said(generation=5, in_flight=state, asked=14),
-        "c": Said(generation=5, asked=9),
+        "a": NodeStatus(generation=5, whole=(state,), asked=14),
+        "b": NodeStatus(generation=5, in_flight=state, asked=14),
+        "c": NodeStatus(generation=5, asked=9),
     }
 
-    assert judge(Watermark(), replace(everybody(), said=words)) == Watermark()
+    assert judge(CommitRecord(), replace(everybody(), said=words)) == CommitRecord()
 
 
 def test_the_next_one_persists_only_once_all_know_of_the_one_before():
     first, second = StateId(EPOCH, 1), StateId(EPOCH, 2)
-    mark = judge(Watermark(), everybody(replicated=(first,), is_due=True))
+    mark = judge(CommitRecord(), everybody(replicated=(first,), is_due=True))
     assert mark.persist == first
 
     mark = judge(mark, everybody(replicated=(second,), is_due=True))
@@ -145,59 +147,66 @@ def test_the_next_one_persists_only_once_all_know_of_the_one_before():
 @pytest.mark.parametrize(("step", "is_missed"), [(1, False), (2, True), (None, True)])
 def test_only_who_cannot_write_what_is_to_persist_keeps_the_others_from_waiting(step, is_missed):
     older, newest = StateId(EPOCH, 1), StateId(EPOCH, 2)
-    before = Watermark(committed=newest, persist=newest)
+    before = CommitRecord(committed=newest, persist=newest)
     failed = None if step is None else StateId(EPOCH, step)
-    word = LastWord(waits=True, trouble="no space", failed=failed)
+    word = FinalStatus(waits=True, trouble="no space", failed=failed)
 
     mark = judge(before, everybody(replicated=(newest, older), told=newest, last=word))
 
     assert mark.last.missed == (newest if is_missed else None)
-    assert Said.from_json(Said(generation=5, last=word).to_json()).last == word
+    assert NodeStatus.from_json(NodeStatus(generation=5, last=word).to_json()).last == word
 
 
 def test_of_a_generation_that_is_over_nothing_is_taken():
-    mark = Watermark(generation=6)
+    mark = CommitRecord(generation=6)
 
     assert judge(mark, everybody(replicated=(StateId(EPOCH, 1),))) == mark
 
 
 def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_missed():
-    pacer = Pacer()
+    pacer = SavePacer()
     assert pacer.aim() is None
-    pacer.hear({"a": Said(generation=0, asked=100), "b": Said(generation=0, asked=90)}, 0.0, 2)
+    pacer.hear(
+        {"a": NodeStatus(generation=0, asked=100), "b": NodeStatus(generation=0, asked=90)}, 0.0, 2
+    )
     assert pacer.aim() == 101
-    pacer.hear({"a": Said(generation=0, asked=200)}, 10.0, 2)
+    pacer.hear({"a": NodeStatus(generation=0, asked=200)}, 10.0, 2)
     assert pacer.aim() == 201 + 10 * LEAD_S
 
-    pacer.went(Watermark(), Watermark(dropped=(StateId(1, 1),)))
+    pacer.went(CommitRecord(), CommitRecord(dropped=(StateId(1, 1),)))
     assert pacer.aim() == 201 + 20 * LEAD_S
 
 
-@pytest.mark.parametrize("other", [None, Said(generation=5, in_flight=StateId(EPOCH, 1))])
+@pytest.mark.parametrize("other", [None, NodeStatus(generation=5, in_flight=StateId(EPOCH, 1))])
 def test_what_one_node_does_not_come_to_have_whole_is_overdue(other):
-    pacer, state = Pacer(), StateId(EPOCH, 1)
-    word = {"a": Said(generation=5, whole=(state,)), **({"b": other} if other else {})}
+    pacer, state = SavePacer(), StateId(EPOCH, 1)
+    word = {"a": NodeStatus(generation=5, whole=(state,)), **({"b": other} if other else {})}
     pacer.hear(word, 0.0, 2)
     pacer.hear(word, OVERDUE_S, 2)
 
     assert pacer.overdue(OVERDUE_S - 0.1) == set()
     assert pacer.overdue(OVERDUE_S) == {state}
-    found = Heard(generation=5, epoch=EPOCH, seated=("a", "b"), said=word, nodes={"b": "n1"})
+    found = StatusSummary(
+        generation=5, epoch=EPOCH, seated=("a", "b"), said=word, nodes={"b": "n1"}
+    )
     assert why_overdue(found, state) == "n1 did not have it 60.0 s after other nodes had"
     pacer.hear({}, OVERDUE_S, 2)
     assert pacer.overdue(9 * OVERDUE_S) == set()
 
 
 def test_what_all_have_whole_waits_for_its_copies_for_as_long_as_they_may_take():
-    pacer, state = Pacer(), StateId(EPOCH, 1)
-    one = Said(generation=5, whole=(state,), in_flight=state, asked=9)
+    pacer, state = SavePacer(), StateId(EPOCH, 1)
+    one = NodeStatus(generation=5, whole=(state,), in_flight=state, asked=9)
     words, there = {"a": one, "b": one}, replace(one, replicated=(state,))
-    mark, found = Watermark(), Heard(generation=5, epoch=EPOCH, seated=("a", "b"), said=words)
+    mark, found = (
+        CommitRecord(),
+        StatusSummary(generation=5, epoch=EPOCH, seated=("a", "b"), said=words),
+    )
     for now_s in range(0, 10 * round(OVERDUE_S), 5):
         # One whose keeper was slow has said nothing for a moment.
         pacer.hear({"a": one} if now_s % 100 == 0 else words, now_s, 2)
         mark = judge(mark, replace(found, overdue=pacer.overdue(now_s)))
-    assert mark == Watermark()
+    assert mark == CommitRecord()
 
     assert judge(mark, replace(found, said=dict.fromkeys("ab", there))).committed == state
     pacer.hear(words, COPIED_MAX_S, 2)
@@ -214,7 +223,7 @@ def test_words_come_back_as_they_were_said(word):
     def newest(found, most):
         return tuple(sorted(set(found), reverse=True)[:most])
 
-    back = Said.from_json(word.to_json())
+    back = NodeStatus.from_json(word.to_json())
 
     assert back == replace(
         word,
@@ -226,9 +235,9 @@ def test_words_come_back_as_they_were_said(word):
 
 
 def test_notes_and_holdings_come_back_as_they_were():
-    copy = Copy(StateId(1, 2), Shard(0, 2), "ab", Digest(9, b"", "f" * 64), Tier.MEMORY, "n0")
-    holding = Holding(port=70, copies=(copy,), epoch_max=1)
-    restore = Restore(
+    copy = ShardCopy(StateId(1, 2), Shard(0, 2), "ab", Digest(9, b"", "f" * 64), Tier.MEMORY, "n0")
+    holding = Inventory(port=70, copies=(copy,), epoch_max=1)
+    restore = RestoreOrder(
         state=StateId(1, 2),
         epoch=2,
         world=2,
@@ -237,7 +246,7 @@ def test_notes_and_holdings_come_back_as_they_were():
         sources={0: ("n0",)},
         roots={0: "f" * 64},
     )
-    notes = Notes(
+    notes = GenerationPlan(
         is_kept=True,
         placement=place(["n0", "n1"], 2),
         peers={"n0": ("10.0.0.1", 70)},
@@ -245,8 +254,8 @@ def test_notes_and_holdings_come_back_as_they_were():
         epoch_max=1,
     )
 
-    assert Holding.from_json(holding.to_json(), "n0") == holding
-    assert Notes.from_json(notes.to_json()) == notes
+    assert Inventory.from_json(holding.to_json(), "n0") == holding
+    assert GenerationPlan.from_json(notes.to_json()) == notes
 
 
 NAMES = [
@@ -271,14 +280,14 @@ json_values = st.recursive(
 @pytest.mark.parametrize(
     "read",
     [
-        Said.from_json,
-        lambda data: Holding.from_json(data, "n"),
-        Notes.from_json,
-        Watermark.from_json,
-        Restore.from_json,
+        NodeStatus.from_json,
+        lambda data: Inventory.from_json(data, "n"),
+        GenerationPlan.from_json,
+        CommitRecord.from_json,
+        RestoreOrder.from_json,
     ],
     ids=["said", "holding", "notes", "watermark", "restore"],
 )
 def test_whatever_another_agent_wrote_is_read_or_refused(read, data):
-    with contextlib.suppress(WordError):
+    with contextlib.suppress(MessageFormatError):
         read(data)

@@ -7,9 +7,9 @@ import pytest
 from support.keepers import FakeKeeper, Heard
 from support.runs import wait_until
 
-from gpuops.agent.checkpoint_keeper import Keeping, Times
-from gpuops.agent.checkpoints import Flushed, NoCheckpoints
-from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.agent.checkpoint.api import FinalFlush, NoCheckpointService
+from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
+from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.host.clock import FakeClock
 from gpuops.units import NS_PER_S
 
@@ -25,8 +25,8 @@ class Bench:
         self.heard = Heard()
         self.clock = FakeClock()
         self.released = []
-        options = {"times": Times(every_s=NEVER_S, ready_s=5.0), **options}
-        self.keeping = Keeping(
+        options = {"times": KeeperTimeouts(every_s=NEVER_S, ready_s=5.0), **options}
+        self.keeping = KeeperSupervisor(
             self.start, self.heard, self.clock, release=self.released.append, **options
         )
 
@@ -70,7 +70,7 @@ def test_ranks_of_several_nodes_are_not_led_to_a_keeper_that_knows_only_its_own(
 
 
 def test_one_that_is_open_is_started_at_once_and_heard_by_itself():
-    bench = Bench(times=Times(every_s=0.01, ready_s=5.0))
+    bench = Bench(times=KeeperTimeouts(every_s=0.01, ready_s=5.0))
     bench.keeping.open()
     wait_until(lambda: bench.starts, what="the start")
 
@@ -122,7 +122,7 @@ def test_an_adopted_keeper_says_what_it_holds():
     keeper = FakeKeeper()
     keeper.commit(41)
     heard = Heard()
-    keeping = Keeping(lambda: keeper.started(adopted=True), heard, FakeClock())
+    keeping = KeeperSupervisor(lambda: keeper.started(adopted=True), heard, FakeClock())
     keeping.begin(0, 1, None)
 
     assert heard.adopted == [(True, StateId(0, 41))]
@@ -222,7 +222,7 @@ def test_a_keeper_that_only_took_its_time_goes_on_where_it_was():
     keeper = FakeKeeper()
     heard, is_adopted = Heard(), iter([False, True])
     clock = FakeClock()
-    keeping = Keeping(lambda: keeper.started(adopted=next(is_adopted)), heard, clock)
+    keeping = KeeperSupervisor(lambda: keeper.started(adopted=next(is_adopted)), heard, clock)
     keeping.begin(0, 1, None)
     keeper.commit(3)
     keeping.tend()
@@ -235,7 +235,7 @@ def test_a_keeper_that_only_took_its_time_goes_on_where_it_was():
 
 
 def test_who_looks_does_not_wait_for_a_keeper_that_does_not_answer():
-    bench = Bench(times=Times(every_s=NEVER_S, ready_s=5.0))
+    bench = Bench(times=KeeperTimeouts(every_s=NEVER_S, ready_s=5.0))
     bench.keeping.open()
     wait_until(lambda: bench.heard.adopted, what="the start")
     bench.keeper.commit(5)
@@ -453,7 +453,7 @@ def test_looking_does_not_wait_for_a_long_flush(bench):
     bench.keeper.flush_may_go_on.set()
     flushing.join(10)
 
-    assert second == Flushed(within_s=0.1, why="the keeper did not answer in time")
+    assert second == FinalFlush(within_s=0.1, why="the keeper did not answer in time")
     assert [done.fitted for done in bench.heard.flushes] == [False, True]
 
 
@@ -505,7 +505,7 @@ def test_one_that_does_not_end_is_left_to_its_lease(bench):
 
 
 def test_without_a_keeper_the_workers_hear_that_none_is_to_be_started():
-    nothing = NoCheckpoints("/ckpt")
+    nothing = NoCheckpointService("/ckpt")
     nothing.begin(0, 1, None)
     nothing.look()
     nothing.end(1.0)

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.agent.checkpoint_news import (
+from gpuops.agent.checkpoint.keeper_events import (
     KeeperEvent,
-    Tally,
+    SaveCounter,
     is_counted,
     pair,
     read_events,
     resumed,
     single,
 )
-from gpuops.checkpoint.states import StateId
+from gpuops.checkpoint.types import StateId
 from gpuops.model import Severity
 
 
@@ -98,7 +98,7 @@ FIELDS = st.dictionaries(
 @given(st.lists(FIELDS, max_size=4), JSON)
 def test_no_nonsense_raises(told, value):
     found = read_events(told)
-    tally = Tally()
+    tally = SaveCounter()
     for item in found:
         tally.add(item) if is_counted(item) else single(item)
     tally.take()
@@ -108,7 +108,7 @@ def test_no_nonsense_raises(told, value):
 
 
 def test_commits_and_skips_are_told_together():
-    tally = Tally()
+    tally = SaveCounter()
     for item in (
         event("committed", state=[0, 4], bytes=100, seconds=0.1, n=3),
         event("skipped", reason="in_flight", why="step 4 is still being copied", n=2),

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from support.keepers import FakeKeeper
 
-from gpuops.agent.checkpoint_news import read_events
-from gpuops.agent.checkpoint_overdue import Overdue
-from gpuops.agent.checkpoint_record import TOLD_EVERY_S, CheckpointRecord
-from gpuops.agent.checkpoints import Flushed
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.pace import Pace
-from gpuops.checkpoint.states import KeeperError, StateId
+from gpuops.agent.checkpoint.api import FinalFlush
+from gpuops.agent.checkpoint.keeper_events import read_events
+from gpuops.agent.checkpoint.record import TOLD_EVERY_S, CheckpointRecord, OverdueReporter
+from gpuops.agent.journal.run_journal import RunJournal
+from gpuops.agent.monitors.progress import StepTracker
+from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
 
@@ -22,8 +21,8 @@ class Desk:
     def __init__(self):
         self.clock = FakeClock()
         self.events, self.said, self.news = [], [], []
-        self.pace = Pace()
-        chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node="n1", rules=())
+        self.pace = StepTracker()
+        chronicle = RunJournal(self.emit, self.clock, run_id="run-1", node="n1", rules=())
         self.record = CheckpointRecord(
             chronicle,
             self.pace,
@@ -32,7 +31,7 @@ class Desk:
             say_news=self.news.append,
             n_ranks=2,
         )
-        self.overdue = Overdue(chronicle, self.said.append)
+        self.overdue = OverdueReporter(chronicle, self.said.append)
         self.keeper = FakeKeeper()
 
     def emit(self, *news):
@@ -146,7 +145,7 @@ def test_a_keeper_that_hung_and_was_ended_is_a_failure_of_ours_and_said(desk):
 
 
 def test_a_last_state_that_did_not_persist_is_a_failure_of_ours_unless_an_incident_says_it(desk):
-    missed = Flushed(newest=StateId(0, 12), why="n1: no space", directory="/ckpt")
+    missed = FinalFlush(newest=StateId(0, 12), why="n1: no space", directory="/ckpt")
     desk.record.flushed(missed)
     assert desk.of("tool.failed") == []
 
@@ -184,7 +183,7 @@ def test_an_adopted_state_is_said(desk):
     ("done", "said"),
     [
         (
-            Flushed(
+            FinalFlush(
                 state=StateId(0, 12),
                 newest=StateId(0, 12),
                 fitted=True,
@@ -195,7 +194,7 @@ def test_an_adopted_state_is_said(desk):
             "the checkpoint of step 12 persisted in /ckpt (2.00 s of 20.0 s)",
         ),
         (
-            Flushed(
+            FinalFlush(
                 state=StateId(0, 4),
                 newest=StateId(0, 12),
                 seconds=20.0,
@@ -209,7 +208,7 @@ def test_an_adopted_state_is_said(desk):
             ),
         ),
         (
-            Flushed(within_s=5.0, why="the keeper did not answer in time"),
+            FinalFlush(within_s=5.0, why="the keeper did not answer in time"),
             (
                 "the newest checkpoint did not persist (0.00 s of 5.00 s): "
                 "the keeper did not answer in time; nothing of this run is there"

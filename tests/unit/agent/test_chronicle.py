@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from support.decisions import cluster, decision, failure, report, stopped
 
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.records import AttemptFacts, LastSave
+from gpuops.agent.journal.payloads import AttemptFacts, LastSave
+from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
-from gpuops.incident.decision import ReportKind, Verdict
+from gpuops.incident.decision import ReportKind, RunAction
 from gpuops.model import ActionKind, Confidence, Evidence, FailureClass, Incident, Role, WorkerExit
-from gpuops.wire import STEP_UNKNOWN, Beat, Phase, StepSource
+from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 KNOWN = StepSource.OPTIMIZER_STATE
 FACTS = AttemptFacts(
@@ -35,7 +35,7 @@ class World:
         self.events = []
         self.batches = []
         self.ordinal = 0
-        self.chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node=node, rules=())
+        self.chronicle = RunJournal(self.emit, self.clock, run_id="run-1", node=node, rules=())
         self.seq = 0
 
     def emit(self, *news):
@@ -49,7 +49,7 @@ class World:
 
     def step(self, number, seconds=1.0):
         self.clock.advance(seconds)
-        self.beat(Phase.STEPPING, number)
+        self.beat(WorkerPhase.STEPPING, number)
 
     def beat(self, phase, number=STEP_UNKNOWN):
         self.seq += 1
@@ -80,12 +80,12 @@ class World:
             exits, report=report(self.node, generation=self.ordinal, **changes)
         )
 
-    def fail(self, verdict=Verdict.RESTART, **changes):
+    def fail(self, verdict=RunAction.RESTART, **changes):
         """Fail, and decide at once over this node alone."""
         self.report_failure()
         self.decide(verdict, **changes)
 
-    def decide(self, verdict=Verdict.RESTART, reports=None, by_us=True, **changes):
+    def decide(self, verdict=RunAction.RESTART, reports=None, by_us=True, **changes):
         told = (report(self.node, generation=self.ordinal),) if reports is None else reports
         cause = next(iter(told), None)
         made = decision(cause, verdict, self.ordinal, **changes)
@@ -177,7 +177,7 @@ def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start(wor
     world.clock.advance(3.0)
     world.start(1)
     world.clock.advance(1.0)
-    world.fail(Verdict.FAIL)
+    world.fail(RunAction.FAIL)
 
     first, second = world.incidents()
     assert first["lost_seconds_by_phase"] == {
@@ -196,7 +196,7 @@ def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start(wor
 def test_a_failure_that_ends_the_run_is_closed_with_what_it_cost(world):
     world.start(0)
     world.step(1)
-    world.fail(Verdict.FAIL)
+    world.fail(RunAction.FAIL)
     world.clock.advance(5.0)
     world.chronicle.given_up(1)
     world.chronicle.run_ended("failed", 1, "the budget is spent")
@@ -380,9 +380,9 @@ def test_each_phase_of_a_recovery_has_its_seconds(world):
     world.chronicle.mark("seated")
     world.start(1)
     world.clock.advance(1.0)
-    world.beat(Phase.RESTORE)
+    world.beat(WorkerPhase.RESTORE)
     world.clock.advance(3.0)
-    world.beat(Phase.RESUMED)
+    world.beat(WorkerPhase.RESUMED)
     world.step(2, seconds=1.5)
     world.step(3, seconds=1.0)
 
@@ -423,7 +423,9 @@ def test_the_one_who_decides_tells_the_incident_for_the_run(world):
     healthy = World(world.clock, node="n2", rank=1)
     for each in (world, healthy):
         each.start(0)
-        each.chronicle.beats({0: [Beat(1, 5, each.clock.mono_ns(), Phase.STEPPING, KNOWN, 1)]})
+        each.chronicle.beats(
+            {0: [Beat(1, 5, each.clock.mono_ns(), WorkerPhase.STEPPING, KNOWN, 1)]}
+        )
     stack = Evidence(role=Role.CONFIRMATION, text="stack of rank 0", lines=("main.py:3",))
     healthy.chronicle.attempt_interrupted(stopped("n2"), [stack])
     world.report_failure()
@@ -700,9 +702,9 @@ def test_a_restore_that_is_told_late_still_counts_and_ranks_that_follow_replace_
 
 def test_a_script_that_says_it_restores_is_believed_and_the_keeper_as_well(world):
     failed_and_restarted(world)
-    world.beat(Phase.RESTORE)
+    world.beat(WorkerPhase.RESTORE)
     world.clock.advance(2.0)
-    world.beat(Phase.RESUMED)
+    world.beat(WorkerPhase.RESUMED)
     world.chronicle.resumed(RESUMED, 0.5)
     world.step(4)
     world.step(5)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import gpuops.agent
-from gpuops.agent.compat import NAMES, missing_names
+from gpuops.agent.launch.torch_compat import NAMES, missing_names
 
-MODULES = sorted(Path(gpuops.agent.__file__).parent.glob("*.py"))
+MODULES = sorted(Path(gpuops.agent.__file__).parent.rglob("*.py"))
 LISTED = {f"{module}.{path}" for module, paths in NAMES.items() for path in paths}
 
 

@@ -3,7 +3,7 @@
 import io
 import os
 
-from gpuops.agent.console import lasting
+from gpuops.agent.status.console import lasting
 
 
 def pipe():

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from gpuops.agent.deciding import decider
+from gpuops.agent.elastic.decider import decider
 from gpuops.errors import EXIT_FAIL
 from gpuops.incident.decide import decide
-from gpuops.incident.decision import Cluster, NodeReport, ReportKind, Terms, Verdict
+from gpuops.incident.decision import ClusterState, NodeReport, ReportKind, RestartPolicy, RunAction
 
 pytestmark = pytest.mark.torch
-CLUSTER = Cluster(terms=Terms(), generation=3, members=("n0",), live=("n0",))
+CLUSTER = ClusterState(policy=RestartPolicy(), generation=3, members=("n0",), live=("n0",))
 REPORT = NodeReport(kind=ReportKind.WORKERS_FAILED, node="n0", generation=3)
 
 
@@ -34,8 +34,8 @@ def test_our_table_alone_has_nothing_to_add():
 def test_reports_that_our_table_fails_on_are_left_out_and_that_is_told():
     made, note = decider(None, {}, breaks_on_reports)([REPORT], CLUSTER, (), 7.0)
 
-    assert made.verdict is Verdict.RESTART
-    assert made.failure.counted
+    assert made.action is RunAction.RESTART
+    assert made.failure.is_counted
     assert "IndexError" in note
     assert "without the reports" in note
     assert "0123456789abcdef" not in note
@@ -44,7 +44,7 @@ def test_reports_that_our_table_fails_on_are_left_out_and_that_is_told():
 def test_a_table_that_always_fails_ends_the_run_rather_than_leave_it_waiting():
     made, note = decider(None, {}, breaks)([REPORT], CLUSTER, (), 7.0)
 
-    assert (made.verdict, made.exit_code, made.failure.generation) == (Verdict.FAIL, EXIT_FAIL, 3)
+    assert (made.action, made.exit_code, made.failure.generation) == (RunAction.FAIL, EXIT_FAIL, 3)
     assert "ZeroDivisionError" in note
 
 

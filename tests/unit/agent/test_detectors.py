@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpuops.agent.detectors import LINES_A_LOOK, LINES_MAX, DetectorSentry, read_verdict
-from gpuops.agent.sentry import Sentry, Watched
+from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
+from gpuops.agent.monitors.plugins import LINES_A_LOOK, LINES_MAX, PluginMonitor, read_verdict
 from gpuops.incident.decision import ReportKind
 from gpuops.model import Entity, EntityKind, FailureClass, Side
 
@@ -37,7 +37,7 @@ class Stand:
 
     def __init__(self):
         self.started = []
-        self.sentry: Sentry = DetectorSentry(("one", "two"), self._start)
+        self.sentry: Monitor = PluginMonitor(("one", "two"), self._start)
         self.begin(0)
 
     def _start(self, name, told):
@@ -47,7 +47,7 @@ class Stand:
     def begin(self, generation):
         workers = [SimpleNamespace(rank=rank, pid=100 + rank) for rank in (2, 3)]
         self.sentry.begin(
-            Watched(generation=generation, node="n1", workers=workers, folder=Path("/run"))
+            MonitoredAttempt(generation=generation, node="n1", workers=workers, folder=Path("/run"))
         )
         self.one, self.two = (process for _name, _told, process in self.started[-2:])
 

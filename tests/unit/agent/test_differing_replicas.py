@@ -2,10 +2,10 @@
 
 import pytest
 
-from gpuops.agent.checkpoint_news import read_events
-from gpuops.agent.checkpoint_record import CheckpointRecord
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.pace import Pace
+from gpuops.agent.checkpoint.keeper_events import read_events
+from gpuops.agent.checkpoint.record import CheckpointRecord
+from gpuops.agent.journal.run_journal import RunJournal
+from gpuops.agent.monitors.progress import StepTracker
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
 
@@ -35,8 +35,10 @@ class Desk:
     def __init__(self):
         self.clock = FakeClock()
         self.events, self.said = [], []
-        chronicle = Chronicle(self.emit, self.clock, run_id="run-1", node="n1", rules=())
-        self.record = CheckpointRecord(chronicle, Pace(), self.clock, self.said.append, n_ranks=3)
+        chronicle = RunJournal(self.emit, self.clock, run_id="run-1", node="n1", rules=())
+        self.record = CheckpointRecord(
+            chronicle, StepTracker(), self.clock, self.said.append, n_ranks=3
+        )
 
     def emit(self, *news):
         self.events += [(item.kind, item.payload, item.severity) for item in news]

@@ -7,14 +7,14 @@ import pytest
 from support.agreement import CutBoard
 from support.supervised import FakeWorkers
 
-from gpuops.agent.draining import Draining, caught_signals, common_step, drain_from_afar
-from gpuops.control.board import Entry
-from gpuops.control.enter import enter
-from gpuops.control.link import Link
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import ControlRecord, Member, Phase, pack
+from gpuops.agent.elastic.drain import Draining, caught_signals, common_step, drain_from_afar
+from gpuops.control.client import ControlClient
+from gpuops.control.join import join
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import ControlRecord, Member, RunPhase, pack
+from gpuops.control.store import Entry
 from gpuops.host.clock import FakeClock
-from gpuops.wire import STEP_UNKNOWN, Flag, Request
+from gpuops.wire import STEP_UNKNOWN, AgentRequest, WorkerFlag
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -48,26 +48,26 @@ def test_each_rank_gets_one_more_step(clock):
 def test_whoever_asks_has_until_the_deadline(clock):
     workers = FakeWorkers(2)
     workers.beat(0, 1)
-    workers.rings[0].flags = Flag.ASKED
+    workers.rings[0].flags = WorkerFlag.STOP_POLLED
     draining = drain(workers, clock, stop_step=70)
     workers.beat(0, 1)
     clock.advance(24.9)
     assert not draining.is_over(), "rank 0 may be saving"
     clock.advance(0.1)
     assert draining.is_over()
-    assert [ring.wanted for ring in workers.rings] == [(Request.DRAIN, 70)] * 2
+    assert [ring.wanted for ring in workers.rings] == [(AgentRequest.DRAIN, 70)] * 2
 
 
 def test_without_a_common_step_the_ranks_are_asked_to_stop_at_once(clock):
     workers = FakeWorkers(1)
     drain(workers, clock)
 
-    assert workers.rings[0].wanted == (Request.DRAIN, STEP_UNKNOWN)
+    assert workers.rings[0].wanted == (AgentRequest.DRAIN, STEP_UNKNOWN)
 
 
 def test_once_all_have_ended_it_is_over(clock):
     workers = FakeWorkers(2)
-    workers.rings[0].flags = Flag.ASKED
+    workers.rings[0].flags = WorkerFlag.STOP_POLLED
     draining = drain(workers, clock)
     assert not draining.is_over()
     workers.end_all(0)
@@ -78,12 +78,12 @@ def test_once_all_have_ended_it_is_over(clock):
 @pytest.mark.parametrize(
     ("number", "flags", "caught", "sent"),
     [
-        (TERM, Flag(0), (TERM,), [(0, TERM)]),
-        (TERM, Flag.TERM_IS_OURS, (TERM,), []),
-        (TERM, Flag.USR1_IS_OURS, (TERM,), [(0, TERM)]),
-        (USR1, Flag.USR1_IS_OURS, (USR1,), []),
-        (USR1, Flag(0), (), []),
-        (signal.SIGINT, Flag(0), (TERM,), []),
+        (TERM, WorkerFlag(0), (TERM,), [(0, TERM)]),
+        (TERM, WorkerFlag.HANDLES_SIGTERM, (TERM,), []),
+        (TERM, WorkerFlag.HANDLES_SIGUSR1, (TERM,), [(0, TERM)]),
+        (USR1, WorkerFlag.HANDLES_SIGUSR1, (USR1,), []),
+        (USR1, WorkerFlag(0), (), []),
+        (signal.SIGINT, WorkerFlag(0), (TERM,), []),
     ],
 )
 def test_a_script_with_a_handler_of_its_own_gets_the_signal(clock, number, flags, caught, sent):
@@ -110,7 +110,7 @@ def test_a_handler_that_turns_out_to_be_ours_asks_for_no_time(clock):
     workers = FakeWorkers(1)
     draining = drain(workers, clock, caught=(TERM,))
     assert not draining.is_over()
-    workers.rings[0].flags = Flag.HANDLED
+    workers.rings[0].flags = WorkerFlag.HANDLER_RAN
 
     assert draining.is_over()
 
@@ -129,32 +129,32 @@ class TwoAgents:
     """A seated agent, whose ranks are at step 100 and make five a second, and a spare."""
 
     def __init__(self, clock):
-        self.board = CutBoard(MemoryBoard(clock))
+        self.store = CutBoard(MemoryControlStore(clock))
         fresh = ControlRecord(
-            run_id=str(UUID(int=9)), folder="run", generation=3, phase=Phase.RUN, since_s=0.0
+            run_id=str(UUID(int=9)), folder="run", generation=3, phase=RunPhase.RUN, since_s=0.0
         )
 
         def link(number):
             me = Member(agent=str(UUID(int=number)), node=f"n{number}", address="h", n_workers=1)
-            view = enter(self.board, me, fresh, clock, lambda _s: None)
-            return Link(self.board, me, view, clock, fence_s=10.0)
+            view = join(self.store, me, fresh, clock, lambda _s: None)
+            return ControlClient(self.store, me, view, clock, fence_timeout_s=10.0)
 
         self.seated, self.spare = link(1), link(2)
-        self.seated.progress = lambda: {"generation": 3, "step": 100, "rate": 5.0}
-        self.spare.progress = lambda: {"generation": -1, "step": None, "rate": None}
-        self.seated.beat(hold_s=0.0)
-        self.spare.beat(hold_s=0.0)
+        self.seated.heartbeat_payload = lambda: {"generation": 3, "step": 100, "rate": 5.0}
+        self.spare.heartbeat_payload = lambda: {"generation": -1, "step": None, "rate": None}
+        self.seated.send_heartbeat(hold_s=0.0)
+        self.spare.send_heartbeat(hold_s=0.0)
 
 
 def test_a_spare_that_hears_first_says_at_which_step_all_stop(clock):
     agents = TwoAgents(clock)
 
     assert drain_from_afar(agents.spare, "SIGTERM")
-    agents.seated.beat(hold_s=0.0)
+    agents.seated.send_heartbeat(hold_s=0.0)
 
     record = agents.seated.record
     assert (record.phase, record.drain_signal, record.reason) == (
-        Phase.DRAIN,
+        RunPhase.DRAIN,
         "SIGTERM",
         "SIGTERM on n2",
     )
@@ -165,21 +165,21 @@ def test_a_spare_that_hears_first_says_at_which_step_all_stop(clock):
 
 def test_an_agent_whose_workers_have_ended_asks_nobody_for_the_step(clock):
     agents = TwoAgents(clock)
-    agents.board.lose = lambda name: "call" if name == "list" else None
+    agents.store.lose = lambda name: "call" if name == "list" else None
 
     assert drain_from_afar(agents.spare, "SIGTERM", was_there=True, stop_step=107)
-    agents.board.lose = lambda _name: None
-    agents.seated.beat(hold_s=0.0)
+    agents.store.lose = lambda _name: None
+    agents.seated.send_heartbeat(hold_s=0.0)
 
     assert agents.seated.record.drain_step == 107
 
 
 def test_a_spare_without_the_board_asks_again(clock):
     agents = TwoAgents(clock)
-    agents.board.is_cut = True
+    agents.store.is_cut = True
     assert not drain_from_afar(agents.spare, "SIGTERM")
 
-    agents.board.is_cut = False
+    agents.store.is_cut = False
     assert drain_from_afar(agents.spare, "SIGTERM")
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from support.launches import requested
 
-from gpuops.agent.launch import _entered
-from gpuops.agent.signals import Cancellation
-from gpuops.control.board import BoardUnreachableError
+from gpuops.agent.elastic.signals import Cancellation
+from gpuops.agent.launch.launch import _entered
+from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.host.clock import FakeClock
 
 pytestmark = pytest.mark.torch
@@ -29,7 +29,7 @@ def test_it_is_entered_at_the_second_try(prepared):
     def enter(met):
         tries.append(met)
         if len(tries) == 1:
-            raise BoardUnreachableError("no answer in time")
+            raise ControlStoreUnreachableError("no answer in time")
         return "entered"
 
     assert _entered(prepared, enter) == "entered"
@@ -39,7 +39,7 @@ def test_it_is_entered_at_the_second_try(prepared):
 def test_after_the_time_to_join_it_is_given_up(prepared):
     def enter(_met):
         prepared.clock.advance(prepared.request.plan.join_timeout_s)
-        raise BoardUnreachableError("no answer in time")
+        raise ControlStoreUnreachableError("no answer in time")
 
-    with pytest.raises(BoardUnreachableError):
+    with pytest.raises(ControlStoreUnreachableError):
         _entered(prepared, enter)

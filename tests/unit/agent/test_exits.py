@@ -5,21 +5,21 @@ import signal
 
 import pytest
 
-from gpuops.agent.exits import (
+from gpuops.agent.elastic.exit_watcher import ObservedExit, signal_name
+from gpuops.agent.elastic.exits import (
     ExceptionNote,
-    Place,
+    ExitContext,
     RankFiles,
     read_exception,
     read_tail,
     to_exit,
 )
-from gpuops.agent.progress import RankProgress
-from gpuops.agent.teardown import Sent, was_ours
-from gpuops.agent.watch import SeenExit, signal_name
+from gpuops.agent.elastic.teardown import SentSignal, was_ours
+from gpuops.agent.monitors.progress import RankProgress
 from gpuops.scrub import scrub_lines
 
-TERM = Sent(at_mono_ns=1000, signals=(signal.SIGTERM,))
-TERM_KILL = Sent(at_mono_ns=1000, signals=(signal.SIGTERM, signal.SIGKILL))
+TERM = SentSignal(at_mono_ns=1000, signals=(signal.SIGTERM,))
+TERM_KILL = SentSignal(at_mono_ns=1000, signals=(signal.SIGTERM, signal.SIGKILL))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_codes_below_zero_are_signals():
 def test_an_exit_holds_everything_that_is_known():
     note = ExceptionNote("ValueError", "bad", ("Traceback",), 900)
     exit_ = to_exit(
-        Place(node="n1", rank=5, local_rank=1, pid=7),
-        SeenExit(7, 1, 10, 1100),
+        ExitContext(node="n1", rank=5, local_rank=1, pid=7),
+        ObservedExit(7, 1, 10, 1100),
         sent=TERM,
         note=note,
         progress=RankProgress(beats=4, last_step=104, last_mono_ns=800),
@@ -69,8 +69,8 @@ def test_an_exit_holds_everything_that_is_known():
 )
 def test_who_came_to_its_end_before_our_signal_was_done(sent, finished_ns, told_ns):
     exit_ = to_exit(
-        Place(node="n1", rank=5, local_rank=1, pid=7),
-        SeenExit(7, -15, 10, 1100),
+        ExitContext(node="n1", rank=5, local_rank=1, pid=7),
+        ObservedExit(7, -15, 10, 1100),
         sent=sent,
         note=None,
         progress=RankProgress(finished_ns=finished_ns),

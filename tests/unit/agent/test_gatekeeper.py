@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from gpuops.agent.gatekeeper import FIRST_LOOK_S, STALE_S, HealthKeeper
-from gpuops.agent.gpu_memory import WAIT_MAX_S, GpuMemory
-from gpuops.agent.health_verdict import GateResult
+from gpuops.agent.monitors.gpu_memory import WAIT_MAX_S, GpuMemoryGate
+from gpuops.agent.monitors.preflight import FIRST_LOOK_S, STALE_S, HealthPreflight
+from gpuops.agent.monitors.preflight_result import PreflightResult
 from gpuops.host.clock import FakeClock
 
 GIB = 2**30
-WELL = GateResult(passed=True)
-SICK = GateResult(passed=False, reason="sick")
+WELL = PreflightResult(passed=True)
+SICK = PreflightResult(passed=False, reason="sick")
 
 
 class Lines:
@@ -53,8 +53,8 @@ class Stand:
     def __init__(self, uuids=None):
         self.clock = FakeClock()
         self.lines, self.checks, self.waits, self.said = [], [], [], []
-        memory = GpuMemory(self.open_lines, self.clock)
-        self.keeper = HealthKeeper(
+        memory = GpuMemoryGate(self.open_lines, self.clock)
+        self.keeper = HealthPreflight(
             self.open_check, memory, self.clock, self.said.append, lambda: uuids
         )
 
@@ -128,7 +128,7 @@ def test_what_could_not_be_judged_is_said():
     stand = Stand()
     stand.keeper.begin()
     stand.lines[0].given_up.set()
-    note = GateResult(passed=True, reason="not all was judged")
+    note = PreflightResult(passed=True, reason="not all was judged")
 
     assert stand.result(stand.says(note)).passed
     assert stand.said == ["not all was judged"]

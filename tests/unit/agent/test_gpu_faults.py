@@ -2,19 +2,19 @@
 
 import pytest
 
-from gpuops.agent.gpu_faults import judge_xid
-from gpuops.checks.xid_catalogue import XidClass, XidKind, load_xids
+from gpuops.agent.monitors.gpu_events import judge_xid
+from gpuops.checks.core.xid_catalogue import XidClass, XidKind, load_xids
 from gpuops.host.xid import NVLINK5
-from gpuops.host.xid_told import LOST, Source, XidEvent
+from gpuops.host.xid_watch import LOST, XidEvent, XidSource
 from gpuops.model import FailureClass, Side
 from gpuops.resources import data_dir
 
 CATALOGUE = load_xids([data_dir("checks") / "xid"])
 CODES = sorted(CATALOGUE)
-SOURCES = list(Source)
+SOURCES = list(XidSource)
 
 
-def judged(code, source=Source.KERNEL, catalogue=CATALOGUE, **told):
+def judged(code, source=XidSource.KERNEL, catalogue=CATALOGUE, **told):
     return judge_xid(XidEvent(source=source, code=code, mono_ns=1, now_us=1, **told), catalogue)
 
 
@@ -23,7 +23,7 @@ def judged(code, source=Source.KERNEL, catalogue=CATALOGUE, **told):
 def test_only_hardware_ends_a_run_and_what_applications_cause_blames_nobody(code, source):
     fault, kind = judged(code, source), CATALOGUE[code]
 
-    known_from_the_log_alone = code in NVLINK5 and source is Source.NVML
+    known_from_the_log_alone = code in NVLINK5 and source is XidSource.NVML
     ends = kind.xid_class is XidClass.HARDWARE and not known_from_the_log_alone
     assert (fault.ends, fault.blames_node) == (ends, ends)
     assert str(code) in fault.words
@@ -39,7 +39,7 @@ def test_only_hardware_ends_a_run_and_what_applications_cause_blames_nobody(code
 
 @pytest.mark.parametrize("code", [48, 62, 64, 74, 79, 95, 119, 120])
 def test_memory_links_the_bus_and_the_gsp_exclude_the_node(code):
-    assert judged(code, Source.NVML).blames_node
+    assert judged(code, XidSource.NVML).blames_node
 
 
 @pytest.mark.parametrize("code", [13, 31, 43, 45, 63, 94])
@@ -72,7 +72,7 @@ def test_the_driver_decides_with_xid_154(wanted, ends, blames):
 
 
 def test_a_gpu_that_nvml_calls_lost_is_off_the_bus():
-    fault = judged(LOST, Source.NVML)
+    fault = judged(LOST, XidSource.NVML)
 
     assert (fault.ends, fault.suggests) == (True, FailureClass.GPU_FELL_OFF_BUS)
 

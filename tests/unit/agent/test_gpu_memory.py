@@ -3,7 +3,7 @@
 import json
 import threading
 
-from gpuops.agent.gpu_memory import SILENT_S, WAIT_MAX_S, GpuMemory
+from gpuops.agent.monitors.gpu_memory import SILENT_S, WAIT_MAX_S, GpuMemoryGate
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import NodeReport
 from gpuops.model import Entity, EntityKind, FailureClass
@@ -33,7 +33,7 @@ class Stand:
     def __init__(self):
         self.clock = FakeClock()
         self.opened = []
-        self.memory = GpuMemory(self.open, self.clock)
+        self.memory = GpuMemoryGate(self.open, self.clock)
 
     def open(self):
         self.opened.append(Lines())

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpuops.agent.gpu_sentry import NVML_S, GpuSentry, Place, xid_catalogue
-from gpuops.agent.sentry import Sentry, Watched
+from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
+from gpuops.agent.monitors.gpu import NVML_S, GpuMonitor, GpuMonitorContext, xid_catalogue
 from gpuops.host.clock import FakeClock
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.records import to_json
-from gpuops.host.xid_told import LOST, Source, XidEvent
+from gpuops.host.xid_watch import LOST, XidEvent, XidSource
 from gpuops.incident.decision import NodeReport, ReportKind
-from gpuops.incident.kernel import JobXids
+from gpuops.incident.kernel import JobXidFilter
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
 CATALOGUE = xid_catalogue(None)
-NVML, KERNEL = Source.NVML, Source.KERNEL
+NVML, KERNEL = XidSource.NVML, XidSource.KERNEL
 NODE = Entity(EntityKind.NODE, "n1")
 
 
@@ -59,10 +59,10 @@ class Stand:
 
     def __init__(self, env=None, **begun):
         self.clock = FakeClock()
-        self.lines = {source: Lines() for source in Source}
-        place = Place(node="n1", env=env or {})
-        self.sentry: Sentry = GpuSentry(place, CATALOGUE, self.clock, self.lines)
-        for source in begun.get("begun", Source):
+        self.lines = {source: Lines() for source in XidSource}
+        place = GpuMonitorContext(node="n1", env=env or {})
+        self.sentry: Monitor = GpuMonitor(place, CATALOGUE, self.clock, self.lines)
+        for source in begun.get("begun", XidSource):
             self.lines[source].say(gpus=[to_json(gpu) for gpu in gpus()])
         self.begin()
 
@@ -70,7 +70,7 @@ class Stand:
         self.clock.advance(0.1)
         workers = [SimpleNamespace(pid=pid, local_rank=n) for n, pid in enumerate(pids)]
         self.sentry.begin(
-            Watched(generation=generation, node="n1", workers=workers, folder=Path("/"))
+            MonitoredAttempt(generation=generation, node="n1", workers=workers, folder=Path("/"))
         )
         self.clock.advance(0.1)
 
@@ -223,7 +223,7 @@ def test_a_gpu_of_another_job_does_not_count():
 def test_whose_the_xids_of_the_log_are_is_not_forgotten_with_a_lost_gpu():
     stand = Stand({"CUDA_VISIBLE_DEVICES": "2,3"})
     mine = {"0000:12:00.0", "0000:13:00.0"}
-    assert stand.sentry.job_xids(None) == JobXids(addresses=mine)
+    assert stand.sentry.job_xids(None) == JobXidFilter(addresses=mine)
     assert stand.sentry.own_uuids() == {uuid(2), uuid(3)}
 
     stand.event(79, 3)
@@ -247,13 +247,13 @@ def test_an_xid_is_old_once_its_gpu_was_well_after_it():
     stand = Stand()
     stand.event(74, 1, KERNEL)
     stand.event(31, 1, KERNEL)
-    assert stand.sentry.job_xids(None).old == set()
+    assert stand.sentry.job_xids(None).stale == set()
     stand.clock.advance(100)
     stand.event(31, 1, KERNEL)
 
     now_ns = stand.clock.mono_ns()
-    assert stand.sentry.job_xids(now_ns - 10**9).old == {("0000:11:00.0", 74)}
-    assert stand.sentry.job_xids(now_ns - 101 * 10**9).old == set()
+    assert stand.sentry.job_xids(now_ns - 10**9).stale == {("0000:11:00.0", 74)}
+    assert stand.sentry.job_xids(now_ns - 101 * 10**9).stale == set()
 
 
 def test_the_jobs_gpus_are_known_before_anything_happens_to_them():

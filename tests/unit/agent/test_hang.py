@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpuops.agent.hang import BEATLESS_S, HangJudge
-from gpuops.agent.hang_limits import HangLimits, limits_for
-from gpuops.wire import STEP_UNKNOWN, Beat, Phase, StepSource
+from gpuops.agent.monitors.hang.judge import BEATLESS_S, HangJudge
+from gpuops.agent.monitors.hang.timeouts import HangTimeouts, limits_for
+from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 S = 10**9
 
@@ -28,7 +28,7 @@ class Job:
     def ns(self):
         return round(self.now_s * S)
 
-    def beat(self, *ranks, phase=Phase.STEPPING, name="", step=None):
+    def beat(self, *ranks, phase=WorkerPhase.STEPPING, name="", step=None):
         for rank in ranks or self.ranks:
             self.seq += 1
             number = self.step if step is None else step
@@ -85,8 +85,8 @@ def test_the_longest_step_ever_seen_counts_three_times_unless_it_was_of_the_warm
 
 def test_the_first_step_has_its_own_limit_until_one_attempt_has_made_it():
     job = Job()
-    job.beat(0, phase=Phase.OTHER, name="init", step=STEP_UNKNOWN)
-    job.beat(0, phase=Phase.RESUMED, step=STEP_UNKNOWN)
+    job.beat(0, phase=WorkerPhase.OTHER, name="init", step=STEP_UNKNOWN)
+    job.beat(0, phase=WorkerPhase.RESUMED, step=STEP_UNKNOWN)
     assert job.hang_after() == 601
 
 
@@ -123,9 +123,9 @@ def test_after_a_restart_the_first_few_steps_may_compile_again():
 @pytest.mark.parametrize(
     ("phase", "name", "doing"),
     [
-        (Phase.EVAL, "eval", "eval"),
-        (Phase.CHECKPOINT, "", "checkpoint"),
-        (Phase.OTHER, "upload", "upload"),
+        (WorkerPhase.EVAL, "eval", "eval"),
+        (WorkerPhase.CHECKPOINT, "", "checkpoint"),
+        (WorkerPhase.OTHER, "upload", "upload"),
     ],
 )
 def test_a_phase_has_its_own_limit(phase, name, doing):
@@ -136,24 +136,24 @@ def test_a_phase_has_its_own_limit(phase, name, doing):
 
 
 def test_a_phase_that_took_long_may_take_three_times_as_long_but_no_other_may():
-    job = Job().steps(20).beat(phase=Phase.EVAL, name="eval")
+    job = Job().steps(20).beat(phase=WorkerPhase.EVAL, name="eval")
     job.wait(500)
-    job.beat(phase=Phase.RESUMED).steps(10)
-    job.beat(phase=Phase.EVAL, name="eval")
+    job.beat(phase=WorkerPhase.RESUMED).steps(10)
+    job.beat(phase=WorkerPhase.EVAL, name="eval")
     assert job.hang_after() == 1501
-    assert Job().steps(20).beat(phase=Phase.EVAL, name="test").hang_after() == 601
+    assert Job().steps(20).beat(phase=WorkerPhase.EVAL, name="test").hang_after() == 601
 
 
 def test_a_phase_is_no_long_step():
-    job = Job().steps(20).beat(phase=Phase.EVAL)
+    job = Job().steps(20).beat(phase=WorkerPhase.EVAL)
     job.wait(500)
-    job.beat(phase=Phase.RESUMED).steps(10)
+    job.beat(phase=WorkerPhase.RESUMED).steps(10)
 
     assert job.hang_after() == 61
 
 
 def test_a_rank_in_a_phase_excuses_those_that_wait_for_it():
-    job = Job().steps(20).beat(0, phase=Phase.CHECKPOINT)
+    job = Job().steps(20).beat(0, phase=WorkerPhase.CHECKPOINT)
     hang = job.wait(10_000)
 
     assert job.now_s == 1020 + 601
@@ -161,16 +161,16 @@ def test_a_rank_in_a_phase_excuses_those_that_wait_for_it():
 
 
 def test_a_rank_that_finished_is_no_hang_and_excuses_nobody():
-    job = Job().steps(20).beat(0, phase=Phase.FINISHED)
+    job = Job().steps(20).beat(0, phase=WorkerPhase.FINISHED)
     hang = job.wait(10_000)
 
     assert hang.silent_s == 61
     assert job.judge.finished == (0,)
-    assert Job().steps(20).beat(phase=Phase.FINISHED).wait(10_000) is None
+    assert Job().steps(20).beat(phase=WorkerPhase.FINISHED).wait(10_000) is None
 
 
 def test_a_rank_that_raised_and_does_not_end_is_a_hang():
-    hang = Job().steps(20).beat(0, phase=Phase.RAISED).wait(10_000)
+    hang = Job().steps(20).beat(0, phase=WorkerPhase.RAISED).wait(10_000)
 
     assert (hang.phase, hang.silent_s) == ("ending after an exception", 61)
 
@@ -179,8 +179,8 @@ def test_what_the_user_asks_for_is_the_limit_of_a_step_only():
     assert Job(10.0).steps(20).hang_after() == 11
     assert Job(10.0).steps(20, gap_s=8.0).hang_after() == 11
     assert Job(10.0).steps(2).hang_after() == 11
-    assert Job(10.0).steps(20).beat(phase=Phase.EVAL).hang_after() == 601
-    assert Job(2000.0).steps(20).beat(phase=Phase.EVAL).hang_after() == 2001
+    assert Job(10.0).steps(20).beat(phase=WorkerPhase.EVAL).hang_after() == 601
+    assert Job(2000.0).steps(20).beat(phase=WorkerPhase.EVAL).hang_after() == 2001
 
 
 def test_a_job_that_never_beats_never_hangs_and_is_said_once():
@@ -238,7 +238,7 @@ def test_one_that_is_silent_while_the_others_go_on_is_named():
     job.step = STEP_UNKNOWN
     for _ in range(60):
         assert job.wait(1) is None
-        job.beat(0, 2, phase=Phase.RESUMED)
+        job.beat(0, 2, phase=WorkerPhase.RESUMED)
     hang = job.wait(2)
 
     assert hang.lagging == (1,)
@@ -271,16 +271,16 @@ def test_an_excuse_ends():
 def test_other_nodes_learn_for_how_long_ours_are_busy():
     job = Job().steps(20)
     assert job.judge.busy_for_s(job.ns) == 0
-    job.beat(0, phase=Phase.EVAL)
+    job.beat(0, phase=WorkerPhase.EVAL)
     assert job.wait(100) is None
     assert job.judge.busy_for_s(job.ns) == 500
     assert Job().judge.busy_for_s(1000 * S) == 600
 
 
 def test_the_limits_can_be_listed():
-    job = Job().steps(20, gap_s=20.0).beat(phase=Phase.EVAL, name="eval")
+    job = Job().steps(20, gap_s=20.0).beat(phase=WorkerPhase.EVAL, name="eval")
     job.wait(300)
-    job.beat(phase=Phase.RESUMED)
+    job.beat(phase=WorkerPhase.RESUMED)
 
     assert job.judge.limits.ladder() == {
         "first step": 600,
@@ -290,4 +290,4 @@ def test_the_limits_can_be_listed():
         "restore": 600,
         "other": 600,
     }
-    assert HangLimits(asked_s=10.0).ladder()["step"] == 10
+    assert HangTimeouts(asked_s=10.0).ladder()["step"] == 10

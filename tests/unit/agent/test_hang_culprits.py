@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpuops.agent.hang import Hang
-from gpuops.agent.hang_culprits import Blame, blame, class_of, sentence
-from gpuops.agent.rank_state import RankState, RankVerdict
+from gpuops.agent.monitors.hang.culprits import HangCulprits, blame, class_of, sentence
+from gpuops.agent.monitors.hang.judge import HangFinding
+from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
 from gpuops.model import Confidence, FailureClass, Side
 
 U, C, S = RankState.IN_USER_CODE, RankState.IN_COLLECTIVE, RankState.STOPPED
@@ -14,7 +14,7 @@ V = RankState.WAITS_FOR_DEVICE
 
 def hang(lagging=(), steps=None):
     steps = steps or dict.fromkeys(range(3), 41)
-    return Hang(
+    return HangFinding(
         phase="step",
         limit_s=60.0,
         silent_s=62.0,
@@ -26,7 +26,7 @@ def hang(lagging=(), steps=None):
 
 
 def verdicts(*states):
-    return {rank: RankVerdict(state, f"is {state.value}") for rank, state in enumerate(states)}
+    return {rank: RankDiagnosis(state, f"is {state.value}") for rank, state in enumerate(states)}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_who_is_blamed(states, lagging, ranks, failure_class):
 
 
 def test_only_the_kernels_word_goes_before_a_witness():
-    said = Blame(
+    said = HangCulprits(
         ranks=(2,),
         failure_class=FailureClass.GPU_DRIVER_HANG,
         side=Side.INFRA,

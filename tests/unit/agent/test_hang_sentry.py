@@ -5,23 +5,23 @@ import threading
 import pytest
 from support.runs import wait_until
 
-from gpuops.agent.evidence import EVIDENCE_S
-from gpuops.agent.exits import RankFiles
-from gpuops.agent.hang_culprits import Blame
-from gpuops.agent.hang_sentry import HOLD_S, HangSentry
-from gpuops.agent.rings import RingReader
-from gpuops.agent.sentry import Watched
-from gpuops.agent.stacks import Frame, Stacks, Thread
-from gpuops.agent.workers import Worker
+from gpuops.agent.elastic.exits import RankFiles
+from gpuops.agent.elastic.rings import RingReader
+from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.evidence import EVIDENCE_S
+from gpuops.agent.monitors.hang.culprits import HangCulprits
+from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
+from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.clock import FakeClock
-from gpuops.host.process_look import ProcessLook
+from gpuops.host.process.inspect import ProcessLook
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
-from gpuops.wire import Beat, Phase, StepSource
+from gpuops.wire import Beat, StepSource, WorkerPhase
 
 SITE = "/venv/site-packages"
-WAITS = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce")
-SLEEPS = Frame("/job/train.py", 40, "lost")
+WAITS = StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce")
+SLEEPS = StackFrame("/job/train.py", 40, "lost")
 
 
 class FakeEyes:
@@ -49,7 +49,7 @@ class FakeEyes:
     def _stacks(self, rank):
         frames = self.ranks[rank][1]
         frame = frames.pop(0) if isinstance(frames, list) else frames
-        return Stacks((Thread((frame,), is_main=True, owns_gil=False),), "py-spy")
+        return Stacks((ThreadStack((frame,), is_main=True, owns_gil=False),), "py-spy")
 
     def source_line(self, path, line):
         return "time.sleep(9)"
@@ -64,7 +64,7 @@ class Node:
     def __init__(self, tmp_path, eyes, timeout_s=10.0, witnesses=(), **env):
         self.clock = FakeClock()
         self.seq = 0
-        self.sentry = HangSentry(
+        self.sentry = HangMonitor(
             self.clock,
             timeout_s,
             env,
@@ -73,7 +73,7 @@ class Node:
             pause=lambda _s: None,
             state=lambda pid: eyes.ranks[pid - 100][0],
         )
-        self.watched = Watched(
+        self.watched = MonitoredAttempt(
             generation=4,
             node="n041",
             folder=tmp_path,
@@ -90,7 +90,7 @@ class Node:
         )
         self.sentry.begin(self.watched)
 
-    def steps(self, count, ranks=(0, 1), phase=Phase.STEPPING):
+    def steps(self, count, ranks=(0, 1), phase=WorkerPhase.STEPPING):
         for _ in range(count):
             self.clock.advance(1)
             self.seq += 1
@@ -168,7 +168,7 @@ def test_the_systems_word_decides_the_class(tmp_path, state, failure_class, blam
 
 def test_a_stopped_rank_has_the_limit_of_a_step_whatever_it_said_it_was_doing(tmp_path):
     eyes = FakeEyes(r0=("S", WAITS), r1=("T", WAITS))
-    node = Node(tmp_path, eyes).steps(2).steps(1, ranks=(1,), phase=Phase.CHECKPOINT)
+    node = Node(tmp_path, eyes).steps(2).steps(1, ranks=(1,), phase=WorkerPhase.CHECKPOINT)
     assert node.silence(10) is None
     report = node.report()
 
@@ -220,7 +220,7 @@ def test_ranks_that_go_on_after_all_are_no_hang(tmp_path):
 
 
 def moving():
-    frames = [Frame("/job/eval.py", line, "evaluate") for line in range(500)]
+    frames = [StackFrame("/job/eval.py", line, "evaluate") for line in range(500)]
     return FakeEyes(r0=("R", frames), r1=("S", WAITS))
 
 
@@ -326,7 +326,7 @@ def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
 def test_a_witness_is_asked_with_the_facts(tmp_path):
     class Recorder:
         def testify(self, hang, facts):
-            return Blame(
+            return HangCulprits(
                 ranks=(0,),
                 failure_class=FailureClass.GPU_DRIVER_HANG,
                 side=Side.INFRA,
@@ -364,7 +364,7 @@ def test_a_process_that_outlives_its_program_is_told_of_once_and_not_ended(
     tmp_path, caplog, states, said
 ):
     eyes = FakeEyes(r0=(states[0], WAITS), r1=(states[1], WAITS))
-    node = Node(tmp_path, eyes, timeout_s=None).steps(9).steps(1, phase=Phase.FINISHED)
+    node = Node(tmp_path, eyes, timeout_s=None).steps(9).steps(1, phase=WorkerPhase.FINISHED)
 
     assert node.silence(590) is None
     assert caplog.messages == []
@@ -377,13 +377,13 @@ def test_each_generation_is_told_of_its_own_lingering_processes(tmp_path, caplog
     node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("S", WAITS)), timeout_s=None)
     for generation in (0, 1):
         node.sentry.begin(node.watched)
-        node.steps(9).steps(1, phase=Phase.FINISHED).silence(700)
+        node.steps(9).steps(1, phase=WorkerPhase.FINISHED).silence(700)
         assert len(caplog.messages) == generation + 1
 
 
 def test_while_another_rank_trains_the_one_that_stays_is_told_of_too(tmp_path, caplog):
     node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("R", WAITS)), timeout_s=None).steps(9)
-    node.steps(1, ranks=(0,), phase=Phase.FINISHED).steps(700, ranks=(1,))
+    node.steps(1, ranks=(0,), phase=WorkerPhase.FINISHED).steps(700, ranks=(1,))
 
     (line,) = caplog.messages
     assert line.startswith("rank 0 (pid 100): the program ended 60")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gpuops.agent.health_verdict import judge_check
-from gpuops.host.bounded_command import CommandEnd
+from gpuops.agent.monitors.preflight_result import judge_check
+from gpuops.host.process.bounded_command import CommandEnd
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 

@@ -6,8 +6,8 @@ import re
 import pytest
 from support.launches import requested, slurm_env
 
-from gpuops.agent.collectives import HEARTBEAT
-from gpuops.agent.ladder import ladder_of
+from gpuops.agent.launch.collectives import HEARTBEAT
+from gpuops.agent.launch.timeouts import timeouts_of
 from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch
@@ -16,7 +16,7 @@ SEVERAL = ("--nnodes=2", "--rdzv-endpoint=h:29400", "-m", "train")
 
 
 def ladder(*flags, env=None):
-    return ladder_of(requested(*flags, env=env), env or {}, NOW_S)
+    return timeouts_of(requested(*flags, env=env), env or {}, NOW_S)
 
 
 def limits(found):
@@ -119,6 +119,6 @@ def test_slurms_time_is_the_last_rung():
 def test_phases_of_the_job_are_shown_between():
     request = requested("-m", "train")
 
-    found = ladder_of(request, {}, NOW_S, {"evaluation": 1800.0, "first step": 1200.0})
+    found = timeouts_of(request, {}, NOW_S, {"evaluation": 1800.0, "first step": 1200.0})
 
     assert [rung.name for rung in found.rungs][-3:] == ["first step", "evaluation", "health gate"]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpuops.agent.last_save import awaited
-from gpuops.agent.plan import CheckpointPlan
+from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.launch.plan import CheckpointPlan
 
 pytestmark = pytest.mark.torch
 
@@ -44,7 +44,7 @@ class End:
         self.prepared = SimpleNamespace(cancellation=self.cancellation)
 
     def run(self):
-        from gpuops.agent.launch import _end_checkpoints
+        from gpuops.agent.launch.launch import _end_checkpoints
 
         _end_checkpoints(self.prepared, self.assembly)
         return self

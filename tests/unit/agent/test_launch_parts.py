@@ -7,13 +7,12 @@ from signal import SIGTERM, SIGUSR1
 import pytest
 from support.launches import requested
 
-from gpuops.agent.collectives import HEARTBEAT, collective_env, heartbeat_s
-from gpuops.agent.exit_codes import leave, meaning
-from gpuops.agent.fingerprint import fingerprint
-from gpuops.agent.grace import drain_grace
-from gpuops.agent.job_token import token_of
-from gpuops.agent.nested import refuse_nested
-from gpuops.agent.program import why_not_python
+from gpuops.agent.launch.collectives import HEARTBEAT, collective_env, heartbeat_s
+from gpuops.agent.launch.exit_codes import leave, meaning
+from gpuops.agent.launch.identity import fingerprint
+from gpuops.agent.launch.job_token import token_of
+from gpuops.agent.launch.preconditions import refuse_nested, why_not_python
+from gpuops.agent.launch.slurm import drain_grace
 from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch

@@ -36,13 +36,13 @@ def context(tmp_path):
 
 
 def test_a_worker_that_is_left_behind_is_not_waited_for(context):
-    from gpuops.agent.left_behind import leave_behind
+    from gpuops.agent.elastic.teardown import abandon_unkillable
 
     ended, left = (context.subprocess_handlers[rank].proc for rank in range(2))
     ended.kill()
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
 
-    leave_behind(context, [1])
+    abandon_unkillable(context, [1])
 
     assert ended.returncode == -9, "torch has reaped the one that ended"
     assert left.returncode is None

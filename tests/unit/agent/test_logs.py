@@ -22,11 +22,11 @@ class FiveFields:
 def reify(tmp_path):
     from torch.distributed.elastic.multiprocessing.api import Std
 
-    from gpuops.agent.logs import GenerationLogs, Placement
+    from gpuops.agent.elastic.logs import GenerationLogs, RankLogFiles
 
     def run(log_dir=None, kind=FiveFields):
         logs = GenerationLogs(Std.NONE, Std.ALL, None, log_dir=log_dir, kind=kind)
-        logs.prepare(Placement(tmp_path, {0: 4}, {0: {"GPUOPS_RING": "r"}}))
+        logs.prepare(RankLogFiles(tmp_path, {0: 4}, {0: {"GPUOPS_RING": "r"}}))
         envs = {0: {}}
         return logs.reify(envs), envs[0]
 

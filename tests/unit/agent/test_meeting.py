@@ -6,15 +6,15 @@ import re
 import pytest
 from support.boards import RUN_KEY, TOKEN, server
 
-from gpuops.agent.meeting import address_towards, meet
-from gpuops.agent.plan import Meeting, MeetingKind
-from gpuops.agent.ports import free_port
-from gpuops.control.board import BoardError, BoardUnreachableError
-from gpuops.control.board_server import OVER
-from gpuops.control.server_process import start_server
+from gpuops.agent.elastic.workers import free_port
+from gpuops.agent.launch.control_store import address_towards, meet
+from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
+from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.tcp.process import start_server
+from gpuops.control.tcp.server import RUN_OVER_KEY
 from gpuops.host.clock import FakeClock
 
-PRIVATE = Meeting(kind=MeetingKind.PRIVATE, run_key="job")
+PRIVATE = EndpointPlan(kind=EndpointKind.PRIVATE, run_key="job")
 
 
 def join(meeting, clock=None, waits=None, **options):
@@ -46,19 +46,19 @@ def test_two_private_runs_of_one_id_share_nothing():
 
 
 def test_an_endpoint_that_nobody_serves_is_waited_for_and_then_given_up():
-    meeting = Meeting(
-        kind=MeetingKind.TCP, run_key="job", host="127.0.0.1", port=free_port(), is_host=False
+    meeting = EndpointPlan(
+        kind=EndpointKind.TCP, run_key="job", host="127.0.0.1", port=free_port(), is_host=False
     )
     waits = []
 
-    with pytest.raises(BoardUnreachableError, match=str(meeting.port)):
+    with pytest.raises(ControlStoreUnreachableError, match=str(meeting.port)):
         join(meeting, waits=waits, limit_s=3.0, deadline_s=0.05)
     assert 3 <= sum(waits) <= 4
 
 
 def test_whoever_waits_may_end_the_wait():
-    meeting = Meeting(
-        kind=MeetingKind.TCP, run_key="job", host="127.0.0.1", port=free_port(), is_host=False
+    meeting = EndpointPlan(
+        kind=EndpointKind.TCP, run_key="job", host="127.0.0.1", port=free_port(), is_host=False
     )
 
     with pytest.raises(ZeroDivisionError):
@@ -66,8 +66,8 @@ def test_whoever_waits_may_end_the_wait():
 
 
 def tcp_meeting(port, *, is_host):
-    return Meeting(
-        kind=MeetingKind.TCP,
+    return EndpointPlan(
+        kind=EndpointKind.TCP,
         run_key=RUN_KEY,
         host="127.0.0.1",
         port=port,
@@ -86,7 +86,7 @@ def test_the_host_of_a_requeued_job_waits_for_the_board_of_the_run_before(caplog
         (told,) = (line.getMessage() for line in caplog.records if line.levelname == "WARNING")
         assert re.search("waiting for .* another run", told)
     finally:
-        met.board.put(OVER, b"0")
+        met.board.put(RUN_OVER_KEY, b"0")
         met.board.close()
         met.guard.close()
 
@@ -111,24 +111,30 @@ def test_who_joins_a_requeued_job_waits_for_the_board_of_this_run():
 @pytest.mark.parametrize("is_host", [True, False], ids=["host", "joins"])
 def test_a_run_that_stays_is_refused_after_a_while(is_host):
     waits = []
-    with server(run_key="other") as other, pytest.raises(BoardError, match="to another run") as got:
+    with (
+        server(run_key="other") as other,
+        pytest.raises(ControlStoreError, match="to another run") as got,
+    ):
         join(tcp_meeting(other.port, is_host=is_host), waits=waits, predecessor_s=1.0)
 
-    assert not isinstance(got.value, BoardUnreachableError)
+    assert not isinstance(got.value, ControlStoreUnreachableError)
     assert sum(waits) == 1.0
 
 
 def test_another_token_is_refused_at_once():
     waits = []
-    with server(token="another token") as other, pytest.raises(BoardError, match="another token"):
+    with (
+        server(token="another token") as other,
+        pytest.raises(ControlStoreError, match="another token"),
+    ):
         join(tcp_meeting(other.port, is_host=False), waits=waits)
 
     assert waits == []
 
 
 def test_what_is_told_of_a_board_holds_no_secret():
-    meeting = Meeting(
-        kind=MeetingKind.POSTGRES,
+    meeting = EndpointPlan(
+        kind=EndpointKind.POSTGRES,
         run_key="job",
         host="db",
         port=5432,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuops.agent.pace import Pace
-from gpuops.wire import Beat, Phase, StepSource
+from gpuops.agent.monitors.progress import StepTracker
+from gpuops.wire import Beat, StepSource, WorkerPhase
 
 
 def beats(*told):
@@ -14,7 +14,12 @@ def beats(*told):
     ]
 
 
-RESTORE, STEP, SAVE, NEXT = Phase.RESTORE, Phase.STEPPING, Phase.CHECKPOINT, Phase.RESUMED
+RESTORE, STEP, SAVE, NEXT = (
+    WorkerPhase.RESTORE,
+    WorkerPhase.STEPPING,
+    WorkerPhase.CHECKPOINT,
+    WorkerPhase.RESUMED,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,13 +29,13 @@ RESTORE, STEP, SAVE, NEXT = Phase.RESTORE, Phase.STEPPING, Phase.CHECKPOINT, Pha
         ([(RESTORE, -1), (STEP, 1)], None, None),
         ([(RESTORE, -1), (NEXT, -1), (STEP, 11), (STEP, 12)], None, 10),
         ([(STEP, 10), (SAVE, 10), (NEXT, 10), (STEP, 11)], 10, 10),
-        ([(STEP, 10), (SAVE, 10), (Phase.RAISED, 10)], None, None),
+        ([(STEP, 10), (SAVE, 10), (WorkerPhase.RAISED, 10)], None, None),
         ([(RESTORE, -1), (STEP, 6), (STEP, 10), (SAVE, 10), (NEXT, 10)], 10, 10),
     ],
     ids=["nothing", "fresh", "loaded", "saved", "failed to save", "loaded and saved"],
 )
 def test_which_checkpoint_a_failure_would_be_soon_after(told, saved, base):
-    pace = Pace()
+    pace = StepTracker()
     pace.begin()
     pace.feed({0: beats(*told)})
 
@@ -38,7 +43,7 @@ def test_which_checkpoint_a_failure_would_be_soon_after(told, saved, base):
 
 
 def test_an_older_one_that_was_loaded_counts_until_a_newer_one_is_saved():
-    pace = Pace()
+    pace = StepTracker()
     pace.feed({0: beats((STEP, 10), (SAVE, 10), (NEXT, 10))})
     pace.begin()
     assert pace.base_step == 10  # it may fail before its first step
@@ -48,7 +53,7 @@ def test_an_older_one_that_was_loaded_counts_until_a_newer_one_is_saved():
 
 
 def test_what_the_keeper_says_is_saved_and_loaded_counts():
-    pace = Pace()
+    pace = StepTracker()
     pace.begin()
     pace.kept(40, is_new=False)  # of the workers before
     pace.loaded(30)  # the newer one was passed over

@@ -1,15 +1,15 @@
 """The pace of a script that says its steps and has an optimizer: two beats for one step."""
 
-from gpuops.agent.pace import SPREAD_S, Pace
-from gpuops.wire import Beat, Phase, StepSource
+from gpuops.agent.monitors.progress import SPREAD_S, StepTracker
+from gpuops.wire import Beat, StepSource, WorkerPhase
 
 
 def beat(seq, step, at_s):
-    return Beat(seq, step, round(at_s * 1e9), Phase.STEPPING, StepSource.UNKNOWN, 0)
+    return Beat(seq, step, round(at_s * 1e9), WorkerPhase.STEPPING, StepSource.UNKNOWN, 0)
 
 
 def test_a_step_counts_once_however_often_it_beats():
-    pace = Pace()
+    pace = StepTracker()
     beats = []
     for step in range(1, 11):
         # The optimizer's own beat knows the last step that was said; the word follows at once.

@@ -3,7 +3,7 @@
 import pytest
 from support.launches import requested, slurm_env
 
-from gpuops.agent.plan import MeetingKind
+from gpuops.agent.launch.plan import EndpointKind
 from gpuops.errors import UsageError
 from gpuops.incident.decision import OnExhausted
 
@@ -158,7 +158,7 @@ def test_where_torchruns_flags_have_the_agents_meet(script, flags, host, port, o
     plan = requested(*flags, script).plan
 
     meeting = plan.meeting
-    assert (meeting.kind, meeting.host, meeting.port) == (MeetingKind.TCP, host, port)
+    assert (meeting.kind, meeting.host, meeting.port) == (EndpointKind.TCP, host, port)
     assert (plan.order, meeting.is_host) == (order, is_host)
 
 
@@ -174,7 +174,7 @@ def test_postgres_as_the_meeting_point_and_its_password_in_no_repr(script, flags
     env = {"GPUOPS_STORE": "postgresql+psycopg://u:hunter2@db/gpuops"}
     plan = requested("--nnodes=2", "--rdzv-id=a", *flags, script, env=env).plan
 
-    assert plan.meeting.kind is MeetingKind.POSTGRES
+    assert plan.meeting.kind is EndpointKind.POSTGRES
     assert plan.meeting.url == "postgresql+psycopg://u:hunter2@db/gpuops"
     assert plan.meeting.run_key == "a"
     assert "hunter2" not in repr(plan)
@@ -212,7 +212,7 @@ def test_srun_gives_nodes_order_place_and_name(script):
     assert (plan.terms.nodes_min, plan.terms.nodes_max, plan.spares) == (4, 4, 0)
     assert (plan.order, plan.parks) == (2, True)
     meeting = plan.meeting
-    assert (meeting.kind, meeting.host, meeting.is_host) == (MeetingKind.TCP, "n1", False)
+    assert (meeting.kind, meeting.host, meeting.is_host) == (EndpointKind.TCP, "n1", False)
     assert 20_000 <= meeting.port < 30_000
     assert meeting.run_key == "slurm-81.0.0"
     assert requested(script, env=slurm_env(rank=0)).plan.meeting.is_host is True
@@ -279,7 +279,7 @@ def test_what_is_typed_wins_over_slurm(script):
 def test_one_node_under_srun_meets_nobody(script):
     plan = requested(script, env=slurm_env("n1", 1)).plan
 
-    assert plan.meeting.kind is MeetingKind.PRIVATE
+    assert plan.meeting.kind is EndpointKind.PRIVATE
     assert not plan.parks
 
 

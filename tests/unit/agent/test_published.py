@@ -2,10 +2,10 @@
 
 from support.supervised import Agent
 
-from gpuops.agent.published import Snapshot, busy_for_s, progress_of, state_of
-from gpuops.control.board import Entry
+from gpuops.agent.status.published import PublishedSnapshot, busy_for_s, progress_of, state_of
 from gpuops.control.record import pack
-from gpuops.wire import Beat, Phase, StepSource
+from gpuops.control.store import Entry
+from gpuops.wire import Beat, StepSource, WorkerPhase
 
 BOARD = {"kind": "private", "host": "", "port": 0, "run_key": "job", "endpoint": ""}
 
@@ -15,7 +15,14 @@ def beats(agent, **steps):
     for rank, last in steps.items():
         times = range(1, last + 1)
         mine = [
-            Beat(n, n, agent.clock.mono_ns() + n * 10**9, Phase.STEPPING, StepSource.REPORTED, n)
+            Beat(
+                n,
+                n,
+                agent.clock.mono_ns() + n * 10**9,
+                WorkerPhase.STEPPING,
+                StepSource.REPORTED,
+                n,
+            )
             for n in times
         ]
         by_rank = {int(rank[1:]): mine}
@@ -72,7 +79,7 @@ def test_the_busiest_of_the_others_counts_and_what_cannot_be_read_does_not():
 
 def test_the_state_names_workers_and_where_to_ask(tmp_path):
     agent = trained(tmp_path, r0=3)
-    snapshot = Snapshot(agent.known, BOARD)
+    snapshot = PublishedSnapshot(agent.known, BOARD)
     snapshot.workers, snapshot.generation, snapshot.world_size = agent.workers, 0, 2
     snapshot.http_port = 4711
     state = state_of(agent.known, snapshot, "running")
@@ -91,7 +98,7 @@ def test_the_state_names_workers_and_where_to_ask(tmp_path):
 
 def test_the_time_of_a_phase_is_when_it_was_first_seen(tmp_path):
     agent = trained(tmp_path)
-    snapshot = Snapshot(agent.known, BOARD)
+    snapshot = PublishedSnapshot(agent.known, BOARD)
     first = snapshot.take().phase_ns
     agent.clock.advance(30)
 

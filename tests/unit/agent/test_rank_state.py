@@ -2,18 +2,18 @@
 
 import pytest
 
-from gpuops.agent.evidence import RankFacts, Sample, Target
-from gpuops.agent.rank_state import RankState, judge_rank
-from gpuops.agent.stacks import Frame, Stacks, Thread
-from gpuops.host.process_look import ProcessLook
+from gpuops.agent.monitors.evidence import EvidenceTarget, RankFacts, WorkerSample
+from gpuops.agent.monitors.rank_state import RankState, judge_rank
+from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
+from gpuops.host.process.inspect import ProcessLook
 
-TARGET = Target(rank=1, local_rank=1, pid=77)
+TARGET = EvidenceTarget(rank=1, local_rank=1, pid=77)
 SITE = "/venv/lib/python3.11/site-packages"
-USER = Frame("/job/train.py", 40, "main")
+USER = StackFrame("/job/train.py", 40, "main")
 
 
 def stacks(*frames, source="py-spy", owns=False, others=()):
-    main = Thread(tuple(frames), is_main=True, owns_gil=owns if source == "py-spy" else None)
+    main = ThreadStack(tuple(frames), is_main=True, owns_gil=owns if source == "py-spy" else None)
     return Stacks((*others, main), source)
 
 
@@ -25,7 +25,7 @@ def sample(at_s=0.0, state="S", cpu_s=0.0, io=0, wchan=None, **seen):
     look = None
     if state is not None:
         look = ProcessLook(state=state, cpu_s=cpu_s, io_bytes=io, wchan=wchan, kernel_stack=("f",))
-    return Sample(at_s=at_s, look=look, **seen)
+    return WorkerSample(at_s=at_s, look=look, **seen)
 
 
 def at(*frames, line=None):
@@ -56,7 +56,7 @@ def test_one_look_in_state_d_is_an_ordinary_disk_wait():
 
 
 def test_a_thread_that_holds_the_lock_and_uses_no_processor_waits_with_it():
-    seen = {"spied": stacks(Frame("/job/native.py", 3, "call"), USER, owns=True)}
+    seen = {"spied": stacks(StackFrame("/job/native.py", 3, "call"), USER, owns=True)}
     verdict = judge_rank(facts(sample(0.0, **seen), sample(0.3, **seen)))
 
     assert verdict.state is RankState.GIL_HELD
@@ -65,7 +65,7 @@ def test_a_thread_that_holds_the_lock_and_uses_no_processor_waits_with_it():
 
 
 def test_it_may_be_another_thread_that_holds_the_lock():
-    holder = Thread((Frame("/job/io.py", 9, "read"),), owns_gil=True, name="reader")
+    holder = ThreadStack((StackFrame("/job/io.py", 9, "read"),), owns_gil=True, name="reader")
     seen = {"spied": stacks(USER, others=(holder,))}
     verdict = judge_rank(facts(sample(0.0, **seen), sample(0.3, **seen)))
 
@@ -79,7 +79,7 @@ def test_a_busy_thread_that_holds_the_lock_only_computes():
     assert (verdict.state, verdict.is_moving) == (RankState.IN_USER_CODE, False)
 
 
-@pytest.mark.parametrize("second", [None, stacks(Frame("/job/t.py", 8, "f"), owns=True)])
+@pytest.mark.parametrize("second", [None, stacks(StackFrame("/job/t.py", 8, "f"), owns=True)])
 def test_the_lock_seen_once_says_nothing(second):
     first = stacks(USER, owns=True)
     verdict = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=second)))
@@ -88,21 +88,24 @@ def test_the_lock_seen_once_says_nothing(second):
 
 
 COLLECTIVES = {
-    "all_reduce": [Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce"), USER],
+    "all_reduce": [
+        StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce"),
+        USER,
+    ],
     "wrapped": [
-        Frame(f"{SITE}/torch/_ops.py", 1, "__call__"),
-        Frame(f"{SITE}/torch/distributed/_functional_collectives.py", 2, "wait_tensor"),
+        StackFrame(f"{SITE}/torch/_ops.py", 1, "__call__"),
+        StackFrame(f"{SITE}/torch/distributed/_functional_collectives.py", 2, "wait_tensor"),
         USER,
     ],
     "backward": [
-        Frame(f"{SITE}/torch/autograd/graph.py", 9, "_engine_run_backward"),
-        Frame(f"{SITE}/torch/autograd/__init__.py", 8, "backward"),
-        Frame(f"{SITE}/torch/_tensor.py", 7, "backward"),
+        StackFrame(f"{SITE}/torch/autograd/graph.py", 9, "_engine_run_backward"),
+        StackFrame(f"{SITE}/torch/autograd/__init__.py", 8, "backward"),
+        StackFrame(f"{SITE}/torch/_tensor.py", 7, "backward"),
         USER,
     ],
     "init": [
-        Frame(f"{SITE}/torch/distributed/rendezvous.py", 9, "_create_c10d_store"),
-        Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 8, "init_process_group"),
+        StackFrame(f"{SITE}/torch/distributed/rendezvous.py", 9, "_create_c10d_store"),
+        StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 8, "init_process_group"),
         USER,
     ],
 }
@@ -129,16 +132,16 @@ def test_native_code_that_the_script_calls_is_told_by_the_scripts_own_line(line,
 
 
 def test_a_synchronisation_waits_for_the_gpu():
-    frames = Frame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize"), USER
+    frames = StackFrame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize"), USER
 
     assert at(*frames).state is RankState.WAITS_FOR_DEVICE
 
 
 def test_a_module_that_sleeps_below_ddp_is_not_in_a_collective():
     frames = (
-        Frame("/job/model.py", 3, "forward"),
-        Frame(f"{SITE}/torch/nn/modules/module.py", 2, "_call_impl"),
-        Frame(f"{SITE}/torch/nn/parallel/distributed.py", 1, "forward"),
+        StackFrame("/job/model.py", 3, "forward"),
+        StackFrame(f"{SITE}/torch/nn/modules/module.py", 2, "_call_impl"),
+        StackFrame(f"{SITE}/torch/nn/parallel/distributed.py", 1, "forward"),
         USER,
     )
     verdict = at(*frames)
@@ -149,9 +152,9 @@ def test_a_module_that_sleeps_below_ddp_is_not_in_a_collective():
 
 def test_a_data_loader_that_gives_nothing_is_named():
     frames = (
-        Frame("/usr/lib/python3.11/threading.py", 1, "wait"),
-        Frame("/usr/lib/python3.11/multiprocessing/queues.py", 2, "get"),
-        Frame(f"{SITE}/torch/utils/data/dataloader.py", 3, "_try_get_data"),
+        StackFrame("/usr/lib/python3.11/threading.py", 1, "wait"),
+        StackFrame("/usr/lib/python3.11/multiprocessing/queues.py", 2, "get"),
+        StackFrame(f"{SITE}/torch/utils/data/dataloader.py", 3, "_try_get_data"),
         USER,
     )
     verdict = at(*frames)
@@ -161,7 +164,7 @@ def test_a_data_loader_that_gives_nothing_is_named():
 
 
 def test_who_is_elsewhere_at_the_next_look_is_at_work():
-    first, second = stacks(Frame("/job/e.py", 1, "eval"), USER), stacks(USER)
+    first, second = stacks(StackFrame("/job/e.py", 1, "eval"), USER), stacks(USER)
     moved = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=second)))
     still = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=first)))
 
@@ -173,7 +176,7 @@ def test_the_words_of_two_sources_are_not_compared():
     seen = judge_rank(
         facts(
             sample(0.0, dumped=stacks(USER, source="faulthandler")),
-            sample(0.3, spied=stacks(Frame("/job/train.py", 41, "main"))),
+            sample(0.3, spied=stacks(StackFrame("/job/train.py", 41, "main"))),
         )
     )
 

@@ -7,10 +7,10 @@ from uuid import UUID
 import pytest
 from support.decisions import cluster, decision, report
 
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.rulings import Rulings
-from gpuops.control.leader import Decided
-from gpuops.control.record import ControlRecord, Phase
+from gpuops.agent.journal.decision_log import DecisionLog
+from gpuops.agent.journal.run_journal import RunJournal
+from gpuops.control.leader import DecisionRecord
+from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.host.clock import FakeClock
 
 MADE = decision(report())
@@ -18,7 +18,7 @@ FORM = ControlRecord(
     run_id=str(UUID(int=1)),
     folder="run",
     generation=1,
-    phase=Phase.FORM,
+    phase=RunPhase.RENDEZVOUS,
     since_s=0.0,
     decision=MADE,
     decided_by="n1",
@@ -30,17 +30,17 @@ class World:
 
     def __init__(self, decided=None):
         self.events = []
-        self.leader = SimpleNamespace(decided=decided)
+        self.leader = SimpleNamespace(last_decision=decided)
         clock = FakeClock()
-        chronicle = Chronicle(self.emit, clock, run_id="run-1", node="n1", rules=())
-        self.rulings = Rulings(self.leader, chronicle)
+        chronicle = RunJournal(self.emit, clock, run_id="run-1", node="n1", rules=())
+        self.rulings = DecisionLog(self.leader, chronicle)
 
     def emit(self, *news):
         self.events += [item.kind for item in news]
 
 
 def by_us(made):
-    return Decided(
+    return DecisionRecord(
         decision=made, reports=(report(),), cluster=cluster(), history=(), note="the site agrees"
     )
 
@@ -57,7 +57,7 @@ def test_it_is_recorded_once_wherever_it_is_heard_of():
     world = World(by_us(MADE))
 
     world.rulings.hear(FORM, None)
-    world.rulings.hear(replace(FORM, phase=Phase.RUN, decided_by="n7"), 0)
+    world.rulings.hear(replace(FORM, phase=RunPhase.RUN, decided_by="n7"), 0)
     world.rulings.hear(FORM, 0)
 
     assert world.events.count("decision.made") == 1

@@ -3,8 +3,8 @@
 import pytest
 from support.launches import requested, typed_of
 
-from gpuops.agent.arguments import HelpAskedError, help_text
-from gpuops.agent.plan import MeetingKind
+from gpuops.agent.launch.options import HelpAskedError, help_text
+from gpuops.agent.launch.plan import EndpointKind
 from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch
@@ -111,7 +111,7 @@ def test_a_port_given_for_one_node_is_what_the_workers_see(script):
 def test_one_node_with_an_endpoint_has_nobody_to_meet_there(script):
     request = requested("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=7", script)
 
-    assert request.plan.meeting.kind is MeetingKind.PRIVATE
+    assert request.plan.meeting.kind is EndpointKind.PRIVATE
     assert request.torch.rdzv_id == "7"
 
 

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.agent.rings import RingReader
-from gpuops.agent.rundir import (
+from gpuops.agent.elastic.rings import RingReader
+from gpuops.agent.journal.run_dir import (
     RunDirectory,
     RunParent,
     create_rings,
     folder_name,
     writable_parent,
 )
-from gpuops.control.record import FOLDER
+from gpuops.control.record import FOLDER_PATTERN
 from gpuops.errors import UsageError
 from gpuops.wire import (
     RING_BYTES,
     SLOTS,
     Beat,
-    Phase,
     RingHeader,
     StepSource,
+    WorkerPhase,
     write_beat,
     write_header,
 )
@@ -35,7 +35,7 @@ from gpuops.wire import (
 def test_a_folder_name_is_safe_whatever_the_run_is_called(name):
     folder = folder_name(name, "01a1fa5f-0ddb-70e5-a0e9-00493e185152", 1_772_442_840_000_000)
 
-    assert FOLDER.fullmatch(folder)
+    assert FOLDER_PATTERN.fullmatch(folder)
     assert folder.startswith("20260302T091400Z-")
     assert folder.endswith("-3e185152")
 
@@ -124,7 +124,8 @@ def test_rings_of_older_generations_are_given_back(tmp_path):
 
 def test_rings_of_an_agent_whose_process_id_means_nothing_here_stay(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from gpuops.agent.rundir import create_rings\n"
+        "import sys; from pathlib import Path; from gpuops.agent.journal.run_dir import "
+        "create_rings\n"
         "print(create_rings([Path(sys.argv[1])])[0], flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -145,7 +146,7 @@ def test_rings_of_an_agent_whose_process_id_means_nothing_here_stay(tmp_path):
 
 
 def beat(seq):
-    return Beat(seq, seq, seq, Phase.STEPPING, StepSource.OPTIMIZER_STATE, seq)
+    return Beat(seq, seq, seq, WorkerPhase.STEPPING, StepSource.OPTIMIZER_STATE, seq)
 
 
 def test_a_reader_returns_each_beat_once_and_follows_a_wrapped_ring(tmp_path):

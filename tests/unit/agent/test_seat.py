@@ -6,11 +6,16 @@ from uuid import UUID
 import pytest
 from support.agreement import CutBoard
 
-from gpuops.agent.seat import ExcludedError, Gate, RunOverError, Seats
-from gpuops.control.enter import enter
-from gpuops.control.link import Link
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, Roster, unpack
+from gpuops.agent.elastic.rendezvous import (
+    ControlRendezvous,
+    ExcludedError,
+    Preflight,
+    RunOverError,
+)
+from gpuops.control.client import ControlClient
+from gpuops.control.join import join
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, unpack
 from gpuops.host.clock import FakeClock
 
 pytestmark = pytest.mark.torch
@@ -26,7 +31,7 @@ class Usher:
 
     def __init__(self, *acts):
         self.acts = list(acts)
-        self.found = Gate(passed=True)
+        self.found = Preflight(passed=True)
 
     def gate(self):
         return self.found
@@ -42,26 +47,30 @@ class Bench:
 
     def __init__(self):
         self.clock = FakeClock()
-        self.shared = MemoryBoard(self.clock)
-        self.board = CutBoard(self.shared)
+        self.shared = MemoryControlStore(self.clock)
+        self.store = CutBoard(self.shared)
         self.reads = []
-        self.board.lose = self.reads.append
+        self.store.lose = self.reads.append
         self.me = Member(agent=str(UUID(int=1)), node="n0", address="n0", n_workers=1)
         fresh = ControlRecord(
-            run_id=str(UUID(int=7)), folder="run", generation=0, phase=Phase.FORM, since_s=0.0
+            run_id=str(UUID(int=7)),
+            folder="run",
+            generation=0,
+            phase=RunPhase.RENDEZVOUS,
+            since_s=0.0,
         )
-        view = enter(self.board, self.me, fresh, self.clock, lambda _s: None)
-        self.link = Link(self.board, self.me, view, self.clock, fence_s=FENCE_S)
-        self.seats = Seats(self.link, "key", pick_port=lambda: 4711)
+        view = join(self.store, self.me, fresh, self.clock, lambda _s: None)
+        self.link = ControlClient(self.store, self.me, view, self.clock, fence_timeout_s=FENCE_S)
+        self.seats = ControlRendezvous(self.link, "key", pick_port=lambda: 4711)
 
     def becomes(self, **changes):
         """Return what changes the record and lets the agent hear of it."""
 
         def act():
-            entry = self.shared.get(CONTROL)
+            entry = self.shared.get(RECORD_KEY)
             record = replace(ControlRecord.from_bytes(entry.value), **changes)
-            self.shared.put(CONTROL, record.to_bytes())
-            self.link.turn(hold_s=0.0)
+            self.shared.put(RECORD_KEY, record.to_bytes())
+            self.link.run_once(hold_s=0.0)
 
         return act
 
@@ -90,14 +99,14 @@ def other(number):
 def test_it_says_that_it_is_there_and_takes_the_seat_it_gets(bench):
     bench.seated(0, other(5), bench.me)
 
-    info = bench.ask(bench.becomes(phase=Phase.RUN))
+    info = bench.ask(bench.becomes(phase=RunPhase.RUN))
 
     assert (info.rank, info.world_size) == (1, 2)
     ready = bench.shared.list(bench.link.keys.ready(0))
     assert [unpack(entry.value)["master_port"] for entry in ready.values()] == [4711]
 
 
-@pytest.mark.parametrize("phase", [Phase.DRAIN, Phase.GATHER])
+@pytest.mark.parametrize("phase", [RunPhase.DRAIN, RunPhase.COLLECT])
 def test_a_seat_that_was_not_taken_in_time_is_passed_up_so_that_nobody_waits(bench, phase):
     bench.seated(0, bench.me, other(5))
 
@@ -112,10 +121,10 @@ def test_a_seat_that_was_not_taken_in_time_is_passed_up_so_that_nobody_waits(ben
 def test_a_seat_is_passed_up_until_the_board_has_heard_it(bench):
     bench.seated(0, bench.me, other(5))
     lost = ["call", "answer"]
-    bench.board.lose = lambda name: lost.pop() if name == "put" and lost else None
+    bench.store.lose = lambda name: lost.pop() if name == "put" and lost else None
 
     with pytest.raises(GivenUpError):
-        bench.ask(bench.becomes(phase=Phase.DRAIN), *3 * [lambda: None])
+        bench.ask(bench.becomes(phase=RunPhase.DRAIN), *3 * [lambda: None])
 
     assert len(bench.reports()) == 1
 
@@ -124,7 +133,7 @@ def test_an_agent_without_a_seat_passes_nothing_up(bench):
     bench.seated(0, other(5))
 
     with pytest.raises(GivenUpError):
-        bench.ask(bench.becomes(phase=Phase.DRAIN), lambda: None)
+        bench.ask(bench.becomes(phase=RunPhase.DRAIN), lambda: None)
 
     assert bench.reports() == []
 
@@ -133,7 +142,7 @@ def test_a_spare_reads_a_roster_once(bench):
     bench.seated(0, other(5))
 
     with pytest.raises(GivenUpError):
-        bench.ask(bench.becomes(phase=Phase.RUN), *5 * [lambda: bench.reads.append("look")])
+        bench.ask(bench.becomes(phase=RunPhase.RUN), *5 * [lambda: bench.reads.append("look")])
 
     first = bench.reads.index("look")
     assert "get" not in bench.reads[first:]
@@ -147,7 +156,7 @@ def test_a_fence_from_before_does_not_count_against_the_next_workers(bench):
         bench.link.check_fence()
         assert bench.link.is_fenced
 
-    bench.ask(cut_off, bench.becomes(phase=Phase.RUN))
+    bench.ask(cut_off, bench.becomes(phase=RunPhase.RUN))
 
     assert not bench.link.is_fenced
 
@@ -156,7 +165,7 @@ def test_no_seat_is_taken_while_peers_may_have_heard_nothing(bench):
     bench.seated(0, bench.me)
 
     def hears_and_is_cut_off():
-        bench.becomes(phase=Phase.RUN)()
+        bench.becomes(phase=RunPhase.RUN)()
         bench.clock.advance(FENCE_S + 1)
 
     with pytest.raises(GivenUpError):
@@ -172,12 +181,12 @@ def test_an_excluded_node_waits_no_more(bench):
 
 def test_nobody_waits_after_the_end_of_the_run(bench):
     with pytest.raises(RunOverError, match="enough"):
-        bench.ask(bench.becomes(phase=Phase.STOP, reason="enough", exit_code=0))
+        bench.ask(bench.becomes(phase=RunPhase.STOP, reason="enough", exit_code=0))
 
 
 def test_a_gate_that_does_not_let_the_node_in_excludes_it(bench):
     usher = Usher()
-    usher.found = Gate(passed=False, reason="two GPUs are missing")
+    usher.found = Preflight(passed=False, reason="two GPUs are missing")
     bench.seats.usher = usher
 
     with pytest.raises((ExcludedError, GivenUpError)):

@@ -5,12 +5,12 @@ import time
 
 from support.decisions import report
 
-from gpuops.agent.identity import Identity
-from gpuops.agent.records import NodeFacts
-from gpuops.agent.session import Session, Surroundings
+from gpuops.agent.journal.payloads import NodeFacts
+from gpuops.agent.journal.session import NodeContext, RunSession
+from gpuops.agent.launch.identity import RunIdentity
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import ReportKind
-from gpuops.store.recorder import ListRecorder
+from gpuops.store.spool.record import ListRecorder
 
 NODE = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")
 
@@ -35,7 +35,7 @@ class Sent:
 
 
 def session(folder, recorder):
-    around = Surroundings(
+    around = NodeContext(
         node="n1",
         clock=FakeClock(),
         root=folder,
@@ -46,7 +46,7 @@ def session(folder, recorder):
         make_recorder=lambda _journal: recorder,
         flush=lambda _deadline_s: Sent(),
     )
-    return Session(around, Identity("run-1", "20260101T000000Z-x-1"), leads=False)
+    return RunSession(around, RunIdentity("run-1", "20260101T000000Z-x-1"), leads=False)
 
 
 def payloads(recorder, kind):

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.agent.stacks import THREADS_MAX, Frame, Stacks, Thread, parse_faulthandler, parse_pyspy
+from gpuops.agent.monitors.stacks import (
+    THREADS_MAX,
+    StackFrame,
+    Stacks,
+    ThreadStack,
+    parse_faulthandler,
+    parse_pyspy,
+)
 
 DUMP = """Thread 0x00007f1 (most recent call first):
   File "/usr/lib/threading.py", line 982 in run
@@ -27,9 +34,9 @@ def test_the_last_thread_of_a_dump_is_the_main_thread():
 
     assert [thread.is_main for thread in stacks.threads] == [False, True]
     assert stacks.main.frames == (
-        Frame("/job/my train.py", 12, "<lambda>"),
-        Frame("/job/my train.py", 0, "step"),
-        Frame("<string>", 3, "<module>"),
+        StackFrame("/job/my train.py", 12, "<lambda>"),
+        StackFrame("/job/my train.py", 0, "step"),
+        StackFrame("<string>", 3, "<module>"),
     )
     assert stacks.gil_owner is None
 
@@ -66,8 +73,8 @@ def test_pyspy_says_who_holds_the_lock():
 
     assert stacks == Stacks(
         (
-            Thread((Frame("/job/t.py", 4, "hold"),), False, True, "loader"),
-            Thread((), True, False, "python3"),
+            ThreadStack((StackFrame("/job/t.py", 4, "hold"),), False, True, "loader"),
+            ThreadStack((), True, False, "python3"),
         ),
         "py-spy",
     )

@@ -7,7 +7,7 @@ import sys
 
 from support.runs import wait_until
 
-from gpuops.agent.stopped import StoppedRanks, state_of
+from gpuops.agent.monitors.rank_state import StoppedRanks, state_of
 
 S = 1_000_000_000
 

@@ -9,14 +9,14 @@ from support.keepers import FakeKeeper, Heard
 from support.kernel_log import write_kmsg
 from support.supervised import Agent, FakeWorkers
 
-from gpuops.agent.checkpoint_keeper import Keeping
-from gpuops.agent.checkpoint_record import CheckpointRecord
-from gpuops.control.record import Phase, unpack
-from gpuops.incident.decision import NodeReport, ReportKind, Terms
-from gpuops.incident.kernel import JobXids
+from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor
+from gpuops.agent.checkpoint.record import CheckpointRecord
+from gpuops.control.record import RunPhase, unpack
+from gpuops.incident.decision import NodeReport, ReportKind, RestartPolicy
+from gpuops.incident.kernel import JobXidFilter
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
-from gpuops.wire import Beat, Flag, StepSource
-from gpuops.wire import Phase as BeatPhase
+from gpuops.wire import Beat, StepSource, WorkerFlag
+from gpuops.wire import WorkerPhase as BeatPhase
 
 pytestmark = pytest.mark.torch
 
@@ -48,14 +48,14 @@ class Node:
         self.left = []
 
     def watch(self, *others):
-        from gpuops.agent.supervision import Supervision, Torch
+        from gpuops.agent.elastic.attempt import AttemptRunner, TorchHooks
 
         seat = self.agent.take_seats(*others)
-        self.agent.link.progress = dict
-        torch = Torch(
+        self.agent.link.heartbeat_payload = dict
+        torch = TorchHooks(
             interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
         )
-        return Supervision(
+        return AttemptRunner(
             self.agent.parts, seat, self.agent.workers, torch, self.agent, self.agent.snapshot()
         )
 
@@ -77,7 +77,7 @@ class Node:
     def codes(self, **codes):
         return lambda: self.agent.workers.codes.update({int(k[1:]): v for k, v in codes.items()})
 
-    def report(self, agent=None, generation=0):
+    def file_report(self, agent=None, generation=0):
         key = self.agent.link.keys.report(generation, (agent or self.agent).me.agent)
         return NodeReport.from_json(unpack(self.agent.shared.get(key).value))
 
@@ -88,7 +88,7 @@ def node(tmp_path):
 
 
 def over(watching):
-    from gpuops.agent.seat import RunOverError
+    from gpuops.agent.elastic.rendezvous import RunOverError
 
     with pytest.raises(RunOverError) as raised:
         watching.run()
@@ -100,19 +100,19 @@ def test_when_every_worker_is_done_the_run_is_over(node):
 
     assert not result.is_failed()
     record = node.agent.link.record
-    assert (record.phase, record.exit_code) == (Phase.STOP, 0)
-    assert node.report().kind is ReportKind.DONE
-    assert [end.exit_code for end in node.report().ends] == [0, 0]
+    assert (record.phase, record.exit_code) == (RunPhase.STOP, 0)
+    assert node.file_report().kind is ReportKind.DONE
+    assert [end.exit_code for end in node.file_report().ends] == [0, 0]
 
 
 def test_a_worker_that_fails_ends_the_others_and_a_new_generation_follows(node):
     assert node.then(node.codes(r1=-9)).watch().run() is None
 
     record = node.agent.link.record
-    assert (record.phase, record.generation) == (Phase.FORM, 1)
+    assert (record.phase, record.generation) == (RunPhase.RENDEZVOUS, 1)
     assert record.decision.failure.failure_class is FailureClass.SIGKILL_PROBABLE
     assert node.agent.workers.ended_by_us == [0]
-    report = node.report()
+    report = node.file_report()
     assert report.kind is ReportKind.WORKERS_FAILED
     assert [culprit.id for culprit in report.culprits] == ["1"]
     assert any("attempt 0 failed" in line for line in node.agent.said)
@@ -123,7 +123,7 @@ def test_a_worker_that_fails_ends_the_others_and_a_new_generation_follows(node):
 
 
 def test_with_the_budget_spent_the_run_is_over(tmp_path):
-    node = Node(tmp_path, terms=Terms(restarts_max=0))
+    node = Node(tmp_path, terms=RestartPolicy(restarts_max=0))
     record = over(node.then(node.codes(r0=1)).watch())
 
     assert record.exit_code == 1
@@ -131,13 +131,13 @@ def test_with_the_budget_spent_the_run_is_over(tmp_path):
 
 
 def test_what_happens_elsewhere_ends_the_generation_here(tmp_path):
-    terms = Terms(nodes_min=1, nodes_max=2)
+    terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
 
     def fails_there():
-        other.turn()
-        other.link.report(
+        other.run_once()
+        other.link.file_report(
             NodeReport(
                 kind=ReportKind.WORKERS_FAILED,
                 node="n2",
@@ -145,24 +145,24 @@ def test_what_happens_elsewhere_ends_the_generation_here(tmp_path):
                 failure_class=FailureClass.SIGKILL_PROBABLE,
             )
         )
-        other.link.propose(
-            lambda now: replace(now, phase=Phase.GATHER, trigger=ReportKind.WORKERS_FAILED)
+        other.link.update_record(
+            lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.WORKERS_FAILED)
         )
 
     assert node.then(fails_there).watch(other).run() is None
-    assert node.report().kind is ReportKind.STOPPED
+    assert node.file_report().kind is ReportKind.STOPPED
     assert node.agent.workers.ended_by_us == [0, 1]
     record = node.agent.link.record
     assert (record.generation, record.decision.cause.node) == (1, "n2")
 
 
 def test_done_here_it_goes_on_when_others_fail(tmp_path):
-    terms = Terms(nodes_min=1, nodes_max=2)
+    terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
 
     def fails_there():
-        other.turn()
+        other.run_once()
         lost = NodeReport(
             kind=ReportKind.WORKERS_FAILED,
             node="n2",
@@ -170,8 +170,8 @@ def test_done_here_it_goes_on_when_others_fail(tmp_path):
             failure_class=FailureClass.PEER_CLOSED,
             confidence=Confidence.SYMPTOM_ONLY,
         )
-        other.link.report(lost)
-        other.link.propose(lambda now: replace(now, phase=Phase.GATHER))
+        other.link.file_report(lost)
+        other.link.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
 
     node.agent.while_waiting = [fails_there]
     assert node.then(node.codes(r0=0, r1=0)).watch(other).run() is None
@@ -196,7 +196,7 @@ def test_what_a_sentry_reports_ends_the_generation_under_its_words(node):
     node.agent.sentries = [Sentry(None, fault())]
     assert node.watch().run() is None
 
-    report = node.report()
+    report = node.file_report()
     assert (report.kind, report.how) == (ReportKind.GPU_FAULT, "Xid 79 on GPU 3")
     assert len(report.ends) == 2, "with what became of the workers"
     assert node.agent.sentries[0].collected == 0, "only a standstill is looked into"
@@ -217,7 +217,7 @@ def doubt(node="n1", how="sums: its sums differ"):
 
 
 def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the_node(tmp_path):
-    terms = Terms(nodes_min=1, nodes_max=2)
+    terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     agent = node.agent
     agent.doubts = [doubt(), doubt(how="chatter: more of it")]
@@ -225,19 +225,19 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
     seen = []
 
     def doubted():
-        seen.append((agent.link.record.phase, dict(agent.link.record.doubted)))
+        seen.append((agent.link.record.phase, dict(agent.link.record.suspected)))
 
     def fails_there():
-        other.turn()
-        other.link.report(NodeReport(kind=ReportKind.WORKERS_FAILED, node="n2", generation=0))
-        other.link.propose(lambda now: replace(now, phase=Phase.GATHER))
+        other.run_once()
+        other.link.file_report(NodeReport(kind=ReportKind.WORKERS_FAILED, node="n2", generation=0))
+        other.link.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
 
     story = [lambda: None, lambda: None, doubted, fails_there]
     assert node.then(*story).watch(other).run() is None
 
-    assert seen == [(Phase.RUN, {"n1": "sums: its sums differ"})]
+    assert seen == [(RunPhase.RUN, {"n1": "sums: its sums differ"})]
     record = agent.link.record
-    assert (record.phase, record.generation) == (Phase.FORM, 1)
+    assert (record.phase, record.generation) == (RunPhase.RENDEZVOUS, 1)
     assert record.excluded == {"n1": "doubted: sums: its sums differ"}
     assert record.decision.rule == "restart"
     assert record.decision.reason.endswith("; restart, and without n1, which was doubted")
@@ -262,17 +262,17 @@ def test_a_doubt_waits_for_a_board_that_is_away(node):
     tries = []
 
     def away():
-        agent.board.is_cut = True
+        agent.store.is_cut = True
 
     def back():
-        tries.append(dict(agent.link.record.doubted))
-        agent.board.is_cut = False
+        tries.append(dict(agent.link.record.suspected))
+        agent.store.is_cut = False
 
     story = [away, *[lambda: None] * 3, back, *[lambda: None] * 30, node.codes(r0=0, r1=0)]
     assert not node.then(*story).watch().run().is_failed()
 
     assert tries == [{}]
-    assert agent.link.record.doubted == {"n1": "sums: its sums differ"}
+    assert agent.link.record.suspected == {"n1": "sums: its sums differ"}
     assert len(agent.payloads("node.doubted")) == 1
 
 
@@ -302,15 +302,15 @@ def notice(node, name="SIGTERM"):
 def test_a_notice_of_preemption_drains_the_run(node):
     record = over(node.then(notice(node)).watch())
 
-    assert (record.phase, record.exit_code, record.drain_signal) == (Phase.STOP, 85, "SIGTERM")
+    assert (record.phase, record.exit_code, record.drain_signal) == (RunPhase.STOP, 85, "SIGTERM")
     assert node.agent.workers.ended_by_us == [0, 1]
-    assert node.report().kind is ReportKind.STOPPED
+    assert node.file_report().kind is ReportKind.STOPPED
     (incident,) = node.agent.payloads("incident.recorded")
     assert incident["title"].startswith("drained on SIGTERM")
 
 
 def test_a_notice_to_a_worker_counts_as_one_to_us(node):
-    flags = lambda: setattr(node.agent.workers.rings[1], "flags", Flag.SIGNALLED)  # noqa: E731
+    flags = lambda: setattr(node.agent.workers.rings[1], "flags", WorkerFlag.SIGNALLED)  # noqa: E731
 
     assert over(node.then(flags).watch()).drain_signal == "SIGUSR1"
 
@@ -318,7 +318,7 @@ def test_a_notice_to_a_worker_counts_as_one_to_us(node):
 def test_ranks_that_ask_are_given_one_common_step(node):
     def steps():
         for ring in node.agent.workers.rings:
-            ring.flags = Flag.ASKED
+            ring.flags = WorkerFlag.STOP_POLLED
         node.agent.workers.news = {
             rank: [
                 Beat(
@@ -354,13 +354,13 @@ def test_a_board_that_is_away_delays_the_end_and_loses_nothing(node):
 
     def fails_unheard():
         agent.workers.codes[0] = -9
-        agent.board.is_cut = True
+        agent.store.is_cut = True
 
-    agent.while_waiting = [lambda: None, lambda: setattr(agent.board, "is_cut", False)]
+    agent.while_waiting = [lambda: None, lambda: setattr(agent.store, "is_cut", False)]
     assert node.then(fails_unheard).watch().run() is None
 
     assert agent.link.record.generation == 1
-    assert node.report().kind is ReportKind.WORKERS_FAILED
+    assert node.file_report().kind is ReportKind.WORKERS_FAILED
 
 
 def test_workers_that_were_never_started_are_reported_without_asking_torch(node):
@@ -372,7 +372,7 @@ def test_workers_that_were_never_started_are_reported_without_asking_torch(node)
     watching.end(refused)
 
     assert node.reaped == 0
-    assert node.report().how == "no such program"
+    assert node.file_report().how == "no such program"
     assert node.agent.link.record.decision.rule == "launch.infrastructure"
 
 
@@ -380,7 +380,7 @@ def test_a_worker_that_outlives_sigkill_keeps_its_node_out(node):
     node.agent.workers.stuck_ranks = (1,)
     record = over(node.then(node.codes(r0=-9)).watch())
 
-    assert node.report().failure_class is FailureClass.HANG_D_STATE
+    assert node.file_report().failure_class is FailureClass.HANG_D_STATE
     assert (record.exit_code, list(record.excluded)) == (86, ["n1"])
     # torch would wait for it, longer than the others wait for the report.
     assert (node.reaped, node.left) == (0, [(1,)])
@@ -390,8 +390,8 @@ def test_a_worker_that_still_gives_its_memory_back_blames_nobody(node):
     node.agent.workers.exiting_ranks = (0,)
     assert node.then(node.codes(r1=-9)).watch().run() is None
 
-    assert node.report().failure_class is FailureClass.SIGKILL_PROBABLE
-    assert not node.report().blames_node
+    assert node.file_report().failure_class is FailureClass.SIGKILL_PROBABLE
+    assert not node.file_report().blames_node
     assert (node.reaped, node.left) == (0, [(0,)])
     (incident,) = node.agent.payloads("incident.recorded")[-1:]
     assert any("memory back" in item["text"] for item in incident["evidence"])
@@ -407,44 +407,44 @@ def test_another_jobs_gpu_in_the_log_does_not_blame_the_node(node, tmp_path, own
     node.agent.session.kernel_log.mark()
     write_kmsg(root, [(1, "boot"), (2, line)])
     if own is not None:
-        node.agent.job_xids = lambda _since_ns: JobXids(addresses=frozenset({own}))
+        node.agent.job_xids = lambda _since_ns: JobXidFilter(addresses=frozenset({own}))
         watching = node.watch()
     node.then(node.codes(r0=-9))
     if blames:
         assert over(watching).exit_code == 86
     else:
         assert watching.run() is None
-    assert node.report().blames_node is blames
-    fell_off = node.report().failure_class is FailureClass.GPU_FELL_OFF_BUS
+    assert node.file_report().blames_node is blames
+    fell_off = node.file_report().failure_class is FailureClass.GPU_FELL_OFF_BUS
     (incident,) = node.agent.payloads("incident.recorded")[-1:]
     assert fell_off is (incident["failure_class"] == "gpu_hw.fell_off_bus") is blames
 
 
 def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
-    terms = Terms(nodes_min=1, nodes_max=2)
+    terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     agent = node.agent
     other = Agent(tmp_path, terms=terms, board=agent.shared, clock=agent.clock, number=2)
     watching = node.watch(other)
 
     def cut_off():
-        agent.board.is_cut = True
+        agent.store.is_cut = True
         for _ in range(60):
-            agent.turn()
-            other.turn()
+            agent.run_once()
+            other.run_once()
         agent.link.check_fence()
 
     def back():
-        agent.board.is_cut = False
-        other.turn()
+        agent.store.is_cut = False
+        other.run_once()
 
-    agent.while_waiting = [back, *[other.turn] * 80]
+    agent.while_waiting = [back, *[other.run_once] * 80]
     node.then(cut_off)
     assert watching.run() is None
 
     assert agent.workers.killed
     assert agent.states == ["fenced"]
-    assert node.report().kind is ReportKind.NODE_LOST
+    assert node.file_report().kind is ReportKind.NODE_LOST
     assert agent.link.record.generation == 1
     assert [p["away_s"] >= 10 for p in agent.payloads("agent.rejoined")] == [True]
     assert (node.reaped, node.left) == (1, [])
@@ -456,19 +456,19 @@ def test_a_fenced_node_does_not_wait_for_what_outlives_sigkill(node):
     watching = node.watch()
 
     def cut_off():
-        agent.board.is_cut = True
+        agent.store.is_cut = True
         for _ in range(60):
-            agent.turn()
+            agent.run_once()
         agent.link.check_fence()
 
     def back():
-        agent.board.is_cut = False
+        agent.store.is_cut = False
 
     agent.while_waiting = [back]
     record = over(node.then(cut_off) and watching)
 
     assert (node.reaped, node.left) == (0, [(1,)])
-    assert (node.report().kind, node.report().blames_node) == (ReportKind.NODE_LOST, True)
+    assert (node.file_report().kind, node.file_report().blames_node) == (ReportKind.NODE_LOST, True)
     assert record.exit_code == 86
 
 
@@ -485,7 +485,7 @@ class Kept:
             self.agent.said.append,
             n_ranks=2,
         )
-        self.agent.checkpoints = Keeping(self.keeper.started, record, self.agent.clock)
+        self.agent.checkpoints = KeeperSupervisor(self.keeper.started, record, self.agent.clock)
         self.agent.checkpoints.begin(0, 1, None)
 
 
@@ -524,7 +524,7 @@ def test_workers_that_take_all_of_the_grace_leave_a_second_for_the_last_save(nod
     kept = Kept(node)
     kept.keeper.commit(7)
     for ring in node.agent.workers.rings:
-        ring.flags = Flag.ASKED
+        ring.flags = WorkerFlag.STOP_POLLED
 
     over(node.then(notice(node)).watch())
 
@@ -558,13 +558,13 @@ def test_the_report_of_a_failure_knows_what_was_saved_a_moment_before(node):
 
     node.then(fails).watch().run()
 
-    assert node.report().checkpoint_step == 41
+    assert node.file_report().checkpoint_step == 41
 
 
 def test_what_the_ranks_resumed_from_is_heard_before_their_first_step_is_told(node):
     kept = Kept(node)
     heard = Heard()
-    node.agent.checkpoints = Keeping(kept.keeper.started, heard, node.agent.clock)
+    node.agent.checkpoints = KeeperSupervisor(kept.keeper.started, heard, node.agent.clock)
     node.agent.checkpoints.begin(1, 1, None)
     told = []
     chronicle = node.agent.session.chronicle

@@ -5,8 +5,8 @@ import socket
 import pytest
 from support.supervised import Agent
 
-from gpuops.control.record import Phase
-from gpuops.incident.decision import Terms
+from gpuops.control.record import RunPhase
+from gpuops.incident.decision import RestartPolicy
 
 pytestmark = pytest.mark.torch
 
@@ -18,18 +18,18 @@ class Usher:
         self.agent = agent
 
     def gate(self):
-        from gpuops.agent.seat import Gate
+        from gpuops.agent.elastic.rendezvous import Preflight
 
-        return Gate(passed=True)
+        return Preflight(passed=True)
 
     def waiting(self, record):
         self.agent.waiting(record)
 
 
 def seats(agent):
-    from gpuops.agent.seat import Seats
+    from gpuops.agent.elastic.rendezvous import ControlRendezvous
 
-    found = Seats(agent.link, "job", pick_port=lambda: 1234)
+    found = ControlRendezvous(agent.link, "job", pick_port=lambda: 1234)
     found.usher = Usher(agent)
     return found
 
@@ -44,11 +44,11 @@ def test_an_agent_alone_is_rank_0_of_1_with_an_empty_store_and_its_own_port(tmp_
     assert found.bootstrap_store_info.master_addr == "127.0.0.1"
     assert found.bootstrap_store_info.master_port == 1234
     assert mine.seat.group_rank == 0
-    assert agent.link.record.phase is Phase.RUN
+    assert agent.link.record.phase is RunPhase.RUN
 
 
 def test_the_port_that_is_offered_is_free():
-    from gpuops.agent.ports import free_port
+    from gpuops.agent.elastic.workers import free_port
 
     with socket.socket() as server:
         server.bind(("", free_port()))
@@ -78,23 +78,23 @@ def test_a_generation_that_it_had_a_part_in_is_not_joined_again(tmp_path):
 def change(agent, **changes):
     from dataclasses import replace
 
-    agent.link.propose(lambda now: replace(now, **changes))
+    agent.link.update_record(lambda now: replace(now, **changes))
 
 
 def restart(agent):
-    change(agent, phase=Phase.FORM, generation=agent.link.record.generation + 1)
+    change(agent, phase=RunPhase.RENDEZVOUS, generation=agent.link.record.generation + 1)
 
 
 def test_a_word_that_does_not_reach_the_board_is_said_again(tmp_path):
     agent = Agent(tmp_path)
-    agent.board.is_cut = True
-    agent.while_waiting = [lambda: None, lambda: setattr(agent.board, "is_cut", False)]
+    agent.store.is_cut = True
+    agent.while_waiting = [lambda: None, lambda: setattr(agent.store, "is_cut", False)]
 
     assert seats(agent).next_rendezvous().rank == 0
 
 
 def test_the_usher_may_end_the_wait(tmp_path):
-    agent = Agent(tmp_path, terms=Terms(nodes_min=2, nodes_max=2))
+    agent = Agent(tmp_path, terms=RestartPolicy(nodes_min=2, nodes_max=2))
     agent.while_waiting = [lambda: None, lambda: 1 // 0]
 
     with pytest.raises(ZeroDivisionError):
@@ -102,16 +102,16 @@ def test_the_usher_may_end_the_wait(tmp_path):
 
 
 def test_a_spare_waits_until_there_is_a_hole(tmp_path):
-    one = Agent(tmp_path, terms=Terms(nodes_min=1, nodes_max=1))
+    one = Agent(tmp_path, terms=RestartPolicy(nodes_min=1, nodes_max=1))
     spare = Agent(tmp_path, terms=one.terms, board=one.shared, clock=one.clock, number=2)
     one.take_seats()
     restarted = []
 
     def others_turn():
-        one.turn()
+        one.run_once()
         if spare.link.record.generation == 0 and not restarted:
             restarted.append(1)
-            change(one, phase=Phase.FORM, generation=1, excluded={"n1": "sick"})
+            change(one, phase=RunPhase.RENDEZVOUS, generation=1, excluded={"n1": "sick"})
 
     spare.while_waiting = [others_turn] * 100
     mine = seats(spare)

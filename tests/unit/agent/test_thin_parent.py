@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.agent.thin_parent import MARK, is_wanted
+from gpuops.agent.elastic.supervisor import MARK, is_wanted
 
 # Every start writes its process id on a line of its own; each USR1 it hears, a line in `heard`.
 AGENT = """
 import os, signal, sys, threading
-from gpuops.agent.thin_parent import end_with_parent
+from gpuops.agent.elastic.supervisor import end_with_parent
 end_with_parent(os.environ)
 folder = sys.argv[1]
 def hear(number, frame):
@@ -27,8 +27,8 @@ sys.exit(int(open(folder + "/end").read()))
 """
 PARENT = """
 import os, sys
-from gpuops.agent import thin_parent
-sys.exit(thin_parent.watch(sys.argv[1:], dict(os.environ), lambda text: print(text, flush=True)))
+from gpuops.agent.elastic import supervisor
+sys.exit(supervisor.watch(sys.argv[1:], dict(os.environ), lambda text: print(text, flush=True)))
 """
 TASK = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
 

@@ -4,7 +4,12 @@ import argparse
 
 import pytest
 
-from gpuops.agent.values import check_log_dir, check_startable, check_values, why_no_interpreter
+from gpuops.agent.launch.option_values import (
+    check_log_dir,
+    check_startable,
+    check_values,
+    why_no_interpreter,
+)
 from gpuops.errors import UsageError
 
 BACKENDS = ("static", "c10d")

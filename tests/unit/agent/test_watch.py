@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.agent.exits import RankFiles
-from gpuops.agent.rings import RingReader
-from gpuops.agent.teardown import end_workers
-from gpuops.agent.watch import ExitWatcher, SeenExit
-from gpuops.agent.workers import Worker, Workers
-from gpuops.host.after_kill import Left
+from gpuops.agent.elastic.exit_watcher import ExitWatcher, ObservedExit
+from gpuops.agent.elastic.exits import RankFiles
+from gpuops.agent.elastic.rings import RingReader
+from gpuops.agent.elastic.teardown import end_workers
+from gpuops.agent.elastic.workers import Worker, Workers
 from gpuops.host.clock import SystemClock
+from gpuops.host.process.inspect import KillOutcome
 
 NO_PID = 2**22 + 1
 STUBBORN = "import signal, time; signal.signal(15, lambda *_: None); print(1, flush=True)\n"
@@ -113,7 +113,7 @@ class ReapedElsewhere:
     """What a watcher knows of workers that torch was faster to reap."""
 
     def __init__(self, pids):
-        self._seen = {rank: SeenExit(pid, None, 0, 0) for rank, pid in pids.items()}
+        self._seen = {rank: ObservedExit(pid, None, 0, 0) for rank, pid in pids.items()}
 
     def seen(self):
         return dict(self._seen)
@@ -170,10 +170,10 @@ class NeverEnds:
 @pytest.mark.parametrize(
     ("looks", "stuck", "exiting"),
     [
-        ([Left.STUCK], (0,), ()),
-        ([Left.EXITING], (), (0,)),
-        ([Left.STUCK, Left.EXITING, Left.STUCK], (), (0,)),
-        ([Left.STUCK, Left.NOTHING], (), ()),
+        ([KillOutcome.STUCK], (0,), ()),
+        ([KillOutcome.EXITING], (), (0,)),
+        ([KillOutcome.STUCK, KillOutcome.EXITING, KillOutcome.STUCK], (), (0,)),
+        ([KillOutcome.STUCK, KillOutcome.NOTHING], (), ()),
     ],
 )
 def test_only_what_is_stuck_at_every_look_outlives_sigkill(looks, stuck, exiting):

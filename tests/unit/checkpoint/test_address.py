@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from gpuops.checkpoint.address import USUAL, AddressError, check_address
+from gpuops.checkpoint.storage.address import COMMON_PROTOCOLS, AddressError, check_address
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_package_that_is_missing_is_named():
     assert missing, f"all of {packages} are installed: nothing can be missing"
 
     for kind in missing:
-        assert kind in USUAL
+        assert kind in COMMON_PROTOCOLS
         with pytest.raises(AddressError, match=packages[kind]) as caught:
             check_address(f"{kind}://user:word@host/x")
         assert "word" not in str(caught.value)

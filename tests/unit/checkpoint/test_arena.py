@@ -17,9 +17,14 @@ from pathlib import Path
 import pytest
 from support.lock_free import seconds_beside
 
-from gpuops.checkpoint import arena
-from gpuops.checkpoint.arena import PIECE_BYTES, SEALS, SlotMemory, available_bytes
-from gpuops.checkpoint.states import IMAGE_BYTES_MAX, CheckpointError
+from gpuops.checkpoint.memory import shared_buffer
+from gpuops.checkpoint.memory.shared_buffer import (
+    POPULATE_BYTES,
+    SEALS,
+    SharedBuffer,
+    available_bytes,
+)
+from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError
 
 MIB = 2**20
 
@@ -63,7 +68,7 @@ def poor_machine(tmp_path):
 
 
 def test_new_memory_is_zeros_of_the_exact_size_and_takes_none_yet():
-    with SlotMemory.create("slot", 5 * MIB + 3) as slot:
+    with SharedBuffer.create("slot", 5 * MIB + 3) as slot:
         assert slot.nbytes == len(slot.view) == os.fstat(slot.fd).st_size == 5 * MIB + 3
         assert taken_bytes(slot) == 0
         assert not any(slot.view[:: mmap.PAGESIZE])
@@ -72,7 +77,7 @@ def test_new_memory_is_zeros_of_the_exact_size_and_takes_none_yet():
 
 
 def test_nobody_can_change_its_size_or_its_seals():
-    with SlotMemory.create("slot", 100) as slot:
+    with SharedBuffer.create("slot", 100) as slot:
         for size in (0, 99, 101):
             with pytest.raises(PermissionError):
                 os.ftruncate(slot.fd, size)
@@ -84,34 +89,34 @@ def test_nobody_can_change_its_size_or_its_seals():
 @pytest.mark.parametrize("nbytes", [0, -1, IMAGE_BYTES_MAX + 1])
 def test_a_size_that_cannot_be_is_refused(nbytes):
     with pytest.raises(CheckpointError, match=f"no slot can have {nbytes} bytes"):
-        SlotMemory.create("slot", nbytes)
+        SharedBuffer.create("slot", nbytes)
 
 
 @pytest.mark.parametrize("name", ["", "rank 3/слот\0\n", "x" * 5000])
 def test_a_name_is_only_shown_and_may_be_anything(name):
-    with SlotMemory.create(name, 10) as slot:
+    with SharedBuffer.create(name, 10) as slot:
         assert slot.nbytes == 10
 
 
 def test_its_descriptor_is_not_inherited_by_programs_that_are_started():
-    with SlotMemory.create("slot", 10) as slot:
+    with SharedBuffer.create("slot", 10) as slot:
         assert not os.get_inheritable(slot.fd)
         other = os.dup(slot.fd)
         os.set_inheritable(other, True)
-        with SlotMemory.attach(other) as attached:
+        with SharedBuffer.attach(other) as attached:
             assert not os.get_inheritable(attached.fd)
 
 
 def test_what_one_writes_the_other_reads():
-    with SlotMemory.create("slot", 10_000) as slot, SlotMemory.attach(os.dup(slot.fd)) as other:
+    with SharedBuffer.create("slot", 10_000) as slot, SharedBuffer.attach(os.dup(slot.fd)) as other:
         other.view[5:9] = b"abcd"
         assert bytes(slot.view[4:10]) == b"\0abcd\0"
 
 
 def test_a_reader_cannot_write():
-    with SlotMemory.create("slot", 10_000) as slot:
+    with SharedBuffer.create("slot", 10_000) as slot:
         slot.view[:3] = b"abc"
-        with SlotMemory.attach(os.dup(slot.fd), writable=False) as reader:
+        with SharedBuffer.attach(os.dup(slot.fd), writable=False) as reader:
             assert reader.view.readonly
             assert not reader.writable
             assert bytes(reader.view[:3]) == b"abc"
@@ -120,13 +125,13 @@ def test_a_reader_cannot_write():
 
 
 def test_a_descriptor_for_reading_alone_is_enough_for_a_reader_and_not_for_a_writer():
-    with SlotMemory.create("slot", 100) as slot:
+    with SharedBuffer.create("slot", 100) as slot:
         path = f"/proc/self/fd/{slot.fd}"
-        with SlotMemory.attach(os.open(path, os.O_RDONLY), writable=False) as reader:
+        with SharedBuffer.attach(os.open(path, os.O_RDONLY), writable=False) as reader:
             assert len(reader.view) == 100
         before = open_fds()
         with pytest.raises(CheckpointError, match=r"Permission denied$"):
-            SlotMemory.attach(os.open(path, os.O_RDONLY))
+            SharedBuffer.attach(os.open(path, os.O_RDONLY))
         assert open_fds() == before
 
 
@@ -167,7 +172,7 @@ def test_what_could_shrink_under_us_is_not_mapped_and_is_closed(make, says):
     fd = make()
 
     with pytest.raises(CheckpointError, match=says):
-        SlotMemory.attach(fd, nbytes=100)
+        SharedBuffer.attach(fd, nbytes=100)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -175,28 +180,28 @@ def test_what_could_shrink_under_us_is_not_mapped_and_is_closed(make, says):
 def test_a_descriptor_that_is_not_open_is_refused():
     for fd in (-1, 10**6):
         with pytest.raises(CheckpointError, match="Bad file descriptor"):
-            SlotMemory.attach(fd)
+            SharedBuffer.attach(fd)
 
 
 def test_populating_takes_all_of_it_and_keeps_what_is_in_it():
-    with SlotMemory.create("slot", 2 * PIECE_BYTES + 5) as slot:
-        slot.view[PIECE_BYTES : PIECE_BYTES + 3] = b"abc"
+    with SharedBuffer.create("slot", 2 * POPULATE_BYTES + 5) as slot:
+        slot.view[POPULATE_BYTES : POPULATE_BYTES + 3] = b"abc"
         slot.view[-1] = 9
         asked = []
         assert slot.populate(lambda: bool(asked.append(1))) is True
 
         assert len(asked) == 3
         assert taken_bytes(slot) >= slot.nbytes
-        assert bytes(slot.view[PIECE_BYTES - 1 : PIECE_BYTES + 4]) == b"\0abc\0"
+        assert bytes(slot.view[POPULATE_BYTES - 1 : POPULATE_BYTES + 4]) == b"\0abc\0"
         assert slot.view[-1] == 9
         assert slot.populate()
 
 
 def test_populating_stops_when_it_is_told_to():
-    with SlotMemory.create("slot", 4 * PIECE_BYTES) as slot:
+    with SharedBuffer.create("slot", 4 * POPULATE_BYTES) as slot:
         answers = iter([False, False, True])
         assert slot.populate(lambda: next(answers)) is False
-        assert taken_bytes(slot) == 2 * PIECE_BYTES
+        assert taken_bytes(slot) == 2 * POPULATE_BYTES
 
         assert slot.populate(lambda: True) is False
         assert slot.populate(lambda: False) is True
@@ -211,9 +216,9 @@ def test_populating_spares_the_copy_its_page_faults():
 
     data = b"x" * (8 * MIB)
     with (
-        SlotMemory.create("slot", 8 * MIB) as slot,
-        SlotMemory.attach(os.dup(slot.fd)) as cold,
-        SlotMemory.attach(os.dup(slot.fd)) as warm,
+        SharedBuffer.create("slot", 8 * MIB) as slot,
+        SharedBuffer.attach(os.dup(slot.fd)) as cold,
+        SharedBuffer.attach(os.dup(slot.fd)) as warm,
     ):
         slot.populate()
         warm.populate()
@@ -223,34 +228,34 @@ def test_populating_spares_the_copy_its_page_faults():
 
 
 def test_a_reader_may_populate_too():
-    with SlotMemory.create("slot", 4 * MIB) as slot:
+    with SharedBuffer.create("slot", 4 * MIB) as slot:
         slot.view[:4] = b"abcd"
-        with SlotMemory.attach(os.dup(slot.fd), writable=False) as reader:
+        with SharedBuffer.attach(os.dup(slot.fd), writable=False) as reader:
             assert reader.populate()
             assert bytes(reader.view[:4]) == b"abcd"
 
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_kernel_without_the_advice_has_the_pages_touched(writable):
-    with SlotMemory.create("slot", 3 * MIB + 5) as slot:
+    with SharedBuffer.create("slot", 3 * MIB + 5) as slot:
         slot.view[MIB : MIB + 4] = b"abcd"
-        with SlotMemory.attach(os.dup(slot.fd), writable=writable) as other:
-            arena._touch(other._map, other.fd, 0, MIB, writable=writable)
-            arena._touch(other._map, other.fd, MIB, slot.nbytes, writable=writable)
+        with SharedBuffer.attach(os.dup(slot.fd), writable=writable) as other:
+            shared_buffer._touch(other._map, other.fd, 0, MIB, writable=writable)
+            shared_buffer._touch(other._map, other.fd, MIB, slot.nbytes, writable=writable)
             assert bytes(slot.view[MIB : MIB + 4]) == b"abcd"
         if writable:
             assert taken_bytes(slot) >= slot.nbytes
 
 
 def test_an_advice_that_the_kernel_does_not_know_is_told_as_such():
-    with SlotMemory.create("slot", MIB) as slot:
+    with SharedBuffer.create("slot", MIB) as slot:
         with pytest.raises(OSError, match="Invalid argument") as caught:
-            arena._madvise(slot._map, 0, MIB, 9999)
+            shared_buffer._madvise(slot._map, 0, MIB, 9999)
         assert caught.value.errno == errno.EINVAL
 
 
 def test_memory_that_does_not_fit_is_refused_with_figures_before_any_is_taken(poor_machine):
-    with SlotMemory.create("slot", 8 * MIB) as slot:
+    with SharedBuffer.create("slot", 8 * MIB) as slot:
         with pytest.raises(
             CheckpointError,
             match=r"a slot of 8.4 MB does not fit: 8.4 MB of it are still to be taken, "
@@ -261,20 +266,20 @@ def test_memory_that_does_not_fit_is_refused_with_figures_before_any_is_taken(po
 
 
 def test_memory_that_is_taken_already_need_not_fit_again(poor_machine):
-    with SlotMemory.create("slot", 8 * MIB) as slot:
+    with SharedBuffer.create("slot", 8 * MIB) as slot:
         slot.populate()
-        with SlotMemory.attach(os.dup(slot.fd)) as other:
+        with SharedBuffer.attach(os.dup(slot.fd)) as other:
             assert other.populate(root=poor_machine)
 
 
 def test_a_part_that_still_fits_is_taken(poor_machine):
-    with SlotMemory.create("slot", 8 * MIB) as slot:
+    with SharedBuffer.create("slot", 8 * MIB) as slot:
         os.posix_fallocate(slot.fd, 0, 6 * MIB)
         assert slot.populate(root=poor_machine)
 
 
 def test_memory_is_taken_where_the_machine_does_not_say_how_much_there_is(tmp_path):
-    with SlotMemory.create("slot", MIB) as slot:
+    with SharedBuffer.create("slot", MIB) as slot:
         assert slot.populate(root=tmp_path)
 
 
@@ -287,17 +292,17 @@ def test_memory_that_others_take_meanwhile_is_missed(poor_machine):
             meminfo.write_text("MemTotal: 8388608 kB\nMemAvailable: 16384 kB\n")
         return False
 
-    with SlotMemory.create("slot", 3 * PIECE_BYTES) as slot:
+    with SharedBuffer.create("slot", 3 * POPULATE_BYTES) as slot:
         with pytest.raises(CheckpointError, match=r"67.1 MB of it are still .* 16.8 MB are"):
             slot.populate(others, root=poor_machine)
-        assert taken_bytes(slot) == PIECE_BYTES
+        assert taken_bytes(slot) == POPULATE_BYTES
 
 
 def test_other_threads_run_while_memory_is_taken():
     def is_beside():
-        with SlotMemory.create("slot", 256 * MIB) as slot:
+        with SharedBuffer.create("slot", 256 * MIB) as slot:
             populating_s, here_s = seconds_beside(
-                lambda: arena._populate(slot._map, slot.fd, 0, slot.nbytes, writable=True)
+                lambda: shared_buffer._populate(slot._map, slot.fd, 0, slot.nbytes, writable=True)
             )
         return here_s > 0.4 * populating_s > 0
 
@@ -308,10 +313,10 @@ def test_other_threads_run_while_memory_is_taken():
 def test_no_more_descriptors_than_the_limit_is_an_error_that_says_so():
     says = "cannot create a slot of 1.0 MB: Too many open files$"
     with limit(resource.RLIMIT_NOFILE, 1), pytest.raises(CheckpointError, match=says):
-        SlotMemory.create("slot", 10**6)
+        SharedBuffer.create("slot", 10**6)
 
     says = "cannot populate a slot: Too many open files$"
-    slot = SlotMemory.create("slot", 100)
+    slot = SharedBuffer.create("slot", 100)
     with limit(resource.RLIMIT_NOFILE, 1), pytest.raises(CheckpointError, match=says):
         slot.populate()
     slot.close()
@@ -321,7 +326,7 @@ def test_a_file_size_limit_is_an_error_that_says_so():
     before = open_fds()
     says = "cannot create a slot of 2.1 MB: File too large$"
     with limit(resource.RLIMIT_FSIZE, MIB), pytest.raises(CheckpointError, match=says):
-        SlotMemory.create("slot", 2 * MIB)
+        SharedBuffer.create("slot", 2 * MIB)
 
     assert open_fds() == before
 
@@ -330,13 +335,13 @@ def test_an_address_space_limit_is_an_error_with_figures():
     before = open_fds()
     says = r"cannot map 2\.2 TB of a slot: Cannot allocate memory; .* of memory are available$"
     with limit(resource.RLIMIT_AS, 2**40), pytest.raises(CheckpointError, match=says):
-        SlotMemory.create("slot", 2**41)
+        SharedBuffer.create("slot", 2**41)
 
     assert open_fds() == before
 
 
 def test_closed_memory_is_an_error_and_closing_again_is_none():
-    slot = SlotMemory.create("slot", 100)
+    slot = SharedBuffer.create("slot", 100)
     fd = slot.fd
     slot.close()
     slot.close()
@@ -349,7 +354,7 @@ def test_closed_memory_is_an_error_and_closing_again_is_none():
 
 
 def test_closing_twice_does_not_close_what_took_the_number():
-    slot = SlotMemory.create("slot", 100)
+    slot = SharedBuffer.create("slot", 100)
     fd = slot.fd
     slot.close()
     with suppress(OSError):
@@ -363,7 +368,7 @@ def test_closing_twice_does_not_close_what_took_the_number():
 
 
 def test_views_outlive_the_slot_and_the_last_of_them_gives_the_memory_back():
-    slot = SlotMemory.create("outlived", 10 * mmap.PAGESIZE)
+    slot = SharedBuffer.create("outlived", 10 * mmap.PAGESIZE)
     part = slot.view[100:110]
     exported = memoryview(slot.view)
     slot.close()
@@ -379,7 +384,7 @@ def test_views_outlive_the_slot_and_the_last_of_them_gives_the_memory_back():
 
 def test_closing_unmaps_at_once_where_nothing_refers_to_it():
     before = open_fds()
-    slot = SlotMemory.create("unmapped", 100)
+    slot = SharedBuffer.create("unmapped", 100)
     assert len(mappings_of("unmapped")) == 1
     slot.close()
 
@@ -388,10 +393,10 @@ def test_closing_unmaps_at_once_where_nothing_refers_to_it():
 
 
 def test_what_is_unmapped_bit_by_bit_is_still_there_for_who_reads_it():
-    nbytes = 2 * arena._UNMAP_BYTES + 5
-    with SlotMemory.create("unmapped", nbytes) as slot:
+    nbytes = 2 * shared_buffer._UNMAP_STEP_BYTES + 5
+    with SharedBuffer.create("unmapped", nbytes) as slot:
         slot.view[-3:] = b"end"
-        with SlotMemory.attach(os.dup(slot.fd), writable=False) as reader:
+        with SharedBuffer.attach(os.dup(slot.fd), writable=False) as reader:
             view = reader.view
             assert view[-3:] == b"end"
             reader.unmap()
@@ -408,11 +413,11 @@ def test_unmapping_stops_where_it_is_told_to():
         asked.append(len(asked))
         return len(asked) > 2
 
-    with SlotMemory.create("unmapped", n_pieces * arena._UNMAP_BYTES) as slot:
+    with SharedBuffer.create("unmapped", n_pieces * shared_buffer._UNMAP_STEP_BYTES) as slot:
         slot.populate()
         mapped_before = resident_bytes("unmapped")
         slot.unmap(stop)
-        assert resident_bytes("unmapped") == mapped_before - 2 * arena._UNMAP_BYTES
+        assert resident_bytes("unmapped") == mapped_before - 2 * shared_buffer._UNMAP_STEP_BYTES
         slot.unmap()
         assert resident_bytes("unmapped") == 0
 
@@ -420,17 +425,17 @@ def test_unmapping_stops_where_it_is_told_to():
 def test_slots_that_are_dropped_or_closed_leave_no_descriptor():
     before = open_fds()
     for _ in range(50):
-        SlotMemory.create("dropped", 100)
-        SlotMemory.create("closed", 100).close()
-        with SlotMemory.create("left", 100) as slot:
-            SlotMemory.attach(os.dup(slot.fd))
+        SharedBuffer.create("dropped", 100)
+        SharedBuffer.create("closed", 100).close()
+        with SharedBuffer.create("left", 100) as slot:
+            SharedBuffer.attach(os.dup(slot.fd))
 
     assert open_fds() == before
     assert mappings_of("dropped") == []
 
 
 def test_closing_while_it_is_populated_ends_that():
-    slot = SlotMemory.create("ended", 4 * PIECE_BYTES)
+    slot = SharedBuffer.create("ended", 4 * POPULATE_BYTES)
     before = [fd for fd in open_fds() if fd != slot.fd]
 
     def close_it():
@@ -444,15 +449,15 @@ def test_closing_while_it_is_populated_ends_that():
 
 CHILD = """
 import os, signal, sys
-from gpuops.checkpoint.arena import SlotMemory
-slot = SlotMemory.attach(int(sys.argv[1]))
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+slot = SharedBuffer.attach(int(sys.argv[1]))
 slot.view[:] = b"x" * slot.nbytes
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_what_a_killed_process_wrote_is_there():
-    with SlotMemory.create("slot", MIB) as slot:
+    with SharedBuffer.create("slot", MIB) as slot:
         done = subprocess.run(
             [sys.executable, "-P", "-c", CHILD, str(slot.fd)], pass_fds=[slot.fd], check=False
         )
@@ -463,8 +468,8 @@ def test_what_a_killed_process_wrote_is_there():
 
 OWNER = """
 import os, signal, socket, sys
-from gpuops.checkpoint.arena import SlotMemory
-slot = SlotMemory.create("owned", 100)
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+slot = SharedBuffer.create("owned", 100)
 slot.view[:5] = b"hello"
 with socket.socket(fileno=int(sys.argv[1])) as line:
     socket.send_fds(line, [b"x"], [slot.fd])
@@ -483,7 +488,7 @@ def test_memory_outlives_the_process_that_created_it():
         assert done.returncode == -signal.SIGKILL
         _, fds, _, _ = socket.recv_fds(here, 1, 1)
 
-    with SlotMemory.attach(fds[0], nbytes=100) as slot:
+    with SharedBuffer.attach(fds[0], nbytes=100) as slot:
         assert bytes(slot.view[:6]) == b"hello\0"
 
 

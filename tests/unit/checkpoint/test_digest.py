@@ -15,12 +15,12 @@ from xxhash import xxh3_64_digest
 from gpuops.checkpoint.digest import (
     Digester,
     check_digest,
-    chunk_is_good,
-    digest_of,
-    n_chunks_of,
-    verify,
+    chunk_count,
+    compute_digest,
+    find_damaged_chunks,
+    is_chunk_intact,
 )
-from gpuops.checkpoint.states import CHUNK_BYTES, CorruptError, Digest
+from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Digest
 
 SEED = 1_000
 
@@ -32,22 +32,22 @@ def image():
 
 
 def test_the_digest_is_what_its_documentation_says(image):
-    digest = digest_of(memoryview(image))
+    digest = compute_digest(memoryview(image))
     pieces = [image[at : at + CHUNK_BYTES] for at in range(0, len(image), CHUNK_BYTES)]
 
     assert digest.nbytes == len(image)
     assert digest.table == b"".join(xxh3_64_digest(bytes(piece)) for piece in pieces)
     assert digest.root == blake3(len(image).to_bytes(8, "little") + digest.table).hexdigest()
-    assert verify(memoryview(image), digest) == ()
+    assert find_damaged_chunks(memoryview(image), digest) == ()
 
 
 def test_digests_written_by_an_earlier_version_still_verify():
     counted = bytes(range(256)) * 4
 
-    assert digest_of(memoryview(b"")) == Digest(
+    assert compute_digest(memoryview(b"")) == Digest(
         0, b"", "71e0a99173564931c0b8acc52d2685a8e39c64dc52e3d02390fdac2a12b155cb"
     )
-    assert digest_of(memoryview(counted), chunk_bytes=1000) == Digest(
+    assert compute_digest(memoryview(counted), chunk_bytes=1000) == Digest(
         1024,
         bytes.fromhex("d33dd80b46f60e5034a82b3f2182e9ca"),
         "08168bf5b69ea3594105c4fd1e10c512c5f1b6a6e82f57380dc3d619154af8b8",
@@ -58,44 +58,44 @@ def test_each_of_1000_random_bit_flips_is_found_with_its_chunk(image):
     rng = random.Random(SEED)
     whole = 2**16 * 16  # sixteen small chunks: the same code, a thousand times in a second
     window = memoryview(image)[:whole]
-    digest = digest_of(window, chunk_bytes=2**16)
+    digest = compute_digest(window, chunk_bytes=2**16)
     missed = []
     for _ in range(1000):
         at, bit = rng.randrange(whole), rng.randrange(8)
         image[at] ^= 1 << bit
-        if verify(window, digest, chunk_bytes=2**16) != (at // 2**16,):
+        if find_damaged_chunks(window, digest, chunk_bytes=2**16) != (at // 2**16,):
             missed.append((at, bit))
         image[at] ^= 1 << bit
 
     assert missed == []
-    assert verify(window, digest, chunk_bytes=2**16) == ()
+    assert find_damaged_chunks(window, digest, chunk_bytes=2**16) == ()
 
 
 def test_flips_in_chunks_of_the_usual_size_are_found(image):
     view = memoryview(image)
-    digest = digest_of(view)
+    digest = compute_digest(view)
     places = [0, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES, len(image) - 1]
     for at in places:
         image[at] ^= 0x10
-        assert verify(view, digest) == (at // CHUNK_BYTES,)
+        assert find_damaged_chunks(view, digest) == (at // CHUNK_BYTES,)
         image[at] ^= 0x10
     for at in places:
         image[at] ^= 0x01
 
-    assert verify(view, digest) == (0, 1, 3)
+    assert find_damaged_chunks(view, digest) == (0, 1, 3)
     for at in places:
         image[at] ^= 0x01
 
 
 def test_each_of_1000_random_bit_flips_in_the_digest_itself_is_found():
     data = memoryview(random.Random(SEED).randbytes(1000))
-    digest = digest_of(data, chunk_bytes=64)
+    digest = compute_digest(data, chunk_bytes=64)
     rng = random.Random(SEED)
     for _ in range(1000):
         table = bytearray(digest.table)
         table[rng.randrange(len(table))] ^= 1 << rng.randrange(8)
         with pytest.raises(CorruptError, match="the digest's table has the root"):
-            verify(data, replace(digest, table=bytes(table)), chunk_bytes=64)
+            find_damaged_chunks(data, replace(digest, table=bytes(table)), chunk_bytes=64)
 
 
 @pytest.mark.parametrize(
@@ -113,34 +113,36 @@ def test_each_of_1000_random_bit_flips_in_the_digest_itself_is_found():
 )
 def test_a_digest_that_does_not_agree_with_itself_is_corrupt(change, says):
     data = memoryview(bytes(1000))
-    digest = replace(digest_of(data, chunk_bytes=64), **change)
+    digest = replace(compute_digest(data, chunk_bytes=64), **change)
 
     with pytest.raises(CorruptError, match=says):
         check_digest(digest, chunk_bytes=64)
     with pytest.raises(CorruptError, match=says):
-        verify(data, digest, chunk_bytes=64)
+        find_damaged_chunks(data, digest, chunk_bytes=64)
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(1, 50))
 def test_any_other_length_is_corrupt(data, n_more):
-    digest = digest_of(memoryview(data), chunk_bytes=16)
+    digest = compute_digest(memoryview(data), chunk_bytes=16)
     longer = data + bytes(n_more)
     says = f"there are {len(longer)} bytes, but {len(data)} were saved"
 
     with pytest.raises(CorruptError, match=says):
-        verify(memoryview(longer), digest, chunk_bytes=16)
+        find_damaged_chunks(memoryview(longer), digest, chunk_bytes=16)
     with pytest.raises(CorruptError):
-        verify(memoryview(data), digest_of(memoryview(longer), chunk_bytes=16), chunk_bytes=16)
+        find_damaged_chunks(
+            memoryview(data), compute_digest(memoryview(longer), chunk_bytes=16), chunk_bytes=16
+        )
 
 
 def test_a_length_that_keeps_the_number_of_chunks_is_in_the_root():
-    short, long = (digest_of(memoryview(bytes(n)), chunk_bytes=64) for n in (0, 1))
+    short, long = (compute_digest(memoryview(bytes(n)), chunk_bytes=64) for n in (0, 1))
 
     assert short.root != long.root
     forged = Digest(65, long.table * 2, long.root)
     with pytest.raises(CorruptError):
-        verify(memoryview(bytes(65)), forged, chunk_bytes=64)
+        find_damaged_chunks(memoryview(bytes(65)), forged, chunk_bytes=64)
 
 
 @settings(deadline=None)
@@ -153,9 +155,11 @@ def test_a_stream_in_any_pieces_has_the_digest_of_the_whole(data, sizes, chunk_b
         rest = rest[size:]
         so_far = data[: len(data) - len(rest)]
         assert digester.nbytes == len(so_far)
-        assert digester.finish() == digest_of(memoryview(so_far), chunk_bytes=chunk_bytes)
+        assert digester.finish() == compute_digest(memoryview(so_far), chunk_bytes=chunk_bytes)
 
-    assert digester.update(rest).finish() == digest_of(memoryview(data), chunk_bytes=chunk_bytes)
+    assert digester.update(rest).finish() == compute_digest(
+        memoryview(data), chunk_bytes=chunk_bytes
+    )
 
 
 def test_a_stream_of_whole_chunks_has_the_digest_of_the_whole(image):
@@ -163,53 +167,55 @@ def test_a_stream_of_whole_chunks_has_the_digest_of_the_whole(image):
     for at in range(0, len(image), 5 * 2**20):
         digester.update(memoryview(image)[at : at + 5 * 2**20])
 
-    assert digester.finish() == digest_of(memoryview(image))
+    assert digester.finish() == compute_digest(memoryview(image))
 
 
 @settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_one_chunk_is_judged_alone(data, draws):
-    digest = digest_of(memoryview(data), chunk_bytes=32)
-    number = draws.draw(st.integers(0, n_chunks_of(len(data), chunk_bytes=32) - 1))
+    digest = compute_digest(memoryview(data), chunk_bytes=32)
+    number = draws.draw(st.integers(0, chunk_count(len(data), chunk_bytes=32) - 1))
     chunk = bytearray(data[number * 32 : (number + 1) * 32])
 
-    assert chunk_is_good(chunk, digest, number)
+    assert is_chunk_intact(chunk, digest, number)
     chunk[draws.draw(st.integers(0, len(chunk) - 1))] ^= 0x80
-    assert not chunk_is_good(chunk, digest, number)
+    assert not is_chunk_intact(chunk, digest, number)
 
 
 @pytest.mark.parametrize("number", [-1, -2, 4, 2**70])
 def test_a_chunk_that_the_digest_does_not_have_is_not_good(number):
-    digest = digest_of(memoryview(bytes(100)), chunk_bytes=32)
+    digest = compute_digest(memoryview(bytes(100)), chunk_bytes=32)
 
     for data in (bytes(32), bytes(4), b""):
-        assert not chunk_is_good(data, digest, number)
+        assert not is_chunk_intact(data, digest, number)
 
 
 def test_buffers_of_any_kind_and_shape_are_bytes():
     raw = bytes(range(240))
     shaped = memoryview(raw).cast("B").cast("i", (5, 12))
 
-    assert digest_of(shaped) == digest_of(memoryview(raw))
-    assert Digester().update(shaped).finish() == digest_of(memoryview(raw))
-    assert verify(shaped, digest_of(memoryview(raw))) == ()
+    assert compute_digest(shaped) == compute_digest(memoryview(raw))
+    assert Digester().update(shaped).finish() == compute_digest(memoryview(raw))
+    assert find_damaged_chunks(shaped, compute_digest(memoryview(raw))) == ()
 
 
 def test_empty_buffers_of_other_shapes_are_empty():
     import numpy as np
 
-    assert digest_of(memoryview(np.zeros((0, 3), np.float32))) == digest_of(memoryview(b""))
+    assert compute_digest(memoryview(np.zeros((0, 3), np.float32))) == compute_digest(
+        memoryview(b"")
+    )
 
 
 def test_a_buffer_with_holes_is_refused_and_not_copied():
     with pytest.raises(TypeError):
-        digest_of(memoryview(bytes(100))[::2])
+        compute_digest(memoryview(bytes(100))[::2])
 
 
 def test_the_buffer_is_free_again_after_hashing():
     buffer = bytearray(1000)
-    digest = digest_of(memoryview(buffer), chunk_bytes=64)
-    verify(memoryview(buffer), digest, chunk_bytes=64)
+    digest = compute_digest(memoryview(buffer), chunk_bytes=64)
+    find_damaged_chunks(memoryview(buffer), digest, chunk_bytes=64)
     Digester(chunk_bytes=64).update(buffer)
     buffer += b"a bytearray that is exported cannot grow"
 
@@ -218,7 +224,7 @@ def test_nothing_is_copied_to_be_hashed(image):
     view = memoryview(image)
     tracemalloc.start()
     try:
-        verify(view, digest_of(view))
+        find_damaged_chunks(view, compute_digest(view))
         Digester().update(view).finish()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -230,7 +236,7 @@ def test_nothing_is_copied_to_be_hashed(image):
 @pytest.mark.parametrize(
     "hash_it",
     [
-        lambda view: digest_of(view, chunk_bytes=len(view)),
+        lambda view: compute_digest(view, chunk_bytes=len(view)),
         lambda view: Digester(chunk_bytes=len(view)).update(view),
     ],
     ids=["whole", "stream"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.checkpoint.direct_write import BLOCK_BYTES, DirectWriter
+from gpuops.checkpoint.storage.image_file import BLOCK_BYTES, DirectWriter
 
 MIB = 2**20
 

@@ -14,30 +14,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint_images import ORIGIN, content_of, image_bytes, images
 
-from gpuops.checkpoint.arena import SlotMemory
-from gpuops.checkpoint.digest import digest_of
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.directory_names import (
-    LeftoverKind,
-    aside_name,
-    is_tag,
-    leftover_of,
-    pin_name,
-    pin_of,
-    shared_name,
-    state_of,
-    temporary_name,
-    this_host,
-    trash_name,
-    word,
-)
-from gpuops.checkpoint.directory_sweep import ABANDONED_S, ASIDE_S
+from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.manifest import MANIFEST
-from gpuops.checkpoint.persist import Origin, RatePace, commit_parts, persist, put_part
-from gpuops.checkpoint.state_store import BeingCommittedError
-from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
-from gpuops.checkpoint.stores import open_store
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.api import CommitInProgressError
+from gpuops.checkpoint.storage.directory import ABANDONED_S, QUARANTINE_S, DirectoryStore
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.storage.names import (
+    LeftoverKind,
+    host_identity,
+    is_valid_tag,
+    name_component,
+    parse_leftover_name,
+    parse_pin_name,
+    parse_state_name,
+    pin_name,
+    quarantine_name,
+    shared_name,
+    temporary_name,
+    trash_name,
+)
+from gpuops.checkpoint.storage.persist import (
+    RateThrottle,
+    StateOrigin,
+    commit_node_shards,
+    persist,
+    persist_node_shards,
+)
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.host.clock import FakeClock
 
 STATE, LATER = StateId(1, 100), StateId(1, 200)
@@ -62,7 +67,7 @@ def pair():
 
 
 def states(store):
-    return [stored.state for stored in store.list()]
+    return [stored.state for stored in store.list_states()]
 
 
 def dead_pid():
@@ -94,49 +99,56 @@ def leave(root, name, *, age_s=0.0, content=b"x" * 100):
     nonce=st.binary(min_size=8, max_size=8),
 )
 def test_each_name_of_ours_is_known_again(state, host, pid, nonce):
-    made = leftover_of(temporary_name(state, word(host), pid, nonce))
+    made = parse_leftover_name(temporary_name(state, name_component(host), pid, nonce))
     assert (made.kind, made.state, made.pid) == (LeftoverKind.TEMPORARY, state, pid)
-    assert made.host == word(host)
-    made = leftover_of(shared_name(state, host))
-    assert (made.kind, made.state, made.session) == (LeftoverKind.SHARED, state, word(host))
-    assert leftover_of(trash_name(state, nonce)).kind is LeftoverKind.TRASH
-    assert leftover_of(aside_name(state, nonce)).kind is LeftoverKind.ASIDE
-    assert state_of(state.name) == state
-    assert pin_of(pin_name(state, "a.b-c")) == (state, "a.b-c")
+    assert made.host == name_component(host)
+    made = parse_leftover_name(shared_name(state, host))
+    assert (made.kind, made.state, made.session) == (
+        LeftoverKind.SHARED,
+        state,
+        name_component(host),
+    )
+    assert parse_leftover_name(trash_name(state, nonce)).kind is LeftoverKind.TRASH
+    assert parse_leftover_name(quarantine_name(state, nonce)).kind is LeftoverKind.QUARANTINED
+    assert parse_state_name(state.name) == state
+    assert parse_pin_name(pin_name(state, "a.b-c")) == (state, "a.b-c")
 
 
 @given(st.text(max_size=60) | st.from_regex(r"step-[0-9]{1,14}\.e[0-9]{1,7}(\.tmp.*)?"))
 def test_no_other_name_is_taken_for_ours(name):
-    state = state_of(name)
+    state = parse_state_name(name)
     assert state is None or state.name == name
-    left = leftover_of(name)
+    left = parse_leftover_name(name)
     assert left is None or left.state.name in name
     assert not (state and left)
 
 
 @given(st.text(), st.text())
 def test_texts_that_differ_make_words_that_differ(one, other):
-    assert (word(one) == word(other)) == (one == other)
-    assert len(word(one)) <= 96
-    assert word(one).isascii()
-    assert not set(word(one)) & set("./ \n")
+    assert (name_component(one) == name_component(other)) == (one == other)
+    assert len(name_component(one)) <= 96
+    assert name_component(one).isascii()
+    assert not set(name_component(one)) & set("./ \n")
 
 
 def test_a_word_is_never_another_ones_word():
-    hashed = word("a/b")
+    hashed = name_component("a/b")
 
-    assert word(hashed) != hashed
-    assert word("a-b") == "a-b"
+    assert name_component(hashed) != hashed
+    assert name_component("a-b") == "a-b"
 
 
 @pytest.mark.parametrize("tag", ["a\n", "-a", "", "ü", "a" * 65])
 def test_no_other_text_is_a_tag(tag):
-    assert not is_tag(tag)
+    assert not is_valid_tag(tag)
 
 
 def test_this_host_has_a_name_that_fits():
-    assert this_host().startswith(os.uname().nodename)
-    assert leftover_of(temporary_name(STATE, word(this_host()), 1, NONCE)).pid == 1
+    assert host_identity().startswith(os.uname().nodename)
+    assert (
+        parse_leftover_name(temporary_name(STATE, name_component(host_identity()), 1, NONCE)).pid
+        == 1
+    )
 
 
 # Foreign files and links.
@@ -175,28 +187,28 @@ def test_links_in_the_place_of_anything_of_ours_are_not_followed(store, root, tm
     dead = dead_pid()
     for name in (
         STATE.name,
-        temporary_name(STATE, word(this_host()), dead, NONCE),
+        temporary_name(STATE, name_component(host_identity()), dead, NONCE),
         shared_name(LATER, "run"),
         trash_name(STATE, NONCE),
-        aside_name(STATE, NONCE),
+        quarantine_name(STATE, NONCE),
         ".pins",
     ):
         (root / name).symlink_to(precious)
     before = sorted((path.name, path.read_bytes()) for path in precious.iterdir())
 
     assert states(store) == []
-    (damaged,) = store.survey().damaged
+    (damaged,) = store.scan().damaged
     assert "is not a directory" in damaged.why
     with pytest.raises(CheckpointError, match="is not a directory"):
         persist(store, STATE, pair, origin=ORIGIN)
     with pytest.raises(CheckpointError):
-        put_part(store, LATER, pair, session="run")
+        persist_node_shards(store, LATER, pair, session="run")
     with pytest.raises(CheckpointError):
         store.read_manifest(STATE)
     with pytest.raises(CheckpointError):
         store.pin(STATE, "x")
     with pytest.raises(CheckpointError):
-        store.open_shard(STATE, Shard(0, 2))
+        store.local_shard_path(STATE, Shard(0, 2))
     store.delete(STATE)
     store.sweep()
 
@@ -208,7 +220,7 @@ def test_where_pins_cannot_be_read_all_can_be_loaded_and_none_deleted(store, roo
     persist(store, STATE, pair, origin=ORIGIN)
     (root / ".pins").write_text("in the way")
 
-    (stored,) = store.list()
+    (stored,) = store.list_states()
 
     assert stored.tags == ("pins-unreadable",)
     with pytest.raises(CheckpointError, match="pinned by pins-unreadable"):
@@ -246,7 +258,7 @@ def test_a_manifest_that_is_something_else_is_damage(store, root, tmp_path, pair
         path.touch()
         os.truncate(path, 10**12 if kind == "huge" else 0)
 
-    survey = store.survey()
+    survey = store.scan()
 
     assert survey.states == ()
     assert [damaged.name for damaged in survey.damaged] == [STATE.name]
@@ -273,11 +285,11 @@ def test_what_was_damaged_is_put_aside_and_kept_for_a_week(store, root, pair):
 
     persist(store, STATE, pair, origin=ORIGIN)
 
-    (aside,) = (root / name for name in store.survey().leftovers)
+    (aside,) = (root / name for name in store.scan().leftovers)
     assert (aside / Shard(1, 2).file_name).read_bytes() == content_of(pair[Shard(1, 2)])
     assert store.sweep() == ()
     for path in (*aside.iterdir(), aside):
-        os.utime(path, (path.stat().st_mtime - ASIDE_S - 60,) * 2)
+        os.utime(path, (path.stat().st_mtime - QUARANTINE_S - 60,) * 2)
     assert store.sweep() == (aside.name,)
     assert not aside.exists()
     assert verify_state(store, STATE) == []
@@ -291,7 +303,7 @@ def test_a_file_in_the_place_of_the_state_is_left_and_told(store, root, pair):
         persist(store, STATE, pair, origin=ORIGIN)
 
     assert (root / STATE.name).read_text() == "mine"
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_an_empty_directory_in_its_place_makes_room(store, root, pair):
@@ -305,9 +317,9 @@ def test_an_empty_directory_in_its_place_makes_room(store, root, pair):
 def test_of_two_writers_of_one_state_the_second_finds_it_there(store, pair):
     manifests = []
     with images(2) as same:
-        writers = [store.write(STATE, 2) for _ in range(2)]
+        writers = [store.open_writer(STATE, 2) for _ in range(2)]
         persist(DirectoryStore(Path(store.address) / "other"), STATE, same, origin=ORIGIN)
-        manifests = DirectoryStore(Path(store.address) / "other").list()[0].manifest
+        manifests = DirectoryStore(Path(store.address) / "other").list_states()[0].manifest
         for writer in writers:
             for record in manifests.shards:
                 writer.put_shard(record, same[record.shard][0])
@@ -316,14 +328,14 @@ def test_of_two_writers_of_one_state_the_second_finds_it_there(store, pair):
         assert writers[1].commit(replace(manifests, job="again")) is False
 
     assert store.read_manifest(STATE).job == ORIGIN.job
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_what_a_writer_did_not_put_it_does_not_commit(store, pair):
     other = DirectoryStore(Path(store.address) / "other")
     persist(other, STATE, pair, origin=ORIGIN)
     manifest = other.read_manifest(STATE)
-    writer = store.write(STATE, 2)
+    writer = store.open_writer(STATE, 2)
     writer.put_shard(manifest.shards[0], pair[Shard(0, 2)][0])
 
     with pytest.raises(CheckpointError, match="1 of 2 shards are not there: shard-00001"):
@@ -334,14 +346,14 @@ def test_what_a_writer_did_not_put_it_does_not_commit(store, pair):
     writer.abort()
 
     assert states(store) == []
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_a_file_cut_short_behind_the_writers_back_is_not_committed(store, root, pair):
     other = DirectoryStore(Path(store.address) / "other")
     persist(other, STATE, pair, origin=ORIGIN)
     manifest = other.read_manifest(STATE)
-    writer = store.write(STATE, 2)
+    writer = store.open_writer(STATE, 2)
     for record in manifest.shards:
         writer.put_shard(record, pair[record.shard][0])
     (path,) = root.glob(f"*.tmp.*/{Shard(1, 2).file_name}")
@@ -356,11 +368,11 @@ def test_a_file_cut_short_behind_the_writers_back_is_not_committed(store, root, 
 
 def test_a_shared_directory_holds_nothing_else_once_it_is_committed(store, root, pair):
     for shard, source in pair.items():
-        put_part(store, STATE, {shard: source}, session="run")
+        persist_node_shards(store, STATE, {shard: source}, session="run")
     (shared,) = root.iterdir()
     (shared / ".0123456789abcdef.part").write_bytes(b"of a writer that died")
 
-    assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+    assert commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
 
     assert sorted(path.name for path in (root / STATE.name).iterdir()) == sorted(
         [MANIFEST, *(shard.file_name for shard in pair)]
@@ -382,12 +394,12 @@ def test_directories_that_are_made_are_made_to_last(tmp_path, pair, monkeypatch)
 
 def test_committing_removes_what_the_session_left_of_older_states(store, root, pair):
     older, other_run = StateId(1, 50), StateId(1, 60)
-    put_part(store, older, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
-    put_part(store, other_run, {Shard(0, 2): pair[Shard(0, 2)]}, session="another run")
-    put_part(store, LATER, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
-    put_part(store, STATE, pair, session="run")
+    persist_node_shards(store, older, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
+    persist_node_shards(store, other_run, {Shard(0, 2): pair[Shard(0, 2)]}, session="another run")
+    persist_node_shards(store, LATER, {Shard(0, 2): pair[Shard(0, 2)]}, session="run")
+    persist_node_shards(store, STATE, pair, session="run")
 
-    assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+    assert commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
 
     assert sorted(path.name for path in root.iterdir()) == sorted(
         [STATE.name, shared_name(other_run, "another run"), shared_name(LATER, "run")]
@@ -396,42 +408,42 @@ def test_committing_removes_what_the_session_left_of_older_states(store, root, p
 
 def test_of_two_nodes_that_commit_one_does(store, root, pair):
     for shard, source in pair.items():
-        put_part(store, STATE, {shard: source}, session="run")
+        persist_node_shards(store, STATE, {shard: source}, session="run")
     other = DirectoryStore(root)
-    first, second = (node.write(STATE, 2, session="run") for node in (store, other))
+    first, second = (node.open_writer(STATE, 2, session="run") for node in (store, other))
     persist(DirectoryStore(root / "model"), STATE, pair, origin=ORIGIN)
     manifest = DirectoryStore(root / "model").read_manifest(STATE)
-    first._claim()
+    first._take_session_folder()
 
-    with pytest.raises(BeingCommittedError):
+    with pytest.raises(CommitInProgressError):
         second.commit(manifest)
-    assert not commit_parts(other, STATE, 2, session="run", origin=ORIGIN)
+    assert not commit_node_shards(other, STATE, 2, session="run", origin=ORIGIN)
     second.abort()
     first.abort()  # it had no luck, and puts it back
     assert states(store) == []
 
-    assert commit_parts(other, STATE, 2, session="run", origin=ORIGIN)
+    assert commit_node_shards(other, STATE, 2, session="run", origin=ORIGIN)
     assert verify_state(store, STATE) == []
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_a_late_writer_never_writes_into_a_state_that_has_appeared(store, root, pair):
     """Its directory was renamed while it wrote a shard that another writer had put as well."""
     shard = Shard(0, 2)
-    late = store.write(STATE, 2, session="run")
+    late = store.open_writer(STATE, 2, session="run")
 
     def commit_meanwhile(_nbytes):
-        put_part(store, STATE, pair, session="run")
-        assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+        persist_node_shards(store, STATE, pair, session="run")
+        assert commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
 
     persist(DirectoryStore(root / "model"), STATE, pair, origin=ORIGIN)
     record = DirectoryStore(root / "model").read_manifest(STATE).record(shard)
     with pytest.raises(CheckpointError):
-        late.put_shard(record, pair[shard][0], pace=commit_meanwhile)
+        late.put_shard(record, pair[shard][0], throttle=commit_meanwhile)
     late.abort()
 
     assert verify_state(store, STATE) == []
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 @pytest.mark.quick_disk  # hundreds of syncs
@@ -450,8 +462,8 @@ def test_four_nodes_at_once_never_disagree(tmp_path):
                 node = DirectoryStore(tmp_path / "states")
                 for step in range(n_states):
                     state = StateId(1, step)
-                    put_part(node, state, {shard: source}, session="run")
-                    while not commit_parts(node, state, world, session="run", origin=ORIGIN):
+                    persist_node_shards(node, state, {shard: source}, session="run")
+                    while not commit_node_shards(node, state, world, session="run", origin=ORIGIN):
                         assert time.monotonic() < deadline_s
                 code = 0
             except BaseException:  # noqa: BLE001 the parent wants to know
@@ -462,20 +474,20 @@ def test_four_nodes_at_once_never_disagree(tmp_path):
 
     store = DirectoryStore(tmp_path / "states")
     assert codes == [0] * world
-    assert len(store.list()) == n_states
-    assert store.survey().leftovers == ()
-    assert all(verify_state(store, stored.state) == [] for stored in store.list())
+    assert len(store.list_states()) == n_states
+    assert store.scan().leftovers == ()
+    assert all(verify_state(store, stored.state) == [] for stored in store.list_states())
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"nbytes": 1}', b"[" * 10**5])
 def test_a_record_that_does_not_read_is_as_good_as_none(store, root, pair, damage):
-    put_part(store, STATE, pair, session="run")
+    persist_node_shards(store, STATE, pair, session="run")
     (record,) = root.glob(f"*/{Shard(1, 2).file_name}.record.json")
     record.write_bytes(damage)
 
-    assert not commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
-    put_part(store, STATE, pair, session="run")
-    assert commit_parts(store, STATE, 2, session="run", origin=ORIGIN)
+    assert not commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
+    persist_node_shards(store, STATE, pair, session="run")
+    assert commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
     assert verify_state(store, STATE) == []
 
 
@@ -483,7 +495,7 @@ def test_a_record_that_does_not_read_is_as_good_as_none(store, root, pair, damag
 
 
 def test_what_a_dead_writer_of_this_host_left_is_swept_at_once(store, root):
-    leave(root, temporary_name(STATE, word(this_host()), dead_pid(), NONCE))
+    leave(root, temporary_name(STATE, name_component(host_identity()), dead_pid(), NONCE))
     leave(root, trash_name(STATE, NONCE))
 
     assert len(store.sweep()) == 2
@@ -492,7 +504,7 @@ def test_what_a_dead_writer_of_this_host_left_is_swept_at_once(store, root):
 
 def test_what_may_be_of_the_living_is_left_for_a_day(store, root):
     names = [
-        temporary_name(STATE, word(this_host()), os.getpid(), NONCE),
+        temporary_name(STATE, name_component(host_identity()), os.getpid(), NONCE),
         temporary_name(STATE, "another-host", dead_pid(), NONCE),
         shared_name(STATE, "run"),
     ]
@@ -517,7 +529,7 @@ def test_one_new_file_shows_that_the_writer_lives(store, root):
 
 def test_a_lock_shows_that_the_writer_lives_even_if_its_number_seems_dead(store, root):
     """As in a container that numbers its processes anew but has the name of its host."""
-    folder = leave(root, temporary_name(STATE, word(this_host()), dead_pid(), NONCE))
+    folder = leave(root, temporary_name(STATE, name_component(host_identity()), dead_pid(), NONCE))
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
     assert store.sweep() == ()
@@ -530,9 +542,9 @@ def test_a_writer_at_work_is_not_swept_by_another(store, root, pair):
     swept = []
 
     def pace(_nbytes):
-        swept.extend(DirectoryStore(root, host=this_host()).sweep())
+        swept.extend(DirectoryStore(root, host=host_identity()).sweep())
 
-    persist(store, STATE, pair, origin=ORIGIN, pace=pace)
+    persist(store, STATE, pair, origin=ORIGIN, throttle=pace)
 
     assert swept == []
     assert verify_state(store, STATE) == []
@@ -544,7 +556,7 @@ def test_a_deletion_that_broke_off_is_gone_for_readers_and_swept(store, root, pa
     (root / trash_name(STATE, NONCE) / MANIFEST).unlink()
 
     assert states(store) == []
-    assert store.survey().leftovers == (trash_name(STATE, NONCE),)
+    assert store.scan().leftovers == (trash_name(STATE, NONCE),)
     assert store.sweep() == (trash_name(STATE, NONCE),)
 
 
@@ -556,7 +568,7 @@ def test_another_world_may_save_the_same_step_in_a_later_epoch(store):
         persist(store, StateId(1, 100), two, origin=ORIGIN)
         persist(store, StateId(2, 100), three, origin=ORIGIN)
 
-    assert [stored.manifest.world for stored in store.list()] == [3, 2]
+    assert [stored.manifest.world for stored in store.list_states()] == [3, 2]
 
 
 def test_ordinary_files_can_be_sources(store, tmp_path, pair):
@@ -576,8 +588,8 @@ def test_ordinary_files_can_be_sources(store, tmp_path, pair):
 def test_a_slot_is_written_from_where_it_is_mapped(store, root):
     shard = Shard(0, 1)
     content = image_bytes(shard, nbytes=3 * 2**20 + 5)
-    digest = digest_of(memoryview(content))
-    with SlotMemory.create("slot", len(content)) as slot:
+    digest = compute_digest(memoryview(content))
+    with SharedBuffer.create("slot", len(content)) as slot:
         slot.view[:] = content
         persist(store, STATE, {shard: (slot, digest)}, origin=ORIGIN)
         slot.view[-1] ^= 1
@@ -586,7 +598,7 @@ def test_a_slot_is_written_from_where_it_is_mapped(store, root):
 
     assert (root / STATE.name / shard.file_name).read_bytes() == content
     assert states(store) == [STATE]
-    assert store.survey().leftovers == ()
+    assert store.scan().leftovers == ()
 
 
 def test_a_source_that_is_longer_or_shorter_is_refused(store, tmp_path, pair):
@@ -619,11 +631,11 @@ def test_nothing_stays_open(store, pair):
     before = n_open()
     for step in range(300, 310):
         persist(store, StateId(1, step), pair, origin=ORIGIN)
-        put_part(store, StateId(2, step), pair, session="run")
-        assert commit_parts(store, StateId(2, step), 2, session="run", origin=ORIGIN)
+        persist_node_shards(store, StateId(2, step), pair, session="run")
+        assert commit_node_shards(store, StateId(2, step), 2, session="run", origin=ORIGIN)
         assert verify_state(store, StateId(1, step)) == []
         with pytest.raises(CheckpointError):
-            persist(store, StateId(1, step), pair, origin=Origin("x" * 300, 1))
+            persist(store, StateId(1, step), pair, origin=StateOrigin("x" * 300, 1))
 
     assert n_open() == before
 
@@ -635,7 +647,7 @@ def test_a_pace_holds_the_rate_and_is_told_of_every_byte():
         waited.append(seconds)
         clock.advance(seconds)
 
-    pace = RatePace(2 * CHUNK_BYTES, clock=clock, wait=wait)
+    pace = RateThrottle(2 * CHUNK_BYTES, clock=clock, sleep=wait)
     begin_ns = clock.mono_ns()
     for _ in range(9):
         pace(CHUNK_BYTES)
@@ -646,7 +658,7 @@ def test_a_pace_holds_the_rate_and_is_told_of_every_byte():
 
 def test_a_pace_does_not_save_up_for_later():
     clock, waited = FakeClock(), []
-    pace = RatePace(CHUNK_BYTES, clock=clock, wait=waited.append)
+    pace = RateThrottle(CHUNK_BYTES, clock=clock, sleep=waited.append)
     pace(CHUNK_BYTES)
     clock.advance(100)
     pace(CHUNK_BYTES)

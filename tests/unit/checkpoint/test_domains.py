@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.domains import LEVELS_MAX, even, parse_domains
+from gpuops.checkpoint.placement.domains import LEVELS_MAX, even_domains, parse_domains
 from gpuops.errors import ConfigError
 
 TREE = """
@@ -116,7 +116,7 @@ def test_nodes_without_a_domain_are_named():
 def test_even_domains_differ_by_one_node_and_are_neighbours(n_nodes, data):
     n_domains = data.draw(st.integers(1, n_nodes))
     nodes = [f"n{number}" for number in range(n_nodes)]
-    order = [even(nodes, n_domains).paths[node] for node in nodes]
+    order = [even_domains(nodes, n_domains).paths[node] for node in nodes]
     sizes = [order.count(path) for path in set(order)]
 
     assert len(sizes) == n_domains
@@ -127,4 +127,4 @@ def test_even_domains_differ_by_one_node_and_are_neighbours(n_nodes, data):
 @pytest.mark.parametrize("n_domains", [0, 4])
 def test_fewer_nodes_than_domains_is_an_error(n_domains):
     with pytest.raises(ConfigError, match=f"3 nodes cannot be in {n_domains} failure domains"):
-        even(["a", "b", "c"], n_domains)
+        even_domains(["a", "b", "c"], n_domains)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.failure_rate import VARIABLE, FailureRate, poisson_bounds
-from gpuops.checkpoint.interval import failures_per_hour
+from gpuops.plan.failure_rate import FAILURES_VARIABLE, FailureRate, poisson_bounds
+from gpuops.plan.interval import failures_per_hour
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_without_a_record_it_is_the_published_rate():
     assert rate.per_1000_node_days == pytest.approx(6.5)
     assert rate.bounds is None
     assert rate.source == "published"
-    assert "6.5 failures per 1000 node days" in rate.words()
+    assert "6.5 failures per 1000 node days" in rate.describe()
     assert rate.per_hour(1000) == pytest.approx(failures_per_hour(1000))
 
 
@@ -64,7 +64,7 @@ def test_a_record_draws_the_rate_to_itself():
     assert rate.per_1000_node_days == pytest.approx(4 / (1 + 1 / 6.5))
     assert rate.bounds == pytest.approx((0.6187, 8.7673), abs=6e-5)
     assert rate.source == "store"
-    assert "3 in 1e+03 node days" in rate.words()
+    assert "3 in 1e+03 node days" in rate.describe()
     assert FailureRate(300, 2_400_000.0).per_1000_node_days == pytest.approx(3, rel=0.01)
     assert FailureRate(0, 2_400_000.0).per_1000_node_days < 0.01
 
@@ -75,16 +75,16 @@ def test_an_hour_of_a_demo_that_fails_does_not_decide_alone():
 
 @given(st.integers(0, 10**9), st.floats(0, 1e12))
 def test_what_an_agent_tells_is_what_a_worker_hears(n_failures, node_hours):
-    told = {VARIABLE: FailureRate(n_failures, node_hours).to_text()}
-    heard = FailureRate.told_in(told)
+    told = {FAILURES_VARIABLE: FailureRate(n_failures, node_hours).to_text()}
+    heard = FailureRate.from_env(told)
     assert heard.n_failures == n_failures
     assert heard.node_hours == pytest.approx(node_hours, abs=1e-6)
 
 
 @pytest.mark.parametrize("text", ["", "3", "3/", "-1/5", "1/-5", "nan/1", "1/inf", "9" * 99 + "/1"])
 def test_what_is_no_record_is_none(text):
-    assert FailureRate.told_in({VARIABLE: text}) == FailureRate()
-    assert FailureRate.told_in({}) == FailureRate()
+    assert FailureRate.from_env({FAILURES_VARIABLE: text}) == FailureRate()
+    assert FailureRate.from_env({}) == FailureRate()
 
 
 @pytest.mark.parametrize("record", [(-1, 0.0), (0, -1.0), (0, math.nan), (1, math.inf)])

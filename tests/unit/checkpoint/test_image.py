@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from gpuops.checkpoint.image import (
     ALIGN_BYTES,
-    EXTRA_PREFIX,
     HEADER_BYTES_MAX,
     ITEMSIZE_BYTES,
+    METADATA_PREFIX,
     NAME_BYTES_MAX,
     ImageLayout,
     TensorSpec,
-    extra_name,
+    metadata_blob_name,
     plan_image,
-    read_extra,
     read_layout,
-    write_extra,
+    read_metadata_blob,
+    write_metadata_blob,
 )
-from gpuops.checkpoint.states import IMAGE_BYTES_MAX, CheckpointError, CorruptError, Shard
+from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, CorruptError, Shard
 
 SHARD = Shard(1, 4)
 
@@ -59,7 +59,7 @@ def good_tree():
 
 dims = st.integers(0, 6)
 free_names = st.text(st.characters(codec="utf-8"), max_size=30).filter(
-    lambda name: name != "__metadata__" and not name.startswith(EXTRA_PREFIX)
+    lambda name: name != "__metadata__" and not name.startswith(METADATA_PREFIX)
 )
 
 
@@ -80,7 +80,7 @@ def specs_of_a_shard(draw):
 @given(specs_of_a_shard(), st.integers(0, 9000))
 def test_every_tensor_has_its_place_and_there_is_nothing_else(specs, capacity):
     layout = plan_image(SHARD, specs, capacity)
-    parts = sorted([*layout.tensors, layout.extra], key=lambda part: (part.begin, part.end))
+    parts = sorted([*layout.tensors, layout.metadata_blob], key=lambda part: (part.begin, part.end))
 
     assert sorted(part.spec.name for part in layout.tensors) == sorted(s.name for s in specs)
     assert {part.spec.name: part.spec for part in layout.tensors} == {s.name: s for s in specs}
@@ -91,7 +91,7 @@ def test_every_tensor_has_its_place_and_there_is_nothing_else(specs, capacity):
     for part in parts:
         assert part.end - part.begin == part.spec.nbytes
         assert part.begin % ITEMSIZE_BYTES[part.spec.dtype] == 0
-    assert layout.extra_capacity_bytes == capacity
+    assert layout.metadata_capacity_bytes == capacity
 
 
 @settings(deadline=None)
@@ -128,9 +128,9 @@ def test_the_hash_names_the_structure():
         plan_image(SHARD, [spec(global_shape=(4, 3))], 10),
     ]
 
-    assert len({base.hash, *(other.hash for other in others)}) == len(others) + 1
-    assert plan_image(SHARD, [spec()], 10).hash == base.hash
-    assert len(base.hash) == 64
+    assert len({base.header_hash, *(other.header_hash for other in others)}) == len(others) + 1
+    assert plan_image(SHARD, [spec()], 10).header_hash == base.header_hash
+    assert len(base.header_hash) == 64
 
 
 def test_the_header_has_what_torch_needs_for_each_key():
@@ -144,7 +144,7 @@ def test_the_header_has_what_torch_needs_for_each_key():
     assert json.loads(metadata["DCP_SHARDING_INFO"]) == {
         "w": {"saved_offsets": [4, 0]},
         "step": {"saved_offsets": []},
-        extra_name(1): {"saved_offsets": [0]},
+        metadata_blob_name(1): {"saved_offsets": [0]},
     }
     assert json.loads(metadata["gpuops"]) == {
         "rank": 1,
@@ -159,8 +159,8 @@ def test_the_header_has_what_torch_needs_for_each_key():
     [
         ([spec("w"), spec("v"), spec("w")], "two tensors are called 'w'"),
         ([spec("__metadata__")], "'__metadata__' of a tensor is reserved"),
-        ([spec(extra_name(1))], "is reserved"),
-        ([spec(extra_name(2))], "is reserved"),
+        ([spec(metadata_blob_name(1))], "is reserved"),
+        ([spec(metadata_blob_name(2))], "is reserved"),
         ([spec("\ud800")], "is not Unicode text"),
         ([spec("é" * NAME_BYTES_MAX)], f"has {2 * NAME_BYTES_MAX} bytes"),
         ([spec(dtype="C128")], "the dtype 'C128', which no image can hold"),
@@ -215,14 +215,14 @@ def test_the_extra_comes_back_and_the_rest_of_it_is_zero(data):
     layout = plan_image(SHARD, [spec("w", "U8", (5,))], 300)
     image = bytearray(b"\xff" * layout.nbytes)
     view = memoryview(image)
-    write_extra(view, layout, b"longer than what comes after it" * 9)
-    write_extra(view, layout, data)
+    write_metadata_blob(view, layout, b"longer than what comes after it" * 9)
+    write_metadata_blob(view, layout, data)
 
-    assert read_extra(view, layout) == data
-    assert image[layout.extra.begin : layout.extra.end] == (
+    assert read_metadata_blob(view, layout) == data
+    assert image[layout.metadata_blob.begin : layout.metadata_blob.end] == (
         struct.pack("<Q", len(data)) + data.ljust(300, b"\0")
     )
-    outside = image[: layout.extra.begin] + image[layout.extra.end :]
+    outside = image[: layout.metadata_blob.begin] + image[layout.metadata_blob.end :]
     assert set(outside) == {0xFF}
 
 
@@ -231,21 +231,21 @@ def test_extras_that_do_not_fit_are_refused_before_a_byte_is_written():
     image = bytearray(layout.nbytes)
 
     with pytest.raises(CheckpointError, match="has 11 bytes that are not tensors, and room for 10"):
-        write_extra(memoryview(image), layout, b"x" * 11)
+        write_metadata_blob(memoryview(image), layout, b"x" * 11)
     assert not any(image)
-    write_extra(memoryview(image), layout, b"x" * 10)
+    write_metadata_blob(memoryview(image), layout, b"x" * 10)
 
 
 @pytest.mark.parametrize("length", [11, 2**63, 2**64 - 1])
 def test_an_extra_that_says_it_is_too_long_is_corrupt(length):
     layout = plan_image(SHARD, [], 10)
     image = bytearray(layout.nbytes)
-    image[layout.extra.begin : layout.extra.begin + 8] = struct.pack("<Q", length)
+    image[layout.metadata_blob.begin : layout.metadata_blob.begin + 8] = struct.pack("<Q", length)
 
     with pytest.raises(CorruptError, match=f"says it has {length} bytes of 10"):
-        read_extra(memoryview(image), layout)
+        read_metadata_blob(memoryview(image), layout)
     with pytest.raises(CorruptError, match="the image ends at"):
-        read_extra(memoryview(image)[:-1], layout)
+        read_metadata_blob(memoryview(image)[:-1], layout)
 
 
 def test_a_tree_that_is_not_tampered_with_is_read():
@@ -333,7 +333,7 @@ def test_a_header_that_is_tampered_with_is_corrupt(path, value, says):
 
 def test_an_extra_of_another_kind_is_corrupt():
     tree, data = good_tree()
-    tree[extra_name(1)]["dtype"] = "BOOL"
+    tree[metadata_blob_name(1)]["dtype"] = "BOOL"
 
     with pytest.raises(CorruptError, match="of bytes"):
         read_layout(written(tree, data))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.interval import (
+from gpuops.plan.interval import (
     INTERVAL_S_MAX,
     TierCost,
     daly,

@@ -5,21 +5,23 @@ from collections import deque
 import pytest
 from support.keeper_ranks import fill, layout_of
 
-from gpuops.checkpoint.crew import FENCE_S, Post
-from gpuops.checkpoint.keeper import Policy, Skipped
-from gpuops.checkpoint.keeper_core import Core
-from gpuops.checkpoint.node_memory import MARGIN_BYTES, NodeMemory
-from gpuops.checkpoint.slots import Granted
-from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId
-from gpuops.checkpoint.stores import open_store as open_any_store
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
+from gpuops.checkpoint.keeper.core import KeeperCore
+from gpuops.checkpoint.keeper.restore import FENCE_S, RankInfo
+from gpuops.checkpoint.memory.buffer_table import SlotLease
+from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
+from gpuops.checkpoint.storage.factory import open_store as open_any_store
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 
 class Jobs:
     """Work that waits for the test, by kind."""
 
     def __init__(self):
-        self.waiting = {name: deque() for name in ("hash", "populate", "look", "persist", "vote")}
+        self.waiting = {
+            name: deque() for name in ("hash", "populate", "search", "persist", "check_replicas")
+        }
 
     def __getattr__(self, name):
         return lambda work, then: self.waiting[name].append((work, then))
@@ -55,32 +57,32 @@ class Node:
     def __init__(self, available=lambda: 2**40, **kwargs):
         self.jobs = Jobs()
         self.now_s = 1000.0
-        self.core = Core(
+        self.core = KeeperCore(
             NodeMemory("n1", available), self.jobs, clock_s=lambda: self.now_s, **kwargs
         )
 
     def start(self, n=2, generation=0, world=None):
-        self.posts = [Post(Shard(r, world or n), r, n, generation) for r in range(n)]
+        self.posts = [RankInfo(Shard(r, world or n), r, n, generation) for r in range(n)]
         self.guests = [Guest(100 + generation * 10 + r) for r in range(n)]
         for guest, post in zip(self.guests, self.posts, strict=True):
-            assert self.core.join(guest, post, is_patient=False)
+            assert self.core.join(guest, post, may_wait=False)
         return self
 
     def go(self):
-        self.core.want(self.core.crew)
-        self.jobs.do("look")
+        self.core.request_restore(self.core.group)
+        self.jobs.do("search")
         for post in self.posts:
             layout = layout_of(post.shard.rank, post.shard.world)
-            self.core.reserve(post, layout.hash, layout.nbytes, 2)
+            self.core.reserve(post, layout.header_hash, layout.nbytes, 2)
         return self
 
     def copy(self, step):
         states = []
         for post in self.posts:
-            answer = self.core.begin(post, step)
-            assert isinstance(answer, Granted), answer
+            answer = self.core.acquire(post, step)
+            assert isinstance(answer, SlotLease), answer
             layout = layout_of(post.shard.rank, post.shard.world)
-            fill(self.core.memory.memory(answer.slot).view, layout, step)
+            fill(self.core.memory.buffer(answer.slot).view, layout, step)
             states.append(answer.state)
         return states[0]
 
@@ -96,15 +98,15 @@ class Node:
 
     def lose(self):
         for guest in self.guests:
-            self.core.lost(guest)
+            self.core.disconnected(guest)
 
     @property
-    def newest(self):
-        return self.core.memory.gate.newest
+    def last_committed(self):
+        return self.core.memory.buffer_table.last_committed
 
     @property
-    def offer(self):
-        return self.core.crew.found.offer
+    def restore_point(self):
+        return self.core.group.result.restore_point
 
 
 def test_a_flush_is_for_the_newest_though_an_older_one_could_not_be_written(tmp_path):
@@ -116,18 +118,18 @@ def test_a_flush_is_for_the_newest_though_an_older_one_could_not_be_written(tmp_
         return open_any_store(place)
 
     node = Node(open_store=open_store).start()
-    node.core.set_policy(Policy(directory=str(tmp_path / "states"), persist_every_s=0.0))
+    node.core.set_policy(CheckpointPolicy(directory=str(tmp_path / "states"), persist_every_s=0.0))
     node.go().save(1)
     full.append(CheckpointError("the disk is full"))
     newest = node.save(2)  # while the first is being written
-    assert node.core.persister.schedule.busy_with == StateId(newest.epoch, 1)
+    assert node.core.persister.schedule.in_progress == StateId(newest.epoch, 1)
     node.core.persister.is_flushing = True
     node.jobs.do("persist", 1)
     counts = node.core.counts()
     assert (counts["persist_failed"], counts["persist_trouble"]) == ([0, 1], "the disk is full")
     node.jobs.do("persist", 1)
     assert node.core.counts()["persist_failed"] is None
-    assert node.core.persister.schedule.last == newest
+    assert node.core.persister.schedule.last_persisted == newest
     assert not node.core.persister.is_flushing
 
 
@@ -145,15 +147,15 @@ def test_what_all_ranks_sealed_before_they_were_killed_is_waited_for(node):
     node.seal(state)
     node.lose()
     node.start(generation=1)
-    node.core.want(node.core.crew)
+    node.core.request_restore(node.core.group)
 
-    assert node.newest == old
-    assert not node.jobs.waiting["look"]  # two digests are still to come
+    assert node.last_committed == old
+    assert not node.jobs.waiting["search"]  # two digests are still to come
     node.jobs.do("hash")
     node.core.tick()
-    node.jobs.do("look")
-    assert node.offer.state == state
-    assert node.offer.epoch == state.epoch + 1
+    node.jobs.do("search")
+    assert node.restore_point.state == state
+    assert node.restore_point.epoch == state.epoch + 1
 
 
 def test_what_one_rank_had_not_sealed_is_not_waited_for(node):
@@ -164,23 +166,23 @@ def test_what_one_rank_had_not_sealed_is_not_waited_for(node):
     node.lose()
     node.start(generation=1).go()
 
-    assert node.offer.state == old
+    assert node.restore_point.state == old
     node.jobs.do("hash")  # the digest of the one that had: nobody wants it
-    assert node.newest == old
+    assert node.last_committed == old
 
 
 def test_an_answer_for_workers_that_were_replaced_is_not_given_to_the_new_ones(node):
     node.start().go()
     node.save(1)
     node.start(generation=1)
-    node.core.want(node.core.crew)
+    node.core.request_restore(node.core.group)
     node.start(generation=2)
-    node.jobs.do("look")
+    node.jobs.do("search")
 
-    assert node.core.crew.found is None
-    node.core.want(node.core.crew)
-    node.jobs.do("look")
-    assert node.offer.epoch == 1
+    assert node.core.group.result is None
+    node.core.request_restore(node.core.group)
+    node.jobs.do("search")
+    assert node.restore_point.epoch == 1
 
 
 def test_the_epoch_grows_with_each_start(node):
@@ -195,12 +197,12 @@ def test_the_epoch_grows_with_each_start(node):
 def test_new_workers_wait_for_old_ones_and_then_cut_them_off(node):
     node.start()
     old = node.guests
-    post = Post(Shard(0, 2), 0, 2, 0)
+    post = RankInfo(Shard(0, 2), 0, 2, 0)
     newer = Guest(999)
 
-    assert not node.core.join(newer, post, is_patient=True)
+    assert not node.core.join(newer, post, may_wait=True)
     assert all(guest.is_open for guest in old)
-    assert node.core.join(newer, post, is_patient=False)
+    assert node.core.join(newer, post, may_wait=False)
     assert not any(guest.is_open for guest in old)
     assert FENCE_S > 0
 
@@ -209,42 +211,42 @@ def test_a_rank_of_an_older_start_is_refused_once_a_newer_is_there(node):
     node.start(generation=3)
 
     with pytest.raises(KeeperError, match="generation 2 is over"):
-        node.core.join(Guest(), Post(Shard(0, 2), 0, 2, 2), is_patient=False)
+        node.core.join(Guest(), RankInfo(Shard(0, 2), 0, 2, 2), may_wait=False)
 
 
 def test_ranks_of_which_the_agent_knows_nothing_are_refused(node):
     node.core.begin_generation(5, 1, None, "run")
 
     with pytest.raises(KeeperError, match="there is no other"):
-        node.core.join(Guest(), Post(Shard(0, 4), 0, 2, 5), is_patient=False)
+        node.core.join(Guest(), RankInfo(Shard(0, 4), 0, 2, 5), may_wait=False)
 
 
 def test_a_begin_before_anybody_asked_finds_out_by_itself_and_does_not_wait(node):
     node.start()
 
-    assert isinstance(node.core.begin(node.posts[0], 1), Skipped)
-    node.jobs.do("look")
-    assert node.core.crew.found is not None
+    assert isinstance(node.core.acquire(node.posts[0], 1), Skipped)
+    node.jobs.do("search")
+    assert node.core.group.result is not None
 
 
 def test_what_memory_holds_is_counted_before_it_is_taken():
     nbytes = layout_of(0, 2).nbytes
-    available = [4 * nbytes + MARGIN_BYTES - 1]
+    available = [4 * nbytes + SYSTEM_RESERVE_BYTES - 1]
     node = Node(available=lambda: available[0])
     node.start()
-    node.core.want(node.core.crew)
-    node.jobs.do("look")
+    node.core.request_restore(node.core.group)
+    node.jobs.do("search")
     layouts = [layout_of(rank, 2) for rank in range(2)]
-    node.core.reserve(node.posts[0], layouts[0].hash, nbytes, 2)
+    node.core.reserve(node.posts[0], layouts[0].header_hash, nbytes, 2)
 
     # Nothing is taken yet, and two slots are promised: the other two do not fit by one byte.
     with pytest.raises(KeeperError, match=r"rank 1 do not fit.*promised"):
-        node.core.reserve(node.posts[1], layouts[1].hash, nbytes, 2)
+        node.core.reserve(node.posts[1], layouts[1].header_hash, nbytes, 2)
     assert [e["kind"] for e in node.core.events.take(10**6)] == ["fresh_start", "refused"]
     node.jobs.do("populate")
-    available[0] = 2 * nbytes + MARGIN_BYTES
-    node.core.reserve(node.posts[1], layouts[1].hash, nbytes, 2)
-    assert isinstance(node.core.begin(node.posts[0], 1), Granted)
+    available[0] = 2 * nbytes + SYSTEM_RESERVE_BYTES
+    node.core.reserve(node.posts[1], layouts[1].header_hash, nbytes, 2)
+    assert isinstance(node.core.acquire(node.posts[0], 1), SlotLease)
     node.core.memory.close()
 
 
@@ -259,13 +261,13 @@ def test_a_machine_that_does_not_say_how_much_it_has_is_an_error():
 
 def test_two_slots_cost_a_save_while_one_is_persisted_and_three_do_not(node, tmp_path):
     node.start(1)
-    node.core.set_policy(Policy(directory=str(tmp_path / "states")))
+    node.core.set_policy(CheckpointPolicy(directory=str(tmp_path / "states")))
     node.go()
     node.save(1)
     assert node.core.counts()["persisting"] == [0, 1]
     node.save(2)
 
-    skipped = node.core.begin(node.posts[0], 3)
+    skipped = node.core.acquire(node.posts[0], 3)
     assert isinstance(skipped, Skipped)
     assert skipped.is_due
     node.jobs.do("persist")
@@ -276,102 +278,102 @@ def test_two_slots_cost_a_save_while_one_is_persisted_and_three_do_not(node, tmp
 def test_what_several_nodes_chose_is_served_or_said_to_be_missing(node):
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)
-    node.core.want(node.core.crew)
-    node.core.choose(StateId(3, 9), 5)
-    node.jobs.do("look")
-    assert "cannot be served here" in node.core.crew.trouble
+    node.core.request_restore(node.core.group)
+    node.core.restore_from(StateId(3, 9), 5)
+    node.jobs.do("search")
+    assert "cannot be served here" in node.core.group.error
     # The agents agree on another.
-    node.core.choose(None, 5)
-    node.jobs.do("look")
-    assert node.offer is None
-    assert node.core.memory.gate.epoch == 5
+    node.core.restore_from(None, 5)
+    node.jobs.do("search")
+    assert node.restore_point is None
+    assert node.core.memory.buffer_table.epoch == 5
 
 
 def test_what_several_nodes_chose_waits_for_all_ranks_of_this_node(node):
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)
-    node.core.choose(None, 0)
+    node.core.restore_from(None, 0)
     node.go()
     state = node.save(1)
-    assert node.newest is None
-    assert node.core.commit(state, is_to_persist=False)
+    assert node.last_committed is None
+    assert node.core.commit(state, persist=False)
     node.core.begin_generation(1, 2, None, "run")
-    node.core.choose(state, 1)
-    posts = [Post(Shard(r, 4), r, 2, 1) for r in range(2)]
-    node.core.join(Guest(), posts[0], is_patient=False)
-    node.core.want(node.core.crew)
-    assert not node.jobs.waiting["look"]
-    node.core.join(Guest(), posts[1], is_patient=False)
+    node.core.restore_from(state, 1)
+    posts = [RankInfo(Shard(r, 4), r, 2, 1) for r in range(2)]
+    node.core.join(Guest(), posts[0], may_wait=False)
+    node.core.request_restore(node.core.group)
+    assert not node.jobs.waiting["search"]
+    node.core.join(Guest(), posts[1], may_wait=False)
     node.core.tick()
-    node.jobs.do("look")
-    assert node.offer.state == state
+    node.jobs.do("search")
+    assert node.restore_point.state == state
 
 
 def test_a_state_of_more_ranks_that_is_not_whole_here_says_what_to_do(node):
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)
-    node.core.choose(None, 0)
+    node.core.restore_from(None, 0)
     node.go()
     state = node.save(1)
-    node.core.commit(state, is_to_persist=False)
+    node.core.commit(state, persist=False)
     for generation, world in ((1, 4), (2, 3)):
         node.core.begin_generation(generation, 2, None, "run")
-        node.core.choose(state, generation)
+        node.core.restore_from(state, generation)
         node.start(2, generation=generation, world=world)
-        node.core.want(node.core.crew)
-        node.jobs.do("look")
-        assert bool(node.core.crew.trouble) == (world == 3), node.core.crew.trouble
+        node.core.request_restore(node.core.group)
+        node.jobs.do("search")
+        assert bool(node.core.group.error) == (world == 3), node.core.group.error
 
-    assert "that of rank 2 is neither in this node's memory" in node.core.crew.trouble
-    assert "4 ranks saved it and 3 load it, so each node needs the whole" in node.core.crew.trouble
-    assert "anew goes on from the newest in the directory" in node.core.crew.trouble
+    assert "that of rank 2 is neither in this node's memory" in node.core.group.error
+    assert "4 ranks saved it and 3 load it, so each node needs the whole" in node.core.group.error
+    assert "anew goes on from the newest in the directory" in node.core.group.error
 
 
 def test_an_epoch_that_is_not_new_is_refused(node):
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)
-    node.core.choose(None, 4)
+    node.core.restore_from(None, 4)
     node.go()
     node.core.begin_generation(1, 2, None, "run")
-    node.core.choose(None, 4)
+    node.core.restore_from(None, 4)
     node.start(2, generation=1, world=4)
-    node.core.want(node.core.crew)
-    node.jobs.do("look")
+    node.core.request_restore(node.core.group)
+    node.jobs.do("search")
 
-    assert "epoch 4 is not new" in node.core.crew.trouble
+    assert "epoch 4 is not new" in node.core.group.error
 
 
 def test_several_nodes_write_one_state_into_an_object_store_and_one_seals_it():
     place = "memory://bucket-of-keepers/run"
     nodes = [Node(), Node()]
     for rank, node in enumerate(nodes):
-        node.core.set_policy(Policy(directory=place, persist_every_s=None))
+        node.core.set_policy(CheckpointPolicy(directory=place, persist_every_s=None))
         node.core.begin_generation(0, 2, None, "run")
-        node.posts, node.guests = [Post(Shard(rank, 2), 0, 1, 0)], [Guest()]
-        node.core.join(node.guests[0], node.posts[0], is_patient=False)
-        node.core.choose(None, 0)
+        node.posts, node.guests = [RankInfo(Shard(rank, 2), 0, 1, 0)], [Guest()]
+        node.core.join(node.guests[0], node.posts[0], may_wait=False)
+        node.core.restore_from(None, 0)
         node.go()
         state = node.save(1)
-        node.core.commit(state, is_to_persist=True)
+        node.core.commit(state, persist=True)
     store, (other, sealer) = open_any_store(place), nodes
     sealer.jobs.do("persist")
-    sealer.core.persister.seal(state, 2)
+    sealer.core.persister.commit_shards(state, 2)
     sealer.jobs.do("persist")
     told = [e for e in sealer.core.events.take(10**6) if e["kind"] == "persist_failed"]
     assert "not all of its 2 shards" in told[0]["why"]
-    assert (sealer.core.progress().persisted, store.list()) == (None, ())
+    assert (sealer.core.progress().persisted, store.list_states()) == (None, ())
     other.jobs.do("persist")
     assert [node.core.progress().parts for node in nodes] == [(state,), (state,)]
-    sealer.core.persister.seal(state, 2)
+    sealer.core.persister.commit_shards(state, 2)
     sealer.jobs.do("persist")
 
     assert sealer.core.progress().persisted == state
-    assert [stored.state for stored in store.list()] == [state]
+    assert [stored.state for stored in store.list_states()] == [state]
     assert verify_state(store, state) == []
 
 
 def test_a_later_epoch_of_another_run_in_the_directory_keeps_nobody_from_restoring(tmp_path):
-    policy = Policy(directory=str(tmp_path / "states"), persist_every_s=0.0)
+    policy = CheckpointPolicy(directory=str(tmp_path / "states"), persist_every_s=0.0)
     other = Node().start()
     other.core.set_policy(policy)
     other.go().save(1)
@@ -380,11 +382,11 @@ def test_a_later_epoch_of_another_run_in_the_directory_keeps_nobody_from_restori
     node.core.set_policy(policy)
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)
-    node.core.choose(None, 0)
-    node.core.want(node.core.crew)
-    node.jobs.do("look")
+    node.core.restore_from(None, 0)
+    node.core.request_restore(node.core.group)
+    node.jobs.do("search")
 
-    assert (node.core.crew.trouble, node.core.memory.gate.epoch) == ("", 0)
+    assert (node.core.group.error, node.core.memory.buffer_table.epoch) == ("", 0)
     (told,) = [e for e in node.core.events.take(10**6) if e["kind"] == "epoch_behind"]
     assert "another run" in told["why"]
 
@@ -393,28 +395,28 @@ def test_what_ranks_saved_before_an_agent_had_a_new_keeper_take_over_stays_older
     """They may find it first; what they save later must be newer, or a restart would go back."""
     place = str(tmp_path / "states")
     old = Node().start()
-    old.core.set_policy(Policy(directory=place))
+    old.core.set_policy(CheckpointPolicy(directory=place))
     last = old.go().save(1)
     old.jobs.do("persist")
     node = Node().start()
-    node.core.set_policy(Policy(directory=place))
+    node.core.set_policy(CheckpointPolicy(directory=place))
     early = node.go().save(5)
     assert early > last
     node.core.begin_generation(0, 1, None, "run")
     node.core.take_over(last.epoch)
     node.start().go()
 
-    assert node.newest == early
+    assert node.last_committed == early
     later = node.save(6)
 
-    assert node.newest == later > early
+    assert node.last_committed == later > early
 
 
 def test_a_bug_in_looking_is_told_and_not_waited_for(node):
     node.start()
-    node.core.want(node.core.crew)
-    _work, then = node.jobs.waiting["look"].popleft()
+    node.core.request_restore(node.core.group)
+    _work, then = node.jobs.waiting["search"].popleft()
     then(None, ZeroDivisionError("oops"))
 
-    assert "oops" in node.core.crew.trouble
-    assert not node.core.crew.cannot_tell
+    assert "oops" in node.core.group.error
+    assert not node.core.group.is_undecided

@@ -2,11 +2,11 @@
 
 import json
 
-from gpuops.checkpoint.keeper_events import EVENTS_MAX, Events
+from gpuops.checkpoint.keeper.agent_messages import EVENTS_MAX, EventQueue
 
 
 def test_events_come_in_order_and_once():
-    events = Events()
+    events = EventQueue()
     events.add("offered", state=[1, 2])
     events.add("persisted", bytes=7)
 
@@ -15,7 +15,7 @@ def test_events_come_in_order_and_once():
 
 
 def test_commits_that_follow_one_another_are_one_with_the_last_ones_figures():
-    events = Events()
+    events = EventQueue()
     for step in range(5):
         events.add("committed", state=[0, step])
     events.add("skipped", step=5)
@@ -26,7 +26,7 @@ def test_commits_that_follow_one_another_are_one_with_the_last_ones_figures():
 
 
 def test_what_each_save_brings_is_counted_by_kind_and_holder():
-    events = Events()
+    events = EventQueue()
     for step in range(3):
         events.add("whole", state=[0, step])
         events.add("replicated", state=[0, step], holder="a")
@@ -47,7 +47,7 @@ def test_what_each_save_brings_is_counted_by_kind_and_holder():
 
 
 def test_too_many_drop_the_oldest_and_say_how_many():
-    events = Events()
+    events = EventQueue()
     for number in range(EVENTS_MAX + 3):
         events.add("persisted", number=number)
     found = events.take(10**9)
@@ -58,7 +58,7 @@ def test_too_many_drop_the_oldest_and_say_how_many():
 
 
 def test_an_answer_takes_as_many_as_fit_and_at_least_one():
-    events = Events()
+    events = EventQueue()
     for _ in range(4):
         events.add("persist_failed", why="é" * 10_000)
 
@@ -70,7 +70,7 @@ def test_an_answer_takes_as_many_as_fit_and_at_least_one():
 
 def test_the_log_hears_of_all_but_those_of_each_step():
     heard = []
-    events = Events(told=heard.append)
+    events = EventQueue(on_event=heard.append)
     events.add("committed")
     events.add("skipped")
     events.add("corrupt", why=["x" * 9999] * 99)

@@ -5,13 +5,7 @@ import os
 import selectors
 import threading
 
-from gpuops.checkpoint.keeper_jobs import (
-    NICE_HASH,
-    NICE_PERSIST,
-    NICE_POPULATE,
-    ThreadJobs,
-    Waker,
-)
+from gpuops.checkpoint.keeper.jobs import NICE_HASH, NICE_PERSIST, NICE_POPULATE, ThreadJobs, Waker
 
 
 def results(jobs, waker, n):
@@ -22,7 +16,7 @@ def results(jobs, waker, n):
             assert ready.select(30)
             waker.drain()
             before = len(found)
-            jobs.deliver()
+            jobs.run_callbacks()
             found += jobs.found[before:]
     return found
 
@@ -39,7 +33,7 @@ def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
         def then(result, error):
             jobs.found.append((result, error, threading.current_thread()))
 
-        for submit in (jobs.hash, jobs.populate, jobs.look, jobs.persist):
+        for submit in (jobs.hash, jobs.populate, jobs.search, jobs.persist):
             submit(nice, then)
         found = results(jobs, waker, 4)
 
@@ -52,7 +46,7 @@ def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
 def test_what_work_raises_is_its_result():
     with contextlib.closing(Waker()) as waker, contextlib.closing(ThreadJobs(waker.wake)) as jobs:
         jobs.found = []
-        jobs.look(lambda: 1 // 0, lambda result, error: jobs.found.append((result, error)))
+        jobs.search(lambda: 1 // 0, lambda result, error: jobs.found.append((result, error)))
 
         ((result, error),) = results(jobs, waker, 1)
         assert result is None

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint import messages
-from gpuops.checkpoint.keeper import Policy
-from gpuops.checkpoint.messages import Fields, MessageError
-from gpuops.checkpoint.states import CheckpointError, Offer, Shard, StateId, Tier
+from gpuops.checkpoint.keeper import messages
+from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.messages import MessageError, MessageFields
+from gpuops.checkpoint.types import CheckpointError, RestorePoint, Shard, StateId, Tier
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -18,7 +18,7 @@ JSON = st.recursive(
     max_leaves=12,
 )
 OFFERS = st.builds(
-    Offer,
+    RestorePoint,
     state=st.builds(StateId, st.integers(0, 99_999), st.integers(0, 10**12 - 1)),
     world=st.integers(1, 100_000),
     tier=st.sampled_from(Tier),
@@ -26,7 +26,7 @@ OFFERS = st.builds(
     why=st.lists(st.text(max_size=300), max_size=16).map(tuple),
 )
 POLICIES = st.builds(
-    Policy,
+    CheckpointPolicy,
     directory=st.none() | st.text("abc/é", min_size=1, max_size=50),
     persist_every_s=st.none() | st.floats(0, 1e9),
     keep_last=st.integers(1, 1000),
@@ -42,20 +42,22 @@ def sent(**fields):
 
 @given(OFFERS)
 def test_an_offer_arrives_as_it_was_sent(offer):
-    fields = sent(offer=messages.offer_to_json(offer)).part("offer")
+    fields = sent(offer=messages.restore_point_to_json(offer)).nested("offer")
 
-    assert messages.offer_from_json(fields) == offer
+    assert messages.restore_point_from_json(fields) == offer
 
 
 def test_the_longest_offer_fits_into_a_message():
-    offer = Offer(StateId(99_999, 10**12 - 1), 10**5, Tier.PERSISTENT, 99_999, ("é" * 300,) * 16)
+    offer = RestorePoint(
+        StateId(99_999, 10**12 - 1), 10**5, Tier.PERSISTENT, 99_999, ("é" * 300,) * 16
+    )
 
-    assert messages.offer_from_json(sent(**messages.offer_to_json(offer))) == offer
+    assert messages.restore_point_from_json(sent(**messages.restore_point_to_json(offer))) == offer
 
 
 @given(POLICIES)
 def test_a_policy_arrives_as_it_was_sent(policy):
-    fields = sent(policy=messages.policy_to_json(policy)).part("policy")
+    fields = sent(policy=messages.policy_to_json(policy)).nested("policy")
 
     assert messages.policy_from_json(fields) == policy
 
@@ -71,14 +73,14 @@ def test_any_bytes_are_a_message_or_an_error(data):
 
 @given(JSON)
 def test_a_field_is_what_was_asked_for_or_an_error(value):
-    fields = Fields({"x": value})
+    fields = MessageFields({"x": value})
     for read, kind in (
         (lambda: fields.integer("x", 0, 10), int),
         (lambda: fields.number("x"), float),
         (lambda: fields.text("x", 10), str),
         (lambda: fields.flag("x"), bool),
         (lambda: fields.items("x", 3), list),
-        (lambda: fields.part("x"), Fields),
+        (lambda: fields.nested("x"), MessageFields),
         (lambda: fields.state("x"), StateId),
         (lambda: fields.shard("x"), Shard),
     ):
@@ -97,7 +99,7 @@ def test_a_policy_of_anything_is_a_policy_or_an_error(value):
         ("directory", "persist_every_s", "keep_last", "keep_every", "slots", "every_s"), value
     )
     try:
-        messages.policy_from_json(Fields(fields))
+        messages.policy_from_json(MessageFields(fields))
     except CheckpointError:
         return
     raise AssertionError
@@ -125,7 +127,7 @@ def test_what_is_no_message_is_refused(data):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.1, 1e10, True, "1"])
 def test_seconds_that_cannot_be_are_refused(value):
     with pytest.raises(MessageError, match="seconds"):
-        Fields({"seconds": value}).number("seconds")
+        MessageFields({"seconds": value}).number("seconds")
 
 
 def test_a_message_that_is_too_long_is_not_sent():
@@ -135,6 +137,6 @@ def test_a_message_that_is_too_long_is_not_sent():
 
 def test_errors_show_hostile_values_in_short():
     with pytest.raises(MessageError) as caught:
-        Fields({"step": "x" * 10_000}).integer("step", 0, 1)
+        MessageFields({"step": "x" * 10_000}).integer("step", 0, 1)
 
     assert len(str(caught.value)) < 200

@@ -8,19 +8,19 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.digest import root_of
+from gpuops.checkpoint.digest import digest_root
 from gpuops.checkpoint.manifest import (
     MANIFEST_BYTES_MAX,
     SCHEMA,
     Manifest,
     ShardRecord,
-    from_bytes,
+    encode_manifest,
+    format_utc,
+    parse_manifest,
     record_from_json,
     record_to_json,
-    to_bytes,
-    utc,
 )
-from gpuops.checkpoint.states import (
+from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,
     CorruptError,
@@ -34,7 +34,7 @@ SOURCE = "/ckpt/step/manifest.json"
 
 def record(rank, world, nbytes=100):
     table = blake3(f"{rank} {nbytes}".encode()).digest(8 * -(-nbytes // CHUNK_BYTES))
-    digest = Digest(nbytes, table, root_of(nbytes, table))
+    digest = Digest(nbytes, table, digest_root(nbytes, table))
     return ShardRecord(Shard(rank, world), f"{rank:064x}", digest)
 
 
@@ -76,18 +76,18 @@ def test_what_was_written_is_read(epoch, step, sizes, now_us, job, generation):
         len(sizes),
         state=StateId(epoch, step),
         shards=tuple(record(rank, len(sizes), nbytes) for rank, nbytes in enumerate(sizes)),
-        created=utc(now_us),
+        created=format_utc(now_us),
         job=job,
         generation=generation,
     )
 
-    assert from_bytes(to_bytes(made), SOURCE) == made
+    assert parse_manifest(encode_manifest(made), SOURCE) == made
     assert made.created_s == now_us // 10**6
     assert made.nbytes == sum(sizes)
 
 
 def test_a_person_can_read_it():
-    lines = to_bytes(manifest()).decode().splitlines()
+    lines = encode_manifest(manifest()).decode().splitlines()
 
     assert lines[1] == f'"schema": "{SCHEMA}",'
     assert '"state": {"epoch": 3, "step": 1200},' in lines
@@ -96,25 +96,25 @@ def test_a_person_can_read_it():
 
 @given(data=st.data())
 def test_no_flipped_bit_is_overlooked(data):
-    content = bytearray(to_bytes(manifest()))
+    content = bytearray(encode_manifest(manifest()))
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     content[bit // 8] ^= 1 << bit % 8
 
     # A digit of the version that turned into a greater one is told as what it looks like.
     with pytest.raises(CheckpointError) as raised:
-        from_bytes(bytes(content), SOURCE)
+        parse_manifest(bytes(content), SOURCE)
     assert SOURCE in str(raised.value)
 
 
 @given(data=st.data())
 def test_no_cut_and_no_tail_is_overlooked(data):
-    content = to_bytes(manifest())
+    content = encode_manifest(manifest())
     end = data.draw(st.integers(0, len(content) - 1))
 
     with pytest.raises(CorruptError):
-        from_bytes(content[:end], SOURCE)
+        parse_manifest(content[:end], SOURCE)
     with pytest.raises(CorruptError):
-        from_bytes(content + data.draw(st.binary(min_size=1, max_size=4)), SOURCE)
+        parse_manifest(content + data.draw(st.binary(min_size=1, max_size=4)), SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -128,27 +128,27 @@ def test_no_cut_and_no_tail_is_overlooked(data):
     ],
 )
 def test_an_edit_by_hand_is_told_as_one(old, new):
-    content = to_bytes(manifest())
+    content = encode_manifest(manifest())
     assert old in content
 
     with pytest.raises(CorruptError, match="edited or damaged after it was written"):
-        from_bytes(content.replace(old, new, 1), SOURCE)
+        parse_manifest(content.replace(old, new, 1), SOURCE)
 
 
 def test_one_formatted_anew_is_not_taken_either():
-    values = json.loads(to_bytes(manifest()))
+    values = json.loads(encode_manifest(manifest()))
 
     with pytest.raises(CorruptError, match="edited"):
-        from_bytes(json.dumps(values, indent=2).encode(), SOURCE)
+        parse_manifest(json.dumps(values, indent=2).encode(), SOURCE)
 
 
 def test_a_later_version_is_named_whatever_else_it_holds():
     for content in (
         b'{"schema": "gpuops.checkpoint/2", "new": {"things": [1, 2]}}',
-        to_bytes(manifest()).replace(b"checkpoint/1", b"checkpoint/12"),
+        encode_manifest(manifest()).replace(b"checkpoint/1", b"checkpoint/12"),
     ):
         with pytest.raises(CheckpointError, match=r"has version (2|12) .* reads 1") as raised:
-            from_bytes(content, SOURCE)
+            parse_manifest(content, SOURCE)
         assert not isinstance(raised.value, CorruptError)
 
 
@@ -158,12 +158,12 @@ def test_a_later_version_is_named_whatever_else_it_holds():
 )
 def test_another_schema_is_no_later_version(schema):
     with pytest.raises(CorruptError, match="its schema is"):
-        from_bytes(json.dumps({"schema": schema}).encode(), SOURCE)
+        parse_manifest(json.dumps({"schema": schema}).encode(), SOURCE)
 
 
 def test_a_schema_of_many_digits_costs_nothing():
     with pytest.raises(CorruptError):
-        from_bytes(b'{"schema": "gpuops.checkpoint/' + b"9" * 100_000 + b'"}', SOURCE)
+        parse_manifest(b'{"schema": "gpuops.checkpoint/' + b"9" * 100_000 + b'"}', SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_schema_of_many_digits_costs_nothing():
 )
 def test_what_is_no_manifest_is_refused_within_bounds(content):
     with pytest.raises(CorruptError, match="is no manifest"):
-        from_bytes(content, SOURCE)
+        parse_manifest(content, SOURCE)
 
 
 JSON = st.recursive(
@@ -219,31 +219,31 @@ PATHS = [
 @given(path=st.sampled_from(PATHS), value=JSON)
 def test_no_other_type_or_value_gets_through(path, value):
     """Each place holds something else, and the file's own digest is right all the same."""
-    values = values_of(to_bytes(manifest()))
+    values = values_of(encode_manifest(manifest()))
     inner = values
     for name in path[:-1]:
         inner = inner[name]
     was, inner[path[-1]] = inner[path[-1]], value
 
     try:
-        read = from_bytes(bound(values), SOURCE)
+        read = parse_manifest(bound(values), SOURCE)
     except CheckpointError:
         return
     # What does get through is of the type and the bounds of what it stands for.
     assert type(value) is type(was)
-    assert to_bytes(read)
+    assert encode_manifest(read)
 
 
 @pytest.mark.parametrize("name", ["schema", "state", "world", "created", "shards", "job", "more"])
 def test_a_member_too_few_or_too_many_is_refused(name):
-    values = values_of(to_bytes(manifest()))
+    values = values_of(encode_manifest(manifest()))
     if name in values:
         del values[name]
     else:
         values[name] = 1
 
     with pytest.raises(CorruptError):
-        from_bytes(bound(values), SOURCE)
+        parse_manifest(bound(values), SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,11 @@ def test_a_member_too_few_or_too_many_is_refused(name):
     ],
 )
 def test_no_other_file_is_named(file):
-    values = values_of(to_bytes(manifest()))
+    values = values_of(encode_manifest(manifest()))
     values["shards"][file] = values["shards"].pop("shard-00001-of-00002.safetensors")
 
     with pytest.raises(CorruptError):
-        from_bytes(bound(values), SOURCE)
+        parse_manifest(bound(values), SOURCE)
 
 
 def test_a_shard_too_few_or_too_many_is_refused():
@@ -340,8 +340,8 @@ def test_which_shard_is_asked_for_by_world():
 def test_a_manifest_that_no_reader_would_accept_is_not_written():
     nbytes = 2**40
     table = bytes(8 * (nbytes // CHUNK_BYTES))
-    big = ShardRecord(Shard(0, 1), "0" * 64, Digest(nbytes, table, root_of(nbytes, table)))
+    big = ShardRecord(Shard(0, 1), "0" * 64, Digest(nbytes, table, digest_root(nbytes, table)))
     shards = tuple(replace(big, shard=Shard(rank, 100)) for rank in range(100))
 
     with pytest.raises(CheckpointError, match="is the most"):
-        to_bytes(manifest(100, shards=shards))
+        encode_manifest(manifest(100, shards=shards))

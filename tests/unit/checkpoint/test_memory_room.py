@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuops.checkpoint.memory_room import available_bytes
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.memory.available import available_bytes
+from gpuops.checkpoint.types import CheckpointError
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemAvailable:   {40 * 2**20} kB\n"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.negotiate import WHY_MAX, Situation, choose
-from gpuops.checkpoint.states import Copy, Digest, Shard, StateId, Tier
+from gpuops.checkpoint.agreement.recovery import REASONS_MAX, RestoreInputs, plan_restore
+from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 
 OLD, NEW = StateId(2, 100), StateId(2, 110)
 
@@ -17,7 +17,7 @@ def digest(root="a", nbytes=1000):
 
 
 def copy(state, rank, world, holder, root="a", tier=Tier.MEMORY, *, layout="1"):
-    return Copy(state, Shard(rank, world), layout * 64, digest(root), tier, holder)
+    return ShardCopy(state, Shard(rank, world), layout * 64, digest(root), tier, holder)
 
 
 def memory(node, *held, world=2, root="a"):
@@ -33,8 +33,8 @@ RANKS = {"n0": [0], "n1": [1]}
 
 
 def test_each_rank_loads_from_its_own_memory():
-    plan = choose(
-        Situation(
+    plan = plan_restore(
+        RestoreInputs(
             inventories={"n0": memory("n0", (NEW, 0)), "n1": memory("n1", (NEW, 1))}, ranks=RANKS
         )
     )
@@ -46,7 +46,9 @@ def test_each_rank_loads_from_its_own_memory():
 
 def test_a_replaced_node_loads_from_its_peer():
     held = memory("n0", (NEW, 0), (NEW, 1))
-    plan = choose(Situation(inventories={"n0": held, "n2": []}, ranks={"n0": [0], "n2": [1]}))
+    plan = plan_restore(
+        RestoreInputs(inventories={"n0": held, "n2": []}, ranks={"n0": [0], "n2": [1]})
+    )
 
     assert plan.offer.tier is Tier.PEER
     ((source,),) = [plan.sources["n2"]]
@@ -55,8 +57,8 @@ def test_a_replaced_node_loads_from_its_peer():
 
 
 def test_an_older_state_only_with_a_reason():
-    plan = choose(
-        Situation(
+    plan = plan_restore(
+        RestoreInputs(
             inventories={
                 "n0": memory("n0", (NEW, 0), (OLD, 0)),
                 "n1": memory("n1", (OLD, 1)),
@@ -73,8 +75,8 @@ def test_an_older_state_only_with_a_reason():
 
 def test_the_persistent_copy_fills_in_for_the_same_state_only():
     inventories = {"n0": memory("n0", (NEW, 0)), "n1": []}
-    same = choose(Situation(inventories=inventories, ranks=RANKS, persistent=disk(NEW)))
-    other = choose(Situation(inventories=inventories, ranks=RANKS, persistent=disk(OLD)))
+    same = plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS, persistent=disk(NEW)))
+    other = plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS, persistent=disk(OLD)))
 
     assert (same.offer.state, same.offer.tier) == (NEW, Tier.PERSISTENT)
     assert same.sources["n0"][0].copies[0].tier is Tier.MEMORY
@@ -86,8 +88,8 @@ def test_the_persistent_copy_fills_in_for_the_same_state_only():
 
 def test_steps_made_again_are_newer_than_those_that_were_left_behind():
     again = StateId(3, 90)
-    plan = choose(
-        Situation(
+    plan = plan_restore(
+        RestoreInputs(
             inventories={
                 "n0": memory("n0", (NEW, 0), (again, 0)),
                 "n1": memory("n1", (NEW, 1), (again, 1)),
@@ -100,14 +102,14 @@ def test_steps_made_again_are_newer_than_those_that_were_left_behind():
 
 
 def test_nothing_to_load_is_a_fresh_start_with_reasons():
-    plan = choose(
-        Situation(inventories={"n0": memory("n0", (NEW, 0))}, ranks=RANKS, excluded=[OLD])
+    plan = plan_restore(
+        RestoreInputs(inventories={"n0": memory("n0", (NEW, 0))}, ranks=RANKS, excluded=[OLD])
     )
 
     assert plan.offer is None
     assert plan.sources == {"n0": (), "n1": ()}
     assert (plan.epoch, len(plan.why)) == (3, 1)
-    assert choose(Situation(inventories={}, ranks=RANKS)).epoch == 0
+    assert plan_restore(RestoreInputs(inventories={}, ranks=RANKS)).epoch == 0
 
 
 @pytest.mark.parametrize("excluded", [{"excluded": [NEW]}, {"excluded_steps": [110]}])
@@ -117,7 +119,7 @@ def test_an_excluded_state_is_passed_over_and_its_epoch_is_not(excluded):
         "n0": memory("n0", (newer, 0), (NEW, 0), (OLD, 0)),
         "n1": memory("n1", (NEW, 1), (OLD, 1)),
     }
-    plan = choose(Situation(inventories=inventories, ranks=RANKS, **excluded))
+    plan = plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS, **excluded))
 
     assert (plan.offer.state, plan.epoch) == (OLD, 8)
     assert "step 110 (epoch 2), world 2: it is excluded" in plan.why
@@ -128,7 +130,7 @@ def test_of_two_copies_that_differ_neither_is_loaded():
         "n0": [*memory("n0", (NEW, 0), (OLD, 0), (OLD, 1)), copy(NEW, 1, 2, "n0", "b")],
         "n1": memory("n1", (NEW, 1)),
     }
-    plan = choose(Situation(inventories=inventories, ranks=RANKS))
+    plan = plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS))
 
     assert plan.offer.state == OLD
     (why,) = plan.why
@@ -145,7 +147,7 @@ def test_of_three_copies_two_that_are_equal_are_loaded(odd):
         "n1": [copy(NEW, 1, 2, "n1", root("n1"))],
     }
     saved = [copy(NEW, 1, 2, "/ckpt", root("/ckpt"), Tier.PERSISTENT)]
-    plan = choose(Situation(inventories=inventories, ranks=RANKS, persistent=saved))
+    plan = plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS, persistent=saved))
 
     assert plan.offer.state == NEW
     (source,) = plan.sources["n1"]
@@ -158,7 +160,7 @@ def test_another_layout_is_another_content():
         "n0": [*memory("n0", (NEW, 0), (NEW, 1))],
         "n1": [copy(NEW, 1, 2, "n1", layout="2")],
     }
-    assert choose(Situation(inventories=inventories, ranks=RANKS)).offer is None
+    assert plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS)).offer is None
 
 
 def test_a_holder_that_contradicts_itself_has_no_vote():
@@ -166,14 +168,14 @@ def test_a_holder_that_contradicts_itself_has_no_vote():
         "n0": [*memory("n0", (NEW, 0), (NEW, 1)), copy(NEW, 1, 2, "n0", "b")],
         "n1": memory("n1", (NEW, 1)),
     }
-    plan = choose(Situation(inventories=inventories, ranks=RANKS))
+    plan = plan_restore(RestoreInputs(inventories=inventories, ranks=RANKS))
 
     assert [found.holder for found in plan.sources["n1"][0].copies] == ["n1"]
 
 
 def test_what_a_node_says_of_another_is_its_own_word():
     told = [copy(NEW, rank, 2, "n7") for rank in (0, 1)]
-    plan = choose(Situation(inventories={"n0": told}, ranks=RANKS))
+    plan = plan_restore(RestoreInputs(inventories={"n0": told}, ranks=RANKS))
 
     assert plan.sources["n0"][0].copies[0].holder == "n0"
     assert plan.sources["n1"][0].copies[0].holder == "n0"
@@ -184,8 +186,8 @@ def test_in_another_world_every_node_needs_every_shard():
         f"n{rank}": memory(f"n{rank}", (NEW, rank), (NEW, (rank + 1) % 4), world=4)
         for rank in range(3)
     }
-    plan = choose(
-        Situation(inventories=inventories, ranks={"n0": [0], "n1": [1], "n2": [2], "spare": []})
+    plan = plan_restore(
+        RestoreInputs(inventories=inventories, ranks={"n0": [0], "n1": [1], "n2": [2], "spare": []})
     )
 
     assert (plan.offer.world, plan.offer.tier) == (4, Tier.PEER)
@@ -198,9 +200,11 @@ def test_near_holders_before_far_ones_and_then_the_least_loaded():
     held = {f"n{number}": memory(f"n{number}", (NEW, 0), (NEW, 1), world=4) for number in (0, 1)}
     held |= {"n2": memory("n2", *[(NEW, rank) for rank in range(4)], world=4)}
     ranks = {"a": [0], "b": [1], "c": [2], "d": [3], "n0": [], "n1": [], "n2": []}
-    far = choose(Situation(inventories=held, ranks=ranks))
-    near = choose(
-        Situation(inventories=held, ranks=ranks, domains={"a": "x", "n1": "x", "b": "y", "n0": "z"})
+    far = plan_restore(RestoreInputs(inventories=held, ranks=ranks))
+    near = plan_restore(
+        RestoreInputs(
+            inventories=held, ranks=ranks, domains={"a": "x", "n1": "x", "b": "y", "n0": "z"}
+        )
     )
 
     firsts = {node: of[0].copies[0].holder for node, of in far.sources.items() if of}
@@ -212,7 +216,9 @@ def test_near_holders_before_far_ones_and_then_the_least_loaded():
 
 def test_who_has_no_choice_is_served_first():
     held = {"n0": memory("n0", (NEW, 0), (NEW, 1)), "n1": memory("n1", (NEW, 0))}
-    plan = choose(Situation(inventories=held, ranks={"a": [0], "b": [1], "n0": [], "n1": []}))
+    plan = plan_restore(
+        RestoreInputs(inventories=held, ranks={"a": [0], "b": [1], "n0": [], "n1": []})
+    )
 
     assert plan.sources["b"][0].copies[0].holder == "n0"
     assert plan.sources["a"][0].copies[0].holder == "n1"
@@ -221,15 +227,15 @@ def test_who_has_no_choice_is_served_first():
 def test_ranks_must_make_a_world():
     for ranks in ({"n0": [0], "n1": [0]}, {"n0": [1]}, {"n0": [0, 2]}):
         with pytest.raises(ValueError, match="each once"):
-            choose(Situation(inventories={}, ranks=ranks))
+            plan_restore(RestoreInputs(inventories={}, ranks=ranks))
 
 
 def test_a_hostile_world_costs_little_and_reasons_are_bounded():
     wild = [copy(StateId(5, step), 99_999, 100_000, "n0") for step in range(100)]
-    plan = choose(Situation(inventories={"n0": wild}, ranks=RANKS))
+    plan = plan_restore(RestoreInputs(inventories={"n0": wild}, ranks=RANKS))
 
     assert plan.offer is None
-    assert len(plan.why) == WHY_MAX
+    assert len(plan.why) == REASONS_MAX
     assert all(len(reason) < 300 for reason in plan.why)
 
 
@@ -262,7 +268,7 @@ def situations(draw):
         for c in draw(copies_st)
         for where in [draw(st.sampled_from(["/a", "/b"]))]
     ]
-    return Situation(
+    return RestoreInputs(
         inventories={node: draw(copies_st) for node in NODES},
         ranks=ranks,
         persistent=saved,
@@ -302,7 +308,7 @@ def complete_by_hand(situation):
 @settings(max_examples=200, deadline=None)
 @given(situations())
 def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
-    plan = choose(situation)
+    plan = plan_restore(situation)
     complete = complete_by_hand(situation)
 
     if not complete:
@@ -329,7 +335,7 @@ def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
 @settings(max_examples=200, deadline=None)
 @given(situations())
 def test_every_newer_state_has_its_reason_and_the_epoch_is_beyond_all(situation):
-    plan = choose(situation)
+    plan = plan_restore(situation)
     seen = {
         (held.state, held.shard.world)
         for held in chain(situation.persistent, *situation.inventories.values())
@@ -351,7 +357,7 @@ def test_the_order_of_the_words_does_not_matter(situation, random):
         random.shuffle(items)
         return items
 
-    other = Situation(
+    other = RestoreInputs(
         inventories={
             node: shuffled(held) for node, held in shuffled(situation.inventories.items())
         },
@@ -361,7 +367,7 @@ def test_the_order_of_the_words_does_not_matter(situation, random):
         domains=dict(shuffled(situation.domains.items())),
     )
 
-    assert choose(other) == choose(situation)
+    assert plan_restore(other) == plan_restore(situation)
 
 
 def test_names_of_nodes_decide_ties_and_nothing_else():
@@ -370,8 +376,8 @@ def test_names_of_nodes_decide_ties_and_nothing_else():
     plans = {
         tuple(
             (node, found.holder)
-            for node, of in choose(
-                Situation(inventories={node: held[node] for node in order}, ranks=ranks)
+            for node, of in plan_restore(
+                RestoreInputs(inventories={node: held[node] for node in order}, ranks=ranks)
             ).sources.items()
             for source in of
             for found in source.copies

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from gpuops.checkpoint.object_calls import (
-    WAIT_MAX_S,
+from gpuops.checkpoint.storage.object_retry import (
+    PAUSE_MAX_S,
+    ObjectStoreUnreachableError,
     Retrying,
-    ShortAnswerError,
-    UnreachableError,
+    ShortReadError,
     is_final,
 )
-from gpuops.checkpoint.states import CheckpointError, CorruptError
+from gpuops.checkpoint.types import CheckpointError, CorruptError
 from gpuops.host.clock import FakeClock
 
 
@@ -60,7 +60,7 @@ def clock():
 
 @pytest.fixture
 def retrying(clock):
-    return Retrying(60.0, clock, wait=clock.advance, random=lambda: 0.5)
+    return Retrying(60.0, clock, sleep=clock.advance, random=lambda: 0.5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def retrying(clock):
         OSError(5, "Input/output error"),
         ConnectionResetError(),
         TimeoutError(),
-        ShortAnswerError("3 bytes came of 5"),
+        ShortReadError("3 bytes came of 5"),
         StatusError(500),
         StatusError(503),
         StatusError(429),
@@ -133,12 +133,12 @@ def test_it_ends_by_the_deadline_with_growing_pauses(clock):
     began_ns = clock.mono_ns()
     call = Calls(*[OSError("no")] * 1000)
     with pytest.raises(CheckpointError, match=r"cannot list y: OSError: no \(\d+ attempts\)"):
-        Retrying(60.0, clock, wait=wait, random=lambda: 0.5).call("list y", call)
+        Retrying(60.0, clock, sleep=wait, random=lambda: 0.5).call("list y", call)
 
     assert (clock.mono_ns() - began_ns) / 1e9 <= 60
     assert pauses == sorted(pauses)
     assert pauses[0] < 0.5
-    assert max(pauses) == WAIT_MAX_S
+    assert max(pauses) == PAUSE_MAX_S
     assert call.n_calls == len(pauses) + 1 < 20
 
 
@@ -146,7 +146,7 @@ def test_pauses_vary_so_that_many_nodes_do_not_ask_together(clock):
     spread = set()
     for share in (0.0, 0.5, 0.99):
         pauses = []
-        Retrying(60.0, clock, wait=pauses.append, random=lambda share=share: share).call(
+        Retrying(60.0, clock, sleep=pauses.append, random=lambda share=share: share).call(
             "x", Calls(OSError())
         )
         spread.update(pauses)
@@ -179,12 +179,16 @@ def test_interrupts_are_not_held_up(retrying):
 @pytest.fixture
 def stranger(clock):
     """Calls to a store that has never answered."""
-    return Retrying(300.0, clock, wait=clock.advance, random=lambda: 0.5, first_answer_s=20.0)
+    return Retrying(
+        300.0, clock, sleep=clock.advance, random=lambda: 0.5, first_response_timeout_s=20.0
+    )
 
 
 def test_who_never_answered_is_given_up_sooner(stranger, clock):
     began_ns = clock.mono_ns()
-    with pytest.raises(UnreachableError, match="cannot list y: no answer, timed out after 20 s"):
+    with pytest.raises(
+        ObjectStoreUnreachableError, match="cannot list y: no answer, timed out after 20 s"
+    ):
         stranger.call("list y", Calls(*[ConnectionRefusedError()] * 1000))
 
     assert (clock.mono_ns() - began_ns) / 1e9 <= 20
@@ -201,14 +205,16 @@ def test_who_has_answered_once_is_given_all_the_time(stranger, clock, first):
     with pytest.raises(CheckpointError, match="ConnectionRefusedError") as caught:
         stranger.call("list y", Calls(*[ConnectionRefusedError()] * 1000))
 
-    assert not isinstance(caught.value, UnreachableError)
+    assert not isinstance(caught.value, ObjectStoreUnreachableError)
     assert 270 < (clock.mono_ns() - began_ns) / 1e9 <= 300
 
 
 def test_an_attempt_that_hangs_is_left_behind(clock):
-    retrying = Retrying(300.0, clock, first_answer_s=2.0)
+    retrying = Retrying(300.0, clock, first_response_timeout_s=2.0)
     over = threading.Event()
-    with pytest.raises(UnreachableError, match=r"timed out after 2 s; see that the server is up"):
+    with pytest.raises(
+        ObjectStoreUnreachableError, match=r"timed out after 2 s; see that the server is up"
+    ):
         retrying.call("list y", over.wait)
     over.set()
 

@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.domains import Domains, even
-from gpuops.checkpoint.placement import NODES_MAX, Placement, moves, place, place_again
-from gpuops.checkpoint.spread import spread
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.placement.domains import FailureDomains, even_domains
+from gpuops.checkpoint.placement.replica_placement import (
+    NODES_MAX,
+    ReplicaPlacement,
+    missing_copies,
+    place,
+    rebalance,
+)
+from gpuops.checkpoint.placement.survival import domain_spread
+from gpuops.checkpoint.types import CheckpointError
 
 
 def named(count, first=0):
@@ -23,7 +29,7 @@ def clusters(draw, most=40):
     n_leaves = draw(st.integers(1, 8))
     leaves = draw(st.lists(st.integers(0, n_leaves - 1), min_size=len(nodes), max_size=len(nodes)))
     paths = {node: (f"s{leaf % 3}", f"l{leaf}") for node, leaf in zip(nodes, leaves, strict=True)}
-    return nodes, draw(st.integers(1, 6)), Domains(("spine", "leaf"), paths)
+    return nodes, draw(st.integers(1, 6)), FailureDomains(("spine", "leaf"), paths)
 
 
 def holds_up(placement, nodes, asked):
@@ -58,7 +64,7 @@ def test_the_same_input_gives_the_same_placement_and_json_brings_it_back(cluster
     placement = place(nodes, m, domains.paths)
 
     assert place(list(nodes), m, dict(domains.paths)) == placement
-    assert Placement.from_json(placement.to_json()) == placement
+    assert ReplicaPlacement.from_json(placement.to_json()) == placement
 
 
 def test_the_paper_s_two_cases():
@@ -74,7 +80,7 @@ def test_one_copy_is_its_node_alone_and_more_copies_than_nodes_are_one_group():
     assert place(named(3), 1).groups == (("n0",), ("n1",), ("n2",))
     crowded = place(named(2), 3)
 
-    assert (crowded.asked, crowded.replicas) == (3, 2)
+    assert (crowded.requested_replicas, crowded.replicas) == (3, 2)
     assert crowded.groups == (("n0", "n1"),)
     assert place(["only"], 2).holders("only") == ("only",)
 
@@ -86,7 +92,7 @@ def test_groups_reach_the_best_spread_on_every_level_at_once(cluster):
     if placement.ring:
         return
 
-    for level in spread(placement, domains):
+    for level in domain_spread(placement, domains):
         assert level.together == level.together_at_best
         assert level.met == pytest.approx(level.met_at_best)
 
@@ -94,7 +100,7 @@ def test_groups_reach_the_best_spread_on_every_level_at_once(cluster):
 @given(clusters())
 def test_no_placement_beats_the_bounds(cluster):
     nodes, m, domains = cluster
-    for level in spread(place(nodes, m, domains.paths), domains):
+    for level in domain_spread(place(nodes, m, domains.paths), domains):
         assert level.together >= level.together_at_best
         assert level.met <= level.met_at_best + 1e-9
 
@@ -106,7 +112,7 @@ def every_placement(nodes, m):
         orders = ((ring[0], *more) for more in itertools.permutations(ring[1:])) if ring else [()]
         for order in orders:
             for groups in every_grouping([node for node in nodes if node not in ring], m):
-                yield Placement(m, groups, order)
+                yield ReplicaPlacement(m, groups, order)
 
 
 def every_grouping(nodes, m):
@@ -120,7 +126,7 @@ def every_grouping(nodes, m):
 
 
 def together(placement, domains):
-    return sum(level.together for level in spread(placement, domains))
+    return sum(level.together for level in domain_spread(placement, domains))
 
 
 @pytest.mark.parametrize(("n_nodes", "m"), [(5, 2), (7, 2), (5, 3), (6, 3), (7, 3)])
@@ -130,7 +136,7 @@ def together(placement, domains):
 def test_no_other_placement_loses_fewer_states_to_domains(n_nodes, m, leaves):
     nodes = named(n_nodes)
     paths = {node: (f"s{int(leaf) % 2}", leaf) for node, leaf in zip(nodes, leaves, strict=False)}
-    domains = Domains(("spine", "leaf"), paths)
+    domains = FailureDomains(("spine", "leaf"), paths)
 
     best = min(together(other, domains) for other in every_placement(nodes, m))
 
@@ -141,8 +147,8 @@ def test_no_other_placement_loses_fewer_states_to_domains(n_nodes, m, leaves):
 @pytest.mark.parametrize("n_nodes", [64, 65, 127, 1000])
 def test_with_enough_equal_domains_no_state_is_in_one_domain_only(n_nodes, m):
     nodes = named(n_nodes)
-    domains = even(nodes, 8)
-    (level,) = spread(place(nodes, m, domains.paths), domains)
+    domains = even_domains(nodes, 8)
+    (level,) = domain_spread(place(nodes, m, domains.paths), domains)
 
     assert level.together == 0
     assert level.met > min(m, 8) * 0.93
@@ -151,7 +157,7 @@ def test_with_enough_equal_domains_no_state_is_in_one_domain_only(n_nodes, m):
 def test_domains_that_are_equal_by_name_only_are_different():
     nodes = named(4)
     paths = {"n0": ("a", "x"), "n1": ("b", "x"), "n2": ("a", "y"), "n3": ("b", "y")}
-    found = spread(place(nodes, 2, paths), Domains(("row", "rack"), paths))
+    found = domain_spread(place(nodes, 2, paths), FailureDomains(("row", "rack"), paths))
 
     assert [(level.n_domains, level.together) for level in found] == [(2, 0), (4, 0)]
 
@@ -172,7 +178,7 @@ def test_a_change_of_nodes_keeps_whole_groups_and_moves_little(cluster, data):
     if not now:
         return
     paths = {**domains.paths, **dict.fromkeys(new_names, ("s0", "l0"))}
-    new = place_again(old, now, paths)
+    new = rebalance(old, now, paths)
 
     holds_up(new, now, m)
     if new.replicas != old.replicas:
@@ -181,9 +187,9 @@ def test_a_change_of_nodes_keeps_whole_groups_and_moves_little(cluster, data):
     torn = [group for group in whole if group not in new.groups]
     loose = len(now) - new.replicas * len(whole)
     assert len(torn) == (1 if 0 < loose < new.replicas else 0)
-    moving = {node for pair in moves(old, new) for node in pair}
+    moving = {node for pair in missing_copies(old, new) for node in pair}
     assert moving <= set(now) - {node for group in whole if group not in torn for node in group}
-    assert len(moves(old, new)) <= (new.replicas - 1) * (loose + new.replicas * len(torn))
+    assert len(missing_copies(old, new)) <= (new.replicas - 1) * (loose + new.replicas * len(torn))
 
 
 @given(clusters())
@@ -191,8 +197,8 @@ def test_no_change_moves_nothing(cluster):
     nodes, m, domains = cluster
     old = place(nodes, m, domains.paths)
 
-    assert moves(old, place_again(old, nodes, domains.paths)) == ()
-    assert set(place_again(old, nodes, domains.paths).groups) == set(old.groups)
+    assert missing_copies(old, rebalance(old, nodes, domains.paths)) == ()
+    assert set(rebalance(old, nodes, domains.paths).groups) == set(old.groups)
 
 
 @given(st.integers(2, 6), st.integers(1, 8), st.data())
@@ -200,9 +206,9 @@ def test_a_node_replaced_in_a_group_moves_its_own_copies_and_those_it_holds(m, n
     nodes = named(m * n_groups)
     old = place(nodes, m)
     gone = data.draw(st.sampled_from(nodes))
-    new = place_again(old, [*(node for node in nodes if node != gone), "fresh"])
+    new = rebalance(old, [*(node for node in nodes if node != gone), "fresh"])
 
-    assert len(moves(old, new)) == 2 * (m - 1)
+    assert len(missing_copies(old, new)) == 2 * (m - 1)
     assert set(new.holders("fresh")) - {"fresh"} == set(old.holders(gone)) - {gone}
 
 
@@ -211,52 +217,52 @@ def test_a_node_replaced_in_the_ring_moves_no_more(m, data):
     nodes = named(3 * m + data.draw(st.integers(1, m - 1)))
     old = place(nodes, m)
     gone = data.draw(st.sampled_from(old.ring))
-    new = place_again(old, [*(node for node in nodes if node != gone), "fresh"])
+    new = rebalance(old, [*(node for node in nodes if node != gone), "fresh"])
 
     assert new.groups == old.groups
-    assert len(moves(old, new)) == 2 * (m - 1)
+    assert len(missing_copies(old, new)) == 2 * (m - 1)
 
 
 def test_two_widows_become_a_pair_and_one_widow_joins_a_ring():
     old = place(named(8), 2)
     first, second = old.groups[0][0], old.groups[1][0]
-    both = place_again(old, [node for node in old.nodes if node not in {first, second}])
-    one = place_again(old, [node for node in old.nodes if node != first])
+    both = rebalance(old, [node for node in old.nodes if node not in {first, second}])
+    one = rebalance(old, [node for node in old.nodes if node != first])
 
     assert (old.groups[0][1], old.groups[1][1]) in both.groups
-    assert len(moves(old, both)) == 2
+    assert len(missing_copies(old, both)) == 2
     assert len(one.ring) == 3
-    assert len(moves(old, one)) == 2
+    assert len(missing_copies(old, one)) == 2
     assert len(set(one.groups) & set(old.groups)) == 2
 
 
 def test_survivors_of_one_group_stay_together_in_a_group():
     old = place(named(16), 4)
     gone = {node for group in old.groups for node in group[:2]}
-    new = place_again(old, [node for node in old.nodes if node not in gone])
+    new = rebalance(old, [node for node in old.nodes if node not in gone])
 
     for group in old.groups:
         assert any(set(group[2:]) <= set(other) for other in new.groups)
-    assert len(moves(old, new)) == 16
+    assert len(missing_copies(old, new)) == 16
 
 
 def test_survivors_of_one_group_stay_together_in_a_new_ring():
     old = place(named(12), 3)
-    new = place_again(old, [node for node in old.nodes if node not in {"n2", "n9"}])
-    orders = (Placement(3, new.groups, order) for order in itertools.permutations(new.ring))
+    new = rebalance(old, [node for node in old.nodes if node not in {"n2", "n9"}])
+    orders = (ReplicaPlacement(3, new.groups, order) for order in itertools.permutations(new.ring))
 
     assert len(new.ring) == 4
-    assert len(moves(old, new)) == min(len(moves(old, other)) for other in orders)
+    assert len(missing_copies(old, new)) == min(len(missing_copies(old, other)) for other in orders)
 
 
 def test_a_newcomer_takes_the_seat_that_is_farthest_from_its_domain():
     nodes = named(6)
     paths = {node: (f"rack{number % 3}",) for number, node in enumerate(nodes)}
-    old = Placement(2, (("n0", "n1"), ("n2", "n3"), ("n4", "n5")))
+    old = ReplicaPlacement(2, (("n0", "n1"), ("n2", "n3"), ("n4", "n5")))
     now = ["n0", "n2", "n4", "n5", "new1", "new2"]
     paths |= {"new1": ("rack0",), "new2": ("rack2",)}
 
-    assert set(place_again(old, now, paths).groups) == {
+    assert set(rebalance(old, now, paths).groups) == {
         ("n4", "n5"),
         ("n0", "new2"),
         ("n2", "new1"),
@@ -265,11 +271,11 @@ def test_a_newcomer_takes_the_seat_that_is_farthest_from_its_domain():
 
 def test_a_job_grown_past_its_copies_is_placed_anew_and_shrunk_too():
     old = place(named(2), 3)
-    grown = place_again(old, named(7))
+    grown = rebalance(old, named(7))
 
     assert grown == place(named(7), 3)
-    assert place_again(grown, named(2)) == old
-    assert place_again(grown, named(1)).replicas == 1
+    assert rebalance(grown, named(2)) == old
+    assert rebalance(grown, named(1)).replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -307,7 +313,7 @@ def test_what_cannot_be_placed_says_why(nodes, replicas, words):
 )
 def test_what_is_no_placement_is_refused(data):
     with pytest.raises(CheckpointError, match=r"placement|need a ring"):
-        Placement.from_json(data)
+        ReplicaPlacement.from_json(data)
 
 
 def test_a_node_that_is_not_placed_is_named():
@@ -317,9 +323,9 @@ def test_a_node_that_is_not_placed_is_named():
 
 def test_sixty_thousand_nodes_are_placed_and_placed_again():
     nodes = named(60_001)
-    paths = even(nodes, 512).paths
+    paths = even_domains(nodes, 512).paths
     old = place(nodes, 3, paths)
-    new = place_again(old, nodes[:-100], paths)
+    new = rebalance(old, nodes[:-100], paths)
 
     holds_up(new, nodes[:-100], 3)
-    assert len(moves(old, new)) < 2_000
+    assert len(missing_copies(old, new)) < 2_000

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpuops.checkpoint.domains import even
-from gpuops.checkpoint.interval import TierCost, two_tiers
-from gpuops.checkpoint.placement import place
-from gpuops.checkpoint.plan_figures import Job, plan_of
-from gpuops.checkpoint.ram import RamNeed
+from gpuops.checkpoint.placement.domains import even_domains
+from gpuops.checkpoint.placement.estimate import EstimateInput, estimate
+from gpuops.checkpoint.placement.ram import RamNeed
+from gpuops.checkpoint.placement.replica_placement import place
 from gpuops.errors import ConfigError
+from gpuops.plan.interval import TierCost, two_tiers
 
 GB = 10**9
 NODES = tuple(f"n{number}" for number in range(16))
@@ -28,7 +28,7 @@ def job(**more):
         "nic_bytes_per_s": 10.5e9,
         "disk_bytes_per_s": 30e9,
     }
-    return Job(**{**given, **more})
+    return EstimateInput(**{**given, **more})
 
 
 # bytes per GPU, the ideal stall, a node of eight GPUs over one 100 GbE and to 30 GB/s of NVMe.
@@ -43,31 +43,31 @@ def job(**more):
 )
 def test_seconds_of_models_of_all_sizes(bytes_per_rank, stall_s, replica_s, persist_s):
     need = RamNeed(ranks=8, bytes_per_rank=round(bytes_per_rank * GB), replicas=2)
-    plan = plan_of(job(need=need))
+    plan = estimate(job(need=need))
 
     assert plan.stall_s == pytest.approx(stall_s, abs=0.005)
-    assert plan.seconds.replica_s == pytest.approx(replica_s, abs=0.05)
-    assert plan.seconds.persist_s == pytest.approx(persist_s, abs=0.05)
+    assert plan.times.replica_s == pytest.approx(replica_s, abs=0.05)
+    assert plan.times.persist_s == pytest.approx(persist_s, abs=0.05)
 
 
 def test_odds_and_what_they_say_of_failures():
-    plan = plan_of(job())
+    plan = estimate(job())
 
     assert [each.odds.lost for each in plan.recoveries] == [1, 2, 3, 4]
     assert [round(each.odds.probability, 3) for each in plan.recoveries] == [1, 0.933, 0.8, 0.615]
     assert [round(each.bound, 3) for each in plan.recoveries] == [1, 0.933, 0.8, 0.6]
     assert [round(each.ring.probability, 3) for each in plan.recoveries] == [1, 0.867, 0.629, 0.363]
     assert plan.missed == pytest.approx(1 / 15)
-    assert plan_of(job(missed=0.25)).missed == 0.25
+    assert estimate(job(missed=0.25)).missed == 0.25
 
 
 def test_the_tiers_get_what_each_of_them_costs():
-    plan = plan_of(job(replicas=3, stall_s=0.5, missed=0.1, step_s=2.0))
+    plan = estimate(job(replicas=3, stall_s=0.5, missed=0.1, step_s=2.0))
     replica_s, persist_s = 96 / 10.5, 96 / 30
 
-    assert plan.seconds.replicas_s == pytest.approx(2 * replica_s)
+    assert plan.times.replicas_s == pytest.approx(2 * replica_s)
     assert plan.tiers == two_tiers(
-        TierCost(0.5, plan.seconds.replicas_s, 60 + plan.seconds.replica_s),
+        TierCost(0.5, plan.times.replicas_s, 60 + plan.times.replica_s),
         TierCost(persist_s * 0.05, persist_s, 60 + persist_s),
         8 * 3600.0,
         0.1,
@@ -77,30 +77,30 @@ def test_the_tiers_get_what_each_of_them_costs():
 
 def test_without_a_rate_there_are_no_intervals_but_all_else():
     for unknown in ("nic_bytes_per_s", "disk_bytes_per_s"):
-        plan = plan_of(job(**{unknown: None}))
+        plan = estimate(job(**{unknown: None}))
 
         assert plan.tiers is None
         assert plan.placement == place(NODES, 2)
-    alone = plan_of(job(replicas=1, nic_bytes_per_s=None))
+    alone = estimate(job(replicas=1, nic_bytes_per_s=None))
 
-    assert alone.seconds.replicas_s == 0
+    assert alone.times.replicas_s == 0
     assert alone.tiers.memory is None
     assert alone.missed == 1
 
 
 def test_domains_are_placed_over_and_lost_one_by_one():
-    domains = even(NODES, 4)
-    plan = plan_of(job(domains=domains))
+    domains = even_domains(NODES, 4)
+    plan = estimate(job(domains=domains))
 
     assert plan.placement == place(NODES, 2, domains.paths)
     assert [loss.n_nodes for loss in plan.losses] == [4] * 4
     assert plan.spreads[0].together == 0
-    assert plan_of(job()).spreads == plan_of(job()).losses == ()
+    assert estimate(job()).spreads == estimate(job()).losses == ()
 
 
 def test_one_node_and_two_have_as_many_rows_as_nodes():
     for count in (1, 2):
-        plan = plan_of(job(nodes=NODES[:count], replicas=count))
+        plan = estimate(job(nodes=NODES[:count], replicas=count))
 
         assert [each.odds.lost for each in plan.recoveries] == list(range(1, count + 1))
         assert plan.missed == 1
@@ -108,4 +108,4 @@ def test_one_node_and_two_have_as_many_rows_as_nodes():
 
 def test_a_node_without_a_domain_is_an_error():
     with pytest.raises(ConfigError, match="of n3"):
-        plan_of(replace(job(), domains=even(NODES[:3], 2), nodes=NODES[:4]))
+        estimate(replace(job(), domains=even_domains(NODES[:3], 2), nodes=NODES[:4]))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.ram import RamNeed, Rung, options, refusal
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.placement.ram import RamNeed, RamSaving, ram_options, ram_refusal
+from gpuops.checkpoint.types import CheckpointError
 
 GB = 10**9
 
@@ -21,31 +21,34 @@ def test_a_70b_model_on_64_gpus_needs_420_gb_a_node():
 def test_what_is_given_up_and_in_which_order():
     need = RamNeed(ranks=8, bytes_per_rank=12 * GB, replicas=2, slots=3, copy_slots=3)
 
-    assert [(option.rung, option.need.total_bytes // GB) for option in options(need)] == [
-        (Rung.NOTHING, 576),
-        (Rung.SPARSE_COPIES, 480),
-        (Rung.TWO_SLOTS, 384),
-        (Rung.WEIGHTS_ONLY, 128),
-        (Rung.NO_COPIES, 64),
+    assert [(option.saving, option.need.total_bytes // GB) for option in ram_options(need)] == [
+        (RamSaving.NOTHING, 576),
+        (RamSaving.SPARSE_COPIES, 480),
+        (RamSaving.TWO_SLOTS, 384),
+        (RamSaving.WEIGHTS_ONLY, 128),
+        (RamSaving.NO_COPIES, 64),
     ]
 
 
 def test_a_rung_that_saves_nothing_is_left_out():
     need = RamNeed(ranks=8, bytes_per_rank=12 * GB, replicas=1)
 
-    assert [option.rung for option in options(need)] == [Rung.NOTHING, Rung.WEIGHTS_ONLY]
+    assert [option.saving for option in ram_options(need)] == [
+        RamSaving.NOTHING,
+        RamSaving.WEIGHTS_ONLY,
+    ]
 
 
 def test_what_does_not_fit_is_refused_with_figures_and_the_first_that_would():
     need = RamNeed(ranks=8, bytes_per_rank=12 * GB, replicas=2, slots=3, copy_slots=3)
 
-    assert refusal(need, 576 * GB) is None
-    assert refusal(need, 576 * GB - 1) == (
+    assert ram_refusal(need, 576 * GB) is None
+    assert ram_refusal(need, 576 * GB - 1) == (
         "checkpoints need 576.0 GB a node (3 slots x 8 ranks x 12.0 GB x 2 copies), and 576.0 GB"
         " are there; copies of only some saves, in two slots would fit: 480.0 GB a node"
         " (3 slots x 8 ranks x 12.0 GB, and 192.0 GB for peers, 2 slots)"
     )
-    assert refusal(need, 60 * GB) == (
+    assert ram_refusal(need, 60 * GB) == (
         "checkpoints need 576.0 GB a node (3 slots x 8 ranks x 12.0 GB x 2 copies), and 60.0 GB"
         " are there; nothing fits, the least is 64.0 GB a node (2 slots x 8 ranks x 4.0 GB)"
     )
@@ -63,13 +66,13 @@ def test_what_does_not_fit_is_refused_with_figures_and_the_first_that_would():
     st.integers(0, 10**14),
 )
 def test_each_option_needs_less_and_only_what_does_not_fit_is_refused(need, available):
-    sizes = [option.need.total_bytes for option in options(need)]
+    sizes = [option.need.total_bytes for option in ram_options(need)]
 
     assert sizes == sorted(set(sizes), reverse=True)
     assert need.total_bytes == need.state_bytes * (
         need.slots + need.copy_slots * (need.replicas - 1)
     )
-    assert (refusal(need, available) is None) == (need.total_bytes <= available)
+    assert (ram_refusal(need, available) is None) == (need.total_bytes <= available)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.domains import Domains, even
-from gpuops.checkpoint.placement import Placement, place
-from gpuops.checkpoint.recovery_odds import (
+from gpuops.checkpoint.placement.domains import FailureDomains, even_domains
+from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place
+from gpuops.checkpoint.placement.survival import (
     corollary_bound,
     domain_losses,
     lost_states,
     mixed_odds,
     ring_odds,
     ring_sets,
-    simulated,
+    simulate_survival,
 )
 
 SIZES = [(n, m) for n in range(1, 12) for m in range(1, n + 1)]
@@ -110,7 +110,7 @@ def test_chance_agrees_within_four_standard_errors(n_nodes, m, lost):
     exact = mixed_odds(n_nodes, m, lost).probability
     error = (exact * (1 - exact) / trials) ** 0.5
 
-    found = simulated(place(named(n_nodes), m), lost, trials, Random(20230923))
+    found = simulate_survival(place(named(n_nodes), m), lost, trials, Random(20230923))
 
     assert abs(found - exact) < 4 * error
 
@@ -151,9 +151,11 @@ def test_what_cannot_be_lost_is_an_error(n_nodes, m, lost):
 
 
 def test_the_loss_of_a_domain_names_the_states_that_go_with_it():
-    placement = Placement(2, (("a", "b"), ("c", "d")))
+    placement = ReplicaPlacement(2, (("a", "b"), ("c", "d")))
     paths = {"a": ("r", "1"), "b": ("r", "2"), "c": ("r", "3"), "d": ("r", "3")}
-    found = {loss.domain: loss for loss in domain_losses(placement, Domains(("r", "s"), paths))}
+    found = {
+        loss.domain: loss for loss in domain_losses(placement, FailureDomains(("r", "s"), paths))
+    }
 
     assert found["r",].lost_states == ("a", "b", "c", "d")
     assert found["r", "1"].is_survived
@@ -165,7 +167,7 @@ def test_the_loss_of_a_domain_names_the_states_that_go_with_it():
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 8))
 def test_the_loss_of_a_domain_is_what_looking_says(n_nodes, m, n_domains):
     nodes = named(n_nodes)
-    domains = even(nodes, min(n_domains, n_nodes))
+    domains = even_domains(nodes, min(n_domains, n_nodes))
     placement = place(nodes, m, domains.paths)
 
     for loss in domain_losses(placement, domains):

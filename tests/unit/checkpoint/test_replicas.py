@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.transfers import CHUNK, SHARD, Memory, copy_of, filled, push_of
 
-from gpuops.checkpoint.arena import SlotMemory
 from gpuops.checkpoint.digest import chunk_hash
-from gpuops.checkpoint.replicas import ReplicaStore
-from gpuops.checkpoint.states import CheckpointError, Shard, StateId
-from gpuops.checkpoint.transfer_wire import Refusal, RefusedError
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.peers.store import ReplicaStore
+from gpuops.checkpoint.transfer.wire import TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import CheckpointError, Shard, StateId
 
 NBYTES = 3 * CHUNK
 OTHER = Shard(2, 4)
@@ -75,7 +75,7 @@ def begin(store, copy, committed=None):
 
 def receive(inbox, data, chunks=None):
     """Put *chunks* of *data* into *inbox*, as one connection does, and leave the rest."""
-    intake, claims = inbox.intake, []
+    intake, claims = inbox.tracker, []
     while (claim := intake.claim()) is not None:
         claims.append(claim)
     for claim in claims:
@@ -83,8 +83,8 @@ def receive(inbox, data, chunks=None):
             if chunks is None or number in chunks:
                 with intake.chunk(number) as view:
                     view[:] = data[number * CHUNK : number * CHUNK + len(view)]
-                    intake.settle(number, chunk_hash(view))
-        intake.give_back(claim)
+                    intake.record(number, chunk_hash(view))
+        intake.release(claim)
 
 
 def put(store, step, committed=None, **more):
@@ -93,7 +93,7 @@ def put(store, step, committed=None, **more):
     inbox = begin(store, copy, committed)
     receive(inbox, data)
     inbox.complete()
-    inbox.leave()
+    inbox.detach()
     return copy
 
 
@@ -103,7 +103,7 @@ def steps(store):
 
 def refusal(store, step, committed=None, **more):
     _data, copy = image(step, **more)
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(TransferRefusedError) as caught:
         begin(store, copy, committed)
     return caught.value
 
@@ -142,14 +142,14 @@ def test_a_copy_counts_only_when_it_is_whole(store):
     assert store.open(copy.state, copy.shard) is None
     with pytest.raises(CheckpointError, match="root"):
         inbox.complete()
-    inbox.leave()
+    inbox.detach()
     again = begin(store, copy)
     assert again is inbox
-    assert again.intake.n_missing == 1
+    assert again.tracker.n_missing == 1
     receive(again, data)
     again.complete()
     again.complete()
-    again.leave()
+    again.detach()
     (held,) = store.copies()
     assert held == dataclasses.replace(copy, holder="holder")
     assert begin(store, copy) is None
@@ -159,13 +159,13 @@ def test_the_slot_of_a_push_that_has_begun_is_no_copy_any_more(store):
     put(store, 1)
     put(store, 2, committed=StateId(3, 1))
     _data, copy = image(3)
-    begin(store, copy, StateId(3, 2)).leave()
+    begin(store, copy, StateId(3, 2)).detach()
     assert steps(store) == [2]
 
 
 def test_an_older_state_is_refused(store):
     put(store, 5)
-    assert refusal(store, 4).code is Refusal.NOT_WANTED
+    assert refusal(store, 4).code is TransferRefusal.NOT_WANTED
     assert "overtaken by step 5" in str(refusal(store, 4))
     store.commit(StateId(3, 9))
     assert "overtaken by step 9" in str(refusal(store, 8))
@@ -182,18 +182,18 @@ def test_the_committed_state_is_taken_after_a_newer_one_that_was_given_up(store)
 
 def test_another_content_for_the_same_state_is_refused(store):
     put(store, 1)
-    assert refusal(store, 1, seed=99).code is Refusal.DIFFERENT
+    assert refusal(store, 1, seed=99).code is TransferRefusal.DIFFERENT
     _data, copy = image(2)
     inbox = begin(store, copy)
-    assert refusal(store, 2, seed=99).code is Refusal.DIFFERENT
-    inbox.leave()
+    assert refusal(store, 2, seed=99).code is TransferRefusal.DIFFERENT
+    inbox.detach()
     # What nobody sends any more does not block it.
     put(store, 2, seed=99)
     assert steps(store) == [2, 1]
 
 
 def test_shards_of_others_are_refused(store):
-    assert refusal(store, 1, shard=OTHER).code is Refusal.NOT_WANTED
+    assert refusal(store, 1, shard=OTHER).code is TransferRefusal.NOT_WANTED
 
 
 def test_no_slot_is_reused_while_it_is_read(store):
@@ -201,7 +201,7 @@ def test_no_slot_is_reused_while_it_is_read(store):
     first = store.open(StateId(3, 1), SHARD)
     put(store, 2, committed=StateId(3, 1))
     busy = refusal(store, 3, committed=StateId(3, 2))
-    assert busy.code is Refusal.BUSY
+    assert busy.code is TransferRefusal.BUSY
     data, _copy = image(1)
     assert os.pread(first.fd, NBYTES, 0) == data
     first.release()
@@ -216,11 +216,11 @@ def test_a_newer_push_ends_an_older_one_that_is_still_coming(store):
     _data, two = image(2)
     inbox = begin(store, two)
     assert inbox.is_wanted()
-    assert refusal(store, 3).code is Refusal.BUSY
+    assert refusal(store, 3).code is TransferRefusal.BUSY
     assert not inbox.is_wanted()
-    with pytest.raises(RefusedError, match="overtaken"):
+    with pytest.raises(TransferRefusedError, match="overtaken"):
         inbox.complete()
-    inbox.leave()
+    inbox.detach()
     put(store, 3)
     assert steps(store) == [3, 1]
 
@@ -229,25 +229,25 @@ def test_a_new_epoch_drops_what_was_on_its_way(store):
     data, copy = image(1)
     waiting = begin(store, copy)
     receive(waiting, data, chunks={0})
-    waiting.leave()
+    waiting.detach()
     _data, other = image(2)
     active = begin(store, other)
     store.begin_epoch(4)
     assert not active.is_wanted()
-    active.leave()
-    assert begin(store, copy).intake.n_missing == 3
+    active.detach()
+    assert begin(store, copy).tracker.n_missing == 3
 
 
 def test_a_push_again_waits_for_the_end_of_the_last_one(store):
     data, copy = image(1)
     old = begin(store, copy)
     store.begin_epoch(4)
-    assert refusal(store, 1).code is Refusal.BUSY
-    old.leave()
+    assert refusal(store, 1).code is TransferRefusal.BUSY
+    old.detach()
     new = begin(store, copy)
     receive(new, data)
     new.complete()
-    new.leave()
+    new.detach()
     assert steps(store) == [1]
 
 
@@ -268,7 +268,7 @@ def test_memory_that_is_being_written_is_not_closed(store):
     store.keep_only([])
     assert not inbox.is_wanted()
     assert not store.made[0].is_closed
-    inbox.leave()
+    inbox.detach()
     assert store.made[0].is_closed
 
 
@@ -282,10 +282,10 @@ def test_chunks_that_did_not_change_are_not_asked_for_again(store):
     memory.view[CHUNK] ^= 1
     three = copy_of(memory, state=StateId(3, 3))
     inbox = begin(store, three, StateId(3, 2))
-    assert (inbox.intake.n_missing, inbox.intake.found_bytes) == (1, 2 * CHUNK)
+    assert (inbox.tracker.n_missing, inbox.tracker.found_bytes) == (1, 2 * CHUNK)
     receive(inbox, bytes(memory.view))
     inbox.complete()
-    inbox.leave()
+    inbox.detach()
     pinned = store.open(three.state, SHARD)
     assert os.pread(pinned.fd, NBYTES, 0) == bytes(memory.view)
     assert one.digest != three.digest
@@ -299,10 +299,10 @@ def test_chunks_that_changed_in_memory_are_asked_for_again(store):
     put(store, 2, committed=StateId(3, 1))
     store.made[0].view[0] ^= 1
     inbox = begin(store, dataclasses.replace(one, state=StateId(3, 3)), StateId(3, 2))
-    assert inbox.intake.n_missing == 1
+    assert inbox.tracker.n_missing == 1
     receive(inbox, data)
     inbox.complete()
-    inbox.leave()
+    inbox.detach()
 
 
 def test_another_size_gets_another_memory(store):
@@ -320,7 +320,7 @@ def test_no_more_memory_than_allowed():
     put(store, 1)
     put(store, 2, committed=StateId(3, 1))
     error = refusal(store, 3, shard=OTHER)
-    assert error.code is Refusal.NO_ROOM
+    assert error.code is TransferRefusal.NO_ROOM
     assert "may hold 24.6 kB" in str(error)
     put(store, 3, committed=StateId(3, 2))
     store.close()
@@ -333,25 +333,25 @@ def test_memory_that_cannot_be_had_is_no_room():
     store = ReplicaStore("holder", allocate, bytes_max=2**40, chunk_bytes=CHUNK)
     store.keep_only([SHARD])
     error = refusal(store, 1)
-    assert error.code is Refusal.NO_ROOM
+    assert error.code is TransferRefusal.NO_ROOM
     assert "none left" in str(error)
 
 
 def test_a_copy_found_damaged_is_none_any_more(store):
     copy = put(store, 1)
     pinned = store.open(copy.state, SHARD)
-    pinned.damaged(2)
-    pinned.damaged(2)
+    pinned.on_damage(2)
+    pinned.on_damage(2)
     pinned.release()
     assert store.copies() == []
-    assert [(held.state, number) for held, number in store.damaged()] == [(copy.state, 2)]
-    assert store.damaged() == []
+    assert [(held.state, number) for held, number in store.take_damaged()] == [(copy.state, 2)]
+    assert store.take_damaged() == []
     put(store, 1)
     assert steps(store) == [1]
 
 
 def test_it_works_with_the_memory_of_the_arena():
-    store = ReplicaStore("holder", SlotMemory.create, bytes_max=2**20, chunk_bytes=CHUNK)
+    store = ReplicaStore("holder", SharedBuffer.create, bytes_max=2**20, chunk_bytes=CHUNK)
     store.keep_only([SHARD])
     put(store, 1)
     put(store, 2)
@@ -384,13 +384,13 @@ class Holder(RuleBasedStateMachine):
         kept = self.newest_committed()
         try:
             inbox = begin(self.store, copy)
-        except RefusedError:
+        except TransferRefusedError:
             inbox = None
         if inbox is not None and is_whole:
             receive(inbox, data)
-            if inbox.intake.is_whole:
+            if inbox.tracker.is_complete:
                 inbox.complete()
-            inbox.leave()
+            inbox.detach()
         elif inbox is not None:
             self.coming.append(inbox)
         held = [copy.state for copy in self.store.copies()]
@@ -421,7 +421,7 @@ class Holder(RuleBasedStateMachine):
     @rule()
     def lose_connections(self):
         while self.coming:
-            self.coming.pop().leave()
+            self.coming.pop().detach()
 
     @rule(epoch=st.integers(3, 4))
     def begin_epoch(self, epoch):

@@ -7,24 +7,24 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.digest import root_of
-from gpuops.checkpoint.manifest import Manifest, ShardRecord, utc
-from gpuops.checkpoint.retention import (
+from gpuops.checkpoint.digest import digest_root
+from gpuops.checkpoint.manifest import Manifest, ShardRecord, format_utc
+from gpuops.checkpoint.storage.api import StoredState
+from gpuops.checkpoint.storage.retention import (
     DAY_S,
+    DEFAULT_BUCKETS,
     HOUR_S,
-    LADDER,
-    Retention,
-    Rung,
-    doomed,
-    judge,
+    RetentionBucket,
+    RetentionPolicy,
+    decide_retention,
     prune,
+    states_to_delete,
 )
-from gpuops.checkpoint.state_store import Stored
-from gpuops.checkpoint.states import CheckpointError, Digest, Shard, StateId
+from gpuops.checkpoint.types import CheckpointError, Digest, Shard, StateId
 
 NOON_S = int(datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp())
 TABLE = blake3(b"").digest(8)
-RECORD = ShardRecord(Shard(0, 1), "0" * 64, Digest(1, TABLE, root_of(1, TABLE)))
+RECORD = ShardRecord(Shard(0, 1), "0" * 64, Digest(1, TABLE, digest_root(1, TABLE)))
 
 
 def stored(step, *, epoch=1, age_s=0, tags=()):
@@ -33,12 +33,12 @@ def stored(step, *, epoch=1, age_s=0, tags=()):
         state=state,
         world=1,
         shards=(RECORD,),
-        created=utc((NOON_S - age_s) * 1_000_000),
+        created=format_utc((NOON_S - age_s) * 1_000_000),
         version="1",
         generation=0,
         job="",
     )
-    return Stored(state, made, tags)
+    return StoredState(state, made, tags)
 
 
 def row(*steps):
@@ -47,13 +47,17 @@ def row(*steps):
 
 
 def kept(states, retention, verified=()):
-    return [verdict.state.step for verdict in judge(states, retention, verified) if verdict.is_kept]
+    return [
+        verdict.state.step
+        for verdict in decide_retention(states, retention, verified)
+        if verdict.is_kept
+    ]
 
 
 def test_the_newest_stay_and_the_rest_go_oldest_first():
     states = row(1, 2, 3, 4, 5)
 
-    gone = doomed(states, Retention(keep_last=2), {StateId(1, 5)})
+    gone = states_to_delete(states, RetentionPolicy(keep_last=2), {StateId(1, 5)})
 
     assert [verdict.state.step for verdict in gone] == [1, 2, 3]
     assert {verdict.why for verdict in gone} == {"no rule keeps it"}
@@ -62,7 +66,7 @@ def test_the_newest_stay_and_the_rest_go_oldest_first():
 def test_newest_is_by_epoch_first():
     states = [stored(900, epoch=1), stored(100, epoch=2), stored(200, epoch=2)]
 
-    gone = doomed(states, Retention(keep_last=2), {StateId(2, 200)})
+    gone = states_to_delete(states, RetentionPolicy(keep_last=2), {StateId(2, 200)})
 
     assert [verdict.state for verdict in gone] == [StateId(1, 900)]
 
@@ -70,7 +74,7 @@ def test_newest_is_by_epoch_first():
 def test_each_so_many_steps_one_stays():
     states = row(0, 50, 100, 150, 200, 250)
 
-    assert kept(states, Retention(keep_last=1, keep_every=100), {StateId(1, 250)}) == [
+    assert kept(states, RetentionPolicy(keep_last=1, keep_every=100), {StateId(1, 250)}) == [
         250,
         200,
         100,
@@ -81,22 +85,24 @@ def test_each_so_many_steps_one_stays():
 def test_the_newest_verified_stays_however_old():
     states = row(1, 2, 3, 4, 5, 6)
 
-    assert kept(states, Retention(keep_last=2), {StateId(1, 1), StateId(1, 2)}) == [6, 5, 2]
+    assert kept(states, RetentionPolicy(keep_last=2), {StateId(1, 1), StateId(1, 2)}) == [6, 5, 2]
 
 
 def test_nothing_goes_while_none_is_known_to_be_good():
     states = row(1, 2, 3, 4)
 
-    assert doomed(states, Retention(keep_last=1)) == []
-    assert doomed(states, Retention(keep_last=1), {StateId(7, 7)}) == []  # not in this store
-    verdicts = judge(states, Retention(keep_last=1))
+    assert states_to_delete(states, RetentionPolicy(keep_last=1)) == []
+    assert (
+        states_to_delete(states, RetentionPolicy(keep_last=1), {StateId(7, 7)}) == []
+    )  # not in this store
+    verdicts = decide_retention(states, RetentionPolicy(keep_last=1))
     assert verdicts[-1].why == "no state is known to be good"
 
 
 def test_pinned_ones_stay_and_the_reasons_are_told():
     states = [stored(1, tags=("a", "b"), age_s=99), *row(2, 3)]
 
-    verdicts = judge(states, Retention(keep_last=1, keep_every=3), {StateId(1, 3)})
+    verdicts = decide_retention(states, RetentionPolicy(keep_last=1, keep_every=3), {StateId(1, 3)})
 
     assert [(verdict.state.step, verdict.is_kept) for verdict in verdicts] == [
         (3, True),
@@ -111,7 +117,7 @@ def test_the_ladder_keeps_one_an_hour_for_a_day_and_one_a_day_for_a_week():
     minutes = range(0, 10 * 24 * 60, 20)
     states = [stored(10**6 - minute, age_s=60 * minute) for minute in minutes]
 
-    retention = Retention(keep_last=1, ladder=LADDER)
+    retention = RetentionPolicy(keep_last=1, buckets=DEFAULT_BUCKETS)
     steps = set(kept(states, retention, {StateId(1, 10**6)}))
     ages_s = sorted(NOON_S - item.manifest.created_s for item in states if item.state.step in steps)
 
@@ -127,14 +133,14 @@ def test_the_ladder_keeps_one_an_hour_for_a_day_and_one_a_day_for_a_week():
 def test_a_clock_that_jumped_or_a_long_pause_removes_nothing_by_age():
     states = [stored(step, age_s=400 * DAY_S + HOUR_S * (9 - step)) for step in range(10)]
 
-    retention = Retention(keep_last=1, ladder=(Rung(HOUR_S, DAY_S),))
+    retention = RetentionPolicy(keep_last=1, buckets=(RetentionBucket(HOUR_S, DAY_S),))
 
     assert len(kept(states, retention, {StateId(1, 9)})) == 10
 
 
 def test_one_state_or_none_is_left_alone():
-    assert judge([], Retention()) == []
-    assert doomed([stored(1)], Retention(keep_last=1), {StateId(1, 1)}) == []
+    assert decide_retention([], RetentionPolicy()) == []
+    assert states_to_delete([stored(1)], RetentionPolicy(keep_last=1), {StateId(1, 1)}) == []
 
 
 @pytest.mark.parametrize(
@@ -142,13 +148,13 @@ def test_one_state_or_none_is_left_alone():
 )
 def test_a_rule_that_would_keep_none_is_refused(values):
     with pytest.raises(ValueError, match="keep_last is"):
-        Retention(**values)
+        RetentionPolicy(**values)
 
 
 @pytest.mark.parametrize("rung", [(0, 10), (-1, 10), (10, 5)])
 def test_a_rung_that_means_nothing_is_refused(rung):
     with pytest.raises(ValueError, match="kept each"):
-        Rung(*rung)
+        RetentionBucket(*rung)
 
 
 STORED = st.builds(
@@ -159,10 +165,10 @@ STORED = st.builds(
     tags=st.sampled_from([(), (), (), ("x",)]),
 )
 RETENTIONS = st.builds(
-    Retention,
+    RetentionPolicy,
     keep_last=st.integers(1, 5),
     keep_every=st.integers(0, 7),
-    ladder=st.sampled_from([(), LADDER, (Rung(60, 3600),)]),
+    buckets=st.sampled_from([(), DEFAULT_BUCKETS, (RetentionBucket(60, 3600),)]),
 )
 
 
@@ -175,7 +181,7 @@ def test_what_must_stay_stays_and_a_second_time_nothing_goes(states, retention, 
     verified = data.draw(
         st.sets(st.sampled_from([item.state for item in states])) if states else st.just(set())
     )
-    gone = {verdict.state for verdict in doomed(states, retention, verified)}
+    gone = {verdict.state for verdict in states_to_delete(states, retention, verified)}
 
     assert not gone & {item.state for item in states if item.tags}
     assert max(verified, default=None) not in gone
@@ -184,7 +190,7 @@ def test_what_must_stay_stays_and_a_second_time_nothing_goes(states, retention, 
     if not verified:
         assert not gone
     left = [item for item in states if item.state not in gone]
-    assert doomed(left, retention, verified) == []
+    assert states_to_delete(left, retention, verified) == []
 
 
 class ListOfStates:
@@ -193,7 +199,7 @@ class ListOfStates:
     def __init__(self, states, stuck=None):
         self.states, self.stuck = states, stuck
 
-    def list(self):
+    def list_states(self):
         return tuple(self.states)
 
     def delete(self, state):
@@ -206,7 +212,7 @@ def test_pruning_tells_of_each_before_it_goes_and_stops_where_it_cannot():
     store, told = ListOfStates(row(1, 2, 3, 4), stuck=StateId(1, 2)), []
 
     with pytest.raises(CheckpointError):
-        prune(store, Retention(keep_last=1), {StateId(1, 4)}, told=told.append)
+        prune(store, RetentionPolicy(keep_last=1), {StateId(1, 4)}, on_delete=told.append)
 
     assert [verdict.state.step for verdict in told] == [1, 2]
     assert [item.state.step for item in store.states] == [2, 3, 4]

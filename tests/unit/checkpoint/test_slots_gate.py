@@ -11,12 +11,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from gpuops.checkpoint.slots import Gate, GateError, Granted, Reason, Refused
-from gpuops.checkpoint.states import StateId
+from gpuops.checkpoint.memory.buffer_table import (
+    BufferTable,
+    BufferTableError,
+    SkipReason,
+    SlotLease,
+    SlotRefusal,
+)
+from gpuops.checkpoint.types import StateId
 
 
 def gate_of(n_ranks=2, n_slots=2, **kwargs):
-    gate = Gate(**kwargs)
+    gate = BufferTable(**kwargs)
     gate.begin_epoch(n_ranks)
     gate.resume(None, 1)
     for local_rank in range(n_ranks):
@@ -27,69 +33,69 @@ def gate_of(n_ranks=2, n_slots=2, **kwargs):
 def save(gate, step, n_ranks=2, now_s=0.0):
     """Save *step* by all ranks; return whether it was committed."""
     for local_rank in range(n_ranks):
-        answer = gate.begin(local_rank, step, now_s)
-        if isinstance(answer, Refused):
+        answer = gate.acquire(local_rank, step, now_s)
+        if isinstance(answer, SlotRefusal):
             return False
         key = gate.seal(local_rank, answer.state)
-        gate.verified(key, answer.state)
-    return gate.newest == StateId(gate.epoch, step)
+        gate.mark_verified(key, answer.state)
+    return gate.last_committed == StateId(gate.epoch, step)
 
 
 def reason(answer):
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SlotRefusal)
     return answer.reason
 
 
 def test_a_state_is_committed_once_all_ranks_are_verified():
     gate = gate_of()
-    slots = [gate.begin(r, 5, 0.0).slot for r in (0, 1)]
+    slots = [gate.acquire(r, 5, 0.0).slot for r in (0, 1)]
     state = StateId(1, 5)
 
     assert gate.seal(0, state) == slots[0]
     assert gate.seal(1, state) == slots[1]
-    assert not gate.verified(slots[0], state)
-    assert gate.newest is None
-    assert gate.verified(slots[1], state)
-    assert gate.newest == state
+    assert not gate.mark_verified(slots[0], state)
+    assert gate.last_committed is None
+    assert gate.mark_verified(slots[1], state)
+    assert gate.last_committed == state
 
 
 def test_the_newest_is_never_granted_and_two_slots_take_turns():
     gate = gate_of(n_ranks=1)
     used = []
     for step in range(1, 7):
-        answer = gate.begin(0, step, 0.0)
+        answer = gate.acquire(0, step, 0.0)
         used.append(answer.slot.index)
-        assert answer.slot not in gate.whole().get(gate.newest, {}).values()
-        gate.verified(gate.seal(0, answer.state), answer.state)
+        assert answer.slot not in gate.complete_states().get(gate.last_committed, {}).values()
+        gate.mark_verified(gate.seal(0, answer.state), answer.state)
 
     assert used == [0, 1, 0, 1, 0, 1]
 
 
 def test_the_first_rank_decides_for_all_also_for_a_skip():
     gate = gate_of()
-    gate.begin(0, 1, 0.0)
+    gate.acquire(0, 1, 0.0)
 
-    assert reason(gate.begin(0, 2, 0.0)) is Reason.IN_FLIGHT
-    assert isinstance(gate.begin(1, 1, 0.0), Granted)
+    assert reason(gate.acquire(0, 2, 0.0)) is SkipReason.IN_FLIGHT
+    assert isinstance(gate.acquire(1, 1, 0.0), SlotLease)
     for local_rank in (0, 1):
         state = StateId(1, 1)
-        gate.verified(gate.seal(local_rank, state), state)
+        gate.mark_verified(gate.seal(local_rank, state), state)
     # Nothing is in flight now, but rank 0 was told to skip step 2.
-    assert reason(gate.begin(1, 2, 0.0)) is Reason.IN_FLIGHT
-    assert gate.skipped == {Reason.IN_FLIGHT: 1}
+    assert reason(gate.acquire(1, 2, 0.0)) is SkipReason.IN_FLIGHT
+    assert gate.skipped == {SkipReason.IN_FLIGHT: 1}
 
 
 def test_a_rank_that_passed_a_step_gives_it_up_and_its_writer_keeps_the_slot():
     gate = gate_of()
     save(gate, 1)
-    first = gate.begin(0, 2, 0.0)
+    first = gate.acquire(0, 2, 0.0)
 
     # Rank 1 never asks for step 2; rank 0 still writes into its only free slot.
-    assert reason(gate.begin(1, 3, 0.0)) is Reason.NO_FREE_SLOT
+    assert reason(gate.acquire(1, 3, 0.0)) is SkipReason.NO_FREE_SLOT
     assert gate.in_flight is None
-    assert gate.given_up == 1
+    assert gate.n_given_up == 1
     assert gate.seal(0, first.state) is None
-    assert isinstance(gate.begin(0, 4, 0.0), Granted)
+    assert isinstance(gate.acquire(0, 4, 0.0), SlotLease)
 
 
 def test_a_pinned_slot_is_not_granted():
@@ -98,16 +104,16 @@ def test_a_pinned_slot_is_not_granted():
     gate.pin(StateId(1, 1), "persist")
     save(gate, 2, 1)
 
-    assert reason(gate.begin(0, 3, 0.0)) is Reason.NO_FREE_SLOT
+    assert reason(gate.acquire(0, 3, 0.0)) is SkipReason.NO_FREE_SLOT
     gate.unpin("persist")
-    assert isinstance(gate.begin(0, 4, 0.0), Granted)
+    assert isinstance(gate.acquire(0, 4, 0.0), SlotLease)
 
 
 def test_what_is_not_whole_cannot_be_pinned():
     gate = gate_of(n_ranks=1)
-    gate.begin(0, 1, 0.0)
+    gate.acquire(0, 1, 0.0)
 
-    with pytest.raises(GateError, match="does not hold"):
+    with pytest.raises(BufferTableError, match="does not hold"):
         gate.pin(StateId(1, 1), "persist")
 
 
@@ -115,22 +121,24 @@ def test_nothing_is_due_before_its_time_and_all_ranks_hear_it():
     gate = gate_of(every_s=5.0)
     assert save(gate, 1, now_s=100.0)
 
-    assert reason(gate.begin(0, 2, 104.9)) is Reason.NOT_DUE
-    assert reason(gate.begin(1, 2, 105.1)) is Reason.NOT_DUE
-    assert isinstance(gate.begin(1, 3, 105.1), Granted)
-    assert isinstance(gate.begin(0, 3, 105.2), Granted)
+    assert reason(gate.acquire(0, 2, 104.9)) is SkipReason.NOT_DUE
+    assert reason(gate.acquire(1, 2, 105.1)) is SkipReason.NOT_DUE
+    assert isinstance(gate.acquire(1, 3, 105.1), SlotLease)
+    assert isinstance(gate.acquire(0, 3, 105.2), SlotLease)
 
 
 def test_a_clock_that_jumps_keeps_several_nodes_from_no_save():
     gate = gate_of(every_s=5.0)
-    gate.is_alone = False
+    gate.is_single_node = False
     for step, now_s in enumerate((100.0, 3700.0, 99.0, 1.0, 1e9, 50.0), 1):
         save(gate, step, now_s=now_s)
-        assert gate.commit_from_outside(StateId(1, step)), now_s
-        assert reason(gate.begin(0, step, now_s)) is Reason.PASSED
-    assert reason(gate.begin(0, 7, 51.0)) is Reason.NOT_DUE
-    assert reason(gate.begin(1, 7, 3700.0)) is Reason.NOT_DUE  # the first that asked has decided
-    assert isinstance(gate.begin(1, 8, 3700.0), Granted)
+        assert gate.commit(StateId(1, step)), now_s
+        assert reason(gate.acquire(0, step, now_s)) is SkipReason.PASSED
+    assert reason(gate.acquire(0, 7, 51.0)) is SkipReason.NOT_DUE
+    assert (
+        reason(gate.acquire(1, 7, 3700.0)) is SkipReason.NOT_DUE
+    )  # the first that asked has decided
+    assert isinstance(gate.acquire(1, 8, 3700.0), SlotLease)
 
 
 def test_the_last_step_is_due_at_any_time_and_may_be_asked_for_until_there_is_room():
@@ -139,118 +147,118 @@ def test_the_last_step_is_due_at_any_time_and_may_be_asked_for_until_there_is_ro
     gate.pin(StateId(1, 1), "persist")
     assert save(gate, 7, now_s=105.0)
 
-    assert reason(gate.begin(0, 8, 105.1)) is Reason.NOT_DUE
-    assert list(gate.refused) == [StateId(1, 8)]
-    assert reason(gate.begin(1, 8, 105.1, is_last=True)) is Reason.NO_FREE_SLOT
+    assert reason(gate.acquire(0, 8, 105.1)) is SkipReason.NOT_DUE
+    assert list(gate.rejected) == [StateId(1, 8)]
+    assert reason(gate.acquire(1, 8, 105.1, is_last=True)) is SkipReason.NO_FREE_SLOT
     gate.unpin("persist")
-    first, second = (gate.begin(r, 8, 105.2, is_last=True) for r in (1, 0))
+    first, second = (gate.acquire(r, 8, 105.2, is_last=True) for r in (1, 0))
     assert first.state == second.state == StateId(1, 8)
     # Whoever asks as usual and comes late is to copy as well, and no other node hears of a refusal.
-    assert isinstance(gate.begin(0, 8, 105.3), Granted)
-    assert not gate.refused
+    assert isinstance(gate.acquire(0, 8, 105.3), SlotLease)
+    assert not gate.rejected
     assert sum(gate.skipped.values()) == 1
 
 
 def test_the_last_step_is_saved_once_and_again_where_it_was_given_up():
     gate = gate_of()
-    gate.is_alone = False  # other nodes commit
-    first, second = (gate.begin(r, 5, 0.0) for r in (0, 1))
-    gate.verified(gate.seal(0, first.state), first.state)
+    gate.is_single_node = False  # other nodes commit
+    first, second = (gate.acquire(r, 5, 0.0) for r in (0, 1))
+    gate.mark_verified(gate.seal(0, first.state), first.state)
     gate.abandon(1, second.state)
-    assert first.state not in gate.whole()
+    assert first.state not in gate.complete_states()
 
-    answers = [gate.begin(r, 5, 0.0, is_last=True) for r in (0, 1)]
-    assert {answer.state for answer in answers} == {first.state} == {gate.last}
+    answers = [gate.acquire(r, 5, 0.0, is_last=True) for r in (0, 1)]
+    assert {answer.state for answer in answers} == {first.state} == {gate.final}
     for local_rank in (0, 1):
-        gate.verified(gate.seal(local_rank, first.state), first.state)
-        assert reason(gate.begin(local_rank, 5, 0.0, is_last=True)) is Reason.NOT_DUE
+        gate.mark_verified(gate.seal(local_rank, first.state), first.state)
+        assert reason(gate.acquire(local_rank, 5, 0.0, is_last=True)) is SkipReason.NOT_DUE
     gate.give_up(first.state)
-    assert isinstance(gate.begin(0, 5, 0.0, is_last=True), Granted)
+    assert isinstance(gate.acquire(0, 5, 0.0, is_last=True), SlotLease)
 
 
 def test_the_last_step_is_not_begun_anew_while_a_rank_still_writes_what_was_given_up():
     gate = gate_of()
-    first, second = (gate.begin(r, 5, 0.0) for r in (0, 1))
+    first, second = (gate.acquire(r, 5, 0.0) for r in (0, 1))
     gate.abandon(0, first.state)
 
-    assert reason(gate.begin(0, 5, 0.0, is_last=True)) is Reason.PASSED
+    assert reason(gate.acquire(0, 5, 0.0, is_last=True)) is SkipReason.PASSED
     assert gate.seal(1, second.state) is None
-    assert isinstance(gate.begin(0, 5, 0.0, is_last=True), Granted)
+    assert isinstance(gate.acquire(0, 5, 0.0, is_last=True), SlotLease)
 
 
 def test_an_older_step_than_the_last_decided_is_no_last_one():
     gate = gate_of(every_s=5.0)
     assert save(gate, 1, now_s=100.0)
-    gate.begin(0, 2, 100.1)
-    gate.begin(0, 3, 100.2)
+    gate.acquire(0, 2, 100.1)
+    gate.acquire(0, 3, 100.2)
 
-    assert reason(gate.begin(1, 2, 100.3, is_last=True)) is Reason.NOT_DUE
+    assert reason(gate.acquire(1, 2, 100.3, is_last=True)) is SkipReason.NOT_DUE
 
 
 def test_nothing_is_granted_before_it_is_known_where_to_go_on_and_all_have_slots():
-    gate = Gate()
+    gate = BufferTable()
     gate.begin_epoch(2)
     gate.register(0, 1, range(2))
 
-    assert reason(gate.begin(0, 1, 0.0)) is Reason.NOT_RESTORED
+    assert reason(gate.acquire(0, 1, 0.0)) is SkipReason.NOT_RESTORED
     gate.resume(None, 1)
-    assert reason(gate.begin(0, 2, 0.0)) is Reason.NOT_RESERVED
+    assert reason(gate.acquire(0, 2, 0.0)) is SkipReason.NOT_RESERVED
     gate.register(1, 2, range(2))
-    assert isinstance(gate.begin(0, 3, 0.0), Granted)
+    assert isinstance(gate.acquire(0, 3, 0.0), SlotLease)
 
 
 def test_a_rank_that_is_lost_while_it_writes_takes_its_state_with_it():
     gate = gate_of()
     save(gate, 1)
-    first, second = (gate.begin(r, 2, 0.0) for r in (0, 1))
-    gate.verified(gate.seal(1, second.state), second.state)
-    gate.lost(0)
+    first, second = (gate.acquire(r, 2, 0.0) for r in (0, 1))
+    gate.mark_verified(gate.seal(1, second.state), second.state)
+    gate.remove_rank(0)
 
     assert gate.in_flight is None
-    assert gate.newest == StateId(1, 1)
-    assert first.slot not in gate.whole()[gate.newest].values()
-    assert reason(gate.begin(1, 3, 0.0)) is Reason.NOT_RESERVED
+    assert gate.last_committed == StateId(1, 1)
+    assert first.slot not in gate.complete_states()[gate.last_committed].values()
+    assert reason(gate.acquire(1, 3, 0.0)) is SkipReason.NOT_RESERVED
 
 
 def test_what_all_ranks_had_sealed_may_still_be_committed_after_they_are_gone():
     gate = gate_of()
     state = StateId(1, 1)
-    slots = [gate.begin(r, 1, 0.0).slot for r in (0, 1)]
+    slots = [gate.acquire(r, 1, 0.0).slot for r in (0, 1)]
     for local_rank in (0, 1):
         gate.seal(local_rank, state)
-        gate.lost(local_rank)
+        gate.remove_rank(local_rank)
     gate.begin_epoch(2)
 
-    assert gate.is_settling
-    gate.verified(slots[0], state)
-    gate.verified(slots[1], state)
-    assert not gate.is_settling
-    assert gate.newest == state
+    assert gate.is_verifying
+    gate.mark_verified(slots[0], state)
+    gate.mark_verified(slots[1], state)
+    assert not gate.is_verifying
+    assert gate.last_committed == state
 
 
 def test_what_one_rank_had_not_sealed_is_discarded_by_new_workers():
     gate = gate_of()
-    slots = [gate.begin(r, 1, 0.0).slot for r in (0, 1)]
+    slots = [gate.acquire(r, 1, 0.0).slot for r in (0, 1)]
     gate.seal(0, StateId(1, 1))
     gate.begin_epoch(2)
 
-    assert not gate.is_settling
-    assert not gate.verified(slots[0], StateId(1, 1))
-    assert gate.newest is None
+    assert not gate.is_verifying
+    assert not gate.mark_verified(slots[0], StateId(1, 1))
+    assert gate.last_committed is None
 
 
 def test_a_late_digest_of_a_slot_that_has_another_state_by_now_counts_for_nothing():
     gate = gate_of(n_ranks=1)
-    old = gate.begin(0, 1, 0.0)
+    old = gate.acquire(0, 1, 0.0)
     gate.seal(0, old.state)
     gate.begin_epoch(1)
     gate.resume(None, 2)
     gate.register(0, 1, range(2))
-    new = gate.begin(0, 1, 0.0)
+    new = gate.acquire(0, 1, 0.0)
 
     assert new.slot == old.slot
-    assert not gate.verified(old.slot, old.state)
-    assert gate.newest is None
+    assert not gate.mark_verified(old.slot, old.state)
+    assert gate.last_committed is None
 
 
 def test_what_is_newer_than_the_state_that_was_chosen_is_dropped():
@@ -261,26 +269,26 @@ def test_what_is_newer_than_the_state_that_was_chosen_is_dropped():
     gate.resume(StateId(1, 1), 2)
     gate.register(0, 1, range(2))
 
-    assert gate.newest == StateId(1, 1)
-    assert gate.begin(0, 2, 0.0).slot not in gate.whole()[StateId(1, 1)].values()
+    assert gate.last_committed == StateId(1, 1)
+    assert gate.acquire(0, 2, 0.0).slot not in gate.complete_states()[StateId(1, 1)].values()
 
 
 def test_several_nodes_commit_together():
-    gate = Gate()
+    gate = BufferTable()
     gate.begin_epoch(1, is_alone=False)
     gate.resume(None, 1)
     gate.register(0, 1, range(2))
     save(gate, 1, 1)
     state = StateId(1, 1)
 
-    assert gate.newest is None
-    assert list(gate.whole()) == [state]
-    assert reason(gate.begin(0, 2, 0.0)) is Reason.IN_FLIGHT
-    assert gate.commit_from_outside(state)
-    assert not gate.commit_from_outside(state)
-    assert isinstance(gate.begin(0, 3, 0.0), Granted)
+    assert gate.last_committed is None
+    assert list(gate.complete_states()) == [state]
+    assert reason(gate.acquire(0, 2, 0.0)) is SkipReason.IN_FLIGHT
+    assert gate.commit(state)
+    assert not gate.commit(state)
+    assert isinstance(gate.acquire(0, 3, 0.0), SlotLease)
     gate.give_up(StateId(1, 3))
-    assert gate.newest == state
+    assert gate.last_committed == state
 
 
 def test_another_layout_keeps_the_old_memory_until_it_has_a_commit_of_its_own():
@@ -290,18 +298,18 @@ def test_another_layout_keeps_the_old_memory_until_it_has_a_commit_of_its_own():
     gate.register(0, 9, range(2))
 
     freed = gate.release()
-    assert {key.arena for key in freed} == {1}
+    assert {key.pool for key in freed} == {1}
     assert len(freed) == 1
-    assert gate.newest == StateId(1, 2)
+    assert gate.last_committed == StateId(1, 2)
     assert save(gate, 3, 1)
-    assert {key.arena for key in gate.release()} == {1}
+    assert {key.pool for key in gate.release()} == {1}
     assert gate.release() == ()
-    assert gate.newest == StateId(1, 3)
+    assert gate.last_committed == StateId(1, 3)
 
 
 def test_another_layout_while_the_rank_was_copying_gives_the_state_up():
     gate = gate_of(n_ranks=1)
-    gate.begin(0, 1, 0.0)
+    gate.acquire(0, 1, 0.0)
     gate.register(0, 9, range(2))
 
     assert gate.in_flight is None
@@ -311,38 +319,38 @@ def test_another_layout_while_the_rank_was_copying_gives_the_state_up():
 def test_a_rank_that_is_none_of_this_node_is_refused(local_rank):
     gate = gate_of()
 
-    with pytest.raises(GateError, match="no local rank"):
-        gate.begin(local_rank, 1, 0.0)
-    with pytest.raises(GateError, match="no local rank"):
+    with pytest.raises(BufferTableError, match="no local rank"):
+        gate.acquire(local_rank, 1, 0.0)
+    with pytest.raises(BufferTableError, match="no local rank"):
         gate.register(local_rank, 7, range(2))
 
 
 def test_a_seal_without_a_grant_is_refused():
-    with pytest.raises(GateError, match="is not writing"):
+    with pytest.raises(BufferTableError, match="is not writing"):
         gate_of().seal(0, StateId(1, 1))
 
 
 def test_the_digest_of_what_was_in_a_slot_before_says_nothing_of_what_is_sealed_now():
     gate = gate_of(n_ranks=1)
-    old = gate.begin(0, 1, 0.0)
+    old = gate.acquire(0, 1, 0.0)
     gate.seal(0, old.state)
     gate.begin_epoch(1)
     gate.resume(None, 2)
     gate.register(0, 1, range(2))
-    new = gate.begin(0, 1, 0.0)
+    new = gate.acquire(0, 1, 0.0)
     gate.seal(0, new.state)
 
     assert new.slot == old.slot
-    assert not gate.verified(old.slot, old.state)
-    assert gate.newest is None
-    assert gate.verified(new.slot, new.state)
+    assert not gate.mark_verified(old.slot, old.state)
+    assert gate.last_committed is None
+    assert gate.mark_verified(new.slot, new.state)
 
 
 def test_slots_that_killed_workers_were_writing_are_free_for_the_next_ones():
     gate = gate_of()
     save(gate, 1)
     for local_rank in (0, 1):
-        gate.begin(local_rank, 2, 0.0)
+        gate.acquire(local_rank, 2, 0.0)
     gate.begin_epoch(2)
     gate.resume(StateId(1, 1), 2)
     for local_rank in (0, 1):
@@ -355,9 +363,9 @@ def test_of_three_slots_the_oldest_state_gives_way():
     gate = gate_of(n_ranks=1, n_slots=3)
     for step in (1, 2, 3):
         save(gate, step, 1)
-    gate.begin(0, 4, 0.0)
+    gate.acquire(0, 4, 0.0)
 
-    assert sorted(gate.whole()) == [StateId(1, 2), StateId(1, 3)]
+    assert sorted(gate.complete_states()) == [StateId(1, 2), StateId(1, 3)]
 
 
 def test_a_slot_that_is_read_stays_as_it_is_also_when_its_state_was_passed_over():
@@ -369,9 +377,9 @@ def test_a_slot_that_is_read_stays_as_it_is_also_when_its_state_was_passed_over(
     gate.resume(StateId(1, 1), 2)
     gate.register(0, 1, range(2))
 
-    assert reason(gate.begin(0, 2, 0.0)) is Reason.NO_FREE_SLOT
+    assert reason(gate.acquire(0, 2, 0.0)) is SkipReason.NO_FREE_SLOT
     gate.unpin("persist")
-    assert gate.begin(0, 3, 0.0).slot in read
+    assert gate.acquire(0, 3, 0.0).slot in read
 
 
 class Node(RuleBasedStateMachine):
@@ -379,7 +387,7 @@ class Node(RuleBasedStateMachine):
 
     @initialize(n_ranks=st.integers(1, 3), n_slots=st.integers(2, 3), alone=st.booleans())
     def start(self, n_ranks, n_slots, alone):
-        self.gate = Gate()
+        self.gate = BufferTable()
         self.n_ranks, self.n_slots, self.alone = n_ranks, n_slots, alone
         self.bytes = {}  # slot -> the state whose bytes it has, None where it is torn
         self.steps = {}
@@ -396,9 +404,9 @@ class Node(RuleBasedStateMachine):
         self.epoch += 1
         self.gate.begin_epoch(n_ranks, is_alone=self.alone)
         for key, old in self.hashing:
-            self.gate.verified(key, old)
+            self.gate.mark_verified(key, old)
         self.hashing = []
-        self.gate.resume(self.gate.newest if state is None else state, self.epoch)
+        self.gate.resume(self.gate.last_committed if state is None else state, self.epoch)
         self.steps = dict.fromkeys(range(n_ranks), 0)
         self.writing = {rank: {} for rank in range(n_ranks)}
         self.answers = {}
@@ -427,12 +435,15 @@ class Node(RuleBasedStateMachine):
         self._ask(rank, self.steps[rank], is_last=True)
 
     def _ask(self, rank, step, *, is_last=False):
-        answer = self.gate.begin(rank, step, 0.0, is_last=is_last)
+        answer = self.gate.acquire(rank, step, 0.0, is_last=is_last)
         if is_last:  # Whoever was refused may ask again.
             told = self.answers.get(step, {})
-            self.answers[step] = {r: its for r, its in told.items() if isinstance(its, Granted)}
-        if isinstance(answer, Granted):
-            assert answer.slot not in self.gate.whole().get(self.gate.newest, {}).values()
+            self.answers[step] = {r: its for r, its in told.items() if isinstance(its, SlotLease)}
+        if isinstance(answer, SlotLease):
+            assert (
+                answer.slot
+                not in self.gate.complete_states().get(self.gate.last_committed, {}).values()
+            )
             assert all(answer.slot not in slots for slots in self.pins.values())
             for other, slots in self.writing.items():
                 for state, slot in slots.items():
@@ -441,17 +452,17 @@ class Node(RuleBasedStateMachine):
             self.writing[rank][answer.state] = answer.slot
             # No rank of the node was told to skip what another is granted, while it is wanted.
             told = self.answers.setdefault(step, {})
-            assert all(isinstance(its, Granted) for its in told.values())
-        elif answer.reason is Reason.PASSED:
+            assert all(isinstance(its, SlotLease) for its in told.values())
+        elif answer.reason is SkipReason.PASSED:
             return  # It had its answer.
-        elif is_last and answer.reason is Reason.NOT_DUE:
-            found = {self.gate.newest, self.gate.in_flight, *self.gate.whole()}
+        elif is_last and answer.reason is SkipReason.NOT_DUE:
+            found = {self.gate.last_committed, self.gate.in_flight, *self.gate.complete_states()}
             assert StateId(self.gate.epoch, step) in found
             assert StateId(self.gate.epoch, step) not in self.writing[rank]
             return
         else:
             told = self.answers.setdefault(step, {})
-            assert all(isinstance(its, Refused) for its in told.values())
+            assert all(isinstance(its, SlotRefusal) for its in told.values())
         self.answers.setdefault(step, {})[rank] = answer
 
     @precondition(lambda self: any(self.writing.values()))
@@ -481,13 +492,13 @@ class Node(RuleBasedStateMachine):
     @rule(data=st.data())
     def hash(self, data):
         key, state = self.hashing.pop(data.draw(st.integers(0, len(self.hashing) - 1)))
-        self.gate.verified(key, state)
+        self.gate.mark_verified(key, state)
 
     @precondition(lambda self: not self.alone)
     @rule()
     def others_commit(self):
-        for state in self.gate.whole():
-            self.gate.commit_from_outside(state)
+        for state in self.gate.complete_states():
+            self.gate.commit(state)
 
     @precondition(lambda self: not self.alone)
     @rule()
@@ -497,8 +508,8 @@ class Node(RuleBasedStateMachine):
 
     @rule(data=st.data(), who=st.sampled_from(["persist", "serve"]))
     def pin(self, data, who):
-        if self.gate.whole():
-            state = data.draw(st.sampled_from(sorted(self.gate.whole())))
+        if self.gate.complete_states():
+            state = data.draw(st.sampled_from(sorted(self.gate.complete_states())))
             self.gate.unpin(who)
             self.pins[who] = set(self.gate.pin(state, who).values())
 
@@ -523,7 +534,7 @@ class Node(RuleBasedStateMachine):
             for state in [s for s in self.writing[rank] if s.step == step]:
                 self._seal(rank, state)
         for key, state in self.hashing:
-            self.gate.verified(key, state)
+            self.gate.mark_verified(key, state)
         self.hashing = []
 
     @rule()
@@ -536,20 +547,20 @@ class Node(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 2))
     def die(self, rank):
         if rank < self.n_ranks:
-            self.gate.lost(rank)
+            self.gate.remove_rank(rank)
             self.writing[rank] = {}
             self._reserve(rank)
 
     @rule(n_ranks=st.integers(1, 3))
     def kill_all(self, n_ranks):
-        newest = self.gate.newest
+        newest = self.gate.last_committed
         self._new_workers(n_ranks, None)
-        assert newest is None or self.gate.newest >= newest
+        assert newest is None or self.gate.last_committed >= newest
 
     @rule(data=st.data())
     def go_back(self, data):
-        if self.gate.whole():
-            state = data.draw(st.sampled_from(sorted(self.gate.whole())))
+        if self.gate.complete_states():
+            state = data.draw(st.sampled_from(sorted(self.gate.complete_states())))
             self._new_workers(self.n_ranks, state)
 
     @invariant()
@@ -557,18 +568,18 @@ class Node(RuleBasedStateMachine):
         gate = getattr(self, "gate", None)
         if gate is None:
             return
-        if gate.newest is not None:
-            slots = gate.whole()[gate.newest]
+        if gate.last_committed is not None:
+            slots = gate.complete_states()[gate.last_committed]
             assert slots
-            assert all(self.bytes[slot] == gate.newest for slot in slots.values())
-        for state, slots in gate.whole().items():
+            assert all(self.bytes[slot] == gate.last_committed for slot in slots.values())
+        for state, slots in gate.complete_states().items():
             assert all(self.bytes[slot] == state for slot in slots.values())
 
     @invariant()
     def every_decision_is_counted(self):
         gate = getattr(self, "gate", None)
         if gate is not None:
-            assert gate.granted >= gate.committed + gate.given_up - 1
+            assert gate.n_granted >= gate.n_committed + gate.n_given_up - 1
 
 
 TestNode = Node.TestCase

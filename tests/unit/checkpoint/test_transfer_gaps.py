@@ -5,18 +5,19 @@ from statistics import mean
 
 import pytest
 
-from gpuops.checkpoint.transfer_gaps import (
+from gpuops.checkpoint.transfer.pacing import (
     BEHIND_MAX_BYTES,
     FREE_BYTES,
     GAMMA,
     OVERHEAD,
     QUIET_S,
-    Due,
-    Foreground,
+    RATE_MIN_BYTES_S,
+    RECHECK_S,
+    ForegroundTraffic,
     GapPace,
+    SendDeadline,
     rate_for,
 )
-from gpuops.checkpoint.transfer_pace import LOOK_S, RATE_MIN_BYTES_S
 from gpuops.host.clock import FakeClock
 
 MB = 10**6
@@ -27,12 +28,12 @@ TICK_S = 0.0005
 
 def looked(*spans):
     """Return what is seen after spans of (seconds, sent by others, sent by us)."""
-    seen, now_s, sent, own = Foreground(), 100.0, 0.0, 0.0
-    seen.look(now_s, sent, own)
+    seen, now_s, sent, own = ForegroundTraffic(), 100.0, 0.0, 0.0
+    seen.observe(now_s, sent, own)
     for seconds, others, ours in spans:
         now_s, own = now_s + seconds, own + ours
         sent += others + 1.03 * ours
-        seen.look(now_s, sent, own)
+        seen.observe(now_s, sent, own)
     return seen
 
 
@@ -57,35 +58,37 @@ def test_a_pause_between_two_buckets_is_no_gap():
 
 
 def test_bytes_that_wait_in_a_socket_are_not_taken_for_others():
-    seen, own = Foreground(), BEHIND_MAX_BYTES / OVERHEAD
-    seen.look(0.00, 0, 0)
-    seen.look(0.01, 0, own)
+    seen, own = ForegroundTraffic(), BEHIND_MAX_BYTES / OVERHEAD
+    seen.observe(0.00, 0, 0)
+    seen.observe(0.01, 0, own)
     for n in range(1, 6):  # they leave one after the other, and we give no more
-        seen.look(0.01 + n / 100, n * 1.03 * own / 5, own)
+        seen.observe(0.01 + n / 100, n * 1.03 * own / 5, own)
         assert not seen.is_busy
 
 
 def test_a_counter_that_begins_anew_is_no_traffic():
     seen = looked(*[(0.01, 5 * MB, 0)] * 3)
-    seen.look(200.0, 10, 0)
+    seen.observe(200.0, 10, 0)
     assert not seen.is_busy
 
 
 def test_in_a_gap_all_goes_and_meanwhile_what_is_needed():
     busy, gap = looked((0.01, 5 * MB, 0)), looked((0.01, 0, 0))
     now_s = busy._now_s
-    assert rate_for(now_s, gap, Due(1, now_s + 1)) is None
+    assert rate_for(now_s, gap, SendDeadline(1, now_s + 1)) is None
     assert rate_for(now_s, busy, None) == RATE_MIN_BYTES_S
-    assert rate_for(now_s, busy, Due(0, now_s + 1)) == RATE_MIN_BYTES_S
-    assert rate_for(now_s, busy, Due(100 * MB, now_s + 2)) == pytest.approx(50 * MB, rel=0.01)
-    assert rate_for(now_s, busy, Due(100 * MB, now_s)) is None
-    assert rate_for(now_s, busy, Due(FREE_BYTES, now_s + 2)) is None
+    assert rate_for(now_s, busy, SendDeadline(0, now_s + 1)) == RATE_MIN_BYTES_S
+    assert rate_for(now_s, busy, SendDeadline(100 * MB, now_s + 2)) == pytest.approx(
+        50 * MB, rel=0.01
+    )
+    assert rate_for(now_s, busy, SendDeadline(100 * MB, now_s)) is None
+    assert rate_for(now_s, busy, SendDeadline(FREE_BYTES, now_s + 2)) is None
     # A quarter of the time is expected to be free, at 400 MB a second.
     busy.gap_share, busy.gap_bytes_per_s = 0.25, 400 * MB
     rest = 1000 * MB - GAMMA * 0.25 * 400 * MB * 5
     busy_s = 5 * (1 - GAMMA * 0.25)
-    assert rate_for(now_s, busy, Due(1000 * MB, now_s + 5)) == pytest.approx(rest / busy_s)
-    assert rate_for(now_s, busy, Due(300 * MB, now_s + 5)) == RATE_MIN_BYTES_S
+    assert rate_for(now_s, busy, SendDeadline(1000 * MB, now_s + 5)) == pytest.approx(rest / busy_s)
+    assert rate_for(now_s, busy, SendDeadline(300 * MB, now_s + 5)) == RATE_MIN_BYTES_S
 
 
 def test_without_a_counter_it_is_a_plain_pace():
@@ -107,17 +110,17 @@ def test_who_waits_goes_on_when_a_gap_comes():
     pace = GapPace(clock)
     pace.watch(lambda: round(others[0]))
     pace.take(0)
-    clock.advance(LOOK_S)
+    clock.advance(RECHECK_S)
     others[0] += 50 * MB
-    pace.owe(1000 * MB, 1000.0)
+    pace.set_deadline(1000 * MB, 1000.0)
     pace.take(40 * MB)
-    turn = pace.turn(SLICE)
+    turn = pace.enqueue(SLICE)
     assert pace.wait_s(turn) > 5
     for _ in range(5):
-        clock.advance(LOOK_S)
+        clock.advance(RECHECK_S)
         pace.wait_s(turn)
     assert pace.wait_s(turn) == 0
-    assert pace.yielded_s == pytest.approx(QUIET_S, abs=1.01 * LOOK_S)
+    assert pace.yielded_s == pytest.approx(QUIET_S, abs=1.01 * RECHECK_S)
 
 
 # A training whose reductions share a link with replicas: as much for each where both send.
@@ -135,7 +138,7 @@ class Link:
         if pace is None:
             self.pace.watch(lambda: round(self.sent))
         self.left = self.ready = 0.0  # of the state, and of the slice that has its turn
-        self.turn = None
+        self.enqueue = None
         self.bursts_s, self.step_s = [], []
         self.through_s = []
 
@@ -146,7 +149,7 @@ class Link:
             if state and step % every == 0:
                 assert self.left == 0, "the state before is not through"
                 self.left, self.saved_s = state, self.now_s()
-                self.pace.owe(state, within_s)
+                self.pace.set_deadline(state, within_s)
             end_s = begun_s + self.compute_s * self.random.uniform(0.95, 1.05)
             while self.now_s() < end_s:
                 self.tick(0)
@@ -173,16 +176,16 @@ class Link:
     def ours(self, room):
         done = 0.0
         while self.left > 0 and done < room:
-            if self.turn is None:
-                self.turn, self.ready = self.pace.turn(SLICE), min(SLICE, self.left)
-            if self.pace.wait_s(self.turn) > 0:
+            if self.enqueue is None:
+                self.enqueue, self.ready = self.pace.enqueue(SLICE), min(SLICE, self.left)
+            if self.pace.wait_s(self.enqueue) > 0:
                 break
             part = min(room - done, self.ready)
             done, self.ready, self.left = done + part, self.ready - part, self.left - part
             if self.ready <= 0:
-                self.turn = None
+                self.enqueue = None
         if done and self.left <= 0:
-            self.left, self.turn = 0.0, None
+            self.left, self.enqueue = 0.0, None
             self.through_s.append(self.now_s() - self.saved_s)
         return done
 

@@ -6,10 +6,10 @@ import random
 import pytest
 from support.checkpoint_images import ORIGIN, content_of, images
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.persist import persist
-from gpuops.checkpoint.states import CHUNK_BYTES, CheckpointError, Shard, StateId
-from gpuops.checkpoint.verify import ProblemKind, verify_state
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.inspection import FileProblemKind, verify_state
+from gpuops.checkpoint.storage.persist import persist
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, Shard, StateId
 
 STATE = StateId(1, 1)
 
@@ -54,7 +54,7 @@ def test_flips_in_several_chunks_are_named_with_their_offsets(tmp_path, store):
 
     (problem,) = verify_state(store, STATE)
 
-    assert problem.kind is ProblemKind.FLIPPED
+    assert problem.kind is FileProblemKind.FLIPPED
     assert problem.offsets == (0, CHUNK_BYTES, 5 * CHUNK_BYTES)
     whole = path.stat().st_size
     assert f"3 of 6 chunks are not what was saved: bytes 0-{CHUNK_BYTES - 1}, " in problem.detail
@@ -91,7 +91,7 @@ def test_sizes_only_reads_no_bytes(tmp_path, store):
 
     os.truncate(path, 5)
     (problem,) = verify_state(store, STATE, sizes_only=True)
-    assert problem.kind is ProblemKind.TRUNCATED
+    assert problem.kind is FileProblemKind.TRUNCATED
 
 
 def test_what_is_no_regular_file_is_named_and_not_opened(tmp_path, store):
@@ -109,12 +109,12 @@ def test_what_is_no_regular_file_is_named_and_not_opened(tmp_path, store):
 
         problems = verify_state(store, STATE)
 
-    assert [problem.kind for problem in problems] == [ProblemKind.UNREADABLE] * 4
+    assert [problem.kind for problem in problems] == [FileProblemKind.UNREADABLE] * 4
     for rank in range(4):
         with pytest.raises(CheckpointError):
             list(store.read_chunks(STATE, Shard(rank, 4)))
         with pytest.raises(CheckpointError):
-            store.open_shard(STATE, Shard(rank, 4))
+            store.local_shard_path(STATE, Shard(rank, 4))
 
 
 def test_names_that_would_harm_a_terminal_are_shown_without_harm(tmp_path, store):
@@ -124,7 +124,7 @@ def test_names_that_would_harm_a_terminal_are_shown_without_harm(tmp_path, store
         (tmp_path / STATE.name / os.fsdecode(name)).touch()
 
     for problem in verify_state(store, STATE):
-        assert problem.kind is ProblemKind.EXTRA
+        assert problem.kind is FileProblemKind.EXTRA
         assert str(problem).isprintable()
         assert str(problem).encode()
 
@@ -140,5 +140,5 @@ def test_a_file_that_grows_or_shrinks_meanwhile_is_told(tmp_path, store):
 
     (problem,) = verify_state(store, STATE, progress=cut)
 
-    assert problem.kind is ProblemKind.UNREADABLE
+    assert problem.kind is FileProblemKind.UNREADABLE
     assert f"ends at byte {CHUNK_BYTES}" in problem.detail

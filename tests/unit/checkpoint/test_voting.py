@@ -6,14 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from gpuops.checkpoint.agreement.replica_check import (
+    REPORTS_MAX,
+    ReplicaDifference,
+    ReplicaOutcome,
+    ReplicaReport,
+    ReplicaVerdict,
+    only_difference,
+    replica_report_to_json,
+)
 from gpuops.checkpoint.image import TensorSpec, plan_image
-from gpuops.checkpoint.keeper import Grant
-from gpuops.checkpoint.keeper_requests import Request, Visitor, answer
-from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.messages import Fields, MessageError
-from gpuops.checkpoint.states import Shard, StateId
-from gpuops.checkpoint.vote import TOLD_MAX, Difference, Outcome, Verdict, only_difference
-from gpuops.checkpoint.vote_words import Told, told_json
+from gpuops.checkpoint.keeper.api import Lease
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.checkpoint.keeper.messages import MessageError, MessageFields
+from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequest, handle_request
+from gpuops.checkpoint.types import Shard, StateId
 
 N_FLOATS = 1000
 NAMES = ("a.bias", "a.running_mean", "a.weight", "b.weight")
@@ -25,9 +32,9 @@ class Node:
 
     def __init__(self, n=3, world=None, *, first=0, trained=TRAINED, every_s=60.0):
         clock = itertools.count(0.0, every_s)
-        self.node = MemoryNode(clock_s=lambda: next(clock))
+        self.node = InProcessNode(clock_s=lambda: next(clock))
         self.n, self.world, self.first = n, world or n, first
-        self.alike = dict.fromkeys(trained, tuple(range(self.world)))
+        self.last_equal = dict.fromkeys(trained, tuple(range(self.world)))
         if self.world != n:
             self.node.core.begin_generation(0, 2, None, "job")
         self.start()
@@ -46,32 +53,32 @@ class Node:
             for r in range(self.n)
         ]
         for rank, keeper in enumerate(keepers):
-            layout = plan_image(Shard(self.first + rank, self.world), specs, 100, self.alike)
+            layout = plan_image(Shard(self.first + rank, self.world), specs, 100, self.last_equal)
             if self.world == self.n:
-                keeper.offer(1.0)
+                keeper.restore_point(1.0)
             self.ranks.append((keeper, layout, keeper.reserve(layout, slots=2)))
         if self.world != self.n:
-            self.node.core.choose(None, 1)
-            self.ranks[0][0].offer(1.0)
+            self.node.core.restore_from(None, 1)
+            self.ranks[0][0].restore_point(1.0)
 
     def save(self, step, wrong=None):
         """Save a state of *step*; *wrong* has (rank, tensor) whose one bit is flipped."""
         notices = []
         for rank, (keeper, layout, slots) in enumerate(self.ranks):
-            grant = keeper.begin(step)
-            assert isinstance(grant, Grant), grant
+            grant = keeper.acquire(step)
+            assert isinstance(grant, Lease), grant
             notices.append(grant.notice)
             view = slots[grant.slot].view
             view[: len(layout.header)] = layout.header
             for placed in layout.tensors:
-                own = rank if placed.spec.name not in self.alike else 0
+                own = rank if placed.spec.name not in self.last_equal else 0
                 data = bytearray(struct.pack("<f", step + own) * N_FLOATS)
                 if (rank, placed.spec.name) in (wrong or ()):
                     data[1234] ^= 4
                 view[placed.begin : placed.end] = bytes(data)
             state = grant.state
         for keeper, *_ in self.ranks:
-            keeper.seal(Grant(grant.slot, state))
+            keeper.seal(Lease(grant.slot, state))
         return notices
 
     def told(self, *kinds):
@@ -135,7 +142,7 @@ def test_two_ranks_that_differ_are_both_named(nodes):
 
 def test_what_never_was_equal_is_said_once_and_the_rest_is_compared(nodes):
     node = nodes(trained=NAMES[:3])
-    node.alike.pop("a.running_mean")  # filled by each rank with values of its own
+    node.last_equal.pop("a.running_mean")  # filled by each rank with values of its own
     for step in range(1, 5):
         node.save(step)
     (apart,) = node.told()
@@ -167,7 +174,7 @@ def test_what_comes_and_goes_is_not_told_for_ever(nodes):
         node.save(step + 1, [(1, "a.weight")])
 
     kinds = [event["kind"] for event in node.told()]
-    assert kinds == ["replicas_differ", "replicas_alike"] * TOLD_MAX
+    assert kinds == ["replicas_differ", "replicas_alike"] * REPORTS_MAX
 
 
 def test_whoever_trains_without_an_agent_hears_it_from_the_first_rank(nodes):
@@ -226,14 +233,16 @@ def test_jobs_that_declare_nothing_are_not_looked_at(nodes):
     node.save(2)
 
     assert node.stats()["votes"] == 0
-    assert node.node.core.voting.counts()["vote_s"] == 0
+    assert node.node.core.replica_checker.counts()["vote_s"] == 0
 
 
 def test_a_slot_that_is_written_meanwhile_says_nothing(nodes):
     node = nodes()
     node.save(1)
     late, jobs = [], node.node.jobs
-    jobs.vote = lambda work, then: late.append((work(), then))  # a thread that has to wait
+    jobs.check_replicas = lambda work, then: late.append(
+        (work(), then)
+    )  # a thread that has to wait
     node.save(2, [(1, "a.weight")])
     node.save(3)
     node.save(4)
@@ -248,41 +257,66 @@ def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
     here, there = nodes(2, world=4), nodes(2, world=4, first=2)
     for node, wrong in ((here, ()), (there, [(1, "b.weight")])):
         node.save(1, wrong)
-        (state,) = node.node.core.memory.states()
-        node.node.core.commit(state, is_to_persist=False)
-        node.node.jobs.deliver()
+        (state,) = node.node.core.memory.complete_states()
+        node.node.core.commit(state, persist=False)
+        node.node.jobs.run_callbacks()
 
-    (mine,), (theirs,) = here.node.core.voting.ballots, there.node.core.voting.ballots
+    (mine,), (theirs,) = (
+        here.node.core.replica_checker.group_digests,
+        there.node.core.replica_checker.group_digests,
+    )
     assert (mine.state, mine.key, mine.n_ranks) == (theirs.state, theirs.key, 4)
-    assert mine.sketches[0] == mine.sketches[1] == theirs.sketches[2]
-    number = only_difference(mine.sketches[0], theirs.sketches[3], mine.n_tensors)
+    assert mine.rank_digests[0] == mine.rank_digests[1] == theirs.rank_digests[2]
+    number = only_difference(mine.rank_digests[0], theirs.rank_digests[3], mine.n_tensors)
     assert TRAINED[number] == "b.weight"
     assert here.told() == there.told() == []
 
 
 def asked(node, told):
     """Have the agent tell what nodes found out together."""
-    request = Request(Visitor(None, role="agent"), "differ", Fields({"told": told}))
-    return answer(node.node.core, request)
+    request = KeeperRequest(
+        ClientSession(None, role="agent"), "differ", MessageFields({"told": told})
+    )
+    return handle_request(node.node.core, request)
 
 
 def test_what_nodes_found_out_together_is_told_with_the_name_of_the_tensor(nodes):
     node = nodes(2, world=4, first=2)
     node.save(1)
-    (state,) = node.node.core.memory.states()
-    node.node.core.commit(state, is_to_persist=False)
-    node.node.jobs.deliver()
-    (ballot,) = node.node.core.progress().ballots
+    (state,) = node.node.core.memory.complete_states()
+    node.node.core.commit(state, persist=False)
+    node.node.jobs.run_callbacks()
+    (ballot,) = node.node.core.progress().group_digests
     before = StateId(state.epoch, 0)
-    found = Difference(
-        state=state, ranks=(0, 1, 2, 3), verdict=Verdict(Outcome.MINORITY, (3,)), alike=before
+    found = ReplicaDifference(
+        state=state,
+        ranks=(0, 1, 2, 3),
+        verdict=ReplicaVerdict(ReplicaOutcome.MINORITY, (3,)),
+        last_equal=before,
     )
-    asked(node, told_json(Told(ballot.key, found, 1, nodes=("n2",))))
-    tie = replace(found, verdict=Verdict(Outcome.TIE, (0, 3)))
-    asked(node, told_json(Told(ballot.key, tie, nodes=("n1", "n2"))))
-    asked(node, told_json(Told("unknown", replace(found, verdict=Verdict(Outcome.APART)))))
-    asked(node, told_json(Told("unknown", replace(found, alike=StateId(0, 9)), 1)))
-    asked(node, told_json(Told(ballot.key, replace(found, verdict=Verdict(Outcome.ALIKE, (3,))))))
+    asked(node, replica_report_to_json(ReplicaReport(ballot.key, found, 1, nodes=("n2",))))
+    tie = replace(found, verdict=ReplicaVerdict(ReplicaOutcome.TIE, (0, 3)))
+    asked(node, replica_report_to_json(ReplicaReport(ballot.key, tie, nodes=("n1", "n2"))))
+    asked(
+        node,
+        replica_report_to_json(
+            ReplicaReport("unknown", replace(found, verdict=ReplicaVerdict(ReplicaOutcome.APART)))
+        ),
+    )
+    asked(
+        node,
+        replica_report_to_json(
+            ReplicaReport("unknown", replace(found, last_equal=StateId(0, 9)), 1)
+        ),
+    )
+    asked(
+        node,
+        replica_report_to_json(
+            ReplicaReport(
+                ballot.key, replace(found, verdict=ReplicaVerdict(ReplicaOutcome.ALIKE, (3,)))
+            )
+        ),
+    )
     one, tie, apart, moved, over = node.told()
 
     assert (one["tensors"], one["suspects"], one["is_here"]) == (["a.weight"], [3], True)

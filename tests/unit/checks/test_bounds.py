@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpuops.checks.bounds import refuse_other_units
-from gpuops.checks.protocol import Limit
-from gpuops.checks.suites import load_suite
+from gpuops.checks.core.check import CheckLimit
+from gpuops.checks.core.expected import refuse_other_units
+from gpuops.checks.core.suite import load_suite
 from gpuops.errors import ConfigError
 from gpuops.resources import data_dir
 
@@ -16,19 +16,19 @@ from gpuops.resources import data_dir
 class Parameters:
     """A limit of each unit."""
 
-    space_percent: Limit | None = None
-    used_percent: Limit | None = None
-    answer_s: Limit | None = None
-    application_minutes: Limit | None = None
-    used_bytes: Limit | None = None
-    off_w: Limit | None = None
-    margin_c: Limit | None = None
-    count: Limit | None = None
-    per_hour: Mapping[str, Limit] = field(default_factory=dict)
+    space_percent: CheckLimit | None = None
+    used_percent: CheckLimit | None = None
+    answer_s: CheckLimit | None = None
+    application_minutes: CheckLimit | None = None
+    used_bytes: CheckLimit | None = None
+    off_w: CheckLimit | None = None
+    margin_c: CheckLimit | None = None
+    count: CheckLimit | None = None
+    per_hour: Mapping[str, CheckLimit] = field(default_factory=dict)
 
 
 def limit(number, *, fails=False):
-    return Limit(source="a test", **{"fail" if fails else "warn": number})
+    return CheckLimit(source="a test", **{"fail" if fails else "warn": number})
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 import pytest
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.clock_source import judge
-from gpuops.checks.profile import Profile, Words
-from gpuops.checks.protocol import Case, NoParameters
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.host.clock_source import judge
 from gpuops.host.cpu import Cpu
 
-WITH = Case(
+WITH = JudgeContext(
     node=NODE,
-    profile=Profile(name="p", clock_source=Words(value=("tsc", "kvm-clock"), source="site")),
+    profile=Profile(
+        name="p", clock_source=WordsExpectation(value=("tsc", "kvm-clock"), source="site")
+    ),
 )
 
 

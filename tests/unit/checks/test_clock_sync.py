@@ -3,8 +3,8 @@
 import pytest
 from support.checks import CASE, limit, said
 
-from gpuops.checks.clock_sync import Parameters, judge
-from gpuops.host.adjtimex import ClockState
+from gpuops.checks.host.clock_sync import Parameters, judge
+from gpuops.host.clock_state import KernelClockState
 
 LIMITS = Parameters(error_max_s=limit(warn=1, fail=10))
 
@@ -22,12 +22,12 @@ LIMITS = Parameters(error_max_s=limit(warn=1, fail=10))
     ],
 )
 def test_a_synchronised_clock_is_judged_by_the_bound_on_its_error(error_max_s, status):
-    (finding,) = judge(ClockState(True, 0.0, error_max_s), LIMITS, CASE)
+    (finding,) = judge(KernelClockState(True, 0.0, error_max_s), LIMITS, CASE)
 
     assert finding.status.word == status
 
 
 def test_an_unsynchronised_clock_warns_whatever_its_bound():
-    found = judge(ClockState(False, 0.0, 16.0), LIMITS, CASE)
+    found = judge(KernelClockState(False, 0.0, 16.0), LIMITS, CASE)
 
     assert said(found) == [("n1", "warn", "host_sw.clock_unsynchronised")]

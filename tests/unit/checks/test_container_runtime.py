@@ -3,10 +3,10 @@
 import pytest
 from support.checks import CASE, said
 
-from gpuops.checks.container_runtime import CHECK, Parameters, judge
-from gpuops.checks.profile import NO_PROFILE
-from gpuops.checks.protocol import Machine
-from gpuops.host.container_runtime import RuntimeAnswer
+from gpuops.checks.core.check import ProbeContext
+from gpuops.checks.core.profile import NO_PROFILE
+from gpuops.checks.host.container_runtime import CHECK, Parameters, judge
+from gpuops.host.systemd import RuntimeAnswer
 
 DOCKER = Parameters(command=("docker", "info"), source="ops")
 
@@ -44,6 +44,6 @@ def test_a_command_arrives_with_all_its_words(tmp_path):
     parameters = Parameters(command=("echo-words", "run", "a", "run", "a b"))
     asked = CHECK.asks(parameters, NO_PROFILE)
 
-    facts = CHECK.look.read(Machine(root=tmp_path, asked=asked), 30)
+    facts = CHECK.look.read(ProbeContext(root=tmp_path, asked=asked), 30)
     assert (facts.exit_code, facts.said) == (3, "4: run a run a b")
-    assert CHECK.look.read(Machine(root=tmp_path), 30) == RuntimeAnswer()
+    assert CHECK.look.read(ProbeContext(root=tmp_path), 30) == RuntimeAnswer()

@@ -3,12 +3,14 @@
 import pytest
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.cpu_count import judge
-from gpuops.checks.profile import Number, Profile
-from gpuops.checks.protocol import Case, NoParameters
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import NumberExpectation, Profile
+from gpuops.checks.host.cpu_count import judge
 from gpuops.host.cpu import Cpu
 
-WITH = Case(node=NODE, profile=Profile(name="p", cpu_count=Number(value=224, source="order 7")))
+WITH = JudgeContext(
+    node=NODE, profile=Profile(name="p", cpu_count=NumberExpectation(value=224, source="order 7"))
+)
 
 
 @pytest.mark.parametrize(("online", "status"), [(223, "fail"), (224, "pass"), (225, "warn")])

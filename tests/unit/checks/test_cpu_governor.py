@@ -2,14 +2,14 @@
 
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.cpu_governor import judge
-from gpuops.checks.profile import Profile, Words
-from gpuops.checks.protocol import Case, NoParameters
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.host.cpu_governor import judge
 from gpuops.host.cpu import Cpu
 
-WITH = Case(
+WITH = JudgeContext(
     node=NODE,
-    profile=Profile(name="p", cpu_governor=Words(value=("performance",), source="site")),
+    profile=Profile(name="p", cpu_governor=WordsExpectation(value=("performance",), source="site")),
 )
 
 

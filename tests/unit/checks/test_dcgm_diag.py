@@ -3,7 +3,7 @@
 import pytest
 from support.checks import CASE, said
 
-from gpuops.checks.dcgm_diag import Parameters, judge
+from gpuops.checks.gpu.dcgm_diag import Parameters, judge
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
 
 

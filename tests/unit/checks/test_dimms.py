@@ -3,21 +3,21 @@
 import pytest
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.dimms import judge
-from gpuops.checks.profile import Number, Profile
-from gpuops.checks.protocol import Case, NoParameters
-from gpuops.host.dimms import Dimm, Dimms
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import NumberExpectation, Profile
+from gpuops.checks.host.dimms import judge
+from gpuops.host.memory_modules import Dimm, Dimms
 
 GIB = 2**30
 
 
 def case(count=None, size_bytes=None):
-    return Case(
+    return JudgeContext(
         node=NODE,
         profile=Profile(
             name="p",
-            dimm_count=count and Number(value=count, source="order 7"),
-            dimm_bytes=size_bytes and Number(value=size_bytes, source="order 7"),
+            dimm_count=count and NumberExpectation(value=count, source="order 7"),
+            dimm_bytes=size_bytes and NumberExpectation(value=size_bytes, source="order 7"),
         ),
     )
 

@@ -4,9 +4,9 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import shipped
 
-from gpuops.checks.disk_space import Parameters, judge
-from gpuops.host.filesystems import Filesystems, MountAnswer, Space
-from gpuops.host.mounts import Mount
+from gpuops.checks.storage.disk_space import Parameters, judge
+from gpuops.host.storage.filesystems import Filesystems, MountAnswer, Space
+from gpuops.host.storage.mounts import Mount
 
 LIMITS = Parameters(
     space_percent=limit(warn=15, fail=0), inodes_percent=limit(warn=10, fail=0), ignore=("/snap/*",)

@@ -3,9 +3,9 @@
 import pytest
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.edac import Parameters, counters, judge
-from gpuops.checks.protocol import Case
-from gpuops.host.edac import Edac, MemoryController
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.host.edac import Parameters, counters, judge
+from gpuops.host.memory_modules import Edac, MemoryController
 from gpuops.host.node_state import Counters, CounterSample, Repair
 
 LIMITS = Parameters(uncorrected=limit(fail=2, warn=1), corrected_per_day=limit(warn=50, fail=500))
@@ -29,7 +29,7 @@ def case(earlier=None, repaired_us=None):
         repairs = (
             Repair(entity_kind="node", entity_id="n1", t_us=repaired_us, by="ann", what="DIMM"),
         )
-    return Case(
+    return JudgeContext(
         node=NODE,
         counters=Counters(boot_id="b", since_boot_s=86400.0, t_us=0, samples=samples),
         repairs=repairs,

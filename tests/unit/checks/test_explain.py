@@ -3,10 +3,10 @@
 import pytest
 
 from gpuops.checks import NAMES
-from gpuops.checks.explain import catalogued_for, explain, origins
-from gpuops.checks.profile import NO_PROFILE, Number, Profile
-from gpuops.checks.protocol import Machine
-from gpuops.checks.suites import load_suite, suite_paths
+from gpuops.checks.core.check import ProbeContext
+from gpuops.checks.core.explain import catalogued_for, explain, origins
+from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, Profile
+from gpuops.checks.core.suite import load_suite, suite_paths
 from gpuops.model import FailureClass
 from gpuops.resources import data_dir
 
@@ -31,7 +31,7 @@ def test_a_class_that_a_check_has_from_another_is_told_too():
 
 
 def test_the_classes_of_xids_and_log_rules_are_told_with_those_of_the_source():
-    machine = Machine(
+    machine = ProbeContext(
         rule_dirs=(data_dir("checks") / "rules",), xid_dirs=(data_dir("checks") / "xid",)
     )
 
@@ -44,11 +44,11 @@ def test_the_classes_of_xids_and_log_rules_are_told_with_those_of_the_source():
 
 
 def test_the_profiles_expectations_are_told_with_what_is_in_force():
-    profile = Profile(name="p", pcie_width=Number(value=16, source="a sheet"))
+    profile = Profile(name="p", pcie_width=NumberExpectation(value=16, source="a sheet"))
 
     assert told("gpu_pcie_link", profile=profile).expectations == {
         "pcie_generation": None,
-        "pcie_width": Number(value=16, source="a sheet"),
+        "pcie_width": NumberExpectation(value=16, source="a sheet"),
     }
 
 

@@ -6,13 +6,13 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_clocks import judge
-from gpuops.checks.profile import NO_PROFILE, Number
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.gpu_facts import Clocks
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation
+from gpuops.checks.gpu.gpu_clocks import judge
+from gpuops.host.nvml.facts import Clocks
 
 PROFILED = replace(
-    CASE, profile=replace(NO_PROFILE, sm_clock_mhz_min=Number(value=1155, source="us"))
+    CASE, profile=replace(NO_PROFILE, sm_clock_mhz_min=NumberExpectation(value=1155, source="us"))
 )
 
 

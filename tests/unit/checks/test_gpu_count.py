@@ -6,12 +6,14 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import gpu, node, shipped, silent
 
-from gpuops.checks.gpu_count import Parameters, judge
-from gpuops.checks.profile import NO_PROFILE, Number
-from gpuops.host.gpu_facts import NvmlStatus
+from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation
+from gpuops.checks.gpu.gpu_count import Parameters, judge
+from gpuops.host.nvml.facts import NvmlStatus
 
 ABSENT = {"status": NvmlStatus.ABSENT, "error": "nvmlInit: NVML Shared Library Not Found"}
-PROFILED = replace(CASE, profile=replace(NO_PROFILE, gpu_count=Number(value=8, source="a test")))
+PROFILED = replace(
+    CASE, profile=replace(NO_PROFILE, gpu_count=NumberExpectation(value=8, source="a test"))
+)
 
 
 def gpus(count, lost=()):

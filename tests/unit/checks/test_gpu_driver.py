@@ -5,16 +5,20 @@ from dataclasses import replace
 import pytest
 from support.checks import CASE, said
 
-from gpuops.checks.gpu_driver import judge
-from gpuops.checks.profile import Number, Profile
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.core.profile import NumberExpectation, Profile
+from gpuops.checks.gpu.gpu_driver import judge
 from gpuops.host.gpus import Gpus
 from gpuops.host.node_state import DriverHang
+from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu
 
-EIGHT = replace(CASE, profile=Profile(name="x", gpu_count=Number(value=8, source="a test")))
-NONE = replace(CASE, profile=Profile(name="x", gpu_count=Number(value=0, source="a test")))
+EIGHT = replace(
+    CASE, profile=Profile(name="x", gpu_count=NumberExpectation(value=8, source="a test"))
+)
+NONE = replace(
+    CASE, profile=Profile(name="x", gpu_count=NumberExpectation(value=0, source="a test"))
+)
 ABSENT = NvmlSnapshot(
     status=NvmlStatus.ABSENT, error="nvmlInit: NVML Shared Library Not Found", error_code=12
 )

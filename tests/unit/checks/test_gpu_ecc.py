@@ -4,8 +4,8 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_ecc import Parameters, judge
-from gpuops.host.gpu_facts import EccErrors
+from gpuops.checks.gpu.gpu_ecc import Parameters, judge
+from gpuops.host.nvml.facts import EccErrors
 
 LIMITS = Parameters(volatile=limit(fail=1), sram_aggregate=limit(fail=5))
 

@@ -8,7 +8,7 @@ from support.counters import DAY_S, HOUR_S, grown_from
 from support.gpus import gpu, node
 from support.gpus import part as changed
 
-from gpuops.checks.gpu_ecc_corrected import Parameters, counters, judge
+from gpuops.checks.gpu.gpu_ecc_corrected import Parameters, counters, judge
 
 LIMITS = Parameters(per_day=limit(warn=1000))
 AGGREGATE, VOLATILE = "gpu_ecc_corrected:GPU-0:aggregate", "gpu_ecc_corrected:GPU-0:volatile"

@@ -6,9 +6,9 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import HEALTHY_MASK, gpu, node, shipped_profile
 
-from gpuops.checks.gpu_fabric import Parameters, judge
-from gpuops.host.gpu_facts import Fabric
+from gpuops.checks.gpu.gpu_fabric import Parameters, judge
 from gpuops.host.node_state import Counters
+from gpuops.host.nvml.facts import Fabric
 
 LIMITS = Parameters(joining_s=limit(fail=300))
 BOOTED = replace(CASE, counters=Counters(since_boot_s=3600.0))

@@ -4,9 +4,9 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import address, gpu, node
 
-from gpuops.checks.gpu_lost import judge
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.gpu_facts import CallError
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.gpu.gpu_lost import judge
+from gpuops.host.nvml.facts import CallError
 
 OPENING = "nvmlDeviceGetHandleByIndex: no"
 

@@ -6,14 +6,14 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_modes import judge
-from gpuops.checks.profile import NO_PROFILE, Flag, Words
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.gpu_facts import Modes
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.core.profile import NO_PROFILE, FlagExpectation, WordsExpectation
+from gpuops.checks.gpu.gpu_modes import judge
+from gpuops.host.nvml.facts import Modes
 
 
 def flag(value):
-    return Flag(value=value, source="us")
+    return FlagExpectation(value=value, source="us")
 
 
 def profiled(**expected):
@@ -47,7 +47,7 @@ def test_another_mode_than_the_profiles_fails(mode, now, wanted):
     ("compute", "status"), [(0, "pass"), (1, "fail"), (2, "fail"), (3, "pass"), (9, "fail")]
 )
 def test_the_compute_mode_must_be_one_of_the_profiles(compute, status):
-    wanted = Words(value=("default", "exclusive_process"), source="us")
+    wanted = WordsExpectation(value=("default", "exclusive_process"), source="us")
     (verdict,) = said(findings(profiled(compute_mode=wanted), compute=compute))
 
     assert verdict[1] == status

@@ -2,10 +2,10 @@
 
 from support.checks import CASE, said
 
-from gpuops.checks.gpu_pci import judge
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.gpu.gpu_pci import judge
 from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu
 
 

@@ -6,17 +6,17 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_pcie_link import Parameters, judge
-from gpuops.checks.profile import NO_PROFILE, Number
-from gpuops.host.gpu_facts import PcieLink
+from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation
+from gpuops.checks.gpu.gpu_pcie_link import Parameters, judge
+from gpuops.host.nvml.facts import PcieLink
 
 LIMITS = Parameters(busy_percent=50, source="a test")
 PROFILED = replace(
     CASE,
     profile=replace(
         NO_PROFILE,
-        pcie_width=Number(value=16, source="us"),
-        pcie_generation=Number(value=5, source="us"),
+        pcie_width=NumberExpectation(value=16, source="us"),
+        pcie_generation=NumberExpectation(value=5, source="us"),
     ),
 )
 

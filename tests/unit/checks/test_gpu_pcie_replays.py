@@ -7,7 +7,7 @@ from support.checks import CASE, limit, said
 from support.counters import HOUR_S, grown_from
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_pcie_replays import Parameters, counters, judge
+from gpuops.checks.gpu.gpu_pcie_replays import Parameters, counters, judge
 
 LIMITS = Parameters(per_hour=limit(warn=480))
 NAME = "gpu_pcie_replays:GPU-0:replays"

@@ -6,12 +6,14 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_power import Parameters, judge
-from gpuops.checks.profile import NO_PROFILE, Number
-from gpuops.host.gpu_facts import Power
+from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation
+from gpuops.checks.gpu.gpu_power import Parameters, judge
+from gpuops.host.nvml.facts import Power
 
 LIMITS = Parameters(off_w=limit(fail=1))
-PROFILED = replace(CASE, profile=replace(NO_PROFILE, power_limit_w=Number(value=600, source="us")))
+PROFILED = replace(
+    CASE, profile=replace(NO_PROFILE, power_limit_w=NumberExpectation(value=600, source="us"))
+)
 
 
 def findings(limit_w, case=CASE):

@@ -6,8 +6,8 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import gpu, node, part, shipped
 
-from gpuops.checks.gpu_processes import Parameters, judge
-from gpuops.host.gpu_facts import GpuMemory, GpuProcess
+from gpuops.checks.gpu.gpu_processes import Parameters, judge
+from gpuops.host.nvml.facts import GpuMemory, GpuProcess
 
 MIB = 2**20
 LIMITS = Parameters(

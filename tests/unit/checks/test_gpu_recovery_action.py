@@ -4,8 +4,8 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import gpu, node
 
-from gpuops.checks.gpu_recovery_action import judge
-from gpuops.checks.protocol import NoParameters
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.gpu.gpu_recovery_action import judge
 
 
 def findings(*gpus):

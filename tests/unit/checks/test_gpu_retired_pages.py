@@ -4,8 +4,8 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import gpu, node
 
-from gpuops.checks.gpu_retired_pages import Parameters, judge
-from gpuops.host.gpu_facts import RetiredPages
+from gpuops.checks.gpu.gpu_retired_pages import Parameters, judge
+from gpuops.host.nvml.facts import RetiredPages
 
 LIMITS = Parameters(pages=limit(warn=16, fail=64), pending=limit(fail=1))
 

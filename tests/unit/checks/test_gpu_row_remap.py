@@ -4,8 +4,8 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import gpu, node
 
-from gpuops.checks.gpu_row_remap import Parameters, judge
-from gpuops.host.gpu_facts import RemappedRows, RetiredPages
+from gpuops.checks.gpu.gpu_row_remap import Parameters, judge
+from gpuops.host.nvml.facts import RemappedRows, RetiredPages
 
 LIMITS = Parameters(failed=limit(fail=1), pending=limit(fail=1), uncorrectable=limit(warn=513))
 

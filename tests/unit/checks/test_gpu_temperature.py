@@ -4,8 +4,8 @@ import pytest
 from support.checks import CASE, limit, said
 from support.gpus import gpu, node
 
-from gpuops.checks.gpu_temperature import Parameters, judge
-from gpuops.host.gpu_facts import Temperatures
+from gpuops.checks.gpu.gpu_temperature import Parameters, judge
+from gpuops.host.nvml.facts import Temperatures
 
 LIMITS = Parameters(margin_c=limit(warn=2, fail=0))
 

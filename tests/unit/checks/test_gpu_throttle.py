@@ -4,7 +4,7 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import gpu, node, part
 
-from gpuops.checks.gpu_throttle import Parameters, judge
+from gpuops.checks.gpu.gpu_throttle import Parameters, judge
 from gpuops.errors import ConfigError
 
 LIMITS = Parameters(

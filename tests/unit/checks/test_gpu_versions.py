@@ -6,13 +6,13 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import DRIVER, gpu, node
 
-from gpuops.checks.gpu_versions import judge
-from gpuops.checks.profile import NO_PROFILE, Words
-from gpuops.checks.protocol import NoParameters
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.core.profile import NO_PROFILE, WordsExpectation
+from gpuops.checks.gpu.gpu_versions import judge
 
 
 def profiled(**expected):
-    words = {key: Words(value=value, source="us") for key, value in expected.items()}
+    words = {key: WordsExpectation(value=value, source="us") for key, value in expected.items()}
     return replace(CASE, profile=replace(NO_PROFILE, **words))
 
 

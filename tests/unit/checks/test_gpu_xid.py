@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from support import kernel_log as log
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.gpu_xid import CHECK, Parameters, judge
-from gpuops.checks.kernel_facts import KernelFacts
-from gpuops.checks.protocol import Case, Machine
-from gpuops.checks.xid_catalogue import XidClass, load_xids
+from gpuops.checks.core.check import JudgeContext, ProbeContext
+from gpuops.checks.core.kernel_facts import KernelFacts
+from gpuops.checks.core.xid_catalogue import XidClass, load_xids
+from gpuops.checks.gpu.gpu_xid import CHECK, Parameters, judge
 from gpuops.errors import ConfigError
 from gpuops.host.node_state import Repair
 from gpuops.host.records import from_json, to_json
@@ -46,7 +46,7 @@ def repaired(since_boot_us, kind="node", name="n1"):
     repair = Repair(
         entity_kind=kind, entity_id=name, t_us=BOOT_US + since_boot_us, by="ann", what="reset"
     )
-    return Case(node=NODE, repairs=(repair,), boot_us=BOOT_US)
+    return JudgeContext(node=NODE, repairs=(repair,), boot_us=BOOT_US)
 
 
 VERDICTS = {
@@ -169,7 +169,7 @@ def test_an_acknowledged_repair_ends_what_was_before_it(
         repaired(9, kind="gpu", name="GPU-another"),
         repaired(9, kind="nic", name=UUID),
         repaired(-5 * SECOND_US),
-        Case(node=NODE, repairs=repaired(9 * SECOND_US).repairs),
+        JudgeContext(node=NODE, repairs=repaired(9 * SECOND_US).repairs),
     ],
     ids=["another GPU", "a network card", "in an earlier boot", "nobody knows when it booted"],
 )
@@ -262,7 +262,7 @@ def test_a_gpu_is_named_by_what_the_driver_wrote_beside_its_first_xid(look):
 def test_a_gpu_that_a_job_does_not_get_only_warns(tmp_path, look, asked, status):
     log.gpu_information(tmp_path, "0000:1a:00.0", "GPU-0a1b2c3d-0000-0000-0000-000000000000")
     log.gpu_information(tmp_path, ADDRESS, UUID)
-    case = Case(node=NODE, gpus=None if asked is None else frozenset(asked))
+    case = JudgeContext(node=NODE, gpus=None if asked is None else frozenset(asked))
     (finding,) = findings(look(xid(79)), case)
 
     assert said([finding]) == [(UUID, status, "gpu_hw.fell_off_bus")]
@@ -272,15 +272,23 @@ def test_a_gpu_that_a_job_does_not_get_only_warns(tmp_path, look, asked, status)
 def test_a_number_of_slurms_is_a_place_by_address_or_a_device_file(tmp_path, look, number, status):
     log.gpu_information(tmp_path, "0000:1a:00.0", "GPU-0a1b2c3d-0000-0000-0000-000000000000", 2)
     log.gpu_information(tmp_path, ADDRESS, UUID, 3)
-    (finding,) = findings(look(xid(79)), Case(node=NODE, gpus=frozenset({f"slurm:{number}"})))
+    (finding,) = findings(
+        look(xid(79)), JudgeContext(node=NODE, gpus=frozenset({f"slurm:{number}"}))
+    )
 
     assert finding.status.word == status
 
 
 def test_a_gpu_that_cannot_be_told_from_others_counts_as_asked_about(tmp_path, look):
-    assert findings(look(xid(79)), Case(node=NODE, gpus=frozenset({UUID})))[0].status.word == "fail"
+    assert (
+        findings(look(xid(79)), JudgeContext(node=NODE, gpus=frozenset({UUID})))[0].status.word
+        == "fail"
+    )
     log.gpu_information(tmp_path, ADDRESS, "GPU-????????-????-????-????-????????????")
-    assert findings(look(xid(79)), Case(node=NODE, gpus=frozenset({UUID})))[0].status.word == "fail"
+    assert (
+        findings(look(xid(79)), JudgeContext(node=NODE, gpus=frozenset({UUID})))[0].status.word
+        == "fail"
+    )
 
 
 def test_each_gpu_is_a_finding_and_the_worst_comes_first(look):
@@ -298,7 +306,7 @@ def test_a_storm_of_170000_lines_is_one_finding_in_two_seconds(tmp_path):
         (85_000 * 5, xid(119, tail="pid=1, name=python, Timeout after 6s"))
     ] * 10
     log.write_kmsg(tmp_path, lines)
-    machine = Machine(tmp_path, log.RULE_DIRS, xid_dirs=log.XID_DIRS)
+    machine = ProbeContext(tmp_path, log.RULE_DIRS, xid_dirs=log.XID_DIRS)
     started = time.process_time()
     (finding,) = findings(CHECK.look.read(machine, 5.0))
     elapsed_s = time.process_time() - started
@@ -313,7 +321,7 @@ def test_a_forged_line_of_a_program_counts_for_nothing(tmp_path):
     """Priority 12 is facility 1 (user): what `echo ... > /dev/kmsg` writes."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kmsg").write_text(f"12,0,1,-;{xid(79)}\n")
-    machine = Machine(tmp_path, xid_dirs=log.XID_DIRS)
+    machine = ProbeContext(tmp_path, xid_dirs=log.XID_DIRS)
 
     assert said(findings(CHECK.look.read(machine, 5.0))) == [("n1", "pass", None)]
 

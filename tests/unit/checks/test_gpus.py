@@ -6,13 +6,13 @@ import pytest
 from support.checks import CASE, NODE, said
 from support.gpus import address, gpu, node, part, silent
 
-from gpuops.checks.gpus import (
-    Untold,
-    Verdict,
+from gpuops.checks.gpu.gpus import (
+    GpuVerdict,
+    NotReported,
     alone,
     counter_name,
-    each_gpu,
     entity_of,
+    judge_each,
     listed,
     majority,
     peers_of,
@@ -20,10 +20,10 @@ from gpuops.checks.gpus import (
     span,
     surely_selected,
 )
-from gpuops.host.gpu_facts import CallError, NvmlStatus
+from gpuops.host.nvml.facts import CallError, NvmlStatus
 from gpuops.model import FailureClass, Status
 
-BAD = Verdict(status=Status.FAIL, message="is bad", failure_class=FailureClass.GPU_DRIVER)
+BAD = GpuVerdict(status=Status.FAIL, message="is bad", failure_class=FailureClass.GPU_DRIVER)
 
 
 def asking(*names):
@@ -35,11 +35,11 @@ def judged(facts, case=CASE, *, bad=(), untold=None, calls=()):
 
     def one(it):
         if untold and it.index in untold:
-            return Untold(untold[it.index])
+            return NotReported(untold[it.index])
         return [BAD] if it.index in bad else ()
 
-    return each_gpu(
-        "a_check", facts, case, one, lambda fine: Verdict(message=f"{len(fine)} well"), calls
+    return judge_each(
+        "a_check", facts, case, one, lambda fine: GpuVerdict(message=f"{len(fine)} well"), calls
     )
 
 

@@ -6,26 +6,29 @@ from pathlib import Path
 import pytest
 from support.checks import NODE
 
-from gpuops.checks.profile import Flag, Number, Profile, Words
-from gpuops.checks.protocol import Case
-from gpuops.checks.suites import load_suite
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.profile import (
+    FlagExpectation,
+    NumberExpectation,
+    Profile,
+    WordsExpectation,
+)
+from gpuops.checks.core.suite import load_suite
 from gpuops.host.aer import AerBus, AerDevice
-from gpuops.host.container_runtime import RuntimeAnswer
 from gpuops.host.cpu import Cpu
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
-from gpuops.host.dimms import Dimm, Dimms
-from gpuops.host.edac import Edac, MemoryController
-from gpuops.host.infiniband import Fabric, Port
+from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.kernel_state import Modules, Swap, SwapArea, Taint
 from gpuops.host.leftovers import Leftovers, UserProcess
-from gpuops.host.mdraid import Array, MdRaid
-from gpuops.host.mount_table import MountTable
+from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
 from gpuops.host.munge import MungeTrip
 from gpuops.host.node_state import Counters, CounterSample
-from gpuops.host.nvme import Nvme, NvmeDrive
 from gpuops.host.procfs import Memory
-from gpuops.host.systemd import Unit, Units
-from gpuops.host.writing import WriteAnswer, Writes
+from gpuops.host.storage.mdraid import Array, MdRaid
+from gpuops.host.storage.mounts import MountTable
+from gpuops.host.storage.nvme import Nvme, NvmeDrive
+from gpuops.host.storage.write_test import WriteAnswer, Writes
+from gpuops.host.systemd import RuntimeAnswer, Unit, Units
 
 SUITE = load_suite("full", [Path(__file__).parents[3] / "checks" / "suites"])
 NODES = 3000
@@ -34,11 +37,11 @@ SERVICES = ("munge", "slurmd", "nvidia-fabricmanager")
 
 
 def number(value):
-    return Number(value=value, source="drawn")
+    return NumberExpectation(value=value, source="drawn")
 
 
 def words(*value):
-    return Words(value=value, source="drawn")
+    return WordsExpectation(value=value, source="drawn")
 
 
 def fabric(draw, count):
@@ -73,7 +76,7 @@ def fabric(draw, count):
         )
         for n in range(count, count + draw.randrange(3))
     ]
-    return Fabric((*expected, *unused))
+    return RdmaPorts((*expected, *unused))
 
 
 def aer(draw):
@@ -205,7 +208,7 @@ def host(draw):
         cpu_count=number(cpus),
         cpu_governor=words("performance"),
         clock_source=words("tsc"),
-        swap=Flag(value=False, source="drawn"),
+        swap=FlagExpectation(value=False, source="drawn"),
         nvme_count=number(disks),
         services=words(*SERVICES),
         mounts=words("/home", "/scratch/"),
@@ -242,7 +245,7 @@ def verdicts(draw, change=None):
     planned = planned_for(facts)
     counters = earlier(draw, planned, facts)
     facts |= change or {}
-    case = Case(
+    case = JudgeContext(
         node=NODE,
         profile=profile if draw.random() < 0.7 else Profile(name="none"),
         counters=counters if draw.random() < 0.8 else Counters(),

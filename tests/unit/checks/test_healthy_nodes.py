@@ -11,8 +11,8 @@ from support.gpus import gpu, part, shipped, shipped_profile
 from support.healthy import DRAWERS, healthy_case, healthy_gpus
 
 from gpuops.checks import NAMES, check_named
-from gpuops.host.gpu_facts import CallError, Fabric, GpuMemory, GpuProcess, RemappedRows
 from gpuops.host.node_state import Counters, CounterSample
+from gpuops.host.nvml.facts import CallError, Fabric, GpuMemory, GpuProcess, RemappedRows
 from gpuops.model import Status
 
 NODES_PER_SHAPE = 2500

@@ -3,22 +3,22 @@
 import pytest
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.ib_errors import KEPT, Parameters, counters, judge
-from gpuops.checks.protocol import Case
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.nic.ib_errors import KEPT, Parameters, counters, judge
 from gpuops.errors import ConfigError
-from gpuops.host.infiniband import Fabric, Port
+from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.node_state import Counters, CounterSample
 
 LIMITS = Parameters(per_hour={"symbol_error": limit(warn=10, fail=100)})
 
 
 def fabric(**found):
-    return Fabric((Port(device="mlx5_0", number=1, guid="g0", state="ACTIVE", counters=found),))
+    return RdmaPorts((Port(device="mlx5_0", number=1, guid="g0", state="ACTIVE", counters=found),))
 
 
 def case(earlier, hours=1.0):
     samples = (CounterSample(boot_id="b", since_boot_s=0.0, t_us=0, values=earlier),)
-    return Case(
+    return JudgeContext(
         node=NODE,
         counters=Counters(boot_id="b", since_boot_s=hours * 3600, t_us=0, samples=samples),
     )
@@ -80,7 +80,7 @@ def test_a_full_counter_does_not_hide_those_that_still_count():
 
 def test_a_first_look_and_a_node_without_adapters_are_skipped():
     assert said(judge(fabric(symbol_error=10**6), LIMITS, CASE)) == [("n1", "skip", None)]
-    assert said(judge(Fabric(), LIMITS, CASE)) == [("n1", "skip", None)]
+    assert said(judge(RdmaPorts(), LIMITS, CASE)) == [("n1", "skip", None)]
 
 
 def test_only_counters_that_are_kept_can_be_limited():

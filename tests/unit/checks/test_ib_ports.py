@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.ib_ports import Parameters, counters, judge
-from gpuops.checks.profile import Number, Profile, Words
-from gpuops.checks.protocol import Case
-from gpuops.host.infiniband import Fabric, Port
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.profile import NumberExpectation, Profile, WordsExpectation
+from gpuops.checks.nic.ib_ports import Parameters, counters, judge
+from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.node_state import Counters, CounterSample
 
 LIMITS = Parameters(downs_per_day=limit(warn=1, fail=5))
@@ -31,21 +31,23 @@ def port(n, **changes):
 def fabric(*changed, count=8):
     ports = {n: port(n) for n in range(count)}
     ports |= {int(item.device.removeprefix("mlx5_")): item for item in changed}
-    return Fabric(tuple(ports.values()))
+    return RdmaPorts(tuple(ports.values()))
 
 
 def case(count=None, rate_gbs=None, firmware=(), earlier=None):
     profile = Profile(
         name="p",
-        nic_count=None if count is None else Number(value=count, source="order 7"),
-        nic_rate_gbs=None if rate_gbs is None else Number(value=rate_gbs, source="order 7"),
-        nic_firmware=Words(value=firmware, source="site") if firmware else None,
+        nic_count=None if count is None else NumberExpectation(value=count, source="order 7"),
+        nic_rate_gbs=None
+        if rate_gbs is None
+        else NumberExpectation(value=rate_gbs, source="order 7"),
+        nic_firmware=WordsExpectation(value=firmware, source="site") if firmware else None,
     )
     samples = ()
     if earlier is not None:
         samples = (CounterSample(boot_id="b", since_boot_s=0.0, t_us=0, values=earlier),)
     seen = Counters(boot_id="b", since_boot_s=3600.0, t_us=3600_000_000, samples=samples)
-    return Case(node=NODE, profile=profile, counters=seen)
+    return JudgeContext(node=NODE, profile=profile, counters=seen)
 
 
 def down(n, phys_state="Polling"):
@@ -126,8 +128,8 @@ def test_lost_links_of_before_the_first_look_count_nothing():
 
 
 def test_a_node_without_adapters_is_skipped_unless_some_are_expected():
-    assert said(judge(Fabric(), LIMITS, CASE)) == [("n1", "skip", None)]
-    assert said(judge(Fabric(), LIMITS, case(count=8))) == [("n1", "fail", "network.port_down")]
+    assert said(judge(RdmaPorts(), LIMITS, CASE)) == [("n1", "skip", None)]
+    assert said(judge(RdmaPorts(), LIMITS, case(count=8))) == [("n1", "fail", "network.port_down")]
 
 
 @pytest.mark.parametrize(("value", "status"), [(254, None), (255, "skip"), (256, None)])

@@ -12,11 +12,11 @@ from support import kernel_log as log
 from support.checks import CASE, NODE, said
 from support.kernel_log import records
 
-from gpuops.checks.kernel_facts import KMSG, KernelFacts
-from gpuops.checks.kernel_log import judge
-from gpuops.checks.kernel_rules import SUBJECTS_MAX, KernelLog, search
-from gpuops.checks.protocol import Case, NoParameters
-from gpuops.checks.xid_catalogue import XidClass, load_xids
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.kernel_facts import KMSG, KernelFacts
+from gpuops.checks.core.kernel_rules import SUBJECTS_MAX, KernelLogMatches, search
+from gpuops.checks.core.xid_catalogue import XidClass, load_xids
+from gpuops.checks.host.kernel_log import judge
 from gpuops.host.kmsg import KernelRecord
 from gpuops.host.node_state import Repair
 from gpuops.model import Role, Status
@@ -245,7 +245,7 @@ def test_a_repair_of_the_node_ends_what_was_before_it(failing, after_s, status):
     found = search(records("boot", "fan 3 stopped"), failing)
     repair = Repair(entity_kind="node", entity_id="n1", t_us=1_001_000_000, by="ann", what="fan")
     at = Repair(**{**_fields(repair), "t_us": repair.t_us + after_s * 1_000_000})
-    case = Case(node=NODE, repairs=(at,), boot_us=1_000_000_000)
+    case = JudgeContext(node=NODE, repairs=(at,), boot_us=1_000_000_000)
 
     assert judged(found, case)[0].status.word == status
 
@@ -274,7 +274,7 @@ def test_a_flood_of_subjects_is_bounded_and_told():
 def test_a_log_whose_start_was_overwritten_says_so():
     found = search([KernelRecord(77, 6, 1, "ordinary")], RULES)
 
-    assert found == KernelLog(records=1, complete=False)
+    assert found == KernelLogMatches(records=1, complete=False)
     assert "in what is left of the log" in judged(found)[0].message
 
 

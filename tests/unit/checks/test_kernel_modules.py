@@ -2,15 +2,15 @@
 
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.kernel_modules import asks, judge
-from gpuops.checks.profile import NO_PROFILE, Profile, Words
-from gpuops.checks.protocol import Case, NoParameters
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import NO_PROFILE, Profile, WordsExpectation
+from gpuops.checks.host.kernel_modules import asks, judge
 from gpuops.host.kernel_state import Modules
 
 PROFILE = Profile(
-    name="p", kernel_modules=Words(value=("nvidia_peermem", "mlx5_ib"), source="site")
+    name="p", kernel_modules=WordsExpectation(value=("nvidia_peermem", "mlx5_ib"), source="site")
 )
-WITH = Case(node=NODE, profile=PROFILE)
+WITH = JudgeContext(node=NODE, profile=PROFILE)
 
 
 def test_each_module_that_is_absent_fails():

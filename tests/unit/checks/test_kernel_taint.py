@@ -3,7 +3,7 @@
 import pytest
 from support.checks import CASE, said
 
-from gpuops.checks.kernel_taint import MEANINGS, Parameters, judge
+from gpuops.checks.host.kernel_taint import MEANINGS, Parameters, judge
 from gpuops.host.kernel_state import Taint
 
 LIMITS = Parameters(source="a test", warn_bits=(4, 5, 7, 14), fail_bits=(3,))

@@ -3,9 +3,9 @@
 import pytest
 from support.checks import CASE, said
 
-from gpuops.checks.md_raid import judge
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.mdraid import Array, MdRaid
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.storage.md_raid import judge
+from gpuops.host.storage.mdraid import Array, MdRaid
 
 
 def findings(**changes):

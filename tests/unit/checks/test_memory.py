@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checks import CASE, limit, said
 
-from gpuops.checks.memory import Parameters, judge
+from gpuops.checks.host.memory import Parameters, judge
 from gpuops.host.procfs import Memory
 
 LIMITS = Parameters(available_percent=limit(warn=10, fail=1))

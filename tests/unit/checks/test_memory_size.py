@@ -3,17 +3,17 @@
 import pytest
 from support.checks import NODE, said
 
-from gpuops.checks.memory_size import judge
-from gpuops.checks.profile import Number, Profile
-from gpuops.checks.protocol import Case, NoParameters
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import NumberExpectation, Profile
+from gpuops.checks.host.memory_size import judge
 from gpuops.host.procfs import Memory
 
 GB = 10**9
 
 
 def verdict(total_bytes, expected=None):
-    minimum = None if expected is None else Number(value=expected, source="order 7")
-    case = Case(node=NODE, profile=Profile(name="p", memory_bytes_min=minimum))
+    minimum = None if expected is None else NumberExpectation(value=expected, source="order 7")
+    case = JudgeContext(node=NODE, profile=Profile(name="p", memory_bytes_min=minimum))
     return judge(Memory(total_bytes, total_bytes), NoParameters(), case)
 
 

@@ -2,13 +2,14 @@
 
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.mount_state import Parameters, judge
-from gpuops.checks.profile import Profile, Words
-from gpuops.checks.protocol import Case
-from gpuops.host.mount_table import MountTable
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.storage.mount_state import Parameters, judge
+from gpuops.host.storage.mounts import MountTable
 
-WITH = Case(
-    node=NODE, profile=Profile(name="p", mounts=Words(value=("/scratch/", "/home"), source="site"))
+WITH = JudgeContext(
+    node=NODE,
+    profile=Profile(name="p", mounts=WordsExpectation(value=("/scratch/", "/home"), source="site")),
 )
 
 

@@ -3,8 +3,8 @@
 import pytest
 from support.checks import CASE, limit, said
 
-from gpuops.checks.mount_writable import Parameters, judge
-from gpuops.host.writing import WriteAnswer, Writes
+from gpuops.checks.storage.mount_writable import Parameters, judge
+from gpuops.host.storage.write_test import WriteAnswer, Writes
 
 LIMITS = Parameters(paths=("/scratch", "/tmp"), elapsed_s=limit(warn=2, fail=30), source="ops")
 

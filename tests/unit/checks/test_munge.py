@@ -3,7 +3,7 @@
 import pytest
 from support.checks import CASE, limit, said
 
-from gpuops.checks.munge import Parameters, judge
+from gpuops.checks.host.munge import Parameters, judge
 from gpuops.host.munge import MungeTrip
 
 LIMITS = Parameters(elapsed_s=limit(warn=1, fail=4))

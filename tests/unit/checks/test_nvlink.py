@@ -6,9 +6,9 @@ import pytest
 from support.checks import CASE, said
 from support.gpus import eight, gpu, node, part, shipped_profile
 
-from gpuops.checks.nvlink import judge
-from gpuops.checks.protocol import NoParameters
-from gpuops.host.gpu_facts import NvLink
+from gpuops.checks.core.check import NoParameters
+from gpuops.checks.fabric.nvlink import judge
+from gpuops.host.nvml.facts import NvLink
 
 PROFILED = replace(CASE, profile=shipped_profile())
 

@@ -7,8 +7,8 @@ from support.checks import CASE, limit, said
 from support.counters import HOUR_S, grown_from
 from support.gpus import gpu, node, shipped
 
-from gpuops.checks.nvlink_errors import Parameters, counters, judge
-from gpuops.host.gpu_facts import NvLink
+from gpuops.checks.fabric.nvlink_errors import Parameters, counters, judge
+from gpuops.host.nvml.facts import NvLink
 
 LIMITS = Parameters(
     recovery_per_hour=limit(warn=1), replay_per_hour=limit(warn=5), crc_per_hour=limit(warn=100)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.nvme_smart import Parameters, counters, judge
-from gpuops.checks.profile import Number, Profile
-from gpuops.checks.protocol import Case
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.profile import NumberExpectation, Profile
+from gpuops.checks.storage.nvme_smart import Parameters, counters, judge
 from gpuops.host.node_state import Counters, CounterSample
-from gpuops.host.nvme import Nvme, NvmeDrive
+from gpuops.host.storage.nvme import Nvme, NvmeDrive
 
 LIMITS = Parameters(used_percent=limit(warn=100), media_errors_per_day=limit(warn=1, fail=100))
 GOOD = NvmeDrive(
@@ -29,8 +29,9 @@ def problems(case=CASE, **changes):
 
 
 def expecting(count):
-    return Case(
-        node=NODE, profile=Profile(name="p", nvme_count=Number(value=count, source="order 7"))
+    return JudgeContext(
+        node=NODE,
+        profile=Profile(name="p", nvme_count=NumberExpectation(value=count, source="order 7")),
     )
 
 
@@ -68,7 +69,9 @@ def test_a_drive_beyond_its_rated_life_warns(used, bad):
 def test_new_media_errors_are_counted_across_reboots(grown, status):
     values = {"nvme_smart:S1:media_errors": 40.0}
     samples = (CounterSample(boot_id="other", since_boot_s=9e9, t_us=0, values=values),)
-    case = Case(node=NODE, counters=Counters(boot_id="b", t_us=3600_000_000, samples=samples))
+    case = JudgeContext(
+        node=NODE, counters=Counters(boot_id="b", t_us=3600_000_000, samples=samples)
+    )
 
     assert problems(case, media_errors=40 + grown) == (
         [("S1", status, "host_hw.disk")] if status else []

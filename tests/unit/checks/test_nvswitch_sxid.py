@@ -4,9 +4,9 @@ import pytest
 from support import kernel_log as log
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.nvswitch_sxid import Parameters, judge
-from gpuops.checks.protocol import Case
-from gpuops.checks.xid_catalogue import SxidClass, load_sxids
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.xid_catalogue import SxidClass, load_sxids
+from gpuops.checks.fabric.nvswitch_sxid import Parameters, judge
 from gpuops.host.node_state import Repair
 
 CATALOGUE = load_sxids(log.XID_DIRS)
@@ -118,7 +118,7 @@ def test_an_acknowledged_repair_ends_what_was_before_it(look, after_us, status, 
     facts = look(sxid(20034, "Fatal"), start_us=60 * SECOND_US)
     at_us = BOOT_US + 60 * SECOND_US + after_us
     repair = Repair(entity_kind=kind, entity_id=name, t_us=at_us, by="ann", what="tray")
-    (finding,) = findings(facts, Case(node=NODE, repairs=(repair,), boot_us=BOOT_US))
+    (finding,) = findings(facts, JudgeContext(node=NODE, repairs=(repair,), boot_us=BOOT_US))
 
     assert finding.status.word == status
 
@@ -128,7 +128,7 @@ def test_the_drivers_loading_ends_what_was_before_it(look):
 
 
 def test_a_fatal_sxid_counts_for_every_job_and_says_how_to_end_it(look):
-    case = Case(node=NODE, gpus=frozenset({"GPU-of-one-job"}))
+    case = JudgeContext(node=NODE, gpus=frozenset({"GPU-of-one-job"}))
     (finding,) = findings(look(sxid(20034, "Fatal")), case)
 
     assert finding.status.word == "fail"

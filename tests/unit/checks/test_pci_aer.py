@@ -3,8 +3,8 @@
 import pytest
 from support.checks import CASE, NODE, limit, said
 
-from gpuops.checks.pci_aer import Parameters, counters, judge
-from gpuops.checks.protocol import Case
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.nic.pci_aer import Parameters, counters, judge
 from gpuops.host.aer import AerBus, AerDevice
 from gpuops.host.node_state import Counters, CounterSample
 
@@ -24,7 +24,7 @@ def bus(kinds=None, **totals):
 def case(**earlier):
     values = {f"pci_aer:{ADDRESS}:{severity}": total for severity, total in earlier.items()}
     samples = (CounterSample(boot_id="b", since_boot_s=0.0, t_us=0, values=values),)
-    return Case(
+    return JudgeContext(
         node=NODE, counters=Counters(boot_id="b", since_boot_s=3600.0, t_us=0, samples=samples)
     )
 

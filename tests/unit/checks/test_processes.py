@@ -3,7 +3,7 @@
 import pytest
 from support.checks import CASE, limit, said
 
-from gpuops.checks.processes import Parameters, judge
+from gpuops.checks.host.processes import Parameters, judge
 from gpuops.host.leftovers import Leftovers, UserProcess
 
 ZOMBIES = Parameters(zombies=limit(warn=100, fail=1000))

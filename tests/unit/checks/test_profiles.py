@@ -6,8 +6,15 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from gpuops.checks.profile import NO_PROFILE, Flag, Match, Number, Profile, Words
-from gpuops.checks.profiles import BOUNDS, load_profiles, parse_profile, profile_for
+from gpuops.checks.core.profile import (
+    NO_PROFILE,
+    FlagExpectation,
+    NumberExpectation,
+    Profile,
+    ProfileMatch,
+    WordsExpectation,
+)
+from gpuops.checks.core.profile_files import BOUNDS, load_profiles, parse_profile, profile_for
 from gpuops.errors import ConfigError
 from gpuops.resources import data_dir
 
@@ -20,7 +27,7 @@ def told(value, source="a test"):
 
 
 def profile(name, **match):
-    return Profile(name=name, path=f"/profiles/{name}.toml", match=Match(**match))
+    return Profile(name=name, path=f"/profiles/{name}.toml", match=ProfileMatch(**match))
 
 
 def found(*profiles, node="gpu007", gpu_names=(H100,) * 8, gpu_count=8, named=None):
@@ -53,11 +60,11 @@ def test_a_profile_is_what_its_file_says(tmp_path):
             name="h100",
             path=str(tmp_path / "h100.toml"),
             about="eight of them",
-            match=Match(gpu="NVIDIA H100 .*", gpu_count=8, nodes=("gpu[001-128]", "dgx*")),
-            power_limit_w=Number(value=700.0, source="data sheet"),
-            ecc=Flag(value=True, source="ours"),
-            driver=Words(value=("570.1", "575.2"), source="ours"),
-            clock_source=Words(value=("tsc",), source="ours"),
+            match=ProfileMatch(gpu="NVIDIA H100 .*", gpu_count=8, nodes=("gpu[001-128]", "dgx*")),
+            power_limit_w=NumberExpectation(value=700.0, source="data sheet"),
+            ecc=FlagExpectation(value=True, source="ours"),
+            driver=WordsExpectation(value=("570.1", "575.2"), source="ours"),
+            clock_source=WordsExpectation(value=("tsc",), source="ours"),
         )
     }
 
@@ -70,12 +77,12 @@ def test_a_sites_profile_replaces_the_shipped_one_of_its_name(tmp_path):
 
     profiles = load_profiles([tmp_path / "shipped", tmp_path / "site"])
 
-    assert profiles["h100"].power_limit_w == Number(value=650.0, source="site")
+    assert profiles["h100"].power_limit_w == NumberExpectation(value=650.0, source="site")
 
 
 def test_the_shipped_profiles_can_be_read_and_match_something():
     for shipped in load_profiles([data_dir("checks") / "profiles"]).values():
-        assert shipped.match != Match(), shipped.name
+        assert shipped.match != ProfileMatch(), shipped.name
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_whoever_collects_mistakes_gets_all_of_them_and_the_rest_of_the_profile(
     kept = parse_profile(FILE, table, {}, mistakes.append)
 
     assert [str(item).split()[0] for item in mistakes] == ["the", "ecc", "gpu"]
-    assert (kept.nic_count, kept.ecc) == (Number(value=8.0, source="a test"), None)
+    assert (kept.nic_count, kept.ecc) == (NumberExpectation(value=8.0, source="a test"), None)
 
 
 def test_a_sites_profile_takes_over_what_it_inherits_and_is_the_one_that_is_taken(tmp_path):
@@ -162,7 +169,9 @@ def test_a_number_is_believed_up_to_its_bounds_and_not_beyond(key):
 
 def test_every_number_of_a_profile_has_bounds():
     hints = get_type_hints(Profile)
-    numbers = {item.name for item in fields(Profile) if Number in get_args(hints[item.name])}
+    numbers = {
+        item.name for item in fields(Profile) if NumberExpectation in get_args(hints[item.name])
+    }
 
     assert set(BOUNDS) == numbers
 

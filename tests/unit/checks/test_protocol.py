@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.checks import NAMES, check_named
-from gpuops.checks.protocol import Limit
-from gpuops.checks.suites import load_suite, suite_paths
+from gpuops.checks.core.check import CheckLimit
+from gpuops.checks.core.suite import load_suite, suite_paths
 from gpuops.errors import ConfigError
 from gpuops.model import Status
 from gpuops.resources import data_dir
@@ -17,23 +17,23 @@ numbers = st.floats(-1e9, 1e9)
 
 @given(numbers, numbers, numbers)
 def test_a_floor_and_a_ceiling_are_mirrors(value, warn, fail):
-    limit = Limit(source="x", warn=warn, fail=fail)
-    mirror = Limit(source="x", warn=-warn, fail=-fail)
+    limit = CheckLimit(source="x", warn=warn, fail=fail)
+    mirror = CheckLimit(source="x", warn=-warn, fail=-fail)
 
     assert limit.floor(value) is mirror.ceiling(-value)
 
 
 def test_a_limit_that_is_not_given_is_not_applied():
-    assert Limit(source="x", warn=1).ceiling(1e9) is Status.WARN
-    assert Limit(source="x", fail=9).ceiling(8) is Status.PASS
+    assert CheckLimit(source="x", warn=1).ceiling(1e9) is Status.WARN
+    assert CheckLimit(source="x", fail=9).ceiling(8) is Status.PASS
 
 
 @pytest.mark.parametrize(
     ("limit", "text"),
     [
-        (Limit(source="x", warn=5), "> 5 %"),
-        (Limit(source="x", fail=5), "> 5 %"),
-        (Limit(source="x", warn=5, fail=0.5), "> 5 % (fail: 0.5 %)"),
+        (CheckLimit(source="x", warn=5), "> 5 %"),
+        (CheckLimit(source="x", fail=5), "> 5 %"),
+        (CheckLimit(source="x", warn=5, fail=0.5), "> 5 % (fail: 0.5 %)"),
     ],
 )
 def test_a_limit_says_what_is_wanted(limit, text):
@@ -42,9 +42,9 @@ def test_a_limit_says_what_is_wanted(limit, text):
 
 def test_a_limit_without_numbers_or_without_a_source_is_refused():
     with pytest.raises(ConfigError, match="neither warn nor fail"):
-        Limit(source="x")
+        CheckLimit(source="x")
     with pytest.raises(ConfigError, match="source"):
-        Limit(source=" ", warn=1)
+        CheckLimit(source=" ", warn=1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checks import CASE
 
-from gpuops.checks.collect import Looked
-from gpuops.checks.protocol import Check, Look, NoParameters
-from gpuops.checks.recording import Recording, parse_recording
-from gpuops.checks.runner import Terms, judge
-from gpuops.checks.suites import Planned, Suite
+from gpuops.checks.core.check import Check, NoParameters, Probe
+from gpuops.checks.core.probes import ProbeResult
+from gpuops.checks.core.recording import Recording, parse_recording
+from gpuops.checks.core.runner import RunContext, judge
+from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import UsageError
-from gpuops.gate.state import Errand, case_of
+from gpuops.gate.node_memory import StateUpdate, case_of
 from gpuops.host.clock import FakeClock
-from gpuops.host.node_state import CounterSample, DriverHang, Moment, NodeState
+from gpuops.host.node_state import BootMoment, CounterSample, DriverHang, NodeState
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
-MOMENT = Moment(boot_id="b", since_boot_s=7200.0, t_us=1_700_000_000_000_000)
+MOMENT = BootMoment(boot_id="b", since_boot_s=7200.0, t_us=1_700_000_000_000_000)
 POLICY = MappingProxyType({UnknownReason.NOT_SUPPORTED: Status.SKIP})
 
 
@@ -55,7 +55,7 @@ def verdict(facts, _parameters, case):
 
 def suite(*names):
     checks = [
-        Check(name, "", Look(name, Count, lambda _m, _b: Count(0)), NoParameters, verdict)
+        Check(name, "", Probe(name, Count, lambda _m, _b: Count(0)), NoParameters, verdict)
         for name in names
     ]
     return Suite(
@@ -63,7 +63,7 @@ def suite(*names):
         about="",
         deadline_s=5,
         unknown=POLICY,
-        planned=tuple(Planned(check, NoParameters(), 5.0) for check in checks),
+        planned=tuple(PlannedCheck(check, NoParameters(), 5.0) for check in checks),
         path=Path("test.toml"),
     )
 
@@ -82,8 +82,8 @@ def again(made):
 
 
 def found(looks, state, names):
-    case = case_of(state, node=CASE.node, moment=MOMENT, errand=Errand())
-    return judge(suite(*names), looks, Terms(case), FakeClock(MOMENT.t_us))
+    case = case_of(state, node=CASE.node, moment=MOMENT, errand=StateUpdate())
+    return judge(suite(*names), looks, RunContext(case), FakeClock(MOMENT.t_us))
 
 
 looked = st.builds(
@@ -99,9 +99,9 @@ looked = st.builds(
 @given(st.dictionaries(st.sampled_from("abc"), looked, min_size=1), st.integers(-3, 3))
 def test_the_verdict_of_a_recording_is_that_of_the_node(given_looks, before):
     looks = [
-        Looked(look=name, facts=value)
+        ProbeResult(look=name, facts=value)
         if kind == "facts"
-        else Looked(look=name, error="could not look", reason=value)
+        else ProbeResult(look=name, error="could not look", reason=value)
         for name, (kind, value) in given_looks.items()
     ]
     sample = CounterSample(boot_id="b", since_boot_s=10.0, t_us=0, values={"n": float(before)})
@@ -130,7 +130,7 @@ def test_a_look_that_was_not_recorded_could_not_be_looked_at():
 
 
 def test_the_look_that_chooses_the_profile_comes_first():
-    made = recording(*(Looked(look=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
+    made = recording(*(ProbeResult(look=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
 
     assert [item.look for item in made.looked(suite("a", "b", "gpus"), "gpus")] == [
         "gpus",
@@ -140,12 +140,12 @@ def test_the_look_that_chooses_the_profile_comes_first():
 
 
 def test_secrets_that_facts_show_are_not_in_it():
-    made = recording(Looked(look="a", facts={"words": ["password=hunter2"]}))
+    made = recording(ProbeResult(look="a", facts={"words": ["password=hunter2"]}))
 
     assert "hunter2" not in json.dumps(made.to_json())
 
 
-GOOD = recording(Looked(look="a", facts={"n": 1})).to_json()
+GOOD = recording(ProbeResult(look="a", facts={"n": 1})).to_json()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_is_no_recording_is_said_to_be_none(text, message):
 
 
 def test_facts_of_another_form_are_refused_with_who_made_them():
-    made = again(recording(Looked(look="a", facts={"m": 1})))
+    made = again(recording(ProbeResult(look="a", facts={"m": 1})))
 
     with pytest.raises(UsageError, match=r"recorded by gpuops 0\..*unknown key 'm'"):
         list(made.looked(suite("a"), "gpus"))

@@ -11,14 +11,14 @@ import pytest
 from support.checks import CASE
 from support.runs import wait_until
 
-from gpuops.checks.collect import Chooser
-from gpuops.checks.profile import Profile
-from gpuops.checks.protocol import Check, Look, Machine, NoParameters
-from gpuops.checks.runner import Terms, run_suite
-from gpuops.checks.suites import Planned, Suite
+from gpuops.checks.core.check import Check, NoParameters, Probe, ProbeContext
+from gpuops.checks.core.probes import ProfileChooser
+from gpuops.checks.core.profile import Profile
+from gpuops.checks.core.runner import RunContext, run_suite
+from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ProbeError
 from gpuops.host.clock import SystemClock
-from gpuops.host.probe import STOP_S
+from gpuops.host.process.probe import STOP_S
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -61,9 +61,9 @@ def planned(
     locks=(),
     asks=lambda _parameters, _profile: (),
 ):
-    look = Look(f"look of {name}", Number, read, locks=frozenset(locks))
+    look = Probe(f"look of {name}", Number, read, locks=frozenset(locks))
     check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS), asks=asks)
-    return Planned(check, NoParameters(), timeout_s)
+    return PlannedCheck(check, NoParameters(), timeout_s)
 
 
 def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, **terms):
@@ -75,7 +75,7 @@ def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, **terms):
         planned=checks,
         path=Path("test.toml"),
     )
-    return run_suite(suite, Machine(), Terms(CASE, **terms), SystemClock(), left={})
+    return run_suite(suite, ProbeContext(), RunContext(CASE, **terms), SystemClock(), left={})
 
 
 def raising(error):
@@ -120,9 +120,9 @@ def test_the_verdict_is_the_worst_finding():
 
 
 def test_checks_that_share_a_look_share_one_child():
-    look = Look("shared", Number, lambda _machine, _budget_s: Number(os.getpid()))
+    look = Probe("shared", Number, lambda _machine, _budget_s: Number(os.getpid()))
     checks = [
-        Planned(Check(n, "", look, NoParameters, verdict(Status.PASS)), NoParameters(), 20.0)
+        PlannedCheck(Check(n, "", look, NoParameters, verdict(Status.PASS)), NoParameters(), 20.0)
         for n in ("a", "b")
     ]
     first, second = run(*checks).findings
@@ -250,8 +250,8 @@ def timed(name, locks, pause_s=0.05):
         text = f"{facts.start_s} {facts.end_s}"
         return [Finding(check=name, entity=case.node, status=Status.PASS, message=text)]
 
-    look = Look(f"look of {name}", Span, read, locks=frozenset(locks))
-    return Planned(Check(name, "", look, NoParameters, judge), NoParameters(), 20.0)
+    look = Probe(f"look of {name}", Span, read, locks=frozenset(locks))
+    return PlannedCheck(Check(name, "", look, NoParameters, judge), NoParameters(), 20.0)
 
 
 def test_looks_that_share_a_lock_run_one_after_another():
@@ -313,7 +313,7 @@ BIG = Profile(name="big")
 
 def chooser(look, first=None):
     first = first or Profile(name="first")
-    return Chooser(first, f"look of {look}", lambda looked: first if looked.error else BIG)
+    return ProfileChooser(first, f"look of {look}", lambda looked: first if looked.error else BIG)
 
 
 def names_the_profile(facts, _parameters, case):

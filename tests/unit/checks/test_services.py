@@ -3,13 +3,15 @@
 import pytest
 from support.checks import CASE, NODE, said
 
-from gpuops.checks.profile import Profile, Words
-from gpuops.checks.protocol import Case
-from gpuops.checks.services import Parameters, asks, judge
+from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.host.services import Parameters, asks, judge
 from gpuops.host.systemd import Unit, Units
 
-PROFILE = Profile(name="p", services=Words(value=("nvidia-fabricmanager",), source="site"))
-WITH = Case(node=NODE, profile=PROFILE)
+PROFILE = Profile(
+    name="p", services=WordsExpectation(value=("nvidia-fabricmanager",), source="site")
+)
+WITH = JudgeContext(node=NODE, profile=PROFILE)
 
 
 def unit(active="active", load="loaded", name="nvidia-fabricmanager", **more):

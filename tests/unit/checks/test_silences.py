@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuops.checks.silences import Silence, doubts, faults, load_silences, silenced
+from gpuops.checks.core.silence import Silence, doubts, faults, load_silences, silenced
 from gpuops.errors import ConfigError
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import parse_iso_utc

@@ -4,9 +4,9 @@ import pytest
 from support.checks import CASE, said
 
 from gpuops.checks import check_named
-from gpuops.checks.profile import NO_PROFILE
-from gpuops.checks.site import Parameters, SiteAnswer, fault, judge, site_check
-from gpuops.checks.suites import load_suite
+from gpuops.checks.core.profile import NO_PROFILE
+from gpuops.checks.core.site import Parameters, SiteAnswer, fault, judge, site_check
+from gpuops.checks.core.suite import load_suite
 from gpuops.errors import ConfigError
 from gpuops.model import UnknownReason
 

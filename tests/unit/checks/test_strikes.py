@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.checks import CASE, limit, said
 
-from gpuops.checks.strikes import CHECK, Nothing, Parameters, judge
+from gpuops.checks.host.strikes import CHECK, NoProbe, Parameters, judge
 from gpuops.host.node_state import Repair, Strikes
 
 LAST_US = 1_760_000_000_000_000
@@ -27,7 +27,7 @@ def repair(kind="gpu", entity="GPU-1", t_us=LAST_US):
 
 def findings(*told, repairs=(), warn=2, fail=None):
     case = replace(CASE, strikes=told, repairs=tuple(repairs))
-    return judge(Nothing(), Parameters(count=limit(warn=warn, fail=fail)), case)
+    return judge(NoProbe(), Parameters(count=limit(warn=warn, fail=fail)), case)
 
 
 def test_a_node_without_history_is_not_called_healthy():
@@ -88,4 +88,4 @@ def test_a_repair_since_the_last_strike_takes_all_away(by, status):
 
 
 def test_the_look_asks_the_machine_for_nothing():
-    assert CHECK.look.read(None, 0.0) == Nothing()
+    assert CHECK.look.read(None, 0.0) == NoProbe()

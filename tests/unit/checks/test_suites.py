@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from gpuops.checks.suites import load_suite, parse_suite
+from gpuops.checks.core.suite import load_suite, parse_suite
 from gpuops.errors import ConfigError, UsageError
 from gpuops.model import Status, UnknownReason
 from gpuops.resources import data_dir

@@ -3,9 +3,9 @@
 import pytest
 from support.checks import CASE, NODE
 
-from gpuops.checks.profile import Flag, Profile
-from gpuops.checks.protocol import Case, NoParameters
-from gpuops.checks.swap import judge
+from gpuops.checks.core.check import JudgeContext, NoParameters
+from gpuops.checks.core.profile import FlagExpectation, Profile
+from gpuops.checks.host.swap import judge
 from gpuops.host.kernel_state import Swap, SwapArea
 
 AREA = SwapArea("/dev/dm-1", 8_000_000_000, 1_000_000)
@@ -16,7 +16,9 @@ AREA = SwapArea("/dev/dm-1", 8_000_000_000, 1_000_000)
     [(False, (), "pass"), (False, (AREA,), "warn"), (True, (AREA,), "pass"), (True, (), "warn")],
 )
 def test_swap_that_is_not_as_wanted_warns(wanted, areas, status):
-    case = Case(node=NODE, profile=Profile(name="p", swap=Flag(value=wanted, source="site")))
+    case = JudgeContext(
+        node=NODE, profile=Profile(name="p", swap=FlagExpectation(value=wanted, source="site"))
+    )
     (finding,) = judge(Swap(areas), NoParameters(), case)
 
     assert finding.status.word == status

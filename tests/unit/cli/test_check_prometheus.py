@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.checks import NODE
 from support.services import unavailable
 
-from gpuops.checks.runner import CheckRun
-from gpuops.cli.check_prometheus import metrics
+from gpuops.checks.core.runner import CheckRun
+from gpuops.cli.check.prometheus import metrics
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 LABELS = ("suite", "check", "entity_kind", "entity_id")

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.cli.check_request import (
+from gpuops.cli.check.request import (
     RECORDING_BYTES_MAX,
+    build_request,
     for_recording,
-    gpus_of,
+    parse_gpus,
     read_recording,
-    request_of,
 )
-from gpuops.config import resolve
+from gpuops.config.resolve import resolve
 from gpuops.errors import UsageError
 
 UUID = "GPU-0a1b2c3d-aaaa-bbbb-cccc-0123456789ab"
@@ -21,8 +21,8 @@ UUID = "GPU-0a1b2c3d-aaaa-bbbb-cccc-0123456789ab"
 def test_all_are_all_and_so_is_auto_outside_a_hook():
     slurm = {"SLURM_JOB_GPUS": "0,1"}
 
-    assert gpus_of("all", "prolog", slurm) is None
-    assert gpus_of("auto", "manual", slurm) is None
+    assert parse_gpus("all", "prolog", slurm) is None
+    assert parse_gpus("auto", "manual", slurm) is None
 
 
 @pytest.mark.parametrize("hook", ["prolog", "epilog"])
@@ -39,17 +39,17 @@ def test_all_are_all_and_so_is_auto_outside_a_hook():
     ],
 )
 def test_a_hook_judges_its_jobs_gpus_and_all_where_it_cannot_tell(hook, env, gpus):
-    assert gpus_of("auto", hook, env) == (None if gpus is None else frozenset(gpus))
+    assert parse_gpus("auto", hook, env) == (None if gpus is None else frozenset(gpus))
 
 
 def test_gpus_are_named_by_index_uuid_or_address():
-    assert gpus_of(f"0, {UUID},0000:1b:00.0", "manual", {}) == {"0", UUID, "0000:1b:00.0"}
+    assert parse_gpus(f"0, {UUID},0000:1b:00.0", "manual", {}) == {"0", UUID, "0000:1b:00.0"}
 
 
 @pytest.mark.parametrize("text", ["", "0,,1", "-1", "GPU-", "first", "0;1", "12345"])
 def test_what_is_no_gpu_is_refused(text):
     with pytest.raises(UsageError, match="is no GPU"):
-        gpus_of(text, "manual", {})
+        parse_gpus(text, "manual", {})
 
 
 def settings(env=None, **flags):
@@ -59,20 +59,20 @@ def settings(env=None, **flags):
 def test_a_hook_tells_its_job_and_a_flag_goes_before_it():
     env = {"SLURM_JOB_ID": "12"}
 
-    assert request_of(settings(), env, trigger="epilog").job_id == "12"
-    assert request_of(settings(), env, trigger="epilog", job_id="13").job_id == "13"
-    assert request_of(settings(), env).job_id is None
+    assert build_request(settings(), env, trigger="epilog").job_id == "12"
+    assert build_request(settings(), env, trigger="epilog", job_id="13").job_id == "13"
+    assert build_request(settings(), env).job_id is None
 
 
 @pytest.mark.parametrize("job_id", ["", "12.0", "twelve", "-1", "٣"])
 def test_a_job_is_a_number(job_id):
     with pytest.raises(UsageError, match="the id of a Slurm job is a number"):
-        request_of(settings(), {}, job_id=job_id)
+        build_request(settings(), {}, job_id=job_id)
 
 
 def test_a_deadline_is_a_number():
     with pytest.raises(UsageError, match="a number of seconds is wanted"):
-        request_of(settings(), {}, deadline_s=math.nan)
+        build_request(settings(), {}, deadline_s=math.nan)
 
 
 def test_a_recording_without_an_end_is_not_read_to_it():
@@ -84,9 +84,9 @@ def test_a_fake_root_has_a_state_of_its_own(tmp_path):
     fake = {"GPUOPS_ROOT": str(tmp_path)}
     named = {**fake, "GPUOPS_STATE": "/state"}
 
-    assert str(request_of(settings(), {}).state_dir) == "/var/lib/gpuops"
-    assert request_of(settings(fake), {}).state_dir == tmp_path / "var/lib/gpuops"
-    assert str(request_of(settings(named), {}).state_dir) == "/state"
+    assert str(build_request(settings(), {}).state_dir) == "/var/lib/gpuops"
+    assert build_request(settings(fake), {}).state_dir == tmp_path / "var/lib/gpuops"
+    assert str(build_request(settings(named), {}).state_dir) == "/state"
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_a_fake_root_has_a_state_of_its_own(tmp_path):
     ],
 )
 def test_a_recording_is_judged_by_its_own_nodes_configuration(flags, env, expected):
-    from gpuops.checks.recording import Recording
-    from gpuops.host.node_state import Moment
+    from gpuops.checks.core.recording import Recording
+    from gpuops.host.node_state import BootMoment
 
-    moment = Moment(boot_id="b", since_boot_s=1.0, t_us=1)
+    moment = BootMoment(boot_id="b", since_boot_s=1.0, t_us=1)
     made = Recording(node="n7", moment=moment, looks={}, profile="p", gpus_expected=4)
     here = resolve(flags, {**env, "GPUOPS_PROFILE": "mine"}, is_root=True)
-    request = for_recording(request_of(here, {"SLURMD_NODENAME": "here"}), made)
+    request = for_recording(build_request(here, {"SLURMD_NODENAME": "here"}), made)
 
     assert (request.node, request.profile) == ("n7", "p")
     assert (request.gpus_expected, request.gpus_expected_origin) == expected

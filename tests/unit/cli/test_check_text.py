@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from support.checks import NODE
 
-from gpuops.checks.runner import CheckRun
-from gpuops.cli.check_text import nagios_line, table
+from gpuops.checks.core.runner import CheckRun
+from gpuops.cli.check.text import findings_table, nagios_line
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
 
@@ -28,7 +28,7 @@ def ran(*findings):
 
 
 def test_what_is_wrong_stands_last_above_the_verdict():
-    lines = table(
+    lines = findings_table(
         ran(finding("a", Status.FAIL), finding("b", Status.PASS), finding("c", Status.WARN)),
         width=None,
     ).splitlines()
@@ -43,7 +43,7 @@ def test_what_is_wrong_stands_last_above_the_verdict():
 
 
 def test_checks_with_the_same_reason_to_skip_share_a_line():
-    text = table(
+    text = findings_table(
         ran(
             finding("a", Status.SKIP, "no GPU"),
             finding("b", Status.SKIP, "no NIC"),
@@ -57,7 +57,7 @@ def test_checks_with_the_same_reason_to_skip_share_a_line():
 
 
 def test_long_cells_are_wrapped_within_their_column():
-    text = table(
+    text = findings_table(
         ran(finding("a", Status.PASS, "m" * 10, threshold="a threshold of very many words " * 3)),
         width=100,
     )
@@ -75,12 +75,14 @@ def test_a_run_in_which_anything_passed_is_not_skipped():
 def test_the_last_line_says_what_is_wrong_and_not_all_that_follows_from_it():
     run = ran(finding("gpu_xid", Status.FAIL, "Xid 79; NVIDIA: RESTART_BM; counts until a reboot"))
 
-    assert table(run, width=None).splitlines()[-1].endswith("gpu_xid: Xid 79")
+    assert findings_table(run, width=None).splitlines()[-1].endswith("gpu_xid: Xid 79")
 
 
 def test_checks_that_say_the_same_share_a_row():
     same = "NVML gave no answer"
-    text = table(ran(finding("a", Status.WARN, same), finding("b", Status.WARN, same)), width=None)
+    text = findings_table(
+        ran(finding("a", Status.WARN, same), finding("b", Status.WARN, same)), width=None
+    )
 
     assert "NVML gave no answer (so say also b)" in text
     assert text.count(same) == 2  # in the row and in the last line
@@ -90,7 +92,7 @@ def test_the_last_line_names_three_late_checks_and_counts_the_others():
     late = ("gpu_driver", "gpu_count", "gpu_lost", "gpu_ecc", "gpu_power")
     run = replace(ran(finding("gpu_driver", Status.UNKNOWN)), late=late)
 
-    for line in (table(run, width=None).splitlines()[-1], nagios_line(run)):
+    for line in (findings_table(run, width=None).splitlines()[-1], nagios_line(run)):
         assert line.endswith("; late: gpu_driver, gpu_count, gpu_lost and 2 more")
     three = replace(run, late=late[:3])
     assert nagios_line(three).endswith("; late: gpu_driver, gpu_count, gpu_lost")

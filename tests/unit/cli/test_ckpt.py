@@ -11,8 +11,8 @@ import torch
 from support.command import gpuops as in_a_process
 from support.made_states import make_state, part, whole
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.states import Shard, StateId
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.types import Shard, StateId
 from gpuops.cli.main import run_command
 
 W = torch.arange(24.0).reshape(6, 4)
@@ -41,7 +41,7 @@ def ckpt(capsys, store):
 
 
 def damage(store, state, shard, offset=-1):
-    path = store.open_shard(state, shard)
+    path = store.local_shard_path(state, shard)
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
@@ -52,7 +52,7 @@ def test_ls_has_the_newest_first_and_marks_what_is_pinned_or_not_whole(store, ck
     make_state(store, RANKS, step=20)
     again = make_state(store, RANKS, step=15, epoch=1)
     store.pin(old, "paper")
-    store.open_shard(again, Shard(1, 2)).unlink()
+    store.local_shard_path(again, Shard(1, 2)).unlink()
 
     code, out, _ = ckpt("ls")
     rows = [line.split() for line in out.splitlines()[1:]]
@@ -329,7 +329,7 @@ def test_a_state_of_a_later_version_is_not_called_damaged(store, ckpt):
 @pytest.mark.parametrize("words", [["show"], ["export", "--to", "out.safetensors"]])
 def test_a_shard_that_was_cut_short_or_is_gone_is_told_with_its_sizes(store, ckpt, words):
     state = make_state(store, RANKS, step=12)
-    path = store.open_shard(state, Shard(1, 2))
+    path = store.local_shard_path(state, Shard(1, 2))
     nbytes = path.stat().st_size
     os.truncate(path, 100)
     assert f"has 100 bytes; {nbytes} bytes were saved" in ckpt(*words)[2]
@@ -420,7 +420,7 @@ def _read(fd):
 
 
 def states_of(store):
-    return [stored.state.step for stored in store.list()]
+    return [stored.state.step for stored in store.list_states()]
 
 
 def test_prune_says_what_and_why_and_a_dry_run_removes_nothing(store, ckpt):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from support.made_states import make_state, part, whole
 
-from gpuops.checkpoint.directory import DirectoryStore
+from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.cli.main import run_command
 
 W = torch.arange(24.0).reshape(6, 4)
@@ -129,7 +129,7 @@ def test_a_file_that_is_refused(tmp_path, store, ckpt):
 
     assert code == 70
     assert "--trust" in err
-    assert store.list() == ()
+    assert store.list_states() == ()
 
 
 def test_scratch_files_vanish_also_in_a_directory_that_is_new(tmp_path, store, ckpt):

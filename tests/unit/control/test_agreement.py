@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from support.agreement import Player, World, restart
 
-from gpuops.control.board import BoardError
-from gpuops.control.record import Phase
-from gpuops.incident.decision import OnExhausted, ReportKind, Terms
+from gpuops.control.record import RunPhase
+from gpuops.control.store import ControlStoreError
+from gpuops.incident.decision import OnExhausted, ReportKind, RestartPolicy
 
 
 def terms(low, high, **more):
-    return Terms(nodes_min=low, nodes_max=high, **more)
+    return RestartPolicy(nodes_min=low, nodes_max=high, **more)
 
 
 def started(low, high, n_players, **more):
@@ -44,7 +44,7 @@ def test_a_failure_on_one_node_restarts_all_within_two_seconds_and_keeps_ranks()
 
 def generations_on_board(world):
     """Return the generations of which anything lies on the board."""
-    words = (key.split("/") for key in world.board.list(""))
+    words = (key.split("/") for key in world.store.list(""))
     return {int(some[2]) for some in words if some[1:2] == ["gen"]}
 
 
@@ -57,12 +57,12 @@ def fail_until(world, generation):
 def test_generations_that_are_over_leave_the_board():
     world = started(3, 3, 3)
     fail_until(world, 1)
-    n_keys = len(world.board.list(""))
+    n_keys = len(world.store.list(""))
 
     for generation in range(2, 23):
         fail_until(world, generation)
         assert generations_on_board(world) == {generation - 1, generation}
-        assert len(world.board.list("")) == n_keys
+        assert len(world.store.list("")) == n_keys
 
 
 def test_a_checkpoint_that_was_left_out_may_be_loaded_again_once_it_was_saved_anew():
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_was_left_out_may_be_loaded_again_once_it_was_saved_an
 def test_a_board_that_takes_nothing_away_keeps_no_generation_from_starting():
     world = started(3, 3, 3)
     for player in world.players:
-        player.board.lose = lambda name: "call" if name == "delete" else None
+        player.store.lose = lambda name: "call" if name == "delete" else None
 
     for generation in range(1, 5):
         fail_until(world, generation)
@@ -147,15 +147,15 @@ def test_a_flapping_node_restarts_the_others_three_times_an_hour_at_most():
             lambda w: (
                 w.players[0].running is not None
                 and w.players[2].is_frozen
-                and w.players[0].link.record.phase is not Phase.GATHER
+                and w.players[0].link.record.phase is not RunPhase.COLLECT
                 and len([p for p in w.players if p.running == w.players[0].running]) == 2
             )
         )
         flapping.is_frozen = False
         for _ in range(80):
-            world.turn()
+            world.run_once()
 
-    assert len(world.players[0].link.record.grown_s) == 3
+    assert len(world.players[0].link.record.grown_at_s) == 3
 
 
 def test_the_leaders_death_is_noticed_by_the_next_in_line():
@@ -190,7 +190,7 @@ def test_a_slow_one_leads_where_all_are_slow_or_it_is_alone():
         player.is_answered_late(1.2)
     world.run_until(lambda w: all(p.link.is_slow for p in w.players))
     for _ in range(40):
-        world.turn()
+        world.run_once()
     assert leaders(world) == ["n0"]
 
     world.players[0].is_dead = True
@@ -227,7 +227,7 @@ def test_a_leader_that_dies_while_it_gathers_is_replaced():
 def test_a_partition_leaves_the_side_with_the_board_and_the_other_side_fences():
     world = started(2, 3, 3)
     cut = world.players[1]
-    cut.board.is_cut = True
+    cut.store.is_cut = True
     overlap = []
     world.after_each.append(lambda w: overlap.append(len(w.running())))
 
@@ -235,17 +235,17 @@ def test_a_partition_leaves_the_side_with_the_board_and_the_other_side_fences():
 
     assert cut.running is None
     assert max(overlap) <= 1
-    cut.board.is_cut = False
+    cut.store.is_cut = False
     world.run_until(lambda w: not cut.link.is_fenced, limit_s=5)
 
 
 def test_everybody_cut_off_fences_and_goes_on_together_afterwards():
     world = started(2, 2, 2)
     for player in world.players:
-        player.board.is_cut = True
+        player.store.is_cut = True
     world.run_until(lambda w: not w.running(), limit_s=11)
     for player in world.players:
-        player.board.is_cut = False
+        player.store.is_cut = False
 
     world.run_until(lambda w: w.all_run(1, 2))
 
@@ -262,7 +262,7 @@ def test_one_that_dies_after_it_was_done_is_not_missed():
     world = started(2, 2, 2)
     world.players[1].done = True
     for _ in range(8):
-        world.turn()
+        world.run_once()
     world.players[1].is_dead = True
     world.players[0].done = True
 
@@ -273,7 +273,7 @@ def test_done_here_while_others_fail_restarts_everybody():
     world = started(2, 2, 2)
     world.players[0].done = True
     for _ in range(8):
-        world.turn()
+        world.run_once()
     world.players[0].done = False
     world.players[1].fails = ReportKind.WORKERS_FAILED
 
@@ -283,7 +283,9 @@ def test_done_here_while_others_fail_restarts_everybody():
 def test_a_drain_ends_with_85_once_all_have_stopped():
     world = started(2, 2, 2)
     player = world.players[1]
-    player.link.propose(lambda now: replace(now, phase=Phase.DRAIN, drain_signal="SIGUSR1"))
+    player.link.update_record(
+        lambda now: replace(now, phase=RunPhase.DRAIN, drain_signal="SIGUSR1")
+    )
 
     world.run_until(lambda w: {p.exit_code for p in w.players} == {85})
 
@@ -308,7 +310,7 @@ def test_an_agent_that_was_restarted_by_hand_takes_its_old_rank():
 
 def test_an_excluded_node_gets_no_seat():
     world = started(2, 3, 3)
-    world.players[0].link.propose(lambda now: replace(now, excluded={"n1": "it is sick"}))
+    world.players[0].link.update_record(lambda now: replace(now, excluded={"n1": "it is sick"}))
     world.players[0].fails = ReportKind.WORKERS_FAILED
 
     world.run_until(lambda w: w.players[2].running == 1)
@@ -326,7 +328,7 @@ def test_node_unit_leaves_the_odd_one_as_a_spare():
 def test_a_clock_that_runs_apart_kills_nobody():
     world = started(2, 2, 2)
     for _ in range(200):
-        world.turn()
+        world.run_once()
         world.clock._now_us += 60_000_000
 
     assert world.all_run(0, 2)
@@ -372,10 +374,10 @@ def test_a_run_that_is_nearly_done_does_not_grow():
     world = started(2, 3, 2, first_call_s=2.0, grow_after_s=1.0)
     world.players[0].done = True
     for _ in range(8):
-        world.turn()
+        world.run_once()
     world.players.append(Player(world, 2, order=2))
     for _ in range(400):
-        world.turn()
+        world.run_once()
     world.players[1].done = True
 
     world.run_until(lambda w: {p.exit_code for p in w.players} == {0})
@@ -387,7 +389,7 @@ def test_a_board_whose_clock_jumps_back_does_not_prolong_a_back_off():
     world = started(2, 2, 2, decide=backing_off)
     world.players[1].fails = ReportKind.WORKERS_FAILED
     world.run_until(lambda w: w.players[0].link.record.generation == 1)
-    world.board._shared.started_ns += 3600 * 10**9
+    world.store._shared.started_ns += 3600 * 10**9
 
     assert 3 < world.run_until(lambda w: w.all_run(1, 2)) < 6
 
@@ -406,7 +408,7 @@ def hurt(rng, world, victim):
         # Its workers are frozen with it: they train nowhere, and are ended when it thaws.
         victim.is_frozen = True
     elif act == "cut":
-        victim.board.is_cut = True
+        victim.store.is_cut = True
     elif act == "slow":
         victim.is_answered_late(rng.choice([0.0, 1.2]))
     elif act == "die" and len([p for p in world.players if not p.is_dead]) > 3:
@@ -427,11 +429,11 @@ def test_random_faults_never_run_two_generations_and_end_well(seed):
         victim = rng.choice([p for p in world.players if not p.is_dead])
         hurt(rng, world, victim)
         for _ in range(rng.randrange(4, 120)):
-            world.turn()
+            world.run_once()
         if rng.random() < 0.6:
-            victim.board.is_cut = victim.is_frozen = False
+            victim.store.is_cut = victim.is_frozen = False
     for player in world.players:
-        player.board.is_cut = player.is_frozen = False
+        player.store.is_cut = player.is_frozen = False
     for player in [p for p in world.players if not p.is_dead]:
         player.done = True
     world.run_until(lambda w: {p.exit_code for p in w.players if not p.is_dead} == {0}, limit_s=200)
@@ -439,9 +441,9 @@ def test_random_faults_never_run_two_generations_and_end_well(seed):
 
 def test_a_board_that_fails_in_the_middle_of_a_turn_is_survived():
     world = started(2, 2, 2)
-    world.players[0].board.is_cut = True
-    with pytest.raises(BoardError):
-        world.players[0].link.turn(hold_s=0.0)
-    world.players[0].board.is_cut = False
+    world.players[0].store.is_cut = True
+    with pytest.raises(ControlStoreError):
+        world.players[0].link.run_once(hold_s=0.0)
+    world.players[0].store.is_cut = False
 
-    world.players[0].link.turn(hold_s=0.0)
+    world.players[0].link.run_once(hold_s=0.0)

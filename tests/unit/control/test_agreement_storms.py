@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 from support.agreement import Player, World, by_the_table
 
-from gpuops.control.board import BoardError
-from gpuops.control.enter import RunIsOverError
-from gpuops.control.record import CONTROL, ControlRecord, Phase
+from gpuops.control.join import RunIsOverError
+from gpuops.control.record import RECORD_KEY, ControlRecord, RunPhase
+from gpuops.control.store import ControlStoreError
 from gpuops.errors import EXIT_NODE_UNHEALTHY, UsageError
-from gpuops.incident.decision import ReportKind, Terms
+from gpuops.incident.decision import ReportKind, RestartPolicy
 
 SEEDS = range(60)
 SIZES = ((1, 2), (2, 4), (2, 3), (3, 3), (1, 4))
@@ -33,7 +33,7 @@ class Watcher:
 
     def __call__(self, world):
         assert len(world.running()) <= 1, world.describe()
-        entry = world.board.get(CONTROL)
+        entry = world.store.get(RECORD_KEY)
         if not entry.version:
             return
         record = ControlRecord.from_bytes(entry.value)
@@ -42,7 +42,7 @@ class Watcher:
         assert record.generation >= self.generation
         self.generation = record.generation
         assert self.end in (None, entry.value), "the end was changed"
-        if record.phase is Phase.STOP:
+        if record.phase is RunPhase.STOP:
             self.end = entry.value
 
 
@@ -53,7 +53,7 @@ class Storm:
         self.rng = rng = random.Random(seed)
         low, high = rng.choice(SIZES)
         self.world = World(
-            Terms(nodes_min=low, nodes_max=high, restarts_max=rng.choice([3, 1000])),
+            RestartPolicy(nodes_min=low, nodes_max=high, restarts_max=rng.choice([3, 1000])),
             high + rng.randrange(2),
             by_the_table,
             grow_after_s=rng.choice([None, 1.0, 20.0]),
@@ -62,7 +62,7 @@ class Storm:
         )
         self.lost = rng.choice([0.0, 0.0, 0.02, 0.1])
         for player in self.world.players:
-            player.board.lose = self.lose
+            player.store.lose = self.lose
         self.world.after_each.append(Watcher())
         self.newcomers = 100
 
@@ -74,7 +74,7 @@ class Storm:
     def turns(self, n):
         for _ in range(n):
             self.rng.shuffle(self.world.players)
-            self.world.turn(self.rng.choice([0.1, 0.25, 0.25, 0.5]))
+            self.world.run_once(self.rng.choice([0.1, 0.25, 0.25, 0.5]))
 
     def rage(self):
         """Do to a few agents, one after the other, whatever comes."""
@@ -87,14 +87,14 @@ class Storm:
             self.rng.choice(DEEDS)(self, victim)
             self.turns(self.rng.randrange(2, 100))
             if self.rng.random() < 0.6:
-                victim.board.is_cut = victim.is_frozen = victim.is_stuck = False
+                victim.store.is_cut = victim.is_frozen = victim.is_stuck = False
 
     def calm(self):
         """Undo what can be undone, and let everybody finish."""
         self.lost = 0.0
         left = [p for p in self.world.players if not p.is_dead]
         for player in left:
-            player.board.is_cut = player.is_frozen = player.is_stuck = False
+            player.store.is_cut = player.is_frozen = player.is_stuck = False
             player.done = True
         self.world.run_until(lambda _w: all(p.exit_code is not None for p in left), limit_s=1500)
 
@@ -113,7 +113,7 @@ class Storm:
         victim.is_stuck = True
 
     def cut(self, victim):
-        victim.board.is_cut = True
+        victim.store.is_cut = True
 
     def die(self, victim):
         victim.is_dead = True
@@ -135,20 +135,20 @@ class Storm:
 
     def leave_out(self, victim):
         def change(now):
-            if now.phase is not Phase.FORM:
+            if now.phase is not RunPhase.RENDEZVOUS:
                 return None
             return replace(now, excluded={**now.excluded, victim.node: "its check failed"})
 
-        with suppress(BoardError):
-            victim.link.propose(change)
+        with suppress(ControlStoreError):
+            victim.link.update_record(change)
 
     def finish(self, victim):
         victim.done = True
 
     def _enter(self, number):
-        with suppress(UsageError, RunIsOverError, BoardError):
+        with suppress(UsageError, RunIsOverError, ControlStoreError):
             player = Player(self.world, number)
-            player.board.lose = self.lose
+            player.store.lose = self.lose
             self.world.players.append(player)
 
 
@@ -179,7 +179,7 @@ def test_a_storm_ends_the_same_for_all_and_never_with_two_generations(seed):
     codes = defaultdict(set)
     for player in storm.world.players:
         # Who is left out, or found another run in the place of its own, ends by itself.
-        ends_alone = player.exit_code == EXIT_NODE_UNHEALTHY or player.link.lost is not None
+        ends_alone = player.exit_code == EXIT_NODE_UNHEALTHY or player.link.reset_error is not None
         if not player.is_dead and not ends_alone:
             codes[player.link.record.run_id].add(player.exit_code)
     assert all(len(found) == 1 for found in codes.values()), (codes, storm.world.describe())

@@ -5,11 +5,11 @@ from uuid import UUID
 
 import pytest
 
-from gpuops.control.board_server import OVER
-from gpuops.control.enter import RunIsOverError, enter, leave
-from gpuops.control.keys import Keys
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, pack
+from gpuops.control.join import RunIsOverError, join, leave
+from gpuops.control.keys import ControlKeys
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import RECORD_KEY, ControlRecord, Member, RunPhase, pack
+from gpuops.control.tcp.server import RUN_OVER_KEY
 from gpuops.errors import UsageError
 from gpuops.host.clock import SystemClock
 
@@ -26,14 +26,19 @@ def agent(number, node=None):
 
 def record(number, **changes):
     fresh = ControlRecord(
-        run_id=uid(number), folder="f", generation=0, phase=Phase.FORM, since_s=0.0, fingerprint="a"
+        run_id=uid(number),
+        folder="f",
+        generation=0,
+        phase=RunPhase.RENDEZVOUS,
+        since_s=0.0,
+        fingerprint="a",
     )
     return replace(fresh, **changes)
 
 
 @pytest.fixture
 def board():
-    return MemoryBoard(CLOCK)
+    return MemoryControlStore(CLOCK)
 
 
 def never(_seconds):
@@ -45,17 +50,17 @@ def quiet(_seconds):
 
 
 def come(board, member, fresh, wait=never):
-    return enter(board, member, fresh, CLOCK, wait)
+    return join(board, member, fresh, CLOCK, wait)
 
 
 def beats(board, view, member):
-    key = Keys(run_id=view.record.run_id).alive(member.agent)
+    key = ControlKeys(run_id=view.record.run_id).heartbeat(member.agent)
     return lambda _s: board.put(key, pack({"seq": 1}))
 
 
 def end(board, view):
-    stopped = replace(view.record, phase=Phase.STOP, exit_code=0)
-    assert board.swap(CONTROL, stopped.to_bytes(), version=view.version)[0]
+    stopped = replace(view.record, phase=RunPhase.STOP, exit_code=0)
+    assert board.compare_and_set(RECORD_KEY, stopped.to_bytes(), version=view.version)[0]
     return stopped
 
 
@@ -71,14 +76,14 @@ def test_another_job_under_the_same_key_is_refused(board):
         come(board, agent(2), record(2, fingerprint="b"), beats(board, view, agent(1)))
 
 
-@pytest.mark.parametrize("phase", [Phase.RUN, Phase.STOP])
+@pytest.mark.parametrize("phase", [RunPhase.RUN, RunPhase.STOP])
 def test_what_another_job_left_when_it_was_killed_is_replaced(board, phase):
     come(board, agent(1), record(1, phase=phase))
 
     view = come(board, agent(2), record(2, fingerprint="b"), quiet)
 
     assert view.record.run_id == uid(2)
-    assert [*board.list("")] == [CONTROL, *board.list(f"{Keys(run_id=uid(2)).prefix}/")]
+    assert [*board.list("")] == [RECORD_KEY, *board.list(f"{ControlKeys(run_id=uid(2)).prefix}/")]
 
 
 def test_of_two_that_find_a_killed_run_one_replaces_it(board):
@@ -91,7 +96,7 @@ def test_of_two_that_find_a_killed_run_one_replaces_it(board):
     views.append(come(board, agent(3), record(3), meanwhile))
 
     assert [view.record.run_id for view in views] == [uid(2), uid(2)]
-    assert len(board.list(Keys(run_id=uid(2)).agent())) == 2
+    assert len(board.list(ControlKeys(run_id=uid(2)).agent())) == 2
 
 
 def test_who_comes_while_a_run_is_ending_hears_how_it_ended(board):
@@ -118,7 +123,7 @@ def test_nothing_remains_after_the_last_agent_of_a_run(board):
     stopped = end(board, view)
 
     leave(board, stopped, agent(1), has_server=False)
-    assert CONTROL in board.list("")
+    assert RECORD_KEY in board.list("")
     leave(board, stopped, agent(2), has_server=False)
 
     assert board.list("") == {}
@@ -139,10 +144,10 @@ def test_a_server_is_told_of_the_end_and_of_the_next_run(board):
     stopped = end(board, view)
 
     leave(board, stopped, agent(1), has_server=True)
-    assert board.get(OVER).value == b"1"
+    assert board.get(RUN_OVER_KEY).value == b"1"
 
     come(board, agent(2), record(2))
-    assert board.get(OVER).version == 0
+    assert board.get(RUN_OVER_KEY).version == 0
 
 
 def test_a_server_ends_at_the_word_of_the_last_agent_even_if_another_speaks_later(board):
@@ -153,7 +158,7 @@ def test_a_server_ends_at_the_word_of_the_last_agent_even_if_another_speaks_late
     class Slow:
         """The board as an agent sees it that is overtaken after its look at who is left."""
 
-        put, swap, delete = board.put, board.swap, board.delete
+        put, compare_and_set, delete = board.put, board.compare_and_set, board.delete
 
         def list(self, prefix):
             found = board.list(prefix)
@@ -162,7 +167,7 @@ def test_a_server_ends_at_the_word_of_the_last_agent_even_if_another_speaks_late
 
     leave(Slow(), stopped, agent(1), has_server=True)
 
-    assert board.get(OVER).value == b"1"
+    assert board.get(RUN_OVER_KEY).value == b"1"
 
 
 def test_an_agent_of_the_same_node_that_lives_is_not_joined(board):

@@ -9,11 +9,11 @@ import pytest
 from support.agreement import CutBoard
 from support.runs import wait_until
 
-from gpuops.control.board import BoardError, BoardForgotError
-from gpuops.control.enter import enter
-from gpuops.control.link import AWAY_S, LEAD_S_MAX, RETRY_S, Link
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase
+from gpuops.control.client import COORDINATE_S_MAX, RETRY_S, UNREACHABLE_S, ControlClient
+from gpuops.control.join import join
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import RECORD_KEY, ControlRecord, Member, RunPhase
+from gpuops.control.store import ControlStoreError, ControlStoreResetError
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import NodeReport, ReportKind
 
@@ -46,25 +46,25 @@ class Bench:
 
     def __init__(self, fence_s=FENCE_S):
         self.clock = FakeClock()
-        self.shared = MemoryBoard(self.clock)
-        self.board = SlowBoard(self.shared, self.clock)
+        self.shared = MemoryControlStore(self.clock)
+        self.store = SlowBoard(self.shared, self.clock)
         me = Member(agent=str(UUID(int=1)), node="n0", address="n0", n_workers=1)
         self.fresh = ControlRecord(
-            run_id=RUN_ID, folder="run", generation=0, phase=Phase.RUN, since_s=0.0
+            run_id=RUN_ID, folder="run", generation=0, phase=RunPhase.RUN, since_s=0.0
         )
-        view = enter(self.board, me, self.fresh, self.clock, lambda _s: None)
-        self.link = Link(self.board, me, view, self.clock, fence_s=fence_s)
+        view = join(self.store, me, self.fresh, self.clock, lambda _s: None)
+        self.link = ControlClient(self.store, me, view, self.clock, fence_timeout_s=fence_s)
         self.fenced = []
         self.link.on_fence = self.fenced.append
 
-    def turn(self):
-        self.link.turn(hold_s=0.0)
+    def run_once(self):
+        self.link.run_once(hold_s=0.0)
 
 
 def test_a_beat_counts_from_when_it_was_sent_because_that_is_what_peers_saw():
     bench = Bench()
-    bench.board.late_s = 6.0
-    bench.turn()
+    bench.store.late_s = 6.0
+    bench.run_once()
     bench.clock.advance(4.5)
 
     bench.link.check_fence()
@@ -74,20 +74,20 @@ def test_a_beat_counts_from_when_it_was_sent_because_that_is_what_peers_saw():
 
 def test_an_answer_that_waited_for_a_frozen_host_does_not_save_its_workers():
     bench = Bench()
-    bench.board.late_s = 75.0
-    bench.turn()
+    bench.store.late_s = 75.0
+    bench.run_once()
 
     bench.link.check_fence()
 
     assert bench.fenced == [75.0]
-    assert not bench.link.rejoin()
+    assert not bench.link.clear_fence()
 
 
 def test_a_thawed_host_is_fenced_before_it_beats_again():
     bench = Bench()
     bench.clock.advance(75.0)
 
-    bench.turn()
+    bench.run_once()
 
     assert bench.fenced == [75.0]
     assert bench.link.is_fenced
@@ -95,49 +95,49 @@ def test_a_thawed_host_is_fenced_before_it_beats_again():
 
 def test_a_board_that_takes_two_seconds_for_each_answer_fences_nobody():
     bench = Bench()
-    bench.board.late_s = 3.0  # with the hold of a heartbeat
+    bench.store.late_s = 3.0  # with the hold of a heartbeat
     for _ in range(20):
-        bench.turn()
+        bench.run_once()
         bench.link.check_fence()
 
     assert bench.fenced == []
-    assert bench.link.lost_s == 0
+    assert bench.link.unreachable_s == 0
 
 
 def test_a_host_that_thaws_has_not_asked_in_vain():
     bench = Bench()
-    bench.turn()
+    bench.run_once()
     bench.clock.advance(75.0)
 
-    assert bench.link.silent_s == 75
-    assert bench.link.lost_s == 0
+    assert bench.link.since_reply_s == 75
+    assert bench.link.unreachable_s == 0
 
 
 def test_a_board_that_does_not_answer_is_lost_by_and_by_and_found_at_once():
     bench = Bench()
-    bench.board.is_cut = True
+    bench.store.is_cut = True
     for _ in range(3):
-        with pytest.raises(BoardError):
-            bench.turn()
+        with pytest.raises(ControlStoreError):
+            bench.run_once()
         bench.clock.advance(20.0)
-    assert bench.link.lost_s == 60
+    assert bench.link.unreachable_s == 60
 
-    bench.board.is_cut = False
-    bench.turn()
+    bench.store.is_cut = False
+    bench.run_once()
 
-    assert bench.link.lost_s == 0
+    assert bench.link.unreachable_s == 0
 
 
 def test_who_was_fenced_comes_back_once_it_is_heard_again():
     bench = Bench()
     bench.clock.advance(11.0)
     bench.link.check_fence()
-    assert not bench.link.rejoin()
+    assert not bench.link.clear_fence()
     assert bench.link.is_fenced
 
-    bench.turn()
+    bench.run_once()
 
-    assert bench.link.rejoin()
+    assert bench.link.clear_fence()
     assert not bench.link.is_fenced
 
 
@@ -147,7 +147,7 @@ def test_a_board_in_this_process_fences_nobody():
     bench.link.check_fence()
 
     assert bench.fenced == []
-    assert bench.link.rejoin()
+    assert bench.link.clear_fence()
 
 
 @pytest.mark.parametrize("value", [None, b"", b"\xff", b"{}", b'{"v":2}', b"[" * 100_000])
@@ -155,35 +155,35 @@ def test_a_record_that_is_none_is_the_boards_fault_and_changes_nothing(value):
     bench = Bench()
     bench.shared.delete("")
     if value is not None:
-        bench.shared.put(CONTROL, value)
+        bench.shared.put(RECORD_KEY, value)
 
-    with pytest.raises(BoardError):
-        bench.link.propose(lambda now: replace(now, phase=Phase.STOP))
+    with pytest.raises(ControlStoreError):
+        bench.link.update_record(lambda now: replace(now, phase=RunPhase.STOP))
 
-    assert bench.link.record.phase is Phase.RUN
-    assert bench.shared.get(CONTROL).value == (value or b"")
+    assert bench.link.record.phase is RunPhase.RUN
+    assert bench.shared.get(RECORD_KEY).value == (value or b"")
 
 
 def test_the_record_of_another_run_is_left_alone():
     bench = Bench()
     bench.shared.delete("")
     theirs = replace(bench.fresh, run_id=OTHER_ID).to_bytes()
-    bench.shared.put(CONTROL, theirs)
+    bench.shared.put(RECORD_KEY, theirs)
 
-    with pytest.raises(BoardForgotError):
-        bench.link.propose(lambda now: replace(now, phase=Phase.GATHER))
+    with pytest.raises(ControlStoreResetError):
+        bench.link.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
 
-    assert bench.shared.get(CONTROL).value == theirs
-    assert bench.link.lost is not None
+    assert bench.shared.get(RECORD_KEY).value == theirs
+    assert bench.link.reset_error is not None
 
 
 def test_a_heartbeat_that_finds_another_runs_record_says_so():
     bench = Bench()
     for _ in range(3):
-        bench.shared.put(CONTROL, replace(bench.fresh, run_id=OTHER_ID).to_bytes())
+        bench.shared.put(RECORD_KEY, replace(bench.fresh, run_id=OTHER_ID).to_bytes())
 
-    with pytest.raises(BoardForgotError):
-        bench.turn()
+    with pytest.raises(ControlStoreResetError):
+        bench.run_once()
 
     assert bench.link.record.run_id == RUN_ID
 
@@ -194,13 +194,13 @@ def test_progress_that_cannot_be_told_costs_no_heartbeat(caplog):
     def broken():
         raise RuntimeError("dictionary changed size during iteration")
 
-    bench.link.progress = broken
-    before = bench.shared.get(bench.link.keys.alive(bench.link.me.agent)).version
+    bench.link.heartbeat_payload = broken
+    before = bench.shared.get(bench.link.keys.heartbeat(bench.link.me.agent)).version
     with caplog.at_level(logging.WARNING):
-        bench.turn()
-        bench.turn()
+        bench.run_once()
+        bench.run_once()
 
-    assert bench.shared.get(bench.link.keys.alive(bench.link.me.agent)).version == before + 2
+    assert bench.shared.get(bench.link.keys.heartbeat(bench.link.me.agent)).version == before + 2
     assert len([line for line in caplog.messages if "dictionary changed" in line]) == 1
 
 
@@ -208,33 +208,33 @@ def test_a_report_for_a_silent_agent_does_not_replace_what_that_agent_said():
     bench = Bench()
     ours = NodeReport(kind=ReportKind.NODE_LOST, node="n1", generation=0, how="ours")
     key = bench.link.keys.report(0, "a")
-    bench.link.report_for("a", ours)
+    bench.link.file_report_for("a", ours)
     assert b"ours" in bench.shared.get(key).value
     bench.shared.delete(key)
 
     bench.shared.put(key, b"theirs")
-    bench.link.report_for("a", ours)
+    bench.link.file_report_for("a", ours)
 
     assert bench.shared.get(key).value == b"theirs"
 
 
 def test_an_agent_that_was_away_while_its_run_was_cleaned_up_hears_of_it():
     bench = Bench()
-    bench.turn()
+    bench.run_once()
     bench.shared.delete("")
-    bench.clock.advance(AWAY_S + 1)
+    bench.clock.advance(UNREACHABLE_S + 1)
 
-    with pytest.raises(BoardForgotError):
-        bench.turn()
-    assert bench.link.lost is not None
+    with pytest.raises(ControlStoreResetError):
+        bench.run_once()
+    assert bench.link.reset_error is not None
 
 
 def test_only_who_is_answered_late_several_times_in_a_row_is_slow():
     bench = Bench()
     told = []
     for late_s in (2.0, 2.0, 2.0, 0.1, 2.0, 2.0, 2.0, 2.0, 0.1):
-        bench.board.late_s = late_s
-        bench.turn()
+        bench.store.late_s = late_s
+        bench.run_once()
         told.append(bench.link.is_slow)
 
     assert told == [False] * 7 + [True, False]
@@ -242,10 +242,10 @@ def test_only_who_is_answered_late_several_times_in_a_row_is_slow():
 
 def test_an_answer_that_brings_news_does_not_tell_how_long_it_took():
     bench = Bench()
-    bench.board.late_s = 2.0
+    bench.store.late_s = 2.0
     for _ in range(6):
-        bench.shared.put(CONTROL, bench.fresh.to_bytes())
-        bench.turn()
+        bench.shared.put(RECORD_KEY, bench.fresh.to_bytes())
+        bench.run_once()
 
     assert not bench.link.is_slow
 
@@ -253,7 +253,7 @@ def test_an_answer_that_brings_news_does_not_tell_how_long_it_took():
 class Busy:
     """A leader whose turn takes until it is told."""
 
-    is_near = True
+    is_candidate = True
 
     def __init__(self):
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -265,11 +265,11 @@ class Busy:
 
 def test_an_agent_beats_while_it_leads_unless_that_comes_to_no_end():
     bench = Bench()
-    bench.link.leads = busy = Busy()
+    bench.link.coordinator = busy = Busy()
 
     def goes_on(after):
-        bench.shared.put(CONTROL, bench.fresh.to_bytes())  # a record that changes ends the hold
-        beats = bench.shared.get(bench.link.keys.alive(bench.link.me.agent)).version
+        bench.shared.put(RECORD_KEY, bench.fresh.to_bytes())  # a record that changes ends the hold
+        beats = bench.shared.get(bench.link.keys.heartbeat(bench.link.me.agent)).version
         return beats if beats > after else 0
 
     bench.link.start()
@@ -277,15 +277,15 @@ def test_an_agent_beats_while_it_leads_unless_that_comes_to_no_end():
         assert busy.began.wait(30)
         first = goes_on(0)
         wait_until(lambda: goes_on(first + 3))
-        bench.clock.advance(LEAD_S_MAX)
+        bench.clock.advance(COORDINATE_S_MAX)
         last = goes_on(0) + 1  # one may be under way
         with pytest.raises(AssertionError):
             wait_until(lambda: goes_on(last), limit_s=4 * RETRY_S)
         wait_until(lambda: bench.fenced, what="the fence")
-        assert not bench.link.rejoin()
+        assert not bench.link.clear_fence()
 
         busy.may_end.set()
-        wait_until(bench.link.rejoin)
+        wait_until(bench.link.clear_fence)
     finally:
         busy.may_end.set()
         bench.link.stop()
@@ -302,9 +302,9 @@ def test_a_watch_that_fails_is_tried_again_and_costs_no_fence():
         ended.set()
 
     ended = threading.Event()
-    bench.link.training = lambda: 0
-    bench.shared.put(CONTROL, replace(bench.fresh, phase=Phase.GATHER).to_bytes())
-    bench.turn()
+    bench.link.running_generation = lambda: 0
+    bench.shared.put(RECORD_KEY, replace(bench.fresh, phase=RunPhase.COLLECT).to_bytes())
+    bench.run_once()
     bench.link.on_fence = fails
     bench.link.start()
     try:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.control.membership import form, seats
+from gpuops.control.membership import form_roster, trainable_count
 from gpuops.control.record import Member, Roster
-from gpuops.incident.decision import OnExhausted, Terms
+from gpuops.incident.decision import OnExhausted, RestartPolicy
 
 
 def member(number, node=None, order=None):
@@ -17,12 +17,12 @@ def member(number, node=None, order=None):
         node=node or f"n{number}",
         address="10.0.0.1",
         n_workers=8,
-        order=order,
+        node_rank_hint=order,
     )
 
 
 def terms(low, high, **more):
-    return Terms(nodes_min=low, nodes_max=high, **more)
+    return RestartPolicy(nodes_min=low, nodes_max=high, **more)
 
 
 def nodes(members):
@@ -48,11 +48,11 @@ def seated(*numbers):
     ],
 )
 def test_seats_of_two_to_four_nodes(n_ready, expected, more):
-    assert seats(n_ready, terms(2, 4, **more)) == expected
+    assert trainable_count(n_ready, terms(2, 4, **more)) == expected
 
 
 def test_first_come_first_seated_where_nobody_wishes():
-    roster = form(0, [member(3), member(1), member(2)], None, terms(1, 2))
+    roster = form_roster(0, [member(3), member(1), member(2)], None, terms(1, 2))
 
     assert nodes(roster.members) == ["n3", "n1"]
     assert nodes(roster.spares) == ["n2"]
@@ -61,51 +61,51 @@ def test_first_come_first_seated_where_nobody_wishes():
 def test_the_launchers_order_counts_and_who_has_none_comes_behind():
     ready = [member(5), member(1, order=2), member(2, order=0), member(3, order=1)]
 
-    assert nodes(form(0, ready, None, terms(1, 8)).members) == ["n2", "n3", "n1", "n5"]
+    assert nodes(form_roster(0, ready, None, terms(1, 8)).members) == ["n2", "n3", "n1", "n5"]
 
 
 def test_a_newcomer_takes_the_hole_of_the_node_that_it_replaces():
-    roster = form(1, [member(9), member(3), member(1)], seated(1, 2, 3), terms(1, 3))
+    roster = form_roster(1, [member(9), member(3), member(1)], seated(1, 2, 3), terms(1, 3))
 
     assert nodes(roster.members) == ["n1", "n9", "n3"]
 
 
 def test_a_restarted_agent_takes_its_nodes_old_place():
     again = member(77, node="n2")
-    roster = form(1, [again, member(3), member(1)], seated(1, 2, 3), terms(1, 3))
+    roster = form_roster(1, [again, member(3), member(1)], seated(1, 2, 3), terms(1, 3))
 
     assert nodes(roster.members) == ["n1", "n2", "n3"]
     assert roster.group_rank(again.agent) == 1
 
 
 def test_with_fewer_seats_the_first_stay_and_the_last_move_up():
-    roster = form(1, [member(3), member(4)], seated(1, 2, 3, 4), terms(1, 4))
+    roster = form_roster(1, [member(3), member(4)], seated(1, 2, 3, 4), terms(1, 4))
 
     assert nodes(roster.members) == ["n3", "n4"]
 
 
 def test_a_survivor_within_the_new_size_is_not_moved_for_one_beyond_it():
-    roster = form(1, [member(4), member(2), member(3)], seated(1, 2, 3, 4), terms(1, 4))
+    roster = form_roster(1, [member(4), member(2), member(3)], seated(1, 2, 3, 4), terms(1, 4))
 
     assert nodes(roster.members) == ["n4", "n2", "n3"]
 
 
 def test_of_two_agents_of_a_node_the_newer_sits():
     old, new = member(1, node="n1"), member(2, node="n1")
-    roster = form(0, [old, new], None, terms(1, 2))
+    roster = form_roster(0, [old, new], None, terms(1, 2))
 
     assert [m.agent for m in (*roster.members, *roster.spares)] == [new.agent]
 
 
 def test_an_excluded_node_is_not_even_a_spare():
-    roster = form(1, [member(1), member(2)], seated(1, 2), terms(1, 2), {"n1"})
+    roster = form_roster(1, [member(1), member(2)], seated(1, 2), terms(1, 2), {"n1"})
 
     assert (nodes(roster.members), roster.spares) == (["n2"], ())
 
 
 def test_too_few_form_nothing():
-    assert form(0, [member(1)], None, terms(2, 3)) is None
-    assert form(0, [member(1), member(2)], None, terms(2, 3), {"n2"}) is None
+    assert form_roster(0, [member(1)], None, terms(2, 3)) is None
+    assert form_roster(0, [member(1), member(2)], None, terms(2, 3), {"n2"}) is None
 
 
 @st.composite
@@ -126,10 +126,10 @@ def rounds(draw):
 def test_whoever_comes_and_goes(drawn):
     found, before, ready, excluded = drawn
     there = {m.node for m in ready} - excluded
-    roster = form(7, ready, before, found, excluded)
+    roster = form_roster(7, ready, before, found, excluded)
 
     if roster is None:
-        assert seats(len(there), found) == 0
+        assert trainable_count(len(there), found) == 0
         return
     everybody = [*roster.members, *roster.spares]
     assert sorted(nodes(everybody)) == sorted(there), "each fit node once, no other"

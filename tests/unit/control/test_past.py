@@ -2,22 +2,21 @@
 
 from support.agreement import CutBoard
 
-from gpuops.control.keys import Keys
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.past import forget_before
+from gpuops.control.keys import ControlKeys, delete_old_generations
+from gpuops.control.memory import MemoryControlStore
 from gpuops.host.clock import FakeClock
 
-KEYS = Keys(run_id="0123456789ab")
+KEYS = ControlKeys(run_id="0123456789ab")
 
 
 def test_what_could_not_be_forgotten_is_with_the_next_generation():
-    board = CutBoard(MemoryBoard(FakeClock()))
+    board = CutBoard(MemoryControlStore(FakeClock()))
     left = []
     for generation in range(12):
         board.put(KEYS.ready(generation, "a"), b"x")
         board.put(KEYS.report(generation, "a"), b"x")
         board.is_cut = generation == 5
-        forget_before(board, KEYS, generation)
+        delete_old_generations(board, KEYS, generation)
         board.is_cut = False
         left.append(len(board.list(f"{KEYS.prefix}/gen/")))
 

@@ -11,9 +11,9 @@ from gpuops.control.record import (
     GENERATION_MAX,
     ControlRecord,
     Member,
-    Phase,
     RecordError,
     Roster,
+    RunPhase,
     pack,
     unpack,
 )
@@ -31,7 +31,7 @@ members = st.builds(
     node=names,
     address=names,
     n_workers=st.integers(1, 64),
-    order=st.none() | st.integers(0, 10**6),
+    node_rank_hint=st.none() | st.integers(0, 10**6),
     master_port=st.integers(0, 65535),
 )
 records = st.builds(
@@ -39,19 +39,19 @@ records = st.builds(
     run_id=st.uuids().map(str),
     folder=st.just("20260302T091400Z-train-3e185152"),
     generation=st.integers(0, GENERATION_MAX),
-    phase=st.sampled_from(Phase),
+    phase=st.sampled_from(RunPhase),
     since_s=times_s,
     fingerprint=names,
     reason=names,
     trigger=st.none() | st.sampled_from(ReportKind),
     decided_by=names,
     excluded=st.dictionaries(names, names, max_size=4),
-    doubted=st.dictionaries(names, names, max_size=4),
+    suspected=st.dictionaries(names, names, max_size=4),
     excluded_checkpoint=st.none() | numbers,
     history=st.lists(st.builds(failure, numbers, times_s), max_size=4).map(tuple),
     decision=st.none() | st.just(decision()),
     not_before_s=times_s,
-    grown_s=st.lists(times_s, max_size=4).map(tuple),
+    grown_at_s=st.lists(times_s, max_size=4).map(tuple),
     drain_signal=st.sampled_from([None, "SIGTERM", "SIGUSR1"]),
     drain_step=st.none() | numbers,
     exit_code=st.none() | st.integers(0, 255),
@@ -59,7 +59,13 @@ records = st.builds(
 
 
 def record(**changes):
-    fields = {"run_id": RUN_ID, "folder": "f", "generation": 2, "phase": Phase.RUN, "since_s": 1.0}
+    fields = {
+        "run_id": RUN_ID,
+        "folder": "f",
+        "generation": 2,
+        "phase": RunPhase.RUN,
+        "since_s": 1.0,
+    }
     return ControlRecord(**{**fields, **changes})
 
 

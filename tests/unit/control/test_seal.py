@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.control.seal import Sealed, SealError, run_digest, token_key
+from gpuops.control.signing import SignatureError, ValueSigner, run_digest, token_key
 
 TOKEN = "t"
 SOME = st.binary(max_size=20)
@@ -17,9 +17,9 @@ def test_a_token_and_a_run_of_the_same_text_are_not_the_same():
 
 @given(SOME, st.integers(0, 5))
 def test_a_sealed_value_opens_for_its_place(value, version):
-    sealed = Sealed("run", TOKEN).close("k", value, version)
+    sealed = ValueSigner("run", TOKEN).sign_value("k", value, version)
 
-    assert Sealed("run", TOKEN).open("k", sealed, version) == value
+    assert ValueSigner("run", TOKEN).verify_value("k", sealed, version) == value
 
 
 @pytest.mark.parametrize(
@@ -33,31 +33,31 @@ def test_a_sealed_value_opens_for_its_place(value, version):
     ],
 )
 def test_it_opens_for_no_other_run_token_key_or_version(run, token, key, version):
-    sealed = Sealed("run", TOKEN).close("k", b"v", 3)
+    sealed = ValueSigner("run", TOKEN).sign_value("k", b"v", 3)
 
-    with pytest.raises(SealError):
-        Sealed(run, token).open(key, sealed, version)
+    with pytest.raises(SignatureError):
+        ValueSigner(run, token).verify_value(key, sealed, version)
 
 
 @given(st.data())
 def test_no_changed_byte_goes_unnoticed(data):
-    sealed = bytearray(Sealed("run", TOKEN).close("k", b"value", 1))
+    sealed = bytearray(ValueSigner("run", TOKEN).sign_value("k", b"value", 1))
     at = data.draw(st.integers(0, len(sealed) - 1))
     sealed[at] ^= data.draw(st.integers(1, 255))
 
-    with pytest.raises(SealError):
-        Sealed("run", TOKEN).open("k", bytes(sealed), 1)
+    with pytest.raises(SignatureError):
+        ValueSigner("run", TOKEN).verify_value("k", bytes(sealed), 1)
 
 
 @given(st.binary(max_size=80))
 def test_no_bytes_are_a_sealed_value(data):
-    with pytest.raises(SealError):
-        Sealed("run", TOKEN).open("k", data, 1)
+    with pytest.raises(SignatureError):
+        ValueSigner("run", TOKEN).verify_value("k", data, 1)
 
 
 def test_a_bare_value_is_not_taken_where_there_is_a_token():
-    bare = Sealed("run", "").close("k", b"v")
+    bare = ValueSigner("run", "").sign_value("k", b"v")
 
-    assert Sealed("run", "").open("k", bare, 1) == b"v"
-    with pytest.raises(SealError):
-        Sealed("run", TOKEN).open("k", bare, 1)
+    assert ValueSigner("run", "").verify_value("k", bare, 1) == b"v"
+    with pytest.raises(SignatureError):
+        ValueSigner("run", TOKEN).verify_value("k", bare, 1)

@@ -4,32 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.control.board import NOTHING, BoardError
-from gpuops.control.shelf import ENTRY_BYTES, Shelf, is_ours
+from gpuops.control.kv_map import ENTRY_OVERHEAD_BYTES, KvMap, is_own_write
+from gpuops.control.store import NO_ENTRY, ControlStoreError
 
 
 def test_the_bytes_of_all_values_are_bounded():
-    shelf = Shelf(bytes_max=2 * ENTRY_BYTES + 10)
+    shelf = KvMap(bytes_max=2 * ENTRY_OVERHEAD_BYTES + 10)
     shelf.put("a", b"12345")
     shelf.put("b", b"12345")
 
-    with pytest.raises(BoardError, match="full"):
+    with pytest.raises(ControlStoreError, match="full"):
         shelf.put("a", b"123456")
-    with pytest.raises(BoardError, match="full"):
+    with pytest.raises(ControlStoreError, match="full"):
         shelf.put("c", b"")
     shelf.put("a", b"123")
     shelf.put("b", b"1234567")
     shelf.delete("a")
     shelf.put("c", b"123")
-    assert shelf.get("a") == NOTHING
+    assert shelf.get("a") == NO_ENTRY
 
 
 def test_the_number_of_keys_is_bounded():
-    shelf = Shelf(keys_max=2)
+    shelf = KvMap(keys_max=2)
     shelf.put("a", b"")
     shelf.put("b", b"")
 
-    with pytest.raises(BoardError, match="full"):
+    with pytest.raises(ControlStoreError, match="full"):
         shelf.put("c", b"")
     shelf.put("a", b"again")
     shelf.delete("b")
@@ -38,7 +38,7 @@ def test_the_number_of_keys_is_bounded():
 
 @given(st.lists(st.tuples(st.sampled_from("pd"), st.sampled_from(["a", "a/b", "c"]), st.binary())))
 def test_the_count_is_what_is_there(steps):
-    shelf = Shelf()
+    shelf = KvMap()
     for what, key, value in steps:
         if what == "p":
             shelf.put(key, value)
@@ -46,12 +46,12 @@ def test_the_count_is_what_is_there(steps):
             shelf.delete(key)
 
     held = shelf.list("")
-    assert shelf.keys == len(held)
-    assert shelf.bytes == sum(len(entry.value) + ENTRY_BYTES for _, entry in held)
+    assert shelf.n_keys == len(held)
+    assert shelf.size_bytes == sum(len(entry.value) + ENTRY_OVERHEAD_BYTES for _, entry in held)
 
 
 def test_a_list_goes_on_behind_an_order():
-    shelf = Shelf()
+    shelf = KvMap()
     for key in "abc":
         shelf.put(f"k/{key}", b"")
 
@@ -63,8 +63,8 @@ def test_a_list_goes_on_behind_an_order():
     [(b"v", 2, True), (b"v", 1, False), (b"v", 3, False), (b"w", 2, False)],
 )
 def test_only_what_this_swap_would_have_left_is_its_own(value, version, expected):
-    shelf = Shelf()
+    shelf = KvMap()
     for text in (b"a", b"b", b"v"):
         shelf.put("k", text)
 
-    assert is_ours(shelf.get("k"), value, version) is expected
+    assert is_own_write(shelf.get("k"), value, version) is expected

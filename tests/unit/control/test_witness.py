@@ -3,42 +3,42 @@
 import pytest
 from support.agreement import World
 
-from gpuops.control.board import BoardUnreachableError
+from gpuops.control.extension import ROSTER_BYTES_MAX
 from gpuops.control.record import Roster, unpack
-from gpuops.control.witness import ROSTER_BYTES_MAX
-from gpuops.incident.decision import Terms
+from gpuops.control.store import ControlStoreUnreachableError
+from gpuops.incident.decision import RestartPolicy
 
 
 class Witness:
     """Writes down what it hears, and says what it is told to."""
 
     def __init__(self, notes=None, error=None):
-        self.notes, self.error = notes or {}, error
+        self.metadata, self.error = notes or {}, error
         self.ready, self.before, self.beats = {}, None, {}
 
-    def seated(self, record, roster, before, ready):
+    def roster_metadata(self, record, roster, before, ready):
         self.ready, self.before = dict(ready), before
         if self.error:
             raise self.error
-        return {**self.notes, "nodes": len(roster.members)}
+        return {**self.metadata, "nodes": len(roster.members)}
 
-    def look(self, record, roster, beats):
+    def on_heartbeats(self, record, roster, beats):
         if self.error:
             raise self.error
         self.beats = dict(beats)
 
 
 def world_with(witness, n_players=2):
-    world = World(Terms(nodes_min=1, nodes_max=n_players, restarts_max=3), n_players)
+    world = World(RestartPolicy(nodes_min=1, nodes_max=n_players, restarts_max=3), n_players)
     for player in world.players:
-        player.leader.aside.witness = witness
+        player.leader.extension.extension = witness
     world.run_until(lambda w: w.all_run(0, n_players))
     return world
 
 
 def roster_of(world, generation=0):
     link = world.players[0].link
-    return Roster.from_bytes(link.board.get(link.keys.roster(generation)).value)
+    return Roster.from_bytes(link.store.get(link.keys.roster(generation)).value)
 
 
 def test_notes_are_in_the_roster_and_the_beats_of_all_are_heard():
@@ -46,27 +46,27 @@ def test_notes_are_in_the_roster_and_the_beats_of_all_are_heard():
     world = world_with(witness)
     world.pass_time(3)
 
-    assert roster_of(world).notes == {"a": 1, "nodes": 2}
+    assert roster_of(world).metadata == {"a": 1, "nodes": 2}
     agents = {player.me.agent for player in world.players}
     assert witness.ready.keys() == witness.beats.keys() == agents
     assert all("seq" in unpack(entry.value) for entry in witness.beats.values())
 
 
-@pytest.mark.parametrize("error", [ValueError("a mistake"), BoardUnreachableError("cut")])
+@pytest.mark.parametrize("error", [ValueError("a mistake"), ControlStoreUnreachableError("cut")])
 def test_a_witness_that_fails_keeps_nobody_from_a_seat(error):
     world = world_with(Witness(error=error))
 
-    assert roster_of(world).notes == {}
+    assert roster_of(world).metadata == {}
 
 
 def test_notes_that_no_board_would_take_are_left_out():
     world = world_with(Witness({"long": "x" * ROSTER_BYTES_MAX}))
 
-    assert roster_of(world).notes == {}
+    assert roster_of(world).metadata == {}
 
 
 def test_what_is_no_mapping_is_no_note():
     assert (
-        Roster.from_bytes(b'{"v":1,"generation":0,"members":[],"spares":[],"notes":[1]}').notes
+        Roster.from_bytes(b'{"v":1,"generation":0,"members":[],"spares":[],"notes":[1]}').metadata
         == {}
     )

@@ -5,18 +5,23 @@ from random import Random
 
 import pytest
 
-from gpuops.drill.catalogue import BY_NAME, SCENARIOS, needs_run
-from gpuops.drill.fill_disk import size_to_take
-from gpuops.drill.network import host_prefix
-from gpuops.drill.published import Published
-from gpuops.drill.random_faults import DEFAULT, HELD_S, draw
-from gpuops.drill.scenario import Scene, Wanted
-from gpuops.drill.slow_link import discipline
+from gpuops.drill.catalogue import (
+    BY_NAME,
+    HOLD_RANGE_S,
+    RANDOM_DEFAULT,
+    SCENARIOS,
+    draw_fault,
+    needs_run,
+)
+from gpuops.drill.fault import DrillOptions, DrillTarget
+from gpuops.drill.find import Victim
+from gpuops.drill.machine import size_to_take
+from gpuops.drill.network import discipline, host_prefix
+from gpuops.drill.run_state import AgentStateFile
 from gpuops.drill.steps import RunProgram, SendSignal, TakeSpace, from_json, to_json
-from gpuops.drill.victims import Victim
 from gpuops.errors import DrillError, UsageError
 from gpuops.host.kmsg import parse_kmsg
-from gpuops.host.links import parse_qdisc, parse_routes
+from gpuops.host.net.net_interfaces import parse_qdisc, parse_routes
 from gpuops.host.xid import parse_xid
 
 
@@ -32,11 +37,11 @@ def root(tmp_path):
 
 
 def plan(name, root, **wanted):
-    return BY_NAME[name].plan(Scene(uid=0, root=root), Wanted(**wanted))
+    return BY_NAME[name].plan(DrillTarget(uid=0, root=root), DrillOptions(**wanted))
 
 
 def published(node, *ranks):
-    return Published(
+    return AgentStateFile(
         path=Path("/runs/a/state.json"),
         owner_uid=0,
         run_id="r1",
@@ -54,8 +59,7 @@ def test_every_scenario_has_its_file_and_options_that_exist():
 
     assert len(names) == len(set(names))
     for scenario in SCENARIOS:
-        assert set(scenario.options) <= set(Wanted.__dataclass_fields__)
-        assert scenario.plan.__module__ == f"gpuops.drill.{scenario.name.replace('-', '_')}"
+        assert set(scenario.options) <= set(DrillOptions.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("name", [s.name for s in SCENARIOS if needs_run(s)])
@@ -132,9 +136,9 @@ def test_what_cannot_be_done_here_says_why(name, wanted, why, root):
 
 
 def test_delay_and_loss_go_through_netem_and_a_rate_alone_through_tbf():
-    assert discipline(Wanted(delay_ms=100, loss_percent=1))[0] == "netem"
-    assert "delay 100ms loss 1%" in " ".join(discipline(Wanted(delay_ms=100, loss_percent=1)))
-    assert " ".join(discipline(Wanted(rate_mbit=8))).startswith("tbf rate 8mbit burst 16000b")
+    assert discipline(DrillOptions(delay_ms=100, loss_percent=1))[0] == "netem"
+    assert "delay 100ms loss 1%" in " ".join(discipline(DrillOptions(delay_ms=100, loss_percent=1)))
+    assert " ".join(discipline(DrillOptions(rate_mbit=8))).startswith("tbf rate 8mbit burst 16000b")
 
 
 def test_the_room_to_take_is_a_size_or_what_leaves_a_size():
@@ -186,14 +190,14 @@ def test_the_same_seed_draws_the_same_faults():
 
     def drawn(seed):
         dice = Random(seed)
-        return [draw(dice, DEFAULT, states) for _ in range(20)]
+        return [draw_fault(dice, RANDOM_DEFAULT, states) for _ in range(20)]
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
     for name, wanted in drawn(3):
-        low, high = HELD_S[name]
+        low, high = HOLD_RANGE_S[name]
         assert low <= (wanted.for_s or 0) <= high
         assert wanted.node in {"n0", "n1"}
         assert wanted.rank in {"n0": {0, 1, None}, "n1": {2, 3, None}}[wanted.node]
     with pytest.raises(DrillError, match="nothing to break"):
-        draw(Random(1), DEFAULT, states[2:])
+        draw_fault(Random(1), RANDOM_DEFAULT, states[2:])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.drill.published import Published, choose, read_published
+from gpuops.drill.run_state import AgentStateFile, choose_state, read_states
 from gpuops.errors import DrillError
 
 BODY = {
@@ -25,7 +25,7 @@ def write(folder, name="state.json", **changes):
 
 
 def published(node, *ranks):
-    return Published(
+    return AgentStateFile(
         path=Path("/runs/a/state.json"),
         owner_uid=0,
         run_id="r1",
@@ -41,7 +41,7 @@ def published(node, *ranks):
 def test_a_state_is_read_with_its_owner(tmp_path):
     write(tmp_path)
 
-    (state,) = read_published(tmp_path)
+    (state,) = read_states(tmp_path)
 
     assert (state.node, state.generation, state.pids) == ("n0", 2, {0: 101, 1: 102})
     assert state.owner_uid == tmp_path.stat().st_uid
@@ -53,7 +53,7 @@ def test_of_several_runs_the_newest_counts_with_all_its_agents(tmp_path):
     write(tmp_path / "20260101-new")
     write(tmp_path / "20260101-new", "state-1.json", node="n1")
 
-    assert [state.node for state in read_published(tmp_path)] == ["n1", "n0"]
+    assert [state.node for state in read_states(tmp_path)] == ["n1", "n0"]
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_of_several_runs_the_newest_counts_with_all_its_agents(tmp_path):
 def test_a_file_that_makes_no_sense_is_left_out(tmp_path, wrong):
     write(tmp_path, **wrong)
 
-    assert read_published(tmp_path) == []
+    assert read_states(tmp_path) == []
 
 
 def test_the_only_agent_need_not_be_named():
-    assert choose([published("n0", 0)], node=None, rank=None).node == "n0"
+    assert choose_state([published("n0", 0)], node=None, rank=None).node == "n0"
 
 
 def test_the_agent_is_found_by_its_node_or_by_a_rank():
     states = [published("n0", 0, 1), published("n1", 2, 3)]
 
-    assert choose(states, node="n1", rank=None).node == "n1"
-    assert choose(states, node=None, rank=1).node == "n0"
+    assert choose_state(states, node="n1", rank=None).node == "n1"
+    assert choose_state(states, node=None, rank=1).node == "n0"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_what_is_not_clear_is_refused(node, rank, why):
     states = [published("n0", 0, 1), published("n1", 2, 3)]
 
     with pytest.raises(DrillError, match=why):
-        choose(states, node=node, rank=rank)
+        choose_state(states, node=node, rank=rank)
 
 
 def test_where_nothing_runs_it_says_so():
     with pytest.raises(DrillError, match="no run publishes its state"):
-        choose([], node=None, rank=None)
+        choose_state([], node=None, rank=None)

@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.drill.published import Published
-from gpuops.drill.victims import Look, Victim, why_not_agent, why_not_board, why_not_worker
+from gpuops.drill.find import (
+    ProcessSnapshot,
+    Victim,
+    why_not_agent,
+    why_not_control_store,
+    why_not_worker,
+)
+from gpuops.drill.run_state import AgentStateFile
 
-STATE = Published(
+STATE = AgentStateFile(
     path=Path("/runs/a/state.json"),
     owner_uid=1000,
     run_id="r1",
@@ -19,7 +25,7 @@ STATE = Published(
     pids={0: 101},
     ring_dir=Path("/shm/rings-1/generation-0"),
 )
-AGENT = Look(
+AGENT = ProcessSnapshot(
     pid=100,
     start_ticks=50,
     uid=1000,
@@ -28,7 +34,7 @@ AGENT = Look(
     open_files=frozenset({"/dev/null", "/runs/a/journal/x.jsonl"}),
 )
 VICTIM = Victim(100, 50, 1000, "the agent")
-WORKER = Look(pid=101, start_ticks=60, uid=1000, parent=100, env={})
+WORKER = ProcessSnapshot(pid=101, start_ticks=60, uid=1000, parent=100, env={})
 
 
 def test_the_agent_has_a_file_of_the_run_open():
@@ -74,8 +80,8 @@ def test_another_process_is_not_a_worker(look, why):
 
 
 def test_the_store_is_known_by_its_module():
-    board = replace(WORKER, words=("python", "-m", "gpuops.control.serve"))
+    board = replace(WORKER, argv=("python", "-m", "gpuops.control.tcp.serve"))
 
-    assert why_not_board(board, 1000) is None
-    assert "does not run" in why_not_board(WORKER, 1000)
-    assert "belongs to" in why_not_board(board, 0)
+    assert why_not_control_store(board, 1000) is None
+    assert "does not run" in why_not_control_store(WORKER, 1000)
+    assert "belongs to" in why_not_control_store(board, 0)

@@ -4,24 +4,24 @@ import json
 
 import pytest
 
-from gpuops.checks.collect import Looked
-from gpuops.checks.profile import NO_PROFILE, Match, Profile
+from gpuops.checks.core.probes import ProbeResult
+from gpuops.checks.core.profile import NO_PROFILE, Profile, ProfileMatch
 from gpuops.errors import ConfigError
-from gpuops.gate.choice import Choice
-from gpuops.host.gpu_facts import NvmlGpu, NvmlSnapshot, NvmlStatus
+from gpuops.gate.session import ProfileSelector
 from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.records import to_json
 from gpuops.host.sysfs import PciGpu
 from gpuops.model import Status, UnknownReason
 
-H100 = Profile(name="h100", match=Match(gpu="H100", gpu_count=8))
-H200 = Profile(name="h200", match=Match(gpu="H200"))
-LOGIN = Profile(name="login", match=Match(nodes=("login*",)))
-TWIN = Profile(name="twin", match=Match(gpu="H.00"))
+H100 = Profile(name="h100", match=ProfileMatch(gpu="H100", gpu_count=8))
+H200 = Profile(name="h200", match=ProfileMatch(gpu="H200"))
+LOGIN = Profile(name="login", match=ProfileMatch(nodes=("login*",)))
+TWIN = Profile(name="twin", match=ProfileMatch(gpu="H.00"))
 
 
 def choice(*profiles, node="n1", **known):
-    return Choice(profiles={item.name: item for item in profiles}, node=node, **known)
+    return ProfileSelector(profiles={item.name: item for item in profiles}, node=node, **known)
 
 
 def gpus(name, count, *, on_bus=None, status=NvmlStatus.OK):
@@ -97,15 +97,15 @@ def test_a_run_chooses_by_the_facts_as_they_travel():
     facts = json.loads(json.dumps(to_json(gpus("H200", 8))))
 
     assert (chooser.first, chooser.look) == (H100, "gpus")
-    assert chooser.choose(Looked(look="gpus", facts=facts)) == H200
+    assert chooser.choose(ProbeResult(look="gpus", facts=facts)) == H200
 
 
 @pytest.mark.parametrize(
     "looked",
     [
-        Looked(look="gpus", error="hung", reason=UnknownReason.TIMEOUT),
-        Looked(look="gpus", facts=7),
-        Looked(look="gpus", facts={"pci": [], "nvml": {"status": "odd"}}),
+        ProbeResult(look="gpus", error="hung", reason=UnknownReason.TIMEOUT),
+        ProbeResult(look="gpus", facts=7),
+        ProbeResult(look="gpus", facts={"pci": [], "nvml": {"status": "odd"}}),
     ],
 )
 def test_a_look_that_tells_nothing_leaves_the_first_profile(looked):

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gpuops.checks.protocol import Check, Look, NoParameters
-from gpuops.checks.suites import Planned
+from gpuops.checks.core.check import Check, NoParameters, Probe
+from gpuops.checks.core.suite import PlannedCheck
 from gpuops.errors import ProbeError
-from gpuops.gate.confirm import AGAIN_AFTER_S, LEAST_S, confirmed
-from gpuops.gate.session import Request, check_node, plan_of
-from gpuops.gate.state_file import READ_S
+from gpuops.gate.node_state import READ_S
+from gpuops.gate.recheck import AGAIN_AFTER_S, LEAST_S, confirmed
+from gpuops.gate.session import CheckRequest, check_node, plan_of
 from gpuops.host.clock import SystemClock
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
@@ -46,15 +46,15 @@ class Node:
         check = Check(
             name="a",
             about="",
-            look=Look("a", Said, read),
+            look=Probe("a", Said, read),
             parameters=NoParameters,
             judge=judge,
             passing=passing,
         )
         plan = plan_of(
-            Request(suite="prolog", node="n1", root=home, state_dir=home / "state", uid=0)
+            CheckRequest(suite="prolog", node="n1", root=home, state_dir=home / "state", uid=0)
         )
-        planned = (Planned(check, NoParameters(), 5.0),)
+        planned = (PlannedCheck(check, NoParameters(), 5.0),)
         self.plan = replace(plan, suite=replace(plan.suite, planned=planned))
 
     def says(self, text):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.errors import ProbeError, UsageError
-from gpuops.gate.drain_record import DrainRecord, read_drain, write_drain
-from gpuops.gate.verdict import write_verdict
+from gpuops.gate.drain import DrainRecord, read_drain, write_drain
+from gpuops.gate.hook import write_verdict
 
 DRAIN = DrainRecord(
     id="d1",

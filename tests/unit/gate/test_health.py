@@ -7,18 +7,17 @@ import pytest
 from support.checks import NODE
 from support.fake_slurm import FakeSlurm
 
-from gpuops.checks.runner import CheckRun
-from gpuops.config import Mode
+from gpuops.checks.core.runner import CheckRun
+from gpuops.config.resolve import GateMode
 from gpuops.errors import SlurmError
-from gpuops.gate.drain_record import DrainRecord, Stage, read_drain, write_drain
-from gpuops.gate.health import Bench, Did, act, reason_to_leave
-from gpuops.gate.hook import Settled
-from gpuops.gate.permit import Gate
-from gpuops.gate.publish import Patience
-from gpuops.gate.state_file import change_state
+from gpuops.gate.drain import DrainRecord, DrainRetry, DrainStage, read_drain, write_drain
+from gpuops.gate.health_check import HealthContext, NodeAction, act, reason_to_leave
+from gpuops.gate.hook import GateResult
+from gpuops.gate.node_state import change_state
+from gpuops.gate.permit import DrainPermitClient
+from gpuops.gate.policy import DrainDecision, DrainOutcome
 from gpuops.host.clock import FakeClock
 from gpuops.host.node_state import Repair
-from gpuops.incident.gate import Course, Decision
 from gpuops.model import FailureClass, Finding, Status
 
 DRAIN = DrainRecord(
@@ -30,7 +29,7 @@ DRAIN = DrainRecord(
     failure_class="gpu_hw.fell_off_bus",
     t_us=1,
     replaces=("Prolog error",),
-    stage=Stage.SET.value,
+    stage=DrainStage.SET.value,
 )
 
 
@@ -42,13 +41,13 @@ class Node:
 
     def __init__(self, folder):
         self.folder, self.slurm, self.clock = folder, FakeSlurm(), FakeClock()
-        self.gate = Gate(
+        self.gate = DrainPermitClient(
             node="n1",
             cluster="c",
             store_url="sqlite://",
             state_dir=folder,
             uid=UID,
-            mode=Mode.ENFORCE,
+            mode=GateMode.ENFORCE,
             fuse_nodes=3,
             fuse_window_s=600.0,
             passes_to_resume=2,
@@ -81,11 +80,13 @@ class Node:
             failure_class=FailureClass.GPU_FELL_OFF_BUS if status is Status.FAIL else None,
         )
         ran = CheckRun(suite="health", node="n1", start_us=1, end_us=2, findings=(finding,))
-        settled = Settled(ran=ran, decision=Decision(Course.START, "of a test"), drain=drain)
-        bench = Bench(
+        settled = GateResult(
+            ran=ran, decision=DrainDecision(DrainOutcome.START, "of a test"), drain=drain
+        )
+        bench = HealthContext(
             gate=self.gate,
             scontrol=self.slurm,
-            patience=Patience(limit_s=6.0, pause=self.clock.advance),
+            patience=DrainRetry(limit_s=6.0, pause=self.clock.advance),
             clock=self.clock,
             # These tests are of what is done: on a busy machine a child may wait for its turn.
             write_s=30.0,
@@ -99,10 +100,10 @@ def node(tmp_path):
 
 
 def test_a_failing_node_is_drained_and_the_record_says_so(node):
-    wanted = replace(DRAIN, stage=Stage.WANTED.value)
+    wanted = replace(DRAIN, stage=DrainStage.WANTED.value)
     write_drain(node.folder, wanted)
 
-    assert node.checked(Status.FAIL, drain=wanted) is Did.DRAINED
+    assert node.checked(Status.FAIL, drain=wanted) is NodeAction.DRAINED
     assert node.slurm.reason == DRAIN.reason
     assert node.record == DRAIN
 
@@ -110,37 +111,37 @@ def test_a_failing_node_is_drained_and_the_record_says_so(node):
 def test_our_drain_is_taken_back_after_enough_passes_in_a_row(node):
     node.ours()
 
-    assert node.checked() is Did.NOTHING
+    assert node.checked() is NodeAction.NOTHING
     assert node.record.passes == 1
-    assert node.checked() is Did.RESUMED
+    assert node.checked() is NodeAction.RESUMED
     assert (node.slurm.states, node.record) == ({"IDLE"}, None)
 
 
 def test_a_node_that_came_back_three_times_in_a_day_stays_out_and_that_is_told_once(node):
-    assert [node.comes_and_goes() for _ in range(4)] == [*[Did.RESUMED] * 3, Did.KEPT]
+    assert [node.comes_and_goes() for _ in range(4)] == [*[NodeAction.RESUMED] * 3, NodeAction.KEPT]
     assert node.record.kept.startswith("taken back 3 times in 24 h for the same check")
-    assert node.checked() is Did.NOTHING
+    assert node.checked() is NodeAction.NOTHING
     assert "DRAIN" in node.slurm.states
 
 
 def test_other_checks_and_earlier_days_do_not_count(node):
     other = replace(DRAIN, check="gpu_ecc", reason="gpuops: fail gpu_ecc n1 -> drain")
-    assert [node.comes_and_goes() for _ in range(3)] == [Did.RESUMED] * 3
-    assert node.comes_and_goes(other) is Did.RESUMED
+    assert [node.comes_and_goes() for _ in range(3)] == [NodeAction.RESUMED] * 3
+    assert node.comes_and_goes(other) is NodeAction.RESUMED
     node.clock.advance(86399)
-    assert node.comes_and_goes() is Did.KEPT
+    assert node.comes_and_goes() is NodeAction.KEPT
     node.clock.advance(1)
 
-    assert node.comes_and_goes() is Did.RESUMED
+    assert node.comes_and_goes() is NodeAction.RESUMED
 
 
 def test_what_was_before_a_repair_does_not_count(node):
-    assert [node.comes_and_goes() for _ in range(4)][-1] is Did.KEPT
+    assert [node.comes_and_goes() for _ in range(4)][-1] is NodeAction.KEPT
     now_us = node.clock.now_us()
     repair = Repair(entity_kind="node", entity_id="n1", t_us=now_us, by="ann", what="card")
     change_state(node.folder, UID, lambda state: replace(state, repairs=(repair,)))
 
-    assert node.checked() is Did.RESUMED
+    assert node.checked() is NodeAction.RESUMED
 
 
 def test_what_slurmctld_did_not_hear_of_does_not_count(node):
@@ -152,14 +153,14 @@ def test_what_slurmctld_did_not_hear_of_does_not_count(node):
             node.checked()
     node.slurm.refuses_to_resume = False
 
-    assert node.checked() is Did.RESUMED
+    assert node.checked() is NodeAction.RESUMED
 
 
 @pytest.mark.parametrize("text", ["", "{}x", '{"items": [{"check": 1}]}'])
 def test_a_drain_is_not_taken_back_where_that_cannot_be_counted(node, text):
     (node.folder / "resumes.json").write_text(text)
 
-    assert node.comes_and_goes() is Did.KEPT
+    assert node.comes_and_goes() is NodeAction.KEPT
     assert "cannot use the record of resumes" in node.record.kept
 
 
@@ -168,7 +169,7 @@ def test_a_check_that_does_not_pass_begins_the_row_anew(node, between):
     node.ours()
 
     assert [node.checked(status) for status in (Status.PASS, between, Status.PASS)] == [
-        Did.NOTHING
+        NodeAction.NOTHING
     ] * 3
     assert node.record.passes == 1
 
@@ -178,15 +179,15 @@ def test_somebody_elses_drain_is_never_undone_and_ours_is_forgotten(node, reason
     node.ours()
     node.slurm.by_somebody(reason)
 
-    assert node.checked() is Did.FORGOTTEN
-    assert [node.checked() for _ in range(3)] == [Did.NOTHING] * 3
+    assert node.checked() is NodeAction.FORGOTTEN
+    assert [node.checked() for _ in range(3)] == [NodeAction.NOTHING] * 3
     assert (node.slurm.reason, node.slurm.calls, node.record) == (reason, [], None)
 
 
 def test_a_drain_without_a_record_is_never_undone_whatever_its_reason(node):
     node.slurm.by_somebody(DRAIN.reason)
 
-    assert [node.checked() for _ in range(3)] == [Did.NOTHING] * 3
+    assert [node.checked() for _ in range(3)] == [NodeAction.NOTHING] * 3
     assert node.slurm.calls == []
 
 
@@ -194,15 +195,15 @@ def test_a_node_that_somebody_resumed_is_no_longer_ours(node):
     node.ours()
     node.slurm.taken_back()
 
-    assert node.checked() is Did.FORGOTTEN
+    assert node.checked() is NodeAction.FORGOTTEN
     assert node.record is None
 
 
 def test_a_reason_that_its_helper_could_not_bring_is_brought(node):
-    write_drain(node.folder, replace(DRAIN, stage=Stage.WANTED.value))
+    write_drain(node.folder, replace(DRAIN, stage=DrainStage.WANTED.value))
     node.slurm.by_somebody("Prolog error")
 
-    assert node.checked() is Did.DRAINED
+    assert node.checked() is NodeAction.DRAINED
     assert node.slurm.reason == DRAIN.reason
 
 
@@ -210,7 +211,7 @@ def test_a_node_that_is_down_is_not_resumed(node):
     node.ours()
     node.slurm.states = {"DOWN", "DRAIN"}
 
-    assert [node.checked() for _ in range(3)] == [Did.NOTHING] * 3
+    assert [node.checked() for _ in range(3)] == [NodeAction.NOTHING] * 3
     assert node.slurm.calls == []
 
 
@@ -218,7 +219,7 @@ def test_a_node_that_slurmctld_does_not_hear_from_is_let_alone(node):
     node.ours()
     node.slurm.states = {"IDLE", "DRAIN", "NOT_RESPONDING"}
 
-    assert [node.checked() for _ in range(3)] == [Did.NOTHING] * 3
+    assert [node.checked() for _ in range(3)] == [NodeAction.NOTHING] * 3
     assert node.record == DRAIN
 
 

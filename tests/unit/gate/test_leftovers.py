@@ -6,9 +6,9 @@ import pytest
 from support.checks import NODE
 from support.gpus import gpu, node
 
-from gpuops.checks.runner import CheckRun
+from gpuops.checks.core.runner import CheckRun
 from gpuops.gate.leftovers import with_owners
-from gpuops.host.gpu_facts import GpuProcess
+from gpuops.host.nvml.facts import GpuProcess
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 V1 = "9:devices:/slurm_n1/uid_1001/job_17/step_batch\n0::/\n"

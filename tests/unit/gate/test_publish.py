@@ -5,10 +5,19 @@ from dataclasses import replace
 import pytest
 from support.fake_slurm import FakeSlurm
 
-from gpuops.gate.drain_record import DrainRecord, Stage, read_drain, write_drain
-from gpuops.gate.publish import SETTLE_S, Patience, Published, conclude, publish
+from gpuops.gate.drain import (
+    SETTLE_S,
+    DrainPublication,
+    DrainRecord,
+    DrainRetry,
+    DrainStage,
+    conclude,
+    drain_node,
+    read_drain,
+    write_drain,
+)
+from gpuops.gate.policy import DrainStep
 from gpuops.host.clock import FakeClock
-from gpuops.incident.gate import Step
 
 DRAIN = DrainRecord(
     id="d1",
@@ -30,8 +39,8 @@ def ended(slurm, drain=DRAIN, *, state=None, limit_s=600.0):
         waited.append(seconds)
         clock.advance(seconds)
 
-    patience = Patience(limit_s=limit_s, pause=pause)
-    return publish(drain, slurm, state or (lambda: drain), patience, clock), sum(waited)
+    patience = DrainRetry(limit_s=limit_s, pause=pause)
+    return drain_node(drain, slurm, state or (lambda: drain), patience, clock), sum(waited)
 
 
 def slurmd_drains(slurm):
@@ -43,7 +52,7 @@ def test_slurmds_word_is_replaced_by_our_reason():
     slurm = FakeSlurm(script=[slurmd_drains])
     published, waited_s = ended(slurm)
 
-    assert published == Published(Step.DONE)
+    assert published == DrainPublication(DrainStep.DONE)
     assert waited_s >= SETTLE_S
     assert (slurm.reason, slurm.calls) == (DRAIN.reason, [("drain", DRAIN.reason)])
 
@@ -52,7 +61,7 @@ def test_a_word_of_slurmds_that_follows_ours_is_replaced_as_well():
     slurm = FakeSlurm(script=[None, lambda it: it.by_somebody("Prolog error")])
     published, _ = ended(slurm)
 
-    assert published.step is Step.DONE
+    assert published.step is DrainStep.DONE
     assert slurm.reason == DRAIN.reason
 
 
@@ -62,7 +71,7 @@ def test_somebody_elses_reason_is_left(reason):
     slurm.by_somebody(reason)
     published, _ = ended(slurm)
 
-    assert published.step is Step.YIELD
+    assert published.step is DrainStep.YIELD
     assert slurm.calls == []
 
 
@@ -70,7 +79,7 @@ def test_an_administrator_who_takes_it_back_has_the_last_word():
     slurm = FakeSlurm(script=[None, FakeSlurm.taken_back])
     published, _ = ended(slurm)
 
-    assert published.step is Step.LIFTED
+    assert published.step is DrainStep.LIFTED
     assert slurm.calls == [("drain", DRAIN.reason)]
 
 
@@ -81,14 +90,14 @@ def test_a_slurmctld_that_is_down_for_minutes_is_waited_for():
     slurm = FakeSlurm(down=True, script=[*[None] * 12, comes_back])
     published, waited_s = ended(slurm)
 
-    assert published.step is Step.DONE
+    assert published.step is DrainStep.DONE
     assert 60 < waited_s < 300
 
 
 def test_a_slurmctld_that_stays_down_is_given_up_in_time():
     published, waited_s = ended(FakeSlurm(down=True), limit_s=100.0)
 
-    assert published == Published(None, "Unable to contact slurm controller")
+    assert published == DrainPublication(None, "Unable to contact slurm controller")
     assert 80 < waited_s <= 100
 
 
@@ -103,11 +112,16 @@ def test_a_drain_that_is_no_longer_wanted_is_over(now):
 
 @pytest.mark.parametrize(
     ("step", "stage"),
-    [(Step.DONE, Stage.SET), (Step.YIELD, None), (Step.LIFTED, None), (None, Stage.WANTED)],
+    [
+        (DrainStep.DONE, DrainStage.SET),
+        (DrainStep.YIELD, None),
+        (DrainStep.LIFTED, None),
+        (None, DrainStage.WANTED),
+    ],
 )
 def test_what_came_of_it_is_kept(tmp_path, step, stage):
     write_drain(tmp_path, DRAIN)
-    conclude(DRAIN, Published(step), tmp_path)
+    conclude(DRAIN, DrainPublication(step), tmp_path)
     kept = read_drain(tmp_path, uid=1)
 
     assert kept == (None if stage is None else replace(DRAIN, stage=stage.value))

@@ -5,31 +5,31 @@ from dataclasses import replace
 import pytest
 from support.checks import NODE
 
-from gpuops.checks.runner import CheckRun
-from gpuops.gate.state import (
+from gpuops.checks.core.runner import CheckRun
+from gpuops.gate.node_memory import (
     HANGS_MAX,
     JOB_AGE_MAX_S,
     JOBS_MAX,
     SAMPLE_AGE_MAX_S,
     SAMPLE_EVERY_S,
     SAMPLES_MAX,
-    Errand,
+    StateUpdate,
     case_of,
     state_after,
 )
-from gpuops.host.gpu_facts import Modes, NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.gpus import Gpus
-from gpuops.host.node_state import CounterSample, DriverHang, Moment, NodeState
+from gpuops.host.node_state import BootMoment, CounterSample, DriverHang, NodeState
+from gpuops.host.nvml.facts import Modes, NvmlGpu, NvmlSnapshot, NvmlStatus
 
 HOUR_S = 3600.0
 T0_US = 1_700_000_000_000_000
-MANUAL = Errand()
+MANUAL = StateUpdate()
 
 
 def at(since_boot_s, *, boot="boot-1", jump_s=0.0):
     """Return a time of a boot; *jump_s* is by how much the wall clock is wrong."""
     t_us = T0_US + round((since_boot_s + jump_s) * 1e6)
-    return Moment(boot_id=boot, since_boot_s=since_boot_s, t_us=t_us)
+    return BootMoment(boot_id=boot, since_boot_s=since_boot_s, t_us=t_us)
 
 
 def sample(moment, **values):
@@ -124,8 +124,8 @@ def test_a_clock_that_jumps_changes_nothing_about_counters_of_this_boot(jump_s):
     assert case.counters.since("a", 4).elapsed_s == HOUR_S
 
 
-PROLOG = Errand(trigger="prolog", job_id="7")
-EPILOG = Errand(trigger="epilog", job_id="7")
+PROLOG = StateUpdate(trigger="prolog", job_id="7")
+EPILOG = StateUpdate(trigger="epilog", job_id="7")
 
 
 def test_a_jobs_epilog_is_held_against_its_own_prolog():
@@ -157,7 +157,7 @@ def test_a_requeued_job_starts_from_a_sample_of_its_second_prolog():
 
 def test_the_epilog_takes_its_jobs_sample_away_and_no_others():
     state = after(NodeState(), run(a=1), at(0), PROLOG)
-    state = after(state, run(a=1), at(1), Errand(trigger="prolog", job_id="8"))
+    state = after(state, run(a=1), at(1), StateUpdate(trigger="prolog", job_id="8"))
 
     assert list(after(state, run(a=2), at(60), EPILOG).jobs) == ["8"]
 
@@ -178,7 +178,7 @@ def test_no_job_outlives_a_boot():
 def test_of_more_jobs_than_a_node_can_run_the_last_are_kept():
     state = NodeState()
     for n in range(JOBS_MAX + 3):
-        state = after(state, run(a=1), at(n), Errand(trigger="prolog", job_id=str(n)))
+        state = after(state, run(a=1), at(n), StateUpdate(trigger="prolog", job_id=str(n)))
 
     assert next(iter(state.jobs)) == "3"
     assert len(state.jobs) == JOBS_MAX

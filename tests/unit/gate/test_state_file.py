@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 from support.runs import wait_until
 
-from gpuops.gate import state_file
-from gpuops.gate.state_file import (
+from gpuops.gate import node_state
+from gpuops.gate.node_state import (
     NewerStateError,
     StateError,
     change_state,
-    keep,
+    load_state,
     parse_state,
     read_state,
-    recall,
+    save_state,
     state_json,
     state_path,
 )
@@ -120,7 +120,7 @@ def test_whatever_stands_for_the_state_is_a_state_or_a_reason(body):
 
 def remembered(tmp_path, root=None, deadline_s=30.0):
     root = root or FakeRoot(tmp_path / "root").write("proc/uptime", "4000.5 1.0\n")
-    return recall(tmp_path, root.path, UID, {}, deadline_s=deadline_s)
+    return load_state(tmp_path, root.path, UID, {}, deadline_s=deadline_s)
 
 
 def test_a_node_without_a_file_knows_its_boot_and_complains_of_nothing(tmp_path):
@@ -179,7 +179,7 @@ def test_the_file_of_a_later_gpuops_is_left_alone(tmp_path):
     with pytest.raises(NewerStateError):
         change_state(tmp_path, UID, lambda _state: STATE)
     assert state_path(tmp_path).read_text() == text
-    assert "version 2" in keep(tmp_path, UID, lambda _state: STATE, {})()
+    assert "version 2" in save_state(tmp_path, UID, lambda _state: STATE, {})()
 
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a file away")
@@ -216,7 +216,7 @@ def test_what_is_no_plain_file_is_left_out(tmp_path, make, why):
 
 def test_a_huge_file_is_left_out(tmp_path):
     with state_path(tmp_path).open("wb") as file:
-        file.truncate(state_file._BYTES_MAX + 1)
+        file.truncate(node_state._BYTES_MAX + 1)
     state_path(tmp_path).chmod(0o600)
 
     assert "is larger than" in remembered(tmp_path).note
@@ -231,14 +231,14 @@ def test_a_disk_that_hangs_costs_little_more_than_its_half_second(tmp_path):
 
     def is_within_the_bound():
         started = time.monotonic()
-        known = remembered(tmp_path, root, state_file.READ_S)
+        known = remembered(tmp_path, root, node_state.READ_S)
         took_s = time.monotonic() - started
         assert known.boot_id == ""
         assert "gave no answer in " in known.note
-        return took_s < state_file.READ_S + 0.2
+        return took_s < node_state.READ_S + 0.2
 
     # A busy machine makes one wait longer, and not every one.
-    wait_until(is_within_the_bound, what=f"an answer in {state_file.READ_S + 0.2} s")
+    wait_until(is_within_the_bound, what=f"an answer in {node_state.READ_S + 0.2} s")
 
 
 def test_a_write_that_nothing_can_end_costs_little_more_than_its_half_second(tmp_path):
@@ -248,12 +248,12 @@ def test_a_write_that_nothing_can_end_costs_little_more_than_its_half_second(tmp
 
     def is_within_the_bound():
         started = time.monotonic()
-        trouble = keep(tmp_path, UID, deaf, {})()
+        trouble = save_state(tmp_path, UID, deaf, {})()
         took_s = time.monotonic() - started
         assert "gave no answer in " in trouble
-        return took_s < state_file.SAVE_S + 0.4
+        return took_s < node_state.SAVE_S + 0.4
 
-    wait_until(is_within_the_bound, what=f"an answer in {state_file.SAVE_S + 0.4} s")
+    wait_until(is_within_the_bound, what=f"an answer in {node_state.SAVE_S + 0.4} s")
 
 
 def test_two_checks_at_once_lose_nothing(tmp_path):
@@ -282,15 +282,15 @@ def test_a_lock_that_is_held_is_not_waited_for_long(tmp_path):
 
     def is_within_the_deadline():
         started = time.monotonic()
-        trouble = keep(tmp_path, UID, lambda _state: NodeState(), {}, deadline_s=30)()
+        trouble = save_state(tmp_path, UID, lambda _state: NodeState(), {}, deadline_s=30)()
         took_s = time.monotonic() - started
         assert "node.lock is locked by another for 0.3 s" in trouble
-        return took_s < state_file.SAVE_S
+        return took_s < node_state.SAVE_S
 
     with (tmp_path / "node.lock").open("r+b") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         # A busy machine makes one wait longer, and not every one.
-        wait_until(is_within_the_deadline, what=f"an answer in {state_file.SAVE_S} s")
+        wait_until(is_within_the_deadline, what=f"an answer in {node_state.SAVE_S} s")
 
     assert read_state(tmp_path, UID) == STATE
 
@@ -306,4 +306,4 @@ def test_nothing_is_written_where_nothing_changed(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
 
-    assert "File exists" in keep(tmp_path / "file", UID, lambda _state: STATE, {})()
+    assert "File exists" in save_state(tmp_path / "file", UID, lambda _state: STATE, {})()

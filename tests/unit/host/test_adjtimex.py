@@ -4,13 +4,13 @@ import pytest
 from support.fake_root import FakeRoot
 
 from gpuops.errors import ProbeError
-from gpuops.host.adjtimex import ClockState, read_clock_state
+from gpuops.host.clock_state import KernelClockState, read_clock_state
 
 
 def test_a_recorded_clock_is_read(tmp_path):
     root = FakeRoot(tmp_path).clock(synchronised=False, error_max_s=16.0)
 
-    expected = ClockState(synchronised=False, offset_s=0.0, error_max_s=16.0)
+    expected = KernelClockState(synchronised=False, offset_s=0.0, error_max_s=16.0)
     assert read_clock_state(root.path) == expected
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpuops.host.after_kill import Left, left_of
+from gpuops.host.process.inspect import KillOutcome, left_of
 
 EXITING, OTHER = 0x400104, 0x400100
 
@@ -21,12 +21,12 @@ def tree(root, *threads):
 @pytest.mark.parametrize(
     ("threads", "left"),
     [
-        ([("R", EXITING)], Left.EXITING),
-        ([("Z", EXITING), ("R", EXITING)], Left.EXITING),
-        ([("D", EXITING)], Left.STUCK),
-        ([("Z", EXITING), ("D", OTHER)], Left.STUCK),
-        ([("R", EXITING), ("R", OTHER)], Left.STUCK),
-        ([("Z", EXITING), ("X", EXITING)], Left.NOTHING),
+        ([("R", EXITING)], KillOutcome.EXITING),
+        ([("Z", EXITING), ("R", EXITING)], KillOutcome.EXITING),
+        ([("D", EXITING)], KillOutcome.STUCK),
+        ([("Z", EXITING), ("D", OTHER)], KillOutcome.STUCK),
+        ([("R", EXITING), ("R", OTHER)], KillOutcome.STUCK),
+        ([("Z", EXITING), ("X", EXITING)], KillOutcome.NOTHING),
     ],
 )
 def test_all_threads_of_one_that_exits_do_so_and_none_waits(tmp_path, threads, left):
@@ -36,7 +36,7 @@ def test_all_threads_of_one_that_exits_do_so_and_none_waits(tmp_path, threads, l
 def test_a_real_process_lives_and_then_leaves_its_exit_code():
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        assert left_of(process.pid) is Left.STUCK
+        assert left_of(process.pid) is KillOutcome.STUCK
         process.kill()
         process.wait()
-        assert left_of(process.pid) is Left.NOTHING
+        assert left_of(process.pid) is KillOutcome.NOTHING

@@ -11,7 +11,7 @@ import pytest
 from support.runs import is_alive, wait_until
 
 from gpuops.errors import ProbeError
-from gpuops.host.commands import ask, find, spawn_detached
+from gpuops.host.process.command import ask, find, spawn_detached
 from gpuops.host.procfs import process
 
 SHELL = "/bin/sh"
@@ -124,7 +124,7 @@ def test_while_one_is_stuck_inside_the_kernel_no_other_like_it_is_started():
 def test_a_program_whose_asker_was_killed_ends_soon_too(tmp_path):
     note = tmp_path / "pid"
     argv = [SHELL, "-c", f"echo $$ > {note}; exec sleep 1000"]
-    code = f"from gpuops.host.commands import ask; ask({argv!r}, 0.5)"
+    code = f"from gpuops.host.process.command import ask; ask({argv!r}, 0.5)"
     asker = subprocess.Popen([sys.executable, "-c", code])
     wait_until(lambda: note.exists() and note.read_text().endswith("\n"), what="its number")
     asker.kill()

@@ -5,12 +5,11 @@ import sys
 import time
 
 import pytest
-
-from gpuops.host.companion import start_companion
+from gpuops.host.process.home import start_sidecar
 
 ANSWERS = """
 import sys
-from gpuops.host.companion import say_and_let_go
+from gpuops.host.process.home import say_and_let_go
 say_and_let_go("ready " + sys.stdin.read())
 sys.exit(sys.stdin.read() != "")
 """
@@ -18,7 +17,7 @@ sys.exit(sys.stdin.read() != "")
 
 def first_line(program, tell=b"", wait_s=30.0):
     """Return the first line of a Python *program*, and its exit code."""
-    process = start_companion([sys.executable, "-P", "-c", program], dict(os.environ))
+    process = start_sidecar([sys.executable, "-P", "-c", program], dict(os.environ))
     said = process.first_line(time.monotonic() + wait_s, tell)
     assert process.write == -1
     return said, process.pid
@@ -66,7 +65,7 @@ def test_one_that_says_nothing_costs_no_more_than_the_time_given():
 
 
 def test_one_that_ended_before_it_was_told_is_a_failure_in_words():
-    process = start_companion([sys.executable, "-P", "-c", ""], dict(os.environ))
+    process = start_sidecar([sys.executable, "-P", "-c", ""], dict(os.environ))
     ended(process.pid)
 
     assert process.first_line(time.monotonic() + 10, b"token") == "failed Broken pipe"

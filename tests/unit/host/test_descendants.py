@@ -2,7 +2,7 @@
 
 import os
 
-from gpuops.host.descendants import descendants
+from gpuops.host.process.inspect import descendants
 
 
 def stat(root, pid, parent, name="python"):

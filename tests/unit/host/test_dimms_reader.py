@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
-from gpuops.host.dimms import Dimm, Dimms, parse_memory_device, read_dimms
+from gpuops.host.memory_modules import Dimm, Dimms, parse_memory_device, read_dimms
 
 GIB = 2**30
 

@@ -2,7 +2,7 @@
 
 from support.fake_root import FakeRoot
 
-from gpuops.host.edac import Edac, MemoryController, read_edac
+from gpuops.host.memory_modules import Edac, MemoryController, read_edac
 
 
 def test_each_controller_is_read_with_the_modules_that_had_errors(tmp_path):

@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.host.frames import LENGTH, Greeting, WireError, framed, length_of, take_frame
+from gpuops.host.net.frames import (
+    LENGTH,
+    FrameGreeting,
+    WireError,
+    framed,
+    length_of,
+    take_frame,
+)
 
-HELLO = Greeting("hello", b"magic", "4sB")
+HELLO = FrameGreeting("hello", b"magic", "4sB")
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.integers(1, 7))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.host import job_proof as proof
-from gpuops.host.frames import LENGTH, WireError
-from gpuops.host.job_proof import Handshake, Welcome
+from gpuops.host.net import job_proof as proof
+from gpuops.host.net.frames import LENGTH, WireError
+from gpuops.host.net.job_proof import JobHandshake, ProofWelcome
 
 KEY = proof.derived("test", "token")
 SOME = st.binary(max_size=20)
@@ -16,14 +16,14 @@ SOME = st.binary(max_size=20)
 
 def test_proofs_differ_by_side_token_and_what_was_said():
     proofs = {
-        Handshake(KEY, b"one").proof("client"),
-        Handshake(KEY, b"one").proof("server"),
-        Handshake(KEY, b"two").proof("client"),
-        Handshake(proof.derived("test", "other"), b"one").proof("client"),
+        JobHandshake(KEY, b"one").proof("client"),
+        JobHandshake(KEY, b"one").proof("server"),
+        JobHandshake(KEY, b"two").proof("client"),
+        JobHandshake(proof.derived("test", "other"), b"one").proof("client"),
     }
 
     assert len(proofs) == 4
-    assert Handshake(KEY, b"one").proof("client") in proofs
+    assert JobHandshake(KEY, b"one").proof("client") in proofs
 
 
 def test_a_key_is_for_one_use():
@@ -33,7 +33,7 @@ def test_a_key_is_for_one_use():
 
 def test_what_was_once_agreed_on_stays_so():
     """Agents and keepers of two releases may meet."""
-    shake = Handshake(b"key", b"said")
+    shake = JobHandshake(b"key", b"said")
 
     assert shake.proof("client").hex().startswith("dc28aa6fee0974a4")
     assert shake.proof("server").hex().startswith("d3028e547ade0d9c")
@@ -52,7 +52,7 @@ def test_parts_do_not_grow_into_each_other(left, right):
 
 
 def channel(side="client"):
-    return Handshake(KEY, b"said").channel(side)
+    return JobHandshake(KEY, b"said").channel(side)
 
 
 def bodies(*messages):
@@ -89,7 +89,7 @@ def test_no_bytes_are_a_frame(body):
         channel().message(body)
 
 
-@pytest.mark.parametrize("code", Welcome)
+@pytest.mark.parametrize("code", ProofWelcome)
 def test_a_welcome_goes_through(code):
     assert proof.read_welcome(proof.welcome(code, KEY)) == (code, KEY)
 

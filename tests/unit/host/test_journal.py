@@ -12,13 +12,12 @@ from support import kernel_log as log
 from support.checks import CASE, said
 from support.fake_root import FakeRoot
 
-from gpuops.checks.gpu_xid import CHECK, Parameters
-from gpuops.checks.kernel_facts import JOURNAL, KernelFacts
-from gpuops.checks.protocol import Machine
+from gpuops.checks.core.check import ProbeContext
+from gpuops.checks.core.kernel_facts import JOURNAL, KernelFacts
+from gpuops.checks.gpu.gpu_xid import CHECK, Parameters
 from gpuops.errors import ProbeError
-from gpuops.host import probe
-from gpuops.host.journal import journal_records, parse_journal
-from gpuops.host.kmsg import KernelRecord
+from gpuops.host.kmsg import KernelRecord, journal_records, parse_journal
+from gpuops.host.process import probe
 from gpuops.host.records import from_json, to_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -107,7 +106,7 @@ def as_nobody(root):
     def look():
         if os.geteuid() == 0:
             os.setuid(NOBODY)
-        return to_json(CHECK.look.read(Machine(root, xid_dirs=log.XID_DIRS), 20))
+        return to_json(CHECK.look.read(ProbeContext(root, xid_dirs=log.XID_DIRS), 20))
 
     said_ = probe.answer(probe.run(probe.start_call(look, deadline_s=30)))
     return from_json(KernelFacts, said_, "a test")

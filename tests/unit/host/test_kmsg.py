@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
 from gpuops.errors import ProbeError
-from gpuops.host import probe
 from gpuops.host.kmsg import RECORD_MAX, KernelRecord, kernel_records, parse_kmsg
+from gpuops.host.process import probe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 

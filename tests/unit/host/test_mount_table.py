@@ -4,7 +4,7 @@ import pytest
 from support.fake_root import FakeRoot
 
 from gpuops.errors import ProbeError
-from gpuops.host.mount_table import MountTable, read_mount_table, wanted_at_boot
+from gpuops.host.storage.mounts import MountTable, read_mount_table, wanted_at_boot
 
 FSTAB = """# <file system> <mount point> <type> <options>
 /dev/sda1 / ext4 defaults 0 1

@@ -3,7 +3,7 @@
 import pytest
 from support.fake_root import FakeRoot
 
-from gpuops.host.nvme import Nvme, NvmeDrive, read_nvme, with_smart_log
+from gpuops.host.storage.nvme import Nvme, NvmeDrive, read_nvme, with_smart_log
 
 # nvme-cli 1.x and 2.x, shortened; the third is of `-v` and of counters beyond 2^53.
 LOGS = {

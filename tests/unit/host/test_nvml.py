@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from gpuops.host.gpu_facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
-from gpuops.host.nvml import snapshot_from
-from gpuops.host.nvml_answers import snapshot_of
-from gpuops.host.nvml_asker import Asker, GpuLostError, Refused
-from gpuops.host.nvml_fields import IDS
-from gpuops.host.nvml_session import Session
-from gpuops.host.probe import Ending, Outcome
+from gpuops.host.nvml.caller import GpuLostError, NvmlCaller, NvmlRefused
+from gpuops.host.nvml.facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
+from gpuops.host.nvml.fields import IDS
+from gpuops.host.nvml.reader import snapshot_from
+from gpuops.host.nvml.session import NvmlSession
+from gpuops.host.nvml.snapshot import snapshot_of
+from gpuops.host.process.probe import ProbeEnd, ProbeOutcome
 
 SOON_S = 10.0
 
@@ -35,7 +35,7 @@ def raising(error):
 
 
 def finished(**found):
-    asker = Asker(nvml())
+    asker = NvmlCaller(nvml())
     asker.found.update(found)
     asker.finished = True
     return asker
@@ -46,7 +46,7 @@ def test_our_numbers_of_fields_are_those_of_pynvml():
 
 
 def test_an_answer_is_put_in_its_place():
-    asker = Asker(nvml(nvmlDeviceGetPowerUsage=lambda handle: handle * 1000), handle=7)
+    asker = NvmlCaller(nvml(nvmlDeviceGetPowerUsage=lambda handle: handle * 1000), handle=7)
     asker.tell("power.drawn_w", "nvmlDeviceGetPowerUsage", made=lambda watts: watts / 1000)
 
     assert asker.found == {"power.drawn_w": 7.0}
@@ -54,21 +54,21 @@ def test_an_answer_is_put_in_its_place():
 
 
 def test_a_call_that_pynvml_is_too_old_for_is_not_supported():
-    asker = Asker(nvml())
+    asker = NvmlCaller(nvml())
     asker.tell("uuid", "nvmlDeviceGetUUID")
 
     assert (asker.found, asker.errors, asker.unsupported) == ({}, [], ["nvmlDeviceGetUUID"])
 
 
 def test_what_the_driver_does_not_have_is_asked_in_another_way():
-    asker = Asker(nvml(old=lambda _handle: 3, new=raising(pynvml.NVMLError(NOT_SUPPORTED))))
+    asker = NvmlCaller(nvml(old=lambda _handle: 3, new=raising(pynvml.NVMLError(NOT_SUPPORTED))))
     asker.tell("minor", "new", instead=lambda: asker.answer("old"))
 
     assert (asker.found, asker.unsupported) == ({"minor": 3}, [])
 
 
 def test_another_way_is_not_tried_after_an_error():
-    asker = Asker(nvml(old=raising(AssertionError), new=raising(pynvml.NVMLError(999))))
+    asker = NvmlCaller(nvml(old=raising(AssertionError), new=raising(pynvml.NVMLError(999))))
     asker.tell("minor", "new", instead=lambda: asker.answer("old"))
 
     assert asker.errors == [CallError("new", 999, "Unknown Error")]
@@ -76,7 +76,7 @@ def test_another_way_is_not_tried_after_an_error():
 
 def test_a_string_that_cannot_be_read_is_an_error_of_its_call():
     garbled = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-    asker = Asker(nvml(nvmlDeviceGetName=raising(garbled)))
+    asker = NvmlCaller(nvml(nvmlDeviceGetName=raising(garbled)))
     asker.tell("name", "nvmlDeviceGetName")
 
     (error,) = asker.errors
@@ -85,7 +85,7 @@ def test_a_string_that_cannot_be_read_is_an_error_of_its_call():
 
 
 def test_a_lost_gpu_is_noted_and_asked_no_more():
-    asker = Asker(nvml(nvmlDeviceGetName=raising(pynvml.NVMLError(GPU_IS_LOST))))
+    asker = NvmlCaller(nvml(nvmlDeviceGetName=raising(pynvml.NVMLError(GPU_IS_LOST))))
 
     with pytest.raises(GpuLostError):
         asker.tell("name", "nvmlDeviceGetName")
@@ -93,9 +93,9 @@ def test_a_lost_gpu_is_noted_and_asked_no_more():
 
 
 def test_what_is_not_supported_is_noted_once():
-    asker = Asker(nvml())
+    asker = NvmlCaller(nvml())
     for _link in range(18):
-        asker.note("NVML_FI_DEV_NVLINK_GET_STATE", Refused(NOT_SUPPORTED, "no"))
+        asker.note("NVML_FI_DEV_NVLINK_GET_STATE", NvmlRefused(NOT_SUPPORTED, "no"))
 
     assert asker.unsupported == ["NVML_FI_DEV_NVLINK_GET_STATE"]
 
@@ -108,7 +108,7 @@ def test_a_bug_in_one_reader_is_an_error_of_the_gpu_and_the_snapshot_is_made():
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda _handle: "GPU-0",
     )
-    snapshot = Session(broken).run(time.monotonic() + SOON_S)
+    snapshot = NvmlSession(broken).run(time.monotonic() + SOON_S)
 
     (gpu,) = snapshot.gpus
     assert (snapshot.status, gpu.uuid, gpu.hung_call) == ("ok", "GPU-0", None)
@@ -118,7 +118,7 @@ def test_a_bug_in_one_reader_is_an_error_of_the_gpu_and_the_snapshot_is_made():
 
 def test_an_asker_that_never_came_to_a_call_hangs_too():
     """On a machine that is that busy, a GPU that was not asked is not one that is missing."""
-    waiting = Asker(nvml())
+    waiting = NvmlCaller(nvml())
     snapshot = snapshot_of(finished(), finished(), [[waiting], [finished(uuid="GPU-1")]], 1e9)
 
     assert [gpu.hung_call for gpu in snapshot.gpus] == ["no call yet", None]
@@ -127,7 +127,7 @@ def test_an_asker_that_never_came_to_a_call_hangs_too():
 
 @pytest.mark.parametrize(("told", "status"), [({}, "timeout"), ({"uuid": "GPU-0"}, "ok")])
 def test_only_gpus_that_say_nothing_at_all_are_an_nvml_without_an_answer(told, status):
-    hung = Asker(nvml())
+    hung = NvmlCaller(nvml())
     hung.call = "nvmlDeviceGetName"
     snapshot = snapshot_of(finished(), finished(), [[finished(**told), hung]], 1e9)
 
@@ -136,7 +136,7 @@ def test_only_gpus_that_say_nothing_at_all_are_an_nvml_without_an_answer(told, s
 
 
 def outcome(ending, said, state=None):
-    return Outcome(
+    return ProbeOutcome(
         ending=ending, pid=71, elapsed_s=2.0, exit_code=0, output=said.encode(), state=state
     )
 
@@ -146,7 +146,7 @@ SAID = json.dumps(
 )
 
 
-@pytest.mark.parametrize("ending", [Ending.TIMEOUT, Ending.HUNG])
+@pytest.mark.parametrize("ending", [ProbeEnd.TIMEOUT, ProbeEnd.HUNG])
 def test_a_child_that_could_not_end_has_told_what_it_could(ending, tmp_path):
     snapshot = snapshot_from(outcome(ending, SAID, "D"), tmp_path)
 
@@ -156,11 +156,11 @@ def test_a_child_that_could_not_end_has_told_what_it_could(ending, tmp_path):
         1.5,
     )
     assert snapshot.state == "D"
-    assert snapshot_from(outcome(Ending.ENDED, SAID), tmp_path).state == "S"
+    assert snapshot_from(outcome(ProbeEnd.ENDED, SAID), tmp_path).state == "S"
 
 
 def test_a_child_that_said_nothing_is_an_nvml_without_an_answer(tmp_path):
-    snapshot = snapshot_from(outcome(Ending.HUNG, "", "D"), tmp_path)
+    snapshot = snapshot_from(outcome(ProbeEnd.HUNG, "", "D"), tmp_path)
 
     assert (snapshot.status, snapshot.hang, snapshot.state) == ("timeout", "NVML", "D")
     assert snapshot.hung_s == 2.0
@@ -169,4 +169,4 @@ def test_a_child_that_said_nothing_is_an_nvml_without_an_answer(tmp_path):
 
 @pytest.mark.parametrize("said", ["", '{"value": 7}', '{"value": {"status": "fine"}}'])
 def test_a_child_that_ended_and_made_no_sense_has_crashed(said, tmp_path):
-    assert snapshot_from(outcome(Ending.ENDED, said), tmp_path).status == "crash"
+    assert snapshot_from(outcome(ProbeEnd.ENDED, said), tmp_path).status == "crash"

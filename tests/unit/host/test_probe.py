@@ -18,11 +18,11 @@ from support.fake_root import FakeRoot
 from support.runs import wait_until
 
 from gpuops.errors import ProbeError
-from gpuops.host import probe
-from gpuops.host.abandoned import abandoned, name_of
-from gpuops.host.filesystems import read_filesystems
-from gpuops.host.probe import Ending, Outcome
-from gpuops.host.threads import process_state
+from gpuops.host.process import probe
+from gpuops.host.process.abandoned import abandoned, name_of
+from gpuops.host.process.inspect import process_state
+from gpuops.host.process.probe import ProbeEnd, ProbeOutcome
+from gpuops.host.storage.filesystems import read_filesystems
 
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -54,7 +54,7 @@ def is_alive(pid):
 def test_a_call_gives_its_answer():
     outcome = call(lambda: {"free": 7, "names": ["a", "ä"]})
 
-    assert outcome.ending is Ending.ENDED
+    assert outcome.ending is ProbeEnd.ENDED
     assert outcome.exit_code == 0
     assert outcome.state is None
     assert probe.answer(outcome) == {"free": 7, "names": ["a", "ä"]}
@@ -117,7 +117,7 @@ def test_an_answer_that_is_not_json_is_a_crash():
 def test_a_call_that_ignores_sigterm_is_killed():
     outcome = call(refuses_to_end, deadline_s=BEGUN_S)
 
-    assert outcome.ending is Ending.TIMEOUT
+    assert outcome.ending is ProbeEnd.TIMEOUT
     assert outcome.exit_code == -signal.SIGKILL
     assert BEGUN_S + probe.TERM_GRACE_S <= outcome.elapsed_s < BEGUN_S + probe.STOP_S + SLACK_S
     assert not is_alive(outcome.pid)
@@ -126,7 +126,7 @@ def test_a_call_that_ignores_sigterm_is_killed():
 def test_a_stopped_call_is_killed_and_its_state_is_told():
     outcome = call(stops_itself, deadline_s=BEGUN_S)
 
-    assert outcome.ending is Ending.TIMEOUT
+    assert outcome.ending is ProbeEnd.TIMEOUT
     assert outcome.state == "T"
     assert "state T" in outcome.describe()
 
@@ -145,7 +145,7 @@ def test_a_child_that_no_signal_reaches_is_abandoned_and_reported_as_hung():
     )
     outcome = probe.run(child)
 
-    assert outcome.ending is Ending.HUNG
+    assert outcome.ending is ProbeEnd.HUNG
     assert outcome.exit_code is None
     assert outcome.elapsed_s < 0.1 + probe.STOP_S + SLACK_S
     assert "could not be killed" in outcome.describe()
@@ -171,16 +171,18 @@ def test_a_child_whose_main_thread_has_ended_is_not_taken_for_one_that_has():
         outcome = probe.run(child)
         left = left_after(0)[name_of("gpu")]
 
-        assert (outcome.ending, outcome.state) == (Ending.HUNG, "S")
+        assert (outcome.ending, outcome.state) == (ProbeEnd.HUNG, "S")
         assert (left.pid, left.state) == (child.pid, "S")
     finally:
         probe.signal_group(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
 
 
-@pytest.mark.parametrize("ending", [Ending.TIMEOUT, Ending.HUNG])
+@pytest.mark.parametrize("ending", [ProbeEnd.TIMEOUT, ProbeEnd.HUNG])
 def test_a_child_that_answered_and_did_not_end_has_answered(ending):
-    outcome = Outcome(ending=ending, pid=71, elapsed_s=2.0, output=b'{"value": [7]}', state="D")
+    outcome = ProbeOutcome(
+        ending=ending, pid=71, elapsed_s=2.0, output=b'{"value": [7]}', state="D"
+    )
 
     assert probe.last_words(outcome) == [7]
     with pytest.raises(ProbeError, match="gave no answer"):
@@ -189,7 +191,7 @@ def test_a_child_that_answered_and_did_not_end_has_answered(ending):
 
 @pytest.mark.parametrize("output", [b"", b'{"value": [7'])
 def test_a_child_that_did_not_end_and_has_not_said_all_gave_no_answer(output):
-    outcome = Outcome(ending=Ending.HUNG, pid=71, elapsed_s=2.0, output=output, state="D")
+    outcome = ProbeOutcome(ending=ProbeEnd.HUNG, pid=71, elapsed_s=2.0, output=output, state="D")
 
     with pytest.raises(ProbeError, match="state D") as caught:
         probe.last_words(outcome)
@@ -203,7 +205,7 @@ def left_behind():
     child = probe.start_call(
         stops_itself, deadline_s=0.1, question="mount /dead", signaller=lambda _pid, _number: None
     )
-    assert probe.run(child).ending is Ending.HUNG
+    assert probe.run(child).ending is ProbeEnd.HUNG
     wait_until(lambda: process_state(child.pid).state == "T", what="its stop")
     yield child.pid
     probe.signal_group(child.pid, signal.SIGKILL)
@@ -221,7 +223,7 @@ def must_not_run():
 def test_a_child_left_behind_is_reported_again_and_no_other_is_started(left_behind):
     outcome = call(must_not_run, deadline_s=1.0, question="mount /dead", left=left_after(300))
 
-    assert (outcome.ending, outcome.pid, outcome.state) == (Ending.HUNG, left_behind, "T")
+    assert (outcome.ending, outcome.pid, outcome.state) == (ProbeEnd.HUNG, left_behind, "T")
     assert re.match(
         rf"gave no answer in 30\d\.\d s \(pid {left_behind}, state T.*\), and could not be killed",
         outcome.describe(),
@@ -284,7 +286,7 @@ def test_a_frozen_child_that_even_sigkill_cannot_end_is_abandoned():
         (group / "freezer.state").write_text("FROZEN")
         outcome = probe.run(child)
 
-        assert outcome.ending is Ending.HUNG
+        assert outcome.ending is ProbeEnd.HUNG
         assert outcome.state == "D"
         assert outcome.elapsed_s < 0.5 + probe.STOP_S + SLACK_S
     finally:
@@ -305,7 +307,7 @@ def test_what_a_probe_started_dies_with_it():
 
     outcome = call(leaves_a_helper)
 
-    assert outcome.ending is Ending.ENDED
+    assert outcome.ending is ProbeEnd.ENDED
     wait_until(lambda: not is_alive(probe.answer(outcome)))
 
 
@@ -330,7 +332,7 @@ def test_a_quick_call_does_not_wait_for_a_slow_one():
 def test_a_child_whose_parent_was_killed_ends_by_itself():
     code = """
 import time
-from gpuops.host import probe
+from gpuops.host.process import probe
 child = probe.start_call(lambda: time.sleep(60), deadline_s=0.3)
 print(child.pid, flush=True)
 time.sleep(60)
@@ -346,7 +348,7 @@ def test_a_child_that_somebody_else_reaped_has_ended():
     code = """
 import json, signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-from gpuops.host import probe
+from gpuops.host.process import probe
 outcome = probe.run(probe.start_call(lambda: 42, deadline_s=30))
 print(json.dumps([outcome.ending, outcome.exit_code, probe.answer(outcome)]))
 """
@@ -366,7 +368,7 @@ def test_a_machine_without_files_to_give_is_said_so():
     code = """
 import resource
 from gpuops.errors import ProbeError
-from gpuops.host import probe
+from gpuops.host.process import probe
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 try:
     probe.start_call(lambda: 1, deadline_s=1)

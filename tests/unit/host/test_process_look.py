@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.runs import wait_until
 
-from gpuops.host.process_look import look_at
-from gpuops.host.pyspy import TRIES, dump, find_pyspy
+from gpuops.host.process.inspect import look_at
+from gpuops.host.process.pyspy import TRIES, dump, find_pyspy
 
 TOOLS = str(Path(sys.executable).parent)
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from gpuops.host.threads import ThreadState, process_state, thread_state
+from gpuops.host.process.inspect import ThreadState, process_state, thread_state
 
 GONE = 2**22 + 1
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from gpuops.host.watching_child import LINES_MAX, WatchingChild
+from gpuops.host.process.watcher import LINES_MAX, WatchingChild
 
 WITHIN_S = 30.0
 

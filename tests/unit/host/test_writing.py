@@ -2,7 +2,7 @@
 
 import os
 
-from gpuops.host.writing import read_writes, write_and_remove
+from gpuops.host.storage.write_test import read_writes, write_and_remove
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):

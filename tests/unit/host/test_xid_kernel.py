@@ -7,7 +7,7 @@ from gpuops.errors import ProbeError
 from gpuops.host.clock import FakeClock
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.xid_kernel import XidLog
-from gpuops.host.xid_told import Teller, read_told
+from gpuops.host.xid_watch import XidReporter, parse_message
 from gpuops.model import UnknownReason
 
 OLD = "NVRM: Xid (PCI:0000:3b:00): 48, pid='<unknown>', name=<unknown>"
@@ -23,7 +23,7 @@ class Stand:
         gpu_information(root, "0000:3b:00.0", UUID, 0)
         write_kmsg(root, [(1, OLD)])
         self.lines = []
-        self.log = XidLog(root, Teller(self.lines.append, FakeClock()), FakeClock())
+        self.log = XidLog(root, XidReporter(self.lines.append, FakeClock()), FakeClock())
         self.steps = self.log.steps()
 
     def write(self, text):
@@ -33,7 +33,7 @@ class Stand:
     def said(self, steps=1):
         for _ in range(steps):
             next(self.steps)
-        return [read_told(line.encode()).xid for line in self.lines]
+        return [parse_message(line.encode()).xid for line in self.lines]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_rubbish_without_an_end_takes_little_memory(stand):
 def test_a_machine_without_a_gpu_has_nothing_to_follow(tmp_path):
     write_kmsg(tmp_path, [(1, OLD)])
     with pytest.raises(ProbeError) as failed:
-        XidLog(tmp_path, Teller(print, FakeClock()), FakeClock())
+        XidLog(tmp_path, XidReporter(print, FakeClock()), FakeClock())
 
     assert failed.value.reason == UnknownReason.MISSING_TOOL
 
@@ -103,7 +103,7 @@ def test_a_machine_without_a_gpu_has_nothing_to_follow(tmp_path):
 def test_a_machine_without_a_log_says_so(tmp_path):
     gpu_information(tmp_path, "0000:3b:00.0", UUID)
     with pytest.raises(ProbeError) as failed:
-        XidLog(tmp_path, Teller(print, FakeClock()), FakeClock())
+        XidLog(tmp_path, XidReporter(print, FakeClock()), FakeClock())
 
     assert failed.value.reason == UnknownReason.NOT_SUPPORTED
 
@@ -112,9 +112,9 @@ def test_it_says_which_gpus_there_are(tmp_path):
     lines = []
     gpu_information(tmp_path, "0000:3b:00.0", UUID, 2)
     write_kmsg(tmp_path, [])
-    log = XidLog(tmp_path, Teller(lines.append, FakeClock()), FakeClock())
+    log = XidLog(tmp_path, XidReporter(lines.append, FakeClock()), FakeClock())
     log.begun()
     log.close()
 
     expected = GpuName(index=0, address="0000:3b:00.0", uuid=UUID, minor=2)
-    assert read_told(lines[0].encode()).gpus == (expected,)
+    assert parse_message(lines[0].encode()).gpus == (expected,)

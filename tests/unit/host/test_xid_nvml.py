@@ -7,9 +7,9 @@ import pytest
 
 from gpuops.errors import ProbeError
 from gpuops.host.clock import FakeClock
-from gpuops.host.gpu_facts import GPU_IS_LOST
+from gpuops.host.nvml.facts import GPU_IS_LOST
 from gpuops.host.xid_nvml import XidWatch
-from gpuops.host.xid_told import LOST, Teller, read_told
+from gpuops.host.xid_watch import LOST, XidReporter, parse_message
 from gpuops.model import UnknownReason
 
 NOT_FOUND = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
@@ -66,14 +66,14 @@ class Nvml:
 def watched(nvml, steps=0):
     """Return what was told in *steps* waits, and the error that ended watching."""
     lines = []
-    watch = XidWatch(nvml, Teller(lines.append, FakeClock()), FakeClock()).steps()
+    watch = XidWatch(nvml, XidReporter(lines.append, FakeClock()), FakeClock()).steps()
     error = None
     try:
         for _ in range(steps):
             next(watch)
     except ProbeError as exc:
         error = exc
-    return [read_told(line.encode()) for line in lines], error
+    return [parse_message(line.encode()) for line in lines], error
 
 
 def test_an_event_is_about_the_gpu_of_its_handle():

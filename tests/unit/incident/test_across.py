@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 from support.decisions import rank_end, report, stopped
 
-from gpuops.incident.across import Standing, find_root, standing_of
+from gpuops.incident.correlate import CausalRank, causal_rank_of, find_root
 from gpuops.incident.decision import ReportKind
 from gpuops.model import Confidence, FailureClass, Role, Side
 
@@ -124,7 +124,7 @@ def test_the_order_of_reports_does_not_matter():
 def test_a_gate_that_failed_speaks_against_its_node():
     gate = report("n1", ReportKind.GATE_FAILED, failure_class=FailureClass.GATE_FAILED)
 
-    assert standing_of(gate) is Standing.NODE_EVIDENCE
+    assert causal_rank_of(gate) is CausalRank.NODE_EVIDENCE
 
 
 def test_a_kernel_fault_on_a_node_that_was_only_stopped_counts():
@@ -136,7 +136,12 @@ def test_a_kernel_fault_on_a_node_that_was_only_stopped_counts():
 def test_nobody_reported_anything():
     root = find_root([])
 
-    assert (root.standing, root.report, root.nodes, root.step) == (Standing.NOTHING, None, (), None)
+    assert (root.causal_rank, root.report, root.nodes, root.step) == (
+        CausalRank.NOTHING,
+        None,
+        (),
+        None,
+    )
 
 
 def test_nearly_all_ranks_with_one_exception_are_the_program():
@@ -176,7 +181,7 @@ def test_half_of_the_ranks_are_not_the_program():
 def test_ranks_that_were_done_while_others_needed_them():
     root = find_root([symptom("n1", 0), done("n2", 2, 3)])
 
-    assert root.standing is Standing.EARLY_EXIT
+    assert root.causal_rank is CausalRank.EARLY_EXIT
     assert root.report.failure_class is FailureClass.USER_EARLY_EXIT
     assert root.report.side is Side.USER
     assert [entity.id for entity in root.report.culprits] == ["2", "3"]
@@ -196,13 +201,13 @@ def test_a_crash_after_others_were_done_is_its_own_cause():
 
 
 def test_nobody_left_early_where_nobody_misses_anyone():
-    assert find_root([done("n1", 0), stopped("n2")]).standing is Standing.NOTHING
+    assert find_root([done("n1", 0), stopped("n2")]).causal_rank is CausalRank.NOTHING
 
 
 def test_symptoms_alone_name_who_was_behind():
     root = find_root([symptom("n1", 0, 0, 57), symptom("n2", 1, 1, 56)])
 
-    assert root.standing is Standing.SYMPTOM
+    assert root.causal_rank is CausalRank.SYMPTOM
     assert root.nodes == ()
     assert "rank 1 on n2 had come to step 56" in root.report.how
 
@@ -273,7 +278,7 @@ def test_who_was_done_while_others_needed_it_is_told_by_its_own_node():
     )
     root = find_root([symptom("n2", arrival=1), done, stopped("n3")])
 
-    assert root.standing is Standing.EARLY_EXIT
+    assert root.causal_rank is CausalRank.EARLY_EXIT
     assert root.report.node == "n1"
     assert root.report.failure_class is FailureClass.USER_EARLY_EXIT
     # A success is nobody's fault; this one is.

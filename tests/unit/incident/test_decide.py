@@ -9,24 +9,24 @@ from hypothesis import strategies as st
 from support.decisions import cluster, decision, failure, rank_end, report, stopped
 
 from gpuops.incident import decide as module
-from gpuops.incident.budget import INFRASTRUCTURE_MAX, history_after, seats
+from gpuops.incident.budget import INFRASTRUCTURE_FAILURES_MAX, history_after, trainable_nodes
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import (
-    Cluster,
-    Decision,
+    ClusterState,
     NodeReport,
     OnExhausted,
     PastFailure,
     RankEnd,
     ReportKind,
-    Terms,
-    Verdict,
+    RestartDecision,
+    RestartPolicy,
+    RunAction,
 )
-from gpuops.incident.repeats import left_out
+from gpuops.incident.repeats import checkpoint_to_exclude
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
 KEY_ERROR = "KeyError at data.py:88 in collate: 'labels'"
-RESTART, STOP, FAIL, REQUEUE = Verdict.RESTART, Verdict.STOP, Verdict.FAIL, Verdict.REQUEUE
+RESTART, STOP, FAIL, REQUEUE = RunAction.RESTART, RunAction.STOP, RunAction.FAIL, RunAction.REQUEUE
 
 
 def raised(node="n1", rank=1, step=57, signature=KEY_ERROR, generation=0, **changes):
@@ -92,7 +92,7 @@ def last(*rounds, **changes):
 
 def wide(n, **terms):
     """Return a cluster of *n* nodes that needs one."""
-    return cluster(*(f"n{i}" for i in range(1, n + 1)), terms=Terms(nodes_max=n, **terms))
+    return cluster(*(f"n{i}" for i in range(1, n + 1)), terms=RestartPolicy(nodes_max=n, **terms))
 
 
 # ---- crashes ---------------------------------------------------------------------------------
@@ -101,11 +101,11 @@ def wide(n, **terms):
 def test_a_killed_rank_is_a_restart_of_all():
     decision = last([report("n1"), stopped("n2")], on=wide(2))
 
-    assert (decision.verdict, decision.rule) == (RESTART, "restart")
+    assert (decision.action, decision.rule) == (RESTART, "restart")
     assert decision.exclude == {}
     assert decision.exit_code is None
     assert decision.backoff_s == 0
-    assert decision.failure.counted
+    assert decision.failure.is_counted
     assert decision.failure.nodes == ("n1",)
     assert decision.cause.node == "n1"
     assert "SIGKILL" in decision.reason
@@ -121,7 +121,7 @@ TAKEN = FailureClass.CHECKPOINT_DIR_TAKEN
 @pytest.mark.parametrize("failure_class", sorted({*FailureClass} - {TAKEN}), ids=lambda c: c.value)
 def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
     same = of_class(failure_class)
-    verdicts = [d.verdict for d in story(*[same] * 6, on=wide(1, restarts_max=99))]
+    verdicts = [d.action for d in story(*[same] * 6, on=wide(1, restarts_max=99))]
 
     assert STOP not in verdicts
 
@@ -137,20 +137,20 @@ def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
 def test_a_directory_of_another_job_ends_the_run_at_once_and_is_the_users_mistake(told):
     decision = last([told, stopped("n2")], on=wide(2))
 
-    assert (decision.verdict, decision.rule, decision.exit_code) == (
+    assert (decision.action, decision.rule, decision.exit_code) == (
         STOP,
         "checkpoint.dir_taken",
         64,
     )
-    assert not decision.failure.counted
+    assert not decision.failure.is_counted
 
 
 def test_no_report_at_all_is_a_restart_that_counts():
     decision = last([])
 
-    assert decision.verdict is RESTART
+    assert decision.action is RESTART
     assert decision.failure.failure_class is FailureClass.UNRESOLVED
-    assert decision.failure.counted
+    assert decision.failure.is_counted
 
 
 # ---- software faults -------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_no_report_at_all_is_a_restart_that_counts():
 def test_the_same_exception_at_the_same_step_twice_stops_the_run():
     decision = last(raised(), raised(generation=1))
 
-    assert (decision.verdict, decision.rule) == (STOP, "software.same_step")
+    assert (decision.action, decision.rule) == (STOP, "software.same_step")
     assert decision.exit_code == 93
     assert "raised KeyError" in decision.reason
     assert "/runs/demo/generation-0/rank1.log" in decision.reason
@@ -167,7 +167,7 @@ def test_the_same_exception_at_the_same_step_twice_stops_the_run():
 
 
 def test_another_failure_in_between_does_not_hide_it():
-    assert last(raised(), report("n1", last_step=50), raised()).verdict is STOP
+    assert last(raised(), report("n1", last_step=50), raised()).action is STOP
 
 
 @pytest.mark.parametrize(
@@ -182,48 +182,48 @@ def test_another_failure_in_between_does_not_hide_it():
     ],
 )
 def test_what_is_not_the_same_again_is_a_restart(second):
-    assert last(raised(), second).verdict is RESTART
+    assert last(raised(), second).action is RESTART
 
 
 def test_a_newer_checkpoint_in_between_is_progress():
-    assert last(raised(checkpoint_step=30), raised(checkpoint_step=40)).verdict is RESTART
-    assert last(raised(checkpoint_step=30), raised(checkpoint_step=30)).verdict is STOP
+    assert last(raised(checkpoint_step=30), raised(checkpoint_step=40)).action is RESTART
+    assert last(raised(checkpoint_step=30), raised(checkpoint_step=30)).action is STOP
 
 
 def test_a_step_that_was_passed_in_between_is_not_deterministic():
     passed = report("n1", last_step=90, has_stepped=True)
 
-    assert last(raised(), passed, raised()).verdict is RESTART
+    assert last(raised(), passed, raised()).action is RESTART
 
 
 def test_a_failure_before_the_first_step_twice_stops_the_run():
     decision = last(raised(step=None), raised(step=None))
 
-    assert (decision.verdict, decision.rule) == (STOP, "software.before_first_step")
+    assert (decision.action, decision.rule) == (STOP, "software.before_first_step")
 
 
 def test_a_start_that_has_worked_in_between_does_not():
     worked = report("n1", has_stepped=True, last_step=5)
 
-    assert last(raised(step=None), worked, raised(step=None)).verdict is RESTART
+    assert last(raised(step=None), worked, raised(step=None)).action is RESTART
 
 
 def test_with_an_unknown_step_it_takes_three():
     again = raised(step=None, has_stepped=True)
     decisions = story(again, again, again)
 
-    assert [d.verdict for d in decisions] == [RESTART, RESTART, STOP]
+    assert [d.action for d in decisions] == [RESTART, RESTART, STOP]
     assert decisions[-1].rule == "software.step_unknown"
 
 
 def test_an_exit_code_alone_takes_three():
     weak = raised(step=None, signature="exit 3: config # is not valid")
 
-    assert [d.verdict for d in story(weak, weak, weak)] == [RESTART, RESTART, STOP]
+    assert [d.action for d in story(weak, weak, weak)] == [RESTART, RESTART, STOP]
 
 
 def test_the_budget_need_not_be_spent_first():
-    assert [d.verdict for d in story(raised(), raised(), on=wide(1, restarts_max=5))] == [
+    assert [d.action for d in story(raised(), raised(), on=wide(1, restarts_max=5))] == [
         RESTART,
         STOP,
     ]
@@ -232,7 +232,7 @@ def test_the_budget_need_not_be_spent_first():
 def test_evidence_against_a_node_keeps_the_run_going():
     decision = last(raised(), [raised(), xid("n2")], on=wide(3))
 
-    assert decision.verdict is RESTART
+    assert decision.action is RESTART
     assert set(decision.exclude) == {"n2"}
 
 
@@ -240,7 +240,7 @@ def test_the_same_on_nearly_all_ranks_of_all_nodes_stops_at_once():
     both = [raised("n1", 0), raised("n2", 1)]
     decision = last(both, both, on=wide(2))
 
-    assert decision.verdict is STOP
+    assert decision.action is STOP
     assert decision.cause.confidence is Confidence.CONFIRMED
     assert "'labels' (with 1 more ranks); the same 2 times" in decision.reason
 
@@ -249,7 +249,7 @@ def test_the_same_on_one_node_only_gets_one_attempt_elsewhere():
     here = [raised("n2", gpu_uuid="GPU-b"), stopped("n1", ends=(rank_end(0, role=Role.TEARDOWN),))]
     decisions = story(here, here, on=wide(3))
 
-    assert [d.verdict for d in decisions] == [RESTART, RESTART]
+    assert [d.action for d in decisions] == [RESTART, RESTART]
     assert decisions[-1].rule == "software.suspect_node"
     assert set(decisions[-1].exclude) == {"n2"}
     assert "GPU-b" in decisions[-1].reason
@@ -261,7 +261,7 @@ def test_and_then_stops_if_it_comes_again_elsewhere():
 
     decision = last(at("n2"), at("n2"), at("n3"), on=wide(3))
 
-    assert (decision.verdict, decision.rule) == (STOP, "software.same_step")
+    assert (decision.action, decision.rule) == (STOP, "software.same_step")
     assert "3 times" in decision.reason
 
 
@@ -269,20 +269,22 @@ def test_and_then_stops_if_it_comes_again_elsewhere():
     "on",
     [
         cluster("n1"),
-        cluster("n1", "n2", terms=Terms(nodes_min=2, nodes_max=2)),
-        cluster("n1", "n2", terms=Terms(nodes_max=2, on_exhausted=OnExhausted.REQUEUE)),
-        cluster("n1", "n2", "n3", terms=Terms(nodes_min=2, nodes_max=3), excluded={"n2": "x"}),
+        cluster("n1", "n2", terms=RestartPolicy(nodes_min=2, nodes_max=2)),
+        cluster("n1", "n2", terms=RestartPolicy(nodes_max=2, on_exhausted=OnExhausted.REQUEUE)),
+        cluster(
+            "n1", "n2", "n3", terms=RestartPolicy(nodes_min=2, nodes_max=3), excluded={"n2": "x"}
+        ),
     ],
 )
 def test_without_enough_other_nodes_it_stops_at_once(on):
     here = [raised("n1"), stopped("n2", ends=(rank_end(0, role=Role.TEARDOWN),))]
 
-    assert last(here, here, on=on).verdict is STOP
+    assert last(here, here, on=on).action is STOP
 
 
 def test_a_spare_makes_an_attempt_elsewhere_possible():
-    terms = Terms(nodes_min=2, nodes_max=2)
-    on = Cluster(terms=terms, generation=0, members=("n1", "n2"), live=("n1", "n2", "n3"))
+    terms = RestartPolicy(nodes_min=2, nodes_max=2)
+    on = ClusterState(policy=terms, generation=0, members=("n1", "n2"), live=("n1", "n2", "n3"))
     here = [raised("n1"), stopped("n2", ends=(rank_end(0, role=Role.TEARDOWN),))]
 
     assert last(here, here, on=on).rule == "software.suspect_node"
@@ -292,7 +294,7 @@ def test_a_failure_that_has_moved_between_nodes_is_the_program_s():
     def at(node):
         return [raised(node), stopped("n3", ends=(rank_end(0, role=Role.TEARDOWN),))]
 
-    assert last(at("n1"), at("n2"), on=wide(3)).verdict is STOP
+    assert last(at("n1"), at("n2"), on=wide(3)).action is STOP
 
 
 # ---- benign exit codes -----------------------------------------------------------------------
@@ -301,10 +303,10 @@ def test_a_failure_that_has_moved_between_nodes_is_the_program_s():
 def test_a_benign_exit_code_is_a_restart_that_counts_and_never_a_software_fault():
     ends = (replace(raised().ends[0], exit_code=17, signature="exit 17: rerun"),)
     again = raised(ends=ends)
-    terms = Terms(benign_exit_codes=frozenset({16, 17}), restarts_max=3)
+    terms = RestartPolicy(benign_exit_codes=frozenset({16, 17}), restarts_max=3)
     decisions = story(*[again] * 5, on=cluster("n1", terms=terms))
 
-    assert [d.verdict for d in decisions] == [RESTART, RESTART, RESTART, FAIL, FAIL]
+    assert [d.action for d in decisions] == [RESTART, RESTART, RESTART, FAIL, FAIL]
     assert decisions[0].rule == "restart.benign"
     assert decisions[0].failure.signature is None
 
@@ -315,7 +317,7 @@ def test_a_benign_exit_code_is_a_restart_that_counts_and_never_a_software_fault(
 def test_a_sick_gpu_is_a_restart_without_its_node():
     decision = last([report("n1"), xid("n2")], on=wide(3))
 
-    assert (decision.verdict, decision.rule) == (RESTART, "node.excluded")
+    assert (decision.action, decision.rule) == (RESTART, "node.excluded")
     assert decision.exclude == {"n2": "gpu_hw.fell_off_bus: Xid 79"}
     assert decision.cause.node == "n2"
 
@@ -350,8 +352,8 @@ def test_another_hang_is_a_restart_with_its_node(failure_class):
     end = rank_end(1, failure_class=failure_class, signal=None)
     decision = last(report("n2", ReportKind.HANG, failure_class=failure_class, ends=(end,)))
 
-    assert (decision.verdict, decision.exclude) == (RESTART, {})
-    assert decision.failure.counted
+    assert (decision.action, decision.exclude) == (RESTART, {})
+    assert decision.failure.is_counted
 
 
 def test_an_application_s_xid_is_a_restart_with_its_node():
@@ -361,14 +363,17 @@ def test_an_application_s_xid_is_a_restart_with_its_node():
 
 
 def test_a_lost_node_is_not_excluded_because_it_may_come_back():
-    on = Cluster(
-        terms=Terms(nodes_max=3), generation=0, members=("n1", "n2", "n3"), live=("n1", "n3")
+    on = ClusterState(
+        policy=RestartPolicy(nodes_max=3),
+        generation=0,
+        members=("n1", "n2", "n3"),
+        live=("n1", "n3"),
     )
     decision = last([lost("n2"), stopped("n1"), stopped("n3")], on=on)
 
-    assert (decision.verdict, decision.rule) == (RESTART, "node.lost")
+    assert (decision.action, decision.rule) == (RESTART, "node.lost")
     assert decision.exclude == {}
-    assert decision.failure.counted
+    assert decision.failure.is_counted
     assert decision.failure.nodes == ("n2",)
 
 
@@ -376,9 +381,9 @@ def test_a_node_that_fails_its_gate_is_left_out_and_does_not_count():
     gate = report("n2", ReportKind.GATE_FAILED, failure_class=FailureClass.GPU_ROW_REMAP)
     decisions = story(*[[gate]] * 6, on=wide(3, restarts_max=1))
 
-    assert {(d.verdict, d.rule) for d in decisions} == {(RESTART, "gate.failed")}
+    assert {(d.action, d.rule) for d in decisions} == {(RESTART, "gate.failed")}
     assert set(decisions[0].exclude) == {"n2"}
-    assert not decisions[0].failure.counted
+    assert not decisions[0].failure.is_counted
 
 
 def test_a_node_that_is_already_left_out_is_not_named_again():
@@ -395,24 +400,27 @@ def test_a_stranger_is_never_excluded():
 
 
 def test_too_few_nodes_are_a_requeue():
-    on = Cluster(
-        terms=Terms(nodes_min=2, nodes_max=2), generation=0, members=("n1", "n2"), live=("n1",)
+    on = ClusterState(
+        policy=RestartPolicy(nodes_min=2, nodes_max=2),
+        generation=0,
+        members=("n1", "n2"),
+        live=("n1",),
     )
     decision = last([lost("n2"), stopped("n1")], on=on)
 
-    assert (decision.verdict, decision.rule, decision.exit_code) == (REQUEUE, "nodes.exhausted", 85)
+    assert (decision.action, decision.rule, decision.exit_code) == (REQUEUE, "nodes.exhausted", 85)
     assert "1 nodes are left, at least 2" in decision.reason
 
 
 def test_a_spare_fills_the_hole():
-    on = Cluster(
-        terms=Terms(nodes_min=2, nodes_max=2),
+    on = ClusterState(
+        policy=RestartPolicy(nodes_min=2, nodes_max=2),
         generation=0,
         members=("n1", "n2"),
         live=("n1", "n2", "n3"),
     )
 
-    assert last([xid("n2")], on=on).verdict is RESTART
+    assert last([xid("n2")], on=on).action is RESTART
 
 
 @pytest.mark.parametrize(
@@ -429,29 +437,29 @@ def test_a_spare_fills_the_hole():
     ],
 )
 def test_seats_are_the_largest_multiple_of_the_unit(live, unit, minimum, wanted):
-    on = Cluster(
-        terms=Terms(nodes_min=minimum, nodes_max=8, node_unit=unit),
+    on = ClusterState(
+        policy=RestartPolicy(nodes_min=minimum, nodes_max=8, node_unit=unit),
         generation=0,
         members=(),
         live=tuple(f"n{i}" for i in range(live)),
     )
 
-    assert seats(on) == wanted
-    assert seats(replace(on, live=on.live * 2)) == wanted
+    assert trainable_nodes(on) == wanted
+    assert trainable_nodes(replace(on, live=on.live * 2)) == wanted
 
 
 def test_with_requeue_a_run_never_shrinks():
-    terms = Terms(nodes_min=1, nodes_max=3, on_exhausted=OnExhausted.REQUEUE)
+    terms = RestartPolicy(nodes_min=1, nodes_max=3, on_exhausted=OnExhausted.REQUEUE)
     on = cluster("n1", "n2", "n3", terms=terms)
 
     assert last([xid("n2")], on=on).rule == "nodes.exhausted"
-    assert last([report("n1")], on=on).verdict is RESTART
+    assert last([report("n1")], on=on).action is RESTART
 
 
 def test_a_one_node_run_on_a_sick_node_is_requeued_as_unhealthy():
     decision = last(xid("n1"))
 
-    assert (decision.verdict, decision.rule, decision.exit_code) == (REQUEUE, "node.unhealthy", 86)
+    assert (decision.action, decision.rule, decision.exit_code) == (REQUEUE, "node.unhealthy", 86)
     assert set(decision.exclude) == {"n1"}
 
 
@@ -466,18 +474,19 @@ def test_a_preemption_is_a_requeue_and_does_not_count():
     notice = stopped("n1", failure_class=FailureClass.PREEMPTED, side=Side.SCHEDULER)
     decision = last([notice, raised("n2")], on=wide(2))
 
-    assert (decision.verdict, decision.exit_code) == (REQUEUE, 85)
-    assert not decision.failure.counted
+    assert (decision.action, decision.exit_code) == (REQUEUE, 85)
+    assert not decision.failure.is_counted
 
 
 def test_a_taken_port_does_not_count_but_not_for_ever():
     taken = of_class(FailureClass.PORT_TAKEN, step=None, is_infrastructure=True)
-    decisions = story(*[taken] * (INFRASTRUCTURE_MAX + 3), on=wide(1, restarts_max=2))
+    decisions = story(*[taken] * (INFRASTRUCTURE_FAILURES_MAX + 3), on=wide(1, restarts_max=2))
 
     assert [d.rule for d in decisions] == (
-        ["launch.infrastructure"] * INFRASTRUCTURE_MAX + ["restart", "restart", "budget.spent"]
+        ["launch.infrastructure"] * INFRASTRUCTURE_FAILURES_MAX
+        + ["restart", "restart", "budget.spent"]
     )
-    assert not any(d.failure.counted for d in decisions[:INFRASTRUCTURE_MAX])
+    assert not any(d.failure.is_counted for d in decisions[:INFRASTRUCTURE_FAILURES_MAX])
 
 
 def test_a_refused_start_is_infrastructure_too():
@@ -492,31 +501,31 @@ def test_a_refused_start_is_infrastructure_too():
 def test_a_spent_budget_fails_the_run():
     decisions = story(*[report("n1")] * 4)
 
-    assert [d.verdict for d in decisions] == [RESTART, RESTART, RESTART, FAIL]
+    assert [d.action for d in decisions] == [RESTART, RESTART, RESTART, FAIL]
     assert (decisions[-1].rule, decisions[-1].exit_code) == ("budget.spent", 1)
 
 
 def test_no_restarts_at_all():
-    assert last(report("n1"), on=wide(1, restarts_max=0)).verdict is FAIL
+    assert last(report("n1"), on=wide(1, restarts_max=0)).action is FAIL
 
 
 def test_a_window_forgets():
     on = wide(1, restarts_max=1, restarts_window_s=150.0)
 
-    assert [d.verdict for d in story(*[report("n1")] * 3, on=on, every_s=200)] == [RESTART] * 3
-    assert [d.verdict for d in story(*[report("n1")] * 2, on=on, every_s=100)] == [RESTART, FAIL]
+    assert [d.action for d in story(*[report("n1")] * 3, on=on, every_s=200)] == [RESTART] * 3
+    assert [d.action for d in story(*[report("n1")] * 2, on=on, every_s=100)] == [RESTART, FAIL]
 
 
 def test_a_budget_beyond_what_the_record_holds_is_kept():
     decisions = story(*[report("n1")] * 60, on=wide(1, restarts_max=50))
 
-    assert [d.verdict for d in decisions[:51]] == [RESTART] * 50 + [FAIL]
+    assert [d.action for d in decisions[:51]] == [RESTART] * 50 + [FAIL]
 
 
 def test_node_losses_count():
     on = wide(3, restarts_max=1)
 
-    assert [d.verdict for d in story([lost("n2")], [lost("n3")], on=on)] == [RESTART, FAIL]
+    assert [d.action for d in story([lost("n2")], [lost("n3")], on=on)] == [RESTART, FAIL]
 
 
 # ---- back-off --------------------------------------------------------------------------------
@@ -551,7 +560,7 @@ def test_a_checkpoint_after_which_the_run_fails_twice_is_left_out_once():
     decisions = story(bad, bad, bad)
 
     assert [d.rule for d in decisions] == ["restart", "checkpoint.poisoned", "software.same_step"]
-    assert decisions[1].verdict is RESTART
+    assert decisions[1].action is RESTART
     assert decisions[1].exclude_checkpoint == 100
 
 
@@ -561,7 +570,7 @@ def test_also_for_a_crash_and_before_the_first_step():
     decisions = story(crash, other, crash)
 
     assert [d.exclude_checkpoint for d in decisions] == [None, 100, None]
-    assert decisions[2].verdict is RESTART
+    assert decisions[2].action is RESTART
 
 
 @pytest.mark.parametrize(
@@ -579,9 +588,9 @@ def test_also_for_a_crash_and_before_the_first_step():
 def test_it_is_left_out_until_the_run_has_got_past_it_and_saved_anew(saved, highest, after):
     failed = decision(failure=failure(checkpoint_step=saved, highest_step=highest))
 
-    assert left_out(100, failed) == after
-    assert left_out(None, failed) is None
-    assert left_out(100, replace(failed, exclude_checkpoint=90)) == 90
+    assert checkpoint_to_exclude(100, failed) == after
+    assert checkpoint_to_exclude(None, failed) is None
+    assert checkpoint_to_exclude(100, replace(failed, exclude_checkpoint=90)) == 90
 
 
 @pytest.mark.parametrize(
@@ -612,7 +621,7 @@ def test_a_checkpoint_from_which_the_run_went_on_is_good():
 def test_with_the_budget_spent_no_checkpoint_is_left_out():
     near = of_class(FailureClass.SEGFAULT, step=103, checkpoint_step=100)
 
-    assert last(near, near, on=wide(1, restarts_max=1)).verdict is FAIL
+    assert last(near, near, on=wide(1, restarts_max=1)).action is FAIL
 
 
 # ---- what holds for any input ----------------------------------------------------------------
@@ -670,7 +679,7 @@ pasts = st.builds(
     at_s=st.floats(0, 1000),
     failure_class=st.sampled_from(FailureClass),
     side=st.sampled_from(Side),
-    counted=st.booleans(),
+    is_counted=st.booleans(),
     signature=st.sampled_from([None, KEY_ERROR, "exit 3: no"]),
     step=steps,
     has_stepped=st.booleans(),
@@ -684,7 +693,7 @@ pasts = st.builds(
     excluded_checkpoint=steps,
 )
 terms_s = st.builds(
-    Terms,
+    RestartPolicy,
     nodes_min=st.integers(1, 4),
     nodes_max=st.integers(1, 6),
     node_unit=st.integers(1, 3),
@@ -694,13 +703,13 @@ terms_s = st.builds(
     benign_exit_codes=st.just(frozenset({17})),
 )
 clusters = st.builds(
-    Cluster,
-    terms=terms_s,
+    ClusterState,
+    policy=terms_s,
     generation=st.just(3),
     members=st.lists(st.sampled_from(NODES), unique=True).map(tuple),
     live=st.lists(st.sampled_from(NODES), unique=True).map(tuple),
     excluded=st.dictionaries(st.sampled_from(NODES), st.just("before"), max_size=2),
-    doubted=st.dictionaries(st.sampled_from([*NODES, "stranger"]), st.just("slow"), max_size=4),
+    suspected=st.dictionaries(st.sampled_from([*NODES, "stranger"]), st.just("slow"), max_size=4),
 )
 histories = st.lists(pasts, max_size=6).map(tuple)
 
@@ -720,15 +729,17 @@ def test_what_holds_for_every_decision(reports, on, history):
     decision = decide(reports, on, history, 1000)
 
     assert set(decision.exclude) <= {*on.members, *on.live} - set(on.excluded)
-    undoubted = decide(reports, replace(on, doubted={}), history, 1000)
-    assert (decision.verdict, decision.rule, decision.failure) == (
-        *(undoubted.verdict, undoubted.rule, undoubted.failure),
+    undoubted = decide(reports, replace(on, suspected={}), history, 1000)
+    assert (decision.action, decision.rule, decision.failure) == (
+        *(undoubted.action, undoubted.rule, undoubted.failure),
     )
     spared = set(decision.exclude) - set(undoubted.exclude)
-    assert spared <= set(on.doubted)
-    assert seats(on, decision.exclude) >= seats(on, undoubted.exclude) - len(spared)
-    if decision.verdict is RESTART:
-        assert seats(on, decision.exclude) >= on.terms.nodes_min
+    assert spared <= set(on.suspected)
+    assert trainable_nodes(on, decision.exclude) >= trainable_nodes(on, undoubted.exclude) - len(
+        spared
+    )
+    if decision.action is RESTART:
+        assert trainable_nodes(on, decision.exclude) >= on.policy.nodes_min
         assert decision.exit_code is None
     else:
         assert decision.exit_code in {1, 64, 85, 86, 93}
@@ -736,7 +747,7 @@ def test_what_holds_for_every_decision(reports, on, history):
     assert 0 <= decision.backoff_s <= 30
     is_taken = decision.failure.failure_class is TAKEN
     assert (decision.exit_code == 64) is (decision.rule == "checkpoint.dir_taken")
-    if decision.verdict is STOP and not is_taken:
+    if decision.action is STOP and not is_taken:
         earlier = [past for past in history if past.signature == decision.failure.signature]
         assert decision.failure.signature is not None
         assert earlier
@@ -753,11 +764,11 @@ def test_what_holds_for_every_decision(reports, on, history):
 def test_a_decision_and_all_it_was_made_of_survive_their_json_forms(reports, on, history):
     decision = decide(reports, on, history, 1000)
 
-    for item in (*reports, *history, on, on.terms):
+    for item in (*reports, *history, on, on.policy):
         again = type(item).from_json(item.to_json())
         assert type(item).from_json(again.to_json()) == again
-    assert Decision.from_json(decision.to_json()).to_json() == decision.to_json()
-    assert Cluster.from_json(on.to_json()) == on
+    assert RestartDecision.from_json(decision.to_json()).to_json() == decision.to_json()
+    assert ClusterState.from_json(on.to_json()) == on
 
 
 def test_the_node_of_a_failure_stands_before_what_the_program_said():
@@ -769,7 +780,9 @@ def test_the_node_of_a_failure_stands_before_what_the_program_said():
     [(0, "no restart is allowed"), (1, "the only restart is spent"), (2, "all 2 restarts are")],
 )
 def test_a_spent_budget_is_told_in_whole_words(most, said):
-    decision = last(*[report("n1")] * (most + 1), on=cluster("n1", terms=Terms(restarts_max=most)))
+    decision = last(
+        *[report("n1")] * (most + 1), on=cluster("n1", terms=RestartPolicy(restarts_max=most))
+    )
 
     assert decision.rule == "budget.spent"
     assert said in decision.reason

@@ -10,18 +10,18 @@ from gpuops.incident.decision import (
     EXITS_MAX,
     REASON_CHARS_MAX,
     TEXT_CHARS_MAX,
-    Cluster,
-    Decision,
+    ClusterState,
     NodeReport,
     OnExhausted,
     PastFailure,
     RankEnd,
-    Terms,
+    RestartDecision,
+    RestartPolicy,
 )
 from gpuops.incident.fields import NAME_CHARS_MAX
 from gpuops.model import Entity, EntityKind
 
-TERMS = Terms(
+TERMS = RestartPolicy(
     nodes_min=2,
     nodes_max=8,
     node_unit=2,
@@ -30,13 +30,13 @@ TERMS = Terms(
     on_exhausted=OnExhausted.REQUEUE,
     benign_exit_codes=frozenset({16, 17}),
 )
-CLUSTER = Cluster(
-    terms=TERMS,
+CLUSTER = ClusterState(
+    policy=TERMS,
     generation=3,
     members=("n1",),
     live=("n1", "n2"),
     excluded={"n3": "Xid 79"},
-    doubted={"n2": "slow"},
+    suspected={"n2": "slow"},
 )
 PAST = failure(
     signature="KeyError at a.py:1",
@@ -50,7 +50,7 @@ PAST = failure(
     counted_total=2,
     highest_step=6,
     excluded_checkpoint=4,
-    earlier_s=(1.5, 2.0),
+    earlier_failures_s=(1.5, 2.0),
 )
 DECISION = decision(
     report(), exclude={"n1": "Xid"}, exclude_checkpoint=4, backoff_s=2.0, exit_code=85
@@ -86,7 +86,7 @@ def test_a_report_without_bounds_is_cut():
 
 def test_a_decision_without_bounds_is_cut():
     data = DECISION.to_json() | {"reason": "x" * 10**6, "exclude": {"n": "y" * 10**6}}
-    back = Decision.from_json(data)
+    back = RestartDecision.from_json(data)
 
     assert len(back.reason) == REASON_CHARS_MAX
     assert len(back.exclude["n"]) == TEXT_CHARS_MAX
@@ -111,13 +111,13 @@ def test_a_decision_without_bounds_is_cut():
         (PastFailure, PAST, "earlier_s", ["soon"]),
         (PastFailure, PAST, "nodes", "n1"),
         (PastFailure, PAST, "nodes", [{}]),
-        (Cluster, CLUSTER, "live", None),
-        (Cluster, CLUSTER, "excluded", ["n1"]),
-        (Terms, TERMS, "nodes_min", "2"),
-        (Decision, DECISION, "backoff_s", "soon"),
-        (Decision, DECISION, "exclude", ["n1"]),
-        (Decision, DECISION, "rule", None),
-        (Decision, DECISION, "verdict", "maybe"),
+        (ClusterState, CLUSTER, "live", None),
+        (ClusterState, CLUSTER, "excluded", ["n1"]),
+        (RestartPolicy, TERMS, "nodes_min", "2"),
+        (RestartDecision, DECISION, "backoff_s", "soon"),
+        (RestartDecision, DECISION, "exclude", ["n1"]),
+        (RestartDecision, DECISION, "rule", None),
+        (RestartDecision, DECISION, "verdict", "maybe"),
     ],
 )
 def test_what_is_something_else_is_refused(cls, good, field, bad):

@@ -6,14 +6,14 @@ import pytest
 from support.decisions import cluster, report, stopped
 
 from gpuops.incident.decide import decide
-from gpuops.incident.decision import OnExhausted, ReportKind, Terms, Verdict
+from gpuops.incident.decision import OnExhausted, ReportKind, RestartPolicy, RunAction
 from gpuops.model import FailureClass, Side
 
 
 def wide(n, spares=0, **terms):
     """Return a cluster of *n* nodes that needs one, with *spares* more that wait."""
     names = [f"n{i}" for i in range(1, n + spares + 1)]
-    on = cluster(*names[:n], terms=Terms(nodes_max=n, **terms))
+    on = cluster(*names[:n], terms=RestartPolicy(nodes_max=n, **terms))
     return replace(on, live=tuple(names))
 
 
@@ -29,7 +29,7 @@ def xid(node):
 
 
 def doubting(*nodes, on):
-    return replace(on, doubted={node: f"detector sums: {node} is slow" for node in nodes})
+    return replace(on, suspected={node: f"detector sums: {node} is slow" for node in nodes})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def doubting(*nodes, on):
 def test_a_restart_does_without_doubted_nodes_that_can_be_spared(doubted, on, left_out):
     decision = decide([report("n1")], doubting(*doubted, on=on), (), 100.0)
 
-    assert (decision.verdict, decision.rule) == (Verdict.RESTART, "restart")
+    assert (decision.action, decision.rule) == (RunAction.RESTART, "restart")
     assert sorted(decision.exclude) == left_out
     for node in left_out:
         assert decision.exclude[node] == f"doubted: detector sums: {node} is slow"
@@ -64,7 +64,7 @@ def test_a_restart_does_without_doubted_nodes_that_can_be_spared(doubted, on, le
     assert decision.reason.endswith(
         f"; restart, and without {names}, which was doubted" if left_out else "; restart"
     )
-    assert decision.failure.counted
+    assert decision.failure.is_counted
     assert decision.failure.nodes == ("n1",)
 
 
@@ -83,6 +83,6 @@ def test_a_doubt_is_never_why_a_run_ends_or_what_a_restart_counts_for():
     taken = report("n1", ReportKind.START_FAILED, is_infrastructure=True, ends=())
 
     assert decide([taken], on, (), 100.0).exclude == {"n2": "doubted: detector sums: n2 is slow"}
-    assert not decide([taken], on, (), 100.0).failure.counted
+    assert not decide([taken], on, (), 100.0).failure.is_counted
     spent = decide([report("n1")], doubting("n2", on=wide(2, restarts_max=0)), (), 100.0)
-    assert (spent.verdict, spent.exclude) == (Verdict.FAIL, {})
+    assert (spent.action, spent.exclude) == (RunAction.FAIL, {})

@@ -3,26 +3,26 @@
 import pytest
 from support.checks import NODE
 
-from gpuops.config import Mode
-from gpuops.incident.gate import (
+from gpuops.config.resolve import GateMode
+from gpuops.gate.policy import (
+    HARDWARE_REPORTED,
     NOT_ASKED,
-    OWN_VERDICT,
     TAKES_NODE_OUT,
-    Cause,
-    Course,
-    Permission,
-    Step,
-    cause_of,
-    decide,
+    DrainCause,
+    DrainOutcome,
+    DrainStep,
+    PermitReply,
+    decide_drain,
+    find_drain_cause,
     may_resume,
-    next_step,
+    next_drain_step,
     proves_healthy,
-    replaceable,
+    replaceable_reasons,
 )
 from gpuops.incident.runbook import load_runbooks
 from gpuops.model import ActionKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.resources import data_dir
-from gpuops.slurm.nodes import NodeView
+from gpuops.slurm.scontrol import SlurmNode
 
 LOST, MISSING = FailureClass.GPU_FELL_OFF_BUS, FailureClass.GPU_MISSING
 DRAINS = {LOST: ActionKind.DRAIN, MISSING: ActionKind.DRAIN}
@@ -41,109 +41,119 @@ def finding(status=Status.FAIL, kind=LOST, check="gpu_lost", value=None):
 
 
 def cause(kind=LOST, check="gpu_lost"):
-    return Cause(finding=finding(kind=kind, check=check), failure_class=kind, action=DRAINS[kind])
+    return DrainCause(
+        finding=finding(kind=kind, check=check), failure_class=kind, action=DRAINS[kind]
+    )
 
 
 @pytest.mark.parametrize("status", [Status.PASS, Status.SKIP, Status.WARN, Status.UNKNOWN])
 def test_only_a_failure_takes_a_node_out(status):
-    assert cause_of([finding(status)], DRAINS) is None
-    assert cause_of([finding()], DRAINS) == cause()
+    assert find_drain_cause([finding(status)], DRAINS) is None
+    assert find_drain_cause([finding()], DRAINS) == cause()
 
 
 @pytest.mark.parametrize("action", ActionKind)
 def test_a_failure_takes_the_node_out_where_its_runbook_says_so(action):
-    found = cause_of([finding()], {LOST: action})
+    found = find_drain_cause([finding()], {LOST: action})
 
     assert (found is not None) == (action in TAKES_NODE_OUT)
 
 
 def test_a_failure_class_without_a_runbook_takes_no_node_out():
-    assert cause_of([finding()], {}) is None
+    assert find_drain_cause([finding()], {}) is None
 
 
 def test_of_several_causes_the_hardwares_own_goes_first():
     counted = finding(kind=MISSING, check="gpu_count")
 
-    assert cause_of([counted, finding()], DRAINS) == cause()
-    assert cause_of([finding(), counted], DRAINS) == cause()
+    assert find_drain_cause([counted, finding()], DRAINS) == cause()
+    assert find_drain_cause([finding(), counted], DRAINS) == cause()
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(79, " 79"), (79.0, " 79"), (0.25, " 0.25"), ("off", " off"), (None, "")]
 )
 def test_a_reason_shows_the_value_as_a_person_would(value, shown):
-    found = cause_of([finding(value=value)], DRAINS)
+    found = find_drain_cause([finding(value=value)], DRAINS)
 
     assert found.reason(None) == f"gpuops: fail gpu_lost n1{shown} -> drain"
 
 
-SILENT = Permission(None, "no answer")
-GRANTED = Permission(granted=True, why="0 other nodes")
-REFUSED = Permission(granted=False, why="3 nodes")
+SILENT = PermitReply(None, "no answer")
+GRANTED = PermitReply(granted=True, why="0 other nodes")
+REFUSED = PermitReply(granted=False, why="3 nodes")
 
 
 @pytest.mark.parametrize(
     ("found", "mode", "permission", "course"),
     [
-        (None, Mode.ENFORCE, NOT_ASKED, Course.START),
-        (None, Mode.OBSERVE, NOT_ASKED, Course.START),
-        (cause(), Mode.OBSERVE, NOT_ASKED, Course.WOULD_DRAIN),
-        (cause(), Mode.OBSERVE, GRANTED, Course.WOULD_DRAIN),
-        (cause(), Mode.ENFORCE, GRANTED, Course.DRAIN),
-        (cause(), Mode.ENFORCE, REFUSED, Course.FUSED),
-        (cause(), Mode.ENFORCE, SILENT, Course.DRAIN),
-        (cause(MISSING, "gpu_count"), Mode.ENFORCE, GRANTED, Course.DRAIN),
-        (cause(MISSING, "gpu_count"), Mode.ENFORCE, REFUSED, Course.FUSED),
-        (cause(MISSING, "gpu_count"), Mode.ENFORCE, SILENT, Course.NO_PERMIT),
-        (cause(MISSING, "gpu_recovery_action"), Mode.ENFORCE, SILENT, Course.DRAIN),
+        (None, GateMode.ENFORCE, NOT_ASKED, DrainOutcome.START),
+        (None, GateMode.OBSERVE, NOT_ASKED, DrainOutcome.START),
+        (cause(), GateMode.OBSERVE, NOT_ASKED, DrainOutcome.WOULD_DRAIN),
+        (cause(), GateMode.OBSERVE, GRANTED, DrainOutcome.WOULD_DRAIN),
+        (cause(), GateMode.ENFORCE, GRANTED, DrainOutcome.DRAIN),
+        (cause(), GateMode.ENFORCE, REFUSED, DrainOutcome.TRIPPED),
+        (cause(), GateMode.ENFORCE, SILENT, DrainOutcome.DRAIN),
+        (cause(MISSING, "gpu_count"), GateMode.ENFORCE, GRANTED, DrainOutcome.DRAIN),
+        (cause(MISSING, "gpu_count"), GateMode.ENFORCE, REFUSED, DrainOutcome.TRIPPED),
+        (cause(MISSING, "gpu_count"), GateMode.ENFORCE, SILENT, DrainOutcome.NO_PERMIT),
+        (cause(MISSING, "gpu_recovery_action"), GateMode.ENFORCE, SILENT, DrainOutcome.DRAIN),
     ],
 )
 def test_what_is_decided(found, mode, permission, course):
-    decision = decide(found, mode, permission)
+    decision = decide_drain(found, mode, permission)
 
-    assert decision.course is course
-    assert decision.drains == (course is Course.DRAIN)
+    assert decision.outcome is course
+    assert decision.drains == (course is DrainOutcome.DRAIN)
 
 
 def test_a_node_that_is_drained_already_is_left_as_it_is():
-    assert decide(cause(), Mode.ENFORCE, NOT_ASKED, "drained already").course is Course.LEFT
-    assert decide(cause(), Mode.OBSERVE, NOT_ASKED, "drained already").course is Course.WOULD_DRAIN
+    assert (
+        decide_drain(cause(), GateMode.ENFORCE, NOT_ASKED, "drained already").outcome
+        is DrainOutcome.LEFT_ALONE
+    )
+    assert (
+        decide_drain(cause(), GateMode.OBSERVE, NOT_ASKED, "drained already").outcome
+        is DrainOutcome.WOULD_DRAIN
+    )
 
 
 def test_every_class_that_drains_without_a_permit_has_a_runbook_that_takes_the_node_out():
     runbooks = load_runbooks(data_dir("runbooks"))
 
-    assert {kind for kind in OWN_VERDICT if runbooks[kind].action not in TAKES_NODE_OUT} == set()
+    assert {
+        kind for kind in HARDWARE_REPORTED if runbooks[kind].action not in TAKES_NODE_OUT
+    } == set()
 
 
 OURS = "gpuops: fail gpu_lost n1 -> drain #1"
 
 
 def view(reason=None, *states):
-    return NodeView(name="n1", states=frozenset(states or {"IDLE"}), reason=reason)
+    return SlurmNode(name="n1", states=frozenset(states or {"IDLE"}), reason=reason)
 
 
 @pytest.mark.parametrize(
     ("seen", "replaces", "was_set", "step"),
     [
-        (view(), (), False, Step.SET),
-        (view(), (), True, Step.LIFTED),
-        (view(OURS, "IDLE", "DRAIN"), (), False, Step.DONE),
-        (view(OURS, "IDLE", "DRAIN"), (), True, Step.DONE),
-        (view("Prolog error", "IDLE", "DRAIN"), ("Prolog error",), False, Step.SET),
-        (view("Prolog error", "IDLE", "DRAIN"), ("Prolog error",), True, Step.SET),
-        (view("Prolog error", "IDLE", "DRAIN"), (), False, Step.YIELD),
-        (view("Epilog error", "IDLE", "DRAIN"), ("Prolog error",), False, Step.YIELD),
-        (view("ann: cable", "IDLE", "DRAIN"), ("Prolog error",), False, Step.YIELD),
-        (view(f"{OURS}; ann keeps it", "IDLE", "DRAIN"), (), False, Step.YIELD),
-        (view(OURS.replace("#1", "#0"), "IDLE", "DRAIN"), (), False, Step.YIELD),
-        (view(None, "IDLE", "DRAIN"), (), False, Step.YIELD),
-        (view("Not responding", "DOWN", "NOT_RESPONDING"), (), False, Step.WAIT),
-        (view("ann: cable", "DOWN"), (), False, Step.YIELD),
+        (view(), (), False, DrainStep.SET),
+        (view(), (), True, DrainStep.LIFTED),
+        (view(OURS, "IDLE", "DRAIN"), (), False, DrainStep.DONE),
+        (view(OURS, "IDLE", "DRAIN"), (), True, DrainStep.DONE),
+        (view("Prolog error", "IDLE", "DRAIN"), ("Prolog error",), False, DrainStep.SET),
+        (view("Prolog error", "IDLE", "DRAIN"), ("Prolog error",), True, DrainStep.SET),
+        (view("Prolog error", "IDLE", "DRAIN"), (), False, DrainStep.YIELD),
+        (view("Epilog error", "IDLE", "DRAIN"), ("Prolog error",), False, DrainStep.YIELD),
+        (view("ann: cable", "IDLE", "DRAIN"), ("Prolog error",), False, DrainStep.YIELD),
+        (view(f"{OURS}; ann keeps it", "IDLE", "DRAIN"), (), False, DrainStep.YIELD),
+        (view(OURS.replace("#1", "#0"), "IDLE", "DRAIN"), (), False, DrainStep.YIELD),
+        (view(None, "IDLE", "DRAIN"), (), False, DrainStep.YIELD),
+        (view("Not responding", "DOWN", "NOT_RESPONDING"), (), False, DrainStep.WAIT),
+        (view("ann: cable", "DOWN"), (), False, DrainStep.YIELD),
     ],
 )
 def test_a_drain_of_ours_never_goes_over_somebody_elses(seen, replaces, was_set, step):
-    assert next_step(seen, OURS, replaces=replaces, was_set=was_set) is step
+    assert next_drain_step(seen, OURS, replaces=replaces, was_set=was_set) is step
 
 
 @pytest.mark.parametrize(
@@ -157,7 +167,7 @@ def test_a_drain_of_ours_never_goes_over_somebody_elses(seen, replaces, was_set,
     ],
 )
 def test_what_a_drain_may_take_the_place_of(hook, earlier, earlier_replaces, words):
-    assert replaceable(hook, earlier, earlier_replaces) == words
+    assert replaceable_reasons(hook, earlier, earlier_replaces) == words
 
 
 @pytest.mark.parametrize(

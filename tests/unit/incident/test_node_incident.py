@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpuops.checks.runner import CheckRun
+from gpuops.checks.core.runner import CheckRun
 from gpuops.host.node_state import OpenIncident, Repair
 from gpuops.host.records import from_json, to_json
-from gpuops.incident.node_incident import (
+from gpuops.incident.incidents.node import (
     EVIDENCE_MAX,
-    Circumstances,
-    acknowledged,
-    key_of,
-    node_incidents,
+    NodeCheckContext,
+    acknowledge_repairs,
+    incident_key,
+    update_incidents,
 )
 from gpuops.incident.runbook import Runbook
 from gpuops.model import (
@@ -33,7 +33,7 @@ NODE = Entity(EntityKind.NODE, "n1")
 GPU = Entity(EntityKind.GPU, "GPU-1")
 LOST = FailureClass.GPU_FELL_OFF_BUS
 T0 = 1_760_000_000_000_000
-KEY = key_of(LOST, GPU)
+KEY = incident_key(LOST, GPU)
 
 
 def finding(status, entity=GPU, check="gpu_xid", kind=LOST, **more):
@@ -84,11 +84,11 @@ def about(**changes):
         "trigger": "prolog",
         "job_id": "17",
     }
-    return Circumstances(**{**values, **changes})
+    return NodeCheckContext(**{**values, **changes})
 
 
 def opened(*findings):
-    return node_incidents(ran(*(findings or (FAILS,))), {}, about()).open
+    return update_incidents(ran(*(findings or (FAILS,))), {}, about()).open
 
 
 def repair(kind="gpu", entity="GPU-1", at=1):
@@ -98,9 +98,9 @@ def repair(kind="gpu", entity="GPU-1", at=1):
 
 
 def test_a_failure_opens_an_incident_that_blames_the_part_and_names_the_node():
-    change = node_incidents(ran(FAILS), {}, about())
+    change = update_incidents(ran(FAILS), {}, about())
 
-    (found,) = change.told
+    (found,) = change.changed
     assert found.failure_class is LOST
     assert found.culprits == (GPU, NODE)
     assert (found.side, found.confidence) == (Side.INFRA, Confidence.CONFIRMED)
@@ -114,7 +114,7 @@ def test_a_failure_opens_an_incident_that_blames_the_part_and_names_the_node():
 
 def test_the_evidence_holds_the_value_and_what_it_was_held_against():
     failing = finding(Status.FAIL, value=7.0, unit="GPUs", threshold="= 8", source="profile")
-    (found,) = node_incidents(ran(failing), {}, about(job_id=None, trigger="manual")).told
+    (found,) = update_incidents(ran(failing), {}, about(job_id=None, trigger="manual")).changed
 
     assert found.evidence[0].text == (
         "gpu_xid: Xid 79: 7.0 GPUs, wanted = 8 (profile), in a manual check"
@@ -124,18 +124,18 @@ def test_the_evidence_holds_the_value_and_what_it_was_held_against():
 
 @pytest.mark.parametrize("status", [Status.PASS, Status.SKIP, Status.WARN, Status.UNKNOWN])
 def test_only_a_failure_opens_an_incident(status):
-    assert node_incidents(ran(finding(status)), {}, about()).told == ()
+    assert update_incidents(ran(finding(status)), {}, about()).changed == ()
 
 
 def test_a_failure_of_the_node_blames_the_node_once():
-    (found,) = node_incidents(ran(finding(Status.FAIL, NODE)), {}, about()).told
+    (found,) = update_incidents(ran(finding(Status.FAIL, NODE)), {}, about()).changed
 
     assert found.culprits == (NODE,)
     assert found.title == "node n1: Xid 79"
 
 
 def test_without_a_runbook_nothing_is_to_be_done_and_the_machine_is_at_fault():
-    (found,) = node_incidents(ran(FAILS), {}, about(runbooks={})).told
+    (found,) = update_incidents(ran(FAILS), {}, about(runbooks={})).changed
 
     assert (found.side, found.actions) == (Side.INFRA, ())
 
@@ -143,8 +143,8 @@ def test_without_a_runbook_nothing_is_to_be_done_and_the_machine_is_at_fault():
 def test_a_hundred_prologs_that_find_the_same_tell_it_once():
     state, told = {}, []
     for at in range(100):
-        change = node_incidents(ran(finding(Status.FAIL, message=f"{at}"), at=at), state, about())
-        state, told = change.open, [*told, *change.told]
+        change = update_incidents(ran(finding(Status.FAIL, message=f"{at}"), at=at), state, about())
+        state, told = change.open, [*told, *change.changed]
 
     assert len(told) == 1
     assert state[KEY].incident.id == "i1"
@@ -152,9 +152,9 @@ def test_a_hundred_prologs_that_find_the_same_tell_it_once():
 
 def test_another_check_of_the_same_thing_is_evidence_and_not_another_incident():
     other = finding(Status.FAIL, check="gpu_lost", message="is lost")
-    change = node_incidents(ran(FAILS, other, at=1), opened(), about())
+    change = update_incidents(ran(FAILS, other, at=1), opened(), about())
 
-    (found,) = change.told
+    (found,) = change.changed
     assert (found.id, found.rev) == ("i1", 2)
     assert [item.text.partition(":")[0] for item in found.evidence] == ["gpu_xid", "gpu_lost"]
     assert change.open[KEY].checks == ("gpu_xid", "gpu_lost")
@@ -166,16 +166,16 @@ def test_other_parts_and_other_failures_are_other_incidents():
         finding(Status.FAIL, kind=FailureClass.GPU_NVLINK),
     )
 
-    assert len(node_incidents(ran(FAILS, *others), {}, about()).told) == 3
+    assert len(update_incidents(ran(FAILS, *others), {}, about()).changed) == 3
 
 
 def test_evidence_has_an_end():
     many = [finding(Status.FAIL, check=f"c{n}") for n in range(EVIDENCE_MAX + 5)]
-    first = node_incidents(ran(*many), {}, about())
-    more = node_incidents(ran(*many, finding(Status.FAIL, check="new")), first.open, about())
+    first = update_incidents(ran(*many), {}, about())
+    more = update_incidents(ran(*many, finding(Status.FAIL, check="new")), first.open, about())
 
-    assert len(first.told[0].evidence) == EVIDENCE_MAX
-    assert more.told == ()
+    assert len(first.changed[0].evidence) == EVIDENCE_MAX
+    assert more.changed == ()
 
 
 CLOSES = {
@@ -202,11 +202,11 @@ CLOSES = {
 
 @pytest.mark.parametrize(("findings", "closes"), CLOSES.values(), ids=CLOSES.keys())
 def test_an_incident_is_closed_when_its_check_passes_again_and_not_before(findings, closes):
-    change = node_incidents(ran(*findings, at=60), opened(), about())
+    change = update_incidents(ran(*findings, at=60), opened(), about())
 
     assert (KEY not in change.open) is closes
     if closes:
-        found = change.told[0]
+        found = change.changed[0]
         assert (found.id, found.state, found.rev) == ("i1", IncidentState.CLOSED, 2)
         assert found.resolved_us == T0 + 60 * 10**6 + 5
         assert found.resolution == "no longer found by gpu_xid, in the prolog of job 17"
@@ -214,8 +214,8 @@ def test_an_incident_is_closed_when_its_check_passes_again_and_not_before(findin
 
 
 def test_a_prolog_that_asked_about_other_gpus_closes_nothing():
-    some = node_incidents(ran(WELL, at=1), opened(), about(whole=False))
-    asked = node_incidents(ran(PASSES, at=1), opened(), about(whole=False))
+    some = update_incidents(ran(WELL, at=1), opened(), about(all_gpus_checked=False))
+    asked = update_incidents(ran(PASSES, at=1), opened(), about(all_gpus_checked=False))
 
     assert KEY in some.open
     assert KEY not in asked.open
@@ -223,20 +223,20 @@ def test_a_prolog_that_asked_about_other_gpus_closes_nothing():
 
 def test_an_incident_that_two_checks_found_is_closed_by_both():
     before = opened(FAILS, finding(Status.FAIL, check="gpu_lost"))
-    one = node_incidents(ran(PASSES, at=1), before, about())
-    both = node_incidents(ran(finding(Status.PASS, check="gpu_lost"), at=2), one.open, about())
+    one = update_incidents(ran(PASSES, at=1), before, about())
+    both = update_incidents(ran(finding(Status.PASS, check="gpu_lost"), at=2), one.open, about())
 
-    assert one.told == ()
+    assert one.changed == ()
     assert one.open[KEY].checks == ("gpu_lost",)
-    assert both.told[0].state is IncidentState.CLOSED
+    assert both.changed[0].state is IncidentState.CLOSED
     assert both.open == {}
 
 
 def test_a_failure_that_comes_back_is_a_new_incident():
-    change = node_incidents(ran(PASSES, at=1), opened(), about())
-    again = node_incidents(ran(FAILS, at=2), change.open, about(new_id=lambda _key: "i9"))
+    change = update_incidents(ran(PASSES, at=1), opened(), about())
+    again = update_incidents(ran(FAILS, at=2), change.open, about(new_id=lambda _key: "i9"))
 
-    assert again.told[0].id == "i9"
+    assert again.changed[0].id == "i9"
 
 
 @pytest.mark.parametrize(
@@ -252,20 +252,20 @@ def test_a_failure_that_comes_back_is_a_new_incident():
     ids=["the part", "the node", "at once", "earlier", "another part", "another node"],
 )
 def test_an_acknowledged_repair_closes_what_was_before_it(by, closes):
-    change = acknowledged(opened(), (by,))
+    change = acknowledge_repairs(opened(), (by,))
 
-    assert bool(change.told) is closes
+    assert bool(change.changed) is closes
     assert (KEY not in change.open) is closes
     if closes:
-        assert change.told[0].resolution == "repaired by ada: a new GPU"
+        assert change.changed[0].resolution == "repaired by ada: a new GPU"
 
 
 def test_what_fails_after_the_repair_is_a_new_incident():
-    change = node_incidents(
+    change = update_incidents(
         ran(FAILS, at=60), opened(), about(repairs=(repair(),), new_id=lambda _key: "i2")
     )
 
-    assert [(item.id, item.state.value) for item in change.told] == [
+    assert [(item.id, item.state.value) for item in change.changed] == [
         ("i1", "closed"),
         ("i2", "open"),
     ]

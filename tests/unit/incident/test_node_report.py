@@ -7,8 +7,8 @@ import pytest
 from support.exits import NODE, PEER_CLOSED, RULES, finished, killed, raised, terminated, worker
 
 from gpuops.incident.decision import EXITS_MAX, NodeReport, ReportKind
-from gpuops.incident.kernel import JobXids, of_the_job
-from gpuops.incident.node_report import node_report
+from gpuops.incident.kernel import JobXidFilter, job_lines
+from gpuops.incident.report import build_node_report
 from gpuops.model import Confidence, FailureClass, Role, Side
 
 XID_79 = (
@@ -23,7 +23,7 @@ PORT = (
 
 def reported(*exits, **changes):
     fields = {"node": NODE, "generation": 3, "rules": RULES}
-    return node_report(exits, **{**fields, **changes})
+    return build_node_report(exits, **{**fields, **changes})
 
 
 def names(report):
@@ -100,12 +100,12 @@ def test_of_a_node_that_was_only_stopped_the_log_tells_by_the_jobs_own_gpus():
 def test_xids_of_other_jobs_gpus_and_old_ones_are_left_out_of_the_log():
     others = XID_79.replace("3b", "5e")
     lines = ["eth0: up", others, XID_79, OOM]
-    mine = JobXids(addresses=frozenset({"0000:3b:00.0"}))
+    mine = JobXidFilter(addresses=frozenset({"0000:3b:00.0"}))
 
-    assert of_the_job(lines, None) == tuple(lines)
-    assert of_the_job(lines, mine) == ("eth0: up", XID_79, OOM)
-    old = replace(mine, old=frozenset({("0000:3b:00.0", 79), ("0000:3b:00.0", 31)}))
-    assert of_the_job(lines, old) == ("eth0: up", OOM)
+    assert job_lines(lines, None) == tuple(lines)
+    assert job_lines(lines, mine) == ("eth0: up", XID_79, OOM)
+    old = replace(mine, stale=frozenset({("0000:3b:00.0", 79), ("0000:3b:00.0", 31)}))
+    assert job_lines(lines, old) == ("eth0: up", OOM)
 
 
 def test_an_out_of_memory_kill_does_not():

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from support.decisions import cluster, decision, failure, report
 
-from gpuops.config import environ
-from gpuops.incident.decision import Cluster, Terms, Verdict
-from gpuops.incident.override import RULE, adopted, overruled
+from gpuops.config.resolve import environ
+from gpuops.incident.decision import ClusterState, RestartPolicy, RunAction
+from gpuops.incident.override import RULE, apply_site_decision, merge_answer
 
 OURS = decision(report("n1"), rule="restart", exclude={"n2": "Xid 79"}, backoff_s=4.0)
-ON = Cluster(
-    terms=Terms(nodes_min=2, nodes_max=3),
+ON = ClusterState(
+    policy=RestartPolicy(nodes_min=2, nodes_max=3),
     generation=0,
     members=("n1", "n2", "n3"),
     live=("n1", "n2", "n3", "n4"),
@@ -25,7 +25,7 @@ def asked(tmp_path, body, *, deadline_s=60.0, plugin=None, env=None):
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     path = tmp_path / "policy.py"
     path.write_text(f"import os, sys, time\n\ndef decide(situation):\n{lines}\n")
-    return overruled(
+    return apply_site_decision(
         OURS,
         plugin=plugin or str(path),
         reports=[report("n1")],
@@ -40,7 +40,7 @@ def asked(tmp_path, body, *, deadline_s=60.0, plugin=None, env=None):
 def test_it_may_choose_another_verdict(tmp_path):
     found = asked(tmp_path, "return {'verdict': 'requeue', 'reason': 'the night is over'}")
 
-    assert found.decision.verdict is Verdict.REQUEUE
+    assert found.decision.action is RunAction.REQUEUE
     assert found.decision.exit_code == 85
     assert found.decision.rule == RULE
     assert found.decision.failure.rule == RULE
@@ -73,20 +73,20 @@ def test_a_module_and_a_function_can_be_named(tmp_path):
     (tmp_path / "site_policy.py").write_text("def mine(s):\n    return {'verdict': 'stop'}\n")
     found = asked(tmp_path, "pass", plugin="site_policy:mine", env={"PYTHONPATH": str(tmp_path)})
 
-    assert (found.decision.verdict, found.decision.exit_code) == (Verdict.STOP, 93)
+    assert (found.decision.action, found.decision.exit_code) == (RunAction.STOP, 93)
 
 
 def test_a_function_of_a_file_can_be_named(tmp_path):
     path = tmp_path / "other.py"
     path.write_text("def mine(s):\n    return {'verdict': 'fail'}\n")
 
-    assert asked(tmp_path, "pass", plugin=f"{path}:mine").decision.verdict is Verdict.FAIL
+    assert asked(tmp_path, "pass", plugin=f"{path}:mine").decision.action is RunAction.FAIL
 
 
 def test_what_it_prints_is_not_its_answer(tmp_path):
     body = "print('{\"verdict\": \"stop\"}')\nos.write(1, b'garbage')\nreturn {'verdict': 'fail'}"
 
-    assert asked(tmp_path, body).decision.verdict is Verdict.FAIL
+    assert asked(tmp_path, body).decision.action is RunAction.FAIL
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_child_that_it_forks_holds_nobody_up_and_is_killed(tmp_path):
     begin = time.monotonic()
     found = asked(tmp_path, body, deadline_s=300.0)
 
-    assert found.decision.verdict is Verdict.STOP
+    assert found.decision.action is RunAction.STOP
     assert time.monotonic() - begin < 200
     wait_for(lambda: not alive(int(note.read_text())))
 
@@ -206,9 +206,11 @@ def test_a_secret_or_control_character_in_its_error_is_not_in_the_note(tmp_path)
 
 
 def test_our_own_exit_code_is_kept_where_it_agrees_on_the_verdict():
-    ours = decision(report("n1"), Verdict.REQUEUE, exit_code=86)
+    ours = decision(report("n1"), RunAction.REQUEUE, exit_code=86)
 
-    assert adopted({"verdict": "requeue", "reason": "yes"}, ours, cluster("n1")).exit_code == 86
+    assert (
+        merge_answer({"verdict": "requeue", "reason": "yes"}, ours, cluster("n1")).exit_code == 86
+    )
 
 
 def test_environment_is_that_of_the_caller(tmp_path):

@@ -1,6 +1,6 @@
 """Agents that did not come together leave an incident like any other failure."""
 
-from gpuops.incident.rendezvous import incident_from_lost_board, incident_from_rendezvous
+from gpuops.incident.incidents.rendezvous import incident_from_lost_store, incident_from_rendezvous
 from gpuops.model import ActionKind, FailureClass, IncidentState
 
 
@@ -31,7 +31,7 @@ def test_a_secret_in_an_answer_is_not_recorded():
 
 
 def test_a_lost_board_asks_to_be_requeued():
-    made = incident_from_lost_board("no answer for 60 s", run_id="r", attempt=3, node="n1", at_us=7)
+    made = incident_from_lost_store("no answer for 60 s", run_id="r", attempt=3, node="n1", at_us=7)
 
     assert (made.failure_class, made.attempt) == (FailureClass.STORE_LOST, 3)
     assert made.actions == (ActionKind.REQUEUE,)

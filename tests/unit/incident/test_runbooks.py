@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from gpuops.cli.main import gpuops
 from gpuops.errors import ConfigError, UsageError
-from gpuops.incident.runbook import SECTIONS, find, load_runbooks, parse
+from gpuops.incident.runbook import SECTIONS, find_runbook, load_runbooks, parse_runbook
 from gpuops.model import FailureClass
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
@@ -112,7 +112,7 @@ def test_code_fences_are_closed(page):
 )
 def test_a_page_that_is_none_is_refused_by_name(old, new, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        parse(NAME, TEXT.replace(old, new, 1))
+        parse_runbook(NAME, TEXT.replace(old, new, 1))
 
     assert NAME in str(caught.value)
 
@@ -120,14 +120,14 @@ def test_a_page_that_is_none_is_refused_by_name(old, new, message):
 def test_a_heading_in_a_code_block_is_not_a_section():
     fenced = TEXT.replace("## Fix\n", "## Fix\n\n```\n## not a heading\n```\n")
 
-    assert parse(NAME, fenced).failure_class is FailureClass.CGROUP_OOM
+    assert parse_runbook(NAME, fenced).failure_class is FailureClass.CGROUP_OOM
 
 
 @pytest.mark.parametrize(
     "name", ["host_mem.cgroup_oom", "host_mem.cgroup_oom.md", "cgroup_oom", "CGROUP_OOM"]
 )
 def test_a_page_is_found_by_its_class_or_the_unique_part_of_it(name):
-    assert find(RUNBOOKS, name).failure_class is FailureClass.CGROUP_OOM
+    assert find_runbook(RUNBOOKS, name).failure_class is FailureClass.CGROUP_OOM
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,6 @@ def test_a_page_is_found_by_its_class_or_the_unique_part_of_it(name):
 )
 def test_an_unknown_page_is_answered_with_the_closest(name, hint):
     with pytest.raises(UsageError, match="did you mean") as caught:
-        find(RUNBOOKS, name)
+        find_runbook(RUNBOOKS, name)
 
     assert hint in str(caught.value)

@@ -11,9 +11,9 @@ from gpuops.incident.classify import classify
 from gpuops.incident.signature import (
     MESSAGE_CHARS_MAX,
     SIGNATURE_CHARS_MAX,
+    innermost_frame,
     is_weak,
-    normalised,
-    place_of,
+    normalize,
     signature_of,
 )
 
@@ -44,7 +44,7 @@ def test_a_signature_has_type_place_function_and_message():
     ],
 )
 def test_what_differs_from_try_to_try_is_not_in_it(one, other):
-    assert normalised(one.partition("\n")[0]) == normalised(other)
+    assert normalize(one.partition("\n")[0]) == normalize(other)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_what_differs_from_try_to_try_is_not_in_it(one, other):
     [("no key 'labels'", "no key 'images'"), ("bad loss", "bad sample"), ("", "x")],
 )
 def test_other_words_are_another_failure(one, other):
-    assert normalised(one) != normalised(other)
+    assert normalize(one) != normalize(other)
 
 
 @given(st.text())
 def test_a_message_is_one_bounded_line(text):
-    told = normalised(text)
+    told = normalize(text)
 
     assert len(told) <= MESSAGE_CHARS_MAX
     assert "\n" not in told
@@ -79,9 +79,9 @@ def test_the_place_is_the_innermost_frame_of_the_user_s_own_code():
         '  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode',
     ]
 
-    assert place_of(lines) == "data.py:88 in collate"
-    assert place_of(lines[2:]) == "decoder.py:355 in raw_decode"
-    assert place_of([]) is None
+    assert innermost_frame(lines) == "data.py:88 in collate"
+    assert innermost_frame(lines[2:]) == "decoder.py:355 in raw_decode"
+    assert innermost_frame([]) is None
 
 
 INFRASTRUCTURE = [

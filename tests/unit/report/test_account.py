@@ -7,19 +7,19 @@ from support.decisions import cluster, decision, report
 from support.exits import NODE, RUN, S, incident_of, killed
 from support.history import a_killed_run, attempt_row, record_run, run_row, us
 
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.records import AttemptFacts
+from gpuops.agent.journal.payloads import AttemptFacts
+from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
-from gpuops.report.account import LOST, Phase, account
-from gpuops.store import queries
+from gpuops.report.time_breakdown import LOST_PHASES, TimePhase, break_down_run
 from gpuops.store.engine import memory_store
-from gpuops.store.facts.envelope import Envelope
-from gpuops.store.ingest import ingest
-from gpuops.store.lines import Line
-from gpuops.store.new_event import new_event
-from gpuops.store.recorder import ListRecorder
+from gpuops.store.events import new_event
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.queries import run_queries
+from gpuops.store.spool.format import SpoolLine
+from gpuops.store.spool.record import ListRecorder
 from gpuops.wire import Beat, StepSource
-from gpuops.wire import Phase as Beating
+from gpuops.wire import WorkerPhase as Beating
 
 OPTIMIZER = StepSource.OPTIMIZER_STATE
 
@@ -29,7 +29,7 @@ def seconds(found):
 
 
 def test_a_run_without_failures_is_init_productive_and_other():
-    found = account(run_row(), [attempt_row(0, (1, 10, None, 95, 96), (1, 200))], [])
+    found = break_down_run(run_row(), [attempt_row(0, (1, 10, None, 95, 96), (1, 200))], [])
 
     assert seconds(found) == {"init": 10, "productive": 85, "other": 5}
     assert found.ettr_alloc == found.ettr_alloc_max == pytest.approx(0.85)
@@ -38,14 +38,14 @@ def test_a_run_without_failures_is_init_productive_and_other():
 
 
 def test_a_killed_rank_costs_detection_restart_and_repeated_steps():
-    found = account(*a_killed_run())
+    found = break_down_run(*a_killed_run())
 
     assert seconds(found) == pytest.approx(
         {"init": 10, "productive": 55, "detect": 0.4, "restart": 4.6, "redo": 25, "other": 5}
     )
     assert found.ettr_alloc == pytest.approx(0.55)
     assert found.redone_steps == 57
-    assert found.attempts[1].began_again
+    assert found.attempts[1].restarted_from_scratch
 
 
 def test_a_job_that_resumes_where_it_failed_redoes_nothing():
@@ -53,11 +53,11 @@ def test_a_job_that_resumes_where_it_failed_redoes_nothing():
         attempt_row(0, (1, 10, None, 40, 40.5), (1, 57), "failed"),
         attempt_row(1, (41, 45, 45, 95, 96), (58, 120)),
     ]
-    found = account(run_row(), rows, [])
+    found = break_down_run(run_row(), rows, [])
 
-    assert found.seconds[Phase.REDO] == 0
+    assert found.seconds[TimePhase.REDO] == 0
     assert found.redone_steps == 0
-    assert not found.attempts[1].began_again
+    assert not found.attempts[1].restarted_from_scratch
 
 
 def test_a_job_that_resumes_from_an_older_checkpoint_did_not_begin_again():
@@ -65,11 +65,11 @@ def test_a_job_that_resumes_from_an_older_checkpoint_did_not_begin_again():
         attempt_row(0, (1, 10, None, 40, 40.5), (1, 57), "failed"),
         attempt_row(1, (41, 45, 50, 95, 96), (51, 120)),
     ]
-    found = account(run_row(), rows, [])
+    found = break_down_run(run_row(), rows, [])
 
     assert found.redone_steps == 7
-    assert found.seconds[Phase.REDO] == 5
-    assert not found.attempts[1].began_again
+    assert found.seconds[TimePhase.REDO] == 5
+    assert not found.attempts[1].restarted_from_scratch
 
 
 def test_an_attempt_that_never_caught_up_only_repeated():
@@ -78,9 +78,9 @@ def test_an_attempt_that_never_caught_up_only_repeated():
         attempt_row(1, (41, 45, None, 60, 61), (1, 30), "failed"),
         attempt_row(2, (62, 65, 80, 95, 96), (1, 120)),
     ]
-    found = account(run_row(), rows, [])
+    found = break_down_run(run_row(), rows, [])
 
-    assert found.seconds[Phase.REDO] == 15 + 15
+    assert found.seconds[TimePhase.REDO] == 15 + 15
     assert found.redone_steps == 30 + 57
 
 
@@ -89,16 +89,16 @@ def test_without_step_numbers_later_attempts_are_unknown_and_the_ratio_is_a_rang
         attempt_row(0, (1, 10, None, 40, 40.5), outcome="failed", beats=50),
         attempt_row(1, (41, 45, None, 95, 96), beats=90),
     ]
-    found = account(run_row(), rows, [])
+    found = break_down_run(run_row(), rows, [])
 
-    assert found.seconds[Phase.UNKNOWN] == 50
+    assert found.seconds[TimePhase.UNKNOWN] == 50
     assert found.redone_steps is None
     assert found.ettr_alloc == pytest.approx(0.3)
     assert found.ettr_alloc_max == pytest.approx(0.8)
 
 
 def test_a_run_whose_steps_nobody_saw_is_unknown_not_idle():
-    found = account(run_row(), [attempt_row(0, (2, None, None, None, 98))], [])
+    found = break_down_run(run_row(), [attempt_row(0, (2, None, None, None, 98))], [])
 
     assert seconds(found) == {"init": 2, "unknown": 96, "other": 2}
     assert found.ettr_alloc == 0
@@ -110,10 +110,10 @@ def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start():
         attempt_row(1, (41, None, None, None, 50), outcome="failed"),
         attempt_row(2, (51, 55, 80, 95, 96), (1, 120)),
     ]
-    found = account(run_row(), rows, [])
+    found = break_down_run(run_row(), rows, [])
 
-    assert found.seconds[Phase.RESTART] == 1 + 5
-    assert found.seconds[Phase.DETECT] == 9
+    assert found.seconds[TimePhase.RESTART] == 1 + 5
+    assert found.seconds[TimePhase.DETECT] == 9
 
 
 def test_a_run_of_attempts_that_all_failed_before_a_step_is_lost_as_a_whole():
@@ -121,7 +121,7 @@ def test_a_run_of_attempts_that_all_failed_before_a_step_is_lost_as_a_whole():
         attempt_row(n, (30 * n + 2, None, None, None, 30 * n + 20), outcome="failed")
         for n in range(3)
     ]
-    found = account(run_row(ended_us=us(81), outcome="failed"), rows, [])
+    found = break_down_run(run_row(ended_us=us(81), outcome="failed"), rows, [])
 
     assert seconds(found) == {"init": 2, "detect": 3 * 18, "restart": 2 * 12, "other": 1}
     assert found.ettr_alloc == found.ettr_alloc_max == 0
@@ -131,10 +131,10 @@ def test_the_report_counts_what_the_incidents_of_the_run_count():
     """The chronicle of an agent and the account of its events, over every kind of attempt."""
     events, clock = ListRecorder(), FakeClock()
     run = tell_a_run(events, clock)
-    found = account(*run)
+    found = break_down_run(*run)
 
     assert len(found.incidents) == 4
-    for phase in LOST:
+    for phase in LOST_PHASES:
         charged = sum(incident.lost_s.get(phase.value, 0.0) for incident in found.incidents)
         assert found.lost[phase] == pytest.approx(charged, abs=1e-5)
     assert found.lost_s > 0
@@ -156,7 +156,7 @@ def tell_a_run(recorder, clock):
                 )
             )
 
-    chronicle = Chronicle(emit, clock, run_id=RUN, node=NODE, rules=())
+    chronicle = RunJournal(emit, clock, run_id=RUN, node=NODE, rules=())
     record_run(recorder, run_row(outcome=None, ended_us=None), [], [], clock)
     for ordinal, steps in enumerate([0, 3, 0, 2, 5]):
         clock.advance(1.5)
@@ -179,11 +179,11 @@ def tell_a_run(recorder, clock):
     clock.advance(0.5)
     chronicle.run_ended("completed", 0, "done")
     with memory_store() as store, store.begin() as connection:
-        lines = [Line("n041.0", "b", n, e) for n, e in enumerate(recorder.events, start=1)]
-        ingest(connection, [Envelope(line, "c", 0) for line in lines], 0)
-        run = queries.find_run(connection, RUN)
-        incidents = queries.incidents(connection, run_id=RUN)
-        return run, queries.attempts(connection, RUN), incidents
+        lines = [SpoolLine("n041.0", "b", n, e) for n, e in enumerate(recorder.events, start=1)]
+        ingest(connection, [EventEnvelope(line, "c", 0) for line in lines], 0)
+        run = run_queries.find_run(connection, RUN)
+        incidents = run_queries.incidents(connection, run_id=RUN)
+        return run, run_queries.attempts(connection, RUN), incidents
 
 
 def facts(clock):
@@ -202,14 +202,14 @@ def facts(clock):
 def test_a_failure_that_a_cancellation_cut_short_is_detected_time():
     row = attempt_row(0, (1, 10, None, 40, 42), (1, 57), "cancelled")
     run = run_row(ended_us=us(43), outcome="cancelled")
-    found = account(run, [row], [incident_of(killed(0, at_s=41), detected_s=42)])
+    found = break_down_run(run, [row], [incident_of(killed(0, at_s=41), detected_s=42)])
 
     assert seconds(found) == {"init": 10, "productive": 30, "detect": 2, "other": 1}
 
 
 def test_a_run_that_was_cancelled_while_it_restarted_lost_that_time_to_the_failure():
     row = attempt_row(0, (1, 10, None, 40, 41), (1, 57), "failed")
-    found = account(run_row(ended_us=us(50), outcome="cancelled"), [row], [])
+    found = break_down_run(run_row(ended_us=us(50), outcome="cancelled"), [row], [])
 
     assert seconds(found) == {"init": 10, "productive": 30, "detect": 1, "restart": 9}
 
@@ -217,21 +217,21 @@ def test_a_run_that_was_cancelled_while_it_restarted_lost_that_time_to_the_failu
 def test_the_time_after_a_step_is_unknown_where_the_end_is_not_on_record():
     rows = [attempt_row(0, (1, 10, None, None, None), (1, None), None)]
     run = run_row(ended_us=None, outcome=None)
-    found = account(run, rows, [], last_event_us=us(70))
+    found = break_down_run(run, rows, [], last_event_us=us(70))
 
     assert seconds(found) == {"init": 10, "unknown": 60}
 
 
 def test_a_live_run_is_accounted_up_to_its_last_news():
     rows = [attempt_row(0, (1, 10, None, 40, None), (1, 57), None)]
-    found = account(run_row(ended_us=None, outcome=None), rows, [])
+    found = break_down_run(run_row(ended_us=None, outcome=None), rows, [])
 
     assert found.is_live
     assert found.wall_s == 40
 
 
 def test_a_run_of_no_length_has_no_ratio():
-    found = account(run_row(ended_us=us(0)), [], [])
+    found = break_down_run(run_row(ended_us=us(0)), [], [])
 
     assert found.wall_s == 0
     assert found.ettr_alloc is None
@@ -261,7 +261,7 @@ def test_whatever_was_recorded_the_phases_add_up_to_the_wall_time(data, count, e
     rows = [data.draw(any_attempt(n)) for n in range(count)]
     incidents = [incident_of(killed(0), attempt=n, detected_s=t) for n, t in detected]
     run = run_row(ended_us=None if end is None else us(end))
-    found = account(run, data.draw(st.permutations(rows)), incidents)
+    found = break_down_run(run, data.draw(st.permutations(rows)), incidents)
 
     assert sum(found.seconds.values()) == pytest.approx(found.wall_s, abs=1e-6)
     assert all(s >= 0 for s in found.seconds.values())

@@ -8,20 +8,20 @@ from support.decisions import cluster, decision, report, stopped
 from support.exits import NODE, RUN, S, killed
 from support.history import record_run, run_row
 
-from gpuops.agent.chronicle import Chronicle
-from gpuops.agent.records import AttemptFacts
+from gpuops.agent.journal.payloads import AttemptFacts
+from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
-from gpuops.incident.decision import ReportKind, Verdict
-from gpuops.report.account import LOST, Phase, account
-from gpuops.store import queries
+from gpuops.incident.decision import ReportKind, RunAction
+from gpuops.report.time_breakdown import LOST_PHASES, TimePhase, break_down_run
 from gpuops.store.engine import memory_store
-from gpuops.store.facts.envelope import Envelope
-from gpuops.store.ingest import ingest
-from gpuops.store.lines import Line
-from gpuops.store.new_event import new_event
-from gpuops.store.recorder import ListRecorder
+from gpuops.store.events import new_event
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.queries import run_queries
+from gpuops.store.spool.format import SpoolLine
+from gpuops.store.spool.record import ListRecorder
 from gpuops.wire import Beat, StepSource
-from gpuops.wire import Phase as Beating
+from gpuops.wire import WorkerPhase as Beating
 
 MS = 1e-3
 SPAN = st.integers(0, 5_000_000).map(lambda us: us / 1e6)
@@ -36,7 +36,7 @@ class Story:
         self.draw = draw
         self.clock = FakeClock()
         self.events = ListRecorder()
-        self.chronicle = Chronicle(self.emit, self.clock, run_id=RUN, node=NODE, rules=())
+        self.chronicle = RunJournal(self.emit, self.clock, run_id=RUN, node=NODE, rules=())
         self.generation = 0
         self.highest = 0
         record_run(self.events, run_row(outcome=None, ended_us=None), [], [], self.clock)
@@ -93,7 +93,7 @@ class Story:
         )
         self.chronicle.beats({0: [beat]})
 
-    def end(self, how, verdict=Verdict.RESTART):
+    def end(self, how, verdict=RunAction.RESTART):
         """End the generation as *how* says and decide on it."""
         event(how)
         if how == "regrouped":
@@ -132,7 +132,7 @@ class Story:
         told = report(NODE, ReportKind.START_FAILED, self.generation, ends=(), culprits=())
         self.chronicle.attempt_failed([], report=told)
         self.wait()
-        self.decide(told, Verdict.RESTART, by_us=True)
+        self.decide(told, RunAction.RESTART, by_us=True)
 
     def last(self, how):
         """End the run as *how* says."""
@@ -146,7 +146,7 @@ class Story:
         elif how == "drained":
             self.chronicle.drained("SIGTERM", [], 85)
         else:
-            verdict = Verdict.STOP if how == "stop" else Verdict.RESTART
+            verdict = RunAction.STOP if how == "stop" else RunAction.RESTART
             self.end("killed", verdict)
             self.wait()
             self.chronicle.given_up(93 if how == "stop" else 85)
@@ -155,11 +155,13 @@ class Story:
 
     def account(self):
         with memory_store() as store, store.begin() as connection:
-            lines = [Line("n041.0", "b", n, e) for n, e in enumerate(self.events.events, start=1)]
-            ingest(connection, [Envelope(line, "c", 0) for line in lines], 0)
-            run = queries.find_run(connection, RUN)
-            incidents = queries.incidents(connection, run_id=RUN)
-            return account(run, queries.attempts(connection, RUN), incidents)
+            lines = [
+                SpoolLine("n041.0", "b", n, e) for n, e in enumerate(self.events.events, start=1)
+            ]
+            ingest(connection, [EventEnvelope(line, "c", 0) for line in lines], 0)
+            run = run_queries.find_run(connection, RUN)
+            incidents = run_queries.incidents(connection, run_id=RUN)
+            return break_down_run(run, run_queries.attempts(connection, RUN), incidents)
 
 
 # A story has many draws: making a failing one smaller takes minutes and says little more.
@@ -183,16 +185,16 @@ def test_useful_time_and_badput_add_up_to_the_wall_time(data):
     story.last(how)
     found = story.account()
 
-    first_init_s = found.seconds[Phase.INIT] - found.lost[Phase.INIT]
-    useful_s = found.seconds[Phase.PRODUCTIVE] + first_init_s + found.seconds[Phase.OTHER]
-    unknown_s = found.seconds[Phase.UNKNOWN]
+    first_init_s = found.seconds[TimePhase.INIT] - found.lost[TimePhase.INIT]
+    useful_s = found.seconds[TimePhase.PRODUCTIVE] + first_init_s + found.seconds[TimePhase.OTHER]
+    unknown_s = found.seconds[TimePhase.UNKNOWN]
     assert useful_s + unknown_s + found.lost_s == pytest.approx(found.wall_s, abs=MS)
     assert len(found.incidents) >= failures
     assert all(incident.state == "closed" for incident in found.incidents)
     if regrouped:  # what it costs to take nodes in is nobody's failure
         return
     charged = {
-        phase: sum(i.lost_s.get(phase.value, 0.0) for i in found.incidents) for phase in LOST
+        phase: sum(i.lost_s.get(phase.value, 0.0) for i in found.incidents) for phase in LOST_PHASES
     }
     assert {p.value: s for p, s in charged.items()} == pytest.approx(
         {p.value: s for p, s in found.lost.items()}, abs=MS

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from support.decisions import cluster, decision, failure, rank_end, report, stopped
 from support.history import a_killed_run, attempt_row, record_run, us
 
-from gpuops.agent.records import decision_made
+from gpuops.agent.journal.payloads import decision_made
 from gpuops.cli.main import run_command
 from gpuops.host.clock import FakeClock
-from gpuops.incident.decision import Terms, Verdict
-from gpuops.report.account import account
-from gpuops.report.decision_text import decision_block, decision_json, log_paths
-from gpuops.report.present import report_text
-from gpuops.report.text import WIDTH
-from gpuops.store.new_event import new_event
-from gpuops.store.queries import DecisionRow, ExclusionRow
-from gpuops.store.recorder import spool_recorder
+from gpuops.incident.decision import RestartPolicy, RunAction
+from gpuops.report.render.decision_text import decision_block, decision_json, log_paths
+from gpuops.report.render.layout import WIDTH
+from gpuops.report.render.run_text import report_text
+from gpuops.report.time_breakdown import break_down_run
+from gpuops.store.events import new_event
+from gpuops.store.queries.run_queries import DecisionRow, ExclusionRow
+from gpuops.store.spool.record import spool_recorder
 
 KEY_ERROR = "KeyError/train.py"
 
@@ -32,7 +32,7 @@ def row_of(made, reports=(), history=(), note=None, terms=None):
         ordinal=made.failure.generation,
         node="n3",
         t_us=us(40),
-        verdict=made.verdict.value,
+        verdict=made.action.value,
         rule=made.rule,
         reason=made.reason,
         exit_code=made.exit_code,
@@ -66,7 +66,7 @@ def test_a_decision_says_who_said_what_in_which_order_and_what_followed():
 def test_who_was_doubted_and_stayed_is_told_with_the_reason():
     made = decision(exclude={"n3": "doubted: sums: slow"})
     doubted = {"n3": "sums: slow", "n1": "sums: slow too", "n2": "sums: gone anyway"}
-    around = replace(cluster("n1", "n2", "n3"), live=("n1", "n3"), doubted=doubted)
+    around = replace(cluster("n1", "n2", "n3"), live=("n1", "n3"), suspected=doubted)
     body = decision_made(made, [], around, [], None)
     text = " ".join("\n".join(decision_block(replace(row_of(made), body=body))).split())
 
@@ -80,7 +80,7 @@ def test_a_stop_for_good_names_both_logs():
     before = failure(0, signature=KEY_ERROR, log_path="/logs/0/rank1.log")
     again = failure(1, signature=KEY_ERROR, log_path="/logs/1/rank0.log")
     other = failure(0, signature="another", log_path="/logs/other.log")
-    made = decision(report(), Verdict.STOP, failure=again, exit_code=93)
+    made = decision(report(), RunAction.STOP, failure=again, exit_code=93)
     row = row_of(made, history=[other, before])
 
     assert log_paths(row) == ["/logs/1/rank0.log", "/logs/0/rank1.log"]
@@ -92,7 +92,7 @@ def test_a_stop_for_good_names_both_logs():
 
 
 def test_a_budget_within_a_window_says_so():
-    terms = Terms(restarts_max=3, restarts_window_s=600.0)
+    terms = RestartPolicy(restarts_max=3, restarts_window_s=600.0)
     history = [failure(0, at_s=10.0), failure(1, at_s=900.0)]
     row = row_of(decision(report(), failure=failure(2, at_s=1000.0)), (), history, terms=terms)
 
@@ -145,7 +145,7 @@ def test_the_report_shows_nodes_of_attempts_and_who_was_left_out():
         attempt_row(1, (41, 45, 70, 95, 96), (1, 120), nodes=("n1", "n3")),
     ]
     gone = ExclusionRow(excluded="n2", t_us=us(41), ordinal=0, reason="Xid 79", told_by="n1")
-    text = report_text(replace(account(run, rows, incidents), exclusions=(gone,)))
+    text = report_text(replace(break_down_run(run, rows, incidents), exclusions=(gone,)))
 
     assert "n[1-3]" in text
     assert "n[1,3]" in text

@@ -11,7 +11,7 @@ from support.history import T0, a_killed_run, record_run
 
 from gpuops.cli.main import run_command
 from gpuops.host.clock import FakeClock
-from gpuops.store.recorder import spool_recorder
+from gpuops.store.spool.record import spool_recorder
 
 SHOW_TORCH = "print('torch' in sys.modules)"
 INCIDENT_KEYS = {
@@ -285,7 +285,7 @@ def test_runbook_lists_every_class(call):
 
 
 def test_the_commands_import_no_torch():
-    program = "import sys; from gpuops.cli import incident, report, runbook; " + SHOW_TORCH
+    program = "import sys; from gpuops.cli import history, runbook; " + SHOW_TORCH
     ran = subprocess.run(
         [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
     )

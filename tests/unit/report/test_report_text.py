@@ -7,16 +7,16 @@ import pytest
 from support.exits import NODE, PEER_CLOSED, RUN, S, incident_of, killed, raised, terminated
 from support.history import a_killed_run, attempt_row, run_row, us
 
-from gpuops.incident.cancelled import incident_from_cancel
-from gpuops.incident.lifecycle import closed
-from gpuops.incident.replicas import DifferingReplicas, incident_from_replicas
+from gpuops.incident.incidents.cancelled import incident_from_cancel
+from gpuops.incident.incidents.replicas import ReplicaMismatch, incident_from_replicas
+from gpuops.incident.lifecycle import close
 from gpuops.model import Evidence, Incident, Role
-from gpuops.report.account import Agent, account
 from gpuops.report.advice import advice
-from gpuops.report.as_json import report_json
-from gpuops.report.incident_text import incident_block, incident_list
-from gpuops.report.present import report_text
-from gpuops.report.text import WIDTH, count, cut, table
+from gpuops.report.render.incident_text import incident_block, incident_list
+from gpuops.report.render.json_bodies import report_json
+from gpuops.report.render.layout import WIDTH, count_noun, table, truncate
+from gpuops.report.render.run_text import report_text
+from gpuops.report.time_breakdown import AgentLiveness, break_down_run
 
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "report" / "killed_run.txt"
 
@@ -29,16 +29,16 @@ def repeated(times=2):
     incidents = [
         incident_of(raised(0), raised(1), attempt=n, detected_s=10.5 + 20 * n) for n in range(times)
     ]
-    return account(run_row(outcome="failed", exit_code=1), rows, incidents)
+    return break_down_run(run_row(outcome="failed", exit_code=1), rows, incidents)
 
 
 def test_the_report_of_a_killed_run_reads_as_agreed():
     """To accept a change: write the new text into the file and look at the diff."""
-    assert report_text(account(*a_killed_run())) == GOLDEN.read_text(encoding="utf-8")
+    assert report_text(break_down_run(*a_killed_run())) == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_the_first_three_lines_say_what_happened_what_it_cost_and_who_was_to_blame():
-    first = report_text(account(*a_killed_run())).splitlines()[:3]
+    first = report_text(break_down_run(*a_killed_run())).splitlines()[:3]
 
     assert first[0].startswith("run demo (abcd1234) completed after 1 restart in 100.0 s on n041")
     assert "30.0 s lost to failures" in first[1]
@@ -50,7 +50,7 @@ def test_no_line_is_wider_than_the_terminal_but_for_paths():
     long = "x" * 300
     run, rows, _ = a_killed_run()
     incident = incident_of(raised(0, f"ValueError: {long} {long}", log_tail=(long,)))
-    text = report_text(account(run, rows, [incident]))
+    text = report_text(break_down_run(run, rows, [incident]))
 
     assert max(len(line) for line in text.splitlines() if "log /" not in line) <= WIDTH
 
@@ -59,15 +59,15 @@ def test_control_characters_of_a_log_never_reach_the_terminal():
     evil = "\x1b]0;owned\x07\x1b[2J\rfine"
     run, rows, _ = a_killed_run()
     incident = incident_of(raised(0, f"ValueError: {evil}", log_tail=(evil,), log_path=f"/x{evil}"))
-    text = report_text(account(run_row(name=evil, command=(evil,)), rows, [incident]))
-    text += incident_list([incident]) + "\n".join(incident_block(incident, whole=True))
+    text = report_text(break_down_run(run_row(name=evil, command=(evil,)), rows, [incident]))
+    text += incident_list([incident]) + "\n".join(incident_block(incident, full=True))
 
     assert run
     assert not any(ord(char) < 32 and char != "\n" for char in text)
 
 
 def test_a_run_without_a_checkpoint_is_told_so_plainly():
-    (first, *_) = advice(account(*a_killed_run()))
+    (first, *_) = advice(break_down_run(*a_killed_run()))
 
     assert "57 steps were made a second time" in first
     assert "began again at step 1: the job loads no checkpoint" in first
@@ -75,7 +75,7 @@ def test_a_run_without_a_checkpoint_is_told_so_plainly():
 
 
 def test_one_step_is_one_step():
-    found = account(*a_killed_run())
+    found = break_down_run(*a_killed_run())
     one = [replace(item, redone_steps=item.redone_steps and 1) for item in found.attempts]
 
     assert advice(replace(found, attempts=tuple(one)))[0].startswith(
@@ -106,7 +106,7 @@ def test_where_the_job_went_on_is_no_evidence_and_never_left_out():
 def test_an_unresolved_incident_stays_visible():
     run, rows, _ = a_killed_run()
     incident = incident_of(raised(0, f"RuntimeError: {PEER_CLOSED}"), terminated(1))
-    text = report_text(account(run, rows, [incident]))
+    text = report_text(break_down_run(run, rows, [incident]))
 
     assert "nobody found: 1 rank on n041 lost a peer" in text
     assert "has no known cause" in text
@@ -117,10 +117,10 @@ def test_an_unresolved_incident_stays_visible():
     ("more", "to_check"),
     [
         ({}, "check n4 ("),
-        ({"nodes": ("n4",), "is_here": False}, "check n4 ("),
-        ({"nodes": (), "is_here": False}, "check where rank 1 ran ("),
+        ({"nodes": ("n4",), "is_local": False}, "check n4 ("),
+        ({"nodes": (), "is_local": False}, "check where rank 1 ran ("),
         ({"suspects": (0, 1), "nodes": ("n3", "n4"), "by_majority": False}, "check n3 and n4 ("),
-        ({"suspects": (), "is_here": False}, "check where these ranks ran ("),
+        ({"suspects": (), "is_local": False}, "check where these ranks ran ("),
     ],
     ids=["here", "there", "moved", "tie", "many"],
 )
@@ -128,16 +128,20 @@ def test_ranks_that_differ_are_advice_until_they_are_equal_again(more, to_check)
     """What is open says which nodes to check, and never that there is nothing to change."""
     run, rows, _ = a_killed_run()
     told = {"step": 12, "epoch": 1, "ranks": "0-2", "suspects": (1,), "by_majority": True}
-    told |= {"words": "rank 1 differs from ranks 0, 2 in w at step 12", "is_here": True, **more}
-    found = DifferingReplicas(**told)
+    told |= {
+        "description": "rank 1 differs from ranks 0, 2 in w at step 12",
+        "is_local": True,
+        **more,
+    }
+    found = ReplicaMismatch(**told)
     incident = incident_from_replicas(found, run_id=RUN, node="n4", at_us=us(20))
-    (said,) = advice(account(run, rows[1:], [incident]))
+    (said,) = advice(break_down_run(run, rows[1:], [incident]))
 
     assert said.startswith("rank 1 differs from ranks 0, 2 in w at step 12, and no later")
     assert to_check in said
     assert "a checkpoint of before" in said
-    over = closed(incident, at_us=us(30), lost_s={}, resolution="ranks 0-2 are equal again")
-    assert "nothing to change" in advice(account(run, rows[1:], [over]))[0]
+    over = close(incident, at_us=us(30), lost_s={}, resolution="ranks 0-2 are equal again")
+    assert "nothing to change" in advice(break_down_run(run, rows[1:], [over]))[0]
 
 
 def test_unknown_steps_are_shown_as_unknown():
@@ -145,7 +149,7 @@ def test_unknown_steps_are_shown_as_unknown():
         attempt_row(0, (1, 10, None, 40, 40.5), outcome="failed", beats=50),
         attempt_row(1, (41, 45, None, 95, 96), beats=90),
     ]
-    text = " ".join(report_text(account(run_row(), rows, [])).split())
+    text = " ".join(report_text(break_down_run(run_row(), rows, [])).split())
 
     assert "unknown (50 beats)" in text
     assert "ETTR between 0.30 and 0.80 (50.0 s unknown)" in text
@@ -164,7 +168,7 @@ def test_unknown_steps_are_shown_as_unknown():
 )
 def test_the_headline_says_how_the_run_stands(changes, expected):
     row = attempt_row(0, (1, 10, None, 40, 41), (1, 57), changes["outcome"])
-    text = report_text(account(run_row(**changes), [row], []))
+    text = report_text(break_down_run(run_row(**changes), [row], []))
 
     assert expected in text.splitlines()[0]
 
@@ -181,7 +185,7 @@ def test_a_cancelled_run_blames_nobody_and_needs_no_advice():
         detected_us=us(41),
         detected_mono_ns=101 * S,
     )
-    found = account(run_row(outcome="cancelled", exit_code=130), [row], [incident])
+    found = break_down_run(run_row(outcome="cancelled", exit_code=130), [row], [incident])
     text = report_text(found)
 
     assert "blame      nobody: cancelled by SIG" in text
@@ -190,7 +194,7 @@ def test_a_cancelled_run_blames_nobody_and_needs_no_advice():
 
 
 def test_a_run_that_never_started_an_attempt_has_a_report():
-    text = report_text(account(run_row(outcome="failed"), [], []))
+    text = report_text(break_down_run(run_row(outcome="failed"), [], []))
 
     assert "none on record" in text
     assert "blame      not known: no incident on record" in text
@@ -200,25 +204,28 @@ def test_a_run_that_never_started_an_attempt_has_a_report():
 @pytest.mark.parametrize(
     ("agent", "expected"),
     [
-        (Agent.GONE, "the agent is gone (killed?), last heard of at 2023-11-14 22:14:00 UTC"),
-        (Agent.RUNNING, "still running; last event at 2023-11-14 22:14:00 UTC"),
-        (Agent.UNKNOWN, "no end on record; last event at 2023-11-14 22:14:00 UTC"),
+        (
+            AgentLiveness.GONE,
+            "the agent is gone (killed?), last heard of at 2023-11-14 22:14:00 UTC",
+        ),
+        (AgentLiveness.RUNNING, "still running; last event at 2023-11-14 22:14:00 UTC"),
+        (AgentLiveness.UNKNOWN, "no end on record; last event at 2023-11-14 22:14:00 UTC"),
     ],
 )
 def test_a_run_without_an_end_is_never_said_to_have_not_failed(agent, expected):
     row = attempt_row(0, (1, 10, None, 40, None), (1, 57), None)
-    found = account(run_row(ended_us=None, outcome=None), [row], [], agent=agent)
+    found = break_down_run(run_row(ended_us=None, outcome=None), [row], [], agent=agent)
     text = report_text(found)
 
     assert text.splitlines()[0] == f"run demo (abcd1234): {expected}"
     assert "blame      not known: no incident on record" in text
-    assert ("running" in text.partition("attempts")[2]) is (agent is Agent.RUNNING)
+    assert ("running" in text.partition("attempts")[2]) is (agent is AgentLiveness.RUNNING)
     assert report_json(found)["run"]["agent"] == agent.value
 
 
 def test_above_a_run_that_failed_at_once_something_is_lost():
     row = attempt_row(0, (1, None, None, None, 1.25), outcome="failed")
-    found = account(run_row(ended_us=us(2), outcome="failed", exit_code=1), [row], [])
+    found = break_down_run(run_row(ended_us=us(2), outcome="failed", exit_code=1), [row], [])
     text = report_text(found)
 
     assert "cost       0.25 s lost to failures (detect 0.25 s); ETTR 0.00" in text
@@ -228,7 +235,7 @@ def test_above_a_run_that_failed_at_once_something_is_lost():
 def test_many_incidents_are_summed_up():
     incidents = [incident_of(killed(0), attempt=n) for n in range(14)]
     run, rows, _ = a_killed_run()
-    text = report_text(account(run, rows, incidents))
+    text = report_text(break_down_run(run, rows, incidents))
 
     assert "and 4 more incidents" in text
 
@@ -242,7 +249,7 @@ def test_the_list_has_two_lines_an_incident():
 
 
 def test_small_helpers():
-    assert cut("abcdef", 4) == "abc…"
-    assert count(1, "rank") == "1 rank"
-    assert count(0, "rank") == "0 ranks"
+    assert truncate("abcdef", 4) == "abc…"
+    assert count_noun(1, "rank") == "1 rank"
+    assert count_noun(0, "rank") == "0 ranks"
     assert table(("a", "b"), [("1", "x"), ("22", "y")], right=(0,)) == " a  b\n 1  x\n22  y"

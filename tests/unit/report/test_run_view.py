@@ -13,22 +13,22 @@ from support.agent_states import RUN, agent_state, kept
 from support.decisions import decision, failure, report
 from support.history import T0, a_killed_run, us
 
-from gpuops.agent.agent_state import (
+from gpuops.agent.status.state import (
     CheckpointState,
-    RankState,
+    RankStatus,
     checkpoint_json,
     run_state,
     state_json,
 )
-from gpuops.cli.run_status import look_twice
-from gpuops.control.keys import Keys
-from gpuops.control.memory_board import MemoryBoard
-from gpuops.control.record import CONTROL, ControlRecord, Member, Phase, Roster, pack
+from gpuops.cli.run_status import refresh_without_dead_spares
+from gpuops.control.keys import ControlKeys
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, pack
 from gpuops.host.clock import FakeClock
-from gpuops.report.run_look import ask_board, find_folder, states
-from gpuops.report.run_view import NodeView, RunView, of_agent, of_files, of_store
-from gpuops.report.run_view_text import status_view
-from gpuops.store.queries import ExclusionRow
+from gpuops.report.render.run_status_text import status_view
+from gpuops.report.run_status import find_run_folder, read_control_store, read_states
+from gpuops.report.run_view import RunNodeView, RunView, from_agent, from_files, from_store
+from gpuops.store.queries.run_queries import ExclusionRow
 from gpuops.units import NS_PER_S
 
 KEYS = {
@@ -62,29 +62,29 @@ def member(number, n_workers=4):
 
 def a_board(clock, **changes):
     """Return a board on which n1 and n2 train, n3 waits and n9 is left out."""
-    board, keys = MemoryBoard(clock), Keys(run_id=RUN)
+    board, keys = MemoryControlStore(clock), ControlKeys(run_id=RUN)
     fields = {
         "run_id": RUN,
         "folder": "20260101T000000Z-train-abcd1234",
         "generation": 1,
-        "phase": Phase.RUN,
+        "phase": RunPhase.RUN,
         "since_s": 0.0,
         "reason": "n9: Xid 79",
         "excluded": {"n9": "Xid 79"},
-        "doubted": {"n9": "sums: slow", "n2": "sums: slow"},
+        "suspected": {"n9": "sums: slow", "n2": "sums: slow"},
         "history": (failure(0),),
         "decision": decision(report("n9"), exclude={"n9": "Xid 79"}),
     }
     record = ControlRecord(**{**fields, **changes})
-    board.swap(CONTROL, record.to_bytes(), version=0)
+    board.compare_and_set(RECORD_KEY, record.to_bytes(), version=0)
     members = [member(1), member(2)]
     board.put(keys.roster(1), Roster(generation=1, members=tuple(members)).to_bytes())
     for each in [*members, member(3)]:
         board.put(keys.agent(each.agent), pack(each.to_json()))
     for number, step in ((1, 57), (2, 56)):
         beat = {"seq": 9, "step": step, "silent_s": 0.25, "ranks": 4, "first_rank": 0}
-        board.put(keys.alive(str(UUID(int=number))), pack(beat))
-    board.put(keys.alive(str(UUID(int=3))), pack({"seq": 4}))
+        board.put(keys.heartbeat(str(UUID(int=number))), pack(beat))
+    board.put(keys.heartbeat(str(UUID(int=3))), pack({"seq": 4}))
     return board
 
 
@@ -99,13 +99,13 @@ def test_the_board_knows_seats_steps_spares_and_why():
     clock = FakeClock()
     board = a_board(clock)
     clock.advance(90.0)
-    view = ask_board(board)
+    view = read_control_store(board)
     text = shown(view, rate=2.5, silent_s={"n1": 0.5, "n2": 8.0})
 
     assert (view.source, view.generation, view.phase) == ("board", 1, "run")
     assert view.phase_s == pytest.approx(90.0, abs=0.1)
     assert (view.world_size, view.step, view.spares) == (8, 56, ("n3",))
-    assert [(n.node, n.seat, n.first_rank, n.step) for n in view.nodes] == [
+    assert [(n.node, n.group_rank, n.first_rank, n.step) for n in view.nodes] == [
         ("n1", 0, 0, 57),
         ("n2", 1, 4, 56),
     ]
@@ -119,7 +119,7 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert "silent for 8.00 s" in text
     assert "spare       n3" in text
     assert "left out    n9: Xid 79" in text
-    assert view.doubted == {"n2": "sums: slow"}, "who is left out is beyond doubt"
+    assert view.suspected == {"n2": "sums: slow"}, "who is left out is beyond doubt"
     assert "doubted     n2: sums: slow; a restart does without it, if it can be spared" in text
     assert "decided     restart (worker-failed): a worker failed" in text
 
@@ -127,7 +127,7 @@ def test_the_board_knows_seats_steps_spares_and_why():
 def test_what_is_long_goes_on_behind_its_label_and_is_said_once():
     why = "rank 1 on vm made no progress for 11 s, is stopped by a signal (state T); restart"
     board = a_board(FakeClock(), reason=why, decision=decision(report("n9"), reason=why))
-    lines = shown(ask_board(board), width=60).splitlines()
+    lines = shown(read_control_store(board), width=60).splitlines()
 
     start = next(n for n, line in enumerate(lines) if line.startswith("why "))
     told = [line.rstrip() for line in lines[start : start + 2]]
@@ -139,13 +139,17 @@ def test_what_is_long_goes_on_behind_its_label_and_is_said_once():
 
 def test_looking_disturbs_no_agent():
     board = a_board(FakeClock())
-    keys = Keys(run_id=RUN)
-    before = (board.get(CONTROL), dict(board.list(keys.alive())), dict(board.list(keys.agent())))
-    ask_board(board)
+    keys = ControlKeys(run_id=RUN)
+    before = (
+        board.get(RECORD_KEY),
+        dict(board.list(keys.heartbeat())),
+        dict(board.list(keys.agent())),
+    )
+    read_control_store(board)
 
     assert before == (
-        board.get(CONTROL),
-        dict(board.list(keys.alive())),
+        board.get(RECORD_KEY),
+        dict(board.list(keys.heartbeat())),
         dict(board.list(keys.agent())),
     )
 
@@ -154,20 +158,22 @@ def test_looking_disturbs_no_agent():
 def test_a_spare_whose_agent_does_not_beat_is_none(later, spares):
     clock = FakeClock()
     board = a_board(clock)
-    key = Keys(run_id=RUN).alive(str(UUID(int=3)))
+    key = ControlKeys(run_id=RUN).heartbeat(str(UUID(int=3)))
 
     def wait(seconds):
         clock.advance(seconds)
         board.put(key, pack({"seq": later}))
 
-    view = look_twice(ask_board(board), lambda: ask_board(board), clock, wait)
+    view = refresh_without_dead_spares(
+        read_control_store(board), lambda: read_control_store(board), clock, wait
+    )
 
     assert view.spares == spares
     assert ("has no seat and does not beat: n3" in shown(view)) == (not spares)
 
 
 def test_while_seats_are_given_out_the_last_ones_are_shown():
-    view = ask_board(a_board(FakeClock(), generation=2, phase=Phase.FORM))
+    view = read_control_store(a_board(FakeClock(), generation=2, phase=RunPhase.RENDEZVOUS))
 
     assert (view.generation, view.phase) == (2, "form")
     assert [node.node for node in view.nodes] == ["n1", "n2"]
@@ -175,11 +181,11 @@ def test_while_seats_are_given_out_the_last_ones_are_shown():
 
 def test_an_empty_board_has_no_run_and_strange_entries_are_skipped():
     clock = FakeClock()
-    assert ask_board(MemoryBoard(clock)) is None
-    board, keys = a_board(clock), Keys(run_id=RUN)
+    assert read_control_store(MemoryControlStore(clock)) is None
+    board, keys = a_board(clock), ControlKeys(run_id=RUN)
     board.put(keys.agent("x"), b"\xff")
-    board.put(keys.alive(str(UUID(int=1))), b"[]")
-    view = ask_board(board)
+    board.put(keys.heartbeat(str(UUID(int=1))), b"[]")
+    view = read_control_store(board)
 
     assert view.nodes[0].step is None
     assert view.step is None
@@ -191,8 +197,8 @@ STATE = agent_state(
     phase_ns=5 * NS_PER_S,
     reason="n1: a worker failed",
     ranks=(
-        RankState(rank=4, pid=1, step=9, beat_ns=8 * NS_PER_S),
-        RankState(rank=5, pid=2, step=8, beat_ns=9 * NS_PER_S),
+        RankStatus(rank=4, pid=1, step=9, beat_ns=8 * NS_PER_S),
+        RankStatus(rank=5, pid=2, step=8, beat_ns=9 * NS_PER_S),
     ),
     excluded={"n9": "sick"},
     doubted={"n8": "slow"},
@@ -201,12 +207,14 @@ STATE = agent_state(
 
 
 def test_an_agent_knows_its_own_node():
-    view = of_agent(json.loads(json.dumps(state_json(STATE, 10 * NS_PER_S))))
+    view = from_agent(json.loads(json.dumps(state_json(STATE, 10 * NS_PER_S))))
 
     assert (view.source, view.generation, view.phase, view.phase_s) == ("agent", 3, "gather", 5.0)
-    assert view.nodes == (NodeView(node="n1", seat=0, first_rank=4, ranks=2, step=8, silent_s=1.0),)
+    assert view.nodes == (
+        RunNodeView(node="n1", group_rank=0, first_rank=4, ranks=2, step=8, silent_s=1.0),
+    )
     assert (view.restarts_used, view.restarts_max, view.excluded) == (1, 3, {"n9": "sick"})
-    assert view.doubted == {"n8": "slow"}
+    assert view.suspected == {"n8": "slow"}
     assert "restarts    1 of 3" in shown(view)
 
 
@@ -216,18 +224,18 @@ def a_file(node, generation, **changes):
 
 
 def test_files_tell_of_the_newest_generation():
-    view = of_files([a_file("n1", 2), a_file("n2", 2, phase="restarting"), a_file("n3", 1)])
+    view = from_files([a_file("n1", 2), a_file("n2", 2, phase="restarting"), a_file("n3", 1)])
 
     assert (view.source, view.generation, view.phase) == ("file", 2, "running")
     assert [(node.node, node.ranks) for node in view.nodes] == [("n1", 2), ("n2", 2)]
     assert (view.excluded, view.restarts_used, view.restarts_max) == ({"n9": "sick"}, 1, 3)
-    assert view.doubted == {"n8": "slow"}
+    assert view.suspected == {"n8": "slow"}
 
 
 def test_the_store_tells_of_what_is_over():
     run, rows, _ = a_killed_run()
     gone = ExclusionRow(excluded="n9", t_us=us(41), ordinal=0, reason="sick", told_by="n1")
-    view = of_store(run, rows, [], [gone], T0 + 200_000_000)
+    view = from_store(run, rows, [], [gone], T0 + 200_000_000)
 
     assert (view.source, view.phase, view.phase_s) == ("store", "completed", 100.0)
     assert (view.generation, view.step, view.exit_code) == (1, 120, 0)
@@ -248,7 +256,7 @@ NAMES = (
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON))
 def test_whatever_a_file_or_an_agent_says_can_be_shown(state):
-    for view in (of_agent(state), of_files([state])):
+    for view in (from_agent(state), from_files([state])):
         assert shown(view)
         assert json.dumps(view.to_json())
 
@@ -261,10 +269,10 @@ def test_hostile_text_stays_text():
         source=evil,
         phase=evil,
         reason=evil,
-        nodes=(NodeView(node=evil, ranks=1, step=3),),
+        nodes=(RunNodeView(node=evil, ranks=1, step=3),),
         spares=(evil,),
         excluded={evil: evil},
-        doubted={evil: evil},
+        suspected={evil: evil},
         decision={"verdict": evil, "rule": evil, "reason": [evil]},
         notes=(evil,),
     )
@@ -275,7 +283,7 @@ def test_hostile_text_stays_text():
 
 
 def test_very_many_nodes_are_counted():
-    nodes = tuple(NodeView(node=f"n{n}", ranks=8, step=1) for n in range(500))
+    nodes = tuple(RunNodeView(node=f"n{n}", ranks=8, step=1) for n in range(500))
     text = shown(replace(RunView(run_id=RUN, name="x", source="board"), nodes=nodes))
 
     assert "and 460 more" in text
@@ -289,12 +297,12 @@ def test_a_run_s_folder_is_found_by_an_end_of_its_id_or_is_the_newest(tmp_path):
         (tmp_path / name / "state.json").write_text(text)
     (tmp_path / "20260103T-empty").mkdir()
 
-    assert find_folder(tmp_path, None).name == "20260102T-b"
-    assert find_folder(tmp_path, "1111").name == "20260101T-a"
-    assert find_folder(tmp_path, "AAAA").name == "20260101T-a"
-    assert find_folder(tmp_path, "20260101T-a").name == "20260101T-a"
-    assert find_folder(tmp_path, "cccc") is None
-    assert find_folder(tmp_path / "nowhere", None) is None
+    assert find_run_folder(tmp_path, None).name == "20260102T-b"
+    assert find_run_folder(tmp_path, "1111").name == "20260101T-a"
+    assert find_run_folder(tmp_path, "AAAA").name == "20260101T-a"
+    assert find_run_folder(tmp_path, "20260101T-a").name == "20260101T-a"
+    assert find_run_folder(tmp_path, "cccc") is None
+    assert find_run_folder(tmp_path / "nowhere", None) is None
 
 
 def test_state_files_that_are_none_are_skipped_and_the_first_rank_s_comes_first(tmp_path):
@@ -308,7 +316,7 @@ def test_state_files_that_are_none_are_skipped_and_the_first_rank_s_comes_first(
         (tmp_path / name).write_text(text)
     (tmp_path / "state-5.json").symlink_to("state.json")
 
-    assert [state["node"] for state in states(tmp_path)] == ["n0", "n2", "n10"]
+    assert [state["node"] for state in read_states(tmp_path)] == ["n0", "n2", "n10"]
 
 
 def beats_of(board, **states):
@@ -316,10 +324,10 @@ def beats_of(board, **states):
     for number, state in enumerate(states.values(), start=1):
         told = checkpoint_json(state, 3 * NS_PER_S)
         beat = {"seq": 10, "step": 57, "checkpoint": told}
-        board.put(KEYS_OF_RUN.alive(str(UUID(int=number))), pack(beat))
+        board.put(KEYS_OF_RUN.heartbeat(str(UUID(int=number))), pack(beat))
 
 
-KEYS_OF_RUN = Keys(run_id=RUN)
+KEYS_OF_RUN = ControlKeys(run_id=RUN)
 
 
 def test_the_newest_checkpoint_is_the_one_that_every_node_has():
@@ -329,7 +337,7 @@ def test_the_newest_checkpoint_is_the_one_that_every_node_has():
         n1=kept(skipped={"in_flight": 1}, copies=3),
         n2=kept(step=55, persisted_step=40, skipped={"in_flight": 4}, copies=2),
     )
-    view = ask_board(board)
+    view = read_control_store(board)
 
     assert view.to_json()["checkpoint"] == {
         "step": 55,
@@ -348,24 +356,24 @@ def test_a_keeper_that_is_gone_is_said():
     board = a_board(FakeClock())
     beats_of(board, n1=kept(), n2=CheckpointState(is_alive=False))
 
-    assert "nothing is saved until another one has begun" in shown(ask_board(board))
+    assert "nothing is saved until another one has begun" in shown(read_control_store(board))
 
 
 def test_a_run_whose_script_saves_nothing_has_no_line_of_it():
     board = a_board(FakeClock())
     beats_of(board, n1=CheckpointState(), n2=CheckpointState())
 
-    assert "checkpoint" not in shown(ask_board(board))
-    assert ask_board(a_board(FakeClock())).checkpoint is None
+    assert "checkpoint" not in shown(read_control_store(board))
+    assert read_control_store(a_board(FakeClock())).checkpoint is None
 
 
 def test_an_agent_tells_of_its_own_checkpoints():
     state = agent_state(checkpoint=CheckpointState(committed=9))
-    view = of_agent(state_json(state, NS_PER_S))
+    view = from_agent(state_json(state, NS_PER_S))
 
     assert view.checkpoint.keeper == "running"
     assert "checkpoint" not in shown(view)
-    alone = of_agent(state_json(replace(state, checkpoint=kept()), NS_PER_S))
+    alone = from_agent(state_json(replace(state, checkpoint=kept()), NS_PER_S))
     assert "step 57 in memory (1 copy)" in shown(alone)
-    later = of_agent(state_json(replace(state, checkpoint=kept(tier="persistent")), NS_PER_S))
+    later = from_agent(state_json(replace(state, checkpoint=kept(tier="persistent")), NS_PER_S))
     assert "checkpoint  step 57 persistent, 1.00 s ago" in shown(later)

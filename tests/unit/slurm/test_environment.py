@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.slurm.environment import HookJob, job_of
+from gpuops.slurm.env import HookJob, job_of
 
 # Of a real epilog on slurmd 22.05; the status is that of wait(2), 86 << 8.
 EPILOG = {

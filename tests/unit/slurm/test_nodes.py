@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.errors import SlurmError
-from gpuops.slurm.nodes import NodeView, Scontrol, find_scontrol, parse_node
+from gpuops.slurm.scontrol import Scontrol, SlurmNode, find_scontrol, parse_node
 
 # As Slurm 22.05 prints it.
 SHOWN = """\
@@ -26,7 +26,7 @@ def shown(state="IDLE", reason=""):
 def test_a_drained_node_has_its_reason_and_who_gave_it():
     view = parse_node("n1", shown("IDLE+DRAIN", "Prolog error [root@2026-11-20T21:50:07]"))
 
-    assert view == NodeView(
+    assert view == SlurmNode(
         name="n1",
         states=frozenset({"IDLE", "DRAIN"}),
         reason="Prolog error",

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from support.stories import story
 
 from gpuops.model import Event
-from gpuops.store.lines import (
+from gpuops.store.spool.format import (
     LINE_BYTES_MAX,
-    LineError,
-    LineSource,
-    canonical,
-    decode,
+    LineEncoder,
+    SpoolLineError,
+    canonical_json,
+    decode_line,
     encode_line,
 )
 
@@ -36,7 +36,7 @@ def event(payload):
 
 
 def source():
-    return LineSource(node="n1", boot_id="b1", randomness=bytes)
+    return LineEncoder(node="n1", boot_id="b1", randomness=bytes)
 
 
 def packed(fields):
@@ -50,21 +50,21 @@ def fields_of(line):
 
 @pytest.mark.parametrize("line", story(1), ids=lambda line: line.event.kind)
 def test_a_line_comes_back_as_it_was(line):
-    assert decode(encode_line(line)) == line
+    assert decode_line(encode_line(line)) == line
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5))
 def test_whatever_a_payload_holds_makes_a_line_that_is_read(payload):
-    line = decode(source().encode(event(payload)))
+    line = decode_line(source().encode(event(payload)))
 
-    assert canonical(line.event.payload).isascii()
+    assert canonical_json(line.event.payload).isascii()
     assert set(map(str, line.event.payload)) is not None
 
 
 def test_numbers_have_no_gaps_and_the_writer_has_a_name():
     numbering = source()
 
-    lines = [decode(numbering.encode(event({}))) for _ in range(3)]
+    lines = [decode_line(numbering.encode(event({}))) for _ in range(3)]
 
     assert [line.seq for line in lines] == [1, 2, 3]
     assert {line.origin for line in lines} == {"n1.000000000000"}
@@ -72,18 +72,18 @@ def test_numbers_have_no_gaps_and_the_writer_has_a_name():
 
 @pytest.mark.parametrize("node", ["", "-", "a b/../c", "ü" * 300, "n.domain"])
 def test_any_node_name_makes_a_safe_origin(node):
-    origin = LineSource(node=node, boot_id="b", randomness=bytes).origin
+    origin = LineEncoder(node=node, boot_id="b", randomness=bytes).origin
 
     assert "/" not in origin
     assert not origin.startswith((".", "-"))
-    assert decode(LineSource(node=node, boot_id="b", randomness=bytes).encode(event({})))
+    assert decode_line(LineEncoder(node=node, boot_id="b", randomness=bytes).encode(event({})))
 
 
 def test_a_payload_that_is_too_long_keeps_its_last_lines():
     tail = [f"line {n} " + "x" * 1000 for n in range(2000)]
 
     raw = source().encode(event({"log_tail": tail, "what": "huge"}))
-    payload = decode(raw).event.payload
+    payload = decode_line(raw).event.payload
 
     assert len(raw) <= LINE_BYTES_MAX
     assert payload["shortened"] is True
@@ -94,13 +94,13 @@ def test_a_payload_that_is_too_long_keeps_its_last_lines():
 def test_a_payload_that_cannot_be_shortened_is_left_out():
     wide = {f"key {n}": "v" for n in range(100_000)}
 
-    assert decode(source().encode(event(wide))).event.payload == {"shortened": True}
+    assert decode_line(source().encode(event(wide))).event.payload == {"shortened": True}
 
 
 def test_secrets_and_odd_values_are_gone_from_a_line():
     payload = {"url": "postgresql://a:pw@h/d", "nul": "a\0b", "half": "\ud800", "inf": 1e999}
 
-    assert decode(source().encode(event(payload))).event.payload == {
+    assert decode_line(source().encode(event(payload))).event.payload == {
         "url": "postgresql://a:***@h/d",
         "nul": "a�b",
         "half": "?",
@@ -110,8 +110,8 @@ def test_secrets_and_odd_values_are_gone_from_a_line():
 
 @given(st.binary(max_size=200))
 def test_noise_is_never_a_line(raw):
-    with pytest.raises(LineError):
-        decode(raw)
+    with pytest.raises(SpoolLineError):
+        decode_line(raw)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
@@ -119,8 +119,8 @@ def test_one_damaged_byte_is_noticed(position, flip):
     raw = bytearray(encode_line(story(1)[0]).rstrip(b"\n"))
     raw[position % len(raw)] ^= flip
 
-    with pytest.raises(LineError):
-        decode(bytes(raw))
+    with pytest.raises(SpoolLineError):
+        decode_line(bytes(raw))
 
 
 def changed(**changes):
@@ -165,8 +165,8 @@ def changed(**changes):
     ],
 )
 def test_a_hostile_line_is_refused_with_its_reason(raw, words):
-    with pytest.raises(LineError, match=words):
-        decode(raw)
+    with pytest.raises(SpoolLineError, match=words):
+        decode_line(raw)
 
 
 def body(text):
@@ -185,11 +185,11 @@ def body(text):
     ],
 )
 def test_a_line_that_would_hurt_the_parser_is_refused(raw, words):
-    with pytest.raises(LineError, match=words):
-        decode(raw)
+    with pytest.raises(SpoolLineError, match=words):
+        decode_line(raw)
 
 
 def test_a_backslash_before_u0000_is_text():
     raw = changed(event__payload={"a": "\\u0000"})
 
-    assert decode(raw).event.payload == {"a": "\\u0000"}
+    assert decode_line(raw).event.payload == {"a": "\\u0000"}

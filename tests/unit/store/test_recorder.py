@@ -8,10 +8,10 @@ from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
-from gpuops.store.lines import decode
-from gpuops.store.new_event import new_event
-from gpuops.store.recorder import ListRecorder, NullRecorder, spool_recorder
-from gpuops.store.segments import find_segments
+from gpuops.store.events import new_event
+from gpuops.store.spool.format import decode_line
+from gpuops.store.spool.record import ListRecorder, NullRecorder, spool_recorder
+from gpuops.store.spool.segments import find_segments
 
 
 def recorder(spool, journal=None):
@@ -74,7 +74,7 @@ def test_what_was_lost_is_reported_when_the_spool_is_back(tmp_path):
     keeper.record(event(3))
     keeper.close()
 
-    report, third = (decode(raw).event for raw in raw_lines(tmp_path / "spool"))
+    report, third = (decode_line(raw).event for raw in raw_lines(tmp_path / "spool"))
     assert report.payload["dropped"] == 2
     assert report.payload["what"] == "spool"
     assert third.payload["n"] == 3
@@ -90,7 +90,7 @@ def test_a_spool_that_vanishes_loses_no_later_events(tmp_path):
     again.record(event(3))
     again.close()
 
-    assert [decode(raw).event.payload["n"] for raw in raw_lines(tmp_path / "spool")][-1] == 3
+    assert [decode_line(raw).event.payload["n"] for raw in raw_lines(tmp_path / "spool")][-1] == 3
 
 
 def test_no_event_however_odd_raises(tmp_path, caplog):

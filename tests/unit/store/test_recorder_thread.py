@@ -8,8 +8,8 @@ import pytest
 from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
-from gpuops.store.recorder import ListRecorder
-from gpuops.store.recorder_thread import QueuedRecorder
+from gpuops.store.spool.record import ListRecorder
+from gpuops.store.spool.record_queue import QueuedRecorder
 
 LIMIT_S = 10
 

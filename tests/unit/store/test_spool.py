@@ -13,9 +13,9 @@ from support.stories import Teller
 from gpuops.errors import SpoolError
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
-from gpuops.store.lines import decode
-from gpuops.store.segments import find_segments, open_segment, writer_lives
-from gpuops.store.spool import SEGMENT_BYTES, SpoolWriter
+from gpuops.store.spool.format import decode_line
+from gpuops.store.spool.segments import find_segments, has_live_writer, open_segment
+from gpuops.store.spool.write import SEGMENT_BYTES, SpoolWriter
 
 
 def writer(directory, **changes):
@@ -38,7 +38,7 @@ def events(count, *, severity=20, size=0):
 
 def lines_in(spool):
     return [
-        decode(raw)
+        decode_line(raw)
         for segment in sorted(find_segments(spool), key=lambda s: (s.origin, s.number))
         for raw in segment.path.read_bytes().splitlines()
     ]
@@ -54,7 +54,7 @@ def test_what_is_appended_is_there_at_once_and_ready_when_closed(tmp_path):
     spool.close()
 
     (ready,) = find_segments(tmp_path)
-    assert (open_one.ready, ready.ready) == (False, True)
+    assert (open_one.is_ready, ready.is_ready) == (False, True)
     assert [line.event for line in lines_in(tmp_path)] == told
     assert [line.seq for line in lines_in(tmp_path)] == [1, 2, 3]
 
@@ -81,7 +81,7 @@ def test_a_segment_is_complete_after_a_minute(tmp_path):
     clock.advance(60)
     spool.append(events(1))
 
-    assert [segment.ready for segment in find_segments(tmp_path)] == [True, False]
+    assert [segment.is_ready for segment in find_segments(tmp_path)] == [True, False]
 
 
 def test_a_segment_is_complete_at_its_size(tmp_path):
@@ -102,11 +102,11 @@ def test_the_lock_says_whether_a_writer_lives(tmp_path):
     (segment,) = find_segments(tmp_path)
     fd = open_segment(segment)
 
-    lives = writer_lives(segment, fd)
+    lives = has_live_writer(segment, fd)
     spool.close()
 
     assert lives
-    assert not writer_lives(segment, fd)
+    assert not has_live_writer(segment, fd)
     os.close(fd)
 
 
@@ -187,7 +187,7 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from gpuops.errors import SpoolError
 from gpuops.host.clock import SystemClock
-from gpuops.store.spool import SpoolWriter
+from gpuops.store.spool.write import SpoolWriter
 from support.stories import Teller
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -232,7 +232,7 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from gpuops.errors import SpoolError
 from gpuops.host.clock import SystemClock
-from gpuops.store.spool import SpoolWriter
+from gpuops.store.spool.write import SpoolWriter
 from support.stories import Teller
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.stories import story
 
-from gpuops.store.lines import LINE_BYTES_MAX, encode_line
-from gpuops.store.spool_reader import KEEP_BYTES, read_lines
+from gpuops.store.spool.format import LINE_BYTES_MAX, encode_line
+from gpuops.store.spool.read import BAD_LINE_BYTES_MAX, read_lines
 
 LINES = [line for line in story(1) if line.event.node == "n1"]
 ORIGIN = LINES[0].origin
@@ -42,12 +42,12 @@ def test_a_torn_last_line_is_counted_when_the_writer_is_gone(tmp_path):
     *whole, last = reads(b"".join(RAW)[:-20], tmp_path)
 
     assert [read.line for read in whole] == LINES[:-1]
-    assert last.torn
-    assert last.bad is None
+    assert last.is_torn
+    assert last.bad_line is None
 
 
 def test_a_torn_last_line_is_waited_for_while_the_writer_lives(tmp_path):
-    found = reads(b"".join(RAW)[:-20], tmp_path, whole=False)
+    found = reads(b"".join(RAW)[:-20], tmp_path, is_closed=False)
 
     assert [read.line for read in found] == LINES[:-1]
 
@@ -73,15 +73,15 @@ def test_a_bad_line_in_the_middle_stops_none_of_the_others(bad, words, tmp_path)
     first, middle, *rest = reads(RAW[0] + bad + b"".join(RAW[1:]), tmp_path)
 
     assert first.line == LINES[0]
-    assert words in middle.bad.reason
-    assert len(middle.bad.raw) <= KEEP_BYTES
+    assert words in middle.bad_line.reason
+    assert len(middle.bad_line.raw) <= BAD_LINE_BYTES_MAX
     assert [read.line for read in rest] == LINES[1:]
 
 
 def test_a_line_of_another_writer_is_refused(tmp_path):
     (found,) = reads(RAW[0], tmp_path, origin="n9.000000000000")
 
-    assert ORIGIN in found.bad.reason
+    assert ORIGIN in found.bad_line.reason
 
 
 @given(st.binary(max_size=400))
@@ -97,5 +97,5 @@ def test_cut_anywhere_everything_whole_before_the_cut_is_delivered(tmp_path_fact
 
     whole = [read.line for read in found if read.line]
     assert whole == LINES[: len(whole)]
-    assert not [read for read in found if read.bad]
-    assert sum(read.torn for read in found) <= 1
+    assert not [read for read in found if read.bad_line]
+    assert sum(read.is_torn for read in found) <= 1

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuops.errors import UsageError
-from gpuops.store.url import parse_url, shown, sqlite_path
+from gpuops.store.backends import parse_url, redacted, sqlite_path
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_another_url_is_refused_without_its_password(text, words):
     ],
 )
 def test_a_shown_url_has_no_password(text):
-    assert "hunter2" not in shown(parse_url(text))
-    assert "db/x" in shown(parse_url(text))
+    assert "hunter2" not in redacted(parse_url(text))
+    assert "db/x" in redacted(parse_url(text))
 
 
 def test_a_relative_file_is_below_the_working_directory(tmp_path, monkeypatch):

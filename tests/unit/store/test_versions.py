@@ -6,26 +6,25 @@ import sys
 import pytest
 from alembic.script import ScriptDirectory
 
-from gpuops.store.engine import memory_store
+from gpuops.store.engine import SchemaFit, compare_revision, memory_store
 from gpuops.store.migrate import alembic_config
 from gpuops.store.schema import REVISION
-from gpuops.store.versions import Fit, judge
 
 
 @pytest.mark.parametrize(
     ("found", "has_tables", "fit"),
     [
-        (None, False, Fit.EMPTY),
-        (None, True, Fit.FOREIGN),
-        ("0003", True, Fit.CURRENT),
-        ("0002", True, Fit.OLDER),
-        ("0004", True, Fit.NEWER),
-        ("0010", True, Fit.NEWER),
-        ("from-the-future", True, Fit.NEWER),
+        (None, False, SchemaFit.EMPTY),
+        (None, True, SchemaFit.FOREIGN),
+        ("0003", True, SchemaFit.CURRENT),
+        ("0002", True, SchemaFit.OLDER),
+        ("0004", True, SchemaFit.NEWER),
+        ("0010", True, SchemaFit.NEWER),
+        ("from-the-future", True, SchemaFit.NEWER),
     ],
 )
 def test_revisions_are_numbers_in_one_line(found, has_tables, fit):
-    assert judge(found, has_tables=has_tables, code="0003") is fit
+    assert compare_revision(found, has_tables=has_tables, code_revision="0003") is fit
 
 
 def test_the_code_knows_its_newest_migration():
@@ -37,7 +36,8 @@ def test_the_code_knows_its_newest_migration():
 
 def test_recording_does_not_import_the_database_library():
     code = (
-        "import sys, gpuops.store.recorder, gpuops.store.spool, gpuops.store.journal;"
+        "import sys, gpuops.store.spool.record, gpuops.store.spool.write, "
+        "gpuops.store.spool.record;"
         "print([m for m in sys.modules if m.startswith(('sqlalchemy', 'alembic', 'torch'))])"
     )
 

@@ -8,8 +8,8 @@ import pytest
 from support.runs import wait_until
 
 import gpuops.worker.shim
-from gpuops.agent.rings import RingReader
-from gpuops.wire import STEP_UNKNOWN, Flag, Phase, Request, StepSource
+from gpuops.agent.elastic.rings import RingReader
+from gpuops.wire import STEP_UNKNOWN, AgentRequest, StepSource, WorkerFlag, WorkerPhase
 
 SHIM = gpuops.worker.shim.__file__
 WAIT = """
@@ -89,16 +89,16 @@ gpuops.progress(8)
         beats = worker.reader.poll()
 
     assert told(beats) == [
-        (Phase.RESTORE, STEP_UNKNOWN, "restore"),
-        (Phase.RESUMED, STEP_UNKNOWN, ""),
-        (Phase.STEPPING, 7, ""),
-        (Phase.EVAL, 7, "eval"),
-        (Phase.CHECKPOINT, 7, "save"),
-        (Phase.EVAL, 7, "eval"),
-        (Phase.RESUMED, 7, ""),
-        (Phase.OTHER, 7, "upload"),
-        (Phase.STEPPING, 8, ""),
-        (Phase.FINISHED, 8, ""),
+        (WorkerPhase.RESTORE, STEP_UNKNOWN, "restore"),
+        (WorkerPhase.RESUMED, STEP_UNKNOWN, ""),
+        (WorkerPhase.STEPPING, 7, ""),
+        (WorkerPhase.EVAL, 7, "eval"),
+        (WorkerPhase.CHECKPOINT, 7, "save"),
+        (WorkerPhase.EVAL, 7, "eval"),
+        (WorkerPhase.RESUMED, 7, ""),
+        (WorkerPhase.OTHER, 7, "upload"),
+        (WorkerPhase.STEPPING, 8, ""),
+        (WorkerPhase.FINISHED, 8, ""),
     ]
     assert beats[2].source is StepSource.REPORTED
 
@@ -106,9 +106,9 @@ gpuops.progress(8)
 @pytest.mark.parametrize(
     ("body", "phase"),
     [
-        ("raise SystemExit", Phase.FINISHED),
-        ("raise SystemExit(3)", Phase.RAISED),
-        ("raise ValueError", Phase.RAISED),
+        ("raise SystemExit", WorkerPhase.FINISHED),
+        ("raise SystemExit(3)", WorkerPhase.RAISED),
+        ("raise ValueError", WorkerPhase.RAISED),
     ],
 )
 def test_the_last_beat_says_how_the_program_came_to_its_end(tmp_path, body, phase):
@@ -141,7 +141,7 @@ def test_nothing_raises_whatever_it_is_given(tmp_path, disabled):
         beats = worker.reader.poll()
 
     if disabled == "0":
-        assert (beats[0].phase, beats[0].step) == (Phase.STEPPING, 2**63 - 1)
+        assert (beats[0].phase, beats[0].step) == (WorkerPhase.STEPPING, 2**63 - 1)
         assert [b.name for b in beats[1::2]][:3] == ["x" * 16, "\u00e9" * 8, "?"]
 
 
@@ -199,8 +199,8 @@ print("left at", step)
 def test_a_drain_is_obeyed_and_the_script_has_asked(tmp_path):
     with Worker(tmp_path, STOPPING) as worker:
         worker.beats(3)
-        assert Flag.ASKED in worker.reader.flags
-        assert worker.reader.request(Request.DRAIN)
+        assert WorkerFlag.STOP_POLLED in worker.reader.flags
+        assert worker.reader.request(AgentRequest.DRAIN)
         code, said = worker.end()
 
     assert code == 0
@@ -210,17 +210,17 @@ def test_a_drain_is_obeyed_and_the_script_has_asked(tmp_path):
 def test_a_drain_at_a_step_is_obeyed_at_that_step(tmp_path):
     with Worker(tmp_path, STOPPING) as worker:
         seen = worker.beats(3)[-1].step
-        worker.reader.request(Request.DRAIN, stop_step=seen + 300)
+        worker.reader.request(AgentRequest.DRAIN, stop_step=seen + 300)
         code, said = worker.end()
         last = worker.reader.poll()[-1]
 
     assert (code, said) == (0, f"left at {seen + 301}\n")
-    assert (last.phase, last.step) == (Phase.FINISHED, seen + 300)
+    assert (last.phase, last.step) == (WorkerPhase.FINISHED, seen + 300)
 
 
 def test_a_request_made_before_there_is_a_ring_reaches_the_worker(tmp_path):
     reader = RingReader(tmp_path / "ring")
-    assert not reader.request(Request.DRAIN)
+    assert not reader.request(AgentRequest.DRAIN)
     with Worker(tmp_path, STOPPING) as worker:
         wait_until(reader.poll, what="a beat")
         assert worker.end() == (0, worker.end()[1])
@@ -231,9 +231,9 @@ def test_a_request_made_before_there_is_a_ring_reaches_the_worker(tmp_path):
 def test_a_signal_to_the_worker_itself_is_told_to_the_agent_and_counts_in_the_end(tmp_path, number):
     with Worker(tmp_path, STOPPING) as worker:
         worker.beats(3)
-        assert Flag.TERM_IS_OURS | Flag.USR1_IS_OURS in worker.reader.flags
+        assert WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR1 in worker.reader.flags
         worker.process.send_signal(number)
-        wait_until(lambda: Flag.SIGNALLED in worker.reader.flags, what="the flag")
+        wait_until(lambda: WorkerFlag.SIGNALLED in worker.reader.flags, what="the flag")
         code, said = worker.end()
 
     assert code == 0
@@ -244,9 +244,9 @@ def test_the_agents_answer_to_a_signal_goes_before_the_signal(tmp_path):
     with Worker(tmp_path, STOPPING) as worker:
         worker.beats(3)
         worker.process.send_signal(signal.SIGUSR1)
-        wait_until(lambda: Flag.SIGNALLED in worker.reader.flags, what="the flag")
+        wait_until(lambda: WorkerFlag.SIGNALLED in worker.reader.flags, what="the flag")
         stop = worker.beats(1)[-1].step + 500  # five seconds: longer than without an answer
-        worker.reader.request(Request.DRAIN, stop_step=stop)
+        worker.reader.request(AgentRequest.DRAIN, stop_step=stop)
 
         assert worker.end() == (0, f"left at {stop + 1}\n")
 
@@ -254,10 +254,10 @@ def test_the_agents_answer_to_a_signal_goes_before_the_signal(tmp_path):
 def test_sigterm_ends_a_worker_whose_group_is_being_ended(tmp_path):
     with Worker(tmp_path, STOPPING) as worker:
         worker.beats(3)
-        worker.reader.request(Request.DRAIN, stop_step=10**12)
+        worker.reader.request(AgentRequest.DRAIN, stop_step=10**12)
         worker.process.send_signal(signal.SIGTERM)
         worker.beats(20)  # it goes on: the agent has spoken
-        worker.reader.request(Request.ENDING)
+        worker.reader.request(AgentRequest.TERMINATE)
         worker.process.send_signal(signal.SIGTERM)
         # It may see the request before the signal.
         assert worker.end()[0] in {-signal.SIGTERM, 0}
@@ -281,8 +281,8 @@ TAKE = "signal.signal(signal.SIGTERM, lambda *_: sys.exit('my own'))"
 def test_a_scripts_own_handler_wins_and_the_agent_is_told(tmp_path, early, late):
     with Worker(tmp_path, OWN.format(early=early, late=late)) as worker:
         worker.beats(40)
-        assert Flag.TERM_IS_OURS not in worker.reader.flags
-        assert Flag.USR1_IS_OURS in worker.reader.flags
+        assert WorkerFlag.HANDLES_SIGTERM not in worker.reader.flags
+        assert WorkerFlag.HANDLES_SIGUSR1 in worker.reader.flags
         worker.process.send_signal(signal.SIGTERM)
 
         assert worker.end() == (1, "my own\n")
@@ -294,7 +294,7 @@ def test_a_script_that_never_beat_is_not_said_to_have_no_handler(tmp_path):
         assert worker.process.stdout.readline() == "up\n"
         worker.reader.poll()
 
-        assert worker.reader.flags == Flag.USR2_IS_OURS
+        assert worker.reader.flags == WorkerFlag.HANDLES_SIGUSR2
 
 
 def test_a_child_that_the_script_starts_can_be_ended_with_sigterm(tmp_path):
@@ -320,7 +320,7 @@ def test_without_a_ring_no_handler_is_installed(tmp_path):
 def test_sigusr2_writes_the_stacks_to_their_own_file(tmp_path):
     with Worker(tmp_path, "gpuops.progress(1)\ndef lost():\n    time.sleep(60)\nlost()") as worker:
         worker.beats(1)
-        assert Flag.USR2_IS_OURS in worker.reader.flags
+        assert WorkerFlag.HANDLES_SIGUSR2 in worker.reader.flags
         worker.process.send_signal(signal.SIGUSR2)
         stacks = tmp_path / "stacks.txt"
         wait_until(lambda: "in <module>" in stacks.read_text(), what="a dump")
@@ -374,7 +374,7 @@ step(); gpuops.progress(500); step(); gpuops.progress(501)
 """
     with Worker(tmp_path, body) as worker:
         assert worker.end() == (0, "")
-        beats = [b for b in worker.reader.poll() if b.phase is Phase.STEPPING]
+        beats = [b for b in worker.reader.poll() if b.phase is WorkerPhase.STEPPING]
 
     assert [(b.step, b.source.name) for b in beats] == [
         (1, "OPTIMIZER_STATE"),

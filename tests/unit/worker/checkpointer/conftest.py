@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
 
 
 @pytest.fixture
 def node():
-    node = MemoryNode()
+    node = InProcessNode()
     yield node
     node.close()
 

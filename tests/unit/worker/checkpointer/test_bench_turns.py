@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuops.worker.checkpointer_bench.rounds import Turns, sample
-from gpuops.worker.checkpointer_bench.subject import HEAD_BYTES, Subject
+from gpuops.worker.bench.rounds import BenchRounds, measure_save
+from gpuops.worker.bench.subject import HEAD_BYTES, BenchJob
 
 
 class Way:
@@ -29,15 +29,15 @@ class Way:
 
 @pytest.fixture(scope="module")
 def subject():
-    return Subject(HEAD_BYTES, 6)
+    return BenchJob(HEAD_BYTES, 6)
 
 
 def test_a_way_that_fails_once_is_left_out_with_the_reason(subject):
     good, bad = Way("good"), Way("bad", fails_at=2)
-    turns = Turns(subject, 1, lambda _text: None, needed=frozenset({"good"}))
+    turns = BenchRounds(subject, 1, lambda _text: None, needed=frozenset({"good"}))
 
     for _ in range(3):
-        turns.round([good, bad])
+        turns.run_round([good, bad])
 
     assert turns.missing == {"bad": "OSError: the disk is gone"}
     assert {name: list(each) for name, each in turns.samples.items()} == {"good": [0, 1, 2]}
@@ -45,18 +45,18 @@ def test_a_way_that_fails_once_is_left_out_with_the_reason(subject):
 
 
 def test_the_failure_of_one_that_all_is_measured_against_is_raised(subject):
-    turns = Turns(subject, 1, lambda _text: None, needed=frozenset({"bad"}))
+    turns = BenchRounds(subject, 1, lambda _text: None, needed=frozenset({"bad"}))
 
     with pytest.raises(OSError, match="disk is gone"):
-        turns.round([Way("bad", fails_at=1)])
+        turns.run_round([Way("bad", fails_at=1)])
 
 
 def test_a_guest_has_the_samples_of_the_rounds_in_which_it_was_there(subject):
     always, guest = Way("always"), Way("guest")
-    turns = Turns(subject, 1, lambda _text: None)
+    turns = BenchRounds(subject, 1, lambda _text: None)
 
-    turns.round([always])
-    turns.round([always, guest])
+    turns.run_round([always])
+    turns.run_round([always, guest])
 
     assert list(turns.samples["guest"]) == [1]
     assert list(turns.samples["always"]) == [0, 1]
@@ -82,7 +82,7 @@ class Late(Way):
 
 
 def test_a_machine_that_grows_slower_is_no_loss_of_the_saver():
-    taken = sample(Slowing(), Late("late"), 1, 10)
+    taken = measure_save(Slowing(), Late("late"), 1, 10)
 
     assert taken.loss == pytest.approx(0.0, abs=1e-9)
     assert taken.lost_s == pytest.approx(taken.stall_s, abs=1e-6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.worker.checkpointer import Checkpointer
 
 
@@ -31,7 +31,7 @@ class Grows(nn.Module):
 @pytest.fixture
 def ranks(monkeypatch):
     """Two ranks of one node, each with its model; they have begun."""
-    node, made = MemoryNode(), []
+    node, made = InProcessNode(), []
     for rank in range(2):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         for name, value in place.items():

@@ -12,17 +12,17 @@ import torch
 from support.same_state import same
 from torch import nn
 
-from gpuops.checkpoint.chosen_interval import AUTO, ChosenInterval
-from gpuops.checkpoint.failure_rate import FailureRate
-from gpuops.checkpoint.image import read_extra, read_layout
-from gpuops.checkpoint.keeper import Skipped
-from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard
-from gpuops.wire import RING_BYTES, Phase, RingHeader, read_beats, write_header
+from gpuops.checkpoint.image import read_layout, read_metadata_blob
+from gpuops.checkpoint.keeper.api import Skipped
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.checkpoint.storage.chosen_interval import AUTO, ChosenInterval
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
+from gpuops.plan.failure_rate import FailureRate
+from gpuops.wire import RING_BYTES, RingHeader, WorkerPhase, read_beats, write_header
 from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.interval_policy import N_FIRST, RESTORE_S
 from gpuops.worker.heartbeat import Heart
+from gpuops.worker.schedule import DEFAULT_RESTORE_S, WARMUP_STEPS
 
 
 def checkpointer(node, **given):
@@ -131,7 +131,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_stored_once_and_load_tied_or_not(node):
     model = Tied()
     stats = save(node, model=model)
-    with closing(MemoryNode()) as other:
+    with closing(InProcessNode()) as other:
         apart = save(other, model=Tied(is_tied=False))
     assert apart["nbytes"] - stats["nbytes"] == 64 * 64 * 4
 
@@ -655,24 +655,28 @@ def test_a_state_that_begins_to_raise_does_not_harm_what_was_saved(node, warning
 def test_what_auto_has_chosen_is_saved_beside_the_state(node):
     with checkpointer(node, every="auto", extra={"n": 1}) as ck:
         ck.restore()
-        for step in range(1, N_FIRST + 1):
+        for step in range(1, WARMUP_STEPS + 1):
             ck.step(step)
         # A step takes microseconds here, and a second is the least between two saves.
-        for step in range(N_FIRST + 1, 100_000_000):
+        for step in range(WARMUP_STEPS + 1, 100_000_000):
             ck.step(step)
             if step % 1000 == 0 and ck.stats["saved"] == 2:
                 break
         assert ck.stats["off"] is None
 
     with contextlib.closing(node.connect()) as line:
-        offer = line.offer(60.0)
+        offer = line.restore_point(60.0)
         image = line.open_shard(offer, Shard(0, 1)).view
-        said = json.loads(read_extra(image, read_layout(image)))
+        said = json.loads(read_metadata_blob(image, read_layout(image)))
     chosen = ChosenInterval.from_json(said[AUTO])
-    assert chosen.steps == offer.state.step - N_FIRST
+    assert chosen.steps == offer.state.step - WARMUP_STEPS
     assert chosen.stall_s > 0
     assert chosen.step_s > 0
-    assert (chosen.restore_s, chosen.n_nodes, chosen.failures) == (RESTORE_S, 1, FailureRate())
+    assert (chosen.restore_s, chosen.n_nodes, chosen.failures) == (
+        DEFAULT_RESTORE_S,
+        1,
+        FailureRate(),
+    )
 
 
 def test_the_step_that_it_is_told_is_in_the_heartbeat(node):
@@ -687,7 +691,7 @@ def test_the_step_that_it_is_told_is_in_the_heartbeat(node):
     finally:
         heart.stop()
 
-    steps = [beat.step for beat in read_beats(ring) if beat.phase is Phase.STEPPING]
+    steps = [beat.step for beat in read_beats(ring) if beat.phase is WorkerPhase.STEPPING]
     assert steps == [41, 42]
 
 
@@ -804,7 +808,7 @@ def test_a_data_loader_without_a_state_is_said_once(node, warnings):
     assert other.position == 7
     assert not warnings()
 
-    with closing(MemoryNode()) as another:
+    with closing(InProcessNode()) as another:
         save(another, model=nn.Linear(1, 1), dataloader=Loader())
     assert ["not resumed" in text for text in warnings()] == [True]
 
@@ -843,12 +847,12 @@ class Refusing:
         return tried if callable(call) else call
 
 
-@pytest.mark.parametrize("call", ["settings", "reserve", "begin", "seal"])
+@pytest.mark.parametrize("call", ["set_policy", "reserve", "acquire", "seal"])
 @pytest.mark.parametrize("error", [None, RuntimeError("a bug")], ids=["refuses", "bug"])
 def test_a_keeper_that_fails_ends_saving_with_one_warning(node, warnings, call, error):
     keeper = Refusing(node.connect(), call, error=error)
     model = nn.Linear(1, 1)
-    if call == "settings" and error is not None:
+    if call == "set_policy" and error is not None:
         return
     with Checkpointer(model=model, every=1, keeper=keeper) as ck:
         for step in range(1, 5):
@@ -885,8 +889,8 @@ def test_a_skip_is_counted_with_its_reason_and_nothing_waits(node):
         def __getattr__(self, name):
             return getattr(self.keeper, name)
 
-        def begin(self, step):
-            return Skipped("no slot is free") if step % 2 else self.keeper.begin(step)
+        def acquire(self, step):
+            return Skipped("no slot is free") if step % 2 else self.keeper.acquire(step)
 
     with Checkpointer(model=nn.Linear(1, 1), every=1, keeper=Busy(node.connect())) as ck:
         ck.restore()
@@ -972,11 +976,11 @@ def test_a_copy_that_is_still_made_when_the_script_ends_is_sealed(node):
     ck.step(1)
     saver = ck._saver
     ck.step(2)
-    saver._flight, saver._grant = Slow(), saver.keeper.begin(3)
-    saver._copier.start(saver._grant.slot, saver._capturer.capture(3))
+    saver._pending, saver._lease = Slow(), saver.keeper.acquire(3)
+    saver._copier.start(saver._lease.slot, saver._capturer.capture(3))
     ck._at_exit()  # as at the end of the process, without `close`
 
-    assert node.core.memory.gate.newest.step == 3
+    assert node.core.memory.buffer_table.last_committed.step == 3
 
 
 def test_hooks_are_gone_after_close(node):

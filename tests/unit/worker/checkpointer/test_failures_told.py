@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpuops.checkpoint.failure_rate import VARIABLE
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.plan.failure_rate import FAILURES_VARIABLE
 from gpuops.worker.checkpointer import Checkpointer
 
 
@@ -13,10 +13,10 @@ from gpuops.worker.checkpointer import Checkpointer
 )
 def test_the_rate_is_in_the_stats_with_where_it_is_from(monkeypatch, told, source, rate):
     if told is not None:
-        monkeypatch.setenv(VARIABLE, told)
+        monkeypatch.setenv(FAILURES_VARIABLE, told)
     else:
-        monkeypatch.delenv(VARIABLE, raising=False)
-    node = MemoryNode()
+        monkeypatch.delenv(FAILURES_VARIABLE, raising=False)
+    node = InProcessNode()
     with Checkpointer(keeper=node.connect(), model=torch.nn.Linear(2, 2)) as ck:
         ck.restore()
         found = ck.stats["failures"]

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from gpuops.worker.checkpointer import filling
-from gpuops.worker.checkpointer.filling import fill, n_threads_of
+from gpuops.worker.state import parallel_copy
+from gpuops.worker.state.parallel_copy import copy_parallel, copy_threads
 
 SHAPES = [(3,), (0,), (5, 7), (9 * 2**20,), (1024, 5000), (2, 3, 4)]
 
@@ -21,7 +21,7 @@ def test_all_are_filled_long_and_short_contiguous_or_not(n_threads):
     targets[4] = torch.zeros(5000, 1024).t()
     targets[-1] = torch.zeros(4, 1).expand(4, 6)
 
-    fill(targets, sources, n_threads)
+    copy_parallel(targets, sources, n_threads)
 
     assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
 
@@ -30,7 +30,7 @@ def test_parameters_are_filled_in_place():
     parameter = torch.nn.Parameter(torch.zeros(6 * 2**20))
     address = parameter.data_ptr()
 
-    fill([parameter], [torch.ones(6 * 2**20)], 2)
+    copy_parallel([parameter], [torch.ones(6 * 2**20)], 2)
 
     assert parameter.data_ptr() == address
     assert parameter.requires_grad
@@ -45,11 +45,11 @@ def test_what_goes_wrong_in_any_thread_is_raised_and_none_goes_on():
     sources[3] = torch.ones(7)
 
     with pytest.raises(RuntimeError, match="size"):
-        fill(targets, sources, 3)
+        copy_parallel(targets, sources, 3)
 
     assert not [each for each in threading.enumerate() if each.name == "gpuops-fill"]
 
 
 def test_threads_are_shared_among_the_ranks_of_a_node():
-    assert n_threads_of(10**6) == 1
-    assert 1 <= n_threads_of(1) <= filling._THREADS_MAX
+    assert copy_threads(10**6) == 1
+    assert 1 <= copy_threads(1) <= parallel_copy._THREADS_MAX

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 
 
 @pytest.fixture
 def node():
-    node = MemoryNode()
+    node = InProcessNode()
     yield node
     node.close()
 

@@ -7,45 +7,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from gpuops.checkpoint.failure_rate import FailureRate
-from gpuops.checkpoint.interval import steps_between_saves
-from gpuops.checkpoint.states import CheckpointError
-from gpuops.worker.checkpointer.interval_policy import (
-    N_FIRST,
-    RESTORE_S,
-    Agreed,
-    Alone,
-    ByKeeper,
-    BySteps,
-    Cost,
-    Every,
-    parse_every,
+from gpuops.checkpoint.types import CheckpointError
+from gpuops.plan.failure_rate import FailureRate
+from gpuops.plan.interval import steps_between_saves
+from gpuops.worker.schedule import (
+    DEFAULT_RESTORE_S,
+    WARMUP_STEPS,
+    KeeperSchedule,
+    RankZeroSchedule,
+    SaveCost,
+    SaveInterval,
+    SingleRankSchedule,
+    StepSchedule,
+    make_schedule,
+    parse_interval,
     parse_time,
-    schedule_for,
 )
 
 
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        ("auto", Every()),
-        (1, Every(steps=1)),
-        (500, Every(steps=500)),
-        ("5s", Every(seconds=5)),
-        ("2min", Every(seconds=120)),
-        ("2 min", Every(seconds=120)),
-        ("1.5h", Every(seconds=5400)),
-        ("250ms", Every(seconds=0.25)),
+        ("auto", SaveInterval()),
+        (1, SaveInterval(steps=1)),
+        (500, SaveInterval(steps=500)),
+        ("5s", SaveInterval(seconds=5)),
+        ("2min", SaveInterval(seconds=120)),
+        ("2 min", SaveInterval(seconds=120)),
+        ("1.5h", SaveInterval(seconds=5400)),
+        ("250ms", SaveInterval(seconds=0.25)),
     ],
 )
 def test_what_every_means(text, every):
-    assert parse_every(text) == every
+    assert parse_interval(text) == every
 
 
 @pytest.mark.parametrize("text", [0, -1, 1.5, True, None, "", "0s", "-5s", "5 parsecs", 10**7])
 def test_what_every_cannot_mean(text):
     with pytest.raises(CheckpointError, match="every="):
-        parse_every(text)
+        parse_interval(text)
 
 
 def test_a_time_in_minutes_is_no_time_in_months():
@@ -65,26 +65,26 @@ class Rank:
 
     def train(self, step):
         self.now_s += self.step_s
-        self.cost.begins(step, self.now_s)
+        self.cost.before_save(step, self.now_s)
         is_due = self.schedule.is_due(step, self.now_s)
         if is_due:
             self.saved.append(step)
             self.now_s += self.stall_s
-        self.cost.ends(step, self.now_s, self.stall_s if is_due else None)
+        self.cost.after_save(step, self.now_s, self.stall_s if is_due else None)
         if is_due:
-            self.schedule.dealt_with(step, self.now_s)
+            self.schedule.on_handled(step, self.now_s)
 
 
 def alone(every, **times):
-    cost = Cost(1)
-    rank = Rank(Alone(every, cost, 0.0), cost, **times)
+    cost = SaveCost(1)
+    rank = Rank(SingleRankSchedule(every, cost, 0.0), cost, **times)
     for step in range(1, 401):
         rank.train(step)
     return rank
 
 
 def test_by_steps():
-    policy = BySteps(3)
+    policy = StepSchedule(3)
 
     assert [n for n in range(1, 11) if policy.is_due(n, 0.0)] == [3, 6, 9]
 
@@ -99,44 +99,44 @@ def test_by_steps():
     ],
 )
 def test_a_due_step_that_is_jumped_over_is_made_up_for_at_the_next(told, due):
-    policy = BySteps(10)
+    policy = StepSchedule(10)
 
     assert [n for n in told if policy.is_due(n, 0.0)] == due
 
 
 def test_one_rank_saves_by_the_clock():
-    rank = alone(Every(seconds=5.0), step_s=0.5, stall_s=0.1)
+    rank = alone(SaveInterval(seconds=5.0), step_s=0.5, stall_s=0.1)
 
     assert rank.saved[:3] == [10, 20, 30]
 
 
 def test_one_rank_saves_as_the_cost_says():
-    rank = alone(Every(), step_s=2.0, stall_s=0.1)
+    rank = alone(SaveInterval(), step_s=2.0, stall_s=0.1)
 
-    assert rank.saved[0] == N_FIRST
+    assert rank.saved[0] == WARMUP_STEPS
     assert rank.saved[2] - rank.saved[1] == 50  # 0.1 s are a thousandth of 100 s
 
 
 def test_where_failures_are_frequent_they_decide():
-    cost = Cost(16_000)
-    cost.begins(1, 0.0)
-    cost.ends(1, 0.0, None)
-    cost.begins(2, 10.0)
-    cost.ends(2, 12.0, 2.0)
+    cost = SaveCost(16_000)
+    cost.before_save(1, 0.0)
+    cost.after_save(1, 0.0, None)
+    cost.before_save(2, 10.0)
+    cost.after_save(2, 12.0, 2.0)
 
-    distance = cost.steps_until_next(Every())
-    assert distance == steps_between_saves(2.0, RESTORE_S, cost._failures_per_hour, 10.0)
+    distance = cost.steps_until_next(SaveInterval())
+    assert distance == steps_between_saves(2.0, DEFAULT_RESTORE_S, cost._failures_per_hour, 10.0)
     assert 1 < distance < 200
 
 
 def test_what_is_on_record_decides_over_what_was_published():
     def distance(*record):
-        cost = Cost(1000, FailureRate(*record))
-        cost.begins(1, 0.0)
-        cost.ends(1, 0.0, None)
-        cost.begins(2, 10.0)
-        cost.ends(2, 12.0, 20.0)
-        return cost.steps_until_next(Every())
+        cost = SaveCost(1000, FailureRate(*record))
+        cost.before_save(1, 0.0)
+        cost.after_save(1, 0.0, None)
+        cost.before_save(2, 10.0)
+        cost.after_save(2, 12.0, 20.0)
+        return cost.steps_until_next(SaveInterval())
 
     published = distance()
     assert distance(5000, 1e5) < published / 5
@@ -145,8 +145,8 @@ def test_what_is_on_record_decides_over_what_was_published():
 
 
 def test_what_takes_longer_is_saved_less_often():
-    cheap = alone(Every(), step_s=2.0, stall_s=0.001)
-    dear = alone(Every(), step_s=2.0, stall_s=5.0)
+    cheap = alone(SaveInterval(), step_s=2.0, stall_s=0.001)
+    dear = alone(SaveInterval(), step_s=2.0, stall_s=5.0)
 
     assert len(cheap.saved) > len(dear.saved)
 
@@ -181,8 +181,8 @@ class Store:
 def agreed(every, times, store):
     ranks = []
     for number, (step_s, stall_s) in enumerate(times):
-        cost = Cost(1)
-        schedule = Agreed(every, cost, store, is_first=number == 0, run="a")
+        cost = SaveCost(1)
+        schedule = RankZeroSchedule(every, cost, store, is_rank_zero=number == 0, run="a")
         schedule._prefix = "same on all ranks"  # a process of its own counts from 0
         ranks.append(Rank(schedule, cost, step_s=step_s, stall_s=stall_s))
     return ranks
@@ -190,7 +190,7 @@ def agreed(every, times, store):
 
 @given(
     st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(0.0, 2.0)), min_size=2, max_size=4),
-    st.sampled_from([Every(), Every(seconds=5.0), Every(seconds=0.1)]),
+    st.sampled_from([SaveInterval(), SaveInterval(seconds=5.0), SaveInterval(seconds=0.1)]),
     st.integers(1, 10_000),
     st.integers(1, 10),
 )
@@ -206,7 +206,7 @@ def test_ranks_with_any_clocks_save_the_same_steps(times, every, start, stride):
 
 def test_a_rank_asks_once_for_each_save():
     store = Store()
-    ranks = agreed(Every(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
+    ranks = agreed(SaveInterval(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
     for step in range(1, 201):
         for rank in ranks:
             rank.train(step)
@@ -215,14 +215,14 @@ def test_a_rank_asks_once_for_each_save():
     assert len(store.asked) == len(ranks[1].saved)
 
 
-@pytest.mark.parametrize("every", [Every(), Every(seconds=5.0)])
+@pytest.mark.parametrize("every", [SaveInterval(), SaveInterval(seconds=5.0)])
 @pytest.mark.parametrize("stride", [1, 2, 10])
 def test_a_due_step_that_is_not_told_of_is_made_up_for_at_the_next(every, stride):
     """A batch that is left out, or several optimizer steps between two calls."""
     ranks = agreed(every, [(0.1, 0.01), (0.3, 0.0)], Store())
     left_out = []
     for step in range(stride, 2000 * stride + 1, stride):
-        if step == ranks[0].schedule._next and len(ranks[0].saved) % 2:
+        if step == ranks[0].schedule._next_step and len(ranks[0].saved) % 2:
             left_out.append(step)
             continue
         for rank in ranks:
@@ -236,7 +236,7 @@ def test_a_due_step_that_is_not_told_of_is_made_up_for_at_the_next(every, stride
         assert {step + 1 for step in left_out} <= set(ranks[0].saved)
 
 
-@pytest.mark.parametrize("every", [Every(), Every(seconds=5.0)])
+@pytest.mark.parametrize("every", [SaveInterval(), SaveInterval(seconds=5.0)])
 @pytest.mark.parametrize("for_steps", [1, 50, 500])
 def test_a_late_answer_is_waited_for_once_and_all_save_the_same_again(every, for_steps, warnings):
     """The distance is another one at each save, so that a guess would be wrong."""
@@ -264,7 +264,7 @@ def test_a_late_answer_is_waited_for_once_and_all_save_the_same_again(every, for
 
 def test_a_rank_without_an_answer_saves_nothing_and_waits_no_more():
     store = Store()
-    ranks = agreed(Every(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
+    ranks = agreed(SaveInterval(seconds=5.0), [(0.5, 0.0), (0.5, 0.0)], store)
     for step in range(1, 40):
         for rank in ranks:
             rank.train(step)
@@ -282,31 +282,35 @@ def test_an_answer_that_comes_late_is_found_in_the_store_of_a_process_group():
     within = timedelta(seconds=60)
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=within, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, timeout=within, wait_for_workers=False)
-    costs = [Cost(1), Cost(1)]
-    first = Agreed(Every(seconds=5.0), costs[0], server, is_first=True, run="a")
-    second = Agreed(Every(seconds=5.0), costs[1], client, is_first=False, run="a", answer_s=0.01)
+    costs = [SaveCost(1), SaveCost(1)]
+    first = RankZeroSchedule(
+        SaveInterval(seconds=5.0), costs[0], server, is_rank_zero=True, run="a"
+    )
+    second = RankZeroSchedule(
+        SaveInterval(seconds=5.0), costs[1], client, is_rank_zero=False, run="a", timeout_s=0.01
+    )
     second._prefix = first._prefix
     for cost in costs:
-        cost.ends(0, 0.0, None)
-        cost.begins(1, 1.0)  # so that a save follows after each 5 steps
+        cost.after_save(0, 0.0, None)
+        cost.before_save(1, 1.0)  # so that a save follows after each 5 steps
 
     assert [step for step in range(1, 6) if first.is_due(step, 0.0)] == [5]
     assert [step for step in range(1, 6) if second.is_due(step, 0.0)] == [5]
-    second.dealt_with(5, 0.0)
+    second.on_handled(5, 0.0)
     assert not any(second.is_due(step, 0.0) for step in range(6, 11))
-    first.dealt_with(5, 0.0)
+    first.on_handled(5, 0.0)
     assert [step for step in range(6, 11) if first.is_due(step, 0.0)] == [10]
-    first.dealt_with(10, 0.0)
+    first.on_handled(10, 0.0)
     assert [step for step in range(11, 16) if second.is_due(step, 0.0)] == [15]
 
 
 def test_who_decides():
     def schedule(every, world, store):
-        return schedule_for(
-            every, Cost(1), world=world, make_store=lambda: store, rank=0, now_s=0.0
+        return make_schedule(
+            every, SaveCost(1), world=world, make_store=lambda: store, rank=0, now_s=0.0
         )
 
-    assert isinstance(schedule(Every(steps=2), 8, None), BySteps)
-    assert isinstance(schedule(Every(), 1, None), Alone)
-    assert isinstance(schedule(Every(), 8, (Store(), "run")), Agreed)
-    assert isinstance(schedule(Every(seconds=5), 8, None), ByKeeper)
+    assert isinstance(schedule(SaveInterval(steps=2), 8, None), StepSchedule)
+    assert isinstance(schedule(SaveInterval(), 1, None), SingleRankSchedule)
+    assert isinstance(schedule(SaveInterval(), 8, (Store(), "run")), RankZeroSchedule)
+    assert isinstance(schedule(SaveInterval(seconds=5), 8, None), KeeperSchedule)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.last_step import LastStep
+from gpuops.worker.final_save import LastStepTracker
 
 LAST = 23
 
@@ -166,21 +166,21 @@ def test_a_compiled_step_of_which_nothing_tells_is_not_taken_for_none(
 
 
 def test_after_a_capture_only_what_has_just_told_of_a_step_is_trusted(pair):
-    last = LastStep(list(pair.optimizers.values()), persists=True)
+    last = LastStepTracker(list(pair.optimizers.values()), is_persistent=True)
     for name in ("g", "d"):
         pair.loss(name).backward()
-        last.steps(pair.optimizers[name])
-    last.told(1)
-    last.told(2)
-    assert last.doubt() == ""
+        last.on_optimizer_step(pair.optimizers[name])
+    last.record(1)
+    last.record(2)
+    assert last.unsafe_reason() == ""
 
-    last.is_captured()
-    last.told(3)
-    assert "CUDA graph" in last.doubt()
+    last.on_graph_capture()
+    last.record(3)
+    assert "CUDA graph" in last.unsafe_reason()
     for name in ("g", "d"):
-        last.steps(pair.optimizers[name])
-    last.told(4)
-    assert last.doubt() == ""
+        last.on_optimizer_step(pair.optimizers[name])
+    last.record(4)
+    assert last.unsafe_reason() == ""
 
 
 @pytest.mark.parametrize("stepping", ["d", "no optimizer"])

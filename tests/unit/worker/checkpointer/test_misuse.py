@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 
 
@@ -64,8 +64,8 @@ def test_a_process_that_was_forked_neither_saves_nor_takes_leave(node):
     if pid == 0:
         ck.step(2)
         ck.close()
-        os.write(writer, b"%d" % node.core.memory.gate.newest.step)
-        os._exit(len(node.core.crew.members))  # it has not left it, not even its copy of it
+        os.write(writer, b"%d" % node.core.memory.buffer_table.last_committed.step)
+        os._exit(len(node.core.group.connections))  # it has not left it, not even its copy of it
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert os.read(reader, 10) == b"1"
     os.close(reader)
@@ -73,7 +73,7 @@ def test_a_process_that_was_forked_neither_saves_nor_takes_leave(node):
     ck.step(2)
     ck.close()
 
-    assert node.core.memory.gate.newest.step == 2
+    assert node.core.memory.buffer_table.last_committed.step == 2
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,18 @@ import logging
 
 import torch
 
-from gpuops.checkpoint.memory_keeper import MemoryNode
+from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.worker.checkpointer import Checkpointer
 
 
 def test_a_notice_of_the_keeper_is_a_warning_of_the_first_rank(caplog):
     caplog.set_level(logging.WARNING, logger="gpuops")
-    node = MemoryNode()
+    node = InProcessNode()
     with Checkpointer(keeper=node.connect(), model=torch.nn.Linear(2, 2), every=1) as ck:
         ck.restore()
         for step in range(1, 6):
             if step in (2, 4):
-                node.core.voting.notice = "rank 1 differs from ranks 0, 2"
+                node.core.replica_checker.notice = "rank 1 differs from ranks 0, 2"
             ck.step(step)
         assert ck.stats["off"] is None
     node.close()
@@ -26,7 +26,7 @@ def test_a_notice_of_the_keeper_is_a_warning_of_the_first_rank(caplog):
 def test_that_states_do_not_persist_is_said_and_that_they_do_again(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="gpuops")
     directory, now = tmp_path / "states", [0.0]
-    node = MemoryNode(clock_s=lambda: now[0])
+    node = InProcessNode(clock_s=lambda: now[0])
     with Checkpointer(
         keeper=node.connect(),
         model=torch.nn.Linear(2, 2),

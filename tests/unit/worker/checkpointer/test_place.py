@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpuops.worker.checkpointer.place import least, reduce_to_least
+from gpuops.worker.ranks import all_reduce_min, all_reduce_min_in_place
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def test_the_threads_of_gloo_have_let_go_of_what_was_reduced(group):
     for _ in range(50):
         tensor = torch.ones(3)
         n_references = sys.getrefcount(tensor)
-        reduce_to_least(tensor)
+        all_reduce_min_in_place(tensor)
         held += sys.getrefcount(tensor) > n_references
 
     assert held == 0
-    assert least([5, -7]) == [5, -7]
+    assert all_reduce_min([5, -7]) == [5, -7]

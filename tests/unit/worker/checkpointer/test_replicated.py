@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpuops.checkpoint.replicated import replicated_in
-from gpuops.checkpoint.states import Shard
-from gpuops.worker.checkpointer.assembly import Given
-from gpuops.worker.checkpointer.capture import Capturer
+from gpuops.checkpoint.agreement.replicated import read_replicated
+from gpuops.checkpoint.types import Shard
+from gpuops.worker.assemble import StateAssembler
+from gpuops.worker.staging import StateCapturer
 
 WORLD, RANK = 8, 3
 
@@ -32,16 +32,16 @@ def world():
 
 def declared(model, optimizer=None, **given):
     """Return {names: ranks} as the header of the image of this rank says it."""
-    parts = Given(allow_pickle=False, warn=pytest.fail)
-    parts.model(model)
-    parts.optimizer(optimizer)
+    parts = StateAssembler(allow_pickle=False, warn=pytest.fail)
+    parts.add_model(model)
+    parts.add_optimizer(optimizer)
     for kind, value in given.items():
-        parts.values(kind, value)
+        parts.add_values(kind, value)
     shard = Shard(RANK, WORLD)
-    layout = Capturer(parts.parts, shard, allow_pickle=False).capture(1).plan.layout
+    layout = StateCapturer(parts.adapters, shard, allow_pickle=False).capture(1).plan.layout
     return {
         tuple(layout.tensors[number].spec.name for number in each.tensors): each.ranks
-        for each in replicated_in(layout.header, shard, len(layout.tensors))
+        for each in read_replicated(layout.header, shard, len(layout.tensors))
     }
 
 

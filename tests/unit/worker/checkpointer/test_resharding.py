@@ -22,10 +22,10 @@ from torch.distributed.tensor.debug import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpuops.checkpoint.image import TensorSpec
-from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.states import CheckpointError
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.pieces import check_whole
+from gpuops.worker.state.saved_state import check_complete
 
 SHAPES = {"rows": (7, 3), "few": (2, 5), "flat": (9,), "cube": (4, 6, 2), "none": (0, 3)}
 
@@ -103,7 +103,7 @@ def save(node, rank, world, mesh_shape, placements):
 
 def saved(world, mesh_shape, placements):
     """Return a node that holds step 2 of a world in those placements."""
-    node = MemoryNode()
+    node = InProcessNode()
     checkpointers = []
     for rank in range(world):
         with as_rank(rank, world):
@@ -212,7 +212,7 @@ def spec(offset, size, total, *, dim=0, other=3):
 )
 def test_parts_that_do_not_make_up_the_whole_are_refused(parts, what):
     with pytest.raises(CheckpointError, match=what):
-        check_whole("x", parts)
+        check_complete("x", parts)
 
 
 @settings(deadline=None)
@@ -226,11 +226,11 @@ def test_a_grid_is_whole_and_no_grid_with_a_part_moved_or_dropped_is(data):
         TensorSpec("x", "F32", (b - a, d - c), 4 * (b - a) * (d - c), (a, c), (6, 5))
         for (a, b), (c, d) in product(*spans)
     ]
-    check_whole("x", parts)
+    check_complete("x", parts)
 
     index = data.draw(st.integers(0, len(parts) - 1))
     with pytest.raises(CheckpointError):
-        check_whole("x", parts[:index] + parts[index + 1 :] or [spec(0, 1, 6)])
+        check_complete("x", parts[:index] + parts[index + 1 :] or [spec(0, 1, 6)])
     if len(parts) > 1:
         moved = list(parts)
         other = parts[index - 1]
@@ -238,4 +238,4 @@ def test_a_grid_is_whole_and_no_grid_with_a_part_moved_or_dropped_is(data):
             "x", "F32", other.shape, other.nbytes, other.offsets, other.global_shape
         )
         with pytest.raises(CheckpointError):
-            check_whole("x", moved)
+            check_complete("x", moved)

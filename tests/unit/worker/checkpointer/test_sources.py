@@ -10,24 +10,24 @@ import torch
 from support.keeper_ranks import until
 from torch import nn
 
-from gpuops.checkpoint.arena import SlotMemory
-from gpuops.checkpoint.keeper import Policy
-from gpuops.checkpoint.memory_keeper import MemoryNode
-from gpuops.checkpoint.states import CheckpointError, KeeperError, Shard, StateId, Tier
-from gpuops.checkpoint.stores import open_store
+from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.in_process import InProcessNode
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer.keeping import (
-    BusyDirectoryError,
-    Finder,
+from gpuops.worker.keeper_finder import (
+    DirectoryInUseError,
+    KeeperFinder,
     NoKeeperError,
-    _locked,
-    default_directory,
-    own_folder,
+    _acquire_lock,
+    resolve_directory,
+    standalone_folder,
 )
-from gpuops.worker.checkpointer.place import Place, find_place
-from gpuops.worker.checkpointer.sources import _LARGE_BYTES, FromDirectory, FromKeeper
+from gpuops.worker.ranks import RankContext, detect_ranks
+from gpuops.worker.restore import _LARGE_BYTES, DirectoryStateSource, KeeperStateSource
 
-ALONE = Place(0, 1, 0, 1, "")
+ALONE = RankContext(0, 1, 0, 1, "")
 
 
 class Persisted:
@@ -35,7 +35,7 @@ class Persisted:
 
     def __init__(self, folder, steps):
         self.folder = folder
-        node = MemoryNode()
+        node = InProcessNode()
         model = nn.Linear(40, 1, bias=False)
         with Checkpointer(
             model=model, every=1, directory=folder, persist_every=0, keeper=node.connect()
@@ -63,7 +63,7 @@ def flip(path):
 
 
 def source(folder):
-    return FromDirectory(open_store(str(folder)), ALONE)
+    return DirectoryStateSource(open_store(str(folder)), ALONE)
 
 
 def test_the_newest_is_found_and_read(persisted):
@@ -163,33 +163,33 @@ def test_only_the_first_rank_says_what_all_loaded(persisted, monkeypatch, caplog
 def test_a_keeper_that_is_gone_is_no_fresh_start(tmp_path):
     env = {"GPUOPS_KEEPER": str(tmp_path / "keeper.sock")}
     with pytest.raises(KeeperError, match="no keeper listens"):
-        Finder(None, env, ALONE, Policy()).find()
+        KeeperFinder(None, env, ALONE, CheckpointPolicy()).find()
 
 
 def test_without_agent_and_directory_nothing_is_kept():
     with pytest.raises(NoKeeperError, match="gpuops run"):
-        Finder(None, {}, ALONE, Policy()).find()
+        KeeperFinder(None, {}, ALONE, CheckpointPolicy()).find()
 
 
 def test_several_nodes_need_agents(tmp_path):
-    place = Place(0, 4, 0, 2, "")
+    place = RankContext(0, 4, 0, 2, "")
     with pytest.raises(NoKeeperError, match="2 nodes"):
-        Finder(None, {}, place, Policy(directory=str(tmp_path))).find()
+        KeeperFinder(None, {}, place, CheckpointPolicy(directory=str(tmp_path))).find()
 
 
 def test_one_directory_serves_one_job_at_a_time(tmp_path):
-    lock = _locked(tmp_path / "job.lock", "/states")
+    lock = _acquire_lock(tmp_path / "job.lock", "/states")
 
-    with pytest.raises(BusyDirectoryError, match=r"pid \d+"):
-        _locked(tmp_path / "job.lock", "/states", wait_s=0.2)
+    with pytest.raises(DirectoryInUseError, match=r"pid \d+"):
+        _acquire_lock(tmp_path / "job.lock", "/states", wait_s=0.2)
     assert lock > 0
 
 
 def test_a_lock_that_its_last_holder_removed_is_none(tmp_path):
     path = tmp_path / "job.lock"
-    first = _locked(path, "/states")
+    first = _acquire_lock(path, "/states")
     found = []
-    waiting = threading.Thread(target=lambda: found.append(_locked(path, "/states")))
+    waiting = threading.Thread(target=lambda: found.append(_acquire_lock(path, "/states")))
     waiting.start()
     until(lambda: is_opened_twice(path), what="another who waits for it")
     path.unlink()
@@ -214,10 +214,10 @@ def points_to(link, path):
 def test_the_folder_of_a_keeper_follows_from_the_directory():
     env = {"XDG_RUNTIME_DIR": "/run/user/7"}
 
-    assert own_folder(env, "/a") == own_folder(env, "/a")
-    assert own_folder(env, "/a") != own_folder(env, "/b")
-    assert str(own_folder(env, "/a")).startswith("/run/user/7/gpuops/")
-    assert socket.gethostname() not in str(own_folder({}, "/a"))
+    assert standalone_folder(env, "/a") == standalone_folder(env, "/a")
+    assert standalone_folder(env, "/a") != standalone_folder(env, "/b")
+    assert str(standalone_folder(env, "/a")).startswith("/run/user/7/gpuops/")
+    assert socket.gethostname() not in str(standalone_folder({}, "/a"))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_folder_of_a_keeper_follows_from_the_directory():
     ],
 )
 def test_where_states_persist(given, env, expected):
-    assert default_directory(given, env) == expected
+    assert resolve_directory(given, env) == expected
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_where_states_persist(given, env, expected):
     ],
 )
 def test_which_rank_this_is(env, place):
-    found = find_place(env)
+    found = detect_ranks(env)
 
     assert (found.rank, found.world, found.local_rank, found.local_world) == place
 
@@ -262,10 +262,10 @@ def test_which_rank_this_is(env, place):
 )
 def test_a_launcher_that_contradicts_itself_is_an_error(env):
     with pytest.raises(CheckpointError, match="that cannot be"):
-        find_place(env)
+        detect_ranks(env)
 
 
-class Watched(SlotMemory):
+class Watched(SharedBuffer):
     """Memory that tells which thread unmaps it, and whether that is to stop."""
 
     told: list
@@ -279,7 +279,7 @@ def test_large_memory_is_unmapped_by_a_thread_that_nobody_kills():
     """The end of the program waits for it, and it stops then."""
     memory = Watched.create("large", _LARGE_BYTES)
     memory.told = []
-    source = FromKeeper(object(), 1.0)
+    source = KeeperStateSource(object(), 1.0)
     source._opened.append(memory)
 
     source.close()

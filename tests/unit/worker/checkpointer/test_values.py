@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.states import CheckpointError, CorruptError
-from gpuops.worker.checkpointer.values import DEPTH_MAX, Decoder, Encoder, dumps, loads
+from gpuops.checkpoint.types import CheckpointError, CorruptError
+from gpuops.convert.values import DEPTH_MAX, ValueDecoder, ValueEncoder, dumps, loads
 
 
 def no_tensor(what, path):
@@ -23,8 +23,8 @@ def no_tensor(what, path):
 
 
 def through_json(value, **options):
-    encoded = Encoder(lambda tensor, path: path, **options).encode(value, "root")
-    return Decoder(no_tensor, **options).decode(loads(dumps(encoded), "it"), "root")
+    encoded = ValueEncoder(lambda tensor, path: path, **options).encode(value, "root")
+    return ValueDecoder(no_tensor, **options).decode(loads(dumps(encoded), "it"), "root")
 
 
 def same(a, b):
@@ -202,8 +202,8 @@ def test_a_tensor_is_given_away_by_its_path():
         return path
 
     ones, twos = torch.ones(2), torch.full((2,), 2.0)
-    encoded = Encoder(take).encode({"a": [ones], "b": (1, twos)}, "root")
-    back = Decoder(lambda name, path: taken[name]).decode(loads(dumps(encoded), ""), "root")
+    encoded = ValueEncoder(take).encode({"a": [ones], "b": (1, twos)}, "root")
+    back = ValueDecoder(lambda name, path: taken[name]).decode(loads(dumps(encoded), ""), "root")
 
     assert list(taken) == ["root.a.0", "root.b.1"]
     assert back["a"][0] is ones
@@ -220,10 +220,10 @@ class Bomb:
 def test_pickles_are_neither_written_nor_read_unasked():
     with pytest.raises(CheckpointError):
         through_json(Bomb())
-    encoded = Encoder(no_tensor, allow_pickle=True).encode({"a": Bomb()}, "root")
+    encoded = ValueEncoder(no_tensor, allow_pickle=True).encode({"a": Bomb()}, "root")
 
     with pytest.raises(CheckpointError, match="allow_pickle"):
-        Decoder(no_tensor).decode(encoded, "root")
+        ValueDecoder(no_tensor).decode(encoded, "root")
 
 
 def test_with_leave_anything_comes_back():
@@ -248,7 +248,7 @@ kinds = st.sampled_from(KINDS.split())
 @given(kinds, json_values, st.dictionaries(st.sampled_from(["dtype", "shape", "max"]), json_values))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_hostile_objects_are_refused_or_harmless(kind, value, more):
-    decoder = Decoder(lambda what, path: torch.zeros(1))
+    decoder = ValueDecoder(lambda what, path: torch.zeros(1))
     with contextlib.suppress(CheckpointError):
         decoder.decode({"$": kind, "v": value, **more}, "root")
 
@@ -257,7 +257,7 @@ def test_hostile_objects_are_refused_or_harmless(kind, value, more):
 @settings(deadline=None)
 def test_hostile_bytes_are_refused_or_json(data):
     with contextlib.suppress(CheckpointError):
-        Decoder(lambda what, path: torch.zeros(1)).decode(loads(data, "it"), "root")
+        ValueDecoder(lambda what, path: torch.zeros(1)).decode(loads(data, "it"), "root")
 
 
 @pytest.mark.parametrize(
@@ -282,11 +282,11 @@ def test_hostile_bytes_are_refused_or_json(data):
 )
 def test_hostile_text_is_a_corrupt_checkpoint(data):
     with pytest.raises(CorruptError):
-        Decoder(no_tensor).decode(loads(data, "it"), "root")
+        ValueDecoder(no_tensor).decode(loads(data, "it"), "root")
 
 
 def test_nesting_beyond_any_encoder_is_refused():
     text = b"[" * (3 * DEPTH_MAX) + b"]" * (3 * DEPTH_MAX)
 
     with pytest.raises(CorruptError, match="nested"):
-        Decoder(no_tensor).decode(json.loads(text), "root")
+        ValueDecoder(no_tensor).decode(json.loads(text), "root")

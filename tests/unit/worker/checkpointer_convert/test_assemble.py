@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.made_states import DTYPES, make_state, part, raw, whole
 from support.small_disk import small_disk
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
-from gpuops.worker.checkpointer_convert.assemble import StateReader, scratch_memory
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
+from gpuops.convert.state_reader import StateReader, scratch_memory
 
 
 def opened(store, state, scratch):
@@ -69,7 +69,7 @@ def test_what_all_ranks_have_is_taken_from_the_first(store, tmp_path):
 def test_every_shard_is_verified_once_before_a_byte_is_used(store, tmp_path):
     w = torch.arange(8.0)
     state = make_state(store, [{"w": part(w, slice(0, 4))}, {"w": part(w, slice(4, 8))}])
-    path = store.open_shard(state, Shard(1, 2))
+    path = store.local_shard_path(state, Shard(1, 2))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -114,7 +114,7 @@ def test_parts_that_make_no_whole_are_told(store, tmp_path, ranks, why):
 @pytest.mark.parametrize("n_bits", range(0, 4096 * 8, 1511))
 def test_a_bit_of_a_header_is_found(store, tmp_path, n_bits):
     state = make_state(store, [{"w": whole(torch.ones(4))}])
-    path = store.open_shard(state, Shard(0, 1))
+    path = store.local_shard_path(state, Shard(0, 1))
     content = bytearray(path.read_bytes())
     content[n_bits // 8] ^= 1 << n_bits % 8
     path.write_bytes(content)
@@ -125,7 +125,7 @@ def test_a_bit_of_a_header_is_found(store, tmp_path, n_bits):
 
 def test_a_shard_that_was_cut_short(store, tmp_path):
     state = make_state(store, [{"w": whole(torch.ones(4000))}])
-    path = store.open_shard(state, Shard(0, 1))
+    path = store.local_shard_path(state, Shard(0, 1))
     os.truncate(path, path.stat().st_size - 1)
 
     with pytest.raises(CorruptError), opened(store, state, tmp_path) as reader:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from gpuops.checkpoint.states import CheckpointError, CorruptError
-from gpuops.worker.checkpointer_convert.dcp_index import parse_index, read_index
-from gpuops.worker.checkpointer_convert.pickled import RefusedPickleError
+from gpuops.checkpoint.types import CheckpointError, CorruptError
+from gpuops.convert.dcp_metadata import parse_index, read_index
+from gpuops.convert.pickle_reader import RefusedPickleError
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(3), "e": torch.zeros(0, 4)},
@@ -61,10 +61,10 @@ def test_what_dcp_saved_is_told_as_dcp_tells_it(tmp_path):
         told = theirs.state_dict_metadata[name]
         assert tensor.shape == tuple(told.size)
         assert getattr(torch, tensor.dtype) == told.properties.dtype
-        for piece, chunk in zip(tensor.pieces, told.chunks, strict=True):
+        for piece, chunk in zip(tensor.chunks, told.chunks, strict=True):
             assert (piece.offsets, piece.shape) == (tuple(chunk.offsets), tuple(chunk.sizes))
             info = theirs.storage_data[MetadataIndex(name, chunk.offsets)]
-            assert (piece.place.file, piece.place.offset, piece.place.nbytes) == (
+            assert (piece.file_range.file, piece.file_range.offset, piece.file_range.nbytes) == (
                 info.relative_path,
                 info.offset,
                 info.length,

@@ -14,19 +14,19 @@ from support.made_states import checkpointer_state, make_state, part, whole
 from support.small_disk import small_disk
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.states import CheckpointError, CorruptError, Shard
-from gpuops.checkpoint.stores import open_store
-from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer_convert.assemble import StateReader
-from gpuops.worker.checkpointer_convert.export import (
-    Format,
-    _directory_beside,
-    _file_beside,
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
+from gpuops.convert.export import (
+    ConvertFormat,
     _save_dcp,
+    _temporary_directory,
+    _temporary_file,
     export_state,
 )
-from gpuops.worker.checkpointer_convert.import_state import import_state, open_incoming
+from gpuops.convert.import_state import import_state, open_import_source
+from gpuops.convert.state_reader import StateReader
+from gpuops.worker.checkpointer import Checkpointer
 
 
 class Job:
@@ -95,7 +95,7 @@ def no_leftovers(folder, *expected):
     assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_a_round_trip_goes_on_bit_for_bit(store, tmp_path, form):
     job = Job().train(3)
     state = job.save(store, 3)
@@ -103,7 +103,9 @@ def test_a_round_trip_goes_on_bit_for_bit(store, tmp_path, form):
     job.train(4)
 
     other = DirectoryStore(tmp_path / "other")
-    imported = import_state(open_incoming(tmp_path / "out", form, trust=False), other, tmp_path)
+    imported = import_state(
+        open_import_source(tmp_path / "out", form, trust=False), other, tmp_path
+    )
     again = Job(seed=5)
     assert again.restore(other) == 3
     again.train(4)
@@ -118,7 +120,7 @@ def test_a_round_trip_goes_on_bit_for_bit(store, tmp_path, form):
 def test_torch_loads_an_export_without_running_anything(store, tmp_path):
     job = Job().train(2)
     job.optimizer.param_groups[0]["note"] = "x"
-    export(store, job.save(store, 2), tmp_path / "out.pt", Format.TORCH)
+    export(store, job.save(store, 2), tmp_path / "out.pt", ConvertFormat.TORCH)
 
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
 
@@ -135,7 +137,7 @@ def test_torch_loads_an_export_without_running_anything(store, tmp_path):
 
 def test_dcp_loads_an_export_into_the_dicts_of_its_own_functions(store, tmp_path):
     job = Job().train(2)
-    export(store, job.save(store, 2), tmp_path / "out", Format.DCP)
+    export(store, job.save(store, 2), tmp_path / "out", ConvertFormat.DCP)
 
     fresh = Job(seed=9).train(1)
     into = {
@@ -156,24 +158,28 @@ def test_dcp_loads_an_export_into_the_dicts_of_its_own_functions(store, tmp_path
 def test_safetensors_of_one_part_have_the_names_of_the_module(store, tmp_path):
     job = Job().train(1)
     done = export(
-        store, job.save(store, 1), tmp_path / "m.safetensors", Format.SAFETENSORS, part="model"
+        store,
+        job.save(store, 1),
+        tmp_path / "m.safetensors",
+        ConvertFormat.SAFETENSORS,
+        part="model",
     )
 
     same(load_file(tmp_path / "m.safetensors"), job.model.state_dict())
-    assert done.left_out[0] == "what is not a tensor"
-    assert "optimizer: only model was asked for" in done.left_out
+    assert done.omitted[0] == "what is not a tensor"
+    assert "optimizer: only model was asked for" in done.omitted
     Job(seed=3).model.load_state_dict(load_file(tmp_path / "m.safetensors"))
 
 
-@pytest.mark.parametrize("form", [Format.TORCH, Format.DCP])
+@pytest.mark.parametrize("form", [ConvertFormat.TORCH, ConvertFormat.DCP])
 def test_one_part_alone(store, tmp_path, form):
     job = Job().train(1)
     export(store, job.save(store, 1), tmp_path / "out", form, part="model")
 
-    imported = open_incoming(tmp_path / "out", form, trust=False)
+    imported = open_import_source(tmp_path / "out", form, trust=False)
     assert set(imported.tree) == set(job.model.state_dict())
     with pytest.raises(CheckpointError, match="no part 'x': it has model, optimizer"):
-        export(store, store.list()[0].state, tmp_path / "y", form, part="x")
+        export(store, store.list_states()[0].state, tmp_path / "y", form, part="x")
 
 
 class Stops:
@@ -187,9 +193,9 @@ class Stops:
 
 
 def test_ctrl_c_while_torch_writes_is_no_failure_of_the_disk(tmp_path):
-    with pytest.raises(KeyboardInterrupt), _file_beside(tmp_path / "x") as file:
+    with pytest.raises(KeyboardInterrupt), _temporary_file(tmp_path / "x") as file:
         torch.save({"a": torch.ones(3), "b": Stops(KeyboardInterrupt())}, file)
-    with pytest.raises(KeyboardInterrupt), _directory_beside(tmp_path / "y") as folder:
+    with pytest.raises(KeyboardInterrupt), _temporary_directory(tmp_path / "y") as folder:
         _save_dcp({"a": torch.ones(3), "b": Stops(KeyboardInterrupt())}, folder)
 
     assert list(tmp_path.iterdir()) == []
@@ -199,7 +205,7 @@ def test_what_dcp_cannot_write_is_told_in_one_line(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         pytest.raises(CheckpointError, match=r"^cannot write .*: [^\n]*\Z"),
-        _directory_beside(tmp_path / "y") as folder,
+        _temporary_directory(tmp_path / "y") as folder,
     ):
         _save_dcp({"b": Stops(full)}, folder)
 
@@ -233,18 +239,18 @@ RANKS = [
 WHOLE = {"model.w": W, "model.e": E, "model.b": torch.zeros(3)}
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_shards_of_four_ranks_are_put_together(store, tmp_path, form):
     state = make_state(store, RANKS, step=8)
     export(store, state, tmp_path / "out", form)
 
     match form:
-        case Format.SAFETENSORS:
+        case ConvertFormat.SAFETENSORS:
             loaded = load_file(tmp_path / "out")
-        case Format.TORCH:
+        case ConvertFormat.TORCH:
             loaded = torch.load(tmp_path / "out", weights_only=True)
             del loaded["gpuops"]
-        case Format.DCP:
+        case ConvertFormat.DCP:
             loaded = {name: torch.empty_like(tensor) for name, tensor in WHOLE.items()}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -252,13 +258,13 @@ def test_shards_of_four_ranks_are_put_together(store, tmp_path, form):
     same(loaded, WHOLE)
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_a_state_under_a_url_is_fetched_and_verified(tmp_path, form):
     store = open_store(f"memory://{tmp_path.name}")
     state = make_state(store, RANKS, step=8)
     export(store, state, tmp_path / "out", form)
     other = open_store(f"memory://{tmp_path.name}-other")
-    incoming = open_incoming(tmp_path / "out", form, trust=False)
+    incoming = open_import_source(tmp_path / "out", form, trust=False)
     imported = import_state(incoming, other, tmp_path).state
 
     with StateReader(other, other.read_manifest(imported), tmp_path) as reader:
@@ -270,7 +276,7 @@ def test_a_state_under_a_url_is_fetched_and_verified(tmp_path, form):
 def test_torchs_own_reader_puts_the_same_together(store, tmp_path):
     state = make_state(store, RANKS, step=8)
     loaded = {name: torch.empty_like(tensor) for name, tensor in WHOLE.items()}
-    reader = dcp.HuggingFaceStorageReader(str(store.open_shard(state, Shard(0, 4)).parent))
+    reader = dcp.HuggingFaceStorageReader(str(store.local_shard_path(state, Shard(0, 4)).parent))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(loaded, storage_reader=reader, no_dist=True)
@@ -283,7 +289,12 @@ def test_torchs_own_reader_puts_the_same_together(store, tmp_path):
 def test_a_set_of_files_with_an_index(store, tmp_path, limit, n_files):
     state = make_state(store, RANKS, step=8)
     done = export(
-        store, state, tmp_path / "out", Format.SAFETENSORS, max_shard_bytes=limit, part="model"
+        store,
+        state,
+        tmp_path / "out",
+        ConvertFormat.SAFETENSORS,
+        max_shard_bytes=limit,
+        part="model",
     )
 
     names = {file.name for file in done.files}
@@ -300,7 +311,7 @@ def test_a_set_of_files_with_an_index(store, tmp_path, limit, n_files):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in WHOLE.values())
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_nothing_is_overwritten(store, tmp_path, form):
     state = make_state(store, RANKS)
     (tmp_path / "out").write_text("mine")
@@ -310,10 +321,10 @@ def test_nothing_is_overwritten(store, tmp_path, form):
     assert (tmp_path / "out").read_text() == "mine"
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_a_damaged_state_is_not_exported_and_leaves_nothing(store, tmp_path, form):
     state = make_state(store, RANKS)
-    path = store.open_shard(state, Shard(3, 4))
+    path = store.local_shard_path(state, Shard(3, 4))
     content = bytearray(path.read_bytes())
     content[-4200] ^= 4
     path.write_bytes(content)
@@ -323,7 +334,7 @@ def test_a_damaged_state_is_not_exported_and_leaves_nothing(store, tmp_path, for
     no_leftovers(tmp_path, "states")
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_a_full_disk_is_an_error_and_leaves_nothing(store, tmp_path, form):
     w = torch.randn(500_000)
     cuts = [slice(0, 250_000), slice(250_000, 500_000)]

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from support.made_states import make_state, part
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from gpuops.checkpoint.directory import DirectoryStore
-from gpuops.checkpoint.states import CheckpointError, CorruptError, StateId
-from gpuops.checkpoint.verify import verify_state
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.types import CheckpointError, CorruptError, StateId
+from gpuops.convert.export import ConvertFormat, export_state
+from gpuops.convert.import_state import import_state, open_import_source
+from gpuops.convert.pickle_reader import RefusedPickleError
+from gpuops.convert.state_reader import StateReader
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.checkpointer_convert.assemble import StateReader
-from gpuops.worker.checkpointer_convert.export import Format, export_state
-from gpuops.worker.checkpointer_convert.import_state import import_state, open_incoming
-from gpuops.worker.checkpointer_convert.pickled import RefusedPickleError
 
 DTYPES = [
     torch.float32,
@@ -52,7 +52,7 @@ def store(tmp_path):
 
 
 def take(path, form, store, *, trust=False, **how):
-    return import_state(open_incoming(path, form, trust=trust), store, path.parent, **how)
+    return import_state(open_import_source(path, form, trust=trust), store, path.parent, **how)
 
 
 def dcp_save(state, path):
@@ -86,14 +86,17 @@ def test_all_dtypes_and_shapes_of_each_format(tmp_path, store):
     dcp_save(tensors, tmp_path / "dcp")
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "safetensors")
 
-    for step, form in enumerate(Format, 1):
+    for step, form in enumerate(ConvertFormat, 1):
         done = take(tmp_path / form.value, form, store, step=step)
         assert done.n_tensors == len(tensors)
         assert verify_state(store, done.state) == []
         with StateReader(store, store.read_manifest(done.state), tmp_path) as reader:
             out = tmp_path / f"out{step}"
             export_state(
-                reader, out, Format.TORCH, part="model" if form is not Format.DCP else None
+                reader,
+                out,
+                ConvertFormat.TORCH,
+                part="model" if form is not ConvertFormat.DCP else None,
             )
         loaded = torch.load(out, weights_only=True)
         loaded.pop("gpuops", None)
@@ -109,7 +112,7 @@ def test_all_dtypes_and_shapes_of_each_format(tmp_path, store):
             )
 
 
-@pytest.mark.parametrize("form", [Format.TORCH, Format.DCP])
+@pytest.mark.parametrize("form", [ConvertFormat.TORCH, ConvertFormat.DCP])
 def test_what_torchs_functions_saved_is_restored_into_a_job(tmp_path, store, form):
     model, optimizer = model_and_optimizer()
     state = {
@@ -117,7 +120,7 @@ def test_what_torchs_functions_saved_is_restored_into_a_job(tmp_path, store, for
         "optimizer": get_optimizer_state_dict(model, optimizer),
         "step": 12,
     }
-    (dcp_save if form is Format.DCP else torch.save)(state, tmp_path / "x")
+    (dcp_save if form is ConvertFormat.DCP else torch.save)(state, tmp_path / "x")
 
     done = take(tmp_path / "x", form, store)
     fresh, fresh_optimizer = model_and_optimizer(seed=4)
@@ -131,10 +134,10 @@ def test_what_torchs_functions_saved_is_restored_into_a_job(tmp_path, store, for
     assert fresh_optimizer.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("form", [Format.TORCH, Format.SAFETENSORS])
+@pytest.mark.parametrize("form", [ConvertFormat.TORCH, ConvertFormat.SAFETENSORS])
 def test_bare_weights_are_a_models(tmp_path, store, form):
     model, _ = model_and_optimizer()
-    save = torch.save if form is Format.TORCH else save_file
+    save = torch.save if form is ConvertFormat.TORCH else save_file
     save(model.state_dict(), tmp_path / "x")
 
     take(tmp_path / "x", form, store, step=1)
@@ -148,7 +151,7 @@ def test_bare_weights_are_a_models(tmp_path, store, form):
 def test_an_optimizer_by_numbers_is_told_apart(tmp_path, store):
     model, optimizer = model_and_optimizer()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
-    (note,) = take(tmp_path / "x", Format.TORCH, store, step=1).notes
+    (note,) = take(tmp_path / "x", ConvertFormat.TORCH, store, step=1).notes
     assert "by numbers" in note
 
     named = torch.optim.AdamW(model.named_parameters(), lr=0.1)
@@ -156,7 +159,7 @@ def test_an_optimizer_by_numbers_is_told_apart(tmp_path, store):
         optimizer.state_dict() | {"param_groups": named.state_dict()["param_groups"]}
     )
     torch.save({"model": model.state_dict(), "optimizer": named.state_dict()}, tmp_path / "y")
-    assert take(tmp_path / "y", Format.TORCH, store, step=2).notes == ()
+    assert take(tmp_path / "y", ConvertFormat.TORCH, store, step=2).notes == ()
     fresh, fresh_optimizer = model_and_optimizer(seed=4)
     with Checkpointer(model=fresh, optimizer=fresh_optimizer, directory=store.address) as ck:
         assert ck.restore() == 2
@@ -172,14 +175,14 @@ def test_the_shards_that_dcp_writes_as_safetensors(tmp_path, store):
     folder = tmp_path / "o" / state.name
 
     # Our own shards have the same form as those of torch's HuggingFaceStorageWriter.
-    done = take(folder, Format.SAFETENSORS, store, step=5)
+    done = take(folder, ConvertFormat.SAFETENSORS, store, step=5)
     with StateReader(store, store.read_manifest(done.state), tmp_path) as reader:
         assert bytes(reader.bytes_of(reader.tensors["model.model.w"])) == bytes(
             w.view(-1).view(torch.uint8).numpy()
         )
     next(folder.glob("shard-00001*")).unlink()
     with pytest.raises(CorruptError, match="do not make up its shape"):
-        take(folder, Format.SAFETENSORS, store, step=6)
+        take(folder, ConvertFormat.SAFETENSORS, store, step=6)
 
 
 def test_shards_that_overlap_and_leave_a_hole_of_the_same_size(tmp_path, store):
@@ -196,7 +199,7 @@ def test_shards_that_overlap_and_leave_a_hole_of_the_same_size(tmp_path, store):
     )
 
     with pytest.raises(CorruptError, match="do not make up"):
-        take(folder, Format.SAFETENSORS, store, step=1)
+        take(folder, ConvertFormat.SAFETENSORS, store, step=1)
 
 
 def test_a_set_with_an_index(tmp_path, store):
@@ -208,7 +211,7 @@ def test_a_set_with_an_index(tmp_path, store):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    assert take(folder, Format.SAFETENSORS, store, step=1).n_tensors == 2
+    assert take(folder, ConvertFormat.SAFETENSORS, store, step=1).n_tensors == 2
 
 
 @pytest.mark.parametrize(
@@ -228,24 +231,24 @@ def test_an_index_that_is_none(tmp_path, store, index, message):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     with pytest.raises(CorruptError, match=message):
-        take(folder, Format.SAFETENSORS, store, step=1)
+        take(folder, ConvertFormat.SAFETENSORS, store, step=1)
 
 
 def test_a_newer_epoch_unless_told_and_never_over_another(tmp_path, store):
     torch.save({"model": {"w": torch.ones(1)}, "global_step": torch.tensor(9)}, tmp_path / "x")
 
-    assert take(tmp_path / "x", Format.TORCH, store).state == StateId(0, 9)
-    assert take(tmp_path / "x", Format.TORCH, store).state == StateId(1, 9)
+    assert take(tmp_path / "x", ConvertFormat.TORCH, store).state == StateId(0, 9)
+    assert take(tmp_path / "x", ConvertFormat.TORCH, store).state == StateId(1, 9)
     with pytest.raises(CheckpointError, match="already"):
-        take(tmp_path / "x", Format.TORCH, store, epoch=1)
+        take(tmp_path / "x", ConvertFormat.TORCH, store, epoch=1)
 
 
 def test_nobody_says_the_step(tmp_path, store):
     torch.save({"model": {"w": torch.ones(1)}, "step": "12"}, tmp_path / "x")
 
     with pytest.raises(CheckpointError, match="--step"):
-        take(tmp_path / "x", Format.TORCH, store)
-    assert not store.list()
+        take(tmp_path / "x", ConvertFormat.TORCH, store)
+    assert not store.list_states()
 
 
 # Hostile files.
@@ -263,7 +266,7 @@ def test_nobody_says_the_step(tmp_path, store):
 def test_what_torch_refuses_is_told_without_its_advice(tmp_path, store, content, said):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        take(tmp_path / "x", Format.TORCH, store, step=1)
+        take(tmp_path / "x", ConvertFormat.TORCH, store, step=1)
 
     assert said in str(caught.value)
     assert "weights_only" not in str(caught.value)
@@ -274,11 +277,11 @@ def test_a_bomb_in_a_torch_file_does_not_go_off_unless_trusted(tmp_path, store):
     torch.save({"model": {"w": torch.ones(1)}, "x": Bomb(proof)}, tmp_path / "x")
 
     with pytest.raises(CheckpointError, match=r"is refused.*--trust"):
-        take(tmp_path / "x", Format.TORCH, store, step=1)
+        take(tmp_path / "x", ConvertFormat.TORCH, store, step=1)
     assert not proof.exists()
-    assert not store.list()
+    assert not store.list_states()
     with pytest.raises(CheckpointError):  # an int in the state; but the user said so
-        take(tmp_path / "x", Format.TORCH, store, trust=True)
+        take(tmp_path / "x", ConvertFormat.TORCH, store, trust=True)
     assert proof.exists(), "the bomb is none"
 
 
@@ -287,9 +290,9 @@ def test_a_bomb_in_a_value_of_a_dcp_directory(tmp_path, store):
     dcp_save({"model": {"w": torch.ones(1)}, "x": Bomb(proof)}, tmp_path / "x")
 
     with pytest.raises(CheckpointError, match="'x' is refused"):
-        take(tmp_path / "x", Format.DCP, store, step=1)
+        take(tmp_path / "x", ConvertFormat.DCP, store, step=1)
     assert not proof.exists()
-    take(tmp_path / "x", Format.DCP, store, step=1, trust=True)
+    take(tmp_path / "x", ConvertFormat.DCP, store, step=1, trust=True)
     assert proof.exists(), "the bomb is none"
 
 
@@ -302,9 +305,9 @@ def test_a_bomb_in_the_metadata_of_a_dcp_directory(tmp_path, store):
     path.write_bytes(pickle.dumps(metadata))
 
     with pytest.raises(RefusedPickleError):
-        take(tmp_path / "x", Format.DCP, store, step=1)
+        take(tmp_path / "x", ConvertFormat.DCP, store, step=1)
     assert not proof.exists()
-    assert take(tmp_path / "x", Format.DCP, store, step=1, trust=True).n_tensors == 1
+    assert take(tmp_path / "x", ConvertFormat.DCP, store, step=1, trust=True).n_tensors == 1
     assert proof.exists(), "the bomb is none"
 
 
@@ -317,7 +320,7 @@ def test_a_bomb_in_a_tensor_of_a_dcp_directory(tmp_path, store):
     data.write_bytes((tmp_path / "bomb").read_bytes().ljust(size, b"\0")[:size])
 
     with pytest.raises(CorruptError):
-        take(tmp_path / "x", Format.DCP, store, step=1)
+        take(tmp_path / "x", ConvertFormat.DCP, store, step=1)
     assert not proof.exists()
 
 
@@ -355,19 +358,19 @@ def test_metadata_that_lies(tmp_path, store, changes, message):
     edited(tmp_path / "x", **changes)
 
     with pytest.raises(CorruptError, match=message):
-        take(tmp_path / "x", Format.DCP, store, step=1)
-    assert not store.list()
+        take(tmp_path / "x", ConvertFormat.DCP, store, step=1)
+    assert not store.list_states()
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 @pytest.mark.parametrize("cut", [0, 1, 100])
 def test_a_file_that_was_cut_short(tmp_path, store, form, cut):
     tensors = {"w": torch.randn(1000)}
     path = data = tmp_path / "x"
-    if form is Format.DCP:
+    if form is ConvertFormat.DCP:
         dcp_save(tensors, path)
         data = path / "__0_0.distcp"
-    elif form is Format.TORCH:
+    elif form is ConvertFormat.TORCH:
         torch.save(tensors, path)
     else:
         save_file(tensors, path)
@@ -376,10 +379,10 @@ def test_a_file_that_was_cut_short(tmp_path, store, form, cut):
 
     with pytest.raises(CheckpointError):
         take(path, form, store, step=1)
-    assert not store.list()
+    assert not store.list_states()
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(ConvertFormat))
 def test_noise(tmp_path, store, form):
     (tmp_path / "x").write_bytes(os.urandom(5000))
     with pytest.raises(CheckpointError):
@@ -395,7 +398,7 @@ def test_a_header_of_an_exabyte(tmp_path, store):
     (tmp_path / "x").write_bytes(struct.pack("<Q", 2**60) + b"{}")
 
     with pytest.raises(CorruptError, match="no safetensors file"):
-        take(tmp_path / "x", Format.SAFETENSORS, store, step=1)
+        take(tmp_path / "x", ConvertFormat.SAFETENSORS, store, step=1)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +416,7 @@ def test_lies_about_an_export_of_ours(tmp_path, store, own):
     save_file({"model.w": torch.ones(1)}, tmp_path / "x", metadata=metadata)
 
     try:
-        state = take(tmp_path / "x", Format.SAFETENSORS, store).state
+        state = take(tmp_path / "x", ConvertFormat.SAFETENSORS, store).state
     except CorruptError:
         return
     # One rank's extra is kept as it is; it is judged when it is restored.

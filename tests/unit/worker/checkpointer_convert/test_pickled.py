@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.states import CorruptError
-from gpuops.worker.checkpointer_convert.pickled import (
-    Made,
-    Named,
-    Pairs,
+from gpuops.checkpoint.types import CorruptError
+from gpuops.convert.pickle_reader import (
+    PickleCall,
+    PickleDict,
+    PickleGlobal,
     RefusedPickleError,
     read_pickle,
 )
@@ -29,7 +29,7 @@ PLAIN = st.recursive(
 
 def as_plain(value):
     match value:
-        case Pairs():
+        case PickleDict():
             return {key: as_plain(item) for key, item in value.items}
         case list():
             return [as_plain(item) for item in value]
@@ -72,14 +72,16 @@ def test_a_bomb_is_refused_by_name_and_does_not_go_off(tmp_path, protocol):
 def test_an_admitted_name_is_noted_and_not_called():
     value = read_pickle(pickle.dumps(pathlib.PurePosixPath("/a/b")), ["pathlib.PurePosixPath"])
 
-    assert isinstance(value, Made)
+    assert isinstance(value, PickleCall)
     assert (value.kind, value.args) == ("pathlib.PurePosixPath", ("/", "a", "b"))
 
 
 def test_a_constant_is_noted():
-    value = read_pickle(pickle.dumps(os.system), [], also=lambda name: name.endswith(".system"))
+    value = read_pickle(
+        pickle.dumps(os.system), [], is_allowed=lambda name: name.endswith(".system")
+    )
 
-    assert isinstance(value, Named)
+    assert isinstance(value, PickleGlobal)
 
 
 def test_an_ordered_dict_is_pairs():

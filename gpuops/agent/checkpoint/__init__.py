@@ -1,0 +1,18 @@
+"""The agent's side of checkpoints: the node's keeper, and the agreement between nodes.
+
+A keeper (`gpuops.checkpoint.keeper`) holds the states of one node in memory. This package starts
+or adopts it and lets the nodes of a run agree on two questions: is a state saved on all nodes
+(*commit*), and which state does the next generation load (*restore*).
+
+* `start`: which kind of checkpointing this run has; returns a `CheckpointService`.
+* `api`: `CheckpointService`, which the agent calls, and `NoCheckpointService`.
+* `keeper_supervisor`, `keeper_client`, `keeper_folder`, `keeper_restarts`: the keeper process.
+* `follower`: this node's part in the agreement; `leader`: the part of the node that leads.
+* `commit_rule`, `restore_rule`, `replica_check`, `final_record`: the rules, as pure functions.
+* `messages`: what goes through the control record. Bounded; other nodes are not trusted to be sane.
+* `record`, `keeper_events`: what of all this is written into the run's journal.
+* `failure_history`: the failure rate that ``every="auto"`` uses.
+
+A node that reports goes through `follower` -> control record -> `leader` -> `commit_rule` ->
+control record -> `follower`, which tells the keeper.
+"""

@@ -1,0 +1,225 @@
+"""What an agent asks of what keeps its checkpoints, and what that asks of a keeper."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gpuops.agent.checkpoint.keeper_events import KeeperEvent
+from gpuops.agent.checkpoint.keeper_protocols import PeerKeeper
+from gpuops.agent.status.state import CheckpointState
+from gpuops.checkpoint.types import StateId
+from gpuops.control.record import Roster
+from gpuops.model import Json
+
+KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
+Refusal = Callable[[int | None, Callable[[float], object]], str | None]
+OFF = ""  # a worker must not take one of somebody else's environment either
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalFlush:
+    """What a flush came to. ``state`` is what lies in ``directory`` now, None where nothing does.
+
+    ``fitted``: the newest state that was committed is there; else ``why`` says what kept it.
+    ``has_place`` False: no directory was ever named, by nobody. ``is_end``: the run had ended, and
+    not because of a failure or a signal, whose incident would say it.
+    """
+
+    state: StateId | None = None
+    newest: StateId | None = None
+    fitted: bool = False
+    has_place: bool = True
+    is_end: bool = False
+    seconds: float = 0.0
+    within_s: float = 0.0
+    directory: str | None = None
+    why: str | None = None
+
+
+class KeeperLifecycle(PeerKeeper, Protocol):
+    """What an agent asks of its node's keeper; each call ends, with KeeperError at the latest."""
+
+    def begin_generation(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
+        """Say that new workers come, and which state they are not to load."""
+        ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return counts by name; ``newest`` and ``persisted`` are ``[epoch, step]`` or None."""
+        ...
+
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        """Return what happened since the last call, oldest first; see `read_events`."""
+        ...
+
+    def flush(self, deadline_s: float) -> FinalFlush:
+        """Persist the newest committed state within *deadline_s*; ``state`` is that, or None."""
+        ...
+
+    def end(self) -> None:
+        """Have the keeper end, with all that it holds in memory."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it: it lives on for its lease. Never raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedKeeper:
+    """A keeper that answers. ``adopted``: the one of an agent that was killed.
+
+    ``ended``: how one before it hung that was ended for that, "" where there was none.
+    """
+
+    tie: KeeperLifecycle
+    socket: str
+    pid: int | None = None
+    adopted: bool = False
+    ended: str = ""
+
+
+class KeeperEventSink(Protocol):
+    """Who writes down what a keeper tells; called by one thread at a time."""
+
+    def began(
+        self, started: StartedKeeper, newest: StateId | None, *, lost: StateId | None = None
+    ) -> None:
+        """Hear that there is a keeper now, what it holds, and what one that died had held."""
+        ...
+
+    def heard(self, events: Sequence[KeeperEvent]) -> None:
+        """Hear what happened in it."""
+        ...
+
+    def newest(self, state: StateId, *, is_new: bool) -> None:
+        """Hear of a newer state than before; *is_new*: this generation saved it."""
+        ...
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Hear that the keeper failed at *what*, or is gone."""
+        ...
+
+    def flushed(self, done: FinalFlush) -> None:
+        """Hear what became of a flush."""
+        ...
+
+    def over(self) -> None:
+        """Hear that a generation has ended: what was counted is told."""
+        ...
+
+
+class CheckpointService(Protocol):
+    """What the other parts of an agent ask; none of it raises."""
+
+    def env(self) -> Mapping[str, str]:
+        """Return what the workers of the next generation find in their environment."""
+        ...
+
+    def holding(self) -> Json | None:
+        """Return what goes with this node's wish for a seat, None where it keeps nothing."""
+        ...
+
+    def begin(
+        self,
+        generation: int,
+        n_nodes: int,
+        excluded_step: int | None,
+        roster: Roster | None = None,
+    ) -> None:
+        """Prepare for the workers of a generation, which start next; *roster* has their seats."""
+        ...
+
+    def refusal(self, pause: Callable[[float], object]) -> str | None:
+        """Return why another job keeps this one from its directory, None where none does.
+
+        Ask once `begin` has been called. *pause* is called while that one may still leave.
+        """
+        ...
+
+    def said(self) -> Json | None:
+        """Return what goes with a heartbeat, None where no script saves; never waits."""
+        ...
+
+    def settle(self, within_s: float) -> None:
+        """Wait until what was saved last is committed, and persistent, on all nodes.
+
+        For as long as there is somebody to agree with; a node alone has nothing to wait for.
+        """
+        ...
+
+    def look(self) -> None:
+        """Take in what there is to hear; waits for less than a second."""
+        ...
+
+    def state(self) -> CheckpointState | None:
+        """Return what is held, None where nothing is kept; from any thread, never waits."""
+        ...
+
+    def flush(self, within_s: float) -> FinalFlush | None:
+        """Persist the newest state within *within_s*; None where there is nothing to persist."""
+        ...
+
+    def end(self, save_s: float) -> None:
+        """End the keeper; what is newest is persisted before, within *save_s* (0: at once)."""
+        ...
+
+    def leave(self) -> None:
+        """Let go of the keeper, which waits for the next agent of this job."""
+        ...
+
+
+class NoCheckpointService:
+    """A run that keeps nothing in memory."""
+
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
+
+    def env(self) -> Mapping[str, str]:
+        """Return that there is no keeper, and that none is to be started."""
+        return {KEEPER: OFF, **place_of(self._directory)}
+
+    def holding(self) -> Json | None:
+        """Return that nothing is kept."""
+        return None
+
+    def begin(
+        self,
+        generation: int,
+        n_nodes: int,
+        excluded_step: int | None,
+        roster: Roster | None = None,
+    ) -> None:
+        """Do nothing."""
+
+    def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 the protocol's
+        """Return that none does, as far as is known here."""
+        return None
+
+    def said(self) -> Json | None:
+        """Return that there is nothing to say."""
+        return None
+
+    def settle(self, within_s: float) -> None:
+        """Do nothing."""
+
+    def look(self) -> None:
+        """Do nothing."""
+
+    def state(self) -> CheckpointState | None:
+        """Return that nothing is kept."""
+        return None
+
+    def flush(self, within_s: float) -> FinalFlush | None:  # noqa: ARG002 the protocol's
+        """Return that there is nothing to persist."""
+        return None
+
+    def end(self, save_s: float) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
+def place_of(directory: str | None) -> dict[str, str]:
+    """Return what tells workers where states persist."""
+    return {} if directory is None else {DIRECTORY: directory}

@@ -1,0 +1,147 @@
+"""A drain on one node: the workers finish their step, save if they can, and stop.
+
+A script that asks `gpuops.should_stop` or handles the signal itself has until the deadline. Any
+other cannot save; once each of its ranks has completed a step it has nothing more to gain.
+"""
+
+import logging
+import math
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from gpuops.agent.elastic.workers import Workers
+from gpuops.agent.monitors.progress import SPREAD_S
+from gpuops.control.client import HOLD_S, ControlClient
+from gpuops.control.drain import request_drain
+from gpuops.control.record import ENTRY_ERRORS, unpack
+from gpuops.control.store import ControlStoreError, Entry
+from gpuops.host.clock import Clock
+from gpuops.incident import fields
+from gpuops.units import NS_PER_S
+from gpuops.wire import STEP_UNKNOWN, AgentRequest, WorkerFlag
+
+log = logging.getLogger(__name__)
+
+# What a heartbeat tells of steps is that old at most: it was held, and the next one is under way.
+TOLD_S = 2 * HOLD_S
+
+
+class Draining:
+    """One drain, of at most *grace_s*; ranks that ask leave their loops after *stop_step*.
+
+    *caught* says which signals a process has handlers for.
+    """
+
+    def __init__(
+        self,
+        number: signal.Signals,
+        workers: Workers,
+        clock: Clock,
+        grace_s: float,
+        stop_step: int | None,
+        caught: Callable[[int], Sequence[signal.Signals]] | None = None,
+    ) -> None:
+        self._caught = caught or caught_signals
+        self._workers = workers
+        self._clock = clock
+        self._deadline_ns = clock.mono_ns() + round(grace_s * NS_PER_S)
+        self._beats_before = workers.beat_counts()
+        for worker in workers.all:
+            worker.ring.request(
+                AgentRequest.DRAIN, STEP_UNKNOWN if stop_step is None else stop_step
+            )
+        # After the request: our handler takes a signal before it for a notice of its own.
+        self._forwarded = self._forward(number)
+
+    def is_over(self) -> bool:
+        """Say whether the workers that are left have nothing more to do, or no time for it."""
+        if self._workers.all_ended or self._clock.mono_ns() >= self._deadline_ns:
+            return True
+        return all(
+            self._has_stepped(worker.rank)
+            for worker in self._workers.all
+            if not self._cooperates(worker.rank)
+        ) and not any(self._cooperates(worker.rank) for worker in self._workers.all)
+
+    def _cooperates(self, rank: int) -> bool:
+        flags = self._workers.of_rank(rank).ring.flags
+        has_own_handler = rank in self._forwarded and not flags & WorkerFlag.HANDLER_RAN
+        return has_own_handler or bool(flags & WorkerFlag.STOP_POLLED)
+
+    def _has_stepped(self, rank: int) -> bool:
+        """Say whether *rank* made a step since the drain began; one that never beats cannot."""
+        before = self._beats_before[rank]
+        return before == 0 or self._workers.beat_counts()[rank] > before
+
+    def _forward(self, number: signal.Signals) -> frozenset[int]:
+        """Pass the signal on to workers that handle it themselves; return their ranks."""
+        ours = {
+            signal.SIGTERM: WorkerFlag.HANDLES_SIGTERM,
+            signal.SIGUSR1: WorkerFlag.HANDLES_SIGUSR1,
+        }.get(number)
+        told = set()
+        for worker in self._workers.all:
+            is_ours = ours is not None and bool(worker.ring.flags & ours)
+            if (
+                not is_ours
+                and number in self._caught(worker.pid)
+                and self._workers.signal(worker.local_rank, number)
+            ):
+                told.add(worker.rank)
+        return frozenset(told)
+
+
+def drain_from_afar(
+    link: ControlClient, signal_name: str, *, was_there: bool = False, stop_step: int | None = None
+) -> bool:
+    """Take a run whose workers are on other nodes to DRAIN; say whether this call did that.
+
+    The first word on where to stop holds for all ranks, so it must be a step here, too. An agent
+    that *was_there*, whose workers have ended, knows *stop_step* itself: in the last save that is
+    every agent, and each would list the heartbeats of all.
+    """
+    if was_there:
+        return request_drain(link, signal_name, stop_step)
+    try:
+        beats = link.store.list(link.keys.heartbeat())
+    except ControlStoreError as exc:
+        log.debug("the drain is not on the board yet: %s", exc)
+        return False
+    return request_drain(link, signal_name, common_step(beats, link.record.generation))
+
+
+def common_step(beats: Mapping[str, Entry], generation: int) -> int | None:
+    """Return a step that no rank of *generation* has begun by the time it hears of it.
+
+    By what agents tell of their slowest rank, which another may be a step ahead of, with their
+    heartbeats; None where none tells, as before the second step.
+    """
+    steps, rates = [], []
+    for entry in beats.values():
+        try:
+            told = unpack(entry.value)
+            step, rate = fields.number(told.get("step")), told.get("rate")
+            if step is None or rate is None or told.get("generation") != generation:
+                continue
+            rates.append(fields.seconds(rate))
+            steps.append(step)
+        except ENTRY_ERRORS:
+            continue
+    if not steps:
+        return None
+    return max(steps) + 2 + max(1, math.ceil((SPREAD_S + TOLD_S) * max(rates)))
+
+
+def caught_signals(pid: int, root: Path = Path("/")) -> Sequence[signal.Signals]:
+    """Return the signals that the process *pid* has handlers for (``SigCgt`` of proc(5))."""
+    try:
+        text = (root / "proc" / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == "SigCgt":
+            mask = int(value, 16)
+            return [s for s in signal.Signals if mask >> (s - 1) & 1]
+    return ()

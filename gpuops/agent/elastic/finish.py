@@ -1,0 +1,395 @@
+"""The end of one generation on one node: say so, gather evidence, stop the workers, report, wait.
+
+What cannot reach the board is tried again while the decision is waited for: a board that is slow or
+away for some seconds delays a restart, and ends nothing.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from signal import SIGTERM
+
+from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.elastic.rendezvous import Assignment
+from gpuops.agent.elastic.workers import Workers
+from gpuops.agent.launch.services import Services
+from gpuops.agent.monitors.api import Monitor
+from gpuops.agent.monitors.evidence import EVIDENCE_S
+from gpuops.agent.monitors.gpu_events import RECENT_S, GpuEvent
+from gpuops.control.record import ControlRecord, RunPhase
+from gpuops.control.store import ControlStoreError
+from gpuops.errors import EXIT_REQUEUE
+from gpuops.incident.budget import count_failures
+from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.kernel import JobXidFilter, job_lines
+from gpuops.incident.report import build_node_report
+from gpuops.model import (
+    Confidence,
+    Entity,
+    EntityKind,
+    Evidence,
+    FailureClass,
+    Role,
+    Side,
+    WorkerExit,
+)
+from gpuops.units import NS_PER_S
+
+log = logging.getLogger(__name__)
+
+# After the first failure the others get this long to fail by themselves: what they raise is
+# evidence, and an end of their own is not taken for our teardown.
+COLLECT_S = 0.1
+RETRY_S = 0.2
+# `grace.MARGIN_S` is more: a small state still persists when the workers took all of their time.
+LAST_SAVE_S_MIN = 1.0
+# Nothing to decide over: the first of a node's reports says all.
+_LOOK_FIRST = frozenset({ReportKind.HANG})
+
+
+def has_moved_on(now: ControlRecord, generation: int) -> bool:
+    """Say whether the workers of *generation* have to stop."""
+    return now.generation > generation or now.phase in {
+        RunPhase.COLLECT,
+        RunPhase.STOP,
+        RunPhase.RENDEZVOUS,
+    }
+
+
+class AttemptFinish:
+    """One generation's end here. *waiting* is called while others are waited for; it may raise."""
+
+    def __init__(
+        self,
+        parts: Services,
+        seat: Assignment,
+        workers: Workers,
+        waiting: Callable[[ControlRecord], None],
+    ) -> None:
+        self._parts = parts
+        self._generation = seat.record.generation
+        self._workers = workers
+        self._waiting = waiting
+        self._trigger: tuple[ReportKind, str] | None = None
+        self._unfiled: NodeReport | None = None
+        self._evidence: tuple[Evidence, ...] = ()
+        self._drain_ns: int | None = None
+
+    def drain_within(self, grace_s: float) -> None:
+        """Hear that the run drains, and that all of it has to be over after *grace_s*."""
+        self._drain_ns = self._parts.clock.mono_ns() + round(grace_s * NS_PER_S)
+
+    def announce(self, trigger: NodeReport | ReportKind | None) -> None:
+        """Take the generation out of RUN for everybody, because of what was seen here."""
+        if trigger is None:
+            return
+        kind = trigger.kind if isinstance(trigger, NodeReport) else trigger
+        reason = trigger.how if isinstance(trigger, NodeReport) else _REASONS[kind]
+        self._trigger = (kind, f"{self._parts.node}: {reason}")
+        self._try_again()
+
+    def collect_evidence(self, trigger: NodeReport | ReportKind | None) -> None:
+        """Ask the sentries what the workers are doing, where they do not simply fail."""
+        kind = trigger.kind if isinstance(trigger, NodeReport) else trigger
+        if (kind or self._parts.link.record.trigger) not in _LOOK_FIRST:
+            return
+        session = self._parts.session
+        for sentry in self._parts.sentries:
+            session.safely("collecting evidence", partial(self._collect, sentry))
+
+    def _collect(self, sentry: Monitor) -> None:
+        self._evidence += sentry.collect(EVIDENCE_S)
+
+    def wind_down(self) -> None:
+        """End the workers that are left.
+
+        Raises:
+            SignalException: A signal to this agent reached the workers first.
+        """
+        if not self._workers.all_ended:
+            self._workers.let_others_fail(COLLECT_S)
+        self._parts.cancellation.check()
+        urgent = self._parts.cancellation
+        self._workers.end(SIGTERM, self._parts.failure_grace_s, lambda: urgent.is_urgent)
+
+    def report(self, trigger: NodeReport | ReportKind | None, codes: Mapping[int, int]) -> None:
+        """Record what happened here and file it for whoever decides."""
+        session = self._parts.session
+        chronicle = session.chronicle
+        exits = self._workers.exits(self._parts.node, chronicle.rank_progress, codes)
+        xids = self._job_xids(exits)
+        kernel_lines = job_lines(session.kernel_log.since_mark(), xids)
+        report = self._account(exits, kernel_lines, xids)
+        if isinstance(trigger, NodeReport):
+            report = merged(trigger, report)
+        report = with_stuck(report, self._workers.stuck_ranks)
+        self._evidence += exiting(self._workers.exiting_ranks)
+        self._file(report)
+        if self._parts.link.record.phase is RunPhase.DRAIN:
+            name = self._parts.link.record.drain_signal or "SIGTERM"
+            self._save_last(self._left_s(name))
+            session.safely(
+                "recording the drain", lambda: chronicle.drained(name, exits, EXIT_REQUEUE)
+            )
+        elif report.kind is ReportKind.STOPPED:
+            session.safely(
+                "recording the restart",
+                lambda: chronicle.attempt_interrupted(report, self._evidence),
+            )
+        else:
+            session.safely(
+                "recording the failure", lambda: self._failed(report, exits, kernel_lines)
+            )
+
+    def _save_last(self, within_s: float) -> None:
+        """Have the newest checkpoint persist; the others do not wait for that.
+
+        Raises:
+            SignalException: A second signal: it is not waited for any more.
+        """
+        checkpoints, link = self._parts.checkpoints, self._parts.link
+        awaited(lambda: checkpoints.flush(within_s), lambda: self._waiting(link.record))
+
+    def _left_s(self, name: str) -> float:
+        """Return the seconds that the grace of a drain leaves; a grace ends before the SIGKILL."""
+        if self._drain_ns is None:
+            return self._parts.drain_grace_s(name)
+        left_s = (self._drain_ns - self._parts.clock.mono_ns()) / NS_PER_S
+        return max(left_s, LAST_SAVE_S_MIN)
+
+    def _account(
+        self,
+        exits: Sequence[WorkerExit],
+        kernel_lines: Sequence[str] = (),
+        xids: JobXidFilter | None = None,
+    ) -> NodeReport:
+        """Return what *exits* say of this node; without our judgement where that fails."""
+        parts = self._parts
+        found = NodeReport(
+            kind=ReportKind.WORKERS_FAILED if self._workers.has_failed else ReportKind.STOPPED,
+            node=parts.node,
+            generation=self._generation,
+        )
+
+        def judge() -> None:
+            nonlocal found
+            found = build_node_report(
+                exits,
+                node=parts.node,
+                generation=self._generation,
+                rules=parts.session.rules,
+                kernel_lines=kernel_lines,
+                gpu_uuids=parts.gpu_uuids(),
+                own_gpus=() if xids is None else xids.addresses,
+                checkpoint_step=parts.pace.base_step,
+            )
+            found = with_sign(found, parts.gpu_signs())
+
+        parts.session.safely("judging the workers' ends", judge)
+        return found
+
+    def _job_xids(self, exits: Sequence[WorkerExit]) -> JobXidFilter | None:
+        """Return which Xids may have to do with *exits*; None: not known."""
+        found = None
+
+        def ask() -> None:
+            nonlocal found
+            found = self._parts.job_xids(_well_until_ns(exits))
+
+        self._parts.session.safely("asking which GPUs are the job's", ask)
+        return found
+
+    def _failed(
+        self, report: NodeReport, exits: Sequence[WorkerExit], kernel_lines: Sequence[str]
+    ) -> None:
+        session = self._parts.session
+        incident = session.chronicle.attempt_failed(
+            exits,
+            report=report,
+            kernel_lines=kernel_lines,
+            evidence=self._evidence,
+        )
+        if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
+            self._parts.say(f"attempt {self._generation} failed: {incident.title}")
+
+    def file_done(self) -> None:
+        """Say that every worker here ended with exit code 0."""
+        # With each worker's end: if others still need one of them, its early end is the cause.
+        exits = self._workers.exits(
+            self._parts.node, self._parts.session.chronicle.rank_progress, {}
+        )
+        self._file(
+            replace(
+                self._account(exits),
+                kind=ReportKind.DONE,
+                failure_class=FailureClass.UNRESOLVED,
+                how="every worker here ended with exit code 0",
+                culprits=(),
+            )
+        )
+        if self._parts.plan.terms.nodes_max == 1:
+            # Nobody else's news will wake the control thread; without it the end takes a beat more.
+            with contextlib.suppress(ControlStoreError):
+                self._parts.link.touch_record()
+
+    def fenced(self, silent_s: float) -> None:
+        """Record that this node ended its own workers."""
+        session = self._parts.session
+        why = f"no round trip to the board for {silent_s:.1f} s"
+        session.safely("recording the fence", lambda: session.chronicle.fenced(why))
+
+    def report_fence(self, silent_s: float) -> None:
+        """File that this node had been away, for the generation that it was away from."""
+        report = NodeReport(
+            kind=ReportKind.NODE_LOST,
+            node=self._parts.node,
+            generation=self._generation,
+            failure_class=FailureClass.STORE_LOST,
+            side=Side.INFRA,
+            confidence=Confidence.CONFIRMED,
+            how=f"it was cut off from the board for {silent_s:.1f} s and ended its workers",
+        )
+        self._file(with_stuck(report, self._workers.stuck_ranks))
+
+    def wait_for_the_others(self) -> ControlRecord:
+        """Return the record once it says anything but that this generation runs."""
+        return self._wait(lambda now: has_moved_on(now, self._generation) or _drains(now))
+
+    def await_decision(self) -> ControlRecord:
+        """Return the record once it is decided what comes after this generation."""
+        record = self._wait(
+            lambda now: now.generation > self._generation or now.phase is RunPhase.STOP
+        )
+        self._parts.session.safely("recording the decision", lambda: self._record(record))
+        return record
+
+    def _record(self, record: ControlRecord) -> None:
+        if record.decision is not None and record.phase is RunPhase.RENDEZVOUS:
+            terms = self._parts.plan.terms
+            used = count_failures(record.history, terms, self._parts.link.store_now_s)
+            budget = f"{used} of {terms.restarts_max} restarts used"
+            self._parts.say(
+                f"attempt {record.generation} follows ({budget}): {record.decision.reason}"
+            )
+        self._parts.rulings.hear(record, self._generation)
+
+    def _wait(self, until: Callable[[ControlRecord], bool]) -> ControlRecord:
+        link = self._parts.link
+        while not link.wait_until(until, RETRY_S):
+            self._waiting(link.record)
+            self._try_again()
+        return link.record
+
+    def _file(self, report: NodeReport) -> None:
+        self._unfiled = report
+        self._try_again()
+
+    def _try_again(self) -> None:
+        """Do on the board what could not be done yet."""
+        link = self._parts.link
+        try:
+            if self._unfiled is not None:
+                link.file_report(self._unfiled)
+                self._unfiled = None
+            if self._trigger is not None:
+                link.update_record(self._gathering)
+                self._trigger = None
+        except ControlStoreError as exc:
+            log.debug("not on the board yet: %s", exc)
+
+    def _gathering(self, now: ControlRecord) -> ControlRecord | None:
+        if (now.generation, now.phase) != (self._generation, RunPhase.RUN):
+            return None
+        assert self._trigger is not None
+        kind, reason = self._trigger
+        node = self._parts.node
+        return replace(now, phase=RunPhase.COLLECT, trigger=kind, reason=reason, decided_by=node)
+
+
+_REASONS = {
+    ReportKind.WORKERS_FAILED: "a worker failed",
+    ReportKind.NODE_LOST: "it was cut off from the board",
+    ReportKind.START_FAILED: "its workers could not be started",
+}
+
+
+def _well_until_ns(exits: Sequence[WorkerExit]) -> int | None:
+    """Return until when all ranks here surely were well, None where one has not made a step.
+
+    An Xid comes seconds before the end of its rank, or at the beginning of a standstill.
+    """
+    beats = [worker.last_beat_mono_ns for worker in exits]
+    known = [beat for beat in beats if beat is not None]
+    if not known or len(known) < len(beats):
+        return None
+    return min(known) - round(RECENT_S * NS_PER_S)
+
+
+def _drains(now: ControlRecord) -> bool:
+    return now.phase is RunPhase.DRAIN
+
+
+def merged(trigger: NodeReport, ends: NodeReport) -> NodeReport:
+    """Return what a sentry saw, with what became of the workers that were then ended."""
+    return replace(
+        trigger,
+        has_stepped=trigger.has_stepped or ends.has_stepped,
+        last_step=ends.last_step if trigger.last_step is None else trigger.last_step,
+        ends=trigger.ends or ends.ends,
+    )
+
+
+def with_sign(report: NodeReport, signs: Sequence[GpuEvent]) -> NodeReport:
+    """Return *report* with what a GPU of this node told just before, which explains a failure.
+
+    An exception of the program's own explains itself.
+    """
+    sign = next((sign for sign in signs if sign.failure_class is not None), None)
+    is_open = report.kind is ReportKind.WORKERS_FAILED and report.side is not Side.USER
+    if sign is None or sign.failure_class is None or not is_open:
+        return report
+    node = (Entity(EntityKind.NODE, report.node),) if sign.blames_node else ()
+    return replace(
+        report,
+        failure_class=sign.failure_class,
+        side=sign.side,
+        confidence=Confidence.PROBABLE,
+        how=sign.words,
+        culprits=(sign.gpu, *node, *report.culprits),
+        blames_node=report.blames_node or sign.blames_node,
+    )
+
+
+def exiting(ranks: Sequence[int]) -> tuple[Evidence, ...]:
+    """Return the remark on workers that the kernel still takes apart; it speaks against nobody."""
+    text = "it had not given all of its memory back seconds after SIGKILL"
+    return tuple(
+        Evidence(role=Role.NOISE, text=f"rank {rank}: {text}", entity=_rank(rank)) for rank in ranks
+    )
+
+
+def _rank(rank: int) -> Entity:
+    return Entity(EntityKind.RANK, str(rank))
+
+
+def with_stuck(report: NodeReport, ranks: Sequence[int]) -> NodeReport:
+    """Return *report* as it is where workers outlived SIGKILL: the node has to be left out.
+
+    Such a process sits in the kernel (state D) and holds its GPU; nothing can be started there.
+    """
+    if not ranks:
+        return report
+    names = ", ".join(map(str, ranks))
+    culprits = tuple(map(_rank, ranks))
+    return replace(
+        report,
+        kind=ReportKind.HANG if report.kind is ReportKind.STOPPED else report.kind,
+        failure_class=FailureClass.HANG_D_STATE,
+        side=Side.INFRA,
+        confidence=Confidence.CONFIRMED,
+        how=f"rank {names} outlived SIGKILL: it sits in the kernel",
+        culprits=(*culprits, Entity(EntityKind.NODE, report.node)),
+        blames_node=True,
+    )

@@ -1,0 +1,208 @@
+"""torch's rendezvous interface over the control record: wait for a seat, take it.
+
+Only the public `RendezvousHandler` is used. torch's own dynamic rendezvous unpickles what it finds,
+compares the wall clocks of hosts, waits 30 s for nodes that will not come and gives ranks anew.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import ne
+from typing import Protocol
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from gpuops.agent.elastic.workers import free_port
+from gpuops.control.client import ControlClient
+from gpuops.control.record import ControlRecord, Roster, RunPhase, pack
+from gpuops.control.store import ControlStoreError
+from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.model import Json
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.2
+
+
+class RunOverError(Exception):
+    """The run has come to its end, for all; ``record`` says how."""
+
+    def __init__(self, record: ControlRecord) -> None:
+        super().__init__(record.reason)
+        self.record = record
+
+
+class ExcludedError(Exception):
+    """This node is left out of the run."""
+
+
+class ControlStoreLostError(Exception):
+    """The board has not answered for so long that the run cannot go on here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """Whether this node may join, and why not; what to report of a node and a generation."""
+
+    passed: bool
+    reason: str = ""
+    to_report: Callable[[str, int], NodeReport] | None = None
+
+
+class WaitHooks(Protocol):
+    """What `ControlRendezvous` asks of the agent while it waits."""
+
+    def gate(self) -> Preflight:
+        """Return whether this node may take a seat; it may take as long as the gate's deadline."""
+        ...
+
+    def waiting(self, record: ControlRecord) -> None:
+        """Hear what is waited for, several times a second; may raise to end the wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A place in a generation."""
+
+    record: ControlRecord
+    roster: Roster
+    group_rank: int
+
+
+class ControlRendezvous(RendezvousHandler):
+    """One agent's way into each generation; ``seat`` is the one it has."""
+
+    def __init__(
+        self,
+        link: ControlClient,
+        run_key: str,
+        *,
+        pick_port: Callable[[], int] = free_port,
+    ) -> None:
+        self.seat: Assignment | None = None
+        self.usher: WaitHooks | None = None  # the agent, once there is one
+        self.wish: Callable[[], Json] = dict  # what goes with a wish for a seat
+        self._link = link
+        self._run_key = run_key
+        self._pick_port = pick_port
+        self._left = -1  # the last generation that this agent had a part in
+        self._unseated = -1  # the last one whose roster is without it
+
+    def get_backend(self) -> str:
+        return "gpuops"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return this agent's seat in the next generation that it gets one in.
+
+        Raises:
+            RunOverError, ExcludedError, ControlStoreLostError: See there.
+        """
+        seat = self.seat = self._take()
+        self._left = seat.record.generation
+        first = seat.roster.members[0]
+        # The store is empty and nobody's: ranks come from the roster, workers make their own.
+        return RendezvousInfo(
+            HashStore(),
+            seat.group_rank,
+            len(seat.roster.members),
+            RendezvousStoreInfo(first.address, first.master_port),
+        )
+
+    def _take(self) -> Assignment:
+        usher, declared = self.usher, None
+        assert usher is not None
+        while True:
+            record = self._link.record
+            if record.phase is RunPhase.STOP:
+                raise RunOverError(record)
+            if self._link.me.node in record.excluded:
+                raise ExcludedError(record.excluded[self._link.me.node])
+            if record.generation > self._left:
+                if record.phase is RunPhase.RENDEZVOUS:
+                    if declared != record.generation and self._declare(record.generation):
+                        declared = record.generation
+                # What was fenced had no workers; those of this seat must not pay for it.
+                elif self._link.clear_fence() and (seat := self._find(record)) is not None:
+                    if record.phase is RunPhase.RUN:
+                        return seat
+                    self._pass_up(record.generation)
+            usher.waiting(record)
+            self._link.wait_until(partial(ne, record), LOOK_S)
+
+    def _declare(self, generation: int) -> bool:
+        """Say that this node would take a seat, or that it must not get one."""
+        assert self.usher is not None
+        gate = self.usher.gate()
+        me = replace(self._link.me, master_port=self._pick_port())
+        try:
+            if gate.passed:
+                body = pack({**me.to_json(), **self.wish()})
+                self._link.store.put(self._link.keys.ready(generation, me.agent), body)
+            else:
+                self._link.update_record(lambda now: _without(now, me.node, gate.reason))
+        except ControlStoreError as exc:
+            log.debug("the board does not take our word: %s", exc)
+            return False
+        return True
+
+    def _pass_up(self, generation: int) -> None:
+        """Say that the seat in *generation*, which is over, was not taken: nobody waits for us."""
+        report = NodeReport(
+            kind=ReportKind.STOPPED,
+            node=self._link.me.node,
+            generation=generation,
+            how="its workers had not been started yet",
+        )
+        try:
+            self._link.file_report(report)
+        except ControlStoreError as exc:
+            log.debug("the board does not take our word: %s", exc)
+            return
+        self._left = generation
+
+    def _find(self, record: ControlRecord) -> Assignment | None:
+        """Return our seat in the generation of *record*; a roster without one is read once."""
+        if record.generation == self._unseated:
+            return None
+        try:
+            entry = self._link.store.get(self._link.keys.roster(record.generation))
+            roster = Roster.from_bytes(entry.value)
+        except (ControlStoreError, ValueError) as exc:
+            log.debug("the roster cannot be read: %s", exc)
+            return None
+        rank = roster.group_rank(self._link.me.agent)
+        if rank is None:
+            self._unseated = record.generation
+            return None
+        return Assignment(record, roster, rank)
+
+    def is_closed(self) -> bool:
+        return self._link.record.phase is RunPhase.STOP
+
+    def set_closed(self) -> None:
+        """Do nothing: an agent's own trouble ends nobody else's run."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_key
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _without(now: ControlRecord, node: str, reason: str) -> ControlRecord | None:
+    if node in now.excluded or now.phase is RunPhase.STOP:
+        return None
+    return replace(now, excluded={**now.excluded, node: reason})

@@ -1,0 +1,221 @@
+"""The payloads of the events that an agent records, one function for each kind.
+
+The keys are the store's contract; all times are epoch microseconds, UTC.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from gpuops.agent.monitors.progress import AttemptProgress, FirstStep, MinuteProgress
+from gpuops.incident.budget import count_failures
+from gpuops.incident.decision import (
+    HISTORY_MAX,
+    ClusterState,
+    NodeReport,
+    PastFailure,
+    ReportKind,
+    RestartDecision,
+    RestartPolicy,
+)
+from gpuops.model import Json, WorkerExit
+from gpuops.units import format_seconds
+
+REPORTS_MAX = 64  # in one event, which a line of the spool must hold
+ENDS_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run before its first attempt."""
+
+    name: str
+    command: Sequence[str]
+    user: str
+    cluster: str
+    run_dir: str
+    torch_version: str
+    gpuops_version: str
+    max_restarts: int
+    slurm_job_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What is known of this node."""
+
+    boot_id: str
+    boot_us: int | None
+    kernel: str
+    driver: str | None
+    gpuops_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFacts:
+    """What is known of an attempt when its workers start."""
+
+    start_us: int
+    world_size: int
+    n_nodes: int
+    group_rank: int
+    torch_run_id: str
+    log_dir: str
+    slurm_job_id: str | None
+    slurm_restart_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastSave:
+    """What became of the last save before an end. ``step`` lies in ``directory``, if any does.
+
+    ``newest_step`` was committed in memory. ``fitted``: it is the one that was saved.
+    ``has_place`` False: nobody has named a directory.
+    """
+
+    fitted: bool
+    has_place: bool
+    step: int | None
+    newest_step: int | None
+    seconds: float
+    within_s: float
+    directory: str | None
+    why: str | None
+
+    def words(self) -> str:
+        """Return it as one sentence."""
+        place = "" if self.directory is None else f" in {self.directory}"
+        time = f"{format_seconds(self.seconds)} of {format_seconds(self.within_s)}"
+        if self.fitted:
+            return f"the checkpoint of step {self.step} persisted{place} ({time})"
+        newest = "" if self.newest_step is None else f" of step {self.newest_step}"
+        if not self.has_place:
+            return f"the checkpoint{newest} was in memory only: name a directory with --ckpt-dir"
+        left = "nothing of this run" if self.step is None else f"that of step {self.step}"
+        why = self.why or "there was no time left"
+        return (
+            f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} is there{place}"
+        )
+
+
+def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:
+    """Return Slurm's job id and how often it has restarted the job, by its environment."""
+    restarts = env.get("SLURM_RESTART_COUNT", "")
+    return env.get("SLURM_JOB_ID") or None, int(restarts) if restarts.isdecimal() else 0
+
+
+def run_started(facts: RunFacts) -> Json:
+    """Return the payload of ``run.started``."""
+    return {**asdict(facts), "command": list(facts.command)}
+
+
+def last_save(facts: LastSave) -> Json:
+    """Return the payload of ``checkpoint.flushed``."""
+    return asdict(facts)
+
+
+def first_step(first: FirstStep, at_us: int) -> Json:
+    """Return the payload of ``attempt.first_step``."""
+    return {
+        "first_step_us": at_us,
+        "step": first.step,
+        "step_source": first.source.name.lower(),
+    }
+
+
+def minute(summary: MinuteProgress, minute_us: int) -> Json:
+    """Return the payload of ``attempt.progress``."""
+    return {
+        "minute_us": minute_us,
+        "step_last": summary.step_last,
+        "beats": summary.beats,
+        "step_time_p50_us": summary.step_time_p50_us,
+        "step_time_max_us": summary.step_time_max_us,
+    }
+
+
+def attempt_ended(
+    progress: AttemptProgress,
+    *,
+    end_us: int,
+    outcome: str,
+    exit_code: int | None,
+    last_us: int | None,
+) -> Json:
+    """Return the payload of ``attempt.ended``."""
+    return {
+        "end_us": end_us,
+        "outcome": outcome,
+        "last_step_us": last_us,
+        "steps_first": progress.steps_first,
+        "steps_last": progress.steps_last,
+        "beats": progress.beats,
+        "exit_code": exit_code,
+    }
+
+
+def worker_exited(worker: WorkerExit) -> Json:
+    """Return the payload of ``worker.exited``: every field of the record."""
+    data = asdict(worker)
+    data["traceback"], data["log_tail"] = list(worker.traceback), list(worker.log_tail)
+    return data
+
+
+def decision_made(
+    decision: RestartDecision,
+    reports: Sequence[NodeReport],
+    cluster: ClusterState,
+    history: Sequence[PastFailure],
+    note: str | None,
+) -> Json:
+    """Return the payload of ``decision.made``: what was decided, and all that it rests on.
+
+    Of many reports those of nodes on which something failed come first; ``reports_total`` says how
+    many there were.
+    """
+    return {
+        "decision": decision.to_json(),
+        "reports": [_report(report) for report in _told(reports)],
+        "reports_total": len(reports),
+        "cluster": cluster_json(cluster),
+        "history": [failure.to_json() for failure in history[-HISTORY_MAX:]],
+        "budget": budget(cluster.policy, (*history, decision.failure)),
+        "note": note,
+    }
+
+
+def budget(terms: RestartPolicy, history: Sequence[PastFailure]) -> Json:
+    """Return how many restarts are spent within the window, the newest failure among them."""
+    used = count_failures(history, terms, history[-1].at_s) if history else 0
+    return {"used": used, "max": terms.restarts_max, "window_s": terms.restarts_window_s}
+
+
+def cluster_json(cluster: ClusterState) -> Json:
+    """Return who there was, and on which terms."""
+    terms = cluster.policy
+    return {
+        "generation": cluster.generation,
+        "members": list(cluster.members),
+        "live": list(cluster.live),
+        "excluded": dict(cluster.excluded),
+        "doubted": dict(cluster.suspected),
+        "terms": {
+            "nodes_min": terms.nodes_min,
+            "nodes_max": terms.nodes_max,
+            "node_unit": terms.node_unit,
+            "restarts_max": terms.restarts_max,
+            "restarts_window_s": terms.restarts_window_s,
+            "on_exhausted": terms.on_exhausted.value,
+            "benign_exit_codes": sorted(terms.benign_exit_codes),
+        },
+    }
+
+
+def _told(reports: Sequence[NodeReport]) -> list[NodeReport]:
+    quiet = (ReportKind.STOPPED, ReportKind.DONE)
+    first = sorted(reports, key=lambda report: (report.kind in quiet, report.arrival))
+    return sorted(first[:REPORTS_MAX], key=lambda report: report.arrival)
+
+
+def _report(report: NodeReport) -> Json:
+    body = report.to_json()
+    return {**body, "ends": body["ends"][:ENDS_MAX]}

@@ -1,0 +1,453 @@
+"""The run's history as it happens: which events to record when, and what each incident cost.
+
+It hears what the agent did and saw and writes it down; it decides nothing and touches no worker.
+Every agent tells what its own node saw; whoever decided tells the incident for the run.
+
+Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to the
+first notice of it, ``decide`` until there is a decision and the workers are gone, ``rendezvous``
+until new workers start (health gate and back-off in it), ``init`` from there to the first new step
+without what it took to read a checkpoint, which is ``restore``, and ``redo`` until the job is past
+the highest step it had ever reached. An attempt without a step is lost as a whole: its ``detect``
+begins with its workers. Phases of one run never overlap, and `gpuops.report.time_breakdown` counts
+the same: a second failure ends the first one's redo.
+
+The agent's main thread and its control thread both call in; a call takes a lock and never waits
+for anything else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from gpuops.agent.journal import payloads
+from gpuops.agent.journal.event_drafts import (
+    CheckpointJournal,
+    Emit,
+    EventDraft,
+    exclusion,
+    in_turn,
+    of_incident,
+    reported,
+)
+from gpuops.agent.journal.open_incidents import (
+    RecoveryTime,
+    RestartRecord,
+    RestoreTime,
+    RunIncident,
+)
+from gpuops.agent.monitors.progress import AttemptProgress, RankProgress
+from gpuops.host.clock import Clock
+from gpuops.incident.decision import ClusterState, NodeReport, PastFailure, RestartDecision
+from gpuops.incident.incidents.cancelled import incident_from_cancel, incident_from_drain
+from gpuops.incident.incidents.cluster import merge_report
+from gpuops.incident.incidents.rendezvous import incident_from_lost_store, incident_from_rendezvous
+from gpuops.incident.incidents.worker_failure import incident_from_exits
+from gpuops.model import Evidence, Incident, Severity, WorkerExit
+from gpuops.rules import LogRule
+from gpuops.units import US_PER_S
+from gpuops.wire import Beat
+
+MINUTE_US = 60 * US_PER_S
+# Phases of the control record that tell an agent that its generation is over.
+_ENDS_A_GENERATION = frozenset({"gather", "drain", "stop"})
+
+
+class RunJournal(CheckpointJournal):
+    """The events of one run, as one agent sees it."""
+
+    def __init__(
+        self, emit: Emit, clock: Clock, *, run_id: str, node: str, rules: Sequence[LogRule]
+    ) -> None:
+        super().__init__(emit, node)
+        self._clock = clock
+        self._run_id = run_id
+        self._rules = rules
+        self._wall_offset_us = clock.now_us() - clock.mono_ns() // 1000
+        self._started_ns = clock.mono_ns()
+        self._has_stepped = False
+        self._leads = False
+        self._progress = AttemptProgress()
+        self._restoring = RestoreTime()
+        self._sent: set[str] = set()
+        self._highest: int | None = None
+        self._book = RunIncident(run_id, node, self._wall_us)
+        self._noticed: dict[int, int] = {}  # generation -> when its end was first heard of
+        self._marks: dict[str, int] = {}
+        self._phase: tuple[str, int] | None = None
+        self._is_regrouping = False
+        self._evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def badput_s(self) -> dict[str, float]:
+        """Return the seconds lost by now, by phase, over all incidents of the run."""
+        with self.lock:
+            return self._book.lost_s
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Return how often the run was restarted, by the class of the failure."""
+        with self.lock:
+            return self._book.restarts
+
+    @in_turn
+    def attempt_started(self, ordinal: int, facts: payloads.AttemptFacts) -> None:
+        """Begin the attempt *ordinal*; its workers have been started."""
+        if not self._book.waits_for_workers:
+            self._close(self._last_progress_ns, "the run was restarted once more")
+        self._attempt = ordinal
+        self._leads = facts.group_rank == 0
+        self._started_ns = (facts.start_us - self._wall_offset_us) * 1000
+        self._progress = AttemptProgress(highest_before=self._highest)
+        self._restoring = RestoreTime()
+        self._is_regrouping = False
+        self._evidence = ()
+        self._sent.clear()
+        self._book.started(self._started_ns, leads=self._leads)
+        marks = {f"{phase}_us": self._wall_us(at_ns) for phase, at_ns in self._marks.items()}
+        self._marks.clear()
+        self._emit("attempt.started", {**asdict(facts), **marks})
+
+    @in_turn
+    def beats(self, by_rank: Mapping[int, Sequence[Beat]]) -> None:
+        """Take in what the rings brought and record the milestones in it."""
+        for rank, beats in by_rank.items():
+            self._restoring.feed(rank, beats)
+            self._progress.feed(rank, beats)
+        first, caught_up = self._progress.first, self._progress.caught_up
+        if first is not None and self._is_new("first_step"):
+            self._has_stepped = True
+            at_us = self._wall_us(first.mono_ns)
+            self._emit("attempt.first_step", payloads.first_step(first, at_us))
+            self._job_steps_again(first.mono_ns)
+        if caught_up is not None and self._is_new("caught_up"):
+            at_us = self._wall_us(caught_up.mono_ns)
+            self._emit("attempt.caught_up", {"redo_done_us": at_us, "step": caught_up.step})
+            self._close(caught_up.mono_ns, "the job is past the step where it had failed")
+        if minute := self._minute(at_once=False):
+            self._emit_event(*minute)
+
+    def rank_progress(self, rank: int) -> RankProgress:
+        """Return how far *rank* came in this attempt."""
+        return self._progress.ranks.get(rank, RankProgress())
+
+    @in_turn
+    def mark(self, phase: str) -> None:
+        """Note that *phase* has ended just now: ``stopped``, ``gated``, ``seated``, ``started``.
+
+        ``stopped``: this node's workers are gone. The others are told with the next attempt.
+        """
+        now_ns = self._clock.mono_ns()
+        if phase != "stopped":
+            self._marks[phase] = now_ns
+            return
+        if self._attempt is not None:
+            self._noticed.setdefault(self._attempt, now_ns)
+        if self._book.is_about(self._attempt):
+            self._book.stopped(now_ns)
+
+    @in_turn
+    def phase_seen(self, phase: str, generation: int, reason: str) -> None:
+        """Record that the control record's phase is *phase* now; the same one is told once."""
+        if self._phase == (phase, generation):
+            return
+        self._phase = (phase, generation)
+        now_ns = self._clock.mono_ns()
+        is_over = phase in _ENDS_A_GENERATION
+        if is_over:
+            self._noticed.setdefault(generation, now_ns)
+        elif self._attempt is not None and generation > self._attempt:
+            # Without a failure in between, the agents regroup because nodes came.
+            self._is_regrouping = phase == "form" and self._attempt not in self._noticed
+            self._noticed.setdefault(self._attempt, now_ns)
+        if phase == "run":
+            self._marks["running"] = now_ns
+        payload = {"phase": phase, "generation": generation, "reason": reason}
+        self._emit_event(EventDraft(kind="run.phase", payload=payload, attempt=generation))
+
+    @in_turn
+    def attempt_failed(
+        self,
+        exits: Sequence[WorkerExit],
+        *,
+        report: NodeReport,
+        kernel_lines: Sequence[str] = (),
+        evidence: Sequence[Evidence] = (),
+    ) -> Incident:
+        """Record this node's account of a failure on it, and *report* as it was filed.
+
+        What becomes of the run is told by `decided`.
+        """
+        generation = report.generation
+        toll = self._toll(generation)
+        incident = incident_from_exits(
+            exits,
+            run_id=self._run_id,
+            attempt=generation,
+            node=self._node,
+            rules=self._rules,
+            detected_us=self._wall_us(toll.detected_ns),
+            detected_mono_ns=toll.detected_ns,
+            kernel_lines=kernel_lines,
+        )
+        incident = merge_report(incident, report)
+        incident = replace(incident, evidence=(*incident.evidence, *evidence), lost_s=toll.lost_s())
+        news = [*self._exits(exits, Severity.ERROR), reported(report)]
+        # A decision that did not wait for this node's report has opened the incident already.
+        if not self._book.is_about(generation):
+            self._close(toll.progress_ns, "another failure came first")
+            incident = self._book.open(incident, toll)
+        if generation == self._attempt:
+            news += self._end_of_attempt("failed", _first_code(exits))
+        self._emit_event(*news, of_incident(incident, Severity.ERROR))
+        return incident
+
+    @in_turn
+    def attempt_completed(self) -> None:
+        """Record that every rank finished with exit code 0."""
+        self._emit_event(*self._end_of_attempt("completed", 0))
+        self._close(self._clock.mono_ns(), "the job finished")
+
+    @in_turn
+    def attempt_interrupted(self, report: NodeReport, evidence: Sequence[Evidence] = ()) -> None:
+        """Record that the workers were stopped although nothing failed here.
+
+        It was for a failure elsewhere, of which `decided` will tell, or because nodes came.
+        """
+        if self._attempt is None:
+            return
+        self._evidence = tuple(evidence)
+        self._noticed.setdefault(self._attempt, self._clock.mono_ns())
+        if self._is_regrouping:
+            self._close(self._last_progress_ns, "the run was restarted to take more nodes in")
+        outcome = "regrouped" if self._is_regrouping else "failed"
+        self._emit_event(reported(report), *self._end_of_attempt(outcome, None))
+
+    @in_turn
+    def decided(  # noqa: PLR0913  all that it rests on
+        self,
+        decision: RestartDecision,
+        reports: Sequence[NodeReport],
+        cluster: ClusterState | None,
+        *,
+        by_us: bool,
+        note: str | None = None,
+        history: Sequence[PastFailure] = (),
+        decided_by: str | None = None,
+    ) -> None:
+        """Record a decision: the whole of it and the incident for the run where it was ours.
+
+        Args:
+            decision: What was decided.
+            reports: What was read for it, in order of arrival; none where it was not ours.
+            cluster: Who there was; None where it was not ours.
+            by_us: This agent decided.
+            note: Of the site's own decision, where it had a say.
+            history: The failures before this one.
+            decided_by: The node of whoever decided.
+        """
+        generation, now_ns = decision.failure.generation, self._clock.mono_ns()
+        if not self._book.is_about(generation):
+            toll = self._toll(generation)
+            self._close(toll.progress_ns, "another failure came first")
+            self._book.heard(decision, toll)
+        ruling = RestartRecord(
+            decision=decision, reports=reports, by_us=by_us, decided_by=decided_by
+        )
+        incident = self._book.decided(ruling, now_ns, self._evidence)
+        news = [of_incident(incident, Severity.ERROR)]
+        if by_us and cluster is not None:
+            payload = {
+                **payloads.decision_made(decision, reports, cluster, history, note),
+                "incident": incident.id,
+            }
+            news.append(EventDraft(kind="decision.made", payload=payload, attempt=generation))
+            news += [exclusion(n, why, generation) for n, why in decision.exclude.items()]
+        self._emit_event(*news)
+
+    @in_turn
+    def fenced(self, why: str) -> None:
+        """Record that this agent ended its workers because it may have been removed."""
+        news = [self._news("agent.fenced", {"why": why}, Severity.WARNING)]
+        if self._attempt is not None:
+            self._noticed.setdefault(self._attempt, self._clock.mono_ns())
+            self._close(self._last_progress_ns, "this node was cut off from the others")
+            news += self._end_of_attempt("failed", None)
+        self._emit_event(*news)
+
+    @in_turn
+    def drained(self, signal_name: str, exits: Sequence[WorkerExit], exit_code: int) -> None:
+        """Record that the run stopped in order because *signal_name* asked for it."""
+        self._end_on_request(
+            exits,
+            f"the run was drained on {signal_name}",
+            lambda now_us, now_ns: incident_from_drain(
+                signal_name,
+                exits,
+                exit_code,
+                run_id=self._run_id,
+                attempt=self._attempt or 0,
+                node=self._node,
+                rules=self._rules,
+                detected_us=now_us,
+                detected_mono_ns=now_ns,
+            ),
+        )
+
+    @in_turn
+    def cancelled(
+        self,
+        signal_name: str,
+        exits: Sequence[WorkerExit],
+        *,
+        seen_mono_ns: int | None = None,
+        kernel_lines: Sequence[str] = (),
+    ) -> None:
+        """Record that a signal to the agent, seen at *seen_mono_ns*, ended the run."""
+        self._end_on_request(
+            exits,
+            f"the run was cancelled by {signal_name}",
+            lambda now_us, now_ns: incident_from_cancel(
+                signal_name,
+                exits,
+                run_id=self._run_id,
+                attempt=self._attempt or 0,
+                node=self._node,
+                rules=self._rules,
+                detected_us=now_us,
+                detected_mono_ns=now_ns,
+                signal_seen_mono_ns=seen_mono_ns,
+                kernel_lines=kernel_lines,
+            ),
+        )
+
+    @in_turn
+    def rendezvous_failed(self, reason: str) -> None:
+        """Record that the agents did not come together for the attempt that was to begin."""
+        attempt = 0 if self._attempt is None else self._attempt + 1
+        self._ended_by(incident_from_rendezvous, reason, attempt)
+
+    @in_turn
+    def board_gone(self, reason: str) -> None:
+        """Record that the run ends because its board is lost."""
+        self._ended_by(incident_from_lost_store, reason, self._attempt or 0)
+
+    def _ended_by(self, make: Callable[..., Incident], reason: str, attempt: int) -> None:
+        self._close(self._clock.mono_ns(), "another failure came first")
+        place = {"run_id": self._run_id, "attempt": attempt, "node": self._node}
+        incident = make(reason, **place, at_us=self._clock.now_us())
+        self._emit_event(of_incident(incident, Severity.ERROR))
+
+    def _end_on_request(
+        self, exits: Sequence[WorkerExit], why: str, incident_at: Callable[[int, int], Incident]
+    ) -> None:
+        now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
+        news = self._exits(exits, Severity.INFO)
+        if self._attempt is not None:
+            news += self._end_of_attempt("cancelled", None)
+        self._emit_event(*news)
+        if self._attempt is not None and self._book.is_about(self._attempt):
+            # This attempt had failed; no other has begun that could be cancelled.
+            self._close(now_ns, why)
+            return
+        incident = incident_at(now_us, now_ns)
+        incident = replace(incident, evidence=(*incident.evidence, *self._last_save))
+        if incident.culprits:
+            self._close(self._last_progress_ns, "another failure came first")
+            toll = RecoveryTime(progress_ns=self._last_progress_ns, detected_ns=now_ns)
+            incident = replace(incident, lost_s=toll.lost_s())
+        else:
+            self._close(now_ns, why)
+        self._emit_event(of_incident(incident, Severity.WARNING))
+
+    @in_turn
+    def given_up(self, exit_code: int) -> None:
+        """Record that nothing will be tried any more: what is still open has its whole cost."""
+        resolution = f"not recovered: the run ended with exit code {exit_code}"
+        at_ns = self._clock.mono_ns()
+        if self._book.waits_for_workers and (running_ns := self._marks.get("running")) is not None:
+            # The others went on without this node, which saw no more of it.
+            at_ns, resolution = running_ns, "the run went on without this node"
+        self._close(at_ns, resolution)
+
+    def _toll(self, generation: int) -> RecoveryTime:
+        """Return when the failure of *generation* began to cost; that may never have run here."""
+        detected_ns = self._noticed.setdefault(generation, self._clock.mono_ns())
+        was_running = generation == self._attempt
+        progress_ns = self._last_progress_ns if was_running else detected_ns
+        return RecoveryTime(progress_ns=min(progress_ns, detected_ns), detected_ns=detected_ns)
+
+    def _job_steps_again(self, at_ns: int) -> None:
+        incident = self._book.steps_again(at_ns, self._restoring.longest_ns)
+        if incident is None:
+            return
+        self._emit_event(of_incident(incident))
+        if self._highest is None:
+            self._close(at_ns, "the job makes steps again")
+
+    def _close(self, at_ns: int, resolution: str) -> None:
+        """Close the incident whose cost was still running up at *at_ns*."""
+        if self._book.has_stepped:
+            # What is made again ends with the last step; what comes after it is no failure's.
+            at_ns = min(at_ns, self._last_progress_ns)
+        incident = self._book.close(
+            at_ns,
+            resolution,
+            steps_are_seen=self._has_stepped,
+            redoes=self._highest is not None,
+        )
+        if incident is not None:
+            self._emit_event(of_incident(incident))
+
+    def _end_of_attempt(self, outcome: str, exit_code: int | None) -> list[EventDraft]:
+        """Return the end of the running attempt; nothing where it has been told."""
+        if not self._is_new("ended"):
+            return []
+        last_ns = self._progress.last_mono_ns
+        rest = self._minute(at_once=True)
+        payload = payloads.attempt_ended(
+            self._progress,
+            end_us=self._clock.now_us(),
+            outcome=outcome,
+            exit_code=exit_code,
+            last_us=None if last_ns is None else self._wall_us(last_ns),
+        )
+        self._highest = self._progress.highest
+        return [*rest, self._news("attempt.ended", payload)]
+
+    def _minute(self, *, at_once: bool) -> list[EventDraft]:
+        minute = self._progress.take_minute(self._clock.mono_ns(), at_once=at_once)
+        # Steps are the same on all nodes: one agent's figures stand for the run.
+        if minute is None or not self._leads:
+            return []
+        minute_us = self._wall_us(minute.start_mono_ns) // MINUTE_US * MINUTE_US
+        return [self._news("attempt.progress", payloads.minute(minute, minute_us))]
+
+    def _exits(self, exits: Sequence[WorkerExit], severity: Severity) -> list[EventDraft]:
+        return [
+            self._news(
+                "worker.exited",
+                payloads.worker_exited(worker),
+                severity if not worker.terminated and worker.exit_code != 0 else Severity.INFO,
+            )
+            for worker in exits
+        ]
+
+    @property
+    def _last_progress_ns(self) -> int:
+        """Return when this attempt last made a step, else when its workers began."""
+        return self._progress.last_mono_ns or self._started_ns
+
+    def _is_new(self, milestone: str) -> bool:
+        if milestone in self._sent:
+            return False
+        self._sent.add(milestone)
+        return True
+
+    def _wall_us(self, mono_ns: int) -> int:
+        return mono_ns // 1000 + self._wall_offset_us
+
+
+def _first_code(exits: Sequence[WorkerExit]) -> int | None:
+    """Return the code of the first failure that was not teardown, as a shell would show it."""
+    failed = [w for w in exits if not w.terminated and w.exit_code != 0]
+    first = min(failed, key=lambda w: w.error_mono_ns or w.seen_mono_ns, default=None)
+    return None if first is None else first.exit_code

@@ -1,0 +1,447 @@
+"""``gpuops run``: torch's ``launch_agent`` with our agent, our logs, an agreement and a memory.
+
+The run ends for all when the control record says so; never because of an error or a signal on this
+node alone.
+"""
+
+import argparse
+import contextlib
+import gc
+import inspect
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.elastic.agent import GpuopsAgent
+from gpuops.agent.elastic.rendezvous import ControlStoreLostError, ExcludedError, RunOverError
+from gpuops.agent.elastic.signals import Cancellation
+from gpuops.agent.journal.outcome import RunOutcome, ended_as
+from gpuops.agent.journal.run_dir import folder_name
+from gpuops.agent.journal.session import RunSession
+from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble
+from gpuops.agent.launch.control_store import ControlEndpoint, meet
+from gpuops.agent.launch.identity import RunIdentity
+from gpuops.agent.launch.node_context import describe_run, node_context_of
+from gpuops.agent.launch.option_values import check_startable
+from gpuops.agent.launch.options import RunRequest
+from gpuops.agent.launch.plan import EndpointKind
+from gpuops.agent.launch.torch_config import (
+    SIGNALS_DEFAULT,
+    command,
+    configure,
+    prepare_environment,
+)
+from gpuops.agent.status.server import AgentServer
+from gpuops.config.resolve import Settings
+from gpuops.control.join import RunIsOverError, leave
+from gpuops.control.record import ControlRecord, RunPhase
+from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.errors import (
+    EXIT_FAIL,
+    EXIT_INTERNAL,
+    EXIT_NODE_UNHEALTHY,
+    EXIT_OK,
+    EXIT_REQUEUE,
+)
+from gpuops.host.clock import Clock
+from gpuops.model import uuid7
+from gpuops.scrub import scrub
+from gpuops.units import NS_PER_S
+
+log = logging.getLogger(__name__)
+
+FAILURE_GRACE_S = 3.0
+# Slurm kills what is left 30 s after SIGTERM (KillWait, slurm.conf(5)); by then we have recorded.
+CANCEL_GRACE_S = 20.0
+ABANDON_S = 5.0  # for the record of a run whose main thread does not answer
+DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1")
+LEAVE_S = 2.0
+
+
+def launch(
+    request: RunRequest,
+    settings: Settings,
+    env: Mapping[str, str],
+    clock: Clock,
+    torch_version: str,
+) -> RunOutcome:
+    """Run the job to its end and return how that was.
+
+    Raises:
+        UsageError: A value that torch's own checks refuse; an unusable run directory or store URL;
+            another job, or another agent of this node, under the same id.
+    """
+    # Not in torch 2.8: the flag, like other options, comes and goes between releases.
+    is_explicit = getattr(request.torch, "shutdown_timeout", None) is not None or bool(
+        env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    )
+    config, logs = configure(request)
+    entry = command(request.torch, env, disabled=settings.disabled)
+    check_startable(entry[0])
+    names = getattr(config, "signals_to_handle", SIGNALS_DEFAULT).split(",")
+    prepare_environment(env)
+    timeout_s = float(getattr(config, "shutdown_timeout", None) or 0)
+    prepared = LaunchContext(
+        request=request,
+        config=config,
+        entry=entry,
+        clock=clock,
+        cancellation=Cancellation(names, clock, drains=_drains(names)),
+        failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
+        cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
+        env=env,
+    )
+    name = scrub(request.run_name or _default_name(request.torch))
+    describe = describe_run(
+        name,
+        request.command,
+        env,
+        cluster=settings.cluster,
+        torch_version=torch_version,
+        max_restarts=request.plan.terms.restarts_max,
+    )
+    around = node_context_of(settings, env, clock, describe=describe)
+    run_id = uuid7(clock.now_us(), os.urandom(10))
+    folder = folder_name(name, run_id, clock.now_us())
+    initialize_metrics(MetricsConfig(config.metrics_cfg))
+    mine = RunIdentity(run_id, folder)
+    prepared.cancellation.install()
+    try:
+        with prepared.cancellation.interruptible():
+            assembly = _entered(
+                prepared, lambda met: assemble(prepared, met, around, settings, logs, mine)
+            )
+    except RunIsOverError as exc:
+        return RunOutcome(
+            exit_code=exc.record.exit_code or EXIT_OK,
+            outcome=ended_as(exc.record.exit_code or EXIT_OK),
+            reason=f"the run of this id has ended: {exc.record.reason}",
+        )
+    except ControlStoreError as exc:
+        return _never_met(RunSession(around, mine, leads=True), f"the rendezvous failed: {exc}")
+    except SignalException as exc:
+        return _stopped_before(RunSession(around, mine, leads=True), prepared, exc.sigval)
+    finally:
+        prepared.cancellation.restore()
+    gc.freeze()  # what the imports made stays: no collection needs to look at it, nor the exit
+    return _run(prepared, assembly)
+
+
+def _drains(names: list[str]) -> tuple[str, ...]:
+    """Return the signals that mean an orderly end; SIGTERM unless the user handles it otherwise."""
+    return tuple(name for name in DRAIN_SIGNALS if name != "SIGTERM" or "SIGTERM" in names)
+
+
+def _entered(
+    prepared: LaunchContext, enter: Callable[[ControlEndpoint], AssembledAgent]
+) -> AssembledAgent:
+    """Meet the others and enter the run; a board that stops answering in between is met again.
+
+    Raises:
+        ControlStoreUnreachableError: It has not answered within the time to join.
+    """
+    limit_s = prepared.request.plan.join_timeout_s
+    end_ns = prepared.clock.mono_ns() + round(limit_s * NS_PER_S)
+    while True:
+        met = _meet(prepared)
+        try:
+            return enter(met)
+        except ControlStoreUnreachableError as exc:
+            met.board.close()
+            if prepared.clock.mono_ns() >= end_ns:
+                raise
+            log.warning("entering the run again: %s", exc)
+
+
+def _meet(prepared: LaunchContext) -> ControlEndpoint:
+    plan, cancellation = prepared.request.plan, prepared.cancellation
+
+    def wait(seconds: float) -> None:
+        cancellation.check()
+        if cancellation.drain is not None:
+            raise SignalException("asked to stop", sigval=cancellation.drain)
+        threading.Event().wait(seconds)
+
+    return meet(
+        plan.meeting,
+        prepared.clock,
+        local_address=plan.local_address,
+        limit_s=plan.join_timeout_s,
+        wait=wait,
+    )
+
+
+def _never_met(session: RunSession, text: str) -> RunOutcome:
+    """Record a run of one agent, which never reached the others."""
+    reason = scrub(text)
+    session.safely("recording the failure", lambda: session.chronicle.rendezvous_failed(reason))
+    return _close(session, RunOutcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason))
+
+
+def _stopped_before(session: RunSession, prepared: LaunchContext, number: Signals) -> RunOutcome:
+    """Record a run that was asked to end before this agent was part of it."""
+    name, chronicle = number.name, session.chronicle
+    reason = f"{name} to the agent, which waited for its run"
+    if prepared.cancellation.drain is number:
+        session.safely("recording the drain", lambda: chronicle.drained(name, [], EXIT_REQUEUE))
+        ended = RunOutcome(exit_code=EXIT_REQUEUE, outcome="preempted", reason=reason)
+    else:
+        session.safely("recording the cancellation", lambda: chronicle.cancelled(name, []))
+        ended = RunOutcome(exit_code=128 + number, outcome="cancelled", reason=reason)
+    return _close(session, ended)
+
+
+def _run(prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
+    session, parts, cancellation = assembly.session, assembly.parts, prepared.cancellation
+    agent = _make_agent(prepared, assembly)
+    cancellation.heard = lambda number: _say_what_follows(agent, assembly, number)
+    cancellation.abandon = lambda number: _abandon(agent, assembly, number)
+    cancellation.install()
+    parts.link.start()
+    server = _serve(agent, assembly)
+    try:
+        ended = _supervise(agent, prepared, assembly)
+        _end_checkpoints(prepared, assembly)
+    except BaseException as exc:  # boundary: recorded as ours, then ends the command
+        text = traceback.format_exc()
+        session.chronicle.tool_failed("supervising the workers", exc, text)
+        _close(session, RunOutcome(exit_code=EXIT_INTERNAL, outcome="failed", reason=str(exc)))
+        raise
+    finally:
+        if server is not None:
+            server.close()
+        agent.close()
+        parts.checkpoints.leave()
+        _leave(assembly)
+        cancellation.restore()
+    return _close(session, ended)
+
+
+def _end_checkpoints(prepared: LaunchContext, assembly: AssembledAgent) -> None:
+    """End the keeper once its newest state has persisted; a signal to us ends that wait.
+
+    Where a signal ended the run, that state has had its time already.
+    """
+    checkpoints, cancellation = assembly.parts.checkpoints, prepared.cancellation
+    is_asked = (
+        cancellation.received or cancellation.drain or assembly.parts.link.record.drain_signal
+    )
+    save_s = 0.0 if is_asked else assembly.parts.plan.checkpoints.last_save_s
+    try:
+        awaited(lambda: checkpoints.end(save_s), partial(_check_anew, prepared, is_asked))
+    except SignalException as exc:
+        assembly.parts.say(f"{exc.sigval.name}: the last checkpoint is not waited for any more")
+
+
+def _check_anew(prepared: LaunchContext, is_asked: object) -> None:
+    """Raise where a signal came that had not come before."""
+    cancellation = prepared.cancellation
+    number = cancellation.received or cancellation.drain
+    if number is not None and (cancellation.is_urgent or not is_asked):
+        raise SignalException("a signal while checkpoints persist", sigval=number)
+
+
+def _serve(agent: GpuopsAgent, assembly: AssembledAgent) -> AgentServer | None:
+    plan = assembly.parts.plan
+    if plan.http_port is None:
+        return None
+    server = AgentServer(plan.http_address, plan.http_port, agent.snapshot.take).start()
+    agent.snapshot.http_port = server.port
+    return server
+
+
+def _supervise(agent: GpuopsAgent, prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
+    session, handler = assembly.session, agent.get_worker_group().spec.event_log_handler
+    try:
+        agent.run()
+    except SignalException as exc:
+        name = exc.sigval.name
+        _save_last(prepared, assembly)
+        session.safely("recording the cancellation", lambda: agent.cancelled(name))
+        reason = f"{exc.sigval.name} to the agent"
+        ended = RunOutcome(exit_code=128 + exc.sigval, outcome="cancelled", reason=reason)
+    except RunOverError as exc:
+        code = EXIT_OK if exc.record.exit_code is None else exc.record.exit_code
+        session.leads = exc.record.decided_by == assembly.parts.node
+        _record_unformed(session, exc.record)
+        ended = RunOutcome(exit_code=code, outcome=ended_as(code), reason=exc.record.reason)
+    except ExcludedError as exc:
+        ended = _excluded(str(exc), prepared, assembly)
+    except ControlStoreLostError as exc:
+        why = str(exc)
+        session.safely("recording the loss", lambda: session.chronicle.board_gone(why))
+        ended = RunOutcome(exit_code=EXIT_REQUEUE, outcome="failed", reason=why)
+    else:
+        session.leads = assembly.parts.link.record.decided_by == assembly.parts.node
+        events.record(agent.get_event_succeeded(), handler)
+        return RunOutcome(
+            exit_code=EXIT_OK, outcome="completed", reason="every rank exited with code 0"
+        )
+    events.record(agent.get_event_failed(), handler)
+    return ended
+
+
+def _save_last(prepared: LaunchContext, assembly: AssembledAgent) -> None:
+    """Have the newest checkpoint persist before a cancelled run ends; another signal cuts it short.
+
+    The workers are gone by now.
+    """
+    checkpoints, limit_s = assembly.parts.checkpoints, assembly.parts.cancel_grace_s
+
+    def check() -> None:
+        if prepared.cancellation.is_urgent:
+            raise SignalException("another signal", sigval=Signals.SIGKILL)
+
+    with contextlib.suppress(SignalException):
+        awaited(lambda: checkpoints.flush(limit_s), check)
+
+
+def _record_unformed(session: RunSession, record: ControlRecord) -> None:
+    """Record the failure of a run that ended because too few came; any other has its decision."""
+    is_decided = record.decision is not None or record.drain_signal is not None
+    if session.leads and record.exit_code and not is_decided:
+        session.safely(
+            "recording the failure", lambda: session.chronicle.rendezvous_failed(record.reason)
+        )
+
+
+def _excluded(reason: str, prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
+    """End as a node that is left out; under srun wait for the run first, and end as it does.
+
+    A task that ends early would make srun end the others.
+    """
+    parts, node = assembly.parts, assembly.parts.node
+    session = assembly.session
+    now_us = parts.clock.now_us()
+    session.safely("recording the exclusion", lambda: session.chronicle.excluded(reason, now_us))
+    parts.say(f"node {node} is left out of this run: {reason}")
+    alone = not assembly.met.is_shared
+    session.leads = alone
+    if not parts.plan.parks or alone:
+        code = EXIT_NODE_UNHEALTHY
+        return RunOutcome(exit_code=code, outcome="failed", reason=reason, goes_on=not alone)
+    try:
+        with prepared.cancellation.interruptible():
+            record = _wait_for_the_end(assembly)
+    except SignalException as exc:
+        return RunOutcome(
+            exit_code=128 + exc.sigval, outcome="cancelled", reason=f"{exc.sigval.name}"
+        )
+    code = EXIT_REQUEUE if record is None else record.exit_code or EXIT_OK
+    why = "the board was lost" if record is None else record.reason
+    return RunOutcome(exit_code=code, outcome=ended_as(code), reason=f"{why} (left out: {reason})")
+
+
+def _wait_for_the_end(assembly: AssembledAgent) -> ControlRecord | None:
+    link = assembly.parts.link
+    while not link.wait_until(lambda now: now.phase is RunPhase.STOP, 1.0):
+        if link.reset_error is not None or link.unreachable_s > assembly.parts.plan.store_lost_s:
+            return None
+        assembly.prepared.cancellation.check()
+    return link.record
+
+
+def _leave(assembly: AssembledAgent) -> None:
+    """Let nobody wait for this agent; a board that does not answer is not waited for either."""
+
+    def go() -> None:
+        with contextlib.suppress(ControlStoreError):
+            if not assembly.met.is_shared:
+                assembly.met.board.close()  # wakes the control thread, which waits on it
+            assembly.parts.link.stop()
+            if assembly.met.guard is not None:
+                assembly.met.guard.close()
+            if assembly.met.is_shared:
+                link = assembly.parts.link
+                kind = assembly.prepared.request.plan.meeting.kind
+                has_server = kind is EndpointKind.TCP
+                dead = assembly.parts.leader.dead_agents
+                leave(assembly.met.board, link.record, link.me, has_server=has_server, dead=dead)
+        assembly.met.board.close()
+
+    assembly.close()
+    going = threading.Thread(target=go, daemon=True)
+    going.start()
+    going.join(LEAVE_S)
+
+
+def _say_what_follows(agent: GpuopsAgent, assembly: AssembledAgent, number: Signals) -> None:
+    if not agent.has_workers():
+        return
+    parts = assembly.parts
+    if number.name in DRAIN_SIGNALS and assembly.prepared.cancellation.received is None:
+        limit_s = parts.drain_grace_s(number.name)
+        parts.say(
+            f"{number.name}: the workers finish their step and stop, at most {limit_s:g} s; "
+            "again to end them now"
+        )
+        return
+    limit_s = parts.cancel_grace_s
+    parts.say(f"{number.name}: ending the workers, at most {limit_s:g} s; again to kill them now")
+
+
+def _abandon(agent: GpuopsAgent, assembly: AssembledAgent, number: Signals) -> None:
+    """Record the cancellation and end this process; its main thread waits for another host."""
+    name = number.name
+
+    def record() -> None:
+        session = assembly.session
+        session.safely("recording the cancellation", lambda: agent.cancelled(name))
+        reason = f"{name} to the agent"
+        _close(session, RunOutcome(exit_code=128 + number, outcome="cancelled", reason=reason))
+
+    assembly.parts.say(f"the run cancelled: {name} to the agent, which waits for others")
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    recording.join(ABANDON_S)
+    os._exit(128 + number)
+
+
+def _close(session: RunSession, ended: RunOutcome) -> RunOutcome:
+    note = session.close(ended.outcome, ended.exit_code, ended.reason)
+    return replace(ended, run_id=session.identity.run_id, run_dir=session.directory.path, note=note)
+
+
+def _make_agent(prepared: LaunchContext, assembly: AssembledAgent) -> GpuopsAgent:
+    config = prepared.config
+    address, port = prepared.request.master or (None, None)
+    given: dict[str, Any] = {f.name: getattr(config, f.name, None) for f in fields(config)}
+    given |= {
+        "local_world_size": config.nproc_per_node,
+        "entrypoint": prepared.entry[0],
+        "args": prepared.entry[1],
+        "rdzv_handler": assembly.seats,
+        "master_addr": address,
+        "master_port": port,
+        "max_restarts": prepared.request.plan.terms.restarts_max,
+    }
+    # Fields and options come and go between releases of torch; what both sides have is passed on.
+    spec = WorkerSpec(**{f.name: given[f.name] for f in fields(WorkerSpec) if f.name in given})
+    takes = inspect.signature(LocalElasticAgent.__init__).parameters
+    options = ("start_method", "log_line_prefix_template", "shutdown_timeout")
+    return GpuopsAgent(
+        spec,
+        assembly.parts,
+        assembly.met.told(prepared.request.plan.meeting),
+        **{name: given[name] for name in options if name in takes and name in given},
+    )
+
+
+def _default_name(args: argparse.Namespace) -> str:
+    script = str(args.training_script)
+    return script.rpartition(".")[2] if args.module else Path(script).stem

@@ -1,0 +1,82 @@
+"""What a launch was asked to be, once flags, environment and Slurm have been read together."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpuops.incident.decision import RestartPolicy
+
+# However seldom --monitor-interval asks for: a look costs microseconds, and signals wait for it.
+LOOK_S_MAX = 1.0
+
+
+class EndpointKind(StrEnum):
+    """Where the agents of a run meet."""
+
+    PRIVATE = "private"  # one node: a board in this process, no port
+    TCP = "tcp"  # a board in a process of its own, on the node of the endpoint
+    POSTGRES = "postgres"  # a table: any single node may be lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointPlan:
+    """How to reach the board. ``is_host`` None: find out whether the endpoint is this node."""
+
+    kind: EndpointKind
+    run_key: str  # --rdzv-id: agents with the same one are one run
+    host: str = ""
+    port: int = 0
+    url: str = field(default="", repr=False)  # of Postgres; a secret
+    token: str = field(default="", repr=False)  # of the job; a secret; "": none was given
+    is_host: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    """What the run does for the checkpoints of its script.
+
+    ``directory``: where they persist, an absolute path or a URL; None: the script says. The keeper
+    of a killed agent waits ``lease_s`` for the next one. Each node's part of a state lies in the
+    memory of ``replicas`` nodes, apart by ``domain`` (see `gpuops.agent.checkpoint.start`). A run
+    that ends waits ``last_save_s`` at most for its newest
+    checkpoint to persist.
+    """
+
+    in_memory: bool = True
+    directory: str | None = None
+    lease_s: float = 120.0
+    last_save_s: float = 600.0
+    replicas: int = 2
+    domain: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything about supervision that is not torch's own configuration.
+
+    ``order`` is this node's wished place (SLURM_PROCID, ``--node-rank``). ``spares`` agents are
+    expected beyond ``terms.nodes_max``. ``hang_timeout_s`` None: learned from the job; 0: off.
+    ``parks`` under srun: an agent without a seat waits for the run's end and exits with its code.
+    """
+
+    terms: RestartPolicy
+    meeting: EndpointPlan
+    order: int | None = None
+    spares: int = 0
+    hang_timeout_s: float | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    first_call_s: float = 30.0  # of the first start, as torchrun's: nodes start at different times
+    suspect_s: float = 6.0
+    fence_s: float = 10.0
+    dead_s: float = 15.0
+    store_lost_s: float = 60.0  # without the board for this long: exit 85
+    gate: bool = True
+    gate_deadline_s: float = 20.0
+    grow_after_s: float | None = 300.0  # None: never
+    drain_grace_s: float | None = None  # None: from Slurm's deadline, else 25 s
+    http_address: str = "127.0.0.1"
+    http_port: int | None = 0  # 0: any free one; None: no listener
+    parks: bool = False
+    local_address: str | None = None
+    decide: str | None = None  # ``module:function`` of the site, which may overrule a decision
+    checkpoints: CheckpointPlan = CheckpointPlan()

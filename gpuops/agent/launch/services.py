@@ -1,0 +1,86 @@
+"""What one agent is made of, and the exceptions that end its run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gpuops.agent.checkpoint.api import CheckpointService, NoCheckpointService
+from gpuops.agent.elastic.logs import GenerationLogs
+from gpuops.agent.elastic.signals import Cancellation
+from gpuops.agent.journal.decision_log import DecisionLog
+from gpuops.agent.journal.session import RunSession
+from gpuops.agent.launch.plan import LaunchPlan
+from gpuops.agent.monitors.api import Monitor
+from gpuops.agent.monitors.gpu_events import GpuEvent
+from gpuops.agent.monitors.preflight import PreflightGate
+from gpuops.agent.monitors.progress import StepTracker
+from gpuops.control.client import ControlClient
+from gpuops.control.leader import Leader
+from gpuops.host.clock import Clock
+from gpuops.incident.decision import NodeReport
+from gpuops.incident.kernel import JobXidFilter
+from gpuops.wire import Beat
+
+
+class HangService(Protocol):
+    """What the agent asks of who watches for hangs, beside its being a sentry."""
+
+    def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
+        """Take in the beats since the last call, by global rank."""
+        ...
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Say whether something is being looked into."""
+        ...
+
+    def busy_for_s(self) -> float:
+        """Return for how long other nodes may have to wait for ours."""
+        ...
+
+    def others_are_busy_for(self, seconds: float) -> None:
+        """Accept silence here for so long."""
+        ...
+
+
+def _no_env(_folder: Path) -> Mapping[str, str]:
+    return {}
+
+
+def _not_known(_since_ns: int | None) -> JobXidFilter | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What the agent is given by `launch`."""
+
+    clock: Clock
+    node: str
+    plan: LaunchPlan
+    link: ControlClient
+    leader: Leader
+    rulings: DecisionLog
+    session: RunSession
+    logs: GenerationLogs
+    cancellation: Cancellation
+    gate: PreflightGate
+    say: Callable[[str], None]
+    agent_pid: int
+    slurm_job_id: str | None
+    slurm_restart_count: int
+    failure_grace_s: float
+    cancel_grace_s: float
+    drain_grace_s: Callable[[str], float]
+    sentries: Sequence[Monitor] = ()
+    hang: HangService | None = None
+    pace: StepTracker = field(default_factory=StepTracker)
+    gpu_uuids: Callable[[], Mapping[int, str]] = dict
+    worker_env: Callable[[Path], Mapping[str, str]] = _no_env
+    gpu_signs: Callable[[], Sequence[GpuEvent]] = tuple
+    job_xids: Callable[[int | None], JobXidFilter | None] = (
+        _not_known  # given until when all was well
+    )
+    doubts: Callable[[], Sequence[NodeReport]] = tuple  # of this node; they have ended nothing
+    checkpoints: CheckpointService = field(default_factory=NoCheckpointService)

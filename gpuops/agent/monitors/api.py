@@ -1,0 +1,47 @@
+"""Eyes of the agent on its running workers, beside their exits: hangs, GPU faults.
+
+A sentry looks ten times a second from the agent's main thread and returns a report once there is
+something that ends the generation. It must not raise for what it cannot read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpuops.agent.elastic.workers import Worker
+from gpuops.incident.decision import NodeReport
+from gpuops.model import Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitoredAttempt:
+    """The generation that is being watched on this node."""
+
+    generation: int
+    node: str
+    workers: Sequence[Worker]
+    folder: Path  # logs and evidence of this generation
+
+
+class Monitor(Protocol):
+    """Watches one generation after the other."""
+
+    def begin(self, watched: MonitoredAttempt) -> None:
+        """Watch a generation whose workers have just been started."""
+        ...
+
+    def look(self) -> NodeReport | None:
+        """Return what ends this generation, None while there is nothing; within 10 ms."""
+        ...
+
+    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:
+        """Return evidence on the workers that still live, at most *deadline_s* later.
+
+        Called once, before they are ended, on every node of the run.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and processes."""
+        ...

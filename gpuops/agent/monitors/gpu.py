@@ -1,0 +1,292 @@
+"""Watches the job's GPUs while its workers run: an Xid that ends the job is known in a second.
+
+A worker whose GPU fell off the bus often hangs instead of failing, and its peers wait for it. What
+the hardware or the driver does ends the generation here; what applications cause is kept, and says
+what a worker's failure was that follows it (`GpuMonitor.recent`). See
+`gpuops.agent.monitors.gpu_events`.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.gpu_events import (
+    RECENT_S,
+    GpuEvent,
+    GpuEvents,
+    evidence_of,
+    judge_xid,
+    ranks_by_gpu,
+)
+from gpuops.agent.monitors.gpu_ranks import job_gpus, rank_gpus
+from gpuops.checks.core.xid_catalogue import XidKind, load_xids
+from gpuops.errors import GpuopsError
+from gpuops.host.clock import Clock
+from gpuops.host.gpu_names import GpuName
+from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.host.trust import check_folders, current_uid
+from gpuops.host.xid_watch import XidEvent, XidSource, XidSourceEnded, parse_message
+from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.kernel import JobXidFilter
+from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Side
+
+log = logging.getLogger(__name__)
+
+LINES_A_LOOK = 100  # of each source: a millisecond of work
+WAITING_MAX = 1000
+# So long may NVML take to say which GPUs this process has (a cold driver takes 10 to 20 s); until
+# then it cannot be told whether a line of the kernel's log is about one of them.
+NVML_S = 30.0
+CLOSE_S = 0.5
+_SHOWN = 3
+
+
+class GpuEventSource(Protocol):
+    """A source of lines; see `WatchingChild`."""
+
+    def take(self, lines_max: int) -> list[bytes]: ...
+
+    def close(self, wait_s: float = 0.0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMonitorContext:
+    """Where the sentry stands. *env* is the agent's: it names the job's GPUs."""
+
+    node: str
+    env: Mapping[str, str]
+    root: Path = Path("/")
+    site_dir: Path | None = None
+
+
+def open_gpu_monitor(place: GpuMonitorContext, clock: Clock) -> "GpuMonitor":
+    """Return a sentry that listens to NVML and the kernel's log; starts two small processes."""
+    children = {
+        source: WatchingChild(
+            f"xid-{source.value}",
+            module_command("gpuops.host.xid_events", source.value, str(place.root.absolute())),
+            place.env,
+        )
+        for source in XidSource
+    }
+    return GpuMonitor(place, xid_catalogue(place.site_dir), clock, children)
+
+
+def xid_catalogue(site_dir: Path | None) -> Mapping[int, XidKind]:
+    """Return what Xids mean, by code; without the site's own list where that cannot be read."""
+    for folder in (site_dir, None):
+        try:
+            return load_xids(check_folders(folder, uid=current_uid()).xid)
+        except (GpuopsError, OSError) as exc:
+            log.warning("the catalogue of Xids cannot be read: %s", exc)
+    return {}
+
+
+class GpuMonitor:
+    """Implements `gpuops.agent.monitors.api.Monitor`; inert where there is neither NVML nor a GPU.
+
+    *sources* are let go of by `close`.
+    """
+
+    def __init__(
+        self,
+        place: GpuMonitorContext,
+        catalogue: Mapping[int, XidKind],
+        clock: Clock,
+        sources: Mapping[XidSource, GpuEventSource],
+    ) -> None:
+        self._place = place
+        self._catalogue = catalogue
+        self._clock = clock
+        self._sources = dict(sources)
+        self._over: set[XidSource] = set()
+        self._gpus: dict[XidSource, tuple[GpuName, ...]] = {}
+        self._mine: tuple[GpuName, ...] | None = None
+        self._own: dict[str, str | None] | None = None  # UUIDs by PCI address
+        self._waiting: list[XidEvent] = []
+        self._opened_ns = clock.mono_ns()
+        self._begun_ns = self._opened_ns
+        self._watched: MonitoredAttempt | None = None
+        self._signs = GpuEvents()
+        self._reported: set[Entity] = set()
+
+    @property
+    def gpus(self) -> tuple[GpuName, ...]:
+        """Return the job's GPUs in CUDA's order, as far as they are known by now."""
+        return (self._mine or ()) if self._knows_its_gpus() else ()
+
+    @property
+    def listed_uuids(self) -> tuple[str, ...]:
+        """Return the UUIDs of the job's GPUs that NVML has listed by now."""
+        if XidSource.NVML not in self._gpus:
+            return ()
+        return tuple(gpu.uuid for gpu in self.gpus if gpu.uuid is not None)
+
+    def rank_gpus(self, local_ranks: Iterable[int]) -> dict[int, str]:
+        """Return the UUID of the GPU of each of *local_ranks*, as far as it is known by now."""
+        told = self._gpus.get(XidSource.NVML)
+        return {} if told is None else rank_gpus(self._place.env, local_ranks, told)
+
+    def begin(self, watched: MonitoredAttempt) -> None:
+        """Watch a generation; what comes from before it is no longer its own."""
+        self._drain()
+        self._watched = watched
+        self._signs = GpuEvents()
+        self._reported = set()
+        self._begun_ns = self._clock.mono_ns()
+
+    def look(self) -> NodeReport | None:
+        """Return a report once a GPU has had a fault that ends the generation, once for each GPU.
+
+        See `gpuops.agent.monitors.gpu_events` for which do; never waits.
+        """
+        self._drain()
+        # What came first of a GPU is its fault; what follows within the second follows from it.
+        first: dict[Entity, GpuEvent] = {}
+        for sign in self._signs.all():
+            if sign.fault.ends and sign.gpu not in self._reported:
+                first.setdefault(sign.gpu, sign)
+        if self._watched is None or not first:
+            return None
+        self._reported |= set(first)
+        return _report(list(first.values()), self._watched)
+
+    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
+        """Return what was seen of the job's GPUs in this generation."""
+        self._drain()
+        return evidence_of(self._signs.all())
+
+    def recent(self, within_s: float = RECENT_S) -> tuple[GpuEvent, ...]:
+        """Return this generation's signs of the last *within_s*, the gravest first.
+
+        They say what a failure was that came with them: `GpuEvent.failure_class`, of the worker
+        `GpuEvent.local_rank` where that is known, and whether the node is to blame.
+        """
+        self._drain()
+        return self._signs.since(self._clock.mono_ns() - round(within_s * 1e9))
+
+    def job_xids(self, since_ns: int | None) -> JobXidFilter | None:
+        """Return which Xids of the kernel's log are the job's; None: its GPUs are not known.
+
+        Those of this generation that were last seen before *since_ns* are old.
+        """
+        self._drain()
+        self._knows_its_gpus()
+        if self._own is None:
+            return None
+        from_ns = self._begun_ns if since_ns is None else since_ns
+        last: dict[tuple[str, int], int] = {}
+        for sign in self._signs.all():
+            if sign.address is not None:
+                key = sign.address, sign.code
+                last[key] = max(last.get(key, 0), sign.last_ns)
+        old = frozenset(key for key, last_ns in last.items() if last_ns < from_ns)
+        return JobXidFilter(addresses=frozenset(self._own), stale=old)
+
+    def own_uuids(self) -> frozenset[str] | None:
+        """Return the UUIDs of all GPUs that are the job's, also of lost ones; None: not known."""
+        self._drain()
+        self._knows_its_gpus()
+        uuids = None if self._own is None else set(self._own.values())
+        if uuids is None or None in uuids:
+            return None
+        return frozenset(uuid for uuid in uuids if uuid is not None)
+
+    def doubts(self) -> tuple[NodeReport, ...]:
+        """Return what of this generation speaks against the node without having ended it."""
+        if self._watched is None:
+            return ()
+        mild = [sign for sign in self._signs.all() if sign.blames_node and not sign.fault.ends]
+        return tuple(_report([sign], self._watched) for sign in mild)
+
+    def close(self) -> None:
+        """End the watching processes."""
+        for lines in self._sources.values():
+            lines.close(CLOSE_S)
+
+    def _drain(self) -> None:
+        """Take what came, and keep what is about this generation."""
+        for source, lines in self._sources.items():
+            for line in lines.take(LINES_A_LOOK):
+                self._hear(source, line)
+        if self._waiting and self._knows_its_gpus():
+            events, self._waiting = self._waiting, []
+            for event in events:
+                self._keep(event)
+
+    def _hear(self, source: XidSource, line: bytes) -> None:
+        told = parse_message(line)
+        if told is None:
+            log.debug("%s: not a line of ours: %r", source.value, line[:200])
+        elif told.gpus is not None:
+            self._gpus[source] = told.gpus
+            self._mine = None
+        elif told.xid is not None:
+            if len(self._waiting) < WAITING_MAX:
+                self._waiting.append(told.xid)
+        elif told.over is not None:
+            log.debug("no Xids from %s: %s", source.value, told.text)
+            if told.over is not XidSourceEnded.ERROR:
+                self._over.add(source)
+
+    def _knows_its_gpus(self) -> bool:
+        if self._mine is not None:
+            return True
+        told, env = self._gpus, self._place.env
+        late = self._clock.mono_ns() - self._opened_ns >= NVML_S * 1e9
+        if XidSource.NVML in told:
+            self._mine = job_gpus(env, told[XidSource.NVML])
+            self._remember(told[XidSource.NVML], self._mine)
+        elif XidSource.KERNEL in told and (late or XidSource.NVML in self._over):
+            self._mine = job_gpus(env, told[XidSource.KERNEL], whole_node=True)
+            self._remember(told[XidSource.KERNEL], self._mine)
+        return self._mine is not None
+
+    def _remember(self, listed: Sequence[GpuName], mine: Sequence[GpuName]) -> None:
+        """Keep which GPUs are the job's, also one that a later listing has not got.
+
+        NVML leaves out a GPU that is lost, and numbers then name others: such a list says nothing.
+        """
+        if listed and all(gpu.index == place for place, gpu in enumerate(listed)):
+            self._own = {**(self._own or {}), **{gpu.address: gpu.uuid for gpu in mine}}
+
+    def _keep(self, event: XidEvent) -> None:
+        """Add *event* to the signs, where it is about the job's GPUs in this generation."""
+        gpu = next((gpu for gpu in self.gpus if _is_of(event, gpu)), None)
+        if gpu is None or self._watched is None or event.mono_ns < self._begun_ns:
+            return
+        fault = judge_xid(event, self._catalogue)
+        self._signs.add(event, fault, gpu, self._local_rank(event, gpu))
+
+    def _local_rank(self, event: XidEvent, gpu: GpuName) -> int | None:
+        assert self._watched is not None
+        workers = {worker.pid: worker.local_rank for worker in self._watched.workers}
+        if event.process in workers:
+            return workers[event.process]
+        return ranks_by_gpu(self.rank_gpus(workers.values())).get(gpu.uuid or "")
+
+
+def _is_of(event: XidEvent, gpu: GpuName) -> bool:
+    same_uuid = gpu.uuid is not None and event.uuid == gpu.uuid
+    return same_uuid or event.address == gpu.address
+
+
+def _report(fatal: Sequence[GpuEvent], watched: MonitoredAttempt) -> NodeReport:
+    first = min(fatal, key=lambda sign: sign.first_ns)
+    blamed = any(sign.blames_node for sign in fatal)
+    node = (Entity(EntityKind.NODE, watched.node),) if blamed else ()
+    more = f"; and {len(fatal) - _SHOWN} more GPUs" if len(fatal) > _SHOWN else ""
+    return NodeReport(
+        kind=ReportKind.GPU_FAULT,
+        node=watched.node,
+        generation=watched.generation,
+        failure_class=first.failure_class or FailureClass.GPU_DRIVER,
+        side=Side.INFRA,
+        confidence=Confidence.CONFIRMED,
+        how="; ".join(sign.words for sign in fatal[:_SHOWN]) + more,
+        culprits=(*(sign.gpu for sign in fatal), *node),
+        blames_node=blamed,
+    )

@@ -1,0 +1,239 @@
+"""What an Xid means for a run, and which GPU errors a generation has seen.
+
+================================  =====================================================
+the catalogue, or the driver      the run
+================================  =====================================================
+``hardware``                      ends this generation; the node is to blame
+  ... the line says Nonfatal      evidence
+  ... ``IGNORE``, ``RESTART_APP``  ends this generation; a restart on the same node may do
+``recovery`` (154), wants action  ends this generation; the node is to blame
+  ... a drain                     evidence; blames the node for a failure that follows
+``mixed``, a code not listed      evidence; names the class of a failure that follows
+``application``                   evidence; names the class of a failure that follows
+``informational``, 154 with None  evidence
+a GPU that NVML calls lost        ends this generation; the node is to blame
+================================  =====================================================
+
+What only the kernel's line tells (is it fatal, what does the driver want) cannot be taken from
+NVML's event: such a code alone ends nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from gpuops.checks.core.xid_catalogue import XidClass, XidKind
+from gpuops.host.gpu_names import GpuName
+from gpuops.host.xid import NVLINK5
+from gpuops.host.xid_watch import LOST, XidEvent, XidSource
+from gpuops.log import printable
+from gpuops.model import Entity, EntityKind, Evidence, FailureClass, Role, Side, Status
+
+_MILD_ACTIONS = frozenset({"IGNORE", "RESTART_APP"})
+_NOTHING_WANTED = "None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFault:
+    """What one Xid is to a run.
+
+    ``ends``: the generation is over, whether its workers know it yet or not. ``suggests``: the
+    class of a failure of its worker that follows, None where it explains none; ``blames_node``
+    speaks of such a failure too.
+    """
+
+    words: str
+    ends: bool = False
+    blames_node: bool = False
+    suggests: FailureClass | None = None
+    side: Side = Side.AMBIGUOUS
+
+
+def judge_xid(event: XidEvent, catalogue: Mapping[int, XidKind]) -> GpuFault:
+    """Return what *event* is to a run."""
+    if event.code == LOST:
+        return GpuFault(
+            words="the driver calls the GPU lost",
+            ends=True,
+            blames_node=True,
+            suggests=FailureClass.GPU_FELL_OFF_BUS,
+            side=Side.INFRA,
+        )
+    kind = catalogue.get(event.code) or XidKind.unknown(event.code)
+    words = f"Xid {kind.code} ({kind.name})"
+    match kind.xid_class:
+        case XidClass.HARDWARE:
+            return _hardware(event, kind, words)
+        case XidClass.RECOVERY:
+            return _recovery(event, kind, words)
+        case XidClass.MIXED:
+            return GpuFault(words=words, suggests=kind.failure_class)
+        case XidClass.APPLICATION:
+            return GpuFault(words=words, suggests=kind.failure_class, side=Side.USER)
+        case XidClass.INFORMATIONAL:
+            return GpuFault(words=words)
+
+
+def _hardware(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
+    untold = event.code in NVLINK5 and event.source is XidSource.NVML
+    fails = kind.xid_class.verdict(fatal=event.fatal) is Status.FAIL
+    if untold or not fails:
+        return GpuFault(words=words, suggests=kind.failure_class, side=Side.INFRA)
+    return GpuFault(
+        words=words,
+        ends=True,
+        blames_node=kind.action not in _MILD_ACTIONS,
+        suggests=kind.failure_class,
+        side=Side.INFRA,
+    )
+
+
+def _recovery(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
+    if event.recovery is None or event.recovery == _NOTHING_WANTED:
+        return GpuFault(words=words)
+    return GpuFault(
+        words=f"the driver wants: {event.recovery} ({words})",
+        # What is to be drained first works on: the driver lets the job finish.
+        ends="drain" not in event.recovery.lower(),
+        blames_node=True,
+        suggests=kind.failure_class or FailureClass.GPU_DRIVER,
+        side=Side.INFRA,
+    )
+
+
+SIGNS_MAX = 256
+RECENT_S = 60.0
+LINE_CHARS_MAX = 300
+_SAID_BY = {XidSource.NVML: "NVML", XidSource.KERNEL: "the kernel's log"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuEvent:
+    """One kind of fault of one GPU in this generation; times are of the host's monotonic clock.
+
+    ``local_rank``: of the worker on that GPU, where it can be told.
+    """
+
+    gpu: Entity
+    code: int
+    fault: GpuFault
+    sources: frozenset[XidSource]
+    first_ns: int
+    last_ns: int
+    first_us: int
+    count: int = 1
+    index: int | None = None
+    address: str | None = None  # on PCI
+    local_rank: int | None = None
+    line: str = ""
+
+    @property
+    def failure_class(self) -> FailureClass | None:
+        """Return the class of a failure of this GPU's worker that follows."""
+        return self.fault.suggests
+
+    @property
+    def side(self) -> Side:
+        return self.fault.side
+
+    @property
+    def blames_node(self) -> bool:
+        return self.fault.blames_node
+
+    @property
+    def words(self) -> str:
+        """Return ``"Xid 79 (GPU has fallen off the bus) on GPU 3 (GPU-…), seen by NVML"``."""
+        number = "a GPU" if self.index is None else f"GPU {self.index}"
+        times = f", {self.count} times" if self.count > 1 else ""
+        by = " and ".join(_SAID_BY[source] for source in XidSource if source in self.sources)
+        return f"{self.fault.words} on {number} ({self.gpu.id}){times}, seen by {by}"
+
+    def to_evidence(self) -> Evidence:
+        return Evidence(
+            role=Role.ROOT if self.fault.ends else Role.SYMPTOM,
+            text=self.words,
+            entity=self.gpu,
+            lines=(self.line,) if self.line else (),
+        )
+
+
+class GpuEvents:
+    """The signs of one generation, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._signs: dict[tuple[Entity, int, str], GpuEvent] = {}
+
+    def add(
+        self, event: XidEvent, fault: GpuFault, gpu: GpuName | None, local_rank: int | None
+    ) -> GpuEvent:
+        """Return the sign that *event* is, or is one more of."""
+        entity = entity_of(event, gpu)
+        key = entity, event.code, event.recovery or ""
+        known = self._signs.get(key)
+        if known is None:
+            known = GpuEvent(
+                gpu=entity,
+                code=event.code,
+                fault=fault,
+                sources=frozenset({event.source}),
+                first_ns=event.mono_ns,
+                last_ns=event.mono_ns,
+                first_us=event.now_us,
+                count=event.count,
+                index=event.index if gpu is None else gpu.index,
+                address=event.address if gpu is None else gpu.address,
+                local_rank=local_rank,
+                line=printable(event.line)[:LINE_CHARS_MAX],
+            )
+        else:
+            known = _joined(known, event, fault, local_rank)
+        if key in self._signs or len(self._signs) < SIGNS_MAX:
+            self._signs[key] = known
+        return known
+
+    def all(self) -> tuple[GpuEvent, ...]:
+        """Return the signs, the gravest first, of equals the first seen."""
+        return tuple(sorted(self._signs.values(), key=_gravity))
+
+    def since(self, from_ns: int) -> tuple[GpuEvent, ...]:
+        """Return those that were last seen since *from_ns*."""
+        return tuple(sign for sign in self.all() if sign.last_ns >= from_ns)
+
+
+def entity_of(event: XidEvent, gpu: GpuName | None) -> Entity:
+    """Return the GPU that *event* is about, by UUID where that is known."""
+    uuid = event.uuid or (gpu and gpu.uuid)
+    return Entity(EntityKind.GPU, uuid or f"PCI:{event.address or 'unknown'}")
+
+
+def evidence_of(signs: Iterable[GpuEvent]) -> tuple[Evidence, ...]:
+    """Return *signs* as evidence."""
+    return tuple(sign.to_evidence() for sign in signs)
+
+
+def ranks_by_gpu(rank_gpus: Mapping[int, str]) -> dict[str, int]:
+    """Return the local rank on each GPU that has only one."""
+    uuids = list(rank_gpus.values())
+    return {uuid: rank for rank, uuid in rank_gpus.items() if uuids.count(uuid) == 1}
+
+
+def _joined(known: GpuEvent, event: XidEvent, fault: GpuFault, local_rank: int | None) -> GpuEvent:
+    """Return *known* with *event* in it; NVML and the log each tell of the same lines."""
+    same_source = event.source in known.sources
+    graver = fault if _weight(fault) > _weight(known.fault) else known.fault
+    return replace(
+        known,
+        fault=graver,
+        sources=known.sources | {event.source},
+        last_ns=max(known.last_ns, event.mono_ns),
+        count=known.count + event.count if same_source else max(known.count, event.count),
+        local_rank=local_rank if known.local_rank is None else known.local_rank,
+        line=known.line or printable(event.line)[:LINE_CHARS_MAX],
+    )
+
+
+def _weight(fault: GpuFault) -> tuple[bool, bool, bool, bool]:
+    return fault.ends, fault.blames_node, fault.side is Side.INFRA, fault.suggests is not None
+
+
+def _gravity(sign: GpuEvent) -> tuple[bool, bool, int]:
+    return not sign.fault.ends, not sign.fault.blames_node, sign.first_ns

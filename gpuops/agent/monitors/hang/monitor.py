@@ -1,0 +1,291 @@
+"""Watches a node's workers for hangs: judges beats, gathers evidence beside, reports once.
+
+Nothing here waits: evidence comes in from a thread, and a look only asks whether it is there.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.evidence import (
+    EVIDENCE_S,
+    LONG_LOOKS_S,
+    LOOKS_S,
+    EvidenceCollector,
+    EvidenceReader,
+    EvidenceTarget,
+    RankFacts,
+    SystemEvidenceReader,
+)
+from gpuops.agent.monitors.hang.culprits import HangCulprits, HangObservation, blame
+from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
+from gpuops.agent.monitors.hang.report import NodeHangView, evidence_of, to_report
+from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S, STEP_FLOOR_S, limits_for
+from gpuops.agent.monitors.rank_state import (
+    RankDiagnosis,
+    RankState,
+    StoppedRanks,
+    judge_rank,
+    state_of,
+)
+from gpuops.host.clock import Clock
+from gpuops.incident.decision import NodeReport
+from gpuops.model import Evidence
+from gpuops.wire import Beat, WorkerFlag
+
+log = logging.getLogger(__name__)
+
+# A node whose ranks only wait lets the one speak first that has the cause, or has work to show.
+HOLD_S = 3.0
+NAMED_MAX = 8
+_GONE = frozenset({None, "Z", "X"})
+# Ranks seen at work are looked at again after as long as they have been silent, and this at least.
+LOOK_AGAIN_S = 30.0
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    hang: HangFinding
+    since_ns: int
+    gathering: EvidenceCollector
+    testimony: HangCulprits | None = None
+    done_ns: int | None = None
+
+
+class HangMonitor:
+    """One for the whole run: what it learns of the job lasts over restarts.
+
+    *timeout_s* is ``--hang-timeout``: None to learn, 0 for off. Beats are given to it by `feed`.
+    """
+
+    def __init__(  # noqa: PLR0913 what it sees with is another thing in tests
+        self,
+        clock: Clock,
+        timeout_s: float | None,
+        env: Mapping[str, str],
+        *,
+        eyes: EvidenceReader | None = None,
+        witnesses: Sequence[HangObservation] = (),
+        pause: Callable[[float], object] = time.sleep,
+        state: Callable[[int], str | None] = state_of,
+    ) -> None:
+        self._clock = clock
+        self._env = env
+        self._is_on = timeout_s != 0
+        self._is_learned = timeout_s is None
+        self._judge = HangJudge(limits_for(timeout_s or None, env))
+        self._eyes = eyes or SystemEvidenceReader(env.get("PATH"))
+        self._witnesses = tuple(witnesses)
+        self._pause = pause
+        self._state_of = state
+        self._stopped = StoppedRanks()
+        self._states: Mapping[int, str | None] = {}
+        self._has_said_lingering = False
+        self._watched: MonitoredAttempt | None = None
+        self._suspicion: _Suspicion | None = None
+        self._has_reported = False
+
+    def begin(self, watched: MonitoredAttempt) -> None:
+        """Watch a generation whose workers have just been started."""
+        self._watched, self._suspicion, self._has_reported = watched, None, False
+        self._stopped, self._states, self._has_said_lingering = StoppedRanks(), {}, False
+        self._judge.begin([worker.rank for worker in watched.workers], self._clock.mono_ns())
+
+    def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
+        """Take in the beats, by rank, that the agent has just read."""
+        self._judge.feed(beats, self._clock.mono_ns())
+        self._stopped.heard(rank for rank, new in beats.items() if new)
+
+    def look(self) -> NodeReport | None:
+        """Return the hang there is, once, with its evidence or after `EVIDENCE_S` without."""
+        if not self._is_on or self._watched is None or self._has_reported:
+            return None
+        try:
+            return self._look(self._watched, self._clock.mono_ns())
+        except Exception:  # boundary: our bug must not end a run that trains
+            log.exception("watching for hangs failed; it is off for this generation")
+            self._has_reported = True
+            return None
+
+    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:
+        """Return what the workers here do, gathered now unless it has been."""
+        watched, suspicion = self._watched, self._suspicion
+        if watched is None:
+            return ()
+        if suspicion is not None:
+            gathering = suspicion.gathering
+        else:
+            gathering = self._gathering(watched, LOOKS_S)
+            gathering.start()
+        gathering.wait(deadline_s)
+        verdicts = _verdicts(gathering)
+        blamed = self._blame(suspicion, verdicts).ranks if suspicion is not None else ()
+        view = self._view(watched, self._clock.mono_ns())
+        return evidence_of(view, gathering.facts, verdicts, blamed)
+
+    def close(self) -> None:
+        """Forget the workers; a thread that still gathers ends by itself."""
+        self._watched = self._suspicion = None
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """Return the limits as they are now, by name."""
+        return self._judge.limits.ladder()
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Say whether something is being looked into; from any thread."""
+        return self._suspicion is not None
+
+    def busy_for_s(self) -> float:
+        """Return for how long ranks of other nodes may have to wait for ours, beyond a step.
+
+        For the other agents, who give it to `others_are_busy_for`.
+        """
+        return self._judge.busy_for_s(self._clock.mono_ns())
+
+    def others_are_busy_for(self, seconds: float) -> None:
+        """Accept silence here for so long: another node's agent said that its ranks are busy."""
+        if seconds > 0:
+            self._judge.excuse_until(self._clock.mono_ns() + round(seconds * NS))
+
+    def _look(self, watched: MonitoredAttempt, now_ns: int) -> NodeReport | None:
+        hang = self._judge.look(now_ns) or self._stop(watched, now_ns)
+        if hang is None:
+            if self._suspicion is not None:
+                log.info("a suspected hang is none: the ranks go on")
+                self._suspicion = None
+            if self._judge.is_beatless(now_ns):
+                log.warning(
+                    "hangs cannot be judged: no rank has made an optimizer step that can be seen;"
+                    " gpuops.progress(step) makes them known"
+                )
+            self._tell_of_lingering(watched, now_ns)
+            return None
+        if self._suspicion is None:
+            self._suspect(watched, hang, now_ns)
+            return None
+        self._suspicion.hang = hang
+        return self._conclude(watched, self._suspicion, now_ns)
+
+    def _stop(self, watched: MonitoredAttempt, now_ns: int) -> HangFinding | None:
+        """Return the hang that stopped workers make, whatever phase they are in."""
+        if self._stopped.is_due(now_ns):
+            self._states = {w.rank: self._state_of(w.pid) for w in watched.workers}
+            self._stopped.look(self._states, now_ns)
+        limit_s = self._judge.limits.asked_s or STEP_FLOOR_S
+        lasted_s = self._stopped.longer_than(limit_s, now_ns)
+        return self._judge.stopped(lasted_s, limit_s, now_ns) if lasted_s else None
+
+    def _tell_of_lingering(self, watched: MonitoredAttempt, now_ns: int) -> None:
+        """Say once which programs have ended while their processes have not.
+
+        None is ended: it may be writing its last state.
+        """
+        late = () if self._has_said_lingering else self._judge.long_finished(now_ns)
+        there = [
+            w for w in watched.workers if w.rank in late and self._states.get(w.rank) not in _GONE
+        ]
+        if not there:
+            return
+        self._has_said_lingering = True
+        silences_s = self._judge.silences_s(now_ns)
+        log.warning(
+            "%s: the program ended %.0f s ago, the process has not, and the run waits for it;"
+            " a thread or an exit handler may hang, and `py-spy dump --pid %d` shows where",
+            ", ".join(f"rank {w.rank} (pid {w.pid})" for w in there[:NAMED_MAX]),
+            min(silences_s[w.rank] for w in there),
+            there[0].pid,
+        )
+
+    def _suspect(self, watched: MonitoredAttempt, hang: HangFinding, now_ns: int) -> None:
+        def ask(facts: Mapping[int, RankFacts]) -> None:
+            said = (witness.testify(hang, facts) for witness in self._witnesses)
+            doubt.testimony = next((blamed for blamed in said if blamed is not None), None)
+
+        gathering = self._gathering(watched, LONG_LOOKS_S if self._is_learned else LOOKS_S, ask)
+        self._suspicion = doubt = _Suspicion(hang, now_ns, gathering)
+        gathering.start()
+
+    def _gathering(
+        self,
+        watched: MonitoredAttempt,
+        looks_s: Sequence[float],
+        then: Callable[[Mapping[int, RankFacts]], None] | None = None,
+    ) -> EvidenceCollector:
+        targets = [_target(worker) for worker in watched.workers]
+        return EvidenceCollector(targets, self._eyes, self._env, looks_s, then, pause=self._pause)
+
+    def _conclude(
+        self, watched: MonitoredAttempt, doubt: _Suspicion, now_ns: int
+    ) -> NodeReport | None:
+        if not doubt.gathering.is_done and now_ns - doubt.since_ns < EVIDENCE_S * NS:
+            return None
+        doubt.done_ns = doubt.done_ns or now_ns
+        verdicts = _verdicts(doubt.gathering)
+        found = self._blame(doubt, verdicts)
+        if all(verdict.state is RankState.EXITED for verdict in verdicts.values()):
+            return None  # an end, not a hang; the agent sees to those
+        if self._acquits(doubt.hang, found, verdicts, now_ns):
+            self._suspicion = None
+            return None
+        if not found.ranks and now_ns - doubt.done_ns < HOLD_S * NS:
+            return None
+        self._has_reported = True
+        return to_report(self._view(watched, now_ns), doubt.hang, found, verdicts)
+
+    def _acquits(
+        self,
+        hang: HangFinding,
+        found: HangCulprits,
+        verdicts: Mapping[int, RankDiagnosis],
+        now_ns: int,
+    ) -> bool:
+        """Accept a silence that was learned to be too long, where somebody is seen at work.
+
+        It may be an evaluation that nobody announced. That holds up to the limit of a phase.
+        """
+        at_work = [rank for rank, verdict in verdicts.items() if verdict.is_moving]
+        cap_s = self._judge.limits.factor * PHASE_FLOOR_S
+        if not self._is_learned or not at_work or hang.silent_s >= cap_s:
+            return False
+        if any(not verdicts[rank].is_moving for rank in found.ranks):
+            return False
+        again_s = min(max(hang.silent_s, LOOK_AGAIN_S), cap_s - hang.silent_s)
+        self._judge.excuse_until(now_ns + round(again_s * NS))
+        log.warning(
+            "no step for %.0f s (limit %.0f s), but rank %d %s; looking again in %.0f s."
+            ' `with gpuops.phase("eval"):` would tell',
+            *(hang.silent_s, hang.limit_s, at_work[0], verdicts[at_work[0]].how, again_s),
+        )
+        return True
+
+    def _blame(self, doubt: _Suspicion, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits:
+        finished = [rank for rank in self._judge.finished if rank in verdicts]
+        running = {rank: v for rank, v in verdicts.items() if rank not in finished}
+        return blame(doubt.hang, running, doubt.testimony, finished)
+
+    def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
+        return NodeHangView(
+            watched=watched,
+            steps=self._judge.steps,
+            silences_s=self._judge.silences_s(now_ns),
+            has_stepped=self._judge.has_stepped,
+        )
+
+
+def _verdicts(gathering: EvidenceCollector) -> dict[int, RankDiagnosis]:
+    return {rank: judge_rank(facts) for rank, facts in gathering.facts.items()}
+
+
+def _target(worker: Worker) -> EvidenceTarget:
+    return EvidenceTarget(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        pid=worker.pid,
+        stacks=worker.files.stacks,
+        dumps=WorkerFlag.HANDLES_SIGUSR2 in worker.ring.flags,
+    )

@@ -1,0 +1,119 @@
+"""What a node says of a hang: a report that can be decided on, evidence that can be read; pure."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.evidence import RankFacts
+from gpuops.agent.monitors.hang.culprits import HangCulprits, class_of, sentence
+from gpuops.agent.monitors.hang.judge import HangFinding
+from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
+from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
+from gpuops.log import printable
+from gpuops.model import Entity, EntityKind, Evidence, FailureClass, Role, Side
+from gpuops.scrub import scrub, scrub_lines
+
+FRAMES_SHOWN = 20
+LINE_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHangView:
+    """The generation on this node, and how far its ranks have come."""
+
+    watched: MonitoredAttempt
+    steps: Mapping[int, int | None]
+    silences_s: Mapping[int, float]
+    has_stepped: bool
+
+    @property
+    def last_step(self) -> int | None:
+        """Return the highest step known here."""
+        return max((step for step in self.steps.values() if step is not None), default=None)
+
+
+def to_report(
+    view: NodeHangView,
+    hang: HangFinding,
+    found: HangCulprits,
+    verdicts: Mapping[int, RankDiagnosis],
+) -> NodeReport:
+    """Return the report of *hang*, for which *found* says who is to blame."""
+    return NodeReport(
+        kind=ReportKind.HANG,
+        node=view.watched.node,
+        generation=view.watched.generation,
+        failure_class=found.failure_class,
+        side=found.side,
+        confidence=found.confidence,
+        how=_clean(sentence(hang, found)),
+        culprits=tuple(_rank(rank) for rank in found.ranks),
+        blames_node=found.failure_class is FailureClass.HANG_D_STATE,
+        has_stepped=view.has_stepped,
+        last_step=view.last_step,
+        ends=tuple(
+            _end(view, worker, verdicts[worker.rank], found)
+            for worker in sorted(view.watched.workers, key=lambda w: w.rank)
+            if worker.rank in verdicts
+        ),
+    )
+
+
+def _end(
+    view: NodeHangView, worker: Worker, verdict: RankDiagnosis, found: HangCulprits
+) -> RankEnd:
+    is_blamed = worker.rank in found.ranks
+    log_path = worker.files.stacks or worker.files.stderr
+    silence_s = view.silences_s.get(worker.rank)
+    silent = "" if silence_s is None else f"made no progress for {silence_s:.0f} s, "
+    return RankEnd(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        role=Role.ROOT if is_blamed else Role.SYMPTOM,
+        failure_class=found.failure_class if is_blamed else class_of(verdict.state),
+        side=found.side if is_blamed else Side.AMBIGUOUS,
+        step=view.steps.get(worker.rank),
+        summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{verdict.how}"),
+        log_path=None if log_path is None else str(log_path),
+    )
+
+
+def evidence_of(
+    view: NodeHangView,
+    facts: Mapping[int, RankFacts],
+    verdicts: Mapping[int, RankDiagnosis],
+    blamed: Collection[int],
+) -> tuple[Evidence, ...]:
+    """Return what each rank was seen to do, those that are *blamed* first."""
+    order = sorted(verdicts, key=lambda rank: (rank not in blamed, rank))
+    return tuple(_of_rank(view, facts[rank], verdicts[rank], rank in blamed) for rank in order)
+
+
+def _of_rank(
+    view: NodeHangView, facts: RankFacts, verdict: RankDiagnosis, is_blamed: bool
+) -> Evidence:
+    rank, step = facts.target.rank, view.steps.get(facts.target.rank)
+    where = "no step known" if step is None else f"last step {step}"
+    silent = f", silent for {view.silences_s[rank]:.0f} s" if rank in view.silences_s else ""
+    text = f"rank {rank} (pid {facts.target.pid}; {where}{silent}) {verdict.how}"
+    if facts.recorder_path is not None:
+        text += f"; torch's flight recorder left {facts.recorder_path}"
+    lines = [str(frame) for frame in verdict.frames[:FRAMES_SHOWN]]
+    lines += [f"kernel: {line}" for line in verdict.kernel_stack[:FRAMES_SHOWN]]
+    has_file = verdict.state is not RankState.EXITED and any(s.dumped for s in facts.samples)
+    return Evidence(
+        role=Role.ROOT if is_blamed else Role.SYMPTOM,
+        text=_clean(text),
+        entity=_rank(rank),
+        lines=tuple(line[:LINE_CHARS] for line in scrub_lines([printable(x) for x in lines])),
+        path=str(facts.target.stacks) if has_file else None,
+    )
+
+
+def _rank(rank: int) -> Entity:
+    return Entity(EntityKind.RANK, str(rank))
+
+
+def _clean(text: str) -> str:
+    return scrub(printable(text))

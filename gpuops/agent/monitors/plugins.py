@@ -1,0 +1,230 @@
+"""Detectors of a site's own: each watches a node's workers from a process of its own.
+
+A detector is a function in the entry-point group ``gpuops.detectors``. It gets one dictionary
+(``node``, ``generation``, ``folder``, ``ranks``: process ids by rank) and yields verdicts, which
+are dictionaries: ``why`` and, as it likes, ``ranks``, ``blames_node``, ``failure_class``, ``ends``.
+A verdict that ``ends`` ends the generation. Of the others one that blames the node is remembered,
+so that the next restart does without it; all are told in the log and, should the workers stand
+still later, in the incident. Whatever is wrong with a detector, training goes on.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.plugin_process import GROUP
+from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.incident.decision import TEXT_CHARS_MAX, NodeReport, ReportKind
+from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side
+from gpuops.scrub import scrub
+
+log = logging.getLogger(__name__)
+
+LINES_A_LOOK = 20
+# One that says more in a generation is broken, and is ended.
+LINES_MAX = 200
+CLOSE_S = 0.5
+_KEYS = frozenset({"why", "ranks", "blames_node", "failure_class", "ends", "error"})
+# What only the agents can know, or would end a run that could go on.
+_NOT_THEIRS = frozenset({"launcher", "node", "scheduler", "tool", "unresolved", "user_code"})
+
+
+class PluginOutput(Protocol):
+    """A detector's process; see `WatchingChild`."""
+
+    def take(self, lines_max: int) -> list[bytes]: ...
+
+    def close(self, wait_s: float = 0.0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginVerdict:
+    """What a detector says. ``ends``: the generation is to end because of it."""
+
+    why: str
+    failure_class: FailureClass = FailureClass.SITE_CHECK
+    ranks: tuple[int, ...] = ()
+    blames_node: bool = False
+    ends: bool = False
+
+
+@dataclass(slots=True)
+class _Detector:
+    lines: PluginOutput
+    n_lines: int = 0
+
+
+def find_detectors() -> tuple[str, ...]:
+    """Return the names of the detectors that are installed; none where that cannot be found out."""
+    try:
+        return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+    except Exception as exc:  # noqa: BLE001 boundary: what others installed must not stop a launch
+        log.warning("detectors cannot be looked for: %r", exc)
+        return ()
+
+
+def open_detectors(env: Mapping[str, str]) -> "PluginMonitor":
+    """Return a sentry over what is installed; each gets a process with *env* at each start."""
+
+    def start(name: str, told: str) -> PluginOutput:
+        command = module_command("gpuops.agent.monitors.plugin_process", name, told)
+        return WatchingChild(f"detector-{name}", command, env)
+
+    return PluginMonitor(find_detectors(), start)
+
+
+class PluginMonitor:
+    """Implements `gpuops.agent.monitors.api.Monitor`. *start* starts a plug-in by name."""
+
+    def __init__(self, names: Sequence[str], start: Callable[[str, str], PluginOutput]) -> None:
+        self._names = tuple(names)
+        self._start = start
+        self._watched: MonitoredAttempt | None = None
+        self._running: dict[str, _Detector] = {}
+        self._heard: list[tuple[str, PluginVerdict]] = []
+        self._warned: set[str] = set()
+
+    def begin(self, watched: MonitoredAttempt) -> None:
+        """Have a generation watched; what was said of the one before is of no interest any more."""
+        self._let_go(0.0)
+        self._watched, self._heard = watched, []
+        told = json.dumps(
+            {
+                "node": watched.node,
+                "generation": watched.generation,
+                "folder": str(watched.folder),
+                "ranks": {str(worker.rank): worker.pid for worker in watched.workers},
+            }
+        )
+        for name in self._names:
+            self._running[name] = _Detector(self._start(name, told))
+
+    def look(self) -> NodeReport | None:
+        """Return a report once a detector wants the generation to end; never waits."""
+        for name, verdict in self._new():
+            if verdict.ends and self._watched is not None:
+                return _report(name, verdict, self._watched)
+            log.warning("detector %s: %s", name, verdict.why)
+        return None
+
+    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
+        """Return what the detectors have said of this generation."""
+        self._new()
+        return tuple(_evidence(name, verdict) for name, verdict in self._heard)
+
+    def doubts(self) -> tuple[NodeReport, ...]:
+        """Return what of this generation speaks against the node without having ended it."""
+        if self._watched is None:
+            return ()
+        mild = [(name, said) for name, said in self._heard if said.blames_node and not said.ends]
+        return tuple(_report(name, said, self._watched) for name, said in mild)
+
+    def close(self) -> None:
+        """End the detectors."""
+        self._let_go(CLOSE_S)
+
+    def _let_go(self, wait_s: float) -> None:
+        for detector in self._running.values():
+            detector.lines.close(wait_s)
+        self._running = {}
+
+    def _new(self) -> list[tuple[str, PluginVerdict]]:
+        """Return the verdicts that came since."""
+        found = []
+        for name, detector in list(self._running.items()):
+            for line in detector.lines.take(LINES_A_LOOK):
+                detector.n_lines += 1
+                verdict = self._read(name, line)
+                found += [] if verdict is None else [(name, verdict)]
+            if detector.n_lines >= LINES_MAX:
+                self._warn(name, "it says too much and is ended")
+                self._running.pop(name).lines.close()
+        self._heard += found
+        return found
+
+    def _read(self, name: str, line: bytes) -> PluginVerdict | None:
+        assert self._watched is not None
+        try:
+            return read_verdict(line, {worker.rank for worker in self._watched.workers})
+        except (KeyError, TypeError, ValueError, RecursionError) as exc:
+            self._warn(name, str(exc))
+            return None
+
+    def _warn(self, name: str, why: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("detector %s is of no use: %s", name, scrub(why)[:TEXT_CHARS_MAX])
+
+
+def read_verdict(line: bytes, ranks: set[int]) -> PluginVerdict:
+    """Return the verdict in *line* on a node that has *ranks*.
+
+    Raises:
+        KeyError, TypeError, ValueError, RecursionError: It is none; the words say why.
+    """
+    body = json.loads(line)
+    if not isinstance(body, dict):
+        raise TypeError(f"a verdict is an object, not {type(body).__name__}")
+    if unknown := sorted(body.keys() - _KEYS):
+        raise ValueError(f"unknown keys: {', '.join(unknown)[:100]}")
+    if "error" in body:
+        raise ValueError(f"it failed: {body['error']}")
+    why = body.get("why")
+    if not isinstance(why, str) or not why.strip():
+        raise ValueError("a verdict without its `why`")
+    failure_class = FailureClass(body.get("failure_class", FailureClass.SITE_CHECK))
+    if failure_class.category in _NOT_THEIRS:
+        raise ValueError(f"{failure_class.value} is not for a detector to say")
+    return PluginVerdict(
+        why=scrub(" ".join(why.split()))[:TEXT_CHARS_MAX],
+        failure_class=failure_class,
+        ranks=_blamed(body.get("ranks", []), ranks),
+        blames_node=_flag(body, "blames_node"),
+        ends=_flag(body, "ends"),
+    )
+
+
+def _flag(body: Mapping[str, object], key: str) -> bool:
+    value = body.get(key, False)
+    if not isinstance(value, bool):
+        raise TypeError(f"`{key}` is true or false")
+    return value
+
+
+def _blamed(named: object, ranks: set[int]) -> tuple[int, ...]:
+    if not isinstance(named, list) or not all(type(rank) is int for rank in named):
+        raise TypeError("`ranks` are numbers")
+    if strangers := sorted(set(named) - ranks):
+        raise ValueError(f"no ranks of this node: {str(strangers)[:100]}")
+    return tuple(sorted(set(named)))
+
+
+def _culprits(verdict: PluginVerdict, node: str) -> tuple[Entity, ...]:
+    ranks = tuple(Entity(EntityKind.RANK, str(rank)) for rank in verdict.ranks)
+    return (*ranks, Entity(EntityKind.NODE, node)) if verdict.blames_node else ranks
+
+
+def _report(name: str, verdict: PluginVerdict, watched: MonitoredAttempt) -> NodeReport:
+    return NodeReport(
+        kind=ReportKind.VERDICT,
+        node=watched.node,
+        generation=watched.generation,
+        failure_class=verdict.failure_class,
+        side=Side.INFRA if verdict.blames_node else Side.AMBIGUOUS,
+        confidence=Confidence.PROBABLE,
+        how=f"{name}: {verdict.why}",
+        culprits=_culprits(verdict, watched.node),
+        blames_node=verdict.blames_node,
+    )
+
+
+def _evidence(name: str, verdict: PluginVerdict) -> Evidence:
+    return Evidence(
+        role=Role.SYMPTOM,
+        text=f"detector {name}: {verdict.why}",
+        entity=next(iter(_culprits(verdict, "")), None),
+    )

@@ -1,0 +1,223 @@
+"""What a worker without progress is doing, judged from what was seen of it; pure.
+
+Where nothing tells, it says so: a wrong name sends people to the wrong machine.
+
+A rank that evaluates or compiles may be silent for long; one in state T does nothing at all. So it
+has the limit of a step, whatever it said it was doing. A debugger's stop (state t) is left alone.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+from gpuops.agent.monitors.evidence import RankFacts, WorkerSample
+from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
+from gpuops.host.files import text_of
+from gpuops.host.procfs import parse_stat
+
+# Frames that are compared between looks, and those in which the nature of a wait shows.
+_COMPARED = 40
+_NEAR = 4
+# Below this share of a processor a thread that holds the lock does not run: it waits with it.
+_IDLE_SHARE = 0.1
+_IO_BYTES_MIN = 2**20
+_TORCH = re.compile(r"/torch/")
+_COLLECTIVE = re.compile(r"/torch/distributed/|/torchft/|/deepspeed/comm/|/horovod/")
+_GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/distributed)\.py$")
+_DEVICE = re.compile(r"/torch/(?:cuda|accelerator|xpu)/")
+_DATA = re.compile(r"/torch/utils/data/|/datasets/|/webdataset/")
+_WAITS = re.compile(
+    r"\.wait\(|\bbarrier\(|\.synchronize\(|\b(?:all_reduce|all_gather\w*|reduce_scatter\w*"
+    r"|all_to_all\w*|broadcast\w*|recv|irecv|send)\("
+)
+_READS_DEVICE = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|\.to\([\"']cpu")
+
+
+class RankState(StrEnum):
+    """Kinds of standstill."""
+
+    EXITED = "exited"
+    STOPPED = "stopped"
+    D_STATE = "d_state"
+    GIL_HELD = "gil_held"
+    IN_COLLECTIVE = "in_collective"
+    WAITS_FOR_DEVICE = "waits_for_device"
+    IN_USER_CODE = "in_user_code"
+    UNKNOWN = "unknown"
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Say whether a rank in this state is more likely a victim than the cause."""
+        return self in {RankState.IN_COLLECTIVE, RankState.WAITS_FOR_DEVICE}
+
+
+@dataclass(frozen=True, slots=True)
+class RankDiagnosis:
+    """What one rank does, in a clause for people; ``is_moving``: it was seen at work meanwhile."""
+
+    state: RankState
+    how: str
+    frames: tuple[StackFrame, ...] = ()
+    kernel_stack: tuple[str, ...] = ()
+    is_moving: bool = False
+
+
+def judge_rank(facts: RankFacts) -> RankDiagnosis:
+    """Return what the rank of *facts* does."""
+    if not facts.samples:
+        return RankDiagnosis(RankState.UNKNOWN, "could not be looked at")
+    return _by_the_system(facts.samples) or _by_the_lock(facts.samples) or _by_the_stack(facts)
+
+
+def _by_the_system(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
+    look = samples[-1].look
+    if look is None or look.state in "ZX":
+        return RankDiagnosis(RankState.EXITED, "has exited")
+    if look.state in "Tt":
+        by = "a signal (state T)" if look.state == "T" else "a debugger (state t)"
+        return RankDiagnosis(RankState.STOPPED, f"is stopped by {by}")
+    if len(samples) > 1 and all(s.look is not None and s.look.state == "D" for s in samples):
+        where = f" in {look.wchan}" if look.wchan else ""
+        how = f"waits inside the kernel{where} (state D); no signal ends that"
+        return RankDiagnosis(RankState.D_STATE, how, kernel_stack=look.kernel_stack)
+    return None
+
+
+def _by_the_lock(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
+    """Return that a thread waits while it holds the interpreter lock, if one does."""
+    spied = [sample for sample in samples if sample.spied is not None]
+    if len(spied) < 2:
+        return None
+    owners = [sample.spied.gil_owner for sample in spied if sample.spied is not None]
+    owner = owners[0]
+    if owner is None or any(other is None or not _same(owner, other) for other in owners[1:]):
+        return None
+    share = _cpu_share(spied[0], spied[-1])
+    if share is None or share >= _IDLE_SHARE or not owner.frames:
+        return None
+    who = "its main thread" if owner.is_main else f"its thread {owner.name or '?'}"
+    how = f"{who} holds the interpreter lock and waits in native code called by {owner.frames[0]}"
+    return RankDiagnosis(RankState.GIL_HELD, how, owner.frames)
+
+
+def _by_the_stack(facts: RankFacts) -> RankDiagnosis:
+    moving = _is_moving(facts.samples)
+    stacks = next((s.stacks for s in reversed(facts.samples) if s.stacks is not None), None)
+    main = stacks.main if stacks is not None else None
+    if main is None or not main.frames:
+        how = "did not show its stack" if stacks is None else "has no Python frame in sight"
+        look = facts.samples[-1].look
+        where = f"; the kernel has it in {look.wchan}" if look is not None and look.wchan else ""
+        return RankDiagnosis(RankState.UNKNOWN, how + where, is_moving=moving)
+    state, how = _place(main.frames, facts.source_line)
+    if moving:
+        how += "; it moved between looks"
+    return RankDiagnosis(state, how, main.frames, is_moving=moving)
+
+
+def _place(frames: Sequence[StackFrame], source_line: str | None) -> tuple[RankState, str]:
+    top = frames[0]
+    near = _torch_frames(frames)[:_NEAR]
+    if any(_COLLECTIVE.search(frame.file) for frame in near):
+        outer = next(frame for frame in near if _COLLECTIVE.search(frame.file))
+        return RankState.IN_COLLECTIVE, f"waits for other ranks in {outer.function}"
+    if _GRADIENTS.search(top.file):
+        return RankState.IN_COLLECTIVE, "is in the backward pass, where gradients are reduced"
+    if _DEVICE.search(top.file):
+        return RankState.WAITS_FOR_DEVICE, f"waits for its GPU in {top.function}"
+    loader = next((f for f in frames[: 2 * _NEAR] if _DATA.search(f.file)), None)
+    if loader is not None:
+        return RankState.IN_USER_CODE, f"waits for its data loader in {loader}"
+    return _by_the_line(top, source_line or "")
+
+
+def _by_the_line(top: StackFrame, line: str) -> tuple[RankState, str]:
+    """Judge a frame that called native code by the text of its line."""
+    if _WAITS.search(line):
+        return RankState.IN_COLLECTIVE, f"waits for other ranks in {top}"
+    if _READS_DEVICE.search(line):
+        return RankState.WAITS_FOR_DEVICE, f"waits for a value of its GPU in {top}"
+    return RankState.IN_USER_CODE, f"is in {top}"
+
+
+def _torch_frames(frames: Sequence[StackFrame]) -> list[StackFrame]:
+    """Return the innermost frames up to the first that is not torch's."""
+    found: list[StackFrame] = []
+    for frame in frames:
+        if not _TORCH.search(frame.file) and not _COLLECTIVE.search(frame.file):
+            break
+        found.append(frame)
+    return found
+
+
+def _is_moving(samples: Sequence[WorkerSample]) -> bool:
+    """Say whether the main thread was in different places, or much was read or written."""
+    by_source: dict[str, list[Stacks]] = {}
+    for sample in samples:
+        for stacks in (sample.spied, sample.dumped):
+            if stacks is not None and stacks.main is not None:
+                by_source.setdefault(stacks.source, []).append(stacks)
+    for seen in by_source.values():
+        mains = [stacks.main for stacks in seen]
+        if any(a and b and not _same(a, b) for a, b in pairwise(mains)):
+            return True
+    amounts = [s.look.io_bytes for s in samples if s.look and s.look.io_bytes is not None]
+    return len(amounts) > 1 and amounts[-1] - amounts[0] >= _IO_BYTES_MIN
+
+
+def _same(one: ThreadStack, other: ThreadStack) -> bool:
+    return one.frames[:_COMPARED] == other.frames[:_COMPARED]
+
+
+def _cpu_share(first: WorkerSample, last: WorkerSample) -> float | None:
+    took_s = last.at_s - first.at_s
+    if first.look is None or last.look is None or took_s <= 0:
+        return None
+    return (last.look.cpu_s - first.look.cpu_s) / took_s
+
+
+STOPPED = "T"
+LOOK_S = 1.0
+
+
+class StoppedRanks:
+    """For how long each rank has been seen stopped, without a look in between that said otherwise.
+
+    The time in which this agent did not look either is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._since_ns: dict[int, int] = {}
+        self._looked_ns: int | None = None
+
+    def is_due(self, now_ns: int) -> bool:
+        """Say whether it is time for the next look."""
+        return self._looked_ns is None or now_ns - self._looked_ns >= LOOK_S * 1e9
+
+    def look(self, states: Mapping[int, str | None], now_ns: int) -> None:
+        """Take in the state letters by rank."""
+        away_ns = 0 if self._looked_ns is None else now_ns - self._looked_ns
+        if away_ns > 5 * LOOK_S * 1e9:
+            self._since_ns.clear()
+        self._looked_ns = now_ns
+        stopped = {rank for rank, state in states.items() if state == STOPPED}
+        self._since_ns = {rank: self._since_ns.get(rank, now_ns) for rank in stopped}
+
+    def heard(self, ranks: Iterable[int]) -> None:
+        """Take *ranks* as going on: they have beaten."""
+        for rank in ranks:
+            self._since_ns.pop(rank, None)
+
+    def longer_than(self, limit_s: float, now_ns: int) -> dict[int, float]:
+        """Return the ranks that have been stopped for *limit_s*, with their seconds."""
+        lasted = {rank: (now_ns - since) / 1e9 for rank, since in self._since_ns.items()}
+        return {rank: seconds for rank, seconds in lasted.items() if seconds >= limit_s}
+
+
+def state_of(pid: int, root: Path = Path("/")) -> str | None:
+    """Return the state letter of the main thread of *pid* (proc(5)), None where it is gone."""
+    found = parse_stat(text_of(root / f"proc/{pid}/stat") or "")
+    return None if found is None else found.state

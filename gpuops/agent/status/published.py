@@ -1,0 +1,138 @@
+"""What an agent lets others know of its workers: on the board, and in the run's folder."""
+
+import time
+from collections.abc import Mapping
+
+from gpuops.agent.checkpoint.messages import FIELD
+from gpuops.agent.elastic.workers import Workers
+from gpuops.agent.launch.services import Services
+from gpuops.agent.status.state import AgentState, RankStatus, checkpoint_json, run_state
+from gpuops.control.record import RecordError, unpack
+from gpuops.control.store import Entry
+from gpuops.incident.budget import count_failures
+from gpuops.model import Json
+from gpuops.units import NS_PER_S
+
+
+def progress_of(parts: Services, generation: int, workers: Workers | None) -> Json:
+    """Return what goes with every heartbeat; called in the control thread."""
+    if workers is None:
+        return {}
+    ranks = [worker.rank for worker in workers.all]
+    known = [parts.session.chronicle.rank_progress(rank) for rank in ranks]
+    steps = [progress.last_step for progress in known if progress.last_step is not None]
+    beats_ns = [p.last_mono_ns for p in known if p.last_mono_ns is not None]
+    silent_s = (parts.clock.mono_ns() - max(beats_ns)) / 1e9 if beats_ns else None
+    step_s, saved = parts.pace.step_s(), parts.checkpoints.said()
+    return {
+        **({} if saved is None else {FIELD: saved}),
+        "generation": generation,
+        "ranks": len(ranks),
+        "first_rank": min(ranks, default=None),
+        "step": min(steps, default=None),
+        "rate": None if not step_s else round(1 / step_s, 3),
+        "silent_s": None if silent_s is None else round(silent_s, 1),
+        "checkpoint_step": parts.pace.checkpoint_step,
+        "checkpoint": checkpoint_json(parts.checkpoints.state(), parts.clock.mono_ns()),
+        "busy_for_s": 0.0 if parts.hang is None else round(parts.hang.busy_for_s(), 1),
+    }
+
+
+def busy_for_s(beats: Mapping[str, Entry], me: str) -> float:
+    """Return for how long the busiest of the other agents' workers may still be at it."""
+    longest_s = 0.0
+    for key, entry in beats.items():
+        if key.rpartition("/")[2] == me:
+            continue
+        try:
+            longest_s = max(longest_s, float(unpack(entry.value).get("busy_for_s") or 0.0))
+        except (RecordError, TypeError, ValueError):
+            continue
+    return longest_s
+
+
+class PublishedSnapshot:
+    """This agent's state for whoever asks; put together when asked, in the asker's thread."""
+
+    def __init__(self, parts: Services, board: Mapping[str, str | int]) -> None:
+        self._parts = parts
+        self._board = dict(board)
+        self._phase: tuple[str, int, int] = ("", -1, parts.clock.mono_ns())
+        self.generation = -1
+        self.group_rank: int | None = None
+        self.world_size: int | None = None
+        self.workers: Workers | None = None
+        self.main_ns = parts.clock.mono_ns()
+        self.fences = 0
+        self.http_port: int | None = None
+
+    def take(self) -> AgentState:
+        """Return the state as it is now."""
+        parts, record = self._parts, self._parts.link.record
+        terms, now_ns = parts.plan.terms, parts.clock.mono_ns()
+        if self._phase[:2] != (record.phase.value, record.generation):
+            self._phase = (record.phase.value, record.generation, now_ns)
+        chronicle = parts.session.chronicle
+        return AgentState(
+            run_id=parts.session.identity.run_id,
+            name=parts.session.identity.folder,
+            node=parts.node,
+            agent_pid=parts.agent_pid,
+            main_ns=self.main_ns,
+            control_ns=now_ns - round(parts.link.since_reply_s * NS_PER_S),
+            generation=record.generation,
+            phase=record.phase.value,
+            phase_ns=self._phase[2],
+            reason=record.reason,
+            group_rank=self.group_rank,
+            world_size=self.world_size,
+            ranks=self._ranks(),
+            excluded=record.excluded,
+            doubted=record.suspected,
+            decision=record.decision,
+            restarts_used=count_failures(record.history, terms, parts.link.store_now_s),
+            restarts_max=terms.restarts_max,
+            restarts_window_s=terms.restarts_window_s,
+            restarts_by_class=chronicle.restarts,
+            badput_s=chronicle.badput_s,
+            round_trip_s=parts.link.round_trip_s,
+            fences=self.fences,
+            cpu_s=time.process_time(),
+            board=self._board,
+            http_port=self.http_port,
+            checkpoint=parts.checkpoints.state(),
+        )
+
+    def _ranks(self) -> tuple[RankStatus, ...]:
+        workers, chronicle = self.workers, self._parts.session.chronicle
+        if workers is None:
+            return ()
+        found = []
+        for worker in workers.all:
+            progress = chronicle.rank_progress(worker.rank)
+            found.append(
+                RankStatus(
+                    rank=worker.rank,
+                    pid=worker.pid,
+                    step=progress.last_step,
+                    phase="stepping" if progress.beats else "starting",
+                    beat_ns=progress.last_mono_ns,
+                )
+            )
+        return tuple(found)
+
+
+def state_of(parts: Services, snapshot: PublishedSnapshot, phase: str) -> Json:
+    """Return the contents of ``state.json``: of this agent, and where to ask for more."""
+    session, workers = parts.session, snapshot.workers
+    return {
+        **run_state(snapshot.take()),
+        "run_id": session.identity.run_id,
+        "name": session.identity.folder,
+        "node": parts.node,
+        "generation": snapshot.generation,
+        "phase": phase,
+        "agent_pid": parts.agent_pid,
+        "pids": {} if workers is None else {str(r): p for r, p in workers.pids.items()},
+        "ring_dir": str(session.directory.rings / f"generation-{snapshot.generation}"),
+    }

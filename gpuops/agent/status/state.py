@@ -1,0 +1,193 @@
+"""What one agent knows of its run at one moment, for whoever asks: a snapshot, never changed.
+
+The agent replaces it as a whole; readers in other threads see one state or the next. Moments are
+this host's monotonic nanoseconds, so that a reader can tell how long ago they were.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpuops.incident.decision import RestartDecision
+from gpuops.model import Json
+from gpuops.units import NS_PER_S
+
+SCHEMA = "gpuops.agent-state/1"
+RANKS_MAX = 64
+SKIP_REASONS_MAX = 16
+# The main loop looks ten times a second and may stop workers for seconds; the control thread waits
+# for a slow board. Beyond, something is wrong with the agent itself.
+MAIN_SILENT_S = 60.0
+CONTROL_SILENT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One worker of this node. ``phase`` is the heartbeat's; ``beat_ns`` None: no beat yet."""
+
+    rank: int
+    pid: int
+    step: int | None = None
+    phase: str = "starting"
+    beat_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """What this node's keeper holds. ``step`` is of the newest committed state, None before one.
+
+    ``tier`` says where that state lies: ``memory``, or ``persistent`` where only that is left.
+    ``persisted_step`` is of the newest that lies in the persistent directory as well. ``skipped``
+    counts the saves that found no free slot, by reason; a training step never waits for one.
+    ``copies``: so many nodes that live have this node's part of it. Not ``is_used``: some other
+    node has no keeper, so that nothing is saved.
+    """
+
+    step: int | None = None
+    epoch: int | None = None
+    since_ns: int | None = None  # when this agent first knew of it
+    tier: str | None = None
+    persisted_step: int | None = None
+    committed: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    is_alive: bool = True
+    copies: int = 1
+    is_used: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentState:
+    """One agent's view. ``phase`` is the control record's, ``phase_ns`` when it was first seen.
+
+    ``main_ns`` and ``control_ns`` are the last signs of life of the agent's main loop and of its
+    control thread. ``group_rank`` None: no seat in this generation. ``board`` says where the board
+    is, without secrets: ``kind`` (`EndpointKind`), ``host``, ``port``, ``run_key``.
+    """
+
+    run_id: str
+    name: str
+    node: str
+    agent_pid: int
+    main_ns: int
+    control_ns: int
+    generation: int = -1
+    phase: str = "form"
+    phase_ns: int = 0
+    reason: str = ""
+    group_rank: int | None = None
+    world_size: int | None = None
+    ranks: tuple[RankStatus, ...] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    doubted: Mapping[str, str] = field(default_factory=dict)
+    decision: RestartDecision | None = None
+    restarts_used: int = 0
+    restarts_max: int = 0
+    restarts_window_s: float | None = None
+    restarts_by_class: Mapping[str, int] = field(default_factory=dict)
+    badput_s: Mapping[str, float] = field(default_factory=dict)
+    round_trip_s: float = 0.0
+    fences: int = 0
+    cpu_s: float = 0.0
+    board: Mapping[str, str | int] = field(default_factory=dict)
+    http_port: int | None = None
+    checkpoint: CheckpointState | None = None  # None: none is kept in memory here
+
+
+def why_unhealthy(
+    state: AgentState,
+    now_ns: int,
+    *,
+    main_silent_s: float = MAIN_SILENT_S,
+    control_silent_s: float = CONTROL_SILENT_S,
+) -> list[str]:
+    """Return what speaks against the agent at *now_ns*; nothing while both its threads live."""
+    found = []
+    for what, seen_ns, limit_s in (
+        ("main loop", state.main_ns, main_silent_s),
+        ("control thread", state.control_ns, control_silent_s),
+    ):
+        silent_s = (now_ns - seen_ns) / NS_PER_S
+        if silent_s > limit_s:
+            found.append(f"no sign of the {what} for {silent_s:.0f} s (limit {limit_s:g} s)")
+    return found
+
+
+def state_json(state: AgentState, now_ns: int) -> Json:
+    """Return the body of ``/state`` (`SCHEMA`); unknown values are null."""
+    return {
+        "run_id": state.run_id,
+        "name": state.name,
+        "node": state.node,
+        "agent_pid": state.agent_pid,
+        "generation": state.generation,
+        "phase": state.phase,
+        "phase_seconds": _since(state.phase_ns, now_ns),
+        "reason": state.reason,
+        "group_rank": state.group_rank,
+        "world_size": state.world_size,
+        "ranks": [_rank(rank, now_ns) for rank in state.ranks[:RANKS_MAX]],
+        "excluded": dict(state.excluded),
+        "doubted": dict(state.doubted),
+        "decision": state.decision and state.decision.to_json(),
+        "budget": {
+            "used": state.restarts_used,
+            "max": state.restarts_max,
+            "window_seconds": state.restarts_window_s,
+        },
+        "restarts_by_class": dict(state.restarts_by_class),
+        "lost_seconds_by_phase": {phase: round(s, 6) for phase, s in state.badput_s.items()},
+        "control": {
+            "round_trip_seconds": round(state.round_trip_s, 6),
+            "silent_seconds": _since(state.control_ns, now_ns),
+            "fences": state.fences,
+        },
+        "cpu_seconds": round(state.cpu_s, 3),
+        "board": dict(state.board),
+        "checkpoint": checkpoint_json(state.checkpoint, now_ns),
+    }
+
+
+def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
+    """Return what `gpuops run status` reads of a node's checkpoints; None where none are kept."""
+    if state is None:
+        return None
+    return {
+        "step": state.step,
+        "epoch": state.epoch,
+        "age_seconds": None if state.since_ns is None else _since(state.since_ns, now_ns),
+        "tier": state.tier,
+        "persisted_step": state.persisted_step,
+        "committed": state.committed,
+        "skipped": sum(state.skipped.values()),
+        "skipped_by_reason": dict(sorted(state.skipped.items())[:SKIP_REASONS_MAX]),
+        "copies": state.copies,
+        "keeper": ("running" if state.is_used else "unused") if state.is_alive else "gone",
+    }
+
+
+def run_state(state: AgentState) -> Json:
+    """Return what the run folder's state file says beside what the agent's own part of it does.
+
+    It tells `gpuops run status` where to ask: the board, or this agent over HTTP.
+    """
+    return {
+        "board": dict(state.board),
+        "http_port": state.http_port,
+        "control_phase": state.phase,
+        "excluded": dict(state.excluded),
+        "doubted": dict(state.doubted),
+        "budget": {"used": state.restarts_used, "max": state.restarts_max},
+    }
+
+
+def _rank(rank: RankStatus, now_ns: int) -> Json:
+    return {
+        "rank": rank.rank,
+        "pid": rank.pid,
+        "step": rank.step,
+        "phase": rank.phase,
+        "silent_seconds": None if rank.beat_ns is None else _since(rank.beat_ns, now_ns),
+    }
+
+
+def _since(then_ns: int, now_ns: int) -> float:
+    return round(max(0, now_ns - then_ns) / NS_PER_S, 3)

@@ -1,0 +1,371 @@
+"""Which state a job goes on from: the newest of which every shard has a copy that verifies.
+
+Memory first, then the persistent copy of the same state; a state with a shard that no copy serves
+is passed over, and the offer says why.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gpuops.checkpoint.digest import (
+    check_size_and_digest,
+    chunk_count,
+    damaged_among,
+    is_chunk_intact,
+)
+from gpuops.checkpoint.manifest import Manifest
+from gpuops.checkpoint.memory.node_memory import HeldShard
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId, Tier
+
+WHY_MAX = 16
+_WHY_CHARS_MAX = 300
+_CHUNKS_PER_TASK = 4  # that one thread reads before it takes the next
+
+ShardLocation = SharedBuffer | Path
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class MapFunction(Protocol):
+    """Calls a function for each of several things, perhaps several at a time."""
+
+    def __call__(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]: ...
+
+
+class Closeable(Protocol):
+    """Something that is to be let go of."""
+
+    def close(self) -> None: ...
+
+
+class PeerCopies(Closeable, Protocol):
+    """What other nodes hold of one state; see `gpuops.checkpoint.peers.fetch`."""
+
+    @property
+    def state(self) -> StateId: ...
+
+    @property
+    def world(self) -> int | None: ...
+
+    def __contains__(self, shard: Shard) -> bool: ...
+
+    def get(self, shard: Shard) -> SharedBuffer:
+        """Return it, verified; raises CheckpointError where no node could serve."""
+        ...
+
+
+class RestoreUndecidedError(CheckpointError):
+    """Whether there is a state to go on from cannot be said, so starting anew could lose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyProblem:
+    """A copy that is not what was saved, or that cannot be read."""
+
+    state: StateId
+    shard: Shard
+    tier: Tier
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedState:
+    """A state, and where each of its shards is read. ``fetched`` was made, or lent, for it."""
+
+    state: StateId
+    world: int
+    tier: Tier
+    sources: Mapping[Shard, ShardLocation]
+    fetched: tuple[Closeable, ...] = ()
+
+
+@dataclass(slots=True)
+class StateSearchResult:
+    """What was looked at and found. ``chosen`` None: there is nothing to go on from."""
+
+    selected: SelectedState | None = None
+    why: list[str] = field(default_factory=list)
+    problems: list[CopyProblem] = field(default_factory=list)
+    epoch_max: int = -1
+
+    def add_reason(self, text: str) -> None:
+        """Add a sentence to the reasons; there are not many, and none is long."""
+        if len(self.why) < WHY_MAX:
+            self.why.append(text[:_WHY_CHARS_MAX])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSearchCriteria:
+    """What is looked for.
+
+    ``only``: this state or none; ``is_none``: no state at all; ``excluded_step``: no state of
+    this step; ``shards`` None: all of the state's world must be there.
+    """
+
+    is_none: bool = False
+    only: StateId | None = None
+    excluded_step: int | None = None
+    shards: frozenset[Shard] | None = None
+
+
+def find_restorable(
+    memory: Mapping[StateId, Mapping[Shard, HeldShard]],
+    store: CheckpointStore | None,
+    criteria: StateSearchCriteria,
+    *,
+    map_function: MapFunction = map,
+    allocate: Callable[[int], SharedBuffer] = lambda nbytes: SharedBuffer.create(
+        "gpuops-fetched", nbytes
+    ),
+    peers: PeerCopies | None = None,
+) -> StateSearchResult:
+    """Return the newest state that is whole, from *memory* and *store*; every byte was read.
+
+    *memory* must stay as it is meanwhile. *allocate* is called for a shard that has to be fetched
+    from the store; what is not in memory, or not right there, is had from *peers* before.
+
+    Raises:
+        RestoreUndecidedError: The store cannot be read, or all that it has is damaged, and memory
+            has
+            nothing either.
+    """
+    result = StateSearchResult()
+    stored, store_error = _list_stored(store, result)
+    peer_states = () if peers is None else (peers.state,)
+    states = sorted({*memory, *stored, *peer_states}, reverse=True)
+    result.epoch_max = max((state.epoch for state in states), default=-1)
+    if criteria.is_none:
+        return result
+    if criteria.only is not None:
+        if criteria.only not in states:
+            result.add_reason(f"{criteria.only} was asked for and is not here")
+        states = [state for state in states if state == criteria.only]
+    for state in states:
+        if state.step == criteria.excluded_step:
+            result.add_reason(f"{state} is excluded: it failed after it was loaded")
+            continue
+        candidate = _Candidate(
+            state,
+            memory.get(state, {}),
+            store,
+            stored.get(state),
+            result,
+            allocate,
+            peers if peers is not None and peers.state == state else None,
+        )
+        result.selected = candidate.select(criteria.shards, map_function)
+        if result.selected is not None:
+            return result
+        if state in stored:
+            store_error = store_error or f"no copy of {state} serves"
+    if store_error:
+        reasons = "; ".join(dict.fromkeys([store_error, *result.why[:4]]))
+        raise RestoreUndecidedError(
+            f"cannot tell what to go on from: {reasons}. Repair the directory, or give another one "
+            "to start anew"
+        )
+    return result
+
+
+def _list_stored(
+    store: CheckpointStore | None, result: StateSearchResult
+) -> tuple[dict[StateId, StoredState], str]:
+    """Return the states that a store lists, and what is wrong with it."""
+    if store is None:
+        return {}, ""
+    try:
+        survey = store.scan()
+    except CheckpointError as exc:
+        result.add_reason(str(exc))
+        return {}, str(exc)
+    for damaged in survey.damaged:
+        result.add_reason(f"{damaged.name} in {store.address} {damaged.condition}: {damaged.why}")
+    first = survey.damaged[0] if survey.damaged else None
+    store_error = f"{first.name} {first.condition}" if first is not None else ""
+    return {found.state: found for found in survey.states}, store_error
+
+
+@dataclass(slots=True)
+class _Candidate:
+    state: StateId
+    memory: Mapping[Shard, HeldShard]
+    store: CheckpointStore | None
+    stored: StoredState | None
+    choice: StateSearchResult
+    make: Callable[[int], SharedBuffer]
+    peers: PeerCopies | None = None
+    fetched: list[Closeable] = field(default_factory=list)
+    from_peers: set[Shard] = field(default_factory=set)
+    bad: dict[Shard, str] = field(default_factory=dict)
+
+    def select(
+        self, shards: frozenset[Shard] | None, map_function: MapFunction
+    ) -> SelectedState | None:
+        """Return the state with a source for each of its shards, None where one has none."""
+        self._drop_other_run()
+        world = self._world()
+        if world is None:
+            return None
+        if shards is None or any(shard.world != world for shard in shards):
+            shards = frozenset(Shard(rank, world) for rank in range(world))
+        order = sorted(shards)
+        missing = [s for s in order if not self._is_available(s)]
+        if missing:
+            where = "in this node's memory nor in the directory"
+            if self.peers is not None:
+                where = "in this node's memory, nor in another's, nor in the directory"
+            self.choice.add_reason(
+                f"{self.state} is not whole: of its {len(order)} shards, that of rank "
+                f"{missing[0].rank} is neither {where}"
+            )
+            return None
+        self.bad = _damaged_shards(
+            {s: self.memory[s] for s in order if s in self.memory}, map_function
+        )
+        found = dict(zip(order, map_function(self._find_verified, order), strict=True))
+        sources: dict[Shard, ShardLocation] = {}
+        for shard, source in found.items():
+            if isinstance(source, str):
+                self.choice.add_reason(f"{self.state} is passed over: {source}")
+                for memory in self.fetched:
+                    memory.close()
+                return None
+            sources[shard] = source
+        if self.peers is not None:
+            self.fetched.append(self.peers)
+        return SelectedState(self.state, world, self._tier(sources), sources, tuple(self.fetched))
+
+    def _world(self) -> int | None:
+        if self.memory:
+            return next(iter(self.memory)).world
+        if self.peers is not None:
+            return self.peers.world
+        return None if self.stored is None else self.stored.manifest.world
+
+    def _tier(self, sources: Mapping[Shard, ShardLocation]) -> Tier:
+        """Return where the farthest of *sources* is from."""
+        in_memory = {id(held.memory) for held in self.memory.values()}
+        far = {shard for shard, source in sources.items() if id(source) not in in_memory}
+        if far - self.from_peers:
+            return Tier.PERSISTENT
+        return Tier.PEER if far else Tier.MEMORY
+
+    def _is_available(self, shard: Shard) -> bool:
+        is_near = shard in self.memory or (self.peers is not None and shard in self.peers)
+        return is_near or self._record(shard) is not None
+
+    def _drop_other_run(self) -> None:
+        """Leave the directory's copy out where it is not of what memory holds: of another run."""
+        if self.stored is None or not self.memory:
+            return
+        records = {record.shard: record.digest.root for record in self.stored.manifest.shards}
+        if any(records.get(s) != held.copy.digest.root for s, held in self.memory.items()):
+            self.choice.add_reason(f"the directory has another {self.state}: two runs write there")
+            self.stored = None
+
+    def _find_verified(self, shard: Shard) -> ShardLocation | str:
+        """Return a verified copy of *shard*, or why there is none."""
+        why = "memory does not hold it"
+        held = self.memory.get(shard)
+        if held is not None:
+            why = self.bad.get(shard, "")
+            if not why:
+                return held.memory
+            self._record_problem(shard, Tier.MEMORY, why)
+        if self.peers is not None and shard in self.peers:
+            try:
+                memory = self.peers.get(shard)
+            except CheckpointError as exc:
+                why = f"{why}, and {exc}"
+                self.choice.add_reason(str(exc))
+            else:
+                self.from_peers.add(shard)
+                return memory
+        if self._record(shard) is not None:
+            try:
+                return self._verified_file(shard)
+            except CheckpointError as exc:
+                self._record_problem(shard, Tier.PERSISTENT, str(exc))
+                why = f"{why}, and {exc}"
+        return f"the shard of rank {shard.rank}: {why}"
+
+    def _verified_file(self, shard: Shard) -> ShardLocation:
+        assert self.store is not None
+        assert self.stored is not None
+        record = self.stored.manifest.record(shard)
+        path = self.store.local_shard_path(self.state, shard)
+        if path is None:
+            memory = self.make(record.digest.nbytes)
+            self.fetched.append(memory)
+            self.store.fetch_shard(record, self.state, memory.view)
+            return memory
+        _verify_chunks(self.store, self.stored.manifest, shard)
+        return path
+
+    def _record(self, shard: Shard) -> StoredState | None:
+        """Return the stored state where it has *shard*."""
+        if self.stored is None or self.store is None:
+            return None
+        return self.stored if self.stored.manifest.world == shard.world else None
+
+    def _record_problem(self, shard: Shard, tier: Tier, why: str) -> None:
+        self.choice.problems.append(CopyProblem(self.state, shard, tier, why))
+        if tier is Tier.MEMORY:
+            self.choice.add_reason(f"{self.state}, rank {shard.rank}, in memory: {why}")
+
+
+def _damaged_shards(
+    memory: Mapping[Shard, HeldShard], map_function: MapFunction
+) -> dict[Shard, str]:
+    """Return why those copies that are not what was sealed are not.
+
+    The chunks of all shards are read by as many threads as *map_function* has.
+    """
+    damaged: dict[Shard, str] = {}
+    pieces: list[tuple[Shard, range]] = []
+    for shard, held in memory.items():
+        try:
+            check_size_and_digest(held.memory.view, held.copy.digest)
+        except CorruptError as exc:
+            damaged[shard] = str(exc)
+            continue
+        numbers = range(chunk_count(held.memory.nbytes))
+        cuts = range(0, len(numbers), _CHUNKS_PER_TASK)
+        pieces += [(shard, numbers[at : at + _CHUNKS_PER_TASK]) for at in cuts]
+
+    def look(piece: tuple[Shard, range]) -> Sequence[int]:
+        held = memory[piece[0]]
+        return damaged_among(held.memory.view, held.copy.digest, piece[1])
+
+    found: dict[Shard, list[int]] = {}
+    for (shard, _), numbers_bad in zip(pieces, map_function(look, pieces), strict=True):
+        found.setdefault(shard, []).extend(numbers_bad)
+    for shard, numbers_bad in found.items():
+        if numbers_bad:
+            total = chunk_count(memory[shard].memory.nbytes)
+            damaged[shard] = (
+                f"it is corrupt in {len(numbers_bad)} of {total} pieces, the first is piece "
+                f"{numbers_bad[0]}"
+            )
+    return damaged
+
+
+def _verify_chunks(store: CheckpointStore, manifest: Manifest, shard: Shard) -> None:
+    digest = manifest.record(shard).digest
+    nbytes = number = 0
+    for number, chunk in enumerate(store.read_chunks(manifest.state, shard), 1):
+        if nbytes >= digest.nbytes or not is_chunk_intact(chunk, digest, number - 1):
+            raise CorruptError(
+                f"{store.address}/{manifest.state.name}/{shard.file_name} is corrupt in piece "
+                f"{number - 1} of {chunk_count(digest.nbytes)}"
+            )
+        nbytes += len(chunk)
+    if nbytes != digest.nbytes:
+        raise CorruptError(
+            f"{store.address}/{manifest.state.name}/{shard.file_name} has {nbytes} bytes, but "
+            f"{digest.nbytes} were saved"
+        )

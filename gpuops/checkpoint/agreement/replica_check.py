@@ -1,0 +1,396 @@
+"""Replicas of one state, compared by digest: who differs, in what, and since when; pure.
+
+Data-parallel ranks hold the same parameters bit for bit, since each applies the same sum of
+gradients to the same values: a rank that differs has been computed, copied or stored wrong, which
+nothing else would tell. Comparing digests over the copies of parameters is an invariant of
+TrainCheck (OSDI 2025); blame goes by majority, and two alone have none.
+
+One tensor that differs is named from four numbers per rank: with h the digests of the tensors,
+modulo the prime 2^61 - 1, the sums of h, i h and i^2 h differ by d, i d and i^2 d where only tensor
+i does (the syndromes of a Reed-Solomon code).
+
+What keepers and agents say to each other of replicas that are compared: bounded, and lenient.
+
+A comparison is no part of what keeps a job's state: of what is no such word nothing follows.
+"""
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from gpuops.checkpoint.agreement.replicated import format_spans, to_spans
+from gpuops.checkpoint.types import EPOCH_MAX, STEP_MAX, WORLD_MAX, StateId
+
+N_STRIPES = 16
+RANK_DIGEST_BYTES = 16 + 3 * 8 + N_STRIPES
+_PRIME = 2**61 - 1
+_FEW_TENSORS = 8
+NAMED_MAX = 8
+REPORTS_MAX = 8  # of one set of ranks: what comes and goes for ever is not told for ever
+
+
+class ReplicaOutcome(StrEnum):
+    """What the digests of the ranks of one set say."""
+
+    ALIKE = "alike"
+    MINORITY = "minority"  # most agree, and at least two
+    TIE = "tie"  # no more agree than differ: any may be wrong
+    APART = "apart"  # no two agree, or all of it differs: a program that lets them
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaVerdict:
+    """``suspects`` may be wrong: the minority, or all where there is no majority."""
+
+    outcome: ReplicaOutcome
+    suspects: tuple[int, ...] = ()
+
+
+def compare_ranks(digests: Mapping[int, object]) -> ReplicaVerdict:
+    """Return who of these ranks differs; the digest of each rank may be any value.
+
+    A majority is more than half of all and at least two: two ranks that agree bit for bit by
+    accident are not to be had, so a few that differ from it are wrong.
+    """
+    ranks_by_digest: dict[object, list[int]] = {}
+    for rank, digest in digests.items():
+        ranks_by_digest.setdefault(digest, []).append(rank)
+    if len(ranks_by_digest) < 2:
+        return ReplicaVerdict(ReplicaOutcome.ALIKE)
+    largest = max(ranks_by_digest.values(), key=len)
+    if len(largest) >= 2 and 2 * len(largest) > len(digests):
+        return ReplicaVerdict(ReplicaOutcome.MINORITY, tuple(sorted(digests.keys() - set(largest))))
+    all_ranks = tuple(sorted(digests))
+    is_apart = len(largest) == 1 and len(digests) > 2
+    return ReplicaVerdict(ReplicaOutcome.APART if is_apart else ReplicaOutcome.TIE, all_ranks)
+
+
+def adjust_for_breadth(verdict: ReplicaVerdict, n_differ: int, n_tensors: int) -> ReplicaVerdict:
+    """Return *verdict* in view of in how many tensors the ranks differ.
+
+    A fault of one rank's changes few of them, for whatever it did to a gradient went into the sum
+    that all apply. Where more than half differ, and nobody outvotes anybody, the ranks train apart.
+    """
+    is_broad = n_differ > max(_FEW_TENSORS, n_tensors // 2)
+    if verdict.outcome is ReplicaOutcome.TIE and is_broad:
+        return ReplicaVerdict(ReplicaOutcome.APART, verdict.suspects)
+    return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RankDigest:
+    """The tensors of one rank in `SKETCH_BYTES`.
+
+    ``digest`` is of all; ``sums`` name one that differs; each of ``stripes`` is a byte of every
+    sixteenth tensor, so that they tell a few that differ from nearly all.
+    """
+
+    digest: bytes
+    sums: tuple[int, int, int]
+    stripes: bytes
+
+    def to_bytes(self) -> bytes:
+        sums = b"".join(each.to_bytes(8, "big") for each in self.sums)
+        return self.digest + sums + self.stripes
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the sketch in *data*; raises ValueError where that is none."""
+        if len(data) != RANK_DIGEST_BYTES:
+            raise ValueError(f"a sketch has {RANK_DIGEST_BYTES} bytes, not {len(data)}")
+        first, second, third = (int.from_bytes(data[at : at + 8], "big") for at in (16, 24, 32))
+        return cls(data[:16], (first, second, third), data[40:])
+
+
+def sums_of(digests: Sequence[bytes]) -> tuple[int, int, int]:
+    """Return the three sums over the *digests* of a rank's tensors, in order."""
+    first = second = third = 0
+    for number, digest in enumerate(digests, 1):
+        h = int.from_bytes(digest[:8], "big") % _PRIME
+        first += h
+        second += number * h
+        third += number * number * h
+    return first % _PRIME, second % _PRIME, third % _PRIME
+
+
+def stripes_of(digests: Sequence[bytes]) -> bytes:
+    """Return the stripes over the *digests* of a rank's tensors, in order."""
+    found = bytearray(N_STRIPES)
+    for number, digest in enumerate(digests):
+        found[number % N_STRIPES] ^= digest[-1]
+    return bytes(found)
+
+
+def n_differing(a: RankDigest, b: RankDigest, n_tensors: int) -> int:
+    """Return about how many tensors differ: 1 is exact; many, some two dozen, count as all."""
+    if only_difference(a, b, n_tensors) is not None:
+        return 1
+    n_stripes = sum(x != y for x, y in zip(a.stripes, b.stripes, strict=True))
+    return n_tensors if n_stripes > N_STRIPES * 3 // 4 else n_stripes
+
+
+def only_difference(a: RankDigest, b: RankDigest, n_tensors: int) -> int | None:
+    """Return the number (from 0) of the one tensor that differs, None where several do, or none."""
+    d, d_first, d_ii = ((x - y) % _PRIME for x, y in zip(a.sums, b.sums, strict=True))
+    if not d:
+        return None
+    i = d_first * pow(d, -1, _PRIME) % _PRIME
+    if not 1 <= i <= n_tensors or (i * d_first) % _PRIME != d_ii:
+        return None
+    return i - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDigest:
+    """What one node's ranks have of what ``n_ranks`` must hold alike, some of them elsewhere."""
+
+    state: StateId
+    key: str
+    n_ranks: int
+    n_tensors: int
+    rank_digests: Mapping[int, RankDigest]
+
+
+@dataclass(slots=True)
+class ComparisonHistory:
+    """How the comparisons of one set of ranks went so far.
+
+    ``alike``: the newest state in which they were equal. ``differs``: the first of the run of
+    states in which they are not.
+    """
+
+    last_equal: StateId | None = None
+    first_different: StateId | None = None
+
+    def record(self, state: StateId, *, is_different: bool) -> bool:
+        """Take in the comparison of *state*; say whether a run of differing ones begins with it."""
+        newest = max(
+            (s for s in (self.last_equal, self.first_different) if s is not None), default=None
+        )
+        if newest is not None and state <= newest:
+            return False
+        if not is_different:
+            self.last_equal, self.first_different = state, None
+            return False
+        begins = self.first_different is None
+        self.first_different = self.first_different or state
+        return begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDifference:
+    """Replicas that differ from *state* on. ``alike``: the last state in which they did not.
+
+    ``tensors`` are some of the ``n_tensors`` that differ; 0: more than one, over several nodes.
+    With the outcome `Outcome.ALIKE` they are equal again, from *state* on.
+    """
+
+    state: StateId
+    ranks: tuple[int, ...]
+    verdict: ReplicaVerdict
+    tensors: tuple[str, ...] = ()
+    n_tensors: int = 0
+    last_equal: StateId | None = None
+
+    @property
+    def summary(self) -> str:
+        """Say it to a person, in one sentence."""
+        suspects = self.verdict.suspects
+        others = [rank for rank in self.ranks if rank not in suspects]
+        since = f" (alike at step {self.last_equal.step})" if self.last_equal is not None else ""
+        when = f"at step {self.state.step}{since}"
+        what = format_tensors(self.tensors, self.n_tensors)
+        if self.verdict.outcome is ReplicaOutcome.MINORITY:
+            verb = "differs" if len(suspects) == 1 else "differ"
+            return f"{format_ranks(suspects)} {verb} from {format_ranks(others)} in {what} {when}"
+        end = "either may be wrong" if len(suspects) == 2 else "no majority agrees"
+        return f"{format_ranks(suspects)}, which must be equal, differ in {what} {when}: {end}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-2, 5``."""
+    each = sorted(ranks)
+    return f"{'rank' if len(each) == 1 else 'ranks'} {format_spans(each)}"
+
+
+def format_tensors(tensors: Sequence[str], n_tensors: int) -> str:
+    """Return two of *tensors*, and how many more there are."""
+    if not tensors:
+        return "one tensor" if n_tensors == 1 else "several tensors"
+    shown = ", ".join(tensors[:2])
+    more = n_tensors - min(len(tensors), 2)
+    return shown if more <= 0 else f"{shown} and {more} more"
+
+
+RANK_DIGESTS_MAX = 8  # of one node, in one heartbeat: some 100 bytes each
+RANKS_MAX = 64
+_KEY_CHARS_MAX = 16
+_NODE_CHARS_MAX = 255
+_TENSORS_MAX = 10**8
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """Ranks of several nodes that differ; ``number``: the only tensor of ``key`` that does.
+
+    With the outcome ``alike`` they are equal again; the suspects are those that it was told of.
+    ``nodes``: where the suspects are, one for each; () where that is not known.
+    """
+
+    key: str
+    difference: ReplicaDifference
+    number: int | None = None
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def reporter_rank(self) -> int:
+        """Return the rank whose node is to tell of it."""
+        return min(self.difference.verdict.suspects or self.difference.ranks, default=0)
+
+
+def group_digests_to_json(group_digests: Sequence[GroupDigest]) -> list[list[Any]]:
+    """Return *group_digests* as JSON; those that would be too many are left out."""
+    found: list[list[Any]] = []
+    for group_digest in group_digests:
+        ranks_by_digest: dict[RankDigest, list[int]] = {}
+        for rank, rank_digest in sorted(group_digest.rank_digests.items()):
+            ranks_by_digest.setdefault(rank_digest, []).append(rank)
+        state = [group_digest.state.epoch, group_digest.state.step]
+        rows = [
+            [
+                *state,
+                group_digest.key,
+                group_digest.n_ranks,
+                group_digest.n_tensors,
+                to_spans(ranks),
+                _encode_digest(rank_digest),
+            ]
+            for rank_digest, ranks in ranks_by_digest.items()
+        ]
+        if len(found) + len(rows) <= RANK_DIGESTS_MAX:
+            found += rows
+    return found
+
+
+def group_digests_from_json(data: object) -> tuple[GroupDigest, ...]:
+    """Return the ballots in *data*, () where that is none."""
+    if not isinstance(data, list) or len(data) > RANK_DIGESTS_MAX:
+        return ()
+    found: dict[tuple[StateId, str, int, int], dict[int, RankDigest]] = {}
+    try:
+        for epoch, step, key, n_ranks, n_tensors, spans, text in data:
+            name = (
+                _state([epoch, step]),
+                _key(key),
+                _bounded_int(n_ranks),
+                _bounded_int(n_tensors),
+            )
+            rank_digest = RankDigest.from_bytes(b64decode(text, validate=True))
+            found.setdefault(name, {}).update(dict.fromkeys(_numbers(spans), rank_digest))
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        GroupDigest(
+            state=state, key=key, n_ranks=n_ranks, n_tensors=n_tensors, rank_digests=sketches
+        )
+        for (state, key, n_ranks, n_tensors), sketches in found.items()
+    )
+
+
+def replica_report_to_json(report: ReplicaReport) -> dict[str, Any]:
+    """Return *report* as JSON; of very many ranks the first are named."""
+    found = report.difference
+    return {
+        "key": report.key,
+        "state": [found.state.epoch, found.state.step],
+        "alike": None
+        if found.last_equal is None
+        else [found.last_equal.epoch, found.last_equal.step],
+        "ranks": to_spans(found.ranks[:RANKS_MAX]),
+        "suspects": to_spans(found.verdict.suspects[:RANKS_MAX]),
+        "outcome": found.verdict.outcome.value,
+        "number": report.number,
+        **({"nodes": list(report.nodes)} if report.nodes else {}),
+    }
+
+
+def replica_report_from_json(data: object) -> ReplicaReport | None:
+    """Return what *data* tells, None where that is nothing."""
+    if not isinstance(data, Mapping):
+        return None
+    last_equal, number = data.get("alike"), data.get("number")
+    try:
+        outcome = ReplicaOutcome(str(data.get("outcome")))
+        found = ReplicaDifference(
+            state=_state(data.get("state")),
+            ranks=_numbers(data.get("ranks")),
+            verdict=ReplicaVerdict(outcome, _numbers(data.get("suspects"))),
+            last_equal=None if last_equal is None else _state(last_equal),
+        )
+        number = None if number is None else _bounded_int(number)
+        return ReplicaReport(_key(data.get("key")), found, number, _nodes(data.get("nodes", [])))
+    except (TypeError, ValueError):
+        return None
+
+
+def replica_reports_from_json(data: object) -> tuple[ReplicaReport, ...]:
+    """Return what a list tells, () where it is none."""
+    items = data[:NAMED_MAX] if isinstance(data, list) else []
+    return tuple(report for item in items if (report := replica_report_from_json(item)) is not None)
+
+
+def last_equal_to_json(last_equal: Mapping[str, StateId]) -> dict[str, list[int]]:
+    """Return the states of *last_equal* by key as JSON."""
+    return {key: [state.epoch, state.step] for key, state in last_equal.items()}
+
+
+def last_equal_from_json(data: object) -> dict[str, StateId]:
+    """Return the states by key in *data*, {} where that is nothing of the kind."""
+    if not isinstance(data, Mapping) or len(data) > NAMED_MAX:
+        return {}
+    try:
+        return {_key(key): _state(state) for key, state in data.items()}
+    except ValueError:
+        return {}
+
+
+def _encode_digest(rank_digest: RankDigest) -> str:
+    return b64encode(rank_digest.to_bytes()).decode()
+
+
+def _bounded_int(value: object, value_max: int = _TENSORS_MAX) -> int:
+    if type(value) is not int or not 0 <= value <= value_max:
+        raise ValueError(f"{str(value)[:40]!r} is no number up to {value_max}")
+    return value
+
+
+def _key(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _KEY_CHARS_MAX:
+        raise ValueError("no key")
+    return value
+
+
+def _nodes(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > NAMED_MAX:
+        raise ValueError("no nodes")
+    if not all(isinstance(name, str) and 0 < len(name) <= _NODE_CHARS_MAX for name in value):
+        raise ValueError("no names of nodes")
+    return tuple(value)
+
+
+def _state(value: object) -> StateId:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("no state")
+    return StateId(_bounded_int(value[0], EPOCH_MAX), _bounded_int(value[1], STEP_MAX))
+
+
+def _numbers(spans: object) -> tuple[int, ...]:
+    """Return the ranks of *spans*, ascending."""
+    if not isinstance(spans, list) or len(spans) % 2 or len(spans) > 2 * RANKS_MAX:
+        raise ValueError("no spans")
+    found: list[int] = []
+    for begin, end in zip(spans[::2], spans[1::2], strict=True):
+        found += range(_bounded_int(begin, WORLD_MAX), _bounded_int(end, WORLD_MAX))
+    return tuple(sorted(set(found)))

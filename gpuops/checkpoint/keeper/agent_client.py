@@ -1,0 +1,301 @@
+"""The agent's line to the keeper of its node."""
+
+import threading
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuops.checkpoint.agreement.local_recovery import WHY_MAX
+from gpuops.checkpoint.agreement.replica_check import ReplicaReport, replica_report_to_json
+from gpuops.checkpoint.digest import check_digest
+from gpuops.checkpoint.keeper.agent_messages import (
+    KeeperProgress,
+    holder_pages,
+    peers_to_json,
+    progress_from_json,
+)
+from gpuops.checkpoint.keeper.connection import DEADLINE_S, SLACK_S, KeeperConnection
+from gpuops.checkpoint.keeper.messages import (
+    ID_MAX,
+    WHY_CHARS_MAX,
+    MessageError,
+    MessageFields,
+    shard_to_json,
+    state_to_json,
+)
+from gpuops.checkpoint.transfer.parallel import KeeperAddress
+from gpuops.checkpoint.types import (
+    IMAGE_BYTES_MAX,
+    CorruptError,
+    Digest,
+    KeeperError,
+    Shard,
+    ShardCopy,
+    StateId,
+    Tier,
+)
+
+_EVENTS_MAX = 2000
+_COPIES_MAX = 100_000
+_TABLE_BYTES_MAX = IMAGE_BYTES_MAX // 2**21
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperFlushResult:
+    """What came of a flush: *state* is persisted; None where none is, *why* says why.
+
+    ``seconds`` and ``nbytes`` are of the last writing, which may have been earlier.
+    """
+
+    state: StateId | None
+    seconds: float = 0.0
+    nbytes: int = 0
+    why: str = ""
+
+
+class AgentKeeperClient:
+    """A keeper has one agent at a time; a lost one may be followed by another within the lease.
+
+    Safe from several threads, which take turns. All calls raise `KeeperError` where the keeper is
+    gone, does not answer within the deadline, or refuses.
+    """
+
+    def __init__(self, connection: KeeperConnection) -> None:
+        self._connection = connection
+        self._restore_lock = threading.Lock()
+
+    @classmethod
+    def connect(cls, socket_path: Path, *, deadline_s: float = DEADLINE_S) -> "AgentKeeperClient":
+        """Return the line of the one agent of the keeper at *socket_path*.
+
+        Raises:
+            KeeperError: There is no keeper, or it has an agent.
+        """
+        connection = KeeperConnection(socket_path, deadline_s=deadline_s)
+        try:
+            connection.call("hello", role="agent")
+        except BaseException:  # boundary: the line is closed, the error goes on
+            connection.close()
+            raise
+        return cls(connection)
+
+    def begin_generation(
+        self, generation: int, n_nodes: int, excluded_step: int | None, *, job: str = ""
+    ) -> None:
+        """Cut off the workers before, and let only those of *generation* in.
+
+        *excluded_step* is offered to none of them. *job* names the run in what is persisted; it
+        has to be the same on all nodes.
+        """
+        self._connection.call(
+            "begin_generation",
+            generation=generation,
+            n_nodes=n_nodes,
+            excluded_step=excluded_step,
+            job=job,
+        )
+
+    def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
+        """Have the keeper listen at *address* for those of other nodes; return the port.
+
+        *node* becomes the holder's name in inventories; whoever does not know *token*, or is of
+        another *job*, is turned away. Once an agent's life; to ask again changes nothing. *port*:
+        where they look for it already, because the keeper before this one listened there; 0: any.
+        """
+        fields, _ = self._connection.call(
+            "serve_peers", address=address, node=node, token=token, job=job, port=port
+        )
+        return fields.integer("port", 1, 65_535)
+
+    def replicate(
+        self,
+        holders: Sequence[KeeperAddress],
+        keep: Sequence[Shard] = (),
+        *,
+        bytes_per_s: float | None = None,
+    ) -> None:
+        """Push every state that is whole here to *holders* from now on; none: to nobody.
+
+        *keep*: which shards of other nodes may be pushed here. What is held of others stays until a
+        state is committed after this. *bytes_per_s*: no faster, all pushes together.
+        """
+        self._connection.call(
+            "replicate",
+            holders=peers_to_json(holders),
+            keep=[shard_to_json(shard) for shard in keep],
+            bytes_per_s=bytes_per_s,
+        )
+
+    def restore_from(
+        self,
+        state: StateId | None,
+        epoch: int,
+        sources: Mapping[Shard, Sequence[KeeperAddress]] | None = None,
+        why: Sequence[str] = (),
+        *,
+        roots: Mapping[Shard, str] | None = None,
+    ) -> None:
+        """Have all ranks go on from *state* (None: from the start); new states are of *epoch*.
+
+        With several nodes the ranks wait for this; with one it is not needed. *sources*: who holds
+        the shards that this node needs, in the order in which they are to be asked; what is not
+        right in this node's memory is fetched there, the directory is last. *roots*: of the digests
+        that were agreed upon. *why*: what spoke against newer states. Returns at once.
+        """
+        state_json = None if state is None else state_to_json(state)
+        with self._restore_lock:
+            for page in holder_pages(sources or {}, roots or {}):
+                self._connection.call("sources", wait_s=None, **page)
+            self._connection.call(
+                "choose",
+                state=state_json,
+                epoch=epoch,
+                sources=len(sources or {}),
+                why=[text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]],
+            )
+
+    def take_over(self, epoch: int) -> None:
+        """Let ranks that run already save states of *epoch*; after `begin_generation`.
+
+        For a keeper in place of one that died: what that held is gone, and to ranks that have
+        loaded theirs it is of no matter. A rank that still asks what to load is refused.
+        """
+        self._connection.call("take_over", epoch=epoch)
+
+    def progress(self) -> KeeperProgress:
+        """Return how far this node is; cheap enough for once a second."""
+        return progress_from_json(self._connection.call("progress")[0])
+
+    def seal_persisted(self, state: StateId, world: int) -> None:
+        """Make *state* appear in the shared directory: all nodes have written their parts.
+
+        Returns at once; `Progress.persisted` and an event say what came of it.
+        """
+        self._connection.call("seal_persisted", state=state_to_json(state), world=world)
+
+    def report_difference(self, report: ReplicaReport) -> None:
+        """Have the keeper tell of ranks of several nodes, some of them here, that differ."""
+        self._connection.call("differ", told=replica_report_to_json(report))
+
+    def commit(self, state: StateId, *, persist: bool = False) -> bool:
+        """Commit a state that is whole on all nodes; return whether it was new here.
+
+        *persist*: and begin to persist this node's shards of it.
+        """
+        fields, _ = self._connection.call("commit", state=state_to_json(state), persist=persist)
+        return fields.flag("is_new")
+
+    def set_next_step(self, step: int) -> None:
+        """Save nothing before *step*, the first that all nodes can save together."""
+        self._connection.call("aim", step=step)
+
+    def give_up(self, state: StateId) -> None:
+        """Let go of a state that will not be whole on all nodes, so that others may be saved."""
+        self._connection.call("give_up", state=state_to_json(state))
+
+    def flush(self, deadline_s: float) -> KeeperFlushResult:
+        """Persist the newest committed state, where it is not; returns within *deadline_s*."""
+        try:
+            fields, _ = self._connection.call(
+                "flush", wait_s=deadline_s + SLACK_S, deadline_s=deadline_s
+            )
+        except KeeperError as exc:
+            if not self._connection.is_open:
+                raise
+            return KeeperFlushResult(None, why=str(exc))
+        return KeeperFlushResult(
+            fields.state() if "state" in fields else None,
+            fields.number("seconds"),
+            fields.integer("bytes", 0, ID_MAX),
+            fields.text("why", 10_000),
+        )
+
+    def inventory(self) -> list[ShardCopy]:
+        """Return the copies in memory, also those held for others, with their digests.
+
+        The newest state is first.
+        """
+        found: list[ShardCopy] = []
+        after = 0
+        while len(found) < _COPIES_MAX:
+            fields, _ = self._connection.call("inventory", after=after)
+            holder = fields.text("holder", 4096)
+            page = [MessageFields(dict(item)) for item in fields.items("copies", 10_000)]
+            for item in page:
+                copy = self._copy(item, holder)
+                if copy is not None:
+                    found.append(copy)
+            after += len(page)
+            if fields.flag("is_all") or not page:
+                break
+        return found
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return counts by name, as `Keeper.stats` does."""
+        return self._connection.call("stats")[0].values
+
+    def events(self) -> list[Mapping[str, Any]]:
+        """Return what happened since the last call, the oldest first, each with a ``kind``."""
+        found: list[Mapping[str, Any]] = []
+        while len(found) < _EVENTS_MAX:
+            fields, _ = self._connection.call("events")
+            found += [item for item in fields.items("events", 10_000) if isinstance(item, dict)]
+            if fields.flag("is_all"):
+                break
+        return found
+
+    def hand_over(self, *, is_over: bool) -> tuple[int, bool]:
+        """Let the last rank look after the keeper, where any is at work still.
+
+        Return how many are, and whether the keeper ends: none is, and it *is_over*.
+        """
+        fields, _ = self._connection.call("leave", is_over=is_over)
+        return fields.integer("ranks", 0, ID_MAX), fields.flag("is_ending")
+
+    def shut_down(self) -> None:
+        """End the keeper; what only memory holds is gone."""
+        self._connection.call("end")
+
+    def close(self) -> None:
+        """Hang up; the keeper waits for another agent, for as long as its lease."""
+        self._connection.close()
+
+    def _copy(self, item: MessageFields, holder: str) -> ShardCopy | None:
+        """Return a copy with the whole of its digest; None where it is gone by now."""
+        state, shard = item.state(), item.shard()
+        n_bytes = item.integer("table_bytes", 0, _TABLE_BYTES_MAX)
+        table = self._table(state, shard, n_bytes)
+        if table is None:
+            return None
+        digest = Digest(item.integer("nbytes", 1, IMAGE_BYTES_MAX), table, item.text("root", 64))
+        try:
+            check_digest(digest)
+        except CorruptError as exc:
+            raise KeeperError(f"the keeper's digest of {state} is wrong: {exc}") from exc
+        return ShardCopy(state, shard, item.text("layout", 64), digest, Tier.MEMORY, holder)
+
+    def _table(self, state: StateId, shard: Shard, n_bytes: int) -> bytes | None:
+        table = b""
+        while len(table) < n_bytes:
+            try:
+                fields, _ = self._connection.call(
+                    "table",
+                    begin=len(table),
+                    state=state_to_json(state),
+                    shard=shard_to_json(shard),
+                )
+            except KeeperError:
+                if not self._connection.is_open:
+                    raise
+                return None
+            text = fields.text("table", 60_000)
+            try:
+                data = b64decode(text, validate=True)
+            except ValueError as exc:
+                raise MessageError("a digest of the keeper's is no base64") from exc
+            if not data:
+                return None
+            table += data
+        return table

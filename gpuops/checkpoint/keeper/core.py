@@ -1,0 +1,474 @@
+"""What the keeper knows and decides, without sockets; one thread calls it, jobs work for long."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpuops.checkpoint.agreement.local_recovery import ShardLocation
+from gpuops.checkpoint.keeper.agent_messages import (
+    COMPLETE_MAX,
+    REFUSED_MAX,
+    EventQueue,
+    KeeperProgress,
+)
+from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
+from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
+from gpuops.checkpoint.keeper.restore import (
+    AgentInstructions,
+    ClientConnection,
+    RankGroup,
+    RankInfo,
+    RestoreFinder,
+    restore_pin,
+)
+from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
+from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, SealedSlot
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.peers.fetch import ShardHolders
+from gpuops.checkpoint.peers.service import PeerService
+from gpuops.checkpoint.storage.factory import open_store as open_any_store
+from gpuops.checkpoint.storage.persist import StateOrigin
+from gpuops.checkpoint.storage.persister import OpenStore, Persister
+from gpuops.checkpoint.types import CheckpointError, Digest, KeeperError, Shard, StateId
+
+
+class KeeperCore:
+    """The keeper of one node."""
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        jobs: Jobs,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        wall_s: Callable[[], float] = time.time,
+        open_store: OpenStore = open_any_store,
+    ) -> None:
+        self.memory = memory
+        self.jobs = jobs
+        self.clock_s = clock_s
+        self.wall_s = wall_s
+        self.events = EventQueue()
+        self.agent: ClientConnection | None = None
+        self.group: RankGroup | None = None
+        self.instructions: AgentInstructions | None = None
+        self.is_ending = False
+        self.hash_s: float | None = None
+        self.n_hashing = 0
+        self.persister = Persister(
+            memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending
+        )
+        self.peers = PeerService(memory, jobs, self.events, clock_s, self._own_shards)
+        self.replica_checker = ReplicaChecker(memory, jobs, self.events, clock_s)
+        self._restore_finder = RestoreFinder(
+            memory, jobs, self.events, open_store, self._on_resumed, self.peers
+        )
+        self._leased_s: dict[StateId, float] = {}
+        self._sealed_s = 0.0
+        self._populating: set[int] = set()
+
+    # Who is there.
+
+    @property
+    def is_in_use(self) -> bool:
+        """Say whether an agent or a rank is connected; from any thread."""
+        group = self.group
+        return self.agent is not None or (group is not None and bool(group.connections))
+
+    def begin_generation(
+        self, generation: int, n_nodes: int, excluded_step: int | None, job: str
+    ) -> None:
+        """Let nobody of an older generation do anything from now on.
+
+        Another *job* counts its generations anew: the agent of the one before was killed, and who
+        took its place on this node began another run of the same program.
+
+        Raises:
+            KeeperError: A newer one of this job was begun.
+        """
+        is_same = job in ("", self.persister.origin.job)
+        if is_same and self.instructions is not None and generation < self.instructions.generation:
+            raise KeeperError(
+                f"generation {generation} is over: {self.instructions.generation} was begun"
+            )
+        if self.instructions is not None:
+            self.instructions.close()
+        self.instructions = AgentInstructions(generation, n_nodes, excluded_step)
+        self.peers.begin_generation()
+        self.persister.origin = StateOrigin(job or self.persister.origin.job, generation)
+        self._disconnect_ranks()
+        self.memory.buffer_table.begin_epoch(0, is_alone=n_nodes == 1)
+
+    def join(
+        self,
+        connection: ClientConnection,
+        rank_info: RankInfo,
+        *,
+        may_wait: bool,
+        is_reconnect: bool = False,
+    ) -> bool:
+        """Take a rank in; return False where it has to wait until older workers are gone.
+
+        Not *may_wait*: it has waited long enough; they are cut off. *is_reconnect*: it goes on
+        after its line broke, and is no new worker.
+
+        Raises:
+            KeeperError: It is of an older start, or cannot be of this node.
+        """
+        self._check_generation(rank_info)
+        group = self.group
+        if group is None or not group.accepts(rank_info, connection, is_back=is_reconnect):
+            if group is not None and rank_info.generation < group.generation:
+                raise KeeperError(
+                    f"generation {rank_info.generation} is over: {group.generation} has begun"
+                )
+            if group is not None and group.connections and may_wait:
+                return False
+            self._disconnect_ranks()
+            group = self.group = RankGroup(
+                rank_info.generation, rank_info.shard.world, rank_info.n_ranks
+            )
+            self.memory.buffer_table.begin_epoch(
+                rank_info.n_ranks, is_alone=self._is_single_node(rank_info)
+            )
+            self.persister.origin = StateOrigin(self.persister.origin.job, rank_info.generation)
+            self.replica_checker.begin(
+                self.persister.origin, has_agent=self.instructions is not None
+            )
+        group.join(rank_info, connection)
+        return True
+
+    def disconnected(self, connection: ClientConnection) -> None:
+        """Take note that a connection ended."""
+        if self.agent is connection:
+            self.agent = None
+        group = self.group
+        for local_rank, member in list(group.connections.items()) if group else []:
+            if member is connection:
+                assert group is not None
+                given_up = self.memory.buffer_table.n_given_up
+                self.memory.buffer_table.remove_rank(local_rank)
+                self.memory.buffer_table.unpin(restore_pin(local_rank))
+                group.remove(local_rank)
+                if self.memory.buffer_table.n_given_up > given_up:
+                    self.events.add("given_up", why=f"local rank {local_rank} is gone")
+
+    def _check_generation(self, rank_info: RankInfo) -> None:
+        instructions = self.instructions
+        if instructions is None:
+            return
+        if rank_info.generation != instructions.generation:
+            what = "is over" if rank_info.generation < instructions.generation else "was not begun"
+            raise KeeperError(
+                f"generation {rank_info.generation} {what}: the agent runs "
+                f"{instructions.generation}"
+            )
+        if instructions.n_nodes == 1 and rank_info.shard.world != rank_info.n_ranks:
+            raise KeeperError(
+                f"{rank_info.n_ranks} of {rank_info.shard.world} ranks are on this node, but the "
+                "agent says "
+                "that there is no other"
+            )
+
+    def _own_shards(self) -> set[Shard]:
+        return {rank_info.shard for rank_info in self.group.ranks.values()} if self.group else set()
+
+    def _is_single_node(self, rank_info: RankInfo) -> bool:
+        if self.instructions is not None:
+            return self.instructions.n_nodes == 1
+        return rank_info.shard.world == rank_info.n_ranks
+
+    def _disconnect_ranks(self) -> None:
+        group, self.group = self.group, None
+        if group is None:
+            return
+        for local_rank in group.ranks:
+            self.memory.buffer_table.unpin(restore_pin(local_rank))
+        for member in list(group.connections.values()):
+            member.close()
+        group.is_replaced = True
+        group.release_fetched()
+
+    # Saving.
+
+    def set_policy(self, policy: CheckpointPolicy) -> None:
+        """Take the policy over."""
+        self.persister.set_policy(policy)
+        self.memory.buffer_table.every_s = policy.every_s
+
+    def reserve(self, rank_info: RankInfo, layout: str, nbytes: int, n_slots: int) -> BufferPool:
+        """Return the rank's slots, and begin to take their memory."""
+        requested = (rank_info.local_rank, rank_info.shard, layout, nbytes, n_slots)
+        try:
+            try:
+                arena = self.memory.reserve(*requested)
+            except CheckpointError:
+                # What was fetched to go on from is one copy more; the next states come first.
+                if not self.peers.release_adopted():
+                    raise
+                arena = self.memory.reserve(*requested)
+        except CheckpointError as exc:
+            self.events.add("refused", rank=rank_info.shard.rank, why=str(exc))
+            raise
+        for slot in self.memory.unpopulated():
+            if id(slot) not in self._populating:
+                self._populate(slot)
+        return arena
+
+    def _populate(self, slot: SharedBuffer) -> None:
+        self._populating.add(id(slot))
+
+        def then(is_done: bool | None, error: BaseException | None) -> None:
+            self._populating.discard(id(slot))
+            if error is not None:
+                self.events.add("not_populated", why=str(error))
+            elif is_done:
+                self.memory.mark_populated(slot)
+
+        self.jobs.populate(lambda: slot.populate(lambda: self.is_ending), then)
+
+    def acquire(
+        self, rank_info: RankInfo, step: int, *, is_last: bool = False
+    ) -> SlotLease | Skipped:
+        """Say whether the rank is to copy."""
+        assert self.group is not None
+        table = self.memory.buffer_table
+        self.done_reading(rank_info)
+        if table.epoch is None:
+            self.request_restore(self.group)
+        if is_last and self.n_hashing and table.in_flight is None:
+            # Its digest must not be taken for that of the same step, saved anew.
+            return Skipped("what was given up is still being verified")
+        skipped, now_s = sum(table.skipped.values()), self.clock_s()
+        table_s = now_s if table.is_single_node else self.wall_s()
+        answer = table.acquire(rank_info.local_rank, step, table_s, is_last=is_last)
+        if isinstance(answer, SlotLease):
+            self._leased_s.setdefault(answer.state, now_s)
+            return answer
+        if sum(table.skipped.values()) > skipped and answer.reason is not SkipReason.NOT_DUE:
+            self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
+        return Skipped(answer.why, answer.reason is not SkipReason.NOT_DUE)
+
+    def seal(self, rank_info: RankInfo, state: StateId) -> None:
+        """Have the image hashed."""
+        sealed = self.memory.seal(rank_info.local_rank, state)
+        if sealed is None:
+            return
+        self._sealed_s = self.clock_s()
+        self.n_hashing += 1
+
+        def then(digest: Digest | None, error: BaseException | None) -> None:
+            self.n_hashing -= 1
+            if digest is None:
+                self.memory.buffer_table.give_up(state)
+                self.events.add(
+                    "corrupt", state=state_to_json(state), rank=rank_info.shard.rank, why=str(error)
+                )
+            else:
+                self._on_hashed(sealed, digest)
+
+        self.jobs.hash(sealed.hash, then)
+
+    def abandon(self, rank_info: RankInfo, state: StateId) -> None:
+        """Give the state up."""
+        self.memory.buffer_table.abandon(rank_info.local_rank, state)
+        self.events.add(
+            "given_up", state=state_to_json(state), why=f"rank {rank_info.shard.rank} could not"
+        )
+
+    def _on_hashed(self, sealed: SealedSlot, digest: Digest) -> None:
+        if not self.memory.record_digest(sealed, digest):
+            return
+        self.hash_s = self.clock_s() - self._sealed_s
+        if self.memory.buffer_table.last_committed == sealed.state:
+            self._on_committed(sealed.state)
+        else:
+            self.events.add(
+                "whole", state=state_to_json(sealed.state), bytes=self._size_bytes(sealed.state)
+            )
+            self.peers.tick()
+
+    def _on_committed(self, state: StateId) -> None:
+        """Act on a commit: tell it, free what it makes superfluous, persist it when it is time."""
+        now_s = self.clock_s()
+        seconds = now_s - self._leased_s.get(state, now_s)
+        self._leased_s = {s: at for s, at in self._leased_s.items() if s > state}
+        nbytes = self._size_bytes(state)
+        self.events.add("committed", state=state_to_json(state), seconds=seconds, bytes=nbytes)
+        self.peers.on_committed(state)
+        self.memory.release()
+        self.persister.persist_if_due()
+        self.replica_checker.on_committed(state)
+
+    def notice_for(self, rank_info: RankInfo) -> str | None:
+        """Return what the first rank here is to tell whoever trains; an agent would tell itself."""
+        is_teller = self.agent is None and rank_info.local_rank == 0
+        if not is_teller:
+            return None
+        return self.replica_checker.take_notice() or self.persister.take_warning()
+
+    def _size_bytes(self, state: StateId) -> int:
+        return sum(held.copy.digest.nbytes for held in self.memory.held_shards(state).values())
+
+    # Going on from a state.
+
+    def request_restore(self, group: RankGroup) -> None:
+        """See to it that the state to go on from is found out."""
+        group.is_requested = True
+        self.tick()
+
+    def restore_from(
+        self,
+        state: StateId | None,
+        epoch: int,
+        holders: Mapping[Shard, ShardHolders] | None = None,
+        why: tuple[str, ...] = (),
+    ) -> None:
+        """Go on from *state* (None: anew), as all nodes do; new states are of *epoch*.
+
+        *holders*: what other nodes hold of it; what is not here is fetched from now on. *why*: what
+        spoke against newer states.
+
+        Raises:
+            KeeperError: No generation was begun, its ranks were told something else already, or
+                there are holders and this keeper is not among peers.
+        """
+        instructions = self.instructions
+        if instructions is None:
+            raise KeeperError("no generation was begun")
+        group = self.group
+        if group is not None and (group.is_searching or group.result is not None):
+            if (instructions.state, instructions.epoch) == (state, epoch):
+                return
+            raise KeeperError("the ranks of this generation were told already where to go on")
+        self.peers.on_restore_decided(state, epoch)
+        peers = None
+        if state is not None and holders:
+            peers = self.peers.fetch_state(state, holders, self._restore_finder.allocate)
+        instructions.close()
+        if group is not None:
+            group.error = ""
+        instructions.state, instructions.epoch, instructions.is_decided = state, epoch, True
+        instructions.why, instructions.peers = why, peers
+        self.tick()
+
+    def take_over(self, epoch: int) -> None:
+        """Let ranks that run already save states of *epoch*: the keeper before this one is gone.
+
+        Raises:
+            KeeperError: No generation was begun, or its ranks were told something already.
+        """
+        instructions, group = self.instructions, self.group
+        if instructions is None:
+            raise KeeperError("no generation was begun")
+        if group is not None and (group.is_searching or group.result is not None):
+            raise KeeperError("the ranks of this generation were told already where to go on")
+        self.peers.on_restore_decided(None, epoch)
+        instructions.close()
+        instructions.state, instructions.epoch = None, epoch
+        instructions.is_decided = instructions.is_taken_over = True
+        self.tick()
+
+    def commit(self, state: StateId, *, persist: bool) -> bool:
+        """Commit a state that all nodes have; return whether memory holds it and it was newer.
+
+        Raises:
+            KeeperError: It is to be persisted, and cannot be just now.
+        """
+        is_new = self.memory.buffer_table.commit(state)
+        if is_new:
+            self._on_committed(state)
+        if persist:
+            self.persister.persist(state)
+        return is_new
+
+    def set_next_step(self, step: int) -> None:
+        """Grant nothing before *step*."""
+        self.memory.buffer_table.not_before = step
+
+    def give_up(self, state: StateId) -> None:
+        """Give *state* up: it will not be whole on all nodes."""
+        self.memory.buffer_table.give_up(state)
+        self.peers.tick()
+
+    def progress(self) -> KeeperProgress:
+        """Return what whoever decides for all nodes has to know of this one."""
+        table, persister = self.memory.buffer_table, self.persister
+        whole = tuple(self.memory.complete_states()[:COMPLETE_MAX])
+        refused = sorted(set(table.rejected) - set(whole), reverse=True)
+        return KeeperProgress(
+            whole=whole,
+            replicated=tuple(s for s in whole if self.peers.pusher.is_replicated(s)),
+            refused=tuple(refused[:REFUSED_MAX]),
+            newest=table.last_committed,
+            persisted=persister.last_persisted,
+            parts=tuple(persister.written_states),
+            in_flight=table.in_flight,
+            decided=table.decided,
+            last=table.final,
+            is_due=persister.is_due,
+            group_digests=self.replica_checker.group_digests,
+        )
+
+    def _on_resumed(self, state: StateId | None) -> None:
+        self.persister.rewind(state)
+        self._leased_s.clear()
+        self.peers.tick()
+
+    def shard_location(self, state: StateId, shard: Shard) -> ShardLocation:
+        """Return where a shard of the offered state is read.
+
+        Raises:
+            KeeperError: It is not on offer.
+        """
+        found = self.group.result if self.group else None
+        selected = found.selected if found else None
+        if selected is None or selected.state != state or shard not in selected.sources:
+            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not on offer")
+        return selected.sources[shard]
+
+    def done_reading(self, rank_info: RankInfo) -> None:
+        """Let the rank's hold on the offered state go."""
+        self.memory.buffer_table.unpin(restore_pin(rank_info.local_rank))
+        if self.group is not None and self.group.result is not None:
+            self.group.mark_restored(rank_info.local_rank)
+
+    def on_restored(
+        self, rank_info: RankInfo, state: StateId, *, tier: str, seconds: float, nbytes: int
+    ) -> None:
+        """Take note of what a rank has loaded."""
+        self.done_reading(rank_info)
+        self.events.add(
+            "restored",
+            state=state_to_json(state),
+            tier=tier,
+            rank=rank_info.shard.rank,
+            world=rank_info.shard.world,
+            seconds=seconds,
+            bytes=nbytes,
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """Return what there is to know in a glance, by name."""
+        return {
+            **self.memory.counts(),
+            **self.peers.counts(),
+            **self.replica_checker.counts(),
+            **self.persister.stats(),
+            "hash_s": self.hash_s,
+            "ranks": len(self.group.connections) if self.group else 0,
+            "generation": self.group.generation if self.group else None,
+            "agent": self.agent.pid if self.agent else None,
+        }
+
+    def tick(self) -> None:
+        """Do what became possible, or due, meanwhile."""
+        if self.group is not None:
+            policy = self.persister.policy
+            self._restore_finder.search_if_ready(
+                self.group, self.instructions, policy.directory if policy else None
+            )
+        self.persister.persist_if_due()
+        self.peers.tick()

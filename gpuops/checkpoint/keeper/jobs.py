@@ -1,0 +1,201 @@
+"""What the keeper does beside its messages, in threads of their own, each at its priority.
+
+Results come back to the thread that serves messages: it alone changes what the keeper knows.
+"""
+
+import ctypes
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+A = TypeVar("A")
+T = TypeVar("T")
+Work = Callable[[], T]
+# Called in the thread of the messages with the result, or with what was raised.
+OnDone = Callable[[T | None, BaseException | None], None]
+
+# Hashing follows each save and is over in a moment; it gives way to the training beside it.
+NICE_HASH = 5
+NICE_POPULATE = 10
+NICE_PERSIST = 19
+NICE_CHECK_REPLICAS = 19
+NICE_PUSH = 10
+_HASH_THREADS_MAX = 8
+_POPULATE_THREADS_MAX = 4
+_FETCH_THREADS = 4
+# One for each holder, so that one that hangs keeps no other waiting.
+PUSHES_MAX = 16
+
+# ioprio_set(2), linux/ioprio.h: no I/O while anybody else wants the disk.
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_IDLE = 3 << 13
+
+
+class Waker:
+    """Ends the wait of a thread that selects on it; `wake` is for any thread and any signal."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return what is readable once it was woken."""
+        return self._read.fileno()
+
+    def wake(self) -> None:
+        """End the wait."""
+        with suppress(OSError):
+            self._write.send(b"\0")
+
+    def drain(self) -> None:
+        """Be ready to be woken again."""
+        with suppress(BlockingIOError):
+            while self._read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        self._read.close()
+        self._write.close()
+
+
+class Jobs(Protocol):
+    """Where work that takes time is done. *then* is called later, never from within the call."""
+
+    def hash(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Read memory: a few at a time."""
+        ...
+
+    def populate(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Take memory."""
+        ...
+
+    def search(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Read a directory, which may take as long as it likes: one at a time."""
+        ...
+
+    def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
+        """Call *function* for each of *things*; for use by what `look` does."""
+        ...
+
+    def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Write to a directory, giving way to everything else: one at a time."""
+        ...
+
+    def check_replicas(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Read memory, giving way to everything else: one at a time."""
+        ...
+
+    def push(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Send to another node, giving way to the training: `PUSHES_MAX` at a time."""
+        ...
+
+    def fetch(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Get from another node what ranks will wait for: a few at a time."""
+        ...
+
+    def post(self, do: Callable[[], None]) -> None:
+        """Have *do* called soon in the thread of the messages; for any thread."""
+        ...
+
+
+class ThreadJobs:
+    """Jobs in threads; *wake* is called from them when a result is there for `deliver`."""
+
+    def __init__(self, wake: Callable[[], None], *, n_hash: int | None = None) -> None:
+        self._wake = wake
+        n_cpus = len(os.sched_getaffinity(0))
+        n_hash = n_hash or max(2, min(n_cpus // 2, _HASH_THREADS_MAX))
+        self._hashers = _pool(n_hash, "hash", NICE_HASH)
+        self._populator = _pool(
+            max(1, min(n_cpus // 4, _POPULATE_THREADS_MAX)), "populate", NICE_POPULATE
+        )
+        self._searcher = _pool(1, "look", 0)
+        self._persister = _pool(1, "persist", NICE_PERSIST, is_idle=True)
+        self._replica_checker = _pool(1, "vote", NICE_CHECK_REPLICAS)
+        self._pusher = _pool(PUSHES_MAX, "push", NICE_PUSH)
+        self._fetcher = _pool(_FETCH_THREADS, "fetch", 0)
+        self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def hash(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._hashers, work, on_done)
+
+    def populate(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._populator, work, on_done)
+
+    def search(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._searcher, work, on_done)
+
+    def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._persister, work, on_done)
+
+    def check_replicas(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._replica_checker, work, on_done)
+
+    def push(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._pusher, work, on_done)
+
+    def fetch(self, work: Work[T], on_done: OnDone[T]) -> None:
+        self._submit(self._fetcher, work, on_done)
+
+    def post(self, do: Callable[[], None]) -> None:
+        self._done.put(do)
+        self._wake()
+
+    def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
+        """Call *function* for each of *things* in the threads that hash; for use by `look`."""
+        return self._hashers.map(function, things)
+
+    def run_callbacks(self) -> None:
+        """Call the *then* of all that is done."""
+        with suppress(Empty):
+            while True:
+                self._done.get_nowait()()
+
+    def close(self) -> None:
+        """Begin nothing new; what is being done is not waited for."""
+        pools = (self._hashers, self._populator, self._searcher, self._persister)
+        for pool in (*pools, self._replica_checker, self._pusher, self._fetcher):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Work[T], on_done: OnDone[T]) -> None:
+        def over(future: Future[T]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            result = None if error is not None else future.result()
+            self._done.put(lambda: on_done(result, error))
+            self._wake()
+
+        pool.submit(work).add_done_callback(over)
+
+
+def lower_priority(nice: int, *, is_idle: bool = False) -> None:
+    """Give way to other threads from now on; with *is_idle*, also at the disk.
+
+    Where the kernel refuses, the thread runs on as it is: it is slower for the others, not wrong.
+    """
+    thread_id = threading.get_native_id()
+    with suppress(OSError):
+        # Never up: root could, where whoever started the keeper wanted it to give way.
+        nice = max(nice, os.getpriority(os.PRIO_PROCESS, thread_id))
+        os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+    number = _IOPRIO_SET.get(platform.machine())
+    if is_idle and number is not None:
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+
+
+def _pool(n_threads: int, name: str, nice: int, *, is_idle: bool = False) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        n_threads,
+        thread_name_prefix=f"gpuops-{name}",
+        initializer=lambda: lower_priority(nice, is_idle=is_idle),
+    )

@@ -1,0 +1,427 @@
+"""The keeper's part in comparing replicas: it digests what ranks must hold alike, and compares.
+
+The digests are made after the commit, by one thread of the lowest priority that reads the slots
+where they lie. Nothing waits for it: a slot that is granted meanwhile makes the digests void.
+Only so many committed states are looked at that the thread takes `SHARE` of a core; which ones
+follows from their steps, so that all nodes look at the same.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import xxhash
+
+from gpuops.checkpoint.agreement.replica_check import (
+    NAMED_MAX,
+    REPORTS_MAX,
+    ComparisonHistory,
+    GroupDigest,
+    RankDigest,
+    ReplicaDifference,
+    ReplicaOutcome,
+    ReplicaReport,
+    adjust_for_breadth,
+    compare_ranks,
+    format_ranks,
+    format_tensors,
+    stripes_of,
+    sums_of,
+)
+from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
+from gpuops.checkpoint.image import ImageLayout, read_layout
+from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
+from gpuops.checkpoint.storage.persist import StateOrigin
+from gpuops.checkpoint.types import Shard, StateId
+
+CORE_SHARE = 0.01
+_HALVINGS_MAX = 20
+_SMOOTH = 0.25
+_MISSED_IN_ROW_MAX = 4
+_LAYOUTS_MAX = 64
+_PIN_OWNER = "vote"
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorGroup:
+    """Tensors of one image that are to be compared; equal ``key``: with those of other images."""
+
+    key: str
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardView:
+    """One shard to be digested; ``groups`` None: its header is still to be read."""
+
+    shard: Shard
+    layout: str
+    view: memoryview
+    groups: tuple[_TensorGroup, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupComparison:
+    """What this node's ranks of one group have.
+
+    ``differ``: the digests by rank of each tensor that is not the same on all of them. ``sketches``
+    are for other nodes, where some ranks are there.
+    """
+
+    group: _TensorGroup
+    differ: Mapping[int, Mapping[int, bytes]]
+    rank_digests: Mapping[int, RankDigest]
+
+
+@dataclass(frozen=True, slots=True)
+class _DigestResult:
+    layouts: Mapping[str, tuple[_TensorGroup, ...]]
+    comparisons: tuple[_GroupComparison, ...]
+    took_s: float
+
+
+class StateSampler:
+    """Chooses committed states so that comparing them takes *share* of a core.
+
+    Of every 2^j states one is chosen, by its name alone: who chooses more seldom chooses some of
+    those that others do.
+    """
+
+    def __init__(self, share: float = CORE_SHARE) -> None:
+        self._share = share
+        self._every_s: float | None = None
+        self._last_s: float | None = None
+        self._took_s = 0.0
+
+    @property
+    def n_halvings(self) -> int:
+        """Return j."""
+        if not self._took_s or not self._every_s:
+            return 0
+        ratio = self._took_s / (self._share * self._every_s)
+        return min(max(0, math.ceil(math.log2(ratio))), _HALVINGS_MAX)
+
+    def is_sampled(self, state: StateId, now_s: float) -> bool:
+        """Take in that *state* was committed; say whether it is to be looked at."""
+        if self._last_s is not None:
+            self._every_s = _smooth(self._every_s, max(now_s - self._last_s, 1e-3))
+        self._last_s = now_s
+        name_hash: int = xxhash.xxh3_64_intdigest(state.name.encode())
+        return name_hash & ((1 << self.n_halvings) - 1) == 0
+
+    def record_cost(self, seconds: float) -> None:
+        """Take in what one look cost, in seconds of a core."""
+        self._took_s = _smooth(self._took_s or None, seconds)
+
+
+@dataclass(slots=True)
+class _GroupHistory:
+    """What is known of a set of ranks that are all on this node.
+
+    ``unequal``: tensors that differed when they were first compared, or that the program trains
+    apart. Only what was equal once can become wrong. ``n_told``: how often they did; ``is_open``:
+    it was told of and is not over.
+    """
+
+    history: ComparisonHistory = field(default_factory=ComparisonHistory)
+    unequal: set[int] = field(default_factory=set)
+    n_reported: int = 0
+    is_open: bool = False
+
+
+class ReplicaChecker:
+    """Compares what the ranks of one node hold, and prepares what nodes compare among them."""
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        jobs: Jobs,
+        events: EventQueue,
+        clock_s: Callable[[], float],
+        cpu_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.group_digests: tuple[GroupDigest, ...] = ()
+        self.notice: str | None = None
+        self._memory = memory
+        self._jobs = jobs
+        self._events = events
+        self._clock_s = clock_s
+        self._cpu_s = cpu_s
+        self._sampler = StateSampler()
+        self._groups: dict[str, tuple[_TensorGroup, ...]] = {}
+        self._histories: dict[str, _GroupHistory] = {}
+        self._n_compared = self._n_missed = self._n_missed_in_row = 0
+        self._took_s = 0.0
+        self._is_busy = False
+        self._local_ranks: frozenset[int] = frozenset()
+        self._origin = StateOrigin("", -1)
+
+    def on_committed(self, state: StateId) -> None:
+        """Have *state* compared, if it is chosen and there is anything to compare."""
+        held = self._memory.held_shards(state)
+        if not any(self._groups.get(item.copy.layout, True) for item in held.values()):
+            return
+        if not self._sampler.is_sampled(state, self._clock_s()) or self._is_busy:
+            return
+        if self._n_missed_in_row >= _MISSED_IN_ROW_MAX:
+            self._memory.buffer_table.pin(state, _PIN_OWNER)
+        self._is_busy = True
+        self._local_ranks = frozenset(shard.rank for shard in held)
+        shard_views = [
+            _ShardView(
+                shard, item.copy.layout, item.memory.view, self._groups.get(item.copy.layout)
+            )
+            for shard, item in held.items()
+        ]
+
+        def then(done: _DigestResult | None, error: BaseException | None) -> None:
+            self._is_busy = False
+            if not self._is_unchanged(state, held):
+                self._n_missed += 1
+                self._n_missed_in_row += 1
+            elif done is None:
+                self._groups |= {
+                    shard_view.layout: () for shard_view in shard_views
+                }  # once is enough
+                self._events.add("vote_failed", state=state_to_json(state), why=str(error))
+            else:
+                self._n_missed_in_row = 0
+                self._record(state, done)
+            self._memory.buffer_table.unpin(_PIN_OWNER)
+
+        self._jobs.check_replicas(lambda: _digest_shards(shard_views, self._cpu_s), then)
+
+    def begin(self, origin: StateOrigin, *, has_agent: bool) -> None:
+        """Take in that workers begin; another run is told anew of ranks that differ.
+
+        Without an agent nobody counts generations: the same one again is the job started anew.
+        """
+        before, self._origin = self._origin, origin
+        is_same = before.job == origin.job if has_agent else before.generation != origin.generation
+        if not is_same:
+            for group_history in self._histories.values():
+                (
+                    group_history.history.first_different,
+                    group_history.is_open,
+                    group_history.n_reported,
+                ) = None, False, 0
+
+    def on_report(self, report: ReplicaReport) -> None:
+        """Take in that ranks of several nodes differ, or do so no more, as who compared them says.
+
+        Where they were placed anew since they were equal, no node is to blame for it.
+        """
+        found = report.difference
+        if found.verdict.outcome is ReplicaOutcome.ALIKE:
+            self._report_equal(found.state, found.ranks)
+            return
+        groups = (group for item in self._groups.values() for group in item)
+        names = next((group.names for group in groups if group.key == report.key), ())
+        number = report.number
+        named = (names[number],) if number is not None and number < len(names) else ()
+        if found.verdict.outcome is ReplicaOutcome.APART:
+            self._report_independent(found.state, found.ranks, named)
+        else:
+            n_tensors = len(named) if number is None else 1
+            is_current = (
+                found.last_equal is not None and found.last_equal.epoch == found.state.epoch
+            )
+            found = replace(found, tensors=named, n_tensors=n_tensors)
+            self._report_different(found, report.nodes, is_current=is_current)
+
+    def counts(self) -> dict[str, object]:
+        """Return what was compared so far, and what it cost."""
+        return {
+            "votes": self._n_compared,
+            "votes_missed": self._n_missed,
+            "vote_s": self._took_s,
+            "notice": self.notice,
+        }
+
+    def take_notice(self) -> str | None:
+        """Return, and forget, what whoever trains is to be told."""
+        notice, self.notice = self.notice, None
+        return notice
+
+    def _is_unchanged(self, state: StateId, held: Mapping[Shard, HeldShard]) -> bool:
+        """Say whether nobody may have written into these slots since they were *held*."""
+        now = self._memory.held_shards(state)
+        return bool(held) and {s: h.slot for s, h in now.items()} == {
+            s: h.slot for s, h in held.items()
+        }
+
+    def _record(self, state: StateId, counted: _DigestResult) -> None:
+        self._groups |= counted.layouts
+        while len(self._groups) > _LAYOUTS_MAX:
+            del self._groups[next(iter(self._groups))]
+        if not counted.comparisons:
+            return
+        self._n_compared += 1
+        self._took_s = counted.took_s
+        self._sampler.record_cost(counted.took_s)
+        for item in counted.comparisons:
+            if not item.rank_digests:
+                self._compare(state, item.group, item.differ)
+        self.group_digests = tuple(
+            GroupDigest(
+                state=state,
+                key=item.group.key,
+                n_ranks=len(item.group.ranks),
+                n_tensors=len(item.group.names),
+                rank_digests=item.rank_digests,
+            )
+            for item in counted.comparisons
+            if item.rank_digests
+        )
+
+    def _compare(
+        self,
+        state: StateId,
+        group: _TensorGroup,
+        digests_by_tensor: Mapping[int, Mapping[int, bytes]],
+    ) -> None:
+        group_history = self._histories.setdefault(group.key, _GroupHistory())
+        different = [number for number in digests_by_tensor if number not in group_history.unequal]
+        history = group_history.history
+        if history.last_equal is None and different:
+            group_history.unequal.update(different)
+            self._report_independent(state, group.ranks, [group.names[i] for i in different])
+            if len(group_history.unequal) < len(group.names):
+                history.record(state, is_different=False)
+            return
+        alike = history.last_equal
+        if not history.record(state, is_different=bool(different)):
+            if group_history.is_open and history.first_different is None:
+                group_history.is_open = False
+                self._report_equal(state, group.ranks)
+            return
+        verdict = compare_ranks(
+            {rank: tuple(digests_by_tensor[i][rank] for i in different) for rank in group.ranks}
+        )
+        verdict = adjust_for_breadth(verdict, len(different), len(group.names))
+        names = [group.names[i] for i in different]
+        if verdict.outcome is ReplicaOutcome.APART:
+            group_history.unequal.update(different)
+            group_history.history = ComparisonHistory(last_equal=alike)
+            self._report_independent(state, group.ranks, names)
+            return
+        group_history.n_reported += 1
+        if group_history.n_reported > REPORTS_MAX:
+            return
+        group_history.is_open = True
+        self._report_different(
+            ReplicaDifference(
+                state=state,
+                ranks=group.ranks,
+                verdict=verdict,
+                tensors=tuple(names[:NAMED_MAX]),
+                n_tensors=len(names),
+                last_equal=alike,
+            )
+        )
+
+    def _report_different(
+        self, found: ReplicaDifference, nodes: Sequence[str] = (), *, is_current: bool = True
+    ) -> None:
+        suspects = found.verdict.suspects
+        self.notice = f"replicas of the training state differ: {found.summary}"
+        self._events.add(
+            "replicas_differ",
+            state=state_to_json(found.state),
+            ranks=format_spans(found.ranks),
+            suspects=list(suspects) if len(suspects) <= NAMED_MAX else [],
+            is_here=is_current and self._local_ranks >= set(suspects),
+            nodes=list(nodes),
+            outcome=found.verdict.outcome.value,
+            tensors=list(found.tensors),
+            n_tensors=found.n_tensors,
+            alike=None if found.last_equal is None else state_to_json(found.last_equal),
+            why=found.summary,
+        )
+
+    def _report_independent(
+        self, state: StateId, ranks: Sequence[int], names: Sequence[str]
+    ) -> None:
+        what = format_tensors(names, len(names))
+        why = (
+            f"{format_ranks(ranks)} have values of their own in {what} at step {state.step}, which "
+            "replicas have not: the program trains them apart, and they are not compared"
+        )
+        self.notice = why
+        self._events.add("replicas_apart", state=state_to_json(state), why=why)
+
+    def _report_equal(self, state: StateId, ranks: Sequence[int]) -> None:
+        why = f"{format_ranks(ranks)} are equal again at step {state.step}"
+        self._events.add(
+            "replicas_alike", state=state_to_json(state), ranks=format_spans(ranks), why=why
+        )
+
+
+def _digest_shards(shard_views: Sequence[_ShardView], cpu_s: Callable[[], float]) -> _DigestResult:
+    """Return what is to be compared, and what it cost in seconds of a core."""
+    layouts = {
+        shard_view.layout: _groups_of(shard_view.view)
+        if shard_view.groups is None
+        else shard_view.groups
+        for shard_view in shard_views
+    }
+    began_s = cpu_s()
+    sets: dict[str, tuple[_TensorGroup, dict[int, list[bytes]]]] = {}
+    for shard_view in shard_views:
+        for group in layouts[shard_view.layout]:
+            digests = [xxhash.xxh3_128_digest(shard_view.view[b:e]) for b, e in group.spans]
+            sets.setdefault(group.key, (group, {}))[1][shard_view.shard.rank] = digests
+    found = tuple(_compare_local(group, by_rank) for group, by_rank in sets.values())
+    return _DigestResult(layouts, found, cpu_s() - began_s)
+
+
+def _compare_local(group: _TensorGroup, by_rank: Mapping[int, Sequence[bytes]]) -> _GroupComparison:
+    if by_rank.keys() != set(group.ranks):
+        return _GroupComparison(
+            group, {}, {rank: rank_digest_of(digests) for rank, digests in by_rank.items()}
+        )
+    columns = enumerate(zip(*by_rank.values(), strict=True))
+    different = {
+        number: dict(zip(by_rank, column, strict=True))
+        for number, column in columns
+        if len(set(column)) > 1
+    }
+    return _GroupComparison(group, different, {})
+
+
+def rank_digest_of(digests: Sequence[bytes]) -> RankDigest:
+    """Return the sketch of a rank whose tensors have these *digests*, in order."""
+    whole = xxhash.xxh3_128_digest(b"".join(digests))
+    return RankDigest(whole, sums_of(digests), stripes_of(digests))
+
+
+def _groups_of(view: memoryview) -> tuple[_TensorGroup, ...]:
+    """Return what the image *view* says is to be compared; raises CorruptError."""
+    begin = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
+    if KEY.encode() not in bytes(view[:begin]):
+        return ()  # of 20,000 tensors, reading all takes a tenth of a second
+    layout = read_layout(view[:begin], nbytes=len(view))
+    report = read_replicated(layout.header, layout.shard, len(layout.tensors))
+    return tuple(_group(layout, item.ranks, item.tensors) for item in report)
+
+
+def _group(layout: ImageLayout, ranks: tuple[int, ...], numbers: Sequence[int]) -> _TensorGroup:
+    placed = [layout.tensors[number] for number in numbers]
+    specs = [(t.spec.name, t.spec.dtype, t.spec.shape, t.spec.offsets) for t in placed]
+    return _TensorGroup(
+        xxhash.xxh3_64_hexdigest(repr((layout.shard.world, ranks, specs)).encode()),
+        ranks,
+        tuple(tensor.spec.name for tensor in placed),
+        tuple((tensor.begin, tensor.end) for tensor in placed),
+    )
+
+
+def _smooth(before: float | None, now: float) -> float:
+    return now if before is None else (1 - _SMOOTH) * before + _SMOOTH * now

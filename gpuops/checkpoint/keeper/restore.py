@@ -1,0 +1,411 @@
+"""The ranks of one start of the workers, and which state they load."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from gpuops.checkpoint.agreement.local_recovery import (
+    WHY_MAX,
+    RestoreUndecidedError,
+    SelectedState,
+    StateSearchCriteria,
+    StateSearchResult,
+    find_restorable,
+)
+from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.memory.node_memory import NodeMemory
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.peers.fetch import PeerShards
+from gpuops.checkpoint.peers.service import BorrowedReplicas, PeerService
+from gpuops.checkpoint.storage.persister import OpenStore
+from gpuops.checkpoint.types import (
+    EPOCH_MAX,
+    CheckpointError,
+    KeeperError,
+    RestorePoint,
+    Shard,
+    StateId,
+)
+
+# How long the workers before are waited for, before new ones take their place.
+FENCE_S = 5.0
+
+
+class ClientConnection(Protocol):
+    """Who is at the other end of a connection. ``pid`` 0: of another container."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def close(self) -> None:
+        """End the connection; nothing that comes on it counts any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where a rank stands: its shard, its number on this node, and which start it is of."""
+
+    shard: Shard
+    local_rank: int
+    n_ranks: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRestore:
+    """What the ranks were told to load, the same for all of them."""
+
+    restore_point: RestorePoint | None
+    selected: SelectedState | None
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """The ranks of one start.
+
+    ``is_wanted``: somebody waits for the state to go on from. ``trouble``: why there will be no
+    answer. ``is_left``: who answered for the keeper has left it to them. ``is_over``: others have
+    taken their place.
+    """
+
+    generation: int
+    world: int
+    n_ranks: int
+    connections: dict[int, ClientConnection] = field(default_factory=dict)
+    ranks: dict[int, RankInfo] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    restored: set[int] = field(default_factory=set)
+    _pids: dict[int, int] = field(default_factory=dict)
+    is_requested: bool = False
+    is_searching: bool = False
+    result: GroupRestore | None = None
+    error: str = ""
+    is_undecided: bool = False
+    is_handed_over: bool = False
+    is_replaced: bool = False
+
+    def accepts(
+        self, rank_info: RankInfo, connection: ClientConnection, *, is_back: bool = False
+    ) -> bool:
+        """Say whether the rank belongs to this start; where not, it is of another one.
+
+        A process that was here and says that it *is_back* does: only its line broke.
+
+        Raises:
+            KeeperError: It can be of none.
+        """
+        if (rank_info.generation, rank_info.shard.world, rank_info.n_ranks) != (
+            self.generation,
+            self.world,
+            self.n_ranks,
+        ):
+            return False
+        connected = self.connections.get(rank_info.local_rank)
+        if connected is not None and connection.pid and connected.pid == connection.pid:
+            raise KeeperError(
+                f"process {connection.pid} is connected as local rank {rank_info.local_rank} "
+                "already: "
+                "close that first"
+            )
+        if connected is not None:
+            return False
+        if rank_info.local_rank in self.gone:
+            is_same = connection.pid != 0 and connection.pid == self._pids.get(rank_info.local_rank)
+            return is_back and is_same and self.ranks[rank_info.local_rank] == rank_info
+        same_rank = next((p for p in self.ranks.values() if p.shard == rank_info.shard), None)
+        if same_rank is not None:
+            raise KeeperError(
+                f"local ranks {same_rank.local_rank} and {rank_info.local_rank} both are rank "
+                f"{rank_info.shard.rank}"
+            )
+        return True
+
+    def join(self, rank_info: RankInfo, connection: ClientConnection) -> None:
+        """Take a rank in."""
+        self.connections[rank_info.local_rank] = connection
+        self.ranks[rank_info.local_rank] = rank_info
+        self._pids[rank_info.local_rank] = connection.pid
+        self.gone.discard(rank_info.local_rank)
+
+    def remove(self, local_rank: int) -> None:
+        """Take note that a rank is gone; a new process in its place is of another crew."""
+        self.connections.pop(local_rank, None)
+        self.gone.add(local_rank)
+        self.mark_restored(local_rank)
+
+    def mark_restored(self, local_rank: int) -> None:
+        """Take note that a rank reads what it was offered no more; free what was fetched."""
+        self.restored.add(local_rank)
+        if len(self.restored) >= self.n_ranks:
+            self.release_fetched()
+
+    def release_fetched(self) -> None:
+        """Give back memory that was made for the offer alone."""
+        if self.result is not None and self.result.selected is not None:
+            for memory in self.result.selected.fetched:
+                memory.close()
+
+
+def restore_pin(local_rank: int) -> str:
+    """Return in whose name the offered state is pinned for a rank."""
+    return f"restore-{local_rank}"
+
+
+@dataclass(slots=True)
+class AgentInstructions:
+    """What the agent has said of the present generation.
+
+    ``state`` and ``epoch``: what all nodes go on from, once ``is_chosen``; ``why`` has what spoke
+    against newer ones, ``peers`` what other nodes hold of it. ``is_taken_over``: the ranks run
+    already, and save states of ``epoch``.
+    """
+
+    generation: int
+    n_nodes: int = 1
+    excluded_step: int | None = None
+    state: StateId | None = None
+    epoch: int = 0
+    is_decided: bool = False
+    is_taken_over: bool = False
+    why: tuple[str, ...] = ()
+    peers: PeerShards | None = None
+
+    def close(self) -> None:
+        """End what is being fetched, and give back what was."""
+        if self.peers is not None:
+            self.peers.close()
+
+
+@dataclass(slots=True)
+class RestoreFinder:
+    """Looks for the state in *memory* and in a directory; *on_found* is called with the outcome."""
+
+    memory: NodeMemory
+    jobs: Jobs
+    events: EventQueue
+    open_store: OpenStore
+    on_found: Callable[[StateId | None], None]
+    peers: PeerService
+    epoch_max: int = -1
+    _n_searches: int = 0
+
+    def search_if_ready(
+        self, group: RankGroup, instructions: AgentInstructions | None, directory: str | None
+    ) -> None:
+        """Begin to look where somebody waits for it, and it can be told by now."""
+        table = self.memory.buffer_table
+        if not group.is_requested or group.is_searching or group.error or group.result is not None:
+            return
+        if instructions is not None and instructions.is_taken_over:
+            self._take_over(group, instructions.epoch)
+            return
+        if table.is_verifying or not _is_decidable(group, instructions):
+            return
+        criteria = _search_criteria(group, instructions)
+        group.is_searching = True
+        self._n_searches += 1
+        pin = f"look-{self._n_searches}"
+        states = self.memory.complete_states()
+        held = {state: self.memory.held_shards(state) for state in states}
+        for state in states:
+            table.pin(state, pin)
+        borrowed, peers = self._from_peers(instructions)
+        for state, replicas in borrowed.held.items():
+            own = held.get(state, {})
+            # A state of another world that has the same name is not to be mixed with ours.
+            worlds = {shard.world for shard in own}
+            fitting = {
+                s: held_shard
+                for s, held_shard in replicas.items()
+                if not worlds or s.world in worlds
+            }
+            held[state] = {**fitting, **own}
+
+        def work() -> StateSearchResult:
+            store = self.open_store(directory) if directory else None
+            return find_restorable(
+                held,
+                store,
+                criteria,
+                map_function=self.jobs.map,
+                allocate=self.allocate,
+                peers=peers,
+            )
+
+        def then(result: StateSearchResult | None, error: BaseException | None) -> None:
+            table.unpin(pin)
+            group.is_searching = False
+            if result is not None and result.selected is not None:
+                selected = result.selected
+                result.selected = replace(selected, fetched=(*selected.fetched, borrowed))
+            else:
+                borrowed.close()
+            if group.is_replaced:
+                _release(result)
+            else:
+                self._on_searched(group, instructions, result, error)
+
+        self.jobs.search(work, then)
+
+    def _take_over(self, group: RankGroup, epoch: int) -> None:
+        """Let the ranks save: they were told where to go on by a keeper that is gone."""
+        table = self.memory.buffer_table
+        if table.is_single_node:
+            # They may have found this one before their agent had, and have saved in a newer epoch.
+            epoch = max(epoch, self.epoch_max)
+        self.epoch_max = max(self.epoch_max, epoch)
+        table.resume(table.last_committed, epoch)
+        group.result = GroupRestore(None, None)
+        self.events.add("took_over", epoch=epoch)
+        self.on_found(table.last_committed)
+
+    def _from_peers(
+        self, instructions: AgentInstructions | None
+    ) -> tuple[BorrowedReplicas, PeerShards | None]:
+        """Return the replicas that are here, and what other nodes have of the chosen state."""
+        if instructions is None or not instructions.is_decided:
+            return self.peers.borrow(None), None
+        if instructions.state is None:
+            return BorrowedReplicas(), None
+        if instructions.peers is not None and instructions.peers.is_closed:
+            instructions.peers = instructions.peers.renewed()  # other ranks have begun since
+        return self.peers.borrow(instructions.state), instructions.peers
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """Return memory for what is fetched; raises CheckpointError where there is no room."""
+        self.memory.check_fits(nbytes)
+        return SharedBuffer.create("gpuops-fetched", nbytes)
+
+    def _on_searched(
+        self,
+        group: RankGroup,
+        instructions: AgentInstructions | None,
+        result: StateSearchResult | None,
+        error: BaseException | None,
+    ) -> None:
+        if result is None:
+            # Where all nodes have chosen a state, none of them may start anew without it.
+            is_chosen = instructions is not None and instructions.is_decided
+            group.is_undecided = isinstance(error, RestoreUndecidedError) and not is_chosen
+            is_ours = isinstance(error, CheckpointError)
+            group.error = str(error) if is_ours else f"looking for a state failed: {error!r}"
+        else:
+            self._report_problems(result)
+            try:
+                self._resume_from(group, instructions, result)
+            except CheckpointError as exc:
+                group.error = str(exc)
+                _release(result)
+        if group.error:
+            self.events.add("cannot_offer", why=group.error)
+
+    def _resume_from(
+        self, group: RankGroup, instructions: AgentInstructions | None, result: StateSearchResult
+    ) -> None:
+        table, selected = self.memory.buffer_table, result.selected
+        last_epoch = -1 if table.last_committed is None else table.last_committed.epoch
+        epoch = 1 + max(self.epoch_max, result.epoch_max, last_epoch)
+        if instructions is not None and instructions.is_decided:
+            if instructions.state is not None and selected is None:
+                reasons = "; ".join(result.why[:4])
+                whole = self._why_whole_state_needed(instructions, instructions.state, group.world)
+                raise KeeperError(f"{instructions.state} cannot be served here: {reasons}{whole}")
+            if instructions.epoch < epoch:
+                self._check_is_new(instructions.epoch, epoch - 1)
+            epoch = instructions.epoch
+        if epoch > EPOCH_MAX:
+            raise KeeperError(f"this job was started {EPOCH_MAX} times: give it a new directory")
+        self.epoch_max = epoch
+        state = selected.state if selected else None
+        table.resume(state, epoch)
+        offer = None
+        why = (*(instructions.why if instructions else ()), *result.why)[:WHY_MAX]
+        if selected is not None:
+            offer = RestorePoint(selected.state, selected.world, selected.tier, epoch, why)
+            for local_rank in set(range(group.n_ranks)) - group.gone:
+                if selected.state in table.complete_states():
+                    table.pin(selected.state, restore_pin(local_rank))
+            for fetched in selected.fetched:
+                if isinstance(fetched, PeerShards):
+                    self.peers.adopt(fetched)
+        group.result = GroupRestore(offer, selected)
+        self.events.add(
+            "offered" if offer else "fresh_start",
+            state=state_to_json(offer.state) if offer else None,
+            tier=offer.tier.value if offer else None,
+            epoch=epoch,
+            why=list(why),
+        )
+        self.on_found(state)
+
+    def _why_whole_state_needed(
+        self, instructions: AgentInstructions, state: StateId, world: int
+    ) -> str:
+        """Return what to do where *state* was saved by another number of ranks, "" where not."""
+        held = next(iter(self.memory.held_shards(state)), None)
+        saved_by = held.world if held else instructions.peers.world if instructions.peers else None
+        if saved_by in (None, world):
+            return ""
+        return (
+            f". {saved_by} ranks saved it and {world} load it, so each node needs the whole of it "
+            "in memory or in the directory; a job that is started anew goes on from the newest in "
+            "the directory"
+        )
+
+    def _check_is_new(self, epoch: int, seen: int) -> None:
+        """Tell of *seen*, a later epoch than that which all nodes agreed on.
+
+        One that is in the directory alone is of another run that saves there, too. That is no
+        reason to keep these ranks from their state.
+
+        Raises:
+            KeeperError: It is of this run.
+        """
+        here = max([self.epoch_max, *(state.epoch for state in self.memory.complete_states())])
+        if epoch <= here:
+            raise KeeperError(f"epoch {epoch} is not new: {seen} was seen here")
+        why = (
+            f"the directory has states of epoch {seen}, which count as newer than what this run "
+            f"saves (epoch {epoch}); does another run save there?"
+        )
+        self.events.add("epoch_behind", why=why)
+
+    def _report_problems(self, result: StateSearchResult) -> None:
+        for problem in result.problems:
+            self.events.add(
+                "corrupt",
+                state=state_to_json(problem.state),
+                rank=problem.shard.rank,
+                tier=problem.tier.value,
+                why=problem.why,
+            )
+
+
+def _is_decidable(group: RankGroup, instructions: AgentInstructions | None) -> bool:
+    """Say whether it is known which state is wanted, and which shards of it."""
+    if instructions is None or instructions.n_nodes == 1:
+        return True
+    # Of which shards this node needs, the last of its ranks tells.
+    return instructions.is_decided and len(group.ranks) == group.n_ranks
+
+
+def _search_criteria(
+    group: RankGroup, instructions: AgentInstructions | None
+) -> StateSearchCriteria:
+    if instructions is None or not instructions.is_decided:
+        return StateSearchCriteria(
+            excluded_step=instructions.excluded_step if instructions else None
+        )
+    if instructions.state is None:
+        return StateSearchCriteria(is_none=True)
+    is_complete = len(group.ranks) == group.n_ranks
+    own_shards = frozenset(post.shard for post in group.ranks.values())
+    return StateSearchCriteria(only=instructions.state, shards=own_shards if is_complete else None)
+
+
+def _release(result: StateSearchResult | None) -> None:
+    for memory in result.selected.fetched if result and result.selected else ():
+        memory.close()

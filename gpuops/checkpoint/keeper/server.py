@@ -1,0 +1,329 @@
+"""The keeper's socket: who may connect, how much, and for how long; one thread, no waiting."""
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.checkpoint.keeper import messages
+from gpuops.checkpoint.keeper.connection import short_path
+from gpuops.checkpoint.keeper.core import KeeperCore
+from gpuops.checkpoint.keeper.jobs import Waker
+from gpuops.checkpoint.keeper.messages import MessageError
+from gpuops.checkpoint.keeper.requests import (
+    ClientSession,
+    KeeperReply,
+    KeeperRequest,
+    error_kind,
+    handle_request,
+    wait_s_max,
+)
+from gpuops.checkpoint.types import CheckpointError
+
+CONNECTIONS_MAX = 1024
+# Those that have not said who they are, or only look.
+UNAUTHENTICATED_MAX = 64
+UNAUTHENTICATED_S = 10.0
+DRAIN_S = 5.0
+FINAL_PERSIST_S = 600.0
+_BACKLOG = 128
+_ACCEPT_BATCH = 32
+_PAUSE_S = 1.0
+_TICK_S = 1.0
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_log = logging.getLogger("gpuops.checkpoint.keeper.api")
+
+
+class KeeperServerConnection:
+    """One connection. ``waiting`` is the request that has no answer yet, and since when."""
+
+    def __init__(self, sock: socket.socket, pid: int, now_s: float) -> None:
+        self.sock = sock
+        self.session = ClientSession(self)
+        self.opened_s = now_s
+        self.pending: _PendingRequest | None = None
+        self.is_open = True
+        self._pid = pid
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def is_unauthenticated(self) -> bool:
+        """Say whether it is neither a rank's nor the agent's."""
+        return self.session.role in ("", "probe")
+
+    def close(self) -> None:
+        # The server releases the descriptor, once nothing refers to its number any more.
+        self.is_open = False
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def send(self, message_id: object, reply: KeeperReply | CheckpointError) -> None:
+        """Send an answer; a peer that takes none of it is cut off. Number 0 wants none."""
+        fds = reply.fds if isinstance(reply, KeeperReply) else ()
+        try:
+            if message_id != 0:
+                socket.send_fds(self.sock, [_message(message_id, reply)], fds)
+            elif not isinstance(reply, KeeperReply):
+                _log.warning("pid %d: %s", self.pid, reply)
+        except (OSError, MessageError) as exc:
+            _log.warning("pid %d cannot be answered: %s", self.pid, exc)
+            self.close()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def _message(message_id: object, reply: KeeperReply | CheckpointError) -> bytes:
+    message: dict[str, object] = {"v": messages.VERSION, "id": message_id}
+    if isinstance(reply, KeeperReply):
+        message["ok"] = reply.ok
+    else:
+        message |= {"error": str(reply)[:4000], "kind": error_kind(reply)}
+    return messages.to_bytes(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingRequest:
+    message_id: object
+    request: KeeperRequest
+    since_s: float
+    wait_s: float
+
+
+class KeeperServer:
+    """Serves *core* on a socket in *folder* until nobody needs it.
+
+    Nobody does when neither an agent nor a rank has been connected for *lease_s* seconds.
+    *run_callbacks* is called each time *waker* was woken.
+    """
+
+    def __init__(
+        self,
+        core: KeeperCore,
+        folder: Path,
+        *,
+        lease_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+        waker: Waker,
+        run_callbacks: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.core = core
+        self.lease_s = lease_s
+        self.is_shutting_down = False
+        self._clock_s = clock_s
+        self._run_callbacks = run_callbacks
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, KeeperServerConnection] = {}
+        self._idle_since_s = clock_s()
+        self._paused_until_s: float | None = None
+        self._listener = _listen(folder)
+        self._waker = waker
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(waker, selectors.EVENT_READ, waker.drain)
+
+    def begin_shutdown(self) -> None:
+        """End soon after the last agent and rank: a signal to a whole job must not take its state.
+
+        The agent, which has the same signal, has the newest state persisted first.
+        """
+        self.is_shutting_down = True
+        self._waker.wake()
+
+    def serve(self) -> None:
+        """Return when nobody needs the keeper any more."""
+        while not self.core.is_ending and not self._is_idle_for_good():
+            for key, _events in self._selector.select(_TICK_S):
+                key.data()
+            self._run_callbacks()
+            self._poll_connections()
+        _log.info("the keeper ends")
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._listener.close()
+        self._selector.close()
+
+    def _is_idle_for_good(self) -> bool:
+        """Say whether nobody was here for long enough; a last state is persisted before."""
+        now_s = self._clock_s()
+        if any(not connection.is_unauthenticated for connection in self._connections.values()):
+            self._idle_since_s = now_s
+            return False
+        idle_s = now_s - self._idle_since_s
+        if self.is_shutting_down:
+            return idle_s >= min(DRAIN_S, self.lease_s)
+        if idle_s < self.lease_s:
+            return False
+        return not self._is_persisting_final() or idle_s >= self.lease_s + FINAL_PERSIST_S
+
+    def _is_persisting_final(self) -> bool:
+        """Persist what would be gone with us; say whether that is under way."""
+        persister, newest = self.core.persister, self.core.memory.buffer_table.last_committed
+        if newest is None or persister.schedule.has_persisted(newest) or persister.failure:
+            return False
+        persister.is_flushing = True
+        persister.persist_if_due()
+        return persister.schedule.in_progress is not None
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPT_BATCH):
+            try:
+                sock, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                if exc.errno in _OUT_OF_RESOURCES:
+                    # It would be ready again at once, for as long as there is no room.
+                    self._selector.unregister(self._listener)
+                    self._paused_until_s = self._clock_s() + _PAUSE_S
+                    _log.warning("no connection can be taken just now: %s", exc)
+                return
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        pid, uid = _peer_credentials(sock)
+        connection = KeeperServerConnection(sock, pid, self._clock_s())
+        n_unauthenticated = sum(other.is_unauthenticated for other in self._connections.values())
+        why = ""
+        if uid not in (os.geteuid(), 0):
+            why = f"this keeper serves uid {os.geteuid()}, not {uid}"
+        elif n_unauthenticated >= UNAUTHENTICATED_MAX or len(self._connections) >= CONNECTIONS_MAX:
+            why = (
+                f"too many connections: {len(self._connections)}, {n_unauthenticated} without "
+                "a hello"
+            )
+        if why:
+            connection.send(None, MessageError(why))
+            sock.close()
+            return
+        self._connections[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
+
+    def _read(self, connection: KeeperServerConnection) -> None:
+        if not connection.is_open:
+            return
+        try:
+            data = messages.receive(connection.sock)
+            if not data or connection.pending is not None:
+                # Gone; or it does not wait for its answers, which no client of ours does.
+                self._drop(connection)
+                return
+            fields = messages.from_bytes(data)
+            message_id = fields.integer("id", 0, messages.ID_MAX)
+            request = KeeperRequest(connection.session, fields.text("what", 40), fields)
+            wait_s = wait_s_max(request)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(connection)
+            return
+        except MessageError as exc:
+            connection.send(None, exc)
+            self._drop(connection)
+            return
+        if not self._try_reply(connection, message_id, request):
+            connection.pending = _PendingRequest(message_id, request, self._clock_s(), wait_s)
+
+    def _try_reply(
+        self, connection: KeeperServerConnection, message_id: object, request: KeeperRequest
+    ) -> bool:
+        """Answer *request* where it can be answered by now; say whether it was."""
+        try:
+            found = handle_request(self.core, request)
+        except CheckpointError as exc:
+            connection.send(message_id, exc)
+            return True
+        except Exception as exc:  # noqa: BLE001 boundary: a bug must not cost the node its states
+            _log.error("%s of pid %d failed", request.command, connection.pid, exc_info=exc)
+            connection.send(message_id, CheckpointError(f"the keeper failed: {exc!r}"))
+            return True
+        if found is None:
+            return False
+        connection.send(message_id, found)
+        return True
+
+    def _poll_connections(self) -> None:
+        """Answer what can be answered by now; drop who is gone or has said nothing for too long."""
+        now_s = self._clock_s()
+        self.core.tick()
+        for connection in list(self._connections.values()):
+            pending = connection.pending
+            if connection.is_open and pending is not None:
+                self._retry(connection, pending, now_s)
+            is_brief = connection.session.role == "probe" or (
+                not connection.session.role and not pending
+            )
+            if not connection.is_open or (
+                is_brief and now_s - connection.opened_s > UNAUTHENTICATED_S
+            ):
+                self._drop(connection)
+        if self._paused_until_s is not None and now_s >= self._paused_until_s:
+            self._paused_until_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _retry(
+        self, connection: KeeperServerConnection, pending: _PendingRequest, now_s: float
+    ) -> None:
+        waited_s = now_s - pending.since_s
+        old = pending.request
+        connection.pending = None
+        if waited_s > pending.wait_s:
+            why = f"{old.command} was not done within {pending.wait_s:g} s"
+            connection.send(pending.message_id, CheckpointError(why))
+            return
+        request = KeeperRequest(old.session, old.command, old.fields, waited_s)
+        if not self._try_reply(connection, pending.message_id, request):
+            connection.pending = pending
+
+    def _drop(self, connection: KeeperServerConnection) -> None:
+        fd = connection.sock.fileno()
+        if self._connections.get(fd) is connection:
+            del self._connections[fd]
+            self._selector.unregister(fd)
+        connection.close()
+        connection.sock.close()
+        self.core.disconnected(connection)
+
+
+def _listen(folder: Path) -> socket.socket:
+    """Return a socket that listens in *folder*, in place of what a dead keeper left there.
+
+    Raises:
+        OSError: It cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with short_path(folder) as path:
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108 a path under /proc/self/fd
+            sock.bind(path)
+            os.chmod(path, 0o600)  # noqa: PTH101 likewise
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id of the other side (SO_PEERCRED, unix(7))."""
+    size = struct.calcsize("3i")
+    pid, uid, _gid = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return pid, uid

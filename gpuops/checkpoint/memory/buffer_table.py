@@ -1,0 +1,472 @@
+"""Which slot holds what, and who may write where: the gate of one node.
+
+With two slots and no gate, one rank may overwrite a state with the next but one while another
+rank's last is still being copied; a crash then leaves no state that all ranks have. So: one state
+is on its way at a time, the first rank that asks for a step decides for all ranks of the node, and
+the slots of the newest committed state are never granted.
+
+Nothing here reads a clock or touches memory: the caller says what happened.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpuops.checkpoint.types import CheckpointError, StateId
+
+_DECISIONS_KEPT = 256
+_REJECTED_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlotKey:
+    """One slot: the arena (one rank's memory of one layout) and its number therein."""
+
+    pool: int
+    index: int
+
+
+class SkipReason(StrEnum):
+    """Why no slot was granted."""
+
+    NOT_DUE = "not_due"
+    NOT_RESTORED = "not_restored"
+    NOT_RESERVED = "not_reserved"
+    IN_FLIGHT = "in_flight"
+    NO_FREE_SLOT = "no_free_slot"
+    PASSED = "passed"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLease:
+    """The rank is to write *state* into *slot*."""
+
+    slot: SlotKey
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRefusal:
+    """The rank is not to write; *why* says it to a person."""
+
+    reason: SkipReason
+    why: str
+
+
+class BufferTableError(CheckpointError):
+    """The caller says what cannot have happened, such as a seal without a grant."""
+
+
+class _SlotPhase(StrEnum):
+    GRANTED = "granted"  # its rank has not asked yet
+    WRITING = "writing"
+    SEALED = "sealed"
+    VERIFIED = "verified"
+
+
+@dataclass(slots=True)
+class _PendingState:
+    """A state on its way; keys of both are local ranks."""
+
+    state: StateId
+    slots: dict[int, SlotKey]
+    phases: dict[int, _SlotPhase]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(phase is _SlotPhase.VERIFIED for phase in self.phases.values())
+
+    @property
+    def is_sealed(self) -> bool:
+        return all(
+            phase in (_SlotPhase.SEALED, _SlotPhase.VERIFIED) for phase in self.phases.values()
+        )
+
+
+@dataclass(slots=True)
+class BufferTable:
+    """The slots of one node.
+
+    ``newest`` is the newest committed state that memory holds. ``is_alone`` is false where other
+    nodes have a say: a state is then committed by `commit_from_outside` only; ``not_before`` is the
+    first step that all of them can save next, until `resume`. ``refused`` has the
+    newest states that were skipped or given up, the newest last. ``last`` is the state that a rank
+    asked for as the last one, of this epoch.
+    """
+
+    last_committed: StateId | None = None
+    epoch: int | None = None
+    every_s: float = 0.0
+    not_before: int = 0
+    is_single_node: bool = True
+    skipped: Counter[SkipReason] = field(default_factory=Counter)
+    n_granted: int = 0
+    n_committed: int = 0
+    n_given_up: int = 0
+    rejected: deque[StateId] = field(default_factory=lambda: deque(maxlen=_REJECTED_KEPT))
+    final: StateId | None = None
+    _n_ranks: int = 0
+    _pools: dict[int, set[SlotKey]] = field(default_factory=dict)
+    _pool_of_rank: dict[int, int] = field(default_factory=dict)
+    _complete: dict[StateId, dict[int, SlotKey]] = field(default_factory=dict)
+    _pending: _PendingState | None = None
+    _writers: set[tuple[int, StateId, SlotKey]] = field(default_factory=set)
+    _pins: dict[str, set[SlotKey]] = field(default_factory=dict)
+    _decisions: OrderedDict[int, SlotRefusal | None] = field(default_factory=OrderedDict)
+    _last_decided_step: int = -1
+    _granted_s: float | None = None
+
+    # The life of the workers.
+
+    def begin_epoch(self, n_ranks: int, *, is_alone: bool = True) -> None:
+        """Expect *n_ranks* new local ranks; the old ones are gone.
+
+        What they had not sealed is discarded. What all had sealed may still become whole, until
+        `resume` says from which state the new ones go on; nothing is granted before.
+        """
+        self._writers.clear()
+        self._pool_of_rank.clear()
+        self._decisions.clear()
+        self._last_decided_step = -1
+        self._granted_s = None
+        self.epoch = self.final = None
+        self._n_ranks = n_ranks
+        if self._pending is not None and not self._pending.is_sealed:
+            self._give_up()
+        self.is_single_node = is_alone
+
+    @property
+    def is_verifying(self) -> bool:
+        """Say whether a state that all former ranks have sealed is still being verified."""
+        pending = self._pending
+        return self.epoch is None and pending is not None and not pending.is_complete
+
+    @property
+    def in_flight(self) -> StateId | None:
+        """The state that is on its way, if one is."""
+        return None if self._pending is None else self._pending.state
+
+    @property
+    def decided(self) -> StateId | None:
+        """The newest state of which it was decided whether it is saved."""
+        is_none = self.epoch is None or self._last_decided_step < 0
+        return (
+            None if is_none or self.epoch is None else StateId(self.epoch, self._last_decided_step)
+        )
+
+    def resume(self, state: StateId | None, epoch: int) -> None:
+        """Let the ranks go on from *state* (None: from the start) with states of *epoch*.
+
+        What is newer than *state* was passed over, and is not kept: else it would be protected
+        in place of the state that the job now rests on.
+        """
+        self._pending = None
+        for other in [s for s in self._complete if state is None or s > state]:
+            del self._complete[other]
+        self.last_committed = max(self._complete, default=None)
+        self.epoch = epoch
+        self.not_before = 0
+
+    def register(self, local_rank: int, pool: int, indexes: Iterable[int]) -> None:
+        """Take note that the rank saves into these slots of an arena from now on."""
+        if not 0 <= local_rank < self._n_ranks:
+            raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
+        if self._pool_of_rank.get(local_rank) != pool:
+            self._give_up_unsealed(local_rank)
+        keys = self._pools.setdefault(pool, set())
+        keys.update(SlotKey(pool, index) for index in indexes)
+        self._pool_of_rank[local_rank] = pool
+
+    def remove_rank(self, local_rank: int) -> None:
+        """Discard what the rank was writing: it is gone."""
+        self._writers = {writer for writer in self._writers if writer[0] != local_rank}
+        self._pool_of_rank.pop(local_rank, None)
+        self._give_up_unsealed(local_rank)
+
+    # One state.
+
+    def acquire(
+        self, local_rank: int, step: int, now_s: float, *, is_last: bool = False
+    ) -> SlotLease | SlotRefusal:
+        """Return the slot for *step*, or why there is none; the same for all ranks.
+
+        *now_s*: where other nodes have a say, of a clock that they have, too. *is_last*: no step
+        follows, so it is never too early, and a step that was refused, or given up, is decided
+        anew; it is not due (`SkipReason.NOT_DUE`) only where the rank has saved it.
+        """
+        if not 0 <= local_rank < self._n_ranks:
+            raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
+        self._give_up_if_passed(local_rank, step)
+        if is_last and self.epoch is not None and step >= self._last_decided_step:
+            self.final = StateId(self.epoch, step)
+            if self._has_saved(local_rank, self.final):
+                return _ALREADY_SAVED
+        if step > self._last_decided_step or (is_last and self._may_decide_again(step)):
+            self._decide(step, now_s, is_last=is_last)
+        refused = self._decisions.get(step, _STEP_PASSED)
+        if refused is not None:
+            return refused
+        pending = self._pending
+        if pending is None or pending.state.step != step or local_rank not in pending.phases:
+            return _STEP_PASSED
+        if pending.phases[local_rank] not in (_SlotPhase.GRANTED, _SlotPhase.WRITING):
+            return _STEP_PASSED
+        pending.phases[local_rank] = _SlotPhase.WRITING
+        slot = pending.slots[local_rank]
+        self._writers.add((local_rank, pending.state, slot))
+        return SlotLease(slot, pending.state)
+
+    def seal(self, local_rank: int, state: StateId) -> SlotKey | None:
+        """Return the slot that is complete now; None where the state was given up meanwhile."""
+        self._remove_writer(local_rank, state)
+        pending = self._pending
+        if pending is None or pending.state != state:
+            return None
+        pending.phases[local_rank] = _SlotPhase.SEALED
+        return pending.slots[local_rank]
+
+    def abandon(self, local_rank: int, state: StateId) -> None:
+        """Give the state up: this rank could not copy it."""
+        self._remove_writer(local_rank, state)
+        self.give_up(state)
+
+    def give_up(self, state: StateId) -> None:
+        """Give up *state* where it is on its way."""
+        if self._pending is not None and self._pending.state == state:
+            self._give_up()
+
+    def mark_verified(self, slot: SlotKey, state: StateId) -> bool:
+        """Take note that a sealed slot was read whole; say whether the state now is, too.
+
+        It is committed by that where this node is alone.
+        """
+        pending = self._pending
+        if pending is None or pending.state != state:
+            return False
+        for local_rank, leased in pending.slots.items():
+            if leased == slot and pending.phases[local_rank] is _SlotPhase.SEALED:
+                pending.phases[local_rank] = _SlotPhase.VERIFIED
+                break
+        else:
+            return False
+        if not pending.is_complete:
+            return False
+        self._complete[state] = pending.slots
+        if self.is_single_node:
+            self._commit(state)
+        return True
+
+    def commit(self, state: StateId) -> bool:
+        """Commit a state that is whole here, as all nodes have it; say whether it was."""
+        if state not in self._complete or (
+            self.last_committed is not None and state <= self.last_committed
+        ):
+            return False
+        self._commit(state)
+        return True
+
+    def forget(self, state: StateId) -> None:
+        """Let go of a state whose bytes are not what they were."""
+        self._complete.pop(state, None)
+        if self._pending is not None and self._pending.state == state:
+            self._pending = None
+        if self.last_committed == state:
+            self.last_committed = max(self._complete, default=None)
+
+    # Who reads what.
+
+    def pin(self, state: StateId, owner: str) -> Mapping[int, SlotKey]:
+        """Keep the slots of a whole state as they are until `unpin`; return them.
+
+        Raises:
+            BufferTableError: Memory does not hold the state whole.
+        """
+        if state not in self._complete:
+            raise BufferTableError(f"memory does not hold {state}")
+        self._pins.setdefault(owner, set()).update(self._complete[state].values())
+        return dict(self._complete[state])
+
+    def unpin(self, owner: str) -> None:
+        """Take away all pins of *owner*; a slot that was pinned stays as it was until then."""
+        self._pins.pop(owner, None)
+
+    def complete_states(self) -> Mapping[StateId, Mapping[int, SlotKey]]:
+        """Return the states of which memory has what this node's ranks saved."""
+        return {state: dict(slots) for state, slots in self._complete.items()}
+
+    def release(self) -> tuple[SlotKey, ...]:
+        """Return, and forget, slots that no rank will use again and that hold nothing of worth."""
+        if self.epoch is None or len(self._pool_of_rank) < self._n_ranks:
+            return ()
+        stale = set(self._pools) - set(self._pool_of_rank.values())
+        keys = {key for pool in stale for key in self._pools[pool]}
+        keys -= self._slots_in_use()
+        for state in [s for s, slots in self._complete.items() if not self._is_protected(s)]:
+            if keys & set(self._complete[state].values()):
+                self._complete.pop(state, None)
+        for slots in self._complete.values():
+            keys -= set(slots.values())
+        for key in keys:
+            self._pools[key.pool].discard(key)
+        for pool in stale:
+            if not self._pools[pool]:
+                del self._pools[pool]
+        return tuple(sorted(keys))
+
+    # Behind it.
+
+    def _has_saved(self, local_rank: int, state: StateId) -> bool:
+        """Say whether the rank has saved *state*, as far as nobody gave it up."""
+        pending = self._pending
+        if pending is not None and pending.state == state:
+            return pending.phases.get(local_rank) in (_SlotPhase.SEALED, _SlotPhase.VERIFIED)
+        return state in self._complete or self.last_committed == state
+
+    def _may_decide_again(self, step: int) -> bool:
+        """Say whether the newest step was refused or given up, and nobody writes it any more."""
+        is_open = self._pending is not None and self._pending.state.step == step
+        is_written = any(state.step == step for _rank, state, _slot in self._writers)
+        return step == self._last_decided_step and not is_open and not is_written
+
+    def _give_up_if_passed(self, local_rank: int, step: int) -> None:
+        """Give up the state on its way where this rank went past it without asking for it."""
+        pending = self._pending
+        if pending is None or self.epoch is None or step <= pending.state.step:
+            return
+        if pending.phases.get(local_rank) is _SlotPhase.GRANTED:
+            self._give_up()
+
+    def _decide(self, step: int, now_s: float, *, is_last: bool) -> None:
+        is_anew, self._last_decided_step = step == self._last_decided_step, step
+        refused = self._try_lease(step, now_s, is_last=is_last)
+        self._decisions[step] = refused
+        if is_anew:
+            if refused is not None:
+                return
+            self.rejected = deque(
+                (s for s in self.rejected if s.step != step), self.rejected.maxlen
+            )
+        if len(self._decisions) > _DECISIONS_KEPT:
+            self._decisions.popitem(last=False)
+        if refused is not None:
+            self.skipped[refused.reason] += 1
+            if self.epoch is not None:
+                self.rejected.append(StateId(self.epoch, step))
+        else:
+            self.n_granted += 1
+            self._granted_s = now_s
+
+    def _try_lease(self, step: int, now_s: float, *, is_last: bool) -> SlotRefusal | None:
+        """Return why *step* is not saved; where it is, the slots of all ranks are taken."""
+        if self.epoch is None:
+            return SlotRefusal(SkipReason.NOT_RESTORED, "the state to go on from is not known yet")
+        early = self._why_early(step, now_s)
+        if early and not is_last:
+            return SlotRefusal(SkipReason.NOT_DUE, early)
+        missing = [r for r in range(self._n_ranks) if r not in self._pool_of_rank]
+        if missing:
+            return SlotRefusal(SkipReason.NOT_RESERVED, f"local rank {missing[0]} has no slots yet")
+        if self._pending is not None:
+            return SlotRefusal(
+                SkipReason.IN_FLIGHT, f"{self._pending.state} is still {self._pending_stage()}"
+            )
+        slots: dict[int, SlotKey] = {}
+        for local_rank, pool in self._pool_of_rank.items():
+            free = self._find_free_slot(pool)
+            if free is None:
+                why = f"no slot of local rank {local_rank} is free"
+                return SlotRefusal(SkipReason.NO_FREE_SLOT, why)
+            slots[local_rank] = free
+        self._evict(slots.values())
+        phases = dict.fromkeys(slots, _SlotPhase.GRANTED)
+        self._pending = _PendingState(StateId(self.epoch, step), slots, phases)
+        return None
+
+    def _why_early(self, step: int, now_s: float) -> str:
+        """Return why it is too early for the next save, "" where it is not.
+
+        Nodes that decide apart have to come to the same: with them a save is due once in each
+        stretch of *every_s* of the time of day. By the time since the last grant, two nodes that
+        once differed by a step would differ for ever.
+        """
+        if step < self.not_before:
+            return f"all nodes save step {self.not_before} next, or after"
+        if self._granted_s is None or self.every_s <= 0:
+            return ""
+        if self.is_single_node:
+            is_early = now_s - self._granted_s < self.every_s
+            return f"the last one is less than {self.every_s:g} s old" if is_early else ""
+        is_early = now_s // self.every_s == self._granted_s // self.every_s
+        return f"of these {self.every_s:g} s one was saved" if is_early else ""
+
+    def _pending_stage(self) -> str:
+        assert self._pending is not None
+        if self._pending.is_complete:
+            return "not committed by all nodes"
+        return "being verified" if self._pending.is_sealed else "being copied"
+
+    def _find_free_slot(self, pool: int) -> SlotKey | None:
+        """Return an empty slot, else the one of the oldest state that nobody needs."""
+        busy = self._slots_in_use()
+        holds = {key: state for state, slots in self._complete.items() for key in slots.values()}
+        found: list[tuple[StateId, SlotKey]] = []
+        for key in sorted(self._pools[pool] - busy):
+            state = holds.get(key)
+            if state is None:
+                return key
+            if not self._is_protected(state):
+                found.append((state, key))
+        return min(found)[1] if found else None
+
+    def _slots_in_use(self) -> set[SlotKey]:
+        busy = {slot for _rank, _state, slot in self._writers} | self._pinned_slots()
+        if self._pending is not None:
+            busy |= set(self._pending.slots.values())
+        return busy
+
+    def _pinned_slots(self) -> set[SlotKey]:
+        return {key for keys in self._pins.values() for key in keys}
+
+    def _is_protected(self, state: StateId) -> bool:
+        is_newest = self.last_committed is None or state >= self.last_committed
+        return is_newest or not self._pinned_slots().isdisjoint(self._complete[state].values())
+
+    def _evict(self, slots: Iterable[SlotKey]) -> None:
+        """Let go of every state that loses one of *slots*."""
+        taken = set(slots)
+        for state in [
+            s for s, held_slots in self._complete.items() if taken & set(held_slots.values())
+        ]:
+            self._complete.pop(state, None)
+
+    def _commit(self, state: StateId) -> None:
+        self.last_committed = state
+        self.n_committed += 1
+        if self._pending is not None and self._pending.state == state:
+            self._pending = None
+
+    def _give_up(self) -> None:
+        assert self._pending is not None
+        self._complete.pop(self._pending.state, None)
+        self.rejected.append(self._pending.state)
+        self._pending = None
+        self.n_given_up += 1
+
+    def _give_up_unsealed(self, local_rank: int) -> None:
+        """Give up the state on its way where it waits for this rank's copy."""
+        pending = self._pending
+        if pending is None or self.epoch is None:
+            return
+        if pending.phases.get(local_rank) in (_SlotPhase.GRANTED, _SlotPhase.WRITING):
+            self._give_up()
+
+    def _remove_writer(self, local_rank: int, state: StateId) -> None:
+        own_writers = [writer for writer in self._writers if writer[:2] == (local_rank, state)]
+        if not own_writers:
+            raise BufferTableError(f"local rank {local_rank} is not writing {state}")
+        self._writers.difference_update(own_writers)
+
+
+_STEP_PASSED = SlotRefusal(SkipReason.PASSED, "this step was passed, or decided before")
+_ALREADY_SAVED = SlotRefusal(SkipReason.NOT_DUE, "this step is saved already")

@@ -1,0 +1,357 @@
+"""The states that a node holds in memory, and the memory reserved for other nodes.
+
+Used by one thread at a time; only `SealedSlot.hash` and the views may be read by others meanwhile.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.keeper.api import SLOTS_MAX, SLOTS_MIN
+from gpuops.checkpoint.memory.available import available_bytes
+from gpuops.checkpoint.memory.buffer_table import BufferTable, SlotKey
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import (
+    IMAGE_BYTES_MAX,
+    CheckpointError,
+    CorruptError,
+    Digest,
+    KeeperError,
+    Shard,
+    ShardCopy,
+    StateId,
+    Tier,
+)
+from gpuops.units import format_bytes
+
+POOLS_MAX = 1024
+SYSTEM_RESERVE_BYTES = 2**30
+SYSTEM_RESERVE_SHARE = 0.05
+_LENGTH_BYTES = 8
+
+AvailableBytes = Callable[[], int]
+
+
+@dataclass(slots=True)
+class BufferPool:
+    """One rank's slots of one layout, by number; ``n_made`` is the next number."""
+
+    number: int
+    shard: Shard
+    layout: str
+    nbytes: int
+    slots: dict[int, SharedBuffer] = field(default_factory=dict)
+    next_index: int = 0
+
+
+def system_reserve_bytes(room_bytes: int) -> int:
+    """Return how many of the available bytes are not for checkpoints."""
+    return max(int(room_bytes * SYSTEM_RESERVE_SHARE), SYSTEM_RESERVE_BYTES)
+
+
+def duplicate(memory: SharedBuffer, *, writable: bool) -> SharedBuffer:
+    """Return the same memory once more, with a descriptor of its own."""
+    return SharedBuffer.attach(duplicate_fd(memory, writable=writable), writable=writable)
+
+
+def duplicate_fd(memory: SharedBuffer, *, writable: bool) -> int:
+    """Return a new descriptor of *memory*; one that is not writable cannot be mapped to write."""
+    if writable:
+        return os.dup(memory.fd)
+    return open_read_only(memory.fd)
+
+
+def open_read_only(fd: int) -> int:
+    """Return a new descriptor of what *fd* is of, to be read only."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """One whole shard in memory. ``memory`` stays as it is while its state is pinned."""
+
+    copy: ShardCopy
+    slot: SlotKey
+    memory: SharedBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSlot:
+    """A slot that a rank has sealed, to be hashed."""
+
+    key: SlotKey
+    state: StateId
+    layout: str
+    view: memoryview
+
+    def hash(self) -> Digest:
+        """Return the digest of the image.
+
+        Raises:
+            CorruptError: What stands in the slot is no image of the layout it was reserved for.
+        """
+        with self.view[:_LENGTH_BYTES] as length:
+            begin = _LENGTH_BYTES + int.from_bytes(length, "little")
+        if begin > len(self.view):
+            raise CorruptError(f"the header of an image of {len(self.view)} bytes is not written")
+        with self.view[:begin] as header:
+            found = blake3(header).hexdigest()
+        if found != self.layout:
+            raise CorruptError(
+                f"the header in the slot ({found[:16]}…) is not that of the layout "
+                f"({self.layout[:16]}…)"
+            )
+        return compute_digest(self.view)
+
+
+@dataclass(slots=True)
+class NodeMemory:
+    """The memory of one node, named *node*.
+
+    *available* says how many bytes could be taken, *unpopulated_elsewhere* how many of them are
+    promised to others than this node's ranks.
+    """
+
+    node: str
+    available: AvailableBytes = available_bytes
+    unpopulated_elsewhere: Callable[[], int] = lambda: 0
+    buffer_table: BufferTable = field(default_factory=BufferTable)
+    _pools: dict[int, BufferPool] = field(default_factory=dict)
+    _digests: dict[tuple[StateId, SlotKey], Digest] = field(default_factory=dict)
+    _populated: set[int] = field(default_factory=set)
+    _n_pools: int = 0
+
+    def reserve(
+        self, local_rank: int, shard: Shard, layout: str, nbytes: int, n_slots: int
+    ) -> BufferPool:
+        """Return the rank's arena of *layout*, with at least *n_slots* slots.
+
+        Raises:
+            KeeperError: The memory of this machine does not hold it, or the request cannot be.
+        """
+        if not 0 < nbytes <= IMAGE_BYTES_MAX or not SLOTS_MIN <= n_slots <= SLOTS_MAX:
+            raise KeeperError(f"there are no {n_slots} slots of {nbytes} bytes")
+        self.release()
+        pool = self._find(shard, layout, nbytes)
+        n_missing = n_slots - (len(pool.slots) if pool else 0)
+        if n_missing > 0:
+            self._check_room(shard, nbytes, n_slots, n_missing)
+        if pool is None:
+            if len(self._pools) >= POOLS_MAX:
+                raise KeeperError(f"{POOLS_MAX} layouts are in memory: no more are taken")
+            self._n_pools += 1
+            pool = BufferPool(self._n_pools, shard, layout, nbytes)
+            self._pools[pool.number] = pool
+        for _ in range(n_missing):
+            name = f"gpuops-{shard.rank}-of-{shard.world}-{pool.number}-{pool.next_index}"
+            pool.slots[pool.next_index] = SharedBuffer.create(name, nbytes)
+            pool.next_index += 1
+        self.buffer_table.register(local_rank, pool.number, pool.slots)
+        return pool
+
+    def buffer(self, key: SlotKey) -> SharedBuffer:
+        """Return the memory of a slot that the gate knows."""
+        return self._pools[key.pool].slots[key.index]
+
+    def unpopulated(self) -> list[SharedBuffer]:
+        """Return the slots whose memory is not yet taken."""
+        return [
+            memory
+            for pool in self._pools.values()
+            for memory in pool.slots.values()
+            if id(memory) not in self._populated
+        ]
+
+    def mark_populated(self, memory: SharedBuffer) -> None:
+        """Take note that the memory of a slot is taken."""
+        if any(
+            memory is own_buffer
+            for pool in self._pools.values()
+            for own_buffer in pool.slots.values()
+        ):
+            self._populated.add(id(memory))
+
+    def seal(self, local_rank: int, state: StateId) -> SealedSlot | None:
+        """Return what is to be hashed, None where the state was given up meanwhile."""
+        key = self.buffer_table.seal(local_rank, state)
+        if key is None:
+            return None
+        pool = self._pools[key.pool]
+        view = memoryview(pool.slots[key.index].view)
+        return SealedSlot(key, state, pool.layout, view)
+
+    def record_digest(self, sealed: SealedSlot, digest: Digest) -> bool:
+        """Take note of a slot's digest; say whether its state is whole by that."""
+        self._digests[sealed.state, sealed.key] = digest
+        is_whole = self.buffer_table.mark_verified(sealed.key, sealed.state)
+        kept_states = {*self.buffer_table.complete_states(), self.buffer_table.in_flight}
+        for key in [k for k in self._digests if k[0] not in kept_states]:
+            del self._digests[key]
+        return is_whole
+
+    def held_shards(self, state: StateId) -> dict[Shard, HeldShard]:
+        """Return the shards of *state*; empty where it is not whole."""
+        found: dict[Shard, HeldShard] = {}
+        for key in self.buffer_table.complete_states().get(state, {}).values():
+            pool = self._pools[key.pool]
+            digest = self._digests[state, key]
+            copy = ShardCopy(state, pool.shard, pool.layout, digest, Tier.MEMORY, self.node)
+            found[pool.shard] = HeldShard(copy, key, pool.slots[key.index])
+        return found
+
+    def complete_states(self) -> list[StateId]:
+        """Return the states that are whole, the newest first."""
+        return sorted(self.buffer_table.complete_states(), reverse=True)
+
+    def release(self) -> int:
+        """Give back the memory that nobody needs; return how many bytes."""
+        freed = 0
+        for key in self.buffer_table.release():
+            pool = self._pools[key.pool]
+            memory = pool.slots.pop(key.index)
+            self._populated.discard(id(memory))
+            memory.close()
+            freed += pool.nbytes
+            if not pool.slots:
+                del self._pools[key.pool]
+        return freed
+
+    def reserved_bytes(self) -> int:
+        """Return what all slots have when all of their memory is taken."""
+        return sum(pool.nbytes * len(pool.slots) for pool in self._pools.values())
+
+    def populated_bytes(self) -> int:
+        """Return what the slots have that were populated."""
+        return self.reserved_bytes() - self.unpopulated_bytes()
+
+    def unpopulated_bytes(self) -> int:
+        """Return what the slots have that are still to be populated."""
+        return sum(memory.nbytes for memory in self.unpopulated())
+
+    def counts(self) -> dict[str, Any]:
+        """Return what was counted so far, by name; a state is [epoch, step]."""
+        gate = self.buffer_table
+        return {
+            "granted": gate.n_granted,
+            "committed": gate.n_committed,
+            "given_up": gate.n_given_up,
+            "skipped": {reason.value: n for reason, n in gate.skipped.items()},
+            "newest": None
+            if gate.last_committed is None
+            else [gate.last_committed.epoch, gate.last_committed.step],
+            "epoch": gate.epoch,
+            "states": [[state.epoch, state.step] for state in self.complete_states()],
+            "reserved_bytes": self.reserved_bytes(),
+            "populated_bytes": self.populated_bytes(),
+        }
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for pool in self._pools.values():
+            for memory in pool.slots.values():
+                memory.close()
+        self._pools.clear()
+
+    def _find(self, shard: Shard, layout: str, nbytes: int) -> BufferPool | None:
+        for pool in self._pools.values():
+            if (pool.shard, pool.layout, pool.nbytes) == (shard, layout, nbytes):
+                return pool
+        return None
+
+    def check_fits(self, nbytes: int) -> None:
+        """Say nothing where *nbytes* more can be taken; for any thread.
+
+        Raises:
+            KeeperError: They cannot; says with which figures.
+        """
+        free_bytes, reserve_bytes = self._available_and_reserve()
+        if nbytes + reserve_bytes > free_bytes:
+            raise KeeperError(
+                f"{format_bytes(nbytes)} do not fit into memory: {format_bytes(free_bytes)} are "
+                f"available, and {format_bytes(reserve_bytes)} of that are left to the system"
+            )
+
+    def _check_room(self, shard: Shard, nbytes: int, n_slots: int, n_missing: int) -> None:
+        """Refuse before it is too late: what is reserved is taken only little by little."""
+        free_bytes, reserve_bytes = self._available_and_reserve()
+        unpopulated = self.unpopulated_bytes() + self.unpopulated_elsewhere()
+        needed = n_missing * nbytes
+        if needed + unpopulated + reserve_bytes > free_bytes:
+            raise KeeperError(
+                f"the checkpoints of rank {shard.rank} do not fit into memory: {n_slots} slots of "
+                f"{format_bytes(nbytes)} need {format_bytes(needed)} more; "
+                f"{format_bytes(free_bytes)} are available, {format_bytes(unpopulated)} of it "
+                "are promised "
+                f"to other slots and {format_bytes(reserve_bytes)} are left to the system; "
+                "save into a directory only, or give the job more memory"
+            )
+
+    def _available_and_reserve(self) -> tuple[int, int]:
+        """Return how many bytes are available, and how many of them are not for us."""
+        try:
+            free_bytes = self.available()
+        except CheckpointError as exc:
+            raise KeeperError(str(exc)) from exc
+        return free_bytes, system_reserve_bytes(free_bytes)
+
+
+_BLOCK_BYTES = 512  # of `st_blocks`, stat(2)
+
+
+class ReplicaAllocator:
+    """Makes the memory of replicas where *available* bytes hold them, too. Thread-safe.
+
+    *unpopulated* says how much of that is promised to this node's own ranks: those come first.
+    """
+
+    def __init__(self, available: AvailableBytes, unpopulated: Callable[[], int]) -> None:
+        self._available = available
+        self._unpopulated_own = unpopulated
+        self._lock = threading.Lock()
+        self._allocated: list[SharedBuffer] = []
+
+    def allocate(self, name: str, nbytes: int) -> SharedBuffer:
+        """Return new memory; the kernel hands it out as it is written.
+
+        Raises:
+            KeeperError: It does not fit; says with which figures.
+            CheckpointError: The kernel refuses.
+        """
+        with self._lock:
+            free_bytes = self._available()
+            reserve_bytes = system_reserve_bytes(free_bytes)
+            unpopulated = self._unpopulated_own() + self._unpopulated_bytes()
+            if nbytes + unpopulated + reserve_bytes > free_bytes:
+                raise KeeperError(
+                    f"a replica of {format_bytes(nbytes)} does not fit into memory: "
+                    f"{format_bytes(free_bytes)} are available, {format_bytes(unpopulated)} of "
+                    "it are "
+                    f"promised to other slots and {format_bytes(reserve_bytes)} are left to the "
+                    "system"
+                )
+            memory = SharedBuffer.create(name, nbytes)
+            self._allocated.append(memory)
+            return memory
+
+    def unpopulated_bytes(self) -> int:
+        """Return how much of what was made the kernel has still to hand out."""
+        with self._lock:
+            return self._unpopulated_bytes()
+
+    def _unpopulated_bytes(self) -> int:
+        open_buffers: list[SharedBuffer] = []
+        unpopulated = 0
+        for memory in self._allocated:
+            try:
+                taken = os.fstat(memory.fd).st_blocks * _BLOCK_BYTES
+            except (CheckpointError, OSError):
+                continue  # it is closed
+            open_buffers.append(memory)
+            unpopulated += max(memory.nbytes - taken, 0)
+        self._allocated = open_buffers
+        return unpopulated

@@ -1,0 +1,276 @@
+"""Memory that processes share by a file descriptor, and that outlives any one of them.
+
+A slot is one memfd (memfd_create(2)) of the exact size of its image: no name that could be left
+behind, no limit of ``/dev/shm`` or ``memlock``, and sealed, so that nobody who has it can cut it
+short under a process that maps it (which would end that process with SIGBUS).
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gpuops.checkpoint.memory.available import available_bytes
+from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError
+from gpuops.units import format_bytes
+
+__all__ = ["SEALS", "SharedBuffer", "available_bytes"]
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+POPULATE_BYTES = 32 * 2**20  # 20 to 80 ms of first touches: as long as a stop may wait
+
+_UNMAP_STEP_BYTES = (
+    4 * 2**20
+)  # less than a millisecond, during which `mmap` lets no other thread run
+
+_MFD_NOEXEC_SEAL = 0x0008  # linux/memfd.h, since Linux 6.3
+_MADV_POPULATE_READ = 22  # asm-generic/mman-common.h, both since Linux 5.14
+_MADV_POPULATE_WRITE = 23
+_NAME_CHARS_MAX = 200  # memfd_create(2) takes 249 bytes
+
+
+class SharedBuffer:
+    """The memory of one slot, mapped here. A context manager; `close` may be called twice."""
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+        """Take *fd* over and map it; it is closed when this fails. Use `create` or `attach`."""
+        self.nbytes = nbytes
+        self.writable = writable
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._close_fd.atexit = False
+        try:
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            mapped = mmap.mmap(fd, nbytes, access=access)
+        except OSError as exc:
+            self._close_fd()
+            raise _kernel_error(f"map {format_bytes(nbytes)} of a slot", exc) from exc
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_DONTDUMP)  # a core file with it could fill a disk
+        self._map: mmap.mmap | None = mapped
+        self._view = memoryview(mapped)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Self:
+        """Return new memory of *nbytes* zeros, sealed at that size; none of it is taken yet.
+
+        *name* shows in ``/proc/PID/maps`` and need not be unique.
+
+        Raises:
+            CheckpointError: No slot can be of that size, or the kernel refuses.
+        """
+        if not 0 < nbytes <= IMAGE_BYTES_MAX:
+            raise CheckpointError(f"no slot can have {nbytes} bytes (1 to {IMAGE_BYTES_MAX})")
+        what = f"create a slot of {format_bytes(nbytes)}"
+        shown = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_NAME_CHARS_MAX]
+        try:
+            fd = _memfd(shown)
+        except OSError as exc:
+            raise _kernel_error(what, exc) from exc
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as exc:
+            os.close(fd)
+            raise _kernel_error(what, exc) from exc
+        return cls(fd, nbytes, writable=True)
+
+    @classmethod
+    def attach(cls, fd: int, *, nbytes: int | None = None, writable: bool = True) -> Self:
+        """Return the memory that another process created and sent as *fd*.
+
+        *fd* is owned by what is returned, and closed when this raises.
+
+        Raises:
+            CheckpointError: It is no sealed memory, not of *nbytes* bytes, or cannot be mapped.
+        """
+        try:
+            os.set_inheritable(fd, False)
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            size = os.fstat(fd).st_size
+        except OSError as exc:
+            if exc.errno != errno.EBADF:
+                os.close(fd)
+            raise _kernel_error(f"take descriptor {fd} for a slot (no memfd?)", exc) from exc
+        wrong = _why_invalid(seals, size, nbytes)
+        if wrong:
+            os.close(fd)
+            raise CheckpointError(f"descriptor {fd} is no slot: {wrong}")
+        return cls(fd, size, writable=writable)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the memory, open until `close`.
+
+        Raises:
+            CheckpointError: It is closed.
+        """
+        if not self._close_fd.alive:
+            raise CheckpointError("this slot is closed")
+        return self._fd
+
+    @property
+    def view(self) -> memoryview:
+        """All of the memory, as bytes; read-only where it was attached so.
+
+        Raises:
+            CheckpointError: It is closed.
+        """
+        if not self._close_fd.alive:
+            raise CheckpointError("this slot is closed")
+        return self._view
+
+    def populate(self, stop: Callable[[], bool] = lambda: False, *, root: Path = Path("/")) -> bool:
+        """Take all of the memory now and map it, so that no later copy has to wait for a page.
+
+        What is in it stays, also what another process writes meanwhile. *stop* is asked every
+        `PIECE_BYTES`; other threads run. Returns whether it came to the end.
+
+        Raises:
+            CheckpointError: There is not enough memory here; says how much.
+        """
+        with self._lock:
+            try:
+                fd, mapped = os.dup(self.fd), self._map
+            except OSError as exc:
+                raise _kernel_error("populate a slot", exc) from exc
+        assert mapped is not None
+        try:
+            for begin in range(0, self.nbytes, POPULATE_BYTES):
+                if stop() or not self._close_fd.alive:
+                    return False
+                end = min(begin + POPULATE_BYTES, self.nbytes)
+                self._check_room(fd, end - begin if begin else self.nbytes, root)
+                try:
+                    _populate(mapped, fd, begin, end, writable=self.writable)
+                except OSError as exc:
+                    what = f"take {format_bytes(self.nbytes)} for a slot ({begin} bytes are taken)"
+                    raise _kernel_error(what, exc, root) from exc
+            return True
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Give the memory back, now or when the last of what still refers to `view` goes.
+
+        The mapping is let go of and not torn down: ``torch.frombuffer`` keeps a reference to the
+        view but no lock on its buffer, so that a tensor over it would read what is unmapped.
+        """
+        with self._lock:
+            self._close_fd()
+            self._view, self._map = memoryview(b""), None
+
+    def unmap(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Take the pages out of this process's page table, bit by bit; what is in them stays.
+
+        That takes a tenth of a second a gigabyte, which is better spent in a thread of its own:
+        others run meanwhile. Who still reads the view has the pages mapped again. *stop* is asked
+        each millisecond or so.
+        """
+        mapped = self._map
+        if mapped is not None:
+            for begin in range(0, self.nbytes, _UNMAP_STEP_BYTES):
+                if stop():
+                    return
+                nbytes = min(_UNMAP_STEP_BYTES, self.nbytes - begin)
+                mapped.madvise(mmap.MADV_DONTNEED, begin, nbytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_room(self, fd: int, wanted_bytes: int, root: Path) -> None:
+        """Refuse before the kernel's OOM killer would choose a process to end."""
+        taken_bytes = os.fstat(fd).st_blocks * 512
+        missing_bytes = min(wanted_bytes, self.nbytes - taken_bytes)
+        if missing_bytes <= 0:
+            return
+        try:
+            room_bytes = available_bytes(root)
+        except CheckpointError:
+            return  # not known: the kernel will say
+        if missing_bytes > room_bytes:
+            raise CheckpointError(
+                f"a slot of {format_bytes(self.nbytes)} does not fit: "
+                f"{format_bytes(self.nbytes - taken_bytes)} of it are still to be taken, "
+                f"{format_bytes(room_bytes)} are available here; give the job more memory, "
+                "or use fewer slots"
+            )
+
+
+def _memfd(name: str) -> int:
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _why_invalid(seals: int, size: int, nbytes: int | None) -> str:
+    if seals & SEALS != SEALS:
+        return f"its size is not sealed (seals {seals:#x})"
+    if not 0 < size <= IMAGE_BYTES_MAX:
+        return f"it has {size} bytes"
+    if nbytes is not None and size != nbytes:
+        return f"it has {size} bytes, not {nbytes}"
+    return ""
+
+
+def _populate(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: bool) -> None:
+    try:
+        if writable:
+            _madvise(mapped, begin, end - begin, _MADV_POPULATE_WRITE)
+        else:
+            mapped.madvise(_MADV_POPULATE_READ, begin, end - begin)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        _touch(mapped, fd, begin, end, writable=writable)
+
+
+def _madvise(mapped: mmap.mmap, begin: int, nbytes: int, advice: int) -> None:
+    """madvise(2) that lets other threads run, which that of `mmap` does not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    piece = (ctypes.c_char * nbytes).from_buffer(mapped, begin)
+    while libc.madvise(ctypes.addressof(piece), nbytes, advice):
+        number = ctypes.get_errno()
+        if number not in {errno.EINTR, errno.EAGAIN}:
+            raise OSError(number, os.strerror(number))
+
+
+def _touch(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: bool) -> None:
+    """Populate on a kernel that has no advice for it.
+
+    Nothing is written: a byte that is read and put back would undo another process's write.
+    """
+    if writable:
+        os.posix_fallocate(fd, begin, end - begin)
+    with memoryview(mapped) as view:
+        bytes(view[begin : end : mmap.PAGESIZE])
+
+
+def _kernel_error(what: str, exc: OSError, root: Path = Path("/")) -> CheckpointError:
+    room = ""
+    if exc.errno in {errno.ENOMEM, errno.ENOSPC}:
+        with suppress(CheckpointError):
+            room = f"; {format_bytes(available_bytes(root))} of memory are available"
+    return CheckpointError(f"cannot {what}: {exc.strerror}{room}")

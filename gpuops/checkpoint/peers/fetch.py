@@ -1,0 +1,215 @@
+"""The shards of one state that other nodes hold: each is fetched once, when it is first wanted."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from gpuops.checkpoint.image import read_layout
+from gpuops.checkpoint.keeper.messages import shard_to_json, state_to_json
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.transfer.client import FetchResult, fetch, fetch_digest
+from gpuops.checkpoint.transfer.connection import TransferLimits
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    Digest,
+    KeeperError,
+    Shard,
+    ShardCopy,
+    StateId,
+    Tier,
+)
+
+# A peer that has moved nothing on for so long is given up: the next holder is asked.
+NO_PROGRESS_S = 10.0
+# The slowest that is still waited for.
+_RATE_MIN_BYTES_S = 2 * 2**20
+_DEADLINE_MIN_S = 60.0
+_LIMITS = TransferLimits(stall_s=5.0)
+
+# Called by any thread with the kind of an event and its fields.
+OnEvent = Callable[[str, Mapping[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHolders:
+    """Who has a shard, in the order in which they are asked.
+
+    ``root`` is that of the digest which the bytes must have, "" where any will do that a holder has
+    verified.
+    """
+
+    peers: tuple[KeeperAddress, ...]
+    root: str = ""
+
+
+@dataclass(slots=True)
+class _FetchSlot:
+    """One shard; whoever has the lock fetches it, the others wait."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    memory: SharedBuffer | None = None
+    copy: ShardCopy | None = None  # that which `memory` is, where it says of what shard it is
+    error: CheckpointError | None = None
+
+
+class PeerShards:
+    """What peers hold of *state*, and the memory into which it is fetched. Thread-safe.
+
+    *allocate* returns that memory, or raises CheckpointError where there is no room.
+    """
+
+    def __init__(
+        self,
+        state: StateId,
+        holders: Mapping[Shard, ShardHolders],
+        job: JobCredentials,
+        allocate: Callable[[int], SharedBuffer],
+        on_event: OnEvent,
+        *,
+        no_progress_s: float = NO_PROGRESS_S,
+    ) -> None:
+        self.state = state
+        self._holders = dict(holders)
+        self._job, self._make, self._on_event = job, allocate, on_event
+        self._no_progress_s = no_progress_s
+        self._stop = threading.Event()
+        self._slots = {shard: _FetchSlot() for shard in holders}
+
+    def __contains__(self, shard: Shard) -> bool:
+        return shard in self._holders
+
+    @property
+    def world(self) -> int | None:
+        """Return the size of the world of which the shards are."""
+        return next((shard.world for shard in self._holders), None)
+
+    @property
+    def is_closed(self) -> bool:
+        """Say whether nothing more can be had."""
+        return self._stop.is_set()
+
+    def renewed(self) -> "PeerShards":
+        """Return the same with nothing fetched."""
+        return PeerShards(
+            self.state,
+            self._holders,
+            self._job,
+            self._make,
+            self._on_event,
+            no_progress_s=self._no_progress_s,
+        )
+
+    def get(self, shard: Shard) -> SharedBuffer:
+        """Return the bytes of *shard*, every one verified; they stay until `close`.
+
+        Raises:
+            CheckpointError: No holder could serve; says what was wrong with each.
+        """
+        slot = self._slots[shard]
+        with slot.lock:
+            if slot.memory is None and slot.error is None:
+                try:
+                    slot.memory, digest = self._fetch_verified(shard)
+                    slot.copy = self._copy_of(shard, slot.memory, digest)
+                except CheckpointError as exc:
+                    slot.error = exc
+            if slot.error is not None:
+                raise slot.error
+            assert slot.memory is not None
+            if self.is_closed:
+                slot.memory.close()
+                raise KeeperError(f"newer workers have begun: {shard.file_name} is not wanted")
+            return slot.memory
+
+    def fetched(self) -> Iterator[tuple[ShardCopy, SharedBuffer]]:
+        """Yield what was fetched by now, verified, and held by nobody yet; until `close`."""
+        for slot in self._slots.values():
+            if slot.memory is not None and slot.copy is not None:
+                yield slot.copy, slot.memory
+
+    def close(self) -> None:
+        """End what is being fetched, and give all memory back."""
+        self._stop.set()
+        for slot in self._slots.values():
+            # Whoever fetches just now sees that it is over, and closes what it has.
+            if slot.lock.acquire(blocking=False):
+                try:
+                    if slot.memory is not None:
+                        slot.memory.close()
+                finally:
+                    slot.lock.release()
+
+    def _fetch_verified(self, shard: Shard) -> tuple[SharedBuffer, Digest]:
+        holders = self._holders[shard]
+        remaining, tried_roots, why = list(holders.peers), set[str](), list[str]()
+        while remaining:
+            if self.is_closed:
+                raise KeeperError(f"newer workers have begun: {shard.file_name} is not wanted")
+            peer = remaining.pop(0)
+            try:
+                digest = self._fetch_digest(peer, shard, holders.root)
+                if digest.root in tried_roots:
+                    continue
+                tried_roots.add(digest.root)
+                return self._fetch_bytes([peer, *remaining], shard, digest), digest
+            except CheckpointError as exc:
+                why.append(str(exc))
+                self._report_failed(shard, peer.name, str(exc))
+        reasons = "; ".join(why) or "no node has it"
+        raise KeeperError(f"the shard of rank {shard.rank} of {self.state}: {reasons}")
+
+    def _copy_of(self, shard: Shard, memory: SharedBuffer, digest: Digest) -> ShardCopy | None:
+        try:
+            layout = read_layout(memory.view)
+        except CheckpointError:
+            return None  # whoever loads it will tell
+        if layout.shard != shard:
+            return None
+        return ShardCopy(self.state, shard, layout.header_hash, digest, Tier.MEMORY, "")
+
+    def _fetch_digest(self, peer: KeeperAddress, shard: Shard, root: str) -> Digest:
+        return fetch_digest(peer, self._job, (self.state, shard), root, self._options(0))
+
+    def _fetch_bytes(
+        self, peers: list[KeeperAddress], shard: Shard, digest: Digest
+    ) -> SharedBuffer:
+        memory = self._make(digest.nbytes)
+        wanted = ShardCopy(self.state, shard, "", digest, Tier.PEER, peers[0].name)
+        try:
+            done = fetch(peers, self._job, wanted, memory.view, self._options(digest.nbytes))
+        except BaseException:  # boundary: nobody else gives the memory back
+            memory.close()
+            raise
+        self._report_fetched(shard, done)
+        return memory
+
+    def _options(self, nbytes: int) -> TransferOptions:
+        deadline_s = _DEADLINE_MIN_S + nbytes / _RATE_MIN_BYTES_S
+        return TransferOptions(
+            deadline_s=deadline_s,
+            no_progress_s=self._no_progress_s,
+            limits=_LIMITS,
+            stop=self._stop,
+        )
+
+    def _report_fetched(self, shard: Shard, done: FetchResult) -> None:
+        # Who was asked before the last failed, in this order.
+        for (name, _nbytes), why in zip(done.served, done.failed, strict=False):
+            self._report_failed(shard, name, why)
+        self._on_event(
+            "fetched",
+            {
+                "state": state_to_json(self.state),
+                "shard": shard_to_json(shard),
+                "holder": done.served[-1][0] if done.served else "",
+                "seconds": done.seconds,
+                "bytes": done.received_bytes,
+            },
+        )
+
+    def _report_failed(self, shard: Shard, holder: str, why: str) -> None:
+        if not self.is_closed:
+            fields = {"state": state_to_json(self.state), "shard": shard_to_json(shard)}
+            self._on_event("fetch_failed", {**fields, "holder": holder, "why": why})

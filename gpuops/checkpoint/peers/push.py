@@ -1,0 +1,364 @@
+"""Pushes what this node saved to its holders, and knows what has arrived there.
+
+Nothing is queued: whenever a holder is idle, the next shard that it lacks is looked for, of the
+state that waits for its commit first, then of the newest committed one. One push to a holder at a
+time, so that a holder that hangs keeps no other waiting; one that has taken nothing for a while
+counts as gone, so that no commit waits for the dead, and is tried again ever more rarely.
+
+Used by the thread of the messages; the pushes themselves are jobs.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.messages import shard_to_json, state_to_json
+from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
+from gpuops.checkpoint.transfer.client import PushResult, push
+from gpuops.checkpoint.transfer.connection import TransferLimits
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
+from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
+from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import CorruptError, Shard, StateId
+from gpuops.host.clock import SystemClock
+
+HOLDERS_MAX = 16
+HOLDER_GONE_S = 10.0
+# A push to a holder that was gone pins a slot, so it has to be brief.
+PROBE_S = 2.0
+RETRY_S = 0.5
+BACKOFF_MIN_S = 10.0
+BACKOFF_MAX_S = 120.0
+_DEADLINE_S = 86_400.0  # what counts is whether something moves
+_LIMITS = TransferLimits(stall_s=5.0)
+_N_CONNECTIONS = 2
+# Of the time between two states, replicas have this part before they take no heed of the training.
+WITHIN_SHARE = 0.8
+WITHIN_MIN_S = 1.0  # nodes agree on a commit about as often
+WITHIN_MAX_S = 60.0
+WITHIN_FIRST_S = 2.0
+_INTERVALS_KEPT = 9
+# Of pushes in a row that broke off with nothing coming through any more: the holder takes some and
+# never has all.
+BROKEN_PUSHES_MAX = 5
+# That the holder will not change its mind about within seconds.
+_PERMANENT = (TransferRefusal.NO_ROOM, TransferRefusal.DIFFERENT)
+
+
+class _ObservedPace(SendPace):
+    """A pace shared with others; *on_moved* is called each time before bytes are sent."""
+
+    def __init__(self, pace: SendPace, on_moved: Callable[[], None]) -> None:
+        super().__init__(None, SystemClock())
+        self._pace = pace
+        self._on_moved = on_moved
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._pace.bytes_per_s
+
+    def enqueue(self, nbytes: int) -> float:
+        self._on_moved()
+        return self._pace.enqueue(nbytes)
+
+    def wait_s(self, position: float) -> float:
+        return self._pace.wait_s(position)
+
+
+@dataclass(eq=False, slots=True)
+class _PushTask:
+    """One push. ``moved_s``: when some of it was last sent, or since when nothing comes through."""
+
+    state: StateId
+    shard: Shard
+    nbytes: int
+    began_s: float
+    moved_s: float
+    has_moved: bool = False
+    is_cancelled: bool = False  # what becomes of it is of no interest any more
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False, slots=True)
+class _Holder:
+    """``is_gone``: no commit waits for it. ``again_s``: nothing is pushed to it before.
+
+    ``broken``: so many pushes in a row have sent some and not come to an end.
+    """
+
+    peer: KeeperAddress
+    task: _PushTask | None = None
+    failing_since_s: float | None = None
+    is_gone: bool = False
+    n_failures: int = 0
+    n_broken: int = 0
+    retry_at_s: float = 0.0
+    why: str = ""
+
+    @property
+    def stall_s(self) -> float:
+        return PROBE_S if self.is_gone else HOLDER_GONE_S
+
+
+@dataclass(slots=True)
+class SaveCadence:
+    """How often the ranks ask for a state to be saved, whether it is or not.
+
+    ``within_s``: in so much of the time until the next one replicas have to be at their holders.
+    """
+
+    within_s: float = WITHIN_FIRST_S
+    _last_asked: tuple[StateId, float] | None = None
+    _intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS_KEPT))
+
+    def observe(self, now_s: float, asked_state: StateId | None) -> None:
+        """Take note of the newest state that was *asked_state* for by now."""
+        last = self._last_asked
+        if asked_state is None or (last is not None and asked_state == last[0]):
+            return
+        self._last_asked = (asked_state, now_s)
+        if last is None or asked_state.epoch != last[0].epoch:
+            self._intervals_s.clear()
+            self.within_s = WITHIN_FIRST_S
+            return
+        self._intervals_s.append(now_s - last[1])
+        share_s = WITHIN_SHARE * median(self._intervals_s)
+        self.within_s = min(max(share_s, WITHIN_MIN_S), WITHIN_MAX_S)
+
+
+@dataclass(slots=True)
+class ReplicaPusher:
+    """The pushes of one node. ``job`` None: this keeper is not among peers yet.
+
+    *own_shards* are the shards of the ranks that run here now: what older ones left is not pushed,
+    since the holders of now are not those of then.
+    """
+
+    memory: NodeMemory
+    jobs: Jobs
+    events: EventQueue
+    pace: GapPace
+    own_shards: Callable[[], Collection[Shard]]
+    clock_s: Callable[[], float] = time.monotonic
+    job: JobCredentials | None = None
+    on_damage: Callable[[StateId, Shard, int], None] = lambda _state, _shard, _number: None
+    n_pushed: int = 0
+    n_failed: int = 0
+    pushed_bytes: int = 0
+    _holders: dict[KeeperAddress, _Holder] = field(default_factory=dict)
+    _arrived: dict[StateId, set[tuple[Shard, KeeperAddress]]] = field(default_factory=dict)
+    _n_pins: int = 0
+    _cadence: SaveCadence = field(default_factory=SaveCadence)
+    _due_s: dict[StateId, float] = field(default_factory=dict)
+
+    def set_holders(self, holders: Sequence[KeeperAddress]) -> None:
+        """Push to *holders* from now on, and to no other."""
+        for peer in set(self._holders) - set(holders):
+            self._cancel(self._holders.pop(peer))
+            for arrived in self._arrived.values():
+                # It may let go of it; should it be a holder again, it is asked.
+                arrived.difference_update([pair for pair in arrived if pair[1] == peer])
+        for peer in holders:
+            self._holders.setdefault(peer, _Holder(peer))
+        self.push_next()
+
+    def stop(self) -> None:
+        """End all pushes: what they are of may not be what the job goes on from."""
+        for holder in self._holders.values():
+            self._cancel(holder)
+            holder.failing_since_s = None
+            holder.retry_at_s = 0.0
+
+    def is_replicated(self, state: StateId) -> bool:
+        """Say whether every holder that lives has all that this node saved of *state*, verified."""
+        held = self.memory.held_shards(state)
+        arrived = self._arrived.get(state, set())
+        return bool(held) and all(
+            holder.is_gone or (shard, holder.peer) in arrived
+            for holder in self._holders.values()
+            for shard in set(held).intersection(self.own_shards())
+        )
+
+    def push_next(self) -> None:
+        """Begin what can be begun, end what is not wanted any more or does not move."""
+        now_s, pushable = self.clock_s(), self._wanted()
+        self._cadence.observe(now_s, self.memory.buffer_table.decided)
+        for state in [
+            s for s in self._arrived if s not in self.memory.buffer_table.complete_states()
+        ]:
+            del self._arrived[state]
+        self._due_s = {s: self._due_s.get(s, now_s + self._cadence.within_s) for s in pushable}
+        for holder in self._holders.values():
+            task = holder.task
+            if task is None:
+                if now_s >= holder.retry_at_s and self.job is not None:
+                    self._push_missing(holder, self.job, pushable, now_s)
+            elif task.state not in pushable:
+                task.is_cancelled = True
+                task.stop.set()
+            elif not task.is_cancelled and now_s - task.moved_s > holder.stall_s:
+                task.is_cancelled = True
+                task.stop.set()
+                why = f"{holder.peer} has taken nothing for {now_s - task.moved_s:.0f} s"
+                self._mark_gone(holder, task, f"{why}: {holder.why}" if holder.why else why)
+
+    def counts(self) -> dict[str, object]:
+        """Return what was counted so far, by name, and who is gone and why."""
+        return {
+            "replicas_pushed": self.n_pushed,
+            "replicas_failed": self.n_failed,
+            "replica_bytes": self.pushed_bytes,
+            "replicas_yielded_s": round(self.pace.yielded_s, 3),
+            "holders": [holder.peer.name for holder in self._holders.values()],
+            "holders_gone": [h.peer.name for h in self._holders.values() if h.is_gone],
+        }
+
+    def _wanted(self) -> list[StateId]:
+        table = self.memory.buffer_table
+        if table.epoch is None:
+            return []
+        whole = table.complete_states()
+        return [s for s in (table.in_flight, table.last_committed) if s is not None and s in whole]
+
+    def _push_missing(
+        self, holder: _Holder, job: JobCredentials, pushable: Sequence[StateId], now_s: float
+    ) -> None:
+        own_shards = self.own_shards()
+        for state in pushable:
+            arrived = self._arrived.get(state, set())
+            held = self.memory.held_shards(state)
+            for shard in sorted(set(held).intersection(own_shards)):
+                if (shard, holder.peer) not in arrived:
+                    self._push(holder, job, held[shard], now_s)
+                    return
+
+    def _push(self, holder: _Holder, job: JobCredentials, held: HeldShard, now_s: float) -> None:
+        copy, table = held.copy, self.memory.buffer_table
+        since_s = now_s if holder.failing_since_s is None else holder.failing_since_s
+        is_probe = holder.is_gone
+        task = _PushTask(
+            copy.state, copy.shard, copy.digest.nbytes, now_s, now_s if is_probe else since_s
+        )
+        holder.task = task
+        self._n_pins += 1
+        owner = f"push-{self._n_pins}"
+        table.pin(copy.state, owner)
+        self._update_deadline(now_s)
+        digest = copy.digest
+        offer = PushOffer(
+            copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, table.last_committed
+        )
+        pinned = PinnedCopy(
+            held.memory.fd,
+            digest,
+            on_damage=lambda number: self.jobs.post(
+                lambda: self.on_damage(copy.state, copy.shard, number)
+            ),
+            view=held.memory.view,
+        )
+        terms = TransferOptions(
+            _DEADLINE_S,
+            holder.stall_s,
+            n_connections=_N_CONNECTIONS,
+            limits=_LIMITS,
+            stop=task.stop,
+        )
+
+        def moved() -> None:
+            task.moved_s, task.has_moved = self.clock_s(), True
+
+        def work() -> PushResult:
+            return push(holder.peer, job, offer, pinned, terms, _ObservedPace(self.pace, moved))
+
+        def then(done: PushResult | None, error: BaseException | None) -> None:
+            table.unpin(owner)
+            self.memory.release()
+            if holder.task is task:
+                holder.task = None
+            if done is not None:
+                self._on_arrived(holder, task, done)
+            elif not task.is_cancelled:
+                self._on_failed(holder, task, error)
+            self.push_next()
+
+        self.jobs.push(work, then)
+
+    def _update_deadline(self, now_s: float) -> None:
+        """Tell the pace what is still to be sent, and by when."""
+        left_bytes = {state: self._left_bytes(state) for state in self._due_s}
+        due_s = min(
+            (self._due_s[state] for state, nbytes in left_bytes.items() if nbytes), default=now_s
+        )
+        self.pace.set_deadline(sum(left_bytes.values()), max(due_s - now_s, 0.0))
+
+    def _left_bytes(self, state: StateId) -> int:
+        """Return how much of *state* is still to be sent to holders that live."""
+        own_shards, arrived = self.own_shards(), self._arrived.get(state, set())
+        return sum(
+            held.copy.digest.nbytes
+            for shard, held in self.memory.held_shards(state).items()
+            if shard in own_shards
+            for holder in self._holders.values()
+            if not holder.is_gone and (shard, holder.peer) not in arrived
+        )
+
+    def _on_arrived(self, holder: _Holder, task: _PushTask, done: PushResult) -> None:
+        if holder.peer not in self._holders:
+            return
+        self._arrived.setdefault(task.state, set()).add((task.shard, holder.peer))
+        holder.failing_since_s, holder.is_gone, holder.n_failures = None, False, 0
+        holder.retry_at_s, holder.why, holder.n_broken = 0.0, "", 0
+        self.n_pushed += 1
+        self.pushed_bytes += done.sent_bytes
+        self._report("replicated", holder, task, seconds=done.seconds, bytes=done.sent_bytes)
+
+    def _on_failed(self, holder: _Holder, task: _PushTask, error: BaseException | None) -> None:
+        now_s = self.clock_s()
+        is_permanent = isinstance(error, CorruptError) or (
+            isinstance(error, TransferRefusedError) and error.code in _PERMANENT
+        )
+        holder.n_broken += task.has_moved
+        is_permanent = is_permanent or holder.n_broken >= BROKEN_PUSHES_MAX
+        if is_permanent or holder.is_gone or now_s - task.moved_s >= HOLDER_GONE_S:
+            self._mark_gone(holder, task, str(error) or repr(error))
+            return
+        holder.failing_since_s, holder.why = task.moved_s, str(error)
+        holder.retry_at_s = now_s + RETRY_S
+
+    def _mark_gone(self, holder: _Holder, task: _PushTask, why: str) -> None:
+        """Wait no more for *holder*; it is told once, and tried again later."""
+        now_s = self.clock_s()
+        is_first = not holder.is_gone
+        holder.is_gone, holder.why, holder.failing_since_s = True, why, None
+        holder.n_broken = 0
+        wait_s = min(BACKOFF_MIN_S * 2.0 ** min(holder.n_failures, 10), BACKOFF_MAX_S)
+        holder.n_failures += 1
+        holder.retry_at_s = now_s + wait_s
+        self.n_failed += 1
+        if is_first:
+            seconds = now_s - task.began_s
+            details = {"why": why, "again_s": wait_s}
+            self._report(
+                "replica_failed", holder, task, seconds=seconds, bytes=task.nbytes, **details
+            )
+
+    def _report(self, kind: str, holder: _Holder, task: _PushTask, **fields: object) -> None:
+        self.events.add(
+            kind,
+            state=state_to_json(task.state),
+            shard=shard_to_json(task.shard),
+            holder=holder.peer.name,
+            **fields,
+        )
+
+    def _cancel(self, holder: _Holder) -> None:
+        if holder.task is not None:
+            holder.task.is_cancelled = True
+            holder.task.stop.set()

@@ -1,0 +1,424 @@
+"""What a holder keeps for others: two slots for each foreign shard, and a gate before them.
+
+A push never goes to the slot with the newest committed state, nor to one that is being read. A slot
+counts as a copy again only when every byte in it has been verified; until then nobody hears of it.
+An owner has one state on its way at a time: by pushing the next one it says that the last was
+committed, or given up.
+"""
+
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from gpuops.checkpoint.digest import HASH_BYTES
+from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy
+from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import (
+    CHUNK_BYTES,
+    CheckpointError,
+    Digest,
+    Shard,
+    ShardCopy,
+    StateId,
+    Tier,
+)
+from gpuops.units import format_bytes
+
+N_SLOTS = 2
+_OLDEST = StateId(0, 0)
+
+
+class WritableMemory(Protocol):
+    """What a slot is made of: such as `arena.SharedBuffer`."""
+
+    @property
+    def fd(self) -> int:
+        """Return a descriptor of the same bytes."""
+        ...
+
+    @property
+    def view(self) -> memoryview:
+        """Return the bytes, to be written."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _ReplicaSlot:
+    memory: WritableMemory
+    nbytes: int
+    copy: ShardCopy | None = None  # whole and verified
+    inbox: "ReplicaInbox | None" = None  # on its way
+    previous_digest: Digest | None = None  # what lay there before
+    pins: int = 0  # who reads
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.pins > 0 or (self.inbox is not None and self.inbox.n_writers > 0)
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaInbox:
+    """A replica on its way into a slot; see `transfer_server.Inbox`."""
+
+    store: "ReplicaStore"
+    slot: _ReplicaSlot
+    push: PushOffer
+    tracker: ChunkTracker
+    ready: threading.Event = field(default_factory=threading.Event)
+    n_writers: int = 0
+    is_cancelled: bool = False
+
+    def is_wanted(self) -> bool:
+        return not self.is_cancelled
+
+    def complete(self) -> None:
+        self.store._complete(self)  # noqa: SLF001 one thing in two classes
+
+    def detach(self) -> None:
+        self.store._detach(self)  # noqa: SLF001
+
+
+class ReplicaStore:
+    """The replicas that *node* holds for others: source and sink of its server. Thread-safe.
+
+    *allocate* is given a name and a size; what it raises of `CheckpointError` and OSError is "no
+    room". All slots together have at most *bytes_max*.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        allocate: Callable[[str, int], WritableMemory],
+        *,
+        bytes_max: int,
+        n_slots: int = N_SLOTS,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        if n_slots < 2:
+            raise ValueError("with one slot the newest state would be lost to the next")
+        self._node, self._allocate = node, allocate
+        self._bytes_max, self._n_slots, self._chunk_bytes = bytes_max, n_slots, chunk_bytes
+        self._lock = threading.Lock()
+        self._slots: dict[Shard, list[_ReplicaSlot]] = {}
+        self._closing: list[_ReplicaSlot] = []
+        self._committed: StateId | None = None
+        self._damaged: list[tuple[ShardCopy, int]] = []
+
+    # What the keeper says.
+
+    def keep_only(self, shards: Collection[Shard]) -> None:
+        """Be a holder of *shards* from now on; the memory of others is given back when unused."""
+        with self._lock:
+            for shard in set(self._slots) - set(shards):
+                for slot in self._slots.pop(shard):
+                    self._retire(slot)
+            for shard in shards:
+                self._slots.setdefault(shard, [])
+
+    def adopt(self, copy: ShardCopy, memory: WritableMemory, nbytes: int) -> bool:
+        """Hold *copy*, of which *memory* has every byte, verified; say whether it was wanted.
+
+        Then the memory is the store's. It goes with the next `keep_only` that leaves it out.
+        """
+        with self._lock:
+            slots = self._slots.setdefault(copy.shard, [])
+            there = any(s.copy is not None and s.copy.state == copy.state for s in slots)
+            if there or len(slots) >= self._n_slots:
+                return False
+            slots.append(_ReplicaSlot(memory, nbytes, copy))
+            return True
+
+    def commit(self, state: StateId) -> None:
+        """Note that *state* is committed in the whole job.
+
+        It is overwritten only once a newer one is committed too.
+        """
+        with self._lock:
+            self._committed = max(self._committed or state, state)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Drop what was on its way of older epochs: nobody will send the rest."""
+        with self._lock:
+            for slot in self._all_slots():
+                if slot.inbox is not None and slot.inbox.push.state.epoch < epoch:
+                    self._drop_inbox(slot)
+
+    def copies(self) -> list[ShardCopy]:
+        """Return the whole copies, newest first."""
+        with self._lock:
+            found = [slot.copy for slot in self._all_slots() if slot.copy is not None]
+        return sorted(found, key=lambda copy: (copy.state, copy.shard), reverse=True)
+
+    def take_damaged(self) -> list[tuple[ShardCopy, int]]:
+        """Return the copies that were found damaged since the last call, and the chunk of each."""
+        with self._lock:
+            found, self._damaged = self._damaged, []
+        return found
+
+    @property
+    def held_bytes(self) -> int:
+        """Return how much memory the slots have."""
+        with self._lock:
+            return self._held_bytes()
+
+    def close(self) -> None:
+        """Give all memory back; the server must have been closed before."""
+        with self._lock:
+            for slot in [*self._all_slots(), *self._closing]:
+                slot.memory.close()
+            self._slots.clear()
+            self._closing.clear()
+
+    # What the server asks for.
+
+    def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
+        """Return the copy of *shard* of *state*, pinned, None where it is not held whole."""
+        with self._lock:
+            for slot in self._slots.get(shard, ()):
+                copy = slot.copy
+                if copy is not None and copy.state == state:
+                    slot.pins += 1
+                    return PinnedCopy(
+                        slot.memory.fd,
+                        copy.digest,
+                        release=_once(partial(self._unpin, slot)),
+                        on_damage=partial(self._on_damage, slot, copy),
+                        view=slot.memory.view,
+                    )
+        return None
+
+    def accept(self, push: PushOffer, digest: Digest) -> ReplicaInbox | None:
+        """Return where *push* is to go, None where it is held already, whole.
+
+        Raises:
+            TransferRefusedError: Not wanted, no room, or all slots in use.
+        """
+        with self._lock:
+            inbox, is_new = self._find_or_open_inbox(push, digest)
+            if inbox is not None:
+                inbox.n_writers += 1
+        if inbox is None:
+            return None
+        if is_new:
+            try:
+                self._find_unchanged(inbox)
+            finally:
+                inbox.ready.set()
+        else:
+            inbox.ready.wait()
+        return inbox
+
+    # The gate.
+
+    def _find_or_open_inbox(
+        self, push: PushOffer, digest: Digest
+    ) -> tuple[ReplicaInbox | None, bool]:
+        slots = self._slots.get(push.shard)
+        what = f"{push.shard.file_name} of {push.state}"
+        if slots is None:
+            raise TransferRefusedError(
+                TransferRefusal.NOT_WANTED, f"{self._node} is no holder of {what}"
+            )
+        if push.committed is not None:
+            self._committed = max(self._committed or push.committed, push.committed)
+        for slot in slots:
+            if slot.copy is not None and slot.copy.state == push.state:
+                if slot.copy.digest.root == digest.root:
+                    return None, False
+                raise TransferRefusedError(
+                    TransferRefusal.DIFFERENT, f"{self._node} holds {what} with another content"
+                )
+            inbox = slot.inbox
+            if inbox is not None and inbox.push.state == push.state:
+                if inbox.is_cancelled:
+                    raise TransferRefusedError(
+                        TransferRefusal.BUSY,
+                        f"{self._node} is still ending an earlier push of {what}",
+                    )
+                if inbox.tracker.digest == digest:
+                    return inbox, False
+                if inbox.n_writers:
+                    raise TransferRefusedError(
+                        TransferRefusal.DIFFERENT,
+                        f"{self._node} is receiving {what} with another content",
+                    )
+        self._check_not_overtaken(push, slots, what)
+        return self._new_inbox(self._free_slot(push, slots, what), push, digest), True
+
+    def _check_not_overtaken(self, push: PushOffer, slots: list[_ReplicaSlot], what: str) -> None:
+        committed = self._committed
+        held = [slot.copy.state for slot in slots if slot.copy is not None]
+        held += [
+            s.inbox.push.state for s in slots if s.inbox is not None and not s.inbox.is_cancelled
+        ]
+        newest = max(held, default=push.state)
+        if committed is not None and push.state < committed:
+            raise TransferRefusedError(
+                TransferRefusal.NOT_WANTED, f"{what} was overtaken by {committed}"
+            )
+        if push.state < newest and push.state != committed:
+            raise TransferRefusedError(
+                TransferRefusal.NOT_WANTED, f"{what} was overtaken by {newest}"
+            )
+
+    def _free_slot(self, push: PushOffer, slots: list[_ReplicaSlot], what: str) -> _ReplicaSlot:
+        protected = self._protected_slot(slots)
+        free = [slot for slot in slots if slot is not protected and not slot.is_in_use]
+        # What is no copy goes before what is one; of copies the oldest.
+        free.sort(key=_eviction_order)
+        if free and (free[0].copy is None or len(slots) >= self._n_slots):
+            return self._resized(free[0], push)
+        if len(slots) < self._n_slots:
+            slots.append(self._new_slot(push.shard, push.nbytes))
+            return slots[-1]
+        for slot in slots:
+            # A state that was given up must not keep the next one out.
+            if slot.inbox is not None and slot.inbox.push.state < push.state:
+                slot.inbox.is_cancelled = True
+        raise TransferRefusedError(
+            TransferRefusal.BUSY,
+            f"{self._node} has no free slot for {what}: all are in use or committed",
+        )
+
+    def _protected_slot(self, slots: list[_ReplicaSlot]) -> _ReplicaSlot | None:
+        """Return the slot of the newest committed state; of the newest where none is known."""
+        committed = self._committed
+        held = [(slot.copy.state, slot) for slot in slots if slot.copy is not None]
+        settled = [pair for pair in held if committed is not None and pair[0] <= committed]
+        return max(settled or held, key=lambda pair: pair[0], default=(None, None))[1]
+
+    def _new_slot(self, shard: Shard, nbytes: int) -> _ReplicaSlot:
+        self._check_room(nbytes)
+        return _ReplicaSlot(self._allocate_memory(shard, nbytes), nbytes)
+
+    def _resized(self, slot: _ReplicaSlot, push: PushOffer) -> _ReplicaSlot:
+        if slot.nbytes != push.nbytes:
+            self._check_room(push.nbytes - slot.nbytes)
+            memory = self._allocate_memory(push.shard, push.nbytes)
+            slot.memory.close()
+            slot.memory, slot.nbytes = memory, push.nbytes
+            slot.copy = slot.previous_digest = slot.inbox = None
+        return slot
+
+    def _check_room(self, more_bytes: int) -> None:
+        total_bytes = self._held_bytes() + more_bytes
+        if total_bytes > self._bytes_max:
+            raise TransferRefusedError(
+                TransferRefusal.NO_ROOM,
+                f"{self._node} would hold {format_bytes(total_bytes)} for others, and may hold "
+                f"{format_bytes(self._bytes_max)}",
+            )
+
+    def _allocate_memory(self, shard: Shard, nbytes: int) -> WritableMemory:
+        try:
+            return self._allocate(f"gpuops-replica-{shard.rank:05d}", nbytes)
+        except (CheckpointError, OSError) as exc:
+            raise TransferRefusedError(
+                TransferRefusal.NO_ROOM, f"{self._node} has no {format_bytes(nbytes)}: {exc}"
+            ) from exc
+
+    def _new_inbox(self, slot: _ReplicaSlot, push: PushOffer, digest: Digest) -> ReplicaInbox:
+        tracker = ChunkTracker(slot.memory.view, digest, chunk_bytes=self._chunk_bytes)
+        if slot.copy is not None:
+            slot.previous_digest = slot.copy.digest
+        # From here on it is no copy of anything.
+        slot.copy = None
+        slot.inbox = ReplicaInbox(self, slot, push, tracker)
+        return slot.inbox
+
+    def _find_unchanged(self, inbox: ReplicaInbox) -> None:
+        """Find the chunks that are the same as in the state that lay there: frozen weights."""
+        previous, table = inbox.slot.previous_digest, inbox.tracker.digest.table
+        if previous is None or previous.nbytes != inbox.tracker.digest.nbytes:
+            return
+        offsets = range(0, len(table), HASH_BYTES)
+        same = [
+            at
+            for at in offsets
+            if table[at : at + HASH_BYTES] == previous.table[at : at + HASH_BYTES]
+        ]
+        inbox.tracker.find_present(at // HASH_BYTES for at in same)
+
+    # What becomes of slots.
+
+    def _complete(self, inbox: ReplicaInbox) -> None:
+        with self._lock:
+            slot, push = inbox.slot, inbox.push
+            if slot.inbox is not inbox:
+                if slot.copy is not None and slot.copy.digest == inbox.tracker.digest:
+                    return
+                inbox.is_cancelled = True
+            if inbox.is_cancelled:
+                raise TransferRefusedError(
+                    TransferRefusal.NOT_WANTED,
+                    f"{push.shard.file_name} of {push.state} was overtaken",
+                )
+            inbox.tracker.check_root()
+            slot.copy = ShardCopy(
+                push.state, push.shard, push.layout, inbox.tracker.digest, Tier.MEMORY, self._node
+            )
+            slot.inbox = slot.previous_digest = None
+
+    def _detach(self, inbox: ReplicaInbox) -> None:
+        with self._lock:
+            inbox.n_writers -= 1
+            if inbox.is_cancelled and inbox.n_writers == 0 and inbox.slot.inbox is inbox:
+                inbox.slot.inbox = None
+            self._close_unused()
+
+    def _unpin(self, slot: _ReplicaSlot) -> None:
+        with self._lock:
+            slot.pins -= 1
+            self._close_unused()
+
+    def _on_damage(self, slot: _ReplicaSlot, copy: ShardCopy, number: int) -> None:
+        with self._lock:
+            if slot.copy is copy:
+                slot.copy = slot.previous_digest = None
+                self._damaged.append((copy, number))
+
+    def _drop_inbox(self, slot: _ReplicaSlot) -> None:
+        inbox = slot.inbox
+        if inbox is not None:
+            inbox.is_cancelled = True
+            if inbox.n_writers == 0:
+                slot.inbox = None
+
+    def _retire(self, slot: _ReplicaSlot) -> None:
+        slot.copy = None
+        self._drop_inbox(slot)
+        self._closing.append(slot)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Close the slots that are not wanted any more and that nobody uses."""
+        for slot in [slot for slot in self._closing if not slot.is_in_use]:
+            self._closing.remove(slot)
+            slot.memory.close()
+
+    def _all_slots(self) -> list[_ReplicaSlot]:
+        return [slot for slots in self._slots.values() for slot in slots]
+
+    def _held_bytes(self) -> int:
+        return sum(slot.nbytes for slot in [*self._all_slots(), *self._closing])
+
+
+def _eviction_order(slot: _ReplicaSlot) -> tuple[bool, StateId]:
+    return (False, _OLDEST) if slot.copy is None else (True, slot.copy.state)
+
+
+def _once(release: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls *release* the first time that it is called."""
+    left = [release]
+
+    def call() -> None:
+        if left:
+            left.pop()()
+
+    return call

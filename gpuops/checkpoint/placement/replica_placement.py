@@ -1,0 +1,341 @@
+"""Which nodes hold copies of which node's state.
+
+GEMINI's mixed strategy (Wang et al., SOSP 2023, Algorithm 1), for any number of nodes N and of
+copies m, a node's own among them: where m divides N, groups of m that hold each other's states;
+else one group fewer, and a ring of the m + N mod m nodes that are left, in which each node's state
+is also held by the m - 1 that follow it. Every state has exactly m holders and every node holds
+exactly m states.
+
+The paper groups neighbours. Here nodes are ordered by failure domain and dealt to the groups in
+turn, so that a domain of c nodes meets min(c, groups) groups, the most it can, on every level of
+domains at once. After a change of nodes, whole groups stay as they are (`place_again`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Self
+
+from gpuops.checkpoint.placement.domains import DomainPath
+from gpuops.checkpoint.placement.ring import insert_nodes, order_ring
+from gpuops.checkpoint.types import CheckpointError
+
+NODES_MAX = 65_536
+DomainPaths = Mapping[str, DomainPath]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlacement:
+    """Who holds what: ``groups`` of as many nodes as there are copies, and the ``ring``, or ``()``.
+
+    ``asked`` is the number of copies that was wanted, a node's own among them; ``replicas`` the
+    number that there is, which is smaller where there are fewer nodes.
+    """
+
+    requested_replicas: int
+    groups: tuple[tuple[str, ...], ...]
+    ring: tuple[str, ...] = ()
+    _positions: Mapping[str, tuple[tuple[str, ...], int]] = field(
+        init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        positions = {node: (block, at) for block in self.blocks for at, node in enumerate(block)}
+        if self.requested_replicas < 1 or not positions:
+            raise CheckpointError("a placement needs a node and a copy")
+        n_nodes, m = len(positions), min(self.requested_replicas, len(positions))
+        n_ring = 0 if n_nodes % m == 0 else m + n_nodes % m
+        if len(self.ring) != n_ring or sum(map(len, self.blocks)) != n_nodes:
+            raise CheckpointError(f"{n_nodes} nodes with {m} copies need a ring of {n_ring}")
+        if any(len(group) != m for group in self.groups):
+            raise CheckpointError(f"a group of a placement with {m} copies has not {m} nodes")
+        object.__setattr__(self, "_positions", positions)
+
+    @property
+    def replicas(self) -> int:
+        return min(self.requested_replicas, len(self._positions))
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Return the groups, and last the ring where there is one."""
+        return (*self.groups, self.ring) if self.ring else self.groups
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self._positions)
+
+    def holders(self, node: str) -> tuple[str, ...]:
+        """Return who holds the state of *node*, itself first.
+
+        Raises:
+            CheckpointError: It is not one of the nodes.
+        """
+        block, at = self._position(node)
+        return tuple(block[(at + ahead) % len(block)] for ahead in range(self.replicas))
+
+    def held_by(self, node: str) -> tuple[str, ...]:
+        """Return whose states *node* holds, its own first.
+
+        Raises:
+            CheckpointError: It is not one of the nodes.
+        """
+        block, at = self._position(node)
+        return tuple(block[(at - behind) % len(block)] for behind in range(self.replicas))
+
+    def copies(self) -> Iterator[tuple[str, str]]:
+        """Yield each pair of an owner and another node that holds its state."""
+        for node in self._positions:
+            for holder in self.holders(node)[1:]:
+                yield node, holder
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "asked": self.requested_replicas,
+            "groups": [list(group) for group in self.groups],
+            "ring": list(self.ring),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Return the placement in *data*, which another process may have written.
+
+        Raises:
+            CheckpointError: It is none.
+        """
+        if not isinstance(data, Mapping):
+            raise CheckpointError("a placement is not a JSON object")
+        requested_replicas, groups, ring = data.get("asked"), data.get("groups"), data.get("ring")
+        if not isinstance(requested_replicas, int) or isinstance(requested_replicas, bool):
+            raise CheckpointError(f"a placement with {str(requested_replicas)[:40]!r} copies")
+        if not isinstance(groups, list) or not isinstance(ring, list):
+            raise CheckpointError("a placement without lists of groups and ring")
+        blocks = [*groups, ring]
+        if not all(isinstance(block, list) for block in blocks):
+            raise CheckpointError("a placement with a group that is no list")
+        if sum(map(len, blocks)) > NODES_MAX:
+            raise CheckpointError(f"a placement of more than {NODES_MAX} nodes")
+        if not all(isinstance(name, str) for block in blocks for name in block):
+            raise CheckpointError("a placement with a name that is no text")
+        return cls(requested_replicas, tuple(map(tuple, groups)), tuple(ring))
+
+    def _position(self, node: str) -> tuple[tuple[str, ...], int]:
+        position = self._positions.get(node)
+        if position is None:
+            raise CheckpointError(f"{node} is not one of the {len(self._positions)} nodes placed")
+        return position
+
+
+def place(
+    nodes: Sequence[str], replicas: int, paths: DomainPaths | None = None
+) -> ReplicaPlacement:
+    """Return a placement of *replicas* copies of each node's state, its own among them.
+
+    With one copy each node is a group of itself and no loss of a node is survived. With more
+    copies than nodes there are as many as nodes: all in one group.
+
+    Args:
+        nodes: Their names, each once; the result depends on their order.
+        replicas: At least 1.
+        paths: The failure domain of each node, all of one length; a node without one shares an
+            unknown domain with all others of that kind. None: neighbours in *nodes* are as good
+            as in one domain.
+
+    Raises:
+        CheckpointError: No node, a name twice, no copy, or too many nodes.
+    """
+    _check(nodes, replicas)
+    m = min(replicas, len(nodes))
+    domain = _paths(nodes, paths)
+    ordered = _by_domain(nodes, domain)
+    n_groups, rest = divmod(len(nodes), m)
+    extra = _pick_from_largest(ordered, domain, rest)
+    taken = set(extra)
+    dealt = [node for node in ordered if node not in taken]
+    groups = [tuple(dealt[column::n_groups]) for column in range(n_groups)]
+    if not rest:
+        return ReplicaPlacement(replicas, tuple(groups))
+    widened = min(
+        range(n_groups), key=lambda column: (_closeness(extra, groups[column], domain), -column)
+    )
+    ring = order_ring([*groups.pop(widened), *extra], m, domain)
+    return ReplicaPlacement(replicas, tuple(groups), ring)
+
+
+def rebalance(
+    old: ReplicaPlacement, nodes: Sequence[str], paths: DomainPaths | None = None
+) -> ReplicaPlacement:
+    """Return a placement for *nodes* that leaves alone what it can of *old*.
+
+    Every group whose nodes are all there stays, but for one that must take in the last few where
+    they are fewer than the copies. What is left of a broken group stays together where it can,
+    newcomers fill its holes, chosen by failure domain; the ring keeps its order. Where the number
+    of copies itself changes, with fewer nodes than copies, all is placed anew.
+
+    Raises:
+        CheckpointError: As `place`.
+    """
+    _check(nodes, old.requested_replicas)
+    m = min(old.requested_replicas, len(nodes))
+    if m != old.replicas:
+        return place(nodes, old.requested_replicas, paths)
+    live, domain, existing = set(nodes), _paths(nodes, paths), set(old.copies())
+    kept = [group for group in old.groups if live.issuperset(group)]
+    settled = set(chain.from_iterable(kept))
+    loose = [node for node in nodes if node not in settled]
+    n_groups, rest = divmod(len(loose), m)
+    if loose and not n_groups:
+        widened = kept.pop(_farthest_group(kept, loose, domain))
+        return ReplicaPlacement(
+            old.requested_replicas, tuple(kept), insert_nodes(widened, loose, m, domain, existing)
+        )
+    seeds = [
+        [node for node in group if node in live]
+        for group in old.groups
+        if settled.isdisjoint(group)
+    ]
+    ring = [node for node in old.ring if node in live]
+    core: list[str] = []
+    if rest:
+        core, n_groups = ring[: m + rest], n_groups - 1
+    else:
+        seeds += [ring[at : at + m] for at in range(0, len(ring), m)]
+    stays = set(core)
+    rebuilt = _GroupRebuilder(old, m, domain)
+    new, left = rebuilt.rebuild(seeds, n_groups, [node for node in loose if node not in stays])
+    groups = (*kept, *new)
+    if not core and any((one, other) in existing for one in left for other in left):
+        core, left = left[:1], left[1:]
+    if core:
+        return ReplicaPlacement(
+            old.requested_replicas, groups, insert_nodes(core, left, m, domain, existing)
+        )
+    return ReplicaPlacement(
+        old.requested_replicas, groups, order_ring(left, m, domain) if left else ()
+    )
+
+
+def missing_copies(old: ReplicaPlacement, new: ReplicaPlacement) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of an owner and a holder that *new* has and *old* has not: what is sent."""
+    existing = set(old.copies())
+    return tuple(pair for pair in new.copies() if pair not in existing)
+
+
+class _GroupRebuilder:
+    """Makes groups again out of what is left of broken ones and of newcomers."""
+
+    def __init__(self, old: ReplicaPlacement, m: int, domain: DomainPaths) -> None:
+        self._m = m
+        self._domain = domain
+        self._home = {node: number for number, block in enumerate(old.blocks) for node in block}
+
+    def rebuild(
+        self, seeds: Iterable[Sequence[str]], n_groups: int, loose: Sequence[str]
+    ) -> tuple[list[tuple[str, ...]], list[str]]:
+        """Return so many groups, each around one of *seeds*, the fullest first; and who is left."""
+        fullest = sorted(filter(None, seeds), key=len, reverse=True)[:n_groups]
+        begun = [list(seed) for seed in fullest]
+        placed = set(chain.from_iterable(begun))
+        pool: dict[tuple[int, DomainPath], list[str]] = {}
+        for node in loose:
+            if node not in placed:
+                key = (self._home.get(node, -1), self._domain[node])
+                pool.setdefault(key, []).append(node)
+        for group in begun:
+            while len(group) < self._m:
+                group.append(self._draw(pool, group))
+        made = [tuple(group) for group in begun]
+        drawn = set(chain.from_iterable(made))
+        left = [node for node in loose if node not in drawn]
+        fresh = n_groups - len(made)
+        if not fresh:
+            return made, left
+        ordered = _by_domain(left, self._domain)
+        extra = set(_pick_from_largest(ordered, self._domain, len(left) - fresh * self._m))
+        dealt = [node for node in ordered if node not in extra]
+        made += [tuple(dealt[column::fresh]) for column in range(fresh)]
+        return made, [node for node in left if node in extra]
+
+    def _draw(self, pool: dict[tuple[int, DomainPath], list[str]], group: Sequence[str]) -> str:
+        """Take from *pool* who already shares copies with *group*, or else who is farthest off."""
+        homes = {self._home.get(node) for node in group}
+
+        def cost(key: tuple[int, DomainPath]) -> tuple[int, int, int]:
+            shared = sum(_shared(key[1], self._domain[node]) for node in group)
+            # Of equals, the largest crowd: what is left is then spread most evenly.
+            return (0 if key[0] in homes else 1, shared, -len(pool[key]))
+
+        best = min(pool, key=cost)
+        node = pool[best].pop(0)
+        if not pool[best]:
+            del pool[best]
+        return node
+
+
+def _farthest_group(
+    kept: Sequence[tuple[str, ...]], loose: Sequence[str], domain: DomainPaths
+) -> int:
+    """Return which of *kept* is farthest from the domains of *loose*, the last of equals."""
+    return min(
+        range(len(kept)), key=lambda number: (_closeness(loose, kept[number], domain), -number)
+    )
+
+
+def _check(nodes: Sequence[str], replicas: int) -> None:
+    if replicas < 1:
+        raise CheckpointError(f"{replicas} copies of a state cannot be placed; at least 1 can")
+    if not nodes:
+        raise CheckpointError("copies cannot be placed on no node")
+    if len(nodes) > NODES_MAX:
+        raise CheckpointError(f"{len(nodes)} nodes cannot be placed; at most {NODES_MAX} can")
+    if len(set(nodes)) != len(nodes):
+        twice = next(node for at, node in enumerate(nodes) if node in nodes[:at])
+        raise CheckpointError(f"node {twice} cannot be placed twice")
+
+
+def _paths(nodes: Sequence[str], paths: DomainPaths | None) -> dict[str, DomainPath]:
+    if paths is None:
+        return dict.fromkeys(nodes, ())
+    depth = len(next(iter(paths.values()), ()))
+    return {node: paths.get(node, ("",) * depth) for node in nodes}
+
+
+def _by_domain(nodes: Sequence[str], domain: DomainPaths) -> list[str]:
+    """Return *nodes* so that each domain's stand together, domains in order of appearance."""
+    first: dict[DomainPath, int] = {}
+    for at, node in enumerate(nodes):
+        path = domain[node]
+        for depth in range(1, len(path) + 1):
+            first.setdefault(path[:depth], at)
+
+    def key(node: str) -> tuple[int, ...]:
+        path = domain[node]
+        return tuple(first[path[:depth]] for depth in range(1, len(path) + 1))
+
+    return sorted(nodes, key=key)
+
+
+def _pick_from_largest(ordered: Sequence[str], domain: DomainPaths, count: int) -> list[str]:
+    """Return *count* of *ordered*, each the last of what is then the most crowded domain."""
+    crowds: dict[DomainPath, list[str]] = {}
+    for node in ordered:
+        crowds.setdefault(domain[node], []).append(node)
+    taken: list[str] = []
+    for _ in range(count):
+        seen = [domain[node] for node in taken]
+        largest = max(crowds, key=lambda path: (len(crowds[path]), -seen.count(path)))
+        taken.append(crowds[largest].pop())
+    return taken
+
+
+def _closeness(some: Sequence[str], others: Sequence[str], domain: DomainPaths) -> int:
+    """Return on how many levels, over all pairs, one of *some* shares a domain with another."""
+    return sum(_shared(domain[one], domain[other]) for one in some for other in others)
+
+
+def _shared(one: DomainPath, other: DomainPath) -> int:
+    depth = 0
+    for mine, theirs in zip(one, other, strict=True):
+        if mine != theirs:
+            break
+        depth += 1
+    return depth

@@ -1,0 +1,106 @@
+"""Whether states can be kept at an address, as far as can be told before anything is asked there.
+
+Nothing here needs what the keeper needs: a launch is refused before anything is imported.
+"""
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+from gpuops.checkpoint.types import CheckpointError
+from gpuops.errors import EXIT_USAGE
+from gpuops.scrub import scrub
+
+# The kinds of store that people have; fsspec knows many more.
+COMMON_PROTOCOLS = (
+    "s3",
+    "gs",
+    "az",
+    "abfs",
+    "oss",
+    "oci",
+    "hdfs",
+    "sftp",
+    "smb",
+    "webhdfs",
+    "file",
+)
+_READ_ONLY_PROTOCOLS = {"http", "https"}
+_ONE_SLASH = re.compile(
+    rf"({'|'.join((*COMMON_PROTOCOLS, 's3a', 'gcs', *_READ_ONLY_PROTOCOLS))}):/?(?!/)", re.ASCII
+)
+
+
+class AddressError(CheckpointError):
+    """No states can ever be kept there: the address itself is wrong, or a package is missing."""
+
+    exit_code = EXIT_USAGE
+
+
+def check_address(address: str) -> None:
+    """Say nothing where *address* is a directory, or a URL of a kind that can be spoken to here.
+
+    Raises:
+        AddressError: It is neither; says which kinds there are, or what is to be installed.
+    """
+    safe_address = scrub(address)
+    if "://" not in address:
+        if found := _ONE_SLASH.match(address):
+            raise AddressError(
+                f"{safe_address}: a URL begins with {found[1]}://; for a directory say ./"
+            )
+        return
+    protocol, _, rest = address.partition("://")
+    if not rest.strip("/"):
+        raise AddressError(
+            f"{safe_address}: nothing stands behind {protocol}://; give s3://bucket/name"
+        )
+    if protocol == "file":
+        return
+    if protocol in _READ_ONLY_PROTOCOLS:
+        raise AddressError(
+            f"{safe_address}: nothing can be written to {protocol}://; for a server that speaks "
+            "S3 give "
+            "s3://bucket/name and set AWS_ENDPOINT_URL"
+        )
+    protocols = _known_protocols(safe_address)
+    if protocol not in protocols:
+        suggestions = ", ".join(name for name in COMMON_PROTOCOLS if name in protocols)
+        raise AddressError(
+            f"{safe_address}: no kind of store is called {protocol or 'nothing'}; a directory is "
+            "one, and "
+            f"URLs may begin with {suggestions}"
+        )
+    _require_package(safe_address, protocol, protocols[protocol])
+
+
+def _known_protocols(safe_address: str) -> dict[str, Any]:
+    """Return what fsspec knows of each protocol."""
+    try:
+        from fsspec.registry import known_implementations, registry
+    except ImportError as exc:
+        raise AddressError(
+            f"{safe_address} needs fsspec, which is not installed: pip install 'gpuops[torch]', "
+            "or give a "
+            "directory"
+        ) from exc
+    return {
+        name: known_implementations.get(name, {}) for name in (*registry, *known_implementations)
+    }
+
+
+def _require_package(safe_address: str, protocol: str, implementation: dict[str, Any]) -> None:
+    package = str(implementation.get("class", "fsspec")).partition(".")[0]
+    if package != "fsspec":
+        # Importing it, which takes seconds for some, is left to who speaks to the store.
+        if find_spec(package) is None:
+            raise AddressError(
+                f"{safe_address} needs {package}, which is not installed: pip install {package}"
+            )
+        return
+    from fsspec.registry import get_filesystem_class
+
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as exc:
+        raise AddressError(f"{safe_address} cannot be used here: {exc}") from exc

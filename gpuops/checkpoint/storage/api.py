@@ -1,0 +1,258 @@
+"""Where states are kept beyond the nodes' memory: what a directory and an object store both do.
+
+A state is there when its manifest is: shards come first, the manifest last, and a reader never
+looks at shards without one. What a writer that died leaves behind is never taken for a state.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from gpuops.checkpoint.manifest import Manifest, ShardRecord
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import CheckpointError, Shard, StateId
+
+# An image: in a slot, or the descriptor of a file or of memory. A slot is mapped here already; to
+# map it again, page by page, takes as long as to hash it.
+ImageSource = SharedBuffer | int
+# Called with the number of bytes about to be moved. It may wait; what it raises ends the move.
+Throttle = Callable[[int], None]
+
+
+class NoStateError(CheckpointError):
+    """The store has no such state."""
+
+
+class CommitInProgressError(CheckpointError):
+    """Another node of the session commits this state at the moment."""
+
+
+def unthrottled(_nbytes: int) -> None:
+    """Move bytes as fast as they go."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """A state with a manifest that reads. ``tags`` pin it: it is not deleted while it has one."""
+
+    state: StateId
+    manifest: Manifest
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedState:
+    """What has the name of a state and cannot be taken for one: ``why`` is one sentence.
+
+    Not ``is_corrupt``: it may be whole, for a later gpuops, or for who may read it.
+    """
+
+    name: str
+    why: str
+    is_corrupt: bool = True
+
+    @property
+    def condition(self) -> str:
+        """Return ``"is damaged"`` or ``"cannot be read"``."""
+        return "is damaged" if self.is_corrupt else "cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreScan:
+    """What lies in a store: the states, newest first; the damaged; and writers' leftovers."""
+
+    states: tuple[StoredState, ...]
+    damaged: tuple[DamagedState, ...] = ()
+    leftovers: tuple[str, ...] = ()
+
+
+def require_shards(records: Mapping[Shard, ShardRecord], manifest: Manifest) -> None:
+    """Say nothing where *records* has each shard that *manifest* names.
+
+    Raises:
+        CheckpointError: One is missing, or is another than *manifest* says.
+    """
+    missing = [record.shard.file_name for record in manifest.shards if record.shard not in records]
+    mismatched = [
+        record.shard.file_name
+        for record in manifest.shards
+        if records.get(record.shard, record) != record
+    ]
+    for names, what in ((missing, "not there"), (mismatched, "not the same that was sealed")):
+        if names:
+            raise CheckpointError(
+                f"{manifest.state} cannot be committed: {len(names)} of {manifest.world} shards "
+                f"are {what}: {', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
+            )
+
+
+class StateWriter(Protocol):
+    """One state being written. It is nowhere to be seen before `commit`."""
+
+    def put_shard(
+        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
+    ) -> None:
+        """Write the shard from the start of *source* (a descriptor's position is not moved).
+
+        Returns once the bytes are on stable storage.
+
+        Raises:
+            CorruptError: The bytes that were written are not those of the record's digest.
+            CheckpointError: They cannot be written.
+        """
+        ...
+
+    def records(self) -> Mapping[Shard, ShardRecord]:
+        """Return the shards that are there, also those that other nodes put.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        ...
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Make the state appear, whole; return False where it was there already, bit for bit.
+
+        Raises:
+            CommitInProgressError: Another node of the session does so at the moment.
+            CheckpointError: A shard is missing or is not the one that *manifest* names; another
+                run has saved another state under this name; or the store cannot be written.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End without a commit; after one, do nothing.
+
+        What this writer put is removed as far as it can be; of a session the whole shards stay, for
+        another node to commit.
+        """
+        ...
+
+
+@runtime_checkable
+class CheckpointStore(Protocol):
+    """States in a directory or under a URL; ``address`` names it without secrets."""
+
+    @property
+    def address(self) -> str: ...
+
+    def open_writer(self, state: StateId, world: int, *, session: str | None = None) -> StateWriter:
+        """Begin to write *state*.
+
+        *session*: the name of the run, where several nodes put the shards of one state; all of
+        them give the same, and one of them commits. None: this writer puts all shards.
+
+        Raises:
+            CheckpointError: Nothing can be written there.
+        """
+        ...
+
+    def contains(self, manifest: Manifest) -> bool:
+        """Return whether the state of *manifest* is there, with all its shards in their sizes.
+
+        Raises:
+            CheckpointError: Another state has its name, or the store cannot be read.
+        """
+        ...
+
+    def scan(self) -> StoreScan:
+        """Return all that lies there.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        ...
+
+    def list_states(self) -> tuple[StoredState, ...]:
+        """Return the states whose manifest reads, newest first.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        ...
+
+    def read_manifest(self, state: StateId) -> Manifest:
+        """Return the manifest of *state*.
+
+        Raises:
+            NoStateError: There is none.
+            CorruptError: It is not what was written.
+            CheckpointError: It cannot be read, or is of a later version.
+        """
+        ...
+
+    def file_sizes(self, state: StateId) -> Mapping[str, int]:
+        """Return the names and sizes of all that lies beside the manifest of *state*; -1: no file.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        ...
+
+    def local_shard_path(self, state: StateId, shard: Shard) -> Path | None:
+        """Return a path that can be mapped; None where the bytes must be fetched.
+
+        Nothing is verified.
+
+        Raises:
+            CheckpointError: There is no such shard.
+        """
+        ...
+
+    def read_chunks(self, state: StateId, shard: Shard) -> Iterator[memoryview]:
+        """Yield the bytes of a shard in pieces of `CHUNK_BYTES`, each valid until the next.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        ...
+
+    def read_bytes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        """Return the bytes *begin* to *end* of a shard; nothing is verified.
+
+        Raises:
+            CheckpointError: They are not there, or cannot be read.
+        """
+        ...
+
+    def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
+        """Fill *into*, of the size of the shard, with its bytes and verify them.
+
+        Raises:
+            CorruptError: The bytes are not those that were saved; *into* is worthless.
+            CheckpointError: They cannot be read.
+        """
+        ...
+
+    def delete(self, state: StateId) -> None:
+        """Remove *state*: it is gone as a whole at once, its bytes follow. Gone before: nothing.
+
+        Raises:
+            CheckpointError: It is pinned, or cannot be removed.
+        """
+        ...
+
+    def pin(self, state: StateId, tag: str) -> None:
+        """Keep *state* until `unpin`.
+
+        Raises:
+            CheckpointError: *tag* is no tag, the state is not there, or it cannot be written.
+        """
+        ...
+
+    def unpin(self, state: StateId, tag: str) -> None:
+        """Undo `pin`; without such a pin do nothing.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        ...
+
+    def sweep(self) -> tuple[str, ...]:
+        """Remove what dead writers and broken-off deletions left; return what was removed.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        ...

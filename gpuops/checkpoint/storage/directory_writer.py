@@ -1,0 +1,333 @@
+"""Write one state into a directory, alone or together with the writers of other nodes.
+
+Alone, the temporary directory is named after this process. Together, it is named after the session:
+each writer puts its shard under a name of its own, renames it, and leaves a small record of it
+beside. The one that commits makes the manifest of these records, and then removes them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    Manifest,
+    ShardRecord,
+    encode_manifest,
+    parse_manifest,
+    parse_object,
+    record_from_json,
+    record_to_json,
+)
+from gpuops.checkpoint.storage.api import (
+    CommitInProgressError,
+    ImageSource,
+    Throttle,
+    require_shards,
+    unthrottled,
+)
+from gpuops.checkpoint.storage.directory_files import (
+    create,
+    is_directory,
+    list_names,
+    make_directories,
+    open_directory,
+    read_bounded,
+    regular_file_size,
+    remove_tree,
+    rename,
+    require_free_space,
+    wrap_os_errors,
+    write_synced,
+)
+from gpuops.checkpoint.storage.image_file import write_image
+from gpuops.checkpoint.storage.names import (
+    LeftoverKind,
+    parse_leftover_name,
+    quarantine_name,
+    shared_name,
+    temporary_name,
+    trash_name,
+)
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId
+
+_RENAMES_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryContext:
+    """A directory and who writes into it. ``nonce`` returns 8 bytes that were never used before."""
+
+    root: Path
+    host: str  # a `word`
+    pid: int
+    nonce: Callable[[], bytes]
+
+
+class DirectoryWriter:
+    """One state on its way into a directory; see `StateWriter`."""
+
+    def __init__(
+        self, context: DirectoryContext, state: StateId, world: int, *, session: str | None = None
+    ) -> None:
+        self._context = context
+        self._state = state
+        self._world = world
+        self._shared_name = None if session is None else shared_name(state, session)
+        self._is_closed = False
+        self._records: dict[Shard, ShardRecord] = {}
+        self._name = self._shared_name or temporary_name(
+            state, context.host, context.pid, context.nonce()
+        )
+        with wrap_os_errors("write into", context.root), contextlib.ExitStack() as opening:
+            make_directories(context.root)
+            self._root = opening.enter_context(open_directory(context.root))
+            self._folder = self._open_temporary(opening)
+            # Tells sweepers that we live, where the file system has locks.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._open = opening.pop_all()
+
+    def put_shard(
+        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
+    ) -> None:
+        path = self._context.root / self._name / record.shard.file_name
+        if record.shard.world != self._world:
+            raise CheckpointError(f"{path} is not of a world of {self._world}")
+        with wrap_os_errors("write", path):
+            try:
+                if self._shared_name is not None:
+                    self._write_session_shard(record, source, throttle)
+                else:
+                    self._write_shard(record.shard.file_name, record, source, throttle)
+            except CorruptError as exc:
+                raise CorruptError(f"{path} was not kept: {exc}") from exc
+        self._records[record.shard] = record
+
+    def records(self) -> Mapping[Shard, ShardRecord]:
+        if self._shared_name is None:
+            return dict(self._records)
+        with wrap_os_errors("look into", self._context.root / self._name):
+            shards = (Shard(rank, self._world) for rank in range(self._world))
+            return _read_records(self._folder, self._context.root / self._name, shards)
+
+    def commit(self, manifest: Manifest) -> bool:
+        with wrap_os_errors("commit", self._context.root / self._state.name):
+            if (manifest.state, manifest.world) != (self._state, self._world):
+                raise CheckpointError(f"a manifest of {manifest.state} is not of {self._state}")
+            is_new = not contains_state(self._root, self._context.root, manifest)
+            if is_new:
+                self._take_session_folder()
+                self._finish_folder(manifest)
+                is_new = self._publish(manifest)
+            os.fsync(self._root)
+            if is_new and self._shared_name is not None:
+                self._remove_superseded()
+        self._close(keep=is_new)
+        return is_new
+
+    def abort(self) -> None:
+        self._close(keep=False)
+
+    def _close(self, *, keep: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._open, contextlib.suppress(OSError):
+            if keep:
+                return
+            if self._shared_name is None:
+                remove_tree(self._name, self._root)
+            elif self._name != self._shared_name:
+                # What the nodes put is whole; one of them may have better luck with it.
+                rename(self._name, self._shared_name, self._root)
+            else:
+                os.rmdir(self._name, dir_fd=self._root)  # made by asking, and empty
+
+    def _open_temporary(self, opening: contextlib.ExitStack) -> int:
+        """Return a descriptor of the temporary directory, which *opening* closes."""
+        for _ in range(_RENAMES_MAX):
+            try:
+                os.mkdir(self._name, dir_fd=self._root)
+            except FileExistsError:
+                if self._shared_name is None:
+                    raise
+            with contextlib.suppress(FileNotFoundError):  # one that commits took it in between
+                return opening.enter_context(open_directory(self._name, dir_fd=self._root))
+        raise CheckpointError(f"others keep taking {self._name}")
+
+    def _take_session_folder(self) -> None:
+        """Take what the nodes put for this process alone: of two that commit, one goes on."""
+        if self._shared_name is None:
+            return
+        own_name = temporary_name(
+            self._state, self._context.host, self._context.pid, self._context.nonce()
+        )
+        try:
+            rename(self._name, own_name, self._root)
+        except FileNotFoundError:
+            raise CommitInProgressError(f"another node commits {self._state}") from None
+        self._name = own_name
+        if not self._is_same_folder():
+            raise CommitInProgressError(f"another node has begun {self._state} anew")
+
+    def _is_same_folder(self) -> bool:
+        """Return whether the directory of our name is still the one that we opened."""
+        try:
+            found = os.lstat(self._name, dir_fd=self._root)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(self._folder))
+
+    def _write_shard(
+        self, name: str, record: ShardRecord, source: ImageSource, throttle: Throttle
+    ) -> None:
+        require_free_space(self._folder, record.digest.nbytes)
+        fd = create(name, self._folder)
+        try:
+            try:
+                write_image(source, fd, record.digest, throttle=throttle)
+            finally:
+                os.close(fd)  # file servers tell of a failed write here, too
+        except BaseException:  # boundary: whatever ends it, its bytes need not fill the disk
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._folder)
+            raise
+
+    def _write_session_shard(
+        self, record: ShardRecord, source: ImageSource, throttle: Throttle
+    ) -> None:
+        name = record.shard.file_name
+        if self.records().get(record.shard) == record:
+            return
+        part = f".{self._context.nonce().hex()}.part"
+        self._write_shard(part, record, source, throttle)
+        if not self._is_same_folder():
+            os.unlink(part, dir_fd=self._folder)
+            raise CheckpointError(f"another node took {self._name} while {name} was written")
+        rename(part, name, self._folder)
+        self._write_renamed(_record_name(record.shard), _record_content(record))
+        os.fsync(self._folder)
+
+    def _write_renamed(self, name: str, content: bytes) -> None:
+        part = f".{self._context.nonce().hex()}.part"
+        write_synced(part, content, self._folder)
+        rename(part, name, self._folder)
+
+    def _finish_folder(self, manifest: Manifest) -> None:
+        """Bring the temporary directory to what it is to be, all on stable storage."""
+        require_shards(self.records(), manifest)
+        for record in manifest.shards:
+            size_bytes = regular_file_size(record.shard.file_name, self._folder)
+            if size_bytes != record.digest.nbytes:
+                raise CorruptError(
+                    f"{record.shard.file_name} has {size_bytes} bytes, not {record.digest.nbytes}"
+                )
+        # First the manifest, then away with the records it is made of: at any moment one of the
+        # two says which shards are there.
+        self._write_renamed(MANIFEST, encode_manifest(manifest))
+        os.fsync(self._folder)
+        expected_names = {MANIFEST, *(record.shard.file_name for record in manifest.shards)}
+        for name in list_names(self._folder):
+            if name not in expected_names:
+                os.unlink(name, dir_fd=self._folder)
+        os.fsync(self._folder)
+
+    def _publish(self, manifest: Manifest) -> bool:
+        final = self._state.name
+        for _ in range(_RENAMES_MAX):
+            if contains_state(self._root, self._context.root, manifest):
+                return False
+            if is_directory(final, self._root):  # damaged, or it would have been refused
+                rename(final, quarantine_name(self._state, self._context.nonce()), self._root)
+            try:
+                rename(self._name, final, self._root)
+            except OSError as exc:
+                if exc.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise
+            else:
+                return True
+        raise CheckpointError(f"others keep writing {final} into {self._context.root}")
+
+    def _remove_superseded(self) -> None:
+        """Remove what this session left of this state and older ones: all nodes are past them."""
+        for name in list_names(self._root):
+            leftover = parse_leftover_name(name)
+            if (
+                leftover
+                and leftover.kind is LeftoverKind.SHARED
+                and self._shared_name == shared_name(self._state, leftover.session)
+                and leftover.state <= self._state
+            ):
+                with contextlib.suppress(OSError):
+                    trash = trash_name(leftover.state, self._context.nonce())
+                    rename(name, trash, self._root)
+                    remove_tree(trash, self._root)
+
+
+def contains_state(root: int, path: Path, manifest: Manifest) -> bool:
+    """Return whether the directory *root* (called *path*) has the state of *manifest*, whole.
+
+    A damaged one is not held; of a whole one the sizes of the files are compared, not their bytes.
+
+    Raises:
+        OSError: It cannot be looked at.
+        CheckpointError: Another state of this name is there: of another run, or not to be read.
+    """
+    name = manifest.state.name
+    try:
+        os.lstat(name, dir_fd=root)
+    except FileNotFoundError:
+        return False
+    if not is_directory(name, root):
+        raise CheckpointError(f"{path / name} is not a directory; move it out of the way")
+    with open_directory(name, dir_fd=root) as folder:
+        try:
+            content = read_bounded(MANIFEST, folder, MANIFEST_BYTES_MAX)
+            stored = parse_manifest(content, str(path / name / MANIFEST))
+        except (FileNotFoundError, CorruptError):
+            return False
+        if not manifest.has_same_shards(stored):
+            raise CheckpointError(
+                f"{path / name} is another state of that name, saved by {stored.job or 'a run'} "
+                f"at {stored.created}. Give each run a directory of its own"
+            )
+        try:
+            return all(
+                regular_file_size(record.shard.file_name, folder) == record.digest.nbytes
+                for record in manifest.shards
+            )
+        except FileNotFoundError:
+            return False
+
+
+def _read_records(folder: int, path: Path, shards: Iterable[Shard]) -> dict[Shard, ShardRecord]:
+    """Return what is recorded in the temporary directory *folder*, called *path*."""
+    with contextlib.suppress(FileNotFoundError, CorruptError):
+        content = read_bounded(MANIFEST, folder, MANIFEST_BYTES_MAX)
+        manifest = parse_manifest(content, str(path / MANIFEST))
+        return {record.shard: record for record in manifest.shards}
+    found = {}
+    for shard in shards:
+        with contextlib.suppress(FileNotFoundError):
+            content = read_bounded(_record_name(shard), folder, MANIFEST_BYTES_MAX)
+            # A record that does not read is as good as none: its shard is written again.
+            with contextlib.suppress(ValueError):
+                record = record_from_json(shard.file_name, parse_object(content))
+                if regular_file_size(shard.file_name, folder) == record.digest.nbytes:
+                    found[shard] = record
+    return found
+
+
+def _record_name(shard: Shard) -> str:
+    return f"{shard.file_name}.record.json"
+
+
+def _record_content(record: ShardRecord) -> bytes:
+    return json.dumps(record_to_json(record)).encode()

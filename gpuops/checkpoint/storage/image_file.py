@@ -1,0 +1,240 @@
+"""Write the image of a shard to a file: at the disk's rate, and hashed on the way.
+
+The bytes go from the mapping of the image to the disk without a copy in between, a chunk at a time.
+Each chunk is hashed after it was written: had anything changed the image meanwhile, the hash would
+show it.
+
+Writing a long file past the page cache, where its file system lets one.
+
+The disk then takes the bytes from the memory that they are in: no core copies them, no page of the
+cache is taken for them and written back, and what training has in the cache stays there.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+
+from gpuops.checkpoint.digest import Digester, is_chunk_intact
+from gpuops.checkpoint.image import HEADER_BYTES_MAX, read_layout
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.api import ImageSource, Throttle, unthrottled
+from gpuops.checkpoint.storage.directory_files import write_all
+from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Digest, Shard
+
+BLOCK_BYTES = 4096  # a multiple of the logical blocks of disks; open(2), O_DIRECT
+
+
+class DirectWriter:
+    """Writes to the beginning of the new file *fd* and on, one piece after the other.
+
+    From the first piece on that is no whole number of blocks, or that the file system does not take
+    so (it is no page's begin in memory, or nothing may go past its cache), all goes by the cache.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._offset = 0
+        self.is_direct = _set_direct(fd, is_on=True)
+
+    def write(self, data: memoryview) -> None:
+        """Write all of *data*.
+
+        Raises:
+            OSError: Not all of it could be written.
+        """
+        n_written = self._write_direct(data) if self.is_direct else 0
+        begin = self._offset + n_written
+        self._offset += len(data)
+        if n_written < len(data):
+            if self.is_direct:
+                self.is_direct = False
+                _set_direct(self._fd, is_on=False)
+            write_all(self._fd, data[n_written:])
+            # On a file with dirty pages this starts their writing and waits for nothing.
+            os.posix_fadvise(self._fd, begin, self._offset - begin, os.POSIX_FADV_DONTNEED)
+
+    def _write_direct(self, data: memoryview) -> int:
+        """Write whole blocks of *data*; return how many bytes were."""
+        aligned_bytes = len(data) - len(data) % BLOCK_BYTES
+        done = 0
+        while done < aligned_bytes:
+            try:
+                n_written = os.write(self._fd, data[done:aligned_bytes])
+            except OSError as exc:
+                if exc.errno != errno.EINVAL:
+                    raise
+                break  # also after a write that came to lie within a block
+            if n_written == 0:
+                break
+            done += n_written
+        return done
+
+
+def _set_direct(fd: int, *, is_on: bool) -> bool:
+    """Have writes to *fd* go past the cache, or not; return whether they do."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_on else flags)
+    except OSError:
+        return False
+    return is_on
+
+
+def write_image(
+    source: ImageSource, target_fd: int, digest: Digest, *, throttle: Throttle = unthrottled
+) -> None:
+    """Write the image in *source* to *target_fd* and sync it.
+
+    Raises:
+        CorruptError: What was written is not what *digest* is of.
+        OSError: It cannot be written, or *source* not be read.
+    """
+    digester = Digester()
+    target = DirectWriter(target_fd)
+    with image_chunks(source, digest.nbytes) as chunks:
+        for _, chunk in chunks:
+            throttle(len(chunk))
+            target.write(chunk)
+            digester.update(chunk)
+    check_same_digest(digester.finish(), digest)
+    os.fsync(target_fd)
+
+
+def verify_image(source: ImageSource, digest: Digest) -> None:
+    """Say nothing where the image in *source* is what *digest* is of.
+
+    Raises:
+        CorruptError: With the offsets of the chunks that differ.
+        OSError: It cannot be read.
+    """
+    digester = Digester()
+    with image_chunks(source, digest.nbytes) as chunks:
+        for _, chunk in chunks:
+            digester.update(chunk)
+    check_same_digest(digester.finish(), digest)
+
+
+def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
+    """Fill *into* with the image in the file *source_fd*, verified chunk by chunk.
+
+    Raises:
+        CorruptError: With the offset of the first chunk that is not what was saved.
+        OSError: It cannot be read.
+    """
+    size_bytes = os.fstat(source_fd).st_size
+    if not size_bytes == digest.nbytes == len(into):
+        raise CorruptError(f"it has {size_bytes} bytes, {digest.nbytes} were saved")
+    for number, at in enumerate(range(0, len(into), CHUNK_BYTES)):
+        with into[at : at + CHUNK_BYTES] as chunk:
+            _read_all(source_fd, chunk, at)
+            if not is_chunk_intact(chunk, digest, number):
+                raise CorruptError(f"the chunk at byte {at} is not what was saved")
+
+
+def image_fd(source: ImageSource) -> int:
+    """Return the descriptor that *source* is, or that its memory has.
+
+    Raises:
+        CheckpointError: It is a slot that is closed.
+    """
+    return source if isinstance(source, int) else source.fd
+
+
+def read_layout_hash(source: ImageSource, shard: Shard, nbytes: int) -> str:
+    """Return the hash of the layout of the image of *shard* in *source*.
+
+    Raises:
+        CorruptError: It is no image, or of another shard.
+        OSError: It cannot be read.
+    """
+    source_fd = image_fd(source)
+    length = os.pread(source_fd, 8, 0)
+    n_header = min(8 + int.from_bytes(length, "little"), 8 + HEADER_BYTES_MAX, nbytes)
+    header = bytearray(n_header)
+    _read_all(source_fd, memoryview(header), 0)
+    layout = read_layout(memoryview(header), nbytes=nbytes)
+    if layout.shard != shard:
+        raise CorruptError(f"the image is {layout.shard.file_name}, not {shard.file_name}")
+    return layout.header_hash
+
+
+@contextlib.contextmanager
+def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[int, memoryview]]]:
+    """Yield an iterator over (offset, bytes) of the *nbytes* of *source* in chunks.
+
+    Memory that is sealed against shrinking is mapped, if it is not; of a file that could be cut
+    short, which would kill the reader of a mapping, each chunk is read.
+
+    Raises:
+        CorruptError: There are more bytes, or fewer; the latter also while iterating.
+        OSError: It cannot be read; also while iterating.
+    """
+    source_fd = image_fd(source)
+    size_bytes = os.fstat(source_fd).st_size
+    if size_bytes != nbytes:
+        raise CorruptError(f"the image has {size_bytes} bytes, {nbytes} were sealed")
+    if isinstance(source, SharedBuffer):
+        yield _mapped_chunks(source.view[:])
+    elif _cannot_shrink(source_fd):
+        mapping = mmap.mmap(source_fd, nbytes, prot=mmap.PROT_READ)
+        try:
+            yield _mapped_chunks(memoryview(mapping))
+        finally:
+            # A view in the traceback of an error keeps it open until that is gone.
+            with contextlib.suppress(BufferError):
+                mapping.close()
+    else:
+        yield _read_chunks(source_fd, nbytes)
+
+
+def check_same_digest(written: Digest, expected: Digest) -> None:
+    """Say nothing where both digests are the same.
+
+    Raises:
+        CorruptError: With the offsets of the chunks that differ.
+    """
+    if written == expected:
+        return
+    bad = [
+        number * CHUNK_BYTES
+        for number in range(len(expected.table) // 8)
+        if written.table[8 * number : 8 * number + 8] != expected.table[8 * number : 8 * number + 8]
+    ]
+    raise CorruptError(
+        f"{len(bad)} of {len(expected.table) // 8} chunks are not what was sealed, "
+        f"at bytes {', '.join(map(str, bad[:8]))}{'…' if len(bad) > 8 else ''}"
+    )
+
+
+def _cannot_shrink(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # an ordinary file
+        return False
+
+
+def _mapped_chunks(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    with view:
+        for at in range(0, len(view), CHUNK_BYTES):
+            with view[at : at + CHUNK_BYTES] as chunk:
+                yield at, chunk
+
+
+def _read_chunks(fd: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
+    for at in range(0, nbytes, CHUNK_BYTES):
+        chunk = buffer[: min(CHUNK_BYTES, nbytes - at)]
+        _read_all(fd, chunk, at)
+        yield at, chunk
+
+
+def _read_all(fd: int, into: memoryview, at: int) -> None:
+    n_read = 0
+    while n_read < len(into):
+        got = os.preadv(fd, [into[n_read:]], at + n_read)
+        if got == 0:
+            raise CorruptError(f"it ends at byte {at + n_read}")
+        n_read += got

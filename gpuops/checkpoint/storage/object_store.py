@@ -1,0 +1,423 @@
+"""States in an object store, under any URL that fsspec knows.
+
+There is no rename: the shards go to their final names, and the manifest, written last, makes them a
+state. Readers ignore all that has no manifest which verifies. To delete is the same backwards: the
+manifest goes first.
+
+Write one state into an object store, alone or together with the writers of other nodes.
+"""
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gpuops.checkpoint.digest import is_chunk_intact
+from gpuops.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    Manifest,
+    ShardRecord,
+    encode_manifest,
+    parse_object,
+    record_from_json,
+    record_to_json,
+)
+from gpuops.checkpoint.storage.api import (
+    DamagedState,
+    ImageSource,
+    NoStateError,
+    StoredState,
+    StoreScan,
+    Throttle,
+    require_shards,
+    unthrottled,
+)
+from gpuops.checkpoint.storage.image_file import image_fd, verify_image
+from gpuops.checkpoint.storage.names import (
+    PINS,
+    is_valid_tag,
+    parse_pin_name,
+    parse_state_name,
+    pin_name,
+)
+from gpuops.checkpoint.storage.object_retry import Retrying
+from gpuops.checkpoint.storage.object_tree import SESSIONS_FOLDER, ObjectTree
+from gpuops.checkpoint.types import (
+    CHUNK_BYTES,
+    BadRequestError,
+    CheckpointError,
+    CorruptError,
+    Shard,
+    StateId,
+)
+from gpuops.host.clock import Clock, SystemClock
+from gpuops.scrub import scrub
+
+
+class ObjectWriter:
+    """One state on its way into an object store; see `StateWriter`.
+
+    A state with a manifest that reads and all its shards is never written to again: its objects
+    have the names that ours would have.
+    """
+
+    def __init__(
+        self, tree: ObjectTree, state: StateId, world: int, *, session: str | None = None
+    ) -> None:
+        self._tree = tree
+        self._state = state
+        self._world = world
+        self._session_folder = None if session is None else tree.session_folder(state, session)
+        self._records: dict[Shard, ShardRecord] = {}
+        self._versions: dict[Shard, str] = {}
+        self._is_finished = False
+        self._existing = self._find_existing()
+
+    def put_shard(
+        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
+    ) -> None:
+        key = self._key(record.shard)
+        url = f"{self._tree.address}/{key}"
+        if record.shard.world != self._world:
+            raise CheckpointError(f"{url} is not of a world of {self._world}")
+        if self._existing is not None:
+            if self._existing.record(record.shard) != record:
+                raise CheckpointError(
+                    f"{url} is of another state of that name, saved by "
+                    f"{self._existing.job or 'a run'}. Give each run a prefix of its own"
+                )
+        elif self._read_record(record.shard) != record:
+            self._upload(record, source, key, throttle)
+        self._records[record.shard] = record
+
+    def records(self) -> Mapping[Shard, ShardRecord]:
+        if self._existing is not None:
+            return {record.shard: record for record in self._existing.shards}
+        if self._session_folder is None:
+            return dict(self._records)
+        sizes = self._tree.sizes(self._session_folder)
+        shards = [Shard(rank, self._world) for rank in range(self._world)]
+        named = [shard for shard in shards if _record_name(shard) in sizes]
+        found = ((shard, self._read_record(shard)) for shard in named)
+        return {shard: record for shard, record in found if record is not None}
+
+    def commit(self, manifest: Manifest) -> bool:
+        if (manifest.state, manifest.world) != (self._state, self._world):
+            raise CheckpointError(f"a manifest of {manifest.state} is not of {self._state}")
+        key = f"{self._state.name}/{MANIFEST}"
+        is_new = not self._tree.contains(manifest)
+        if is_new:
+            try:
+                require_shards(self.records(), manifest)
+                self._check_not_replaced(manifest)
+            except CheckpointError:
+                # Another node that committed it meanwhile has removed the records.
+                if self._session_folder is None or not self._tree.contains(manifest):
+                    raise
+                return False
+            self._tree.write(key, encode_manifest(manifest))
+            if not self._tree.contains(manifest):
+                raise CheckpointError(
+                    f"{self._tree.address}/{key} was written, and then not found as it was written"
+                )
+        self._is_finished = True
+        if self._session_folder is not None:
+            with contextlib.suppress(CheckpointError):  # a sweep removes them otherwise
+                self._tree.remove_all(self._session_folder)
+        return is_new
+
+    def abort(self) -> None:
+        if self._is_finished or self._session_folder is not None:
+            return
+        self._is_finished = True
+        for shard, version in self._versions.items():
+            with contextlib.suppress(CheckpointError):  # a sweep removes it otherwise
+                if self._tree.version(self._key(shard)) == version:  # not another run's by now
+                    self._tree.remove(self._key(shard))
+        self._tree.remove_empty(self._state.name)
+
+    def _find_existing(self) -> Manifest | None:
+        """Return the manifest of the state where it is there; make room where it is damaged."""
+        try:
+            stored = self._tree.read_manifest(self._state)
+            if self._tree.contains(stored):
+                return stored
+        except NoStateError:
+            return None
+        except CorruptError:
+            pass
+        # What has the name of a state, and is none, must not look like one with our shards in it.
+        self._tree.remove(f"{self._state.name}/{MANIFEST}")
+        return None
+
+    def _upload(
+        self, record: ShardRecord, source: ImageSource, key: str, throttle: Throttle
+    ) -> None:
+        url = f"{self._tree.address}/{key}"
+        try:
+            throttle(0)  # the first call of an upload comes when a part of it is done
+            verify_image(source, record.digest)
+            self._tree.upload(key, image_fd(source), throttle)
+            verify_image(source, record.digest)  # it was the same all the while
+        except CorruptError as exc:
+            raise CorruptError(f"{url} was not kept: {exc}") from exc
+        except OSError as exc:
+            raise CheckpointError(f"{url} was not written: {exc}") from exc
+        size_bytes = self._tree.size(key)
+        if size_bytes != record.digest.nbytes:
+            raise CheckpointError(
+                f"{url} has {size_bytes} bytes, {record.digest.nbytes} were written"
+            )
+        self._versions[record.shard] = self._tree.version(key) or ""
+        if self._session_folder is not None:
+            content = json.dumps(record_to_json(record)).encode()
+            self._tree.write(f"{self._session_folder}/{_record_name(record.shard)}", content)
+
+    def _read_record(self, shard: Shard) -> ShardRecord | None:
+        """Return what was recorded of *shard*, where its object is still of that size."""
+        if self._session_folder is None:
+            return self._records.get(shard)
+        key = f"{self._session_folder}/{_record_name(shard)}"
+        nbytes = self._tree.size(key)
+        if nbytes is None or nbytes > MANIFEST_BYTES_MAX:
+            return None
+        try:
+            record = record_from_json(
+                shard.file_name, parse_object(self._tree.read(key, 0, nbytes))
+            )
+        except ValueError:
+            return None
+        return record if self._tree.size(self._key(shard)) == record.digest.nbytes else None
+
+    def _check_not_replaced(self, manifest: Manifest) -> None:
+        """Say nothing where no other writer has replaced an object since we wrote it."""
+        sizes = self._tree.sizes(self._state.name)
+        for record in manifest.shards:
+            name = record.shard.file_name
+            there = sizes.get(name)
+            if there != record.digest.nbytes:
+                raise CorruptError(f"{name} has {there} bytes, not {record.digest.nbytes}")
+        for shard, version in self._versions.items():
+            if self._tree.version(self._key(shard)) != version:
+                raise CheckpointError(
+                    f"{self._tree.address}/{self._key(shard)} was written by another run "
+                    "meanwhile. Give each run a prefix of its own"
+                )
+
+    def _key(self, shard: Shard) -> str:
+        return f"{self._state.name}/{shard.file_name}"
+
+
+def _record_name(shard: Shard) -> str:
+    return f"{shard.file_name}.record.json"
+
+
+DEADLINE_S = 300.0
+FIRST_RESPONSE_TIMEOUT_S = 20.0
+ABANDONED_S = 86_400
+_CONNECTIONS = 4
+_FETCHES_MAX = 3  # of one chunk whose bytes arrive as others than were saved
+# A server that accepts and never answers is found out; what the user has set for fsspec goes first.
+_S3_OPTIONS = {
+    "config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}
+}
+
+
+def open_object_store(
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
+    first_response_timeout_s: float = FIRST_RESPONSE_TIMEOUT_S,
+    clock: Clock | None = None,
+) -> "ObjectStore":
+    """Return the store at *url*; nothing is asked of it yet.
+
+    *options* go to the file system class of fsspec, before what its configuration says. A store
+    that has never answered is given up after *first_response_timeout_s*, one that has after
+    *deadline_s*.
+
+    Raises:
+        CheckpointError: fsspec, or what it needs for this kind of URL, is not installed; or the
+            URL is none.
+    """
+    safe_url = scrub(url)
+    try:
+        import fsspec
+        from fsspec.config import conf
+    except ImportError as exc:
+        raise CheckpointError(
+            f"{safe_url} needs fsspec: pip install 'gpuops[torch]', or give a directory"
+        ) from exc
+    protocol = url.partition("://")[0]
+    defaults = _S3_OPTIONS if protocol in {"s3", "s3a"} else {}
+    try:
+        # The cached instances of fsspec are shared with whoever else uses it in this process.
+        chosen = {**defaults, **conf.get(protocol, {}), **(options or {})}
+        filesystem, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **chosen)
+    except (ImportError, ValueError, TypeError) as exc:
+        raise CheckpointError(f"{safe_url} cannot be opened: {scrub(str(exc))}") from exc
+    clock = clock or SystemClock()
+    retrying = Retrying(deadline_s, clock, first_response_timeout_s=first_response_timeout_s)
+    return ObjectStore(ObjectTree(filesystem, path, safe_url, retrying), clock)
+
+
+class ObjectStore:
+    """The states below one prefix; threads may share it."""
+
+    def __init__(self, tree: ObjectTree, clock: Clock) -> None:
+        self._tree = tree
+        self._clock = clock
+
+    @property
+    def address(self) -> str:
+        return self._tree.address
+
+    def open_writer(
+        self, state: StateId, world: int, *, session: str | None = None
+    ) -> ObjectWriter:
+        return ObjectWriter(self._tree, state, world, session=session)
+
+    def contains(self, manifest: Manifest) -> bool:
+        return self._tree.contains(manifest)
+
+    def scan(self) -> StoreScan:
+        states, damaged, leftovers = [], [], []
+        names = sorted(self._tree.list_names())
+        pins = self._read_pins()
+        for name in names:
+            state = parse_state_name(name)
+            if state is None:
+                continue
+            try:
+                states.append(StoredState(state, self.read_manifest(state), pins.get(state, ())))
+            except NoStateError:
+                leftovers.append(name)
+            except CheckpointError as exc:
+                damaged.append(DamagedState(name, str(exc), isinstance(exc, CorruptError)))
+        states.sort(key=lambda stored: stored.state, reverse=True)
+        return StoreScan(tuple(states), tuple(damaged), tuple(leftovers))
+
+    def list_states(self) -> tuple[StoredState, ...]:
+        return self.scan().states
+
+    def read_manifest(self, state: StateId) -> Manifest:
+        return self._tree.read_manifest(state)
+
+    def file_sizes(self, state: StateId) -> Mapping[str, int]:
+        sizes = self._tree.sizes(state.name)
+        return {name: size for name, size in sizes.items() if name != MANIFEST}
+
+    def local_shard_path(self, state: StateId, shard: Shard) -> Path | None:
+        if self._tree.size(f"{state.name}/{shard.file_name}") is None:
+            raise CheckpointError(f"{self._shard_url(state, shard)} is not there")
+        return None
+
+    def read_chunks(self, state: StateId, shard: Shard) -> Iterator[memoryview]:
+        key = f"{state.name}/{shard.file_name}"
+        nbytes = self._tree.size(key)
+        if nbytes is None:
+            raise CheckpointError(f"{self._shard_url(state, shard)} is not there")
+        with ThreadPoolExecutor(_CONNECTIONS, "gpuops-fetch") as pool:
+            prefetched: deque[Future[bytes]] = deque()
+            try:
+                for at in range(0, nbytes, CHUNK_BYTES):
+                    end = min(at + CHUNK_BYTES, nbytes)
+                    prefetched.append(pool.submit(self._tree.read, key, at, end))
+                    if len(prefetched) >= _CONNECTIONS:
+                        yield memoryview(prefetched.popleft().result())
+                while prefetched:
+                    yield memoryview(prefetched.popleft().result())
+            finally:
+                for waiting in prefetched:
+                    waiting.cancel()
+
+    def read_bytes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        return self._tree.read(f"{state.name}/{shard.file_name}", begin, end)
+
+    def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
+        key = f"{state.name}/{record.shard.file_name}"
+        nbytes, shard_url = record.digest.nbytes, self._shard_url(state, record.shard)
+        size_bytes = self._tree.size(key)
+        if size_bytes is None:
+            raise CheckpointError(f"{shard_url} is not there")
+        if not size_bytes == nbytes == len(into):
+            raise CorruptError(f"{shard_url} has {size_bytes} bytes, {nbytes} were saved")
+        with ThreadPoolExecutor(_CONNECTIONS, "gpuops-fetch") as pool:
+            fetches = [
+                pool.submit(self._fetch_chunk, key, record, number, into)
+                for number in range(-(-nbytes // CHUNK_BYTES))
+            ]
+            try:
+                for fetch in fetches:
+                    fetch.result()
+            except CorruptError as exc:
+                raise CorruptError(f"{shard_url}: {exc}") from exc
+            finally:
+                for fetch in fetches:
+                    fetch.cancel()
+
+    def delete(self, state: StateId) -> None:
+        if tags := self._read_pins().get(state):
+            raise CheckpointError(f"{state} in {self.address} is pinned by {', '.join(tags)}")
+        self._tree.remove(f"{state.name}/{MANIFEST}")
+        # Without its manifest it is gone; what stays of it here is for a sweep.
+        with contextlib.suppress(CheckpointError):
+            self._tree.remove_all(state.name)
+
+    def pin(self, state: StateId, tag: str) -> None:
+        if not is_valid_tag(tag):
+            raise BadRequestError(
+                f"{tag[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
+            )
+        self.read_manifest(state)
+        self._tree.write(f"{PINS}/{pin_name(state, tag)}", b"pinned\n")
+
+    def unpin(self, state: StateId, tag: str) -> None:
+        if is_valid_tag(tag):
+            self._tree.remove(f"{PINS}/{pin_name(state, tag)}")
+
+    def sweep(self) -> tuple[str, ...]:
+        committed, removed = [], []
+        for name in sorted(self._tree.list_names()):
+            if parse_state_name(name) is None:
+                continue
+            if self._tree.size(f"{name}/{MANIFEST}") is not None:
+                committed.append(name)
+            elif self._is_abandoned(name):
+                self._tree.remove_all(name)
+                removed.append(name)
+        for name in sorted(self._tree.sizes(SESSIONS_FOLDER)):
+            state_name = ".".join(name.split(".")[:2])
+            if state_name in committed or self._is_abandoned(f"{SESSIONS_FOLDER}/{name}"):
+                self._tree.remove_all(f"{SESSIONS_FOLDER}/{name}")
+        return tuple(removed)
+
+    def _is_abandoned(self, folder: str) -> bool:
+        changed_s = self._tree.last_modified_s(folder)
+        return changed_s is not None and self._clock.now_us() / 1e6 - changed_s > ABANDONED_S
+
+    def _fetch_chunk(self, key: str, record: ShardRecord, number: int, into: memoryview) -> None:
+        at = number * CHUNK_BYTES
+        end = min(at + CHUNK_BYTES, record.digest.nbytes)
+        for _ in range(_FETCHES_MAX):
+            chunk = self._tree.read(key, at, end)
+            if is_chunk_intact(chunk, record.digest, number):
+                into[at:end] = chunk
+                return
+        raise CorruptError(f"the chunk at byte {at} is not what was saved")
+
+    def _read_pins(self) -> dict[StateId, tuple[str, ...]]:
+        pins: dict[StateId, tuple[str, ...]] = {}
+        for name in sorted(self._tree.sizes(PINS)):
+            if found := parse_pin_name(name):
+                state, tag = found
+                pins[state] = (*pins.get(state, ()), tag)
+        return pins
+
+    def _shard_url(self, state: StateId, shard: Shard) -> str:
+        return f"{self.address}/{state.name}/{shard.file_name}"

@@ -1,0 +1,264 @@
+"""The objects below one prefix of a store, by short keys; each call is made again when it fails."""
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any, TypeVar
+
+from gpuops.checkpoint.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, parse_manifest
+from gpuops.checkpoint.storage.api import NoStateError, Throttle
+from gpuops.checkpoint.storage.names import name_component
+from gpuops.checkpoint.storage.object_retry import Retrying, ShortReadError
+from gpuops.checkpoint.types import CheckpointError, CorruptError, StateId
+
+T = TypeVar("T")
+
+SESSIONS_FOLDER = ".parts"
+# What fsspec's file systems call them.
+_TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
+_VERSION_KEYS = ("ETag", "etag", "VersionId", "generation", *_TIME_KEYS)
+# Their folders are not made; to ask for one would make a bucket that is not there.
+_FLAT_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
+
+
+class ObjectTree:
+    """What is below *root* in *filesystem*, of fsspec; *address* names it in errors."""
+
+    def __init__(self, filesystem: Any, root: str, address: str, retrying: Retrying) -> None:  # noqa: ANN401 fsspec has no types
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+        self.address = address.rstrip("/")
+        self._retrying = retrying
+        protocols = filesystem.protocol
+        names = {protocols} if isinstance(protocols, str) else set(protocols)
+        self._is_flat = bool(names & _FLAT_PROTOCOLS)
+
+    def list_names(self) -> list[str]:
+        """Return the names of what lies directly below the root.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        return [name for name, _ in self._list("")]
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the objects directly in *folder*, by name; -1: it is a folder.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        return {
+            name: info["size"] if info.get("type") == "file" else -1
+            for name, info in self._list(folder)
+        }
+
+    def size(self, key: str) -> int | None:
+        """Return the size of the object *key*; None: there is none.
+
+        Raises:
+            CheckpointError: It cannot be asked for.
+        """
+        info = self._info(key)
+        return None if info is None else int(info["size"])
+
+    def version(self, key: str) -> str | None:
+        """Return a text that is another one after *key* was written again; None: there is none.
+
+        Raises:
+            CheckpointError: It cannot be asked for.
+        """
+        info = self._info(key)
+        if info is None:
+            return None
+        return "|".join(f"{name}={info[name]}" for name in _VERSION_KEYS if name in info)
+
+    def read(self, key: str, begin: int, end: int) -> bytes:
+        """Return the bytes *begin* to *end* of the object *key*.
+
+        Raises:
+            CheckpointError: They are not to be had.
+        """
+
+        def ask() -> bytes:
+            content: bytes = self._fs.cat_file(self._path(key), start=begin, end=end)
+            if len(content) != end - begin:
+                raise ShortReadError(f"{len(content)} bytes came of {end - begin}")
+            return content
+
+        try:
+            return self._call(f"read bytes {begin} to {end} of", key, ask)
+        except FileNotFoundError as exc:
+            raise CheckpointError(f"{self._url(key)} is not there") from exc
+
+    def write(self, key: str, content: bytes) -> None:
+        """Make *key* an object of *content*, whole or not at all.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+
+        def put() -> None:
+            self._make_folder(key)
+            self._fs.pipe_file(self._path(key), content)
+
+        self._call_in_bucket("write", key, put)
+
+    def upload(self, key: str, source_fd: int, throttle: Throttle) -> None:
+        """Make *key* an object of all that is in the file *source_fd*, in several parts at once.
+
+        Raises:
+            CheckpointError: It cannot be written; *throttle* may raise it, too.
+        """
+        from fsspec.callbacks import Callback
+
+        class Paced(Callback):  # type: ignore[misc] # fsspec has no types
+            def relative_update(self, inc: int = 1) -> None:
+                throttle(inc)
+
+        def put() -> None:
+            self._make_folder(key)
+            # A path of this process' own leads to memory that has no other name.
+            self._fs.put_file(f"/proc/self/fd/{source_fd}", self._path(key), callback=Paced())
+
+        self._call_in_bucket("write", key, put)
+
+    def remove(self, key: str) -> None:
+        """Remove the object *key*, if it is there.
+
+        Raises:
+            CheckpointError: It cannot be removed.
+        """
+        if self._info(key) is None:
+            return
+        try:
+            self._call("remove", key, lambda: self._fs.rm_file(self._path(key)))
+        except FileNotFoundError:
+            return
+
+    def remove_all(self, folder: str) -> None:
+        """Remove all that is below *folder*.
+
+        Raises:
+            CheckpointError: It cannot be removed.
+        """
+        try:
+            self._call("remove", folder, lambda: self._fs.rm(self._path(folder), recursive=True))
+        except FileNotFoundError:
+            return
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove *folder* where the store has folders and nothing is in it."""
+        try:
+            if not self.sizes(folder):
+                self._fs.rmdir(self._path(folder))
+        except Exception:  # noqa: BLE001 boundary: nothing is lost, in it or by its staying
+            return
+
+    def last_modified_s(self, folder: str) -> float | None:
+        """Return when an object in *folder* was last written, in seconds since the epoch.
+
+        None: the store does not say.
+
+        Raises:
+            CheckpointError: It cannot be listed.
+        """
+        latest = None
+        for _, info in self._list(folder):
+            found = next((info[name] for name in _TIME_KEYS if name in info), None)
+            seconds = found.timestamp() if isinstance(found, datetime) else found
+            if not isinstance(seconds, int | float):
+                return None
+            latest = seconds if latest is None else max(latest, seconds)
+        return latest
+
+    def read_manifest(self, state: StateId) -> Manifest:
+        """Return the manifest of *state*.
+
+        Raises:
+            NoStateError: There is none.
+            CorruptError: It is not what was written.
+            CheckpointError: It cannot be read, or is of a later version.
+        """
+        key = f"{state.name}/{MANIFEST}"
+        nbytes = self.size(key)
+        if nbytes is None:
+            raise NoStateError(f"there is no {state} in {self.address}")
+        if not 0 <= nbytes <= MANIFEST_BYTES_MAX:
+            raise CorruptError(f"{self._url(key)} has {nbytes} bytes, more than any manifest")
+        manifest = parse_manifest(self.read(key, 0, nbytes), self._url(key))
+        if manifest.state != state:
+            raise CorruptError(f"{self._url(key)} is of {manifest.state}")
+        return manifest
+
+    def contains(self, manifest: Manifest) -> bool:
+        """Return whether the state of *manifest* is there, with all its shards in their sizes.
+
+        Raises:
+            CheckpointError: Another state has its name, or the store cannot be read.
+        """
+        try:
+            stored = self.read_manifest(manifest.state)
+        except (NoStateError, CorruptError):
+            return False
+        if not manifest.has_same_shards(stored):
+            raise CheckpointError(
+                f"{self._url(manifest.state.name)} is another state of that name, saved by "
+                f"{stored.job or 'a run'} at {stored.created}. Give each run a prefix of its own"
+            )
+        sizes = self.sizes(manifest.state.name)
+        return all(
+            sizes.get(record.shard.file_name) == record.digest.nbytes for record in manifest.shards
+        )
+
+    def session_folder(self, state: StateId, session: str) -> str:
+        """Return where the nodes of *session* record what they put of *state*."""
+        return f"{SESSIONS_FOLDER}/{state.name}.{name_component(session)}"
+
+    def _list(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        def ask() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            found: list[dict[str, Any]] = self._fs.ls(self._path(folder), detail=True)
+            return found
+
+        try:
+            infos = self._call("list", folder, ask)
+        except FileNotFoundError:
+            return
+        prefix = self._path(folder).rstrip("/") + "/"
+        for info in infos:
+            name = str(info["name"]).rstrip("/")
+            # Some stores list the folder itself, as an object without bytes.
+            if name.startswith(prefix) and "/" not in name[len(prefix) :]:
+                yield name[len(prefix) :], info
+
+    def _info(self, key: str) -> dict[str, Any] | None:
+        def ask() -> dict[str, Any]:
+            self._fs.invalidate_cache()
+            found: dict[str, Any] = self._fs.info(self._path(key))
+            return found
+
+        try:
+            info = self._call("ask for", key, ask)
+        except FileNotFoundError:
+            return None
+        return info if info.get("type") == "file" else None
+
+    def _make_folder(self, key: str) -> None:
+        if not self._is_flat:
+            self._fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+
+    def _call_in_bucket(self, action: str, key: str, function: Callable[[], None]) -> None:
+        try:
+            self._call(action, key, function)
+        except FileNotFoundError as exc:
+            raise CheckpointError(
+                f"cannot {action} {self._url(key)}: {exc}; is there such a bucket?"
+            ) from exc
+
+    def _call(self, action: str, key: str, function: Callable[[], T]) -> T:
+        return self._retrying.call(f"{action} {self._url(key)}", function)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+    def _url(self, key: str) -> str:
+        return f"{self.address}/{key}" if key else self.address

@@ -1,0 +1,415 @@
+"""Write the newest committed state to the directory when it is time.
+
+A failure is told and tried again later, ever more rarely; it never ends anything.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
+from gpuops.checkpoint.storage.api import CheckpointStore
+from gpuops.checkpoint.storage.persist import (
+    PersistResult,
+    RateThrottle,
+    StateOrigin,
+    commit_node_shards,
+    persist,
+    persist_node_shards,
+)
+from gpuops.checkpoint.storage.retention import RetentionPolicy, prune
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
+
+BACKOFF_MIN_S = 5.0
+BACKOFF_MAX_S = 1800.0
+
+OpenStore = Callable[[str], CheckpointStore]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistTask:
+    """One state to be written; ``parts`` is the session where other nodes write shards, too.
+
+    ``is_last``: there may be nobody left to seal it, so whoever comes last does.
+    """
+
+    state: StateId
+    shards: Mapping[Shard, HeldShard]
+    policy: CheckpointPolicy
+    origin: StateOrigin
+    session: str | None = None
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTask:
+    """A state of which all nodes have written their shards, to appear in the directory."""
+
+    state: StateId
+    world: int
+    policy: CheckpointPolicy
+    origin: StateOrigin
+
+
+@dataclass(frozen=True, slots=True)
+class PersistOutcome:
+    """What came of a task.
+
+    ``is_whole`` is false where shards of other nodes may be missing; ``has_parts`` where none of
+    this node were written; ``pruned`` were removed; ``trouble`` is what went wrong beside it.
+    """
+
+    persisted: PersistResult
+    is_complete: bool = True
+    has_written_shards: bool = True
+    pruned: tuple[StateId, ...] = ()
+    warning: str = ""
+
+
+def run_persist(
+    task: PersistTask, open_store: OpenStore, should_stop: Callable[[], bool]
+) -> PersistOutcome:
+    """Write the state, then remove what is too old.
+
+    Raises:
+        CheckpointError: It could not be written; nothing was removed.
+    """
+    assert task.policy.directory is not None
+    store = open_store(task.policy.directory)
+    throttle = RateThrottle(None, stop=should_stop)
+    sources = {shard: (held.memory, held.copy.digest) for shard, held in task.shards.items()}
+    warning = ""
+    try:
+        store.sweep()
+    except CheckpointError as exc:
+        warning = str(exc)
+    if task.session is None:
+        persisted = persist(store, task.state, sources, origin=task.origin, throttle=throttle)
+    else:
+        persisted = persist_node_shards(
+            store, task.state, sources, session=task.session, throttle=throttle
+        )
+        world = next(iter(task.shards)).world
+        is_whole = task.is_final and commit_node_shards(
+            store, task.state, world, session=task.session, origin=task.origin
+        )
+        if not is_whole:
+            return PersistOutcome(persisted, is_complete=False, warning=warning)
+    pruned, why = _prune_old(store, task.policy, task.state)
+    return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
+
+
+def run_commit(
+    task: CommitTask, open_store: OpenStore, clock_s: Callable[[], float] = time.monotonic
+) -> PersistOutcome:
+    """Make the state appear, then remove what is too old.
+
+    Raises:
+        CheckpointError: Parts of it are missing, or it cannot be written; nothing was removed.
+    """
+    assert task.policy.directory is not None
+    began_s = clock_s()
+    store = open_store(task.policy.directory)
+    is_whole = commit_node_shards(
+        store, task.state, task.world, session=task.origin.job, origin=task.origin
+    )
+    if not is_whole:
+        raise CheckpointError(
+            f"{task.state} cannot be sealed in {store.address}: not all of its {task.world} "
+            "shards are there"
+        )
+    pruned, warning = _prune_old(store, task.policy, task.state)
+    persisted = PersistResult(task.state, clock_s() - began_s, 0)
+    return PersistOutcome(persisted, has_written_shards=False, pruned=pruned, warning=warning)
+
+
+def _prune_old(
+    store: CheckpointStore, policy: CheckpointPolicy, state: StateId
+) -> tuple[tuple[StateId, ...], str]:
+    """Remove what is too old; return what was, and what went wrong."""
+    retention = RetentionPolicy(keep_last=policy.keep_last, keep_every=policy.keep_every)
+    try:
+        return tuple(verdict.state for verdict in prune(store, retention, {state})), ""
+    except CheckpointError as exc:
+        return (), str(exc)
+
+
+@dataclass(slots=True)
+class PersistSchedule:
+    """Says whether the newest state is to be persisted now. Seconds are of a monotonic clock."""
+
+    last_persisted: StateId | None = None  # the newest that is persisted
+    in_progress: StateId | None = None
+    failures: int = field(default=0)
+    _started_s: float | None = None
+    _not_before_s: float = 0.0
+
+    def is_due(self, newest: StateId | None, policy: CheckpointPolicy | None, now_s: float) -> bool:
+        """Say whether policy asks for *newest* to be persisted."""
+        if policy is None or policy.persist_every_s is None or not self.can_persist(newest, policy):
+            return False
+        since_s = None if self._started_s is None else now_s - self._started_s
+        is_time = since_s is None or since_s >= policy.persist_every_s
+        return is_time and now_s >= self._not_before_s
+
+    def can_persist(self, newest: StateId | None, policy: CheckpointPolicy | None) -> bool:
+        """Say whether there is something to persist, somewhere to, and nothing in the way."""
+        if newest is None or policy is None or policy.directory is None:
+            return False
+        return self.in_progress is None and not self.has_persisted(newest)
+
+    def has_persisted(self, state: StateId) -> bool:
+        """Say whether *state*, or a newer one, is persisted."""
+        return self.last_persisted is not None and self.last_persisted >= state
+
+    def on_start(self, state: StateId, now_s: float) -> None:
+        """Take note that *state* is being written."""
+        self.in_progress = state
+        self._started_s = now_s
+
+    def on_success(self, state: StateId) -> None:
+        """Take note that *state* is persisted."""
+        self.in_progress = None
+        self.failures = 0
+        self._not_before_s = 0.0
+        self.last_persisted = (
+            state if self.last_persisted is None else max(self.last_persisted, state)
+        )
+
+    def on_failure(self, now_s: float) -> float:
+        """Take note of a failure; return the seconds until the next try."""
+        self.in_progress = None
+        self._started_s = None
+        self.failures += 1
+        wait_s = min(BACKOFF_MIN_S * 2.0 ** min(self.failures - 1, 20), BACKOFF_MAX_S)
+        self._not_before_s = now_s + wait_s
+        return wait_s
+
+    def rewind(self, state: StateId | None) -> None:
+        """Forget what is newer than the state the job goes on from: other steps follow it."""
+        if self.last_persisted is not None and (state is None or self.last_persisted > state):
+            self.last_persisted = None
+
+    def reset(self) -> None:
+        """Begin anew: nothing of this job is known to be in the directory."""
+        self.last_persisted = None
+        self.failures = 0
+        self._started_s = None
+        self._not_before_s = 0.0
+
+
+_PIN = "persist"
+_FAILURE_CHARS_MAX = 1000
+_WRITTEN_KEPT = 4
+
+
+@dataclass(slots=True)
+class Persister:
+    """Persists from *memory*; a failure becomes an event and is tried again later.
+
+    ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
+    succeeded, and ``failed`` the state it was of. ``origin``: whose states these are. ``parts``:
+    states of several nodes of which this node's shards are written, the newest first; ``sealed`` is
+    the newest of them known to be whole. ``pieces`` were written so far.
+    """
+
+    memory: NodeMemory
+    jobs: Jobs
+    events: EventQueue
+    clock_s: Callable[[], float]
+    open_store: OpenStore
+    is_ending: Callable[[], bool]
+    policy: CheckpointPolicy | None = None
+    origin: StateOrigin = field(default_factory=lambda: StateOrigin("", 0))
+    schedule: PersistSchedule = field(default_factory=PersistSchedule)
+    is_flushing: bool = False
+    failure: str = ""
+    failed_state: StateId | None = None
+    seconds: float = 0.0
+    nbytes: int = 0
+    written_states: list[StateId] = field(default_factory=list)
+    last_complete: StateId | None = None
+    n_writes: int = 0
+    _committing: StateId | None = None
+    _is_reported: bool = False
+
+    @property
+    def last_persisted(self) -> StateId | None:
+        """The newest state that is known to lie in the directory, whole."""
+        return (
+            self.schedule.last_persisted
+            if self.memory.buffer_table.is_single_node
+            else self.last_complete
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return what there is to know in a glance, by name."""
+        schedule = self.schedule
+        return {
+            "persisted": None
+            if schedule.last_persisted is None
+            else state_to_json(schedule.last_persisted),
+            "persisting": None if not schedule.in_progress else state_to_json(schedule.in_progress),
+            "persist_failures": schedule.failures,
+            "persist_failed": None
+            if self.failed_state is None
+            else state_to_json(self.failed_state),
+            "persist_trouble": self.failure,
+            "directory": self.policy.directory if self.policy else None,
+            "persist_s": self.seconds,
+            "persist_bytes": self.nbytes,
+            "persist_pieces": self.n_writes,
+        }
+
+    def take_warning(self) -> str | None:
+        """Return what whoever trains is to be told: once that it fails, once that it works again.
+
+        A disk may be full for days, and where no agent is nobody else says so.
+        """
+        if bool(self.failure) == self._is_reported:
+            return None
+        self._is_reported = bool(self.failure)
+        if not self.failure:
+            return "states persist again"
+        return f"states do not persist, and are tried again later: {self.failure}"
+
+    def set_policy(self, policy: CheckpointPolicy) -> None:
+        """Take the policy over; another directory is one of which nothing is known yet."""
+        if self.policy is None or self.policy.directory != policy.directory:
+            self.schedule.reset()
+            self.written_states, self.last_complete = [], None
+        self.policy = policy
+
+    def rewind(self, state: StateId | None) -> None:
+        """Forget what is newer than the state the job goes on from."""
+        self.schedule.rewind(state)
+        self.written_states = [
+            part for part in self.written_states if state is not None and part <= state
+        ]
+        if self.last_complete is not None and (state is None or self.last_complete > state):
+            self.last_complete = None
+
+    @property
+    def is_due(self) -> bool:
+        """Say whether the newest state is to be persisted by the policy."""
+        return self.schedule.is_due(
+            self.memory.buffer_table.last_committed, self.policy, self.clock_s()
+        )
+
+    def persist_if_due(self) -> None:
+        """Begin to persist the newest state where policy, or a flush, asks for it."""
+        gate = self.memory.buffer_table
+        if (gate.is_single_node and self.is_due) or (
+            self.is_flushing and self.schedule.can_persist(gate.last_committed, self.policy)
+        ):
+            assert gate.last_committed is not None
+            self.persist(gate.last_committed)
+
+    def persist(self, state: StateId) -> None:
+        """Begin to persist *state*.
+
+        Raises:
+            KeeperError: Memory does not hold it, there is no directory, or one is written now.
+        """
+        policy, gate = self.policy, self.memory.buffer_table
+        if policy is None or policy.directory is None:
+            raise KeeperError("no directory for checkpoints is set")
+        if self.schedule.in_progress is not None:
+            raise KeeperError(f"{self.schedule.in_progress} is being written just now")
+        if not gate.is_single_node and not self.origin.job:
+            raise KeeperError("the run has no name, and several nodes are to write one state")
+        gate.pin(state, _PIN)
+        session = None if gate.is_single_node else self.origin.job
+        shards = self.memory.held_shards(state)
+        task = PersistTask(state, shards, policy, self.origin, session, is_final=self.is_flushing)
+        self.schedule.on_start(state, self.clock_s())
+
+        def then(outcome: PersistOutcome | None, error: BaseException | None) -> None:
+            gate.unpin(_PIN)
+            if outcome is None:
+                self._on_failure(state, str(error) or repr(error))
+            else:
+                self._on_success(outcome, policy)
+            self.persist_if_due()
+
+        self.jobs.persist(lambda: run_persist(task, self.open_store, self._should_stop), then)
+
+    def _should_stop(self) -> bool:
+        """Say whether to end; asked with each piece that is written, by which others see that."""
+        self.n_writes += 1
+        return self.is_ending()
+
+    def commit_shards(self, state: StateId, world: int) -> None:
+        """Begin to make *state* appear in the directory: the parts of all nodes are there.
+
+        What comes of it is an event, and `sealed`. To ask again for the same does no harm.
+
+        Raises:
+            KeeperError: There is no directory, the run has no name, or another one is sealed now.
+        """
+        policy = self.policy
+        if policy is None or policy.directory is None:
+            raise KeeperError("no directory for checkpoints is set")
+        if not self.origin.job:
+            raise KeeperError("the run has no name, and several nodes are to write one state")
+        if self._committing is not None and self._committing != state:
+            raise KeeperError(f"{self._committing} is being sealed just now")
+        if self._committing == state or (
+            self.last_complete is not None and self.last_complete >= state
+        ):
+            return
+        self._committing = state
+        task = CommitTask(state, world, policy, self.origin)
+
+        def then(outcome: PersistOutcome | None, error: BaseException | None) -> None:
+            self._committing = None
+            if outcome is not None:
+                self._on_success(outcome, policy)
+                return
+            why = str(error) or repr(error)
+            self.events.add("persist_failed", state=state_to_json(state), why=why)
+
+        self.jobs.persist(lambda: run_commit(task, self.open_store), then)
+
+    def _on_success(self, result: PersistOutcome, policy: CheckpointPolicy) -> None:
+        persisted = result.persisted
+        if result.has_written_shards:
+            self.schedule.in_progress = None
+            self.failure, self.failed_state = "", None
+            self.seconds, self.nbytes = persisted.seconds, persisted.nbytes
+        if self.policy is not None and self.policy.directory == policy.directory:
+            if result.has_written_shards:
+                self.schedule.on_success(persisted.state)
+                self.written_states = sorted({*self.written_states, persisted.state}, reverse=True)[
+                    :_WRITTEN_KEPT
+                ]
+            if result.is_complete:
+                self.last_complete = max(self.last_complete or persisted.state, persisted.state)
+        newest = self.memory.buffer_table.last_committed
+        if newest is None or self.schedule.has_persisted(newest):
+            self.is_flushing = False
+        self.events.add(
+            "persisted" if result.is_complete else "persisted_part",
+            state=state_to_json(persisted.state),
+            seconds=persisted.seconds,
+            bytes=persisted.nbytes,
+            directory=policy.directory,
+            removed=[state_to_json(state) for state in result.pruned],
+            trouble=result.warning,
+        )
+
+    def _on_failure(self, state: StateId, why: str) -> None:
+        self.failure, self.failed_state = why[:_FAILURE_CHARS_MAX], state
+        # What a flush is for is the newest: that an older one failed is not the answer.
+        self.is_flushing = self.is_flushing and self.memory.buffer_table.last_committed not in (
+            None,
+            state,
+        )
+        wait_s = self.schedule.on_failure(self.clock_s())
+        fields = {"state": state_to_json(state), "why": why, "again_s": wait_s}
+        self.events.add("persist_failed", **fields)

@@ -1,0 +1,253 @@
+"""Fetches a copy from another node's memory, or pushes a replica there, over several connections.
+
+What is already there is never sent twice: a chunk counts once its hash is that of the digest, and
+only chunks that do not count are asked for after a broken connection, a restarted peer, or from the
+next holder.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checkpoint.digest import check_digest, chunk_count, digest_root
+from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy, request_chunks, serve_chunks
+from gpuops.checkpoint.transfer.connection import TransferConnection
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.pacing import SendPace
+from gpuops.checkpoint.transfer.parallel import KeeperAddress, ParallelConnections, TransferOptions
+from gpuops.checkpoint.transfer.wire import (
+    OpenCopy,
+    PushOffer,
+    TransferError,
+    TransferFrameKind,
+    TransferRefusal,
+    TransferRefusedError,
+)
+from gpuops.checkpoint.types import CorruptError, Digest, Shard, ShardCopy, StateId
+from gpuops.host.net.frames import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What it took to have an image here."""
+
+    seconds: float
+    received_bytes: int
+    found_bytes: int  # that a transfer before had left here
+    n_damaged: int  # chunks that came damaged and were asked for again
+    served: tuple[tuple[str, int], ...]  # bytes by each peer that was asked, in order
+    failed: tuple[str, ...]  # what was wrong with those that did not see it through
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What it took to have a replica at a holder, verified there."""
+
+    seconds: float
+    sent_bytes: int  # of the image; 0 where the holder had it already
+
+
+def fetch(
+    peers: Sequence[KeeperAddress],
+    job: JobCredentials,
+    wanted: ShardCopy,
+    target: memoryview,
+    options: TransferOptions,
+    *,
+    resume: bool = False,
+) -> FetchResult:
+    """Fill *target* with the bytes of *wanted*, from the first of *peers* that can.
+
+    Where one fails, the next is asked for what is still missing; the holder that *wanted* names
+    does not matter. With *resume* what lies in *target* is looked at first. When this returns or
+    raises, nobody writes into *target* any more.
+
+    Raises:
+        CorruptError: The last damage that was met, with the chunk and the holder.
+        TransferError: No peer had it, or could be reached, within the terms.
+    """
+    began_s = time.monotonic()
+    digest, chunk_bytes = wanted.digest, options.limits.chunk_bytes
+    tracker = ChunkTracker(target, digest, chunk_bytes=chunk_bytes)
+    if resume:
+        tracker.find_present()
+    request = OpenCopy(wanted.state, wanted.shard, chunk_bytes, digest.root).to_bytes()
+
+    def work(connection: TransferConnection) -> None:
+        connection.send(TransferFrameKind.OPEN, request)
+        kind, body = connection.receive(connection.limits.stall_s)
+        if kind is not TransferFrameKind.COPY or wire.read_copy(body) != (
+            digest.nbytes,
+            digest.root,
+        ):
+            raise WireError("not the copy that was asked for")
+        # We have it, and it is the same or the root would be another.
+        connection.receive_bytes(len(digest.table))
+        request_chunks(connection, tracker, lambda: True)
+
+    what = f"{wanted.shard.file_name} of {wanted.state}"
+    served: list[tuple[str, int]] = []
+    failed: list[tuple[KeeperAddress, Exception]] = []
+    for peer in peers:
+        if tracker.is_complete:
+            break
+        before = tracker.received_bytes
+        connections = ParallelConnections(peer, job, options, work, lambda: tracker.received_bytes)
+        try:
+            connections.run(
+                min(options.n_connections, tracker.n_missing), began_s + options.deadline_s
+            )
+        except (TransferError, CorruptError) as exc:
+            if isinstance(exc, TransferRefusedError) and exc.code is TransferRefusal.OLD_EPOCH:
+                raise TransferRefusedError(exc.code, f"{what} is not handed out: {exc}") from exc
+            failed.append((peer, exc))
+            tracker.reset_errors()
+        served.append((peer.name, tracker.received_bytes - before))
+    if not tracker.is_complete:
+        raise _no_copy_error(what, failed)
+    tracker.check_root()
+    return FetchResult(
+        seconds=time.monotonic() - began_s,
+        received_bytes=tracker.received_bytes,
+        found_bytes=tracker.found_bytes,
+        n_damaged=tracker.n_damaged,
+        served=tuple(served),
+        failed=tuple(_describe_failure(peer, error) for peer, error in failed),
+    )
+
+
+def fetch_digest(
+    peer: KeeperAddress,
+    job: JobCredentials,
+    wanted: tuple[StateId, Shard],
+    root: str,
+    options: TransferOptions,
+) -> Digest:
+    """Return the whole digest of the copy with this *root*, where only the root is known.
+
+    With *root* "" that of whichever copy *peer* has.
+
+    Raises:
+        TransferError: *peer* has no such copy, or cannot be reached, within the terms.
+    """
+    found: list[Digest] = []
+    chunk_bytes = options.limits.chunk_bytes
+
+    def work(connection: TransferConnection) -> None:
+        connection.send(TransferFrameKind.OPEN, OpenCopy(*wanted, chunk_bytes, root).to_bytes())
+        kind, body = connection.receive(connection.limits.stall_s)
+        if kind is not TransferFrameKind.COPY:
+            raise WireError("not the copy that was asked for")
+        nbytes, received_root = wire.read_copy(body)
+        table = connection.receive_bytes(wire.table_bytes(nbytes, chunk_bytes))
+        digest = Digest(nbytes, table, received_root)
+        if root not in ("", received_root) or digest_root(nbytes, table) != received_root:
+            raise WireError("a digest that does not agree with itself")
+        found.append(digest)
+
+    try:
+        ParallelConnections(peer, job, options, work, lambda: len(found)).run(
+            1, time.monotonic() + options.deadline_s
+        )
+    except (TransferError, CorruptError) as exc:
+        raise _no_copy_error(
+            f"the digest of {wanted[1].file_name} of {wanted[0]}", [(peer, exc)]
+        ) from exc
+    return found[0]
+
+
+def push(
+    peer: KeeperAddress,
+    job: JobCredentials,
+    offer: PushOffer,
+    copy: PinnedCopy,
+    options: TransferOptions,
+    pace: SendPace,
+) -> PushResult:
+    """Give *peer* the replica *offer*, from *copy*; return once it has verified all of it.
+
+    *copy* must stay pinned until this returns or raises; it is not released here.
+
+    Raises:
+        TransferRefusedError: The holder does not take it; the code says why.
+        CorruptError: It arrives damaged again and again, or *copy* itself is damaged.
+        TransferError: The holder cannot be reached, or not within the terms.
+    """
+    began_s = time.monotonic()
+    digest, chunk_bytes = copy.digest, options.limits.chunk_bytes
+    check_digest(digest, chunk_bytes=chunk_bytes)
+    request = offer.to_bytes(chunk_bytes)
+    sent = _SharedSum()
+
+    def work(connection: TransferConnection) -> None:
+        connection.send(TransferFrameKind.PUSH, request, digest.table)
+        wait_s = connection.limits.idle_s
+        while True:
+            kind, body = connection.receive(wait_s)
+            wait_s = connection.limits.stall_s
+            if kind is TransferFrameKind.DONE:
+                return
+            if kind is TransferFrameKind.GET:
+                sent.add(_serve_and_count(connection, body, copy, pace, chunk_bytes))
+            elif kind is not TransferFrameKind.WAIT:
+                raise WireError(f"{kind.name} was not expected")
+
+    what = f"the replica of {offer.shard.file_name} of {offer.state}"
+    n_chunks = chunk_count(digest.nbytes, chunk_bytes=chunk_bytes)
+    connections = ParallelConnections(peer, job, options, work, lambda: sent.total)
+    try:
+        connections.run(min(options.n_connections, n_chunks), began_s + options.deadline_s)
+    except TransferRefusedError as exc:
+        if exc.code is TransferRefusal.DAMAGED:
+            raise CorruptError(f"{what} reached {peer} damaged: {exc}") from exc
+        raise TransferRefusedError(exc.code, f"{peer} does not take {what}: {exc}") from exc
+    except CorruptError as exc:
+        raise CorruptError(f"{what} cannot be given to {peer}: {exc}") from exc
+    except TransferError as exc:
+        raise TransferError(f"{what} did not get to {peer}: {exc}") from exc
+    return PushResult(time.monotonic() - began_s, sent.total)
+
+
+def _serve_and_count(
+    connection: TransferConnection, body: bytes, copy: PinnedCopy, pace: SendPace, chunk_bytes: int
+) -> int:
+    before = connection.sent_bytes
+    try:
+        serve_chunks(connection, body, copy, pace, chunk_bytes)
+    except TransferRefusedError as exc:
+        connection.send(TransferFrameKind.REFUSED, wire.refused_bytes(exc.code, str(exc)))
+        raise CorruptError(str(exc)) from exc
+    return connection.sent_bytes - before
+
+
+class _SharedSum:
+    """A sum that several threads add to."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.total += number
+
+
+def _no_copy_error(
+    what: str, failed: Sequence[tuple[KeeperAddress, Exception]]
+) -> TransferError | CorruptError:
+    reasons = (
+        "; ".join(_describe_failure(peer, error) for peer, error in failed) or "no peer has it"
+    )
+    text = f"{what} could not be fetched: {reasons}"
+    is_damaged = any(
+        isinstance(error, CorruptError)
+        or (isinstance(error, TransferRefusedError) and error.code is TransferRefusal.DAMAGED)
+        for _peer, error in failed
+    )
+    return CorruptError(text) if is_damaged else TransferError(text)
+
+
+def _describe_failure(peer: KeeperAddress, error: Exception) -> str:
+    return f"{peer}: {error}"

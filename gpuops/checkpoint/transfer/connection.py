@@ -1,0 +1,320 @@
+"""One connection between two keepers: the opening, frames, and the bytes of images.
+
+Every wait has an end: a peer that accepts and never reads, sends one byte a second, or is stopped
+holds up nobody for longer than `Limits.stall_s`, and only whoever waits for that very connection.
+The socket is a blocking one with kernel timeouts, because a thread that receives a whole slice in
+one system call leaves the interpreter to the other connections meanwhile.
+"""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.pacing import RECHECK_S, SendPace, set_socket_pacing
+from gpuops.checkpoint.transfer.wire import TransferFrameKind, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import CHUNK_BYTES
+from gpuops.host.net import frames
+from gpuops.host.net import job_proof as proof
+from gpuops.host.net.frames import WireError
+from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
+from gpuops.host.net.tcp import set_lasting
+
+# Of image bytes: at most so many between two looks at the time, the pace and the hash.
+SLICE_BYTES = 2**18
+# sendfile(2) waits anew for each of its pipe's fillings; so it comes back to look at the time.
+_SEND_RECHECK_S = 1.0
+_FRAME_BYTES_MIN = proof.TAG_BYTES + wire.HEAD.size
+_TIMEVAL = struct.Struct("@ll")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """What one side bears of the other; connections are counted by a server only.
+
+    Both sides must cut images into chunks of the same size.
+    """
+
+    handshake_s: float = 5.0  # for the whole opening
+    stall_s: float = 10.0  # for a frame that has begun, or for `SLICE_BYTES` of an image
+    idle_s: float = 30.0  # without a request
+    connections_max: int = 256
+    unauthenticated_max: int = 64
+    unauthenticated_per_address_max: int = 32
+    chunk_bytes: int = CHUNK_BYTES
+
+
+class UnauthenticatedError(WireError):
+    """What answers there is no keeper of this job, or does not know its token."""
+
+
+class StaleEpochError(TransferRefusedError):
+    """The other side is of an epoch that is over; it may not have heard yet of the new one."""
+
+
+class TooManyConnectionsError(ConnectionError):
+    """It has too many connections."""
+
+
+class Hasher(Protocol):
+    """What is told of every byte received."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+
+class SendableImage(Protocol):
+    """What is sent: a descriptor, and the same bytes mapped where they are mapped anyway."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def view(self) -> memoryview | None: ...
+
+
+class TransferConnection:
+    """A connection whose both sides have proved the job's token.
+
+    One thread uses it; any other may `cut` it. After an exception it is of no further use: OSError
+    (TimeoutError where the peer is slow), `WireError`, or what the caller's own objects raise.
+    """
+
+    def __init__(self, sock: socket.socket, job: JobCredentials, limits: TransferLimits) -> None:
+        self._socket = sock
+        self._job = job
+        self.limits = limits
+        self.sent_bytes = 0  # of images
+        self.received_bytes = 0
+        self._out = self._in = ProofChannel(b"")
+        self._is_aborted = threading.Event()
+        self._rate: float | None = None
+        self._receive_s = 0.0
+        sock.settimeout(None)
+        self._is_local = sock.getsockname()[0] == sock.getpeername()[0]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _packed_s(_SEND_RECHECK_S))
+        set_lasting(sock)
+
+    def abort(self) -> None:
+        """End it from another thread: whoever waits on it gets an OSError at once."""
+        self._is_aborted.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it, from the thread that uses it."""
+        self._socket.close()
+
+    # The opening.
+
+    def client_handshake(self) -> None:
+        """Open it as the client.
+
+        Raises:
+            UnauthenticatedError: The other side is no keeper of this job, or has another token.
+            TooManyConnectionsError: It has too many connections.
+        """
+        deadline_s = time.monotonic() + self.limits.handshake_s
+        hello = wire.TransferHello(self._job.job, proof.nonce()).to_bytes()
+        self._send_short(hello, deadline_s)
+        received = self._receive_opening(deadline_s)
+        if len(received) == 1 + proof.PROOF_BYTES:
+            self._raise_rejected(proof.read_welcome(received)[0])
+        _parse_opening(wire.TransferChallenge.from_bytes, received)
+        handshake = JobHandshake(self._job.key, hello + received)
+        self._send_short(handshake.proof("client"), deadline_s)
+        code, server_proof = _parse_opening(proof.read_welcome, self._receive_opening(deadline_s))
+        self._raise_rejected(code)
+        if code is not ProofWelcome.COME_IN or not proof.same(
+            server_proof, handshake.proof("server")
+        ):
+            raise UnauthenticatedError("it does not know the job's token")
+        self._out, self._in = handshake.channel("client"), handshake.channel("server")
+
+    def server_handshake(self) -> None:
+        """Open it as the server; raises `UnauthenticatedError` after the caller was told why."""
+        deadline_s = time.monotonic() + self.limits.handshake_s
+        received = self._receive_opening(deadline_s)
+        hello = _parse_opening(wire.TransferHello.from_bytes, received)
+        if not proof.same(hello.job, self._job.job):
+            self.reject(ProofWelcome.OTHER_JOB)
+            raise UnauthenticatedError("it is of another job")
+        challenge = wire.TransferChallenge(proof.nonce()).to_bytes()
+        handshake = JobHandshake(self._job.key, received + challenge)
+        self._send_short(challenge, deadline_s)
+        if not proof.same(self._receive_opening(deadline_s), handshake.proof("client")):
+            self.reject(ProofWelcome.WRONG_TOKEN)
+            raise UnauthenticatedError("it does not know the job's token")
+        self._send_short(proof.welcome(ProofWelcome.COME_IN, handshake.proof("server")), deadline_s)
+        self._out, self._in = handshake.channel("server"), handshake.channel("client")
+
+    def reject(self, code: ProofWelcome) -> None:
+        """Say why the caller may not come in."""
+        self._send_short(proof.welcome(code), time.monotonic() + _SEND_RECHECK_S)
+
+    # Frames.
+
+    def send(self, kind: TransferFrameKind, body: bytes = b"", tail: bytes = b"") -> None:
+        """Send a frame, and *tail* (a table) after it."""
+        message = wire.HEAD.pack(self._job.job, self._job.epoch, kind) + body
+        self._write(self._out.frame(message) + tail, time.monotonic() + self.limits.stall_s)
+
+    def receive(self, wait_s: float) -> tuple[TransferFrameKind, bytes]:
+        """Return the next frame, which must begin within *wait_s*.
+
+        Raises:
+            TransferRefusedError: It is a refusal; or `OLD_EPOCH`: the other side's epoch is over.
+        """
+        head = self._read(frames.LENGTH.size, wait_s)
+        length = frames.length_of(head, wire.FRAME_BYTES_MAX, bytes_min=_FRAME_BYTES_MIN)
+        message = self._in.message(self._read(length, self.limits.stall_s))
+        job, epoch, number = wire.HEAD.unpack_from(message)
+        if job != self._job.job:
+            raise WireError("a message of another job")
+        try:
+            kind = TransferFrameKind(number)
+        except ValueError as exc:
+            raise WireError(str(exc)) from exc
+        if kind is TransferFrameKind.REFUSED:
+            raise wire.read_refused(message[wire.HEAD.size :])
+        if epoch < self._job.epoch:
+            raise StaleEpochError(
+                TransferRefusal.OLD_EPOCH,
+                f"a message of epoch {epoch} is refused: epoch {self._job.epoch} has begun",
+            )
+        return kind, message[wire.HEAD.size :]
+
+    # What stands in no frame.
+
+    def receive_bytes(self, nbytes: int) -> bytes:
+        """Return so many bytes that follow a frame: a table, whose size was checked."""
+        return self._read(nbytes, self.limits.stall_s)
+
+    def receive_into(self, view: memoryview, hasher: Hasher) -> None:
+        """Fill *view*, slice by slice, and tell *hasher* of each while it is warm."""
+        for begin in range(0, len(view), SLICE_BYTES):
+            # Released at once, also where this raises: the memory's owner may want to unmap it.
+            with view[begin : begin + SLICE_BYTES] as slice_view:
+                self._read_into(slice_view, self.limits.stall_s)
+                self.received_bytes += len(slice_view)
+                hasher.update(slice_view)
+
+    def send_image(self, image: SendableImage, offset: int, nbytes: int, pace: SendPace) -> None:
+        """Send so many bytes of *image* from *offset* on, no faster than *pace*.
+
+        A network card gathers the pages itself (sendfile(2)). Within one machine every page of 4
+        KiB would be handed on and copied by itself: a third slower than to copy the mapping first.
+        """
+        if pace.bytes_per_s != self._rate:
+            self._rate = pace.bytes_per_s
+            set_socket_pacing(self._socket, self._rate)
+        end = offset + nbytes
+        while offset < end:
+            n_bytes = min(SLICE_BYTES, end - offset)
+            position = pace.enqueue(n_bytes)
+            while (wait_s := pace.wait_s(position)) > 0:
+                if self._is_aborted.wait(min(wait_s, RECHECK_S)):
+                    raise ConnectionAbortedError("the connection was cut")
+            if self._is_local and image.view is not None:
+                with image.view[offset : offset + n_bytes] as slice_view:
+                    self._write(slice_view, time.monotonic() + self.limits.stall_s)
+            else:
+                self._send_file(image.fd, offset, n_bytes)
+            self.sent_bytes += n_bytes
+            offset += n_bytes
+
+    def _send_file(self, fd: int, offset: int, nbytes: int) -> None:
+        sock = self._socket.fileno()
+
+        def push(done: int) -> int:
+            sent = os.sendfile(sock, fd, offset + done, nbytes - done)
+            if sent == 0:
+                raise WireError("the image ends before its length")
+            return sent
+
+        self._send_all(push, nbytes, time.monotonic() + self.limits.stall_s)
+
+    def _write(self, data: bytes | memoryview, deadline_s: float) -> None:
+        with memoryview(data) as whole:
+
+            def push(done: int) -> int:
+                with whole[done:] as rest:
+                    return self._socket.send(rest)
+
+            self._send_all(push, len(data), deadline_s)
+
+    def _send_all(self, push: Callable[[int], int], nbytes: int, deadline_s: float) -> None:
+        """Call *push* with what is done already until all is; it returns how much it did."""
+        done = 0
+        while True:
+            with suppress(BlockingIOError):
+                done += push(done)
+            if done == nbytes:
+                return
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError("the other side read too little in time")
+
+    def _send_short(self, body: bytes, deadline_s: float) -> None:
+        self._write(frames.framed(body), deadline_s)
+
+    def _receive_opening(self, deadline_s: float) -> bytes:
+        head = self._read(frames.LENGTH.size, deadline_s - time.monotonic())
+        length = _parse_opening(partial(frames.length_of, bytes_max=wire.OPENING_BYTES_MAX), head)
+        return self._read(length, deadline_s - time.monotonic())
+
+    def _raise_rejected(self, code: ProofWelcome) -> None:
+        if code is ProofWelcome.BUSY:
+            raise TooManyConnectionsError("it has too many connections")
+        if code is ProofWelcome.OTHER_JOB:
+            raise UnauthenticatedError("it is of another job")
+        if code is ProofWelcome.WRONG_TOKEN:
+            raise UnauthenticatedError("it has another token")
+
+    def _read(self, nbytes: int, wait_s: float) -> bytes:
+        data = bytearray(nbytes)
+        self._read_into(memoryview(data), wait_s)
+        return bytes(data)
+
+    def _read_into(self, view: memoryview, wait_s: float) -> None:
+        """Fill *view* within *wait_s*; the kernel adds up the waits of one call."""
+        begin_s = time.monotonic()
+        left_s = wait_s
+        received = 0
+        while received < len(view):
+            if left_s <= 0:
+                raise TimeoutError(f"the other side sent too little for {wait_s:.3g} s")
+            self._wait_at_most(left_s)
+            with suppress(BlockingIOError):
+                with view[received:] as rest:
+                    n_bytes = self._socket.recv_into(rest, 0, socket.MSG_WAITALL)
+                if n_bytes == 0:
+                    raise ConnectionResetError("the other side closed the connection")
+                received += n_bytes
+            if received < len(view):
+                left_s = begin_s + wait_s - time.monotonic()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if seconds != self._receive_s:
+            self._receive_s = seconds
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _packed_s(seconds))
+
+
+def _packed_s(seconds: float) -> bytes:
+    # Nothing at all would mean: wait for ever.
+    micros = max(round(seconds * 1e6), 1000)
+    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
+
+
+def _parse_opening(read: Callable[[bytes], T], data: bytes) -> T:
+    try:
+        return read(data)
+    except WireError as exc:
+        raise UnauthenticatedError("it is not a keeper of gpuops") from exc

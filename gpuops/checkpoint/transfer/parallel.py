@@ -1,0 +1,223 @@
+"""Several connections to one peer that work on one image, each renewed while it is worth it."""
+
+import ipaddress
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from gpuops.checkpoint.transfer.connection import (
+    StaleEpochError,
+    TransferConnection,
+    TransferLimits,
+    UnauthenticatedError,
+)
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import CorruptError
+from gpuops.host.net.frames import WireError
+
+# A damaged opening looks like another token; three in a row are one.
+UNAUTHENTICATED_MAX = 3
+PAUSE_MIN_S = 0.02
+PAUSE_MAX_S = 0.5
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperAddress:
+    """Where another node's keeper is; *host* is an address, not a name."""
+
+    name: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.name} ({host}:{self.port})"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How long a transfer may take.
+
+    *deadline_s* is for all of it. A peer that has moved nothing on for *no_progress_s* is given up.
+    *stop*, once set, ends the transfer.
+    """
+
+    deadline_s: float
+    no_progress_s: float = 15.0
+    n_connections: int = 4
+    limits: TransferLimits = field(default_factory=TransferLimits)
+    stop: threading.Event | None = None
+
+
+class ParallelConnections:
+    """Runs *work* on each of so many connections to *peer*, until one of *work* returns.
+
+    *progress* is a number that grows while something moves on. *is_done* says whether there is
+    anything left to do: a connection that broke after the end is not opened again.
+    """
+
+    def __init__(
+        self,
+        peer: KeeperAddress,
+        job: JobCredentials,
+        options: TransferOptions,
+        work: Callable[[TransferConnection], None],
+        progress: Callable[[], int],
+    ) -> None:
+        self._peer, self._job, self._options = peer, job, options
+        self._work, self._progress = work, progress
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._sockets: dict[socket.socket, TransferConnection | None] = {}
+        self._error: Exception | None = None
+        self._last_error = "it was not reached"
+        self._n_unauthenticated = 0
+        self._moved = (progress(), time.monotonic())
+
+    def run(self, n_connections: int, end_s: float) -> None:
+        """Return when the work is done; no thread of it runs any more, also where this raises.
+
+        Raises:
+            TransferRefusedError: The peer refuses for good.
+            CorruptError: What it sends, or has, is damaged.
+            TransferError: Not reached, too slow, not of this job, or *end_s* (monotonic) came.
+        """
+        threads = self._start(n_connections)
+        stop = self._options.stop
+        while not self._over.wait(_POLL_S):
+            if stop is not None and stop.is_set():
+                self._fail(TransferError("the transfer was stopped"))
+            elif time.monotonic() >= end_s:
+                self._fail(
+                    TransferError(
+                        f"not over after {self._options.deadline_s:g} s, its deadline: "
+                        f"{self._last_error}"
+                    )
+                )
+        self._abort_all()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _start(self, n_threads: int) -> list[threading.Thread]:
+        threads: list[threading.Thread] = []
+        for _ in range(n_threads):
+            thread = threading.Thread(target=self._run, name="gpuops-transfer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                # No more threads here: those that there are do the work.
+                if not threads:
+                    raise TransferError(f"no connection can be made: {exc}") from exc
+                break
+            threads.append(thread)
+        return threads
+
+    def _run(self) -> None:
+        pause_s = PAUSE_MIN_S
+        while not self._over.is_set():
+            before = self._progress()
+            try:
+                self._run_connection()
+            except (TransferRefusedError, CorruptError) as exc:
+                if _is_final(exc):
+                    self._fail(exc)
+                    return
+                self._record_error(str(exc))
+            except UnauthenticatedError as exc:
+                self._on_unauthenticated(str(exc))
+            except (OSError, WireError) as exc:
+                self._record_error(_describe(exc))
+            except Exception as exc:  # noqa: BLE001 boundary: the caller waits for an error
+                self._fail(exc)
+                return
+            else:
+                self._over.set()
+                return
+            pause_s = PAUSE_MIN_S if self._progress() > before else min(2 * pause_s, PAUSE_MAX_S)
+            # Jitter: the connections of a whole cluster must not all come back at once.
+            self._over.wait(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 no secret
+
+    def _run_connection(self) -> None:
+        sock = _socket(self._peer)
+        with self._lock:
+            self._sockets[sock] = None
+        connection = None
+        try:
+            if self._over.is_set():
+                return
+            limits = self._options.limits
+            sock.settimeout(limits.stall_s)
+            sock.connect((self._peer.host, self._peer.port))
+            connection = TransferConnection(sock, self._job, limits)
+            with self._lock:
+                self._sockets[sock] = connection
+            if self._over.is_set():
+                return
+            connection.client_handshake()
+            self._n_unauthenticated = 0
+            self._work(connection)
+        finally:
+            with self._lock:
+                del self._sockets[sock]
+            sock.close()
+
+    def _abort_all(self) -> None:
+        with self._lock:
+            for sock, connection in self._sockets.items():
+                if connection is not None:
+                    connection.abort()
+                else:
+                    with suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is None and not self._over.is_set():
+                self._error = error
+        self._over.set()
+
+    def _record_error(self, why: str) -> None:
+        """Remember why a connection ended; give the peer up where nothing has moved for long."""
+        now_s, progress = time.monotonic(), self._progress()
+        with self._lock:
+            self._last_error = why
+            if progress > self._moved[0]:
+                self._moved = (progress, now_s)
+            is_lost = now_s - self._moved[1] >= self._options.no_progress_s
+        if is_lost:
+            self._fail(TransferError(f"nothing comes through: {why}"))
+
+    def _on_unauthenticated(self, why: str) -> None:
+        self._n_unauthenticated += 1
+        if self._n_unauthenticated >= UNAUTHENTICATED_MAX:
+            self._fail(TransferError(f"what answers there is not a keeper of this job: {why}"))
+        self._record_error(why)
+
+
+def _is_final(error: Exception) -> bool:
+    if isinstance(error, StaleEpochError):
+        # It will hear of the new epoch.
+        return False
+    return not isinstance(error, TransferRefusedError) or error.code is not TransferRefusal.BUSY
+
+
+def _socket(peer: KeeperAddress) -> socket.socket:
+    try:
+        version = ipaddress.ip_address(peer.host).version
+    except ValueError as exc:
+        raise TransferError(f"{peer.host!r} is no address of {peer.name}") from exc
+    return socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _describe(exc: Exception) -> str:
+    if isinstance(exc, ConnectionRefusedError):
+        return "nobody listens there"
+    return getattr(exc, "strerror", None) or str(exc) or type(exc).__name__

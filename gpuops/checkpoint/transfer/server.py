@@ -1,0 +1,343 @@
+"""The server of a keeper's copies: hands out those that it has, takes in replicas of others.
+
+One thread per connection, because each is either inside one long system call or idle. A stranger
+may send two short frames of fixed length within a few seconds and no more; what anybody sends is
+bounded before it is read. A slow or broken peer costs its own connection only.
+"""
+
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
+
+from gpuops.checkpoint.digest import digest_root
+from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.transfer.chunks import (
+    ChunkDamagedError,
+    ChunkTracker,
+    PinnedCopy,
+    request_chunks,
+    serve_chunks,
+)
+from gpuops.checkpoint.transfer.connection import (
+    StaleEpochError,
+    TransferConnection,
+    TransferLimits,
+)
+from gpuops.checkpoint.transfer.credentials import JobCredentials
+from gpuops.checkpoint.transfer.pacing import SendPace
+from gpuops.checkpoint.transfer.wire import (
+    OpenCopy,
+    PushOffer,
+    TransferError,
+    TransferFrameKind,
+    TransferRefusal,
+    TransferRefusedError,
+)
+from gpuops.checkpoint.types import CheckpointError, Digest, Shard, StateId
+from gpuops.host.net.frames import WireError
+from gpuops.host.net.job_proof import ProofWelcome
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 256
+_PAUSE_S = 0.1
+T = TypeVar("T")
+
+
+class CopySource(Protocol):
+    """Where a server's copies are from; called by several threads."""
+
+    def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
+        """Return a verified copy, pinned; None where there is none."""
+        ...
+
+
+class Inbox(Protocol):
+    """A replica on its way into a holder's memory, over any number of connections."""
+
+    @property
+    def tracker(self) -> ChunkTracker:
+        """Return what has arrived."""
+        ...
+
+    def is_wanted(self) -> bool:
+        """Say whether it is still to come; its memory may be needed for something newer."""
+        ...
+
+    def complete(self) -> None:
+        """Keep what is whole as a copy, however often this is called; raises `CheckpointError`."""
+        ...
+
+    def detach(self) -> None:
+        """Say that one connection no longer writes into the memory."""
+        ...
+
+
+class ReplicaSink(Protocol):
+    """Where pushed replicas go; called by several threads."""
+
+    def accept(self, push_offer: PushOffer, digest: Digest) -> Inbox | None:
+        """Return where *push_offer* is to go, to be left once; None where it is all here already.
+
+        The same inbox for each connection that offers the same content.
+
+        Raises:
+            TransferRefusedError: It is not wanted, or there is no room.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """What a server has done so far."""
+
+    connections: int = 0  # that were accepted
+    turned_away: int = 0  # because there were too many
+    strangers_cut: int = 0  # who did not prove the token
+    refused: int = 0  # requests
+    sent_bytes: int = 0  # of images
+    received_bytes: int = 0
+
+
+class TransferServer:
+    """Serves *source* and fills *sink* (None: takes nothing in) until `close`.
+
+    Raises:
+        TransferError: The address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        job: JobCredentials,
+        source: CopySource,
+        sink: ReplicaSink | None,
+        pace: SendPace,
+        limits: TransferLimits | None = None,
+    ) -> None:
+        self._job, self._source, self._sink, self._pace = job, source, sink, pace
+        self._limits = limits or TransferLimits()
+        self._lock = threading.Lock()
+        self._is_closing = threading.Event()
+        self._connections: dict[TransferConnection, threading.Thread] = {}
+        self._unauthenticated: Counter[str] = Counter()
+        self._counters = TransferCounters()
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        try:
+            self._listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as exc:
+            raise TransferError(
+                f"cannot listen on {address[0]} port {address[1]} for copies of checkpoints: {exc}"
+            ) from exc
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="gpuops-copies", daemon=True)
+        self._thread.start()
+
+    def counters(self) -> dict[str, int]:
+        """Return what this server has done so far, by name."""
+        with self._lock:
+            found = asdict(self._counters)
+            found["sent_bytes"] += sum(connection.sent_bytes for connection in self._connections)
+            found["received_bytes"] += sum(
+                connection.received_bytes for connection in self._connections
+            )
+            return found
+
+    def close(self) -> None:
+        """Listen no more, cut every connection, return when their threads have ended."""
+        self._is_closing.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            connections = dict(self._connections)
+        for connection in connections:
+            connection.abort()
+        for thread in connections.values():
+            thread.join()
+
+    # Connections.
+
+    def _accept(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                sock, address = self._listener.accept()
+            except OSError as exc:
+                # No more files, or the caller is gone already: the others are not to suffer.
+                if not self._is_closing.wait(_PAUSE_S):
+                    log.debug("a connection could not be accepted: %s", exc)
+                continue
+            try:
+                self._admit(sock, str(address[0]))
+            except (OSError, RuntimeError) as exc:
+                # RuntimeError: no more threads.
+                log.debug("a connection from %s was dropped: %s", address[0], exc)
+                sock.close()
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
+        limits = self._limits
+        connection = TransferConnection(sock, self._job, limits)
+        with self._lock:
+            is_over_limit = (
+                len(self._connections) >= limits.connections_max
+                or self._unauthenticated.total() >= limits.unauthenticated_max
+                or self._unauthenticated[address] >= limits.unauthenticated_per_address_max
+            )
+            if is_over_limit:
+                self._counters.turned_away += 1
+            else:
+                thread = threading.Thread(
+                    target=self._serve, args=(connection, address), name="gpuops-copy", daemon=True
+                )
+                self._connections[connection] = thread
+                self._unauthenticated[address] += 1
+                self._counters.connections += 1
+        if is_over_limit:
+            with suppress(OSError):
+                connection.reject(ProofWelcome.BUSY)
+            connection.close()
+            return
+        try:
+            thread.start()
+        except RuntimeError:
+            self._mark_authenticated(address)
+            self._forget(connection)
+            raise
+
+    def _serve(self, connection: TransferConnection, address: str) -> None:
+        try:
+            try:
+                connection.server_handshake()
+            except (OSError, WireError):
+                self._count("strangers_cut")
+                raise
+            finally:
+                self._mark_authenticated(address)
+            self._serve_requests(connection)
+        except (OSError, WireError) as exc:
+            log.debug("the connection from %s ends: %s", address, exc)
+        except Exception:  # boundary: one peer's bytes must not end the copies of all
+            log.exception("a connection from %s failed", address)
+        finally:
+            connection.close()
+            self._forget(connection)
+
+    def _mark_authenticated(self, address: str) -> None:
+        with self._lock:
+            self._unauthenticated[address] -= 1
+            if self._unauthenticated[address] <= 0:
+                del self._unauthenticated[address]
+
+    def _forget(self, connection: TransferConnection) -> None:
+        with self._lock:
+            if self._connections.pop(connection, None) is not None:
+                self._counters.sent_bytes += connection.sent_bytes
+                self._counters.received_bytes += connection.received_bytes
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            setattr(self._counters, name, getattr(self._counters, name) + 1)
+
+    # Requests.
+
+    def _serve_requests(self, connection: TransferConnection) -> None:
+        pinned: list[PinnedCopy] = []
+        try:
+            while True:
+                try:
+                    kind, body = connection.receive(self._limits.idle_s)
+                    if kind is TransferFrameKind.OPEN:
+                        self._open(connection, body, pinned)
+                    elif kind is TransferFrameKind.GET and pinned:
+                        serve_chunks(
+                            connection, body, pinned[0], self._pace, self._limits.chunk_bytes
+                        )
+                    elif kind is TransferFrameKind.PUSH:
+                        self._receive_push(connection, body)
+                    elif kind is not TransferFrameKind.WAIT:
+                        raise WireError(f"{kind.name} was not expected")
+                except TransferRefusedError as exc:
+                    self._refuse(connection, exc)
+                    if isinstance(exc, StaleEpochError):
+                        return
+        finally:
+            _release_all(pinned)
+
+    def _refuse(self, connection: TransferConnection, error: TransferRefusedError) -> None:
+        self._count("refused")
+        connection.send(TransferFrameKind.REFUSED, wire.refused_bytes(error.code, str(error)))
+
+    def _open(self, connection: TransferConnection, body: bytes, pinned: list[PinnedCopy]) -> None:
+        wanted = OpenCopy.from_bytes(body)
+        _release_all(pinned)
+        self._check_chunks(wanted.chunk_bytes)
+        copy = _or_refused(lambda: self._source.open(wanted.state, wanted.shard))
+        if copy is None:
+            raise TransferRefusedError(
+                TransferRefusal.NOT_HERE,
+                f"it has no copy of {wanted.shard.file_name} of {wanted.state}",
+            )
+        pinned.append(copy)
+        digest = copy.digest
+        if wanted.root not in ("", digest.root):
+            _release_all(pinned)
+            raise TransferRefusedError(
+                TransferRefusal.DIFFERENT,
+                f"its copy has the root {digest.root[:16]}…, not {wanted.root[:16]}…",
+            )
+        connection.send(
+            TransferFrameKind.COPY, wire.copy_bytes(digest.nbytes, digest.root), digest.table
+        )
+
+    def _receive_push(self, connection: TransferConnection, body: bytes) -> None:
+        push_offer, chunk_bytes = PushOffer.from_bytes(body)
+        self._check_chunks(chunk_bytes)
+        table = connection.receive_bytes(wire.table_bytes(push_offer.nbytes, chunk_bytes))
+        if digest_root(push_offer.nbytes, table) != push_offer.root:
+            # The table stands in no frame: no tag tells that it was damaged on the way.
+            raise WireError("a table with another root")
+        sink = self._sink
+        if sink is None:
+            raise TransferRefusedError(TransferRefusal.NOT_WANTED, "it keeps no replicas")
+        digest = Digest(push_offer.nbytes, table, push_offer.root)
+        inbox = _or_refused(lambda: sink.accept(push_offer, digest))
+        if inbox is None:
+            connection.send(TransferFrameKind.DONE)
+            return
+        try:
+            request_chunks(connection, inbox.tracker, inbox.is_wanted)
+            _or_refused(inbox.complete)
+        except ChunkDamagedError as exc:
+            inbox.tracker.reset_errors()
+            raise TransferRefusedError(TransferRefusal.DAMAGED, str(exc)) from exc
+        finally:
+            inbox.detach()
+        connection.send(TransferFrameKind.DONE)
+
+    def _check_chunks(self, chunk_bytes: int) -> None:
+        if chunk_bytes != self._limits.chunk_bytes:
+            raise TransferRefusedError(
+                TransferRefusal.DIFFERENT,
+                f"chunks of {chunk_bytes} bytes, not of {self._limits.chunk_bytes}",
+            )
+
+
+def _release_all(pinned: list[PinnedCopy]) -> None:
+    while pinned:
+        pinned.pop().release()
+
+
+def _or_refused(call: Callable[[], T]) -> T:
+    """Return what *call* returns; what speaks against it is told to the other side."""
+    try:
+        return call()
+    except TransferRefusedError:
+        raise
+    except CheckpointError as exc:
+        raise TransferRefusedError(TransferRefusal.FAILED, str(exc)) from exc

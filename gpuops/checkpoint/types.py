@@ -1,0 +1,116 @@
+"""The nouns of a checkpoint: which state it is, what it is made of, where a copy lies."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpuops.errors import EXIT_USAGE, GpuopsError
+
+CHUNK_BYTES = 16 * 2**20
+STEP_MAX = 10**12 - 1
+EPOCH_MAX = 99_999
+WORLD_MAX = 100_000
+IMAGE_BYTES_MAX = 2**44
+
+
+class CheckpointError(GpuopsError):
+    """A checkpoint cannot be taken, found, read or written; the message says of what and why."""
+
+
+class BadRequestError(CheckpointError):
+    """What was asked for cannot be: no such part, no such place, no tag."""
+
+    exit_code = EXIT_USAGE
+
+
+class CorruptError(CheckpointError):
+    """The bytes are not those that were saved."""
+
+
+class KeeperError(CheckpointError):
+    """The keeper of this node's copies does not answer, or refuses."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StateId:
+    """One state of a job; the greater of two is the newer.
+
+    ``epoch`` grows by one each time the job's workers are started: steps that are made again after
+    a restart from step 8 are newer than a step 10 that was left behind. ``step`` is the number of
+    optimizer steps completed.
+    """
+
+    epoch: int
+    step: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.epoch <= EPOCH_MAX and 0 <= self.step <= STEP_MAX):
+            raise ValueError(f"no state has epoch {self.epoch} and step {self.step}")
+
+    @property
+    def name(self) -> str:
+        """Return the name of its directory: ``step-000000001200.e00003``."""
+        return f"step-{self.step:012d}.e{self.epoch:05d}"
+
+    def __str__(self) -> str:
+        return f"step {self.step} (epoch {self.epoch})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """What one rank of a world of so many ranks saved of a state."""
+
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world <= WORLD_MAX:
+            raise ValueError(f"no world of {self.world} has a rank {self.rank}")
+
+    @property
+    def file_name(self) -> str:
+        """Return ``shard-00001-of-00004.safetensors``."""
+        return f"shard-{self.rank:05d}-of-{self.world:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What the bytes of an image were when it was sealed.
+
+    ``table`` has the xxh3-64 of each `CHUNK_BYTES`, 8 bytes big endian each; ``root`` is the BLAKE3
+    of the length (8 bytes little endian) and the table, 64 hexadecimal digits.
+    """
+
+    nbytes: int
+    table: bytes
+    root: str
+
+
+class Tier(StrEnum):
+    """Where a copy lies, the fastest first."""
+
+    MEMORY = "memory"  # of this node
+    PEER = "peer"  # another node's memory
+    PERSISTENT = "persistent"  # a directory or an object store
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """One verified copy of one shard of one state. ``layout`` names the structure of the image."""
+
+    state: StateId
+    shard: Shard
+    layout: str
+    digest: Digest
+    tier: Tier
+    holder: str  # the node, or the directory
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """The state that all ranks are to load. ``why`` has what spoke against newer ones."""
+
+    state: StateId
+    world: int
+    tier: Tier
+    epoch: int  # of the states that are saved from now on
+    why: tuple[str, ...] = ()

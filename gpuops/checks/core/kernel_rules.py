@@ -1,0 +1,169 @@
+"""What log rules find in the kernel's log: one hit for each rule and subject."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from gpuops.host.kmsg import KernelRecord
+from gpuops.model import Status
+from gpuops.rules import KERNEL_LOG, LINE_MAX, LogRule, LogSource, required_literals
+
+SUBJECTS_MAX = 64
+LINE_SHOWN_MAX = 300
+_BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleHits:
+    """All lines that one rule matched about one subject (the rule's group ``subject``).
+
+    ``faded``: the last of them is older than the rule's ``within_s``.
+    """
+
+    rule: str
+    status: str
+    failure_class: str
+    reference: str
+    subject: str | None
+    count: int
+    first_us: int
+    last_us: int
+    line: str
+    faded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLogMatches:
+    """What the rules found; times are µs since boot. ``complete``: the log's start is still there.
+
+    ``more`` counts hits about further subjects than `SUBJECTS_MAX`, of which only a number is kept.
+    """
+
+    records: int
+    complete: bool
+    hits: tuple[RuleHits, ...] = ()
+    more: int = 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    rule: LogRule
+    count: int
+    first_us: int
+    last_us: int
+    line: str
+
+
+class RuleSearch:
+    """Tries rules on records as they come; the first rule that matches a line has it.
+
+    Rules for other logs, and those whose lines another check judges, are left out.
+    """
+
+    def __init__(self, rules: Sequence[LogRule]) -> None:
+        kernel = [rule for rule in rules if rule.source is LogSource.KERNEL]
+        self._rules = [rule for rule in kernel if rule.check == KERNEL_LOG]
+        self._clearing = [
+            (rule.id, rule.cleared_by, required_literals(rule.cleared_by))
+            for rule in self._rules
+            if rule.cleared_by is not None
+        ]
+        self._found: dict[tuple[str, str | None], _Tally] = {}
+        self._first: int | None = None
+        self._count = self._more = 0
+        self.last_us = 0
+
+    def add(self, batch: Sequence[KernelRecord]) -> None:
+        """Try the rules on the records of *batch*, which come after those before."""
+        if not batch:
+            return
+        self._count += len(batch)
+        if self._first is None:
+            self._first = batch[0].sequence
+        self.last_us = batch[-1].since_boot_us
+        # Most rules are out for a thousand lines at once, and all of them in a storm of others.
+        text = "\n".join(record.text for record in batch)
+        rules = [rule for rule in self._rules if rule.may_match(text)]
+        clearing = [
+            (name, pattern)
+            for name, pattern, literals in self._clearing
+            if not literals or any(literal in text for literal in literals)
+        ]
+        if rules or clearing:
+            for record in batch:
+                self._clear(record, clearing)
+                self._try(record, rules)
+
+    def _try(self, record: KernelRecord, rules: Sequence[LogRule]) -> None:
+        for rule in rules:
+            match = rule.search(record.text)
+            if match is not None:
+                self._hit(rule, match.groupdict().get("subject"), record)
+                return
+
+    def log(self, now_us: int | None = None) -> KernelLogMatches:
+        """Return what was found, as it looks at *now_us*; at the last record's time for None."""
+        now_us = self.last_us if now_us is None else now_us
+        hits = tuple(
+            _hits(subject, tally, now_us) for (_rule, subject), tally in self._found.items()
+        )
+        return KernelLogMatches(
+            records=self._count, complete=self._first == 0, hits=hits, more=self._more
+        )
+
+    def _hit(self, rule: LogRule, subject: str | None, record: KernelRecord) -> None:
+        tally = self._found.get((rule.id, subject))
+        when = record.since_boot_us
+        if tally is not None:
+            tally.count += 1
+            tally.last_us = when
+        elif len(self._found) < SUBJECTS_MAX:
+            line = record.text[:LINE_SHOWN_MAX]
+            self._found[rule.id, subject] = _Tally(rule, 1, when, when, line)
+        else:
+            self._more += 1
+
+    def _clear(self, record: KernelRecord, clearing: Sequence[tuple[str, re.Pattern[str]]]) -> None:
+        """Forget what the line of *record* takes back."""
+        for name, pattern in clearing:
+            match = pattern.search(record.text[:LINE_MAX])
+            if match:
+                subject = match.groupdict().get("subject")
+                for key in [found for found in self._found if found[0] == name]:
+                    if subject in (None, key[1]):
+                        del self._found[key]
+
+
+def search(
+    records: Iterable[KernelRecord], rules: Sequence[LogRule], now_us: int | None = None
+) -> KernelLogMatches:
+    """Return what *rules* find in *records*; see `Search`."""
+    searched = RuleSearch(rules)
+    for batch in batches(records):
+        searched.add(batch)
+    return searched.log(now_us)
+
+
+def batches(records: Iterable[KernelRecord]) -> Iterator[list[KernelRecord]]:
+    """Yield *records* by the thousand."""
+    left = iter(records)
+    while batch := list(islice(left, _BATCH)):
+        yield batch
+
+
+def _hits(subject: str | None, tally: _Tally, now_us: int) -> RuleHits:
+    rule = tally.rule
+    faded = rule.within_s is not None and now_us - tally.last_us > rule.within_s * 1e6
+    return RuleHits(
+        rule=rule.id,
+        status=(min(rule.status, Status.WARN) if faded else rule.status).word,
+        failure_class=rule.failure_class.value,
+        reference=rule.reference,
+        subject=subject,
+        count=tally.count,
+        first_us=tally.first_us,
+        last_us=tally.last_us,
+        line=tally.line,
+        faded=faded,
+    )

@@ -1,0 +1,226 @@
+"""Read hardware profiles (`gpuops.checks.core.profile`) from TOML, and find this node's."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
+
+from gpuops import hostlist
+from gpuops.checks.core.expected import ValueBounds
+from gpuops.checks.core.profile import (
+    NO_PROFILE,
+    FlagExpectation,
+    NumberExpectation,
+    Profile,
+    ProfileMatch,
+    WordsExpectation,
+)
+from gpuops.checks.core.suite import unknown_name
+from gpuops.config.resolve import ErrorHandler, raise_error, read_toml, reject_unknown
+from gpuops.errors import ConfigError
+from gpuops.rules import safe_pattern
+
+# Wider than any machine, and narrow enough to tell bytes from GB and watts from milliwatts.
+BOUNDS: Mapping[str, ValueBounds] = MappingProxyType(
+    {
+        "gpu_count": ValueBounds("GPUs", 1, 128),
+        "nvlink_count": ValueBounds("links", 0, 64),
+        "pcie_generation": ValueBounds("PCIe generations", 1, 9),
+        "pcie_width": ValueBounds("PCIe lanes", 1, 32),
+        "power_limit_w": ValueBounds("watts", 10, 10_000, whole=False),
+        "sm_clock_mhz_min": ValueBounds("megahertz", 100, 10_000),
+        "nic_count": ValueBounds("ports", 0, 128),
+        "nic_rate_gbs": ValueBounds("gigabytes a second", 0.1, 150, whole=False),
+        "memory_bytes_min": ValueBounds("bytes", 1e9, 1e15),
+        "dimm_count": ValueBounds("DIMMs", 1, 512),
+        "dimm_bytes": ValueBounds("bytes", 1e9, 1e13),
+        "cpu_count": ValueBounds("CPUs", 1, 16_384),
+        "nvme_count": ValueBounds("drives", 0, 512),
+    }
+)
+_KINDS = {
+    name: next(kind for kind in get_args(hint) if kind is not type(None))
+    for name, hint in get_type_hints(Profile).items()
+    if {NumberExpectation, WordsExpectation, FlagExpectation} & set(get_args(hint))
+}
+_KEYS = ("about", "inherits", "match", *_KINDS)
+_MATCH_KEYS = ("gpu", "gpu_count", "nodes")
+
+
+def load_profiles(
+    directories: Iterable[Path], complain: ErrorHandler = raise_error
+) -> dict[str, Profile]:
+    """Return each profile in *directories* by name; of several with one name the last folder's.
+
+    A profile ``inherits`` from one of an earlier folder, which may have its own name.
+
+    Raises:
+        ConfigError: Malformed TOML, an unknown key, a value of another type or unit, no source.
+    """
+    found: dict[str, Profile] = {}
+    for directory in directories:
+        earlier = dict(found)
+        for path in sorted(directory.glob("*.toml")):
+            try:
+                found[path.stem] = parse_profile(path, read_toml(path), earlier, complain)
+            except ConfigError as exc:
+                complain(exc)
+    return found
+
+
+def parse_profile(
+    path: Path,
+    table: Mapping[str, Any],
+    earlier: Mapping[str, Profile],
+    complain: ErrorHandler = raise_error,
+) -> Profile:
+    """Return the profile that *table* (from *path*) describes, less what *complain* was told of.
+
+    It may inherit from one of *earlier*.
+
+    Raises:
+        ConfigError: See `load_profiles`.
+    """
+    where = f"the profile {path}"
+    reject_unknown(table, _KEYS, where, complain)
+    expected: dict[str, Any] = {}
+    for key, kind in _KINDS.items():
+        if key in table:
+            try:
+                expected[key] = _expectation(kind, key, table[key])
+            except ValueError as exc:
+                complain(ConfigError(f"{key} of {where}: {exc}"))
+    if "match" in table:
+        expected["match"] = _match(table["match"], f"match of {where}", complain)
+    if "about" in table:
+        expected["about"] = str(table["about"])
+    base = table.get("inherits")
+    if base is not None and (not isinstance(base, str) or base not in earlier):
+        complain(ConfigError(f"inherits of {where}: {unknown_name('profile', str(base), earlier)}"))
+        base = None
+    begun = Profile(name=path.stem) if base is None else earlier[base]
+    return replace(begun, name=path.stem, path=str(path), inherits=base or "", **expected)
+
+
+def _expectation(
+    kind: type[NumberExpectation | WordsExpectation | FlagExpectation], key: str, given: object
+) -> NumberExpectation | WordsExpectation | FlagExpectation:
+    if not isinstance(given, dict) or not given.keys() <= {"value", "source"}:
+        raise ValueError(f'it is written {{ value = …, source = "…" }}, got {given!r}')
+    value, source = given.get("value"), given.get("source")
+    if not isinstance(source, str) or not source.strip():
+        raise ValueError('it must name where its value is from: source = "…"')
+    if kind is NumberExpectation:
+        return NumberExpectation(value=BOUNDS[key].check(value), source=source)
+    if kind is FlagExpectation:
+        if not isinstance(value, bool):
+            raise ValueError(f"true or false is wanted, got {value!r}")
+        return FlagExpectation(value=value, source=source)
+    return WordsExpectation(value=_texts(value), source=source)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"a text or a list of texts is wanted, got {value!r}")
+    if not all(isinstance(item, str) and item for item in given):
+        raise ValueError(f"every item must be a text that is not empty, got {value!r}")
+    return tuple(given)
+
+
+def _match(table: object, where: str, complain: ErrorHandler) -> ProfileMatch:
+    if not isinstance(table, dict):
+        complain(ConfigError(f"{where} is a table, got {table!r}"))
+        return ProfileMatch()
+    reject_unknown(table, _MATCH_KEYS, where, complain)
+    readers = {"gpu": _gpu, "gpu_count": BOUNDS["gpu_count"].check, "nodes": _nodes}
+    found: dict[str, Any] = {}
+    for key, reader in readers.items():
+        if key in table:
+            try:
+                found[key] = reader(table[key])
+            except ValueError as exc:
+                complain(ConfigError(f"{key} of {where}: {exc}"))
+    if "gpu_count" in found:
+        found["gpu_count"] = int(found["gpu_count"])
+    return ProfileMatch(**found)
+
+
+def _gpu(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"a pattern of the GPU's name is wanted, got {value!r}")
+    return safe_pattern(value).pattern
+
+
+def _nodes(value: object) -> tuple[str, ...]:
+    patterns = _texts(value)
+    for pattern in patterns:
+        hostlist.matches(pattern, "")
+    return patterns
+
+
+def profile_for(
+    profiles: Mapping[str, Profile],
+    *,
+    node: str,
+    gpu_names: Sequence[str],
+    gpu_count: int,
+    named: str | None = None,
+) -> tuple[Profile, str | None]:
+    """Return this node's profile, and what is wrong where none or several could be it.
+
+    Of a profile and one that inherits from it, the heir is taken.
+
+    Args:
+        profiles: From `load_profiles`.
+        node: Its name.
+        gpu_names: What NVML calls each GPU; empty where NVML did not tell.
+        gpu_count: NVIDIA GPUs on the PCI bus.
+        named: The profile to take whatever matches (``check.profile``).
+
+    Raises:
+        ConfigError: There is no profile called *named*.
+    """
+    if named is not None:
+        if named not in profiles:
+            raise ConfigError(f"check.profile: {unknown_name('profile', named, profiles)}")
+        return profiles[named], None
+    fitting = [item for item in profiles.values() if fits(item.match, node, gpu_names, gpu_count)]
+    inherited = {item.inherits for item in fitting if item.inherits != item.name}
+    fitting = [item for item in fitting if item.name not in inherited]
+    match fitting:
+        case [profile]:
+            return profile, None
+        case []:
+            return NO_PROFILE, _unmatched(gpu_names, gpu_count)
+        case _:
+            which = " and ".join(f"{item.name!r} ({item.path})" for item in fitting)
+            return NO_PROFILE, (
+                f"the profiles {which} all match this node, so none is applied: make one `match`"
+                " narrower, or name the right one in check.profile"
+            )
+
+
+def fits(match: ProfileMatch, node: str, gpu_names: Sequence[str], gpu_count: int) -> bool:
+    """Say whether a profile of *match* is this node's; the arguments are those of `profile_for`."""
+    if match == ProfileMatch():
+        return False  # It asks for nothing: it is there to be named.
+    if match.gpu is not None:
+        pattern = re.compile(match.gpu)
+        if not gpu_names or not all(pattern.fullmatch(name) for name in gpu_names):
+            return False
+    if match.gpu_count is not None and match.gpu_count != gpu_count:
+        return False
+    return not match.nodes or any(hostlist.matches(pattern, node) for pattern in match.nodes)
+
+
+def _unmatched(gpu_names: Sequence[str], gpu_count: int) -> str | None:
+    if not gpu_count and not gpu_names:
+        return None
+    models = ", ".join(sorted(set(gpu_names))) or "of a model that NVML does not tell"
+    return (
+        f"no profile matches this node ({gpu_count} GPUs, {models}): only what the devices say"
+        " themselves is judged"
+    )

@@ -1,0 +1,1 @@
+"""Checks of what connects GPUs in a node: NVLink and NVSwitch."""

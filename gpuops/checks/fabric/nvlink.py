@@ -1,0 +1,113 @@
+"""Are all NVLinks of each GPU up?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.gpu.gpus import (
+    LOOK,
+    GpuVerdict,
+    NotReported,
+    alone,
+    counted,
+    judge_each,
+    majority,
+    peers_of,
+    span,
+)
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlGpu
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "nvlink"
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    up: int
+    down: tuple[int, ...]
+    untold: int
+
+
+def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU with fewer NVLinks up than the profile or its peers have.
+
+    Fewer than the profile says fails, fewer than most GPUs of the model have here warns. The only
+    GPU of a machine has nobody to link to, and one that is divided (MIG) does not use its links.
+    """
+    return judge_each(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, facts, case),
+        _well,
+        ("nvmlDeviceGetNvLinkState", "NVML_FI_DEV_NVLINK"),
+    )
+
+
+def _links(gpu: NvmlGpu) -> _Links | None:
+    if gpu.nvlinks is None:
+        return None
+    return _Links(
+        up=sum(link.active is True for link in gpu.nvlinks),
+        down=tuple(link.link for link in gpu.nvlinks if link.active is False),
+        untold=sum(link.active is None for link in gpu.nvlinks),
+    )
+
+
+def _one(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+    links = _links(gpu)
+    if links is None:
+        return NotReported()
+    if gpu.modes.mig:
+        return NotReported("MIG is on, its NVLinks are not in use")
+    if alone(facts):
+        return NotReported(f"the only GPU here has nobody to link to ({links.up} up)")
+    wanted, status, source = _wanted(gpu, facts, case)
+    if not wanted:
+        return NotReported(
+            "no NVLink is expected: no profile names any, most GPUs here have none up"
+        )
+    if links.up < wanted <= links.up + links.untold:
+        return NotReported(f"{links.untold} of its NVLinks gave no answer")
+    return [] if links.up >= wanted else [_down(links, wanted, status, source)]
+
+
+def _down(links: _Links, wanted: int, status: Status, source: str) -> GpuVerdict:
+    down = f" (down: {', '.join(map(str, links.down))})" if links.down else ""
+    return GpuVerdict(
+        status=status,
+        message=f"{links.up} of {wanted} NVLinks are up{down}",
+        value=links.up,
+        unit="links",
+        threshold=f">= {wanted}",
+        source=source,
+        failure_class=FailureClass.GPU_NVLINK,
+    )
+
+
+def _wanted(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> tuple[int | None, Status, str]:
+    profile = case.profile
+    if profile.nvlink_count is not None:
+        source = f"profile {profile.name}: {profile.nvlink_count.source}"
+        return int(profile.nvlink_count.value), Status.FAIL, source
+    known = (_links(peer) for peer in peers_of(gpu, facts))
+    usual = majority(links.up for links in known if links is not None)
+    return usual, Status.WARN, "most GPUs of this model here"
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    links = [_links(gpu) for gpu in gpus]
+    up = [item.up for item in links if item is not None]
+    return GpuVerdict(
+        message=f"{span(up)} NVLinks up on each of {counted(gpus)}", value=min(up), unit="links"
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="as many NVLinks are up as the profile or the other GPUs say",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

@@ -1,0 +1,135 @@
+"""What has NVIDIA's driver said about each NVSwitch (SXid) since it was last known to be well?
+
+A line says itself whether it is fatal; the catalogue in ``checks/xid`` tells those apart that are
+not. An SXid is about the fabric of all GPUs of the node, so it counts for every job on it.
+"""
+
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.core.kernel_facts import LOOK, KernelFacts, repaired_us, since
+from gpuops.checks.core.xid_catalogue import SxidClass, SxidKind
+from gpuops.host.xid import Burst
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+from gpuops.units import format_seconds
+
+_HOUR_US = 3_600_000_000
+_MANY = CheckLimit(warn=100, source="gpuops judgement")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``corrected_per_hour``: errors that a switch corrected, over the last hour."""
+
+    corrected_per_hour: CheckLimit = _MANY
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    burst: Burst
+    kind: SxidKind
+
+    @property
+    def status(self) -> Status:
+        return self.kind.sxid_class.verdict(fatal=bool(self.burst.fatal))
+
+    def words(self) -> str:
+        """Return ``"SXid 20034 (link went down) on link 30, fatal, 3 min 20 s after boot"``."""
+        fatal = "fatal" if self.burst.fatal else "not fatal"
+        link = "" if self.burst.link is None else f" on link {self.burst.link}"
+        when = f"{format_seconds(self.burst.first_us / 1e6)} after boot"
+        return f"SXid {self.kind.code} ({self.kind.name}){link}, {fatal}, {when}"
+
+
+def judge(facts: KernelFacts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return one finding for each switch of which something counts.
+
+    Where none of them fails or passes one more says that the log was read and no switch fails.
+    """
+    findings = []
+    for address in sorted({burst.address for burst in facts.driver.sxids}):
+        entity = Entity(EntityKind.SWITCH, f"PCI:{address}")
+        told = _told(address, facts, _cut_us(entity, facts, case))
+        if told:
+            findings.append(_finding(entity, told, facts, parameters, case.node))
+    if all(finding.status is Status.WARN for finding in findings):
+        findings.append(_well(facts, case))
+    return sorted(findings, key=lambda finding: -finding.status)
+
+
+def _well(facts: KernelFacts, case: JudgeContext) -> Finding:
+    return Finding(
+        check="nvswitch_sxid",
+        entity=case.node,
+        status=Status.PASS,
+        value=0,
+        unit="SXids",
+        threshold="= 0",
+        source="checks/xid",
+        message=f"no SXid that fails a switch {since(facts, repaired_us(case))}",
+    )
+
+
+def _cut_us(entity: Entity, facts: KernelFacts, case: JudgeContext) -> int | None:
+    cuts = repaired_us(case, (entity,)), facts.driver.loaded_us
+    return max((cut for cut in cuts if cut is not None), default=None)
+
+
+def _told(address: str, facts: KernelFacts, cut_us: int | None) -> list[_Told]:
+    kinds = {kind.code: kind for kind in facts.sxids}
+    return [
+        _Told(burst, kinds.get(burst.code) or SxidKind.unknown(burst.code))
+        for burst in facts.driver.sxids
+        if burst.address == address and (cut_us is None or burst.last_us > cut_us)
+    ]
+
+
+def _finding(
+    entity: Entity,
+    told: list[_Told],
+    facts: KernelFacts,
+    parameters: Parameters,
+    node: Entity,
+) -> Finding:
+    worst = max(told, key=lambda item: (item.status, item.burst.last_us))
+    lines = sum(item.burst.count for item in told)
+    status, text = worst.status, f"{worst.words()}: {worst.burst.line}"
+    corrected = _corrected_per_hour(told, facts.now_us)
+    limit = parameters.corrected_per_hour
+    if status is Status.PASS and corrected:
+        status = min(limit.ceiling(corrected), Status.WARN)
+        text += f"; {corrected} corrected in the last hour, wanted {limit.text('<')}"
+    if lines > 1:
+        text += f"; {lines} lines about this switch in all"
+    if status is Status.FAIL:
+        text += (
+            f"; counts until a reboot, the driver's reload or `gpuops repair {node.id} --what TEXT`"
+        )
+    return Finding(
+        check="nvswitch_sxid",
+        entity=entity,
+        status=status,
+        value=worst.kind.code,
+        unit="SXid",
+        threshold="none that is fatal",
+        source=worst.kind.source,
+        message=text,
+        failure_class=None if status is Status.PASS else FailureClass.GPU_NVSWITCH,
+    )
+
+
+def _corrected_per_hour(told: list[_Told], now_us: int) -> int:
+    return sum(
+        item.burst.count
+        for item in told
+        if item.kind.sxid_class is SxidClass.CORRECTED and now_us - item.burst.last_us <= _HOUR_US
+    )
+
+
+CHECK = Check(
+    name="nvswitch_sxid",
+    about="what the driver said about each NVSwitch (SXid) since boot or repair",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

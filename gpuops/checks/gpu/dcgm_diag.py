@@ -1,0 +1,164 @@
+"""What does NVIDIA's own diagnostic say, of every entity and with every error?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, JudgeContext, Probe, ProbeContext
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.profile import Profile
+from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult, read_dcgm
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+
+# DCGM documentation, Diagnostic Errors: the severities, and what each asks for.
+SEVERITIES = {
+    0: "none",
+    1: "monitor",
+    2: "isolate",
+    3: "unknown",
+    4: "triage",
+    5: "config",
+    6: "reset",
+}
+_ISOLATE, _RESET = 2, 6
+# dcgmi exits with the value of dcgmReturn_t: DCGM_ST_NVVS_ERROR (-30) where a test failed,
+# DCGM_ST_NVVS_ISOLATE_ERROR (-51) where an error asks for isolation.
+_TEST_FAILED, _ISOLATE_ADVISED = 226, 205
+_SOURCE = "DCGM documentation, Diagnostic Errors"
+# Tests of this category are about the installation: persistence mode, permissions, libraries.
+_DEPLOYMENT = "deployment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``level`` of ``dcgmi diag -r``: 1 takes seconds, 2 two minutes, and from 2 on GPUs are used.
+
+    ``ignore``: error codes that are no matter here.
+    """
+
+    level: int = 1
+    ignore: tuple[int, ...] = ()
+
+
+def judge(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each error and each failed test without one, else one for all.
+
+    The severities ``isolate`` and ``reset`` fail; ``config`` (persistence mode is off), ``monitor``
+    and the others warn. An older DCGM tells no severity: there a failed test fails, but for those
+    of the installation. Errors count in tests that DCGM calls passed, too.
+    """
+    subject = ExpectedSubject(
+        check="dcgm_diag", entity=case.node, failure_class=FailureClass.GPU_DIAGNOSTIC
+    )
+    if not facts.installed:
+        return [skipped(subject, "dcgmi is not installed")]
+    if not any(result.status for result in facts.results):
+        why = facts.error or f"no test ran (exit code {facts.exit_code})"
+        return [_unknown(case, why, UnknownReason.NOT_SUPPORTED)]
+    findings: list[Finding] = []
+    for result in facts.results:
+        findings += _judged(result, parameters, case)
+    findings = list(dict.fromkeys(findings))
+    if facts.error is not None:
+        findings.append(_unknown(case, facts.error, UnknownReason.CRASH))
+    return findings or [_quiet(facts, parameters, case)]
+
+
+def _judged(result: DcgmResult, parameters: Parameters, case: JudgeContext) -> Iterable[Finding]:
+    errors = [error for error in result.errors if error.code not in parameters.ignore]
+    for error in errors:
+        status = _status(result, error)
+        yield _finding(case, status, result, error)
+    if not result.errors and result.status.startswith(("fail", "warn")):
+        yield _finding(case, _status(result, None), result, None)
+
+
+def _status(result: DcgmResult, error: DcgmError | None) -> Status:
+    if error is not None and error.severity is not None:
+        return Status.FAIL if error.severity in {_ISOLATE, _RESET} else Status.WARN
+    failed = result.status.startswith("fail")
+    return Status.FAIL if failed and result.category.lower() != _DEPLOYMENT else Status.WARN
+
+
+def _finding(
+    case: JudgeContext, status: Status, result: DcgmResult, error: DcgmError | None
+) -> Finding:
+    text, code, severity = "no reason given", None, None
+    if error is not None:
+        text, code = error.text or text, error.code
+        severity = SEVERITIES.get(error.severity or 0, str(error.severity))
+    told = f" [error {code}, {severity}]" if code is not None else ""
+    return Finding(
+        check="dcgm_diag",
+        entity=case.node,
+        status=status,
+        value=result.status if code is None else code,
+        unit=None if code is None else "DCGM error",
+        threshold="pass",
+        source=_SOURCE,
+        message=f"{result.entity}, test {result.test}: {text}{told}",
+        failure_class=FailureClass.GPU_DIAGNOSTIC,
+    )
+
+
+def _quiet(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) -> Finding:
+    """Return the finding where no result complains: dcgmi's exit code has the last word."""
+    ran = [result for result in facts.results if result.status.startswith("pass")]
+    skipped_ones = [result for result in facts.results if result.status.startswith("skip")]
+    tests = len({result.test for result in ran})
+    version = f" (DCGM {facts.version})" if facts.version else ""
+    text = f"level {parameters.level}{version}: {tests} tests passed, {len(skipped_ones)} skipped"
+    if not ran:
+        return _unknown(case, f"{text}: nothing was tested", UnknownReason.NOT_SUPPORTED)
+    if facts.exit_code == 0 or parameters.ignore:
+        status = Status.PASS
+    else:
+        status = Status.FAIL if facts.exit_code == _ISOLATE_ADVISED else Status.WARN
+        what = {_TEST_FAILED: ", a test failed", _ISOLATE_ADVISED: ", isolation is advised"}
+        text += f", yet it exited with {facts.exit_code}{what.get(facts.exit_code or 0, '')}"
+    return Finding(
+        check="dcgm_diag",
+        entity=case.node,
+        status=status,
+        value=facts.exit_code,
+        unit="exit code",
+        threshold="= 0",
+        source="DCGM, dcgmReturn_t",
+        message=text,
+        failure_class=None if status is Status.PASS else FailureClass.GPU_DIAGNOSTIC,
+    )
+
+
+def _unknown(case: JudgeContext, message: str, reason: UnknownReason) -> Finding:
+    return Finding(
+        check="dcgm_diag",
+        entity=case.node,
+        status=Status.UNKNOWN,
+        message=message,
+        unknown_reason=reason,
+    )
+
+
+def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+    """Return the level to run."""
+    return (str(parameters.level),)
+
+
+def _read(machine: ProbeContext, budget_s: float) -> DcgmDiagnostic:
+    return read_dcgm(machine.root, budget_s, machine.asked[0] if machine.asked else "1")
+
+
+CHECK = Check(
+    name="dcgm_diag",
+    about="NVIDIA's DCGM diagnostic, where installed: every entity, every error",
+    # Alone on the GPUs: its own processes must not be taken for somebody's leftovers.
+    look=Probe(
+        "dcgm",
+        DcgmDiagnostic,
+        _read,
+        locks=frozenset({"gpus"}),
+        sources=("dcgmi diag -j",),
+    ),
+    parameters=Parameters,
+    judge=judge,
+    asks=asks,
+)

@@ -1,0 +1,88 @@
+"""May each GPU run as fast as its model is meant to?"""
+
+from collections.abc import Sequence
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.gpu.gpus import (
+    LOOK,
+    GpuVerdict,
+    NotReported,
+    counted,
+    judge_each,
+    majority,
+    peers_of,
+    span,
+)
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlGpu
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_clocks"
+
+
+def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU that may not run as fast as the profile or its peers say.
+
+    Held against them is the SM clock for applications, else the greatest one. The clock of the
+    moment says nothing: an idle GPU runs slowly.
+    """
+    return judge_each(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, facts, case),
+        _well,
+        ("nvmlDeviceGetApplicationsClock", "nvmlDeviceGetMaxClockInfo"),
+    )
+
+
+def _allowed_mhz(gpu: NvmlGpu) -> int | None:
+    clocks = gpu.clocks
+    return clocks.sm_max_mhz if clocks.sm_application_mhz is None else clocks.sm_application_mhz
+
+
+def _one(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+    allowed_mhz, profile = _allowed_mhz(gpu), case.profile
+    if allowed_mhz is None:
+        return NotReported()
+    wanted = profile.sm_clock_mhz_min
+    if wanted is not None:
+        source = f"profile {profile.name}: {wanted.source}"
+        slow = allowed_mhz < wanted.value
+        return _slow(allowed_mhz, wanted.value, Status.FAIL, source) if slow else ()
+    usual_mhz = majority(_allowed_mhz(peer) for peer in peers_of(gpu, facts))
+    if usual_mhz is not None and allowed_mhz < usual_mhz:
+        return _slow(allowed_mhz, usual_mhz, Status.WARN, "most GPUs of this model here")
+    return ()
+
+
+def _slow(allowed_mhz: int, wanted_mhz: float, status: Status, source: str) -> list[GpuVerdict]:
+    return [
+        GpuVerdict(
+            status=status,
+            message=f"its SM clock may reach {allowed_mhz} MHz, expected {wanted_mhz:g} MHz",
+            value=allowed_mhz,
+            unit="MHz",
+            threshold=f">= {wanted_mhz:g} MHz",
+            source=source,
+            failure_class=FailureClass.GPU_CONFIG,
+        )
+    ]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    allowed = [_allowed_mhz(gpu) for gpu in gpus]
+    return GpuVerdict(
+        message=f"the SM clocks of {counted(gpus)} may reach {span(allowed)} MHz",
+        value=min((mhz for mhz in allowed if mhz is not None), default=None),
+        unit="MHz",
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="the clocks that are allowed are the profile's, or the same on all GPUs",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

@@ -1,0 +1,119 @@
+"""Are all GPUs there, as NVML counts them?"""
+
+from dataclasses import dataclass, replace
+
+from gpuops.checks.core.check import Check, JudgeContext
+from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, finding, not_found, unanswered
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlStatus
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_count"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``expected`` GPUs and who said so; None: the profile's, else as many as the PCI bus shows.
+
+    Only an expectation that a person wrote down can fail a node. One inferred from the bus warns:
+    inside a container or a job's cgroup NVML rightly shows fewer. GPUs that Slurm hands out are an
+    expectation where NVML lists none at all. ``inside_job``: the suite runs
+    there, so that a GPU which the bus shows and NVML does not is at most a warning.
+    """
+
+    expected: int | None = None
+    source: str = "suite"
+    inside_job: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    count: int | None
+    source: str
+
+
+def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return one finding about the count, and a warning about GPUs asked for that are not there."""
+    wanted = _wanted(parameters, facts, case)
+    absent = facts.nvml.status is NvmlStatus.ABSENT
+    if absent and wanted.count is not None:
+        return [finding(_NAME, case.node, _absent(facts, wanted.count, wanted.source))]
+    if facts.nvml.status is not NvmlStatus.OK:
+        silent = unanswered(_NAME, facts, case)
+        assert silent is not None
+        return [silent]
+    counted = finding(_NAME, case.node, _counted(facts, wanted, inside_job=parameters.inside_job))
+    return [counted, *not_found(_NAME, facts, case)]
+
+
+def _wanted(parameters: Parameters, facts: Gpus, case: JudgeContext) -> _Wanted:
+    if parameters.expected is not None:
+        return _Wanted(parameters.expected, parameters.source)
+    expected = case.profile.gpu_count
+    if expected is not None:
+        return _Wanted(int(expected.value), f"profile {case.profile.name}: {expected.source}")
+    if case.gpus and facts.nvml.status is NvmlStatus.OK and not facts.nvml.gpus:
+        # Single names may be MIG's; that there is nothing at all of what was handed out is plain.
+        return _Wanted(len(case.gpus), "the GPUs asked about (--gpus, SLURM_JOB_GPUS)")
+    return _Wanted(None, "PCI bus")
+
+
+def _counted(facts: Gpus, wanted: _Wanted, *, inside_job: bool) -> GpuVerdict:
+    # A GPU that gave no answer is there; `gpu_driver` judges its silence.
+    count = sum(gpu.uuid is not None or gpu.hung_call is not None for gpu in facts.nvml.gpus)
+    driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
+    names = sorted({gpu.name for gpu in facts.nvml.gpus if gpu.name})
+    text = f"{count} GPUs" + (f" ({', '.join(names)})" if names else "") + driver
+    if wanted.count is None and not facts.pci and not count:
+        return GpuVerdict(status=Status.SKIP, message="no GPU, and none expected", source=None)
+    # No view of the bus (a container): what NVML lists is all that there is to expect.
+    expected = wanted.count if wanted.count is not None else len(facts.pci) or count
+    there = GpuVerdict(
+        message=text, value=count, unit="GPUs", threshold=f"= {expected}", source=wanted.source
+    )
+    if count == expected:
+        return there
+    if count > expected:
+        return replace(there, status=Status.WARN, message=f"{text}: more than expected")
+    hidden = inside_job and _alive_on_bus(facts) >= expected
+    return replace(
+        there,
+        status=Status.WARN if wanted.count is None or hidden else Status.FAIL,
+        message=f"{text}: {expected - count} missing"
+        + (", or hidden from this job: the PCI bus shows all" if hidden else ""),
+        failure_class=FailureClass.GPU_MISSING,
+    )
+
+
+def _alive_on_bus(facts: Gpus) -> int:
+    return sum(gpu.answers is not False for gpu in facts.pci)
+
+
+def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
+    there = GpuVerdict(
+        message="no GPU in use, as expected",
+        value=0,
+        unit="GPUs",
+        threshold=f"= {expected}",
+        source=source,
+    )
+    if not expected:
+        return there
+    if not facts.pci:
+        text, failure_class = (
+            "no GPU on the PCI bus and no NVIDIA driver library",
+            FailureClass.GPU_MISSING,
+        )
+    else:
+        text = f"{len(facts.pci)} GPUs on the PCI bus, but libnvidia-ml.so.1 is not installed"
+        failure_class = FailureClass.GPU_DRIVER
+    return replace(there, status=Status.FAIL, message=text, failure_class=failure_class)
+
+
+CHECK = Check(
+    name=_NAME,
+    about="as many GPUs as the flag, the profile or the PCI bus say",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

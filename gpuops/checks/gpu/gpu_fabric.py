@@ -1,0 +1,156 @@
+"""Has each GPU joined the NVSwitch fabric, and is the fabric well?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, alone, counted, judge_each
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import Fabric, NvmlGpu
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_fabric"
+
+# nvml.h: NVML_GPU_FABRIC_STATE_*, nvmlGpuFabricInfo_t.
+_NOT_SUPPORTED, _COMPLETED = 0, 3
+# HGX boards of four GPUs link each to each, those of eight through NVSwitches (NVIDIA HGX).
+_SWITCHLESS_MAX = 4
+_STATES = {0: "not supported", 1: "not started", 2: "in progress"}
+_OUTSIDE = frozenset({1, 2})
+# nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, words, verdict.
+_TRUE = 1
+_CONDITIONS = (
+    (0, "its bandwidth is degraded", Status.FAIL),
+    (2, "its routes are being recovered", Status.WARN),
+    (4, "its route is unhealthy", Status.FAIL),
+    (6, "an access time-out is being recovered", Status.WARN),
+)
+_CONFIGURATION_SHIFT, _CONFIGURATION_WIDTH = 8, 0xF
+_CONFIGURATIONS = {
+    2: "wrong system GUID",
+    3: "wrong chassis serial number",
+    4: "no partition",
+    5: "too few NVLinks",
+    6: "incompatible GPU firmware",
+    7: "wrong location",
+}
+# nvml.h: NVML_GPU_FABRIC_HEALTH_SUMMARY_*.
+_SUMMARIES = {2: ("unhealthy", Status.FAIL), 3: ("of limited capacity", Status.WARN)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``joining_s``: seconds after boot in which a GPU may still be joining the fabric."""
+
+    joining_s: CheckLimit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU that is not in the fabric, or whose fabric is not well.
+
+    CUDA cannot start (error 802) on a GPU that has not joined. That fails where the profile says
+    that there is a fabric; a failed registration and a bad health mask are the driver's verdict.
+    A board of four GPUs joins them without a switch, and one that is divided (MIG) needs none.
+    """
+    return judge_each(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters, facts, case),
+        _well,
+        ("nvmlDeviceGetGpuFabricInfo",),
+    )
+
+
+def _one(
+    gpu: NvmlGpu, parameters: Parameters, facts: Gpus, case: JudgeContext
+) -> Sequence[GpuVerdict] | NotReported:
+    fabric, wanted = gpu.fabric, case.profile.fabric
+    expected = wanted is not None and wanted.value
+    if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
+        return NotReported("" if fabric is None else "it has no fabric")
+    if fabric.state != _COMPLETED:
+        why = _not_needed(gpu, fabric.state, facts)
+        if why is not None:
+            return NotReported(f"{why} (state: {_STATES.get(fabric.state, fabric.state)})")
+        return [_outside(fabric, parameters, case, expected=expected and _has_switches(facts))]
+    if fabric.status:
+        return [_bad(f"joining the fabric failed (NVML code {fabric.status})", fabric.status)]
+    return _health(fabric)
+
+
+def _not_needed(gpu: NvmlGpu, state: int, facts: Gpus) -> str | None:
+    """Return why *gpu* works outside of the fabric; None where it should be inside."""
+    if alone(facts):
+        return "the only GPU here needs no fabric"
+    if gpu.modes.mig:
+        return "MIG is on, it needs no fabric"
+    if state == _NOT_SUPPORTED and not _has_switches(facts):
+        return "a board of four GPUs has no fabric"
+    return None
+
+
+def _has_switches(facts: Gpus) -> bool:
+    return max(len(facts.pci), len(facts.nvml.gpus)) > _SWITCHLESS_MAX
+
+
+def _outside(
+    fabric: Fabric, parameters: Parameters, case: JudgeContext, *, expected: bool
+) -> GpuVerdict:
+    young = parameters.joining_s.ceiling(case.counters.since_boot_s) is not Status.FAIL
+    # A state that only a newer driver knows is no fault that anybody can name.
+    surely = expected and not young and fabric.state in _OUTSIDE
+    return GpuVerdict(
+        status=Status.FAIL if surely else Status.WARN,
+        message=f"it has not joined the fabric: {_STATES.get(fabric.state, 'unknown state')}"
+        + (" (the node has only just booted)" if expected and young else ""),
+        value=fabric.state,
+        unit="fabric state",
+        threshold=f"= {_COMPLETED} (completed)",
+        source="nvml; CUDA error 802",
+        failure_class=FailureClass.GPU_FABRIC,
+    )
+
+
+def _health(fabric: Fabric) -> list[GpuVerdict]:
+    mask = fabric.health_mask or 0
+    verdicts = [
+        _bad(words, f"{mask:#x}", status)
+        for shift, words, status in _CONDITIONS
+        if mask >> shift & 0x3 == _TRUE
+    ]
+    configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_WIDTH
+    if configuration > _TRUE:
+        words = _CONFIGURATIONS.get(configuration, f"code {configuration}")
+        verdicts.append(_bad(f"the fabric is configured wrongly: {words}", f"{mask:#x}"))
+    if not verdicts and fabric.health_summary in _SUMMARIES:
+        words, status = _SUMMARIES[fabric.health_summary]
+        verdicts.append(_bad(f"the fabric is {words}", fabric.health_summary, status))
+    return verdicts
+
+
+def _bad(message: str, value: float | str, status: Status = Status.FAIL) -> GpuVerdict:
+    return GpuVerdict(
+        status=status,
+        message=message,
+        value=value,
+        threshold="completed, success, healthy",
+        failure_class=FailureClass.GPU_FABRIC,
+    )
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    blind = sum(gpu.fabric is not None and gpu.fabric.health_mask is None for gpu in gpus)
+    untold = f"; {blind} do not tell the fabric's health" if blind else ""
+    return GpuVerdict(
+        message=f"{counted(gpus)} in the fabric{untold}", value=_COMPLETED, unit="fabric state"
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="every GPU has joined the NVSwitch fabric, and the fabric is healthy",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,47 @@
+"""Is the GPU's InfoROM, which holds its identity and error records, intact?"""
+
+from collections.abc import Sequence
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import CORRUPTED_INFOROM, NvmlGpu
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_inforom"
+
+
+def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU whose InfoROM the driver finds corrupt: its own verdict."""
+    return judge_each(_NAME, facts, case, _one, _well, ("nvmlDeviceValidateInforom",))
+
+
+def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
+    said = [error.call for error in gpu.errors if error.code == CORRUPTED_INFOROM]
+    if gpu.inforom_valid is False or said:
+        how = f" ({', '.join(said)} said so)" if said else ""
+        return [
+            GpuVerdict(
+                status=Status.FAIL,
+                message=f"its InfoROM is corrupt{how}",
+                value="corrupt",
+                threshold="= valid",
+                failure_class=FailureClass.GPU_INFOROM,
+            )
+        ]
+    return NotReported() if gpu.inforom_valid is None else ()
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    return GpuVerdict(
+        message=f"the InfoROM of {counted(gpus)} is valid", value="valid", threshold="= valid"
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="the InfoROM of every GPU is valid",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

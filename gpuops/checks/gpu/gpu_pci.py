@@ -1,0 +1,96 @@
+"""Does every GPU on the PCI bus answer, and does NVML know it?"""
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.gpu.gpus import LOOK
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlStatus
+from gpuops.host.sysfs import PciGpu
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+
+_DRIVER = "nvidia"
+
+
+def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU that is off the bus or unknown to NVML, else one for all.
+
+    A device that reads as all ones has left the bus, which is a fact and fails. One that NVML does
+    not list warns: a container or a job's cgroup may rightly hide it.
+    """
+    if not facts.pci:
+        return [_finding(case.node, Status.SKIP, "no NVIDIA GPU on the PCI bus")]
+    uuids = {gpu.address: gpu.uuid for gpu in facts.nvml.gpus if gpu.address and gpu.uuid}
+    lost = [_lost(gpu, uuids) for gpu in facts.pci if gpu.answers is False]
+    hidden = _hidden(facts, case.node)
+    if lost or hidden:
+        return lost + hidden
+    return [_all_well(facts, case.node)]
+
+
+def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:
+    return Finding(
+        check="gpu_pci",
+        entity=Entity(EntityKind.GPU, uuids.get(gpu.address, f"PCI:{gpu.address}")),
+        status=Status.FAIL,
+        value="0xffff",
+        threshold="vendor 0x10de",
+        source="PCIe (reads as all ones)",
+        message=f"{gpu.address} no longer answers on the PCI bus: it has fallen off",
+        failure_class=FailureClass.GPU_FELL_OFF_BUS,
+    )
+
+
+def _hidden(facts: Gpus, node: Entity) -> list[Finding]:
+    if facts.nvml.status is not NvmlStatus.OK:
+        return []
+    known = {gpu.address for gpu in facts.nvml.gpus}
+    missing = [
+        gpu.address
+        for gpu in facts.pci
+        if gpu.address not in known and gpu.driver == _DRIVER and gpu.answers is not False
+    ]
+    if not missing:
+        return []
+    return [
+        Finding(
+            check="gpu_pci",
+            entity=node,
+            status=Status.WARN,
+            value=len(missing),
+            unit="GPUs",
+            threshold="= 0",
+            source="nvml",
+            message=f"bound to the nvidia driver but not listed by NVML: {', '.join(missing)}",
+            failure_class=FailureClass.GPU_MISSING,
+        )
+    ]
+
+
+def _all_well(facts: Gpus, node: Entity) -> Finding:
+    bound = sum(gpu.driver == _DRIVER for gpu in facts.pci)
+    unread = sum(gpu.answers is None for gpu in facts.pci)
+    text = f"{len(facts.pci)} GPUs answer on the PCI bus, {bound} bound to the nvidia driver"
+    if unread:
+        text += f"; {unread} could not be asked"
+    return Finding(
+        check="gpu_pci",
+        entity=node,
+        status=Status.PASS,
+        value=len(facts.pci),
+        unit="GPUs",
+        threshold="each answers",
+        source="PCI bus",
+        message=text,
+    )
+
+
+def _finding(node: Entity, status: Status, message: str) -> Finding:
+    return Finding(check="gpu_pci", entity=node, status=status, message=message)
+
+
+CHECK = Check(
+    name="gpu_pci",
+    about="every GPU on the PCI bus answers and is known to NVML",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

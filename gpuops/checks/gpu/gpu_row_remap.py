@@ -1,0 +1,74 @@
+"""Has a GPU rows of memory to remap, or failed to remap one (Ampere and later)?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, beyond, counted, judge_each
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlGpu
+from gpuops.model import FailureClass, Finding
+
+_NAME = "gpu_row_remap"
+_beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``failed`` and ``pending``: 1 where the driver's flag is set. ``uncorrectable``: rows."""
+
+    failed: CheckLimit
+    pending: CheckLimit
+    uncorrectable: CheckLimit
+
+
+def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU with a failed or pending remap, or with very many of them.
+
+    A failed remap means that the bank has no spare rows left; a pending one is done by the next
+    reset, and until then the bad row is still in use (NVIDIA, GPU memory error management, row
+    remapping).
+    """
+    return judge_each(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters),
+        _well,
+        ("nvmlDeviceGetRemappedRows",),
+    )
+
+
+def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotReported:
+    rows = gpu.remapped
+    if rows is None:
+        return NotReported() if gpu.retired is None else ()
+    remapped = f"{rows.uncorrectable} rows remapped after uncorrectable errors"
+    return [
+        *_beyond(parameters.failed, rows.failure, "a row could not be remapped: no spare is left"),
+        *_beyond(parameters.pending, rows.pending, "a row waits for a reset to be remapped"),
+        *_beyond(parameters.uncorrectable, rows.uncorrectable, remapped, unit="rows"),
+    ]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    remapped = [gpu.remapped for gpu in gpus if gpu.remapped is not None]
+    if not remapped:
+        return GpuVerdict(message=f"{counted(gpus)} retire pages instead (see gpu_retired_pages)")
+    rows = sum(item.correctable + item.uncorrectable for item in remapped)
+    return GpuVerdict(
+        message=f"no remap pending or failed on {counted(gpus)}; {rows} rows remapped so far",
+        value=rows,
+        unit="rows",
+        threshold="none pending, none failed",
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="no GPU memory row waits to be remapped or could not be",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,104 @@
+"""Does something hold a GPU's clocks down that should not?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, JudgeContext
+from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.errors import ConfigError
+from gpuops.host.gpus import Gpus
+from gpuops.host.nvml.facts import NvmlGpu
+from gpuops.model import FailureClass, Finding, Status
+
+_NAME = "gpu_throttle"
+
+# nvml.h, nvmlClocksEventReasons. Idle, application clocks and the power cap are ordinary.
+REASONS = {
+    "sw_power_cap": 0x4,
+    "hw_slowdown": 0x8,
+    "sync_boost": 0x10,
+    "sw_thermal": 0x20,
+    "hw_thermal": 0x40,
+    "power_brake": 0x80,
+}
+_WORDS = {
+    "sw_power_cap": "its power limit",
+    "hw_slowdown": "the hardware",
+    "sync_boost": "a slower GPU of its group",
+    "sw_thermal": "the driver, for heat",
+    "hw_thermal": "the hardware, for heat",
+    "power_brake": "the power brake of the system",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Which reasons, by the names in `REASONS`, fail or warn, and who says so."""
+
+    fail: tuple[str, ...]
+    warn: tuple[str, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in (*self.fail, *self.warn):
+            if name not in REASONS:
+                raise ConfigError(
+                    f"there is no clock reason {name!r} (there is: {', '.join(REASONS)})"
+                )
+
+
+def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each GPU whose clocks are held down now, with the reasons.
+
+    Heat and the power brake that the hardware reports halve the clocks or worse, by the driver's
+    own documentation (nvml.h). The summary bit `hw_slowdown` may also show a change of clocks.
+    """
+    return judge_each(
+        _NAME,
+        facts,
+        case,
+        lambda gpu: _one(gpu, parameters),
+        _well,
+        ("nvmlDeviceGetCurrentClocks",),
+    )
+
+
+def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotReported:
+    mask = gpu.clocks.reasons
+    if mask is None:
+        return NotReported()
+    failing = [name for name in parameters.fail if mask & REASONS[name]]
+    warning = [name for name in parameters.warn if mask & REASONS[name]]
+    if not failing and not warning:
+        return ()
+    words = ", ".join(_WORDS[name] for name in REASONS if name in {*failing, *warning})
+    return [
+        GpuVerdict(
+            status=Status.FAIL if failing else Status.WARN,
+            message=f"its clocks are held down by {words}",
+            value=f"{mask:#x}",
+            unit="clock reasons",
+            threshold=f"without {', '.join((*parameters.fail, *parameters.warn))}",
+            source=parameters.source,
+            failure_class=FailureClass.GPU_THERMAL_POWER,
+        )
+    ]
+
+
+def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    capped = sum(bool((gpu.clocks.reasons or 0) & REASONS["sw_power_cap"]) for gpu in gpus)
+    return GpuVerdict(
+        message=f"nothing slows {counted(gpus)} down"
+        + (f"; {capped} at their power limit, as under load" if capped else ""),
+        value=0,
+        unit="GPUs slowed",
+    )
+
+
+CHECK = Check(
+    name=_NAME,
+    about="neither heat nor the power supply slows a GPU",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,315 @@
+"""What the checks of GPUs share: the look, which GPUs are asked about, and who said nothing.
+
+A judge of one GPU returns what is wrong with it. `each_gpu` makes findings of that: one for each
+fault, one for all that are well, one for each reason why some could not be judged.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gpuops.checks.core.check import CheckLimit, JudgeContext, Probe
+from gpuops.host.gpus import Gpus, read_gpus
+from gpuops.host.nvml.facts import NO_PERMISSION, NvmlGpu, NvmlStatus
+from gpuops.host.sysfs import sysfs_address
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
+from gpuops.slurm.env import NUMBERED
+
+V = TypeVar("V", bound=Hashable)
+
+LOOK = Probe(
+    "gpus",
+    Gpus,
+    lambda machine, budget_s: read_gpus(machine.root, budget_s),
+    locks=frozenset({"gpus"}),
+    sources=("libnvidia-ml.so.1 (NVML)", "/sys/bus/pci/devices"),
+)
+
+_SILENT = {
+    NvmlStatus.TIMEOUT: UnknownReason.TIMEOUT,
+    NvmlStatus.CRASH: UnknownReason.CRASH,
+    NvmlStatus.ABSENT: UnknownReason.MISSING_TOOL,
+    NvmlStatus.ERROR: UnknownReason.MISSING_TOOL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuVerdict:
+    """What is said of one GPU, or of all that are well; the fields are those of `Finding`."""
+
+    message: str
+    status: Status = Status.PASS
+    value: float | str | None = None
+    unit: str | None = None
+    threshold: str | None = None
+    source: str | None = "nvml"
+    failure_class: FailureClass | None = None
+    unknown_reason: UnknownReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotReported:
+    """A GPU could not be judged: why; "" where it gave no answer and `each_gpu` finds out why."""
+
+    why: str = ""
+
+
+Judge = Callable[[NvmlGpu], Sequence[GpuVerdict] | NotReported]
+_Reason = tuple[str, UnknownReason | None]
+
+
+def judge_each(
+    check: str,
+    facts: Gpus,
+    case: JudgeContext,
+    one: Judge,
+    well: Callable[[Sequence[NvmlGpu]], GpuVerdict],
+    calls: tuple[str, ...] = (),
+) -> list[Finding]:
+    """Return the findings of *check* about the GPUs that *case* asks about.
+
+    Args:
+        check: Its name.
+        facts: Of all GPUs.
+        case: See `JudgeContext`.
+        one: Says what is wrong with one GPU.
+        well: Says what is said of those with which nothing is; not asked where there are none.
+        calls: Names of the NVML calls and fields (their beginnings) that tell what *one* judges.
+    """
+    silent = unanswered(check, facts, case)
+    if silent is not None:
+        return [silent]
+    findings, fine, untold = [], [], dict[_Reason, list[NvmlGpu]]()
+    for gpu in selected(facts, case):
+        said = one(gpu)
+        if isinstance(said, NotReported):
+            untold.setdefault(_reason(gpu, said, calls), []).append(gpu)
+        elif said:
+            findings += [finding(check, entity_of(gpu, case.node), item, gpu) for item in said]
+        else:
+            fine.append(gpu)
+    if fine and not findings:
+        findings.append(finding(check, case.node, well(fine)))
+    everywhere = not fine and not findings and len(untold) == 1
+    for reason, gpus in untold.items():
+        who = "any GPU" if everywhere and len(gpus) > 1 else listed(gpus)
+        findings.append(_not_judged(check, case.node, reason, who))
+    return findings + not_found(check, facts, case)
+
+
+def beyond(
+    limit: CheckLimit, value: float, message: str, failure_class: FailureClass, unit: str = ""
+) -> list[GpuVerdict]:
+    """Return a verdict where *value* is at *limit* or above it, and nothing where it is below.
+
+    Without a *unit* the value is a flag of the driver's: 1 where it is set.
+    """
+    status = limit.ceiling(value)
+    if status is Status.PASS:
+        return []
+    return [
+        GpuVerdict(
+            status=status,
+            message=message,
+            value=round(value, 1) if isinstance(value, float) else int(value),
+            unit=unit or "flag",
+            threshold=limit.text("<", unit),
+            source=limit.source,
+            failure_class=failure_class,
+        )
+    ]
+
+
+def unanswered(check: str, facts: Gpus, case: JudgeContext) -> Finding | None:
+    """Return what *check* says where NVML told of no GPU; None where there is something to judge.
+
+    `gpu_driver` judges NVML itself.
+    """
+    nvml = facts.nvml
+    if nvml.status is NvmlStatus.OK:
+        if case.gpus is not None and not case.gpus:
+            return finding(check, case.node, _skip("no GPU is asked about"))
+        return None if nvml.gpus else finding(check, case.node, _skip("NVML lists no GPU"))
+    if nvml.status is NvmlStatus.ABSENT and not facts.pci:
+        return finding(check, case.node, _skip("no GPU, and no NVIDIA driver library"))
+    refused = nvml.error_code == NO_PERMISSION
+    return finding(
+        check,
+        case.node,
+        GpuVerdict(
+            status=Status.UNKNOWN,
+            message=f"{nvml.error or 'NVML gave no answer'}; see gpu_driver",
+            unknown_reason=UnknownReason.NO_PERMISSION if refused else _SILENT[nvml.status],
+        ),
+    )
+
+
+def selected(facts: Gpus, case: JudgeContext) -> tuple[NvmlGpu, ...]:
+    """Return the GPUs that *case* asks about, in NVML's order.
+
+    A number of Slurm's (``slurm:3``, see `gpuops.slurm.env`) is a place in a list of device
+    files or of PCI addresses: the GPUs of that minor number and of that index are returned, of that
+    index alone where NVML tells no minor number. Where a GPU is divided (MIG) such numbers count
+    its parts: all GPUs are returned.
+    """
+    if case.gpus is None or _counts_parts(facts, case.gpus):
+        return facts.nvml.gpus
+    asked = _asked(case.gpus)
+    return tuple(gpu for gpu in facts.nvml.gpus if _names(gpu) & asked)
+
+
+def surely_selected(facts: Gpus, case: JudgeContext) -> bool:
+    """Say whether somebody named the GPUs, and none of those `selected` may be another job's.
+
+    So it is where the numbers of Slurm name the same GPUs as indices and as minor numbers.
+    """
+    if case.gpus is None or _counts_parts(facts, case.gpus):
+        return False
+    gpus, asked = facts.nvml.gpus, _asked(case.gpus)
+    by_index = {gpu.index for gpu in gpus if f"{NUMBERED}{gpu.index}" in asked}
+    by_minor = {gpu.index for gpu in gpus if f"{NUMBERED}{_minor(gpu)}" in asked}
+    return by_index == by_minor
+
+
+def not_found(check: str, facts: Gpus, case: JudgeContext) -> list[Finding]:
+    """Return one warning about the GPUs that *case* asks about and NVML does not list."""
+    asked = case.gpus or frozenset()
+    if _counts_parts(facts, asked):
+        asked = frozenset(_without_numbers(asked))
+    known = {name for gpu in facts.nvml.gpus for name in _names(gpu)}
+    missing = sorted(name for name in asked if not known & _asked([name]))
+    if not missing:
+        return []
+    text = f"asked about {', '.join(missing)}, which NVML does not list"
+    verdict = GpuVerdict(
+        status=Status.WARN,
+        message=text,
+        value=len(missing),
+        unit="GPUs",
+        threshold="= 0",
+        failure_class=FailureClass.GPU_MISSING,
+    )
+    return [finding(check, case.node, verdict)]
+
+
+def entity_of(gpu: NvmlGpu, node: Entity) -> Entity:
+    """Return the GPU by its UUID, else by its PCI address, else the node that it is in."""
+    if gpu.uuid:
+        return Entity(EntityKind.GPU, gpu.uuid)
+    return Entity(EntityKind.GPU, f"PCI:{gpu.address}") if gpu.address else node
+
+
+def counter_name(check: str, gpu: NvmlGpu, counter: str) -> str | None:
+    """Return the name of a GPU's counter; None for a GPU that cannot be told from others."""
+    name = gpu.uuid or (gpu.address and f"PCI:{gpu.address}")
+    return f"{check}:{name}:{counter}" if name else None
+
+
+def peers_of(gpu: NvmlGpu, facts: Gpus) -> list[NvmlGpu]:
+    """Return all GPUs of the model of *gpu*, itself too."""
+    return [other for other in facts.nvml.gpus if other.name == gpu.name]
+
+
+def majority(values: Iterable[V | None]) -> V | None:
+    """Return what more than half of those say that say something; None where there is none."""
+    told = [value for value in values if value is not None]
+    for value, count in Counter(told).most_common(1):
+        if 2 * count > len(told):
+            return value
+    return None
+
+
+def alone(facts: Gpus) -> bool:
+    """Return whether this machine has a single GPU, which has nobody to link to."""
+    return max(len(facts.pci), len(facts.nvml.gpus)) < 2
+
+
+def listed(gpus: Sequence[NvmlGpu]) -> str:
+    """Return ``"GPU 3"``, or ``"GPUs 0, 3"``."""
+    word = "GPU" if len(gpus) == 1 else "GPUs"
+    return f"{word} {', '.join(str(gpu.index) for gpu in gpus)}"
+
+
+def counted(gpus: Sequence[NvmlGpu]) -> str:
+    """Return ``"1 GPU"`` or ``"8 GPUs"``."""
+    return "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+
+
+def span(values: Iterable[float | None]) -> str:
+    """Return ``"31 to 40"``, ``"31"`` where all are equal, ``"?"`` where none is told."""
+    told = [value for value in values if value is not None]
+    if not told:
+        return "?"
+    low, high = min(told), max(told)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def finding(check: str, entity: Entity, said: GpuVerdict, gpu: NvmlGpu | None = None) -> Finding:
+    """Return *said* as a finding about *entity*; *gpu* is named in it."""
+    return Finding(
+        check=check,
+        entity=entity,
+        status=said.status,
+        value=said.value,
+        unit=said.unit,
+        threshold=said.threshold,
+        source=said.source,
+        message=said.message if gpu is None else f"GPU {gpu.index}: {said.message}",
+        failure_class=said.failure_class,
+        unknown_reason=said.unknown_reason,
+    )
+
+
+def _skip(message: str) -> GpuVerdict:
+    return GpuVerdict(status=Status.SKIP, message=message, source=None)
+
+
+def _minor(gpu: NvmlGpu) -> int:
+    return gpu.index if gpu.minor is None else gpu.minor
+
+
+def _without_numbers(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith(NUMBERED)]
+
+
+def _counts_parts(facts: Gpus, names: Iterable[str]) -> bool:
+    numbered = any(name.startswith(NUMBERED) for name in names)
+    return numbered and any(gpu.modes.mig for gpu in facts.nvml.gpus)
+
+
+def _names(gpu: NvmlGpu) -> set[str]:
+    names = {str(gpu.index), f"{NUMBERED}{gpu.index}", f"{NUMBERED}{_minor(gpu)}"}
+    return names | {name.lower() for name in (gpu.uuid, gpu.address) if name}
+
+
+def _asked(names: Iterable[str]) -> set[str]:
+    return {spelt for name in names for spelt in (name.strip().lower(), sysfs_address(name))}
+
+
+def _reason(gpu: NvmlGpu, said: NotReported, calls: tuple[str, ...]) -> _Reason:
+    if said.why:
+        return said.why, None
+    if gpu.hung_call:
+        return f"no answer in {gpu.hung_call}", UnknownReason.TIMEOUT
+    if gpu.error:
+        refused = gpu.error_code == NO_PERMISSION
+        return f"{gpu.error}; see gpu_lost", UnknownReason.NO_PERMISSION if refused else None
+    for error in gpu.errors:
+        if error.call.startswith(calls):
+            refused = error.code == NO_PERMISSION
+            text = f"{error.call}: {error.text}"
+            return text, UnknownReason.NO_PERMISSION if refused else None
+    if any(call.startswith(calls) for call in gpu.unsupported):
+        return "not supported by the GPU or its driver", None
+    return "no answer", None
+
+
+def _not_judged(check: str, node: Entity, reason: _Reason, who: str) -> Finding:
+    why, unknown = reason
+    verdict = GpuVerdict(
+        status=Status.SKIP if unknown is None else Status.UNKNOWN,
+        message=f"not judged on {who}: {why}",
+        unknown_reason=unknown,
+    )
+    return finding(check, node, verdict)

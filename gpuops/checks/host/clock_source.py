@@ -1,0 +1,33 @@
+"""Which clock does the kernel read time from? A slow one taxes every time stamp."""
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.core.expected import ExpectedSubject, one_of, skipped
+from gpuops.checks.host.cpu_count import LOOK
+from gpuops.host.cpu import Cpu
+from gpuops.model import FailureClass, Finding, Status
+
+
+def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return one finding; a source that the profile does not name warns.
+
+    The kernel leaves ``tsc`` for ``hpet`` or ``acpi_pm`` when it finds the processor's counter
+    unstable (Documentation/virt/kvm/x86/timekeeping of Linux); virtual machines have sources of
+    their own, so that a difference is a sign and no verdict.
+    """
+    subject = ExpectedSubject(
+        check="clock_source", entity=case.node, failure_class=FailureClass.HOST_CONFIG
+    )
+    if facts.clock_source is None:
+        return [skipped(subject, "the kernel does not tell its clock source")]
+    others = ", ".join(facts.clock_sources)
+    text = f"clock source {facts.clock_source}" + (f" (there is: {others})" if others else "")
+    return [one_of(subject, facts.clock_source, case.profile.clock_source, text, bad=Status.WARN)]
+
+
+CHECK = Check(
+    name="clock_source",
+    about="the kernel's clock source is the one that the profile names",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

@@ -1,0 +1,81 @@
+"""Does the container runtime answer, where the operator configured one?"""
+
+import json
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, JudgeContext, Probe, ProbeContext
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.profile import Profile
+from gpuops.host.systemd import RuntimeAnswer, read_runtime
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+from gpuops.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``command``: a program and its words that end with 0 where all is well; none: not checked."""
+
+    command: tuple[str, ...] = ()
+    source: str = "suite"
+
+
+def judge(facts: RuntimeAnswer, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return one finding: another exit code than 0 fails, a missing program is unknown."""
+    subject = ExpectedSubject(
+        check="container_runtime", entity=case.node, failure_class=FailureClass.HOST_SERVICE
+    )
+    if not parameters.command:
+        return [skipped(subject, "no command is configured")]
+    line = " ".join(parameters.command)
+    if not facts.found:
+        text = f"{parameters.command[0]} is not installed"
+        return [_unknown(case, text, UnknownReason.MISSING_TOOL)]
+    if facts.exit_code is None:
+        return [_unknown(case, f"{line}: {facts.ending}", UnknownReason.TIMEOUT)]
+    good = facts.exit_code == 0
+    said = f": {facts.said}" if facts.said else ""
+    return [
+        Finding(
+            check="container_runtime",
+            entity=case.node,
+            status=Status.PASS if good else Status.FAIL,
+            value=facts.exit_code,
+            unit="exit code",
+            threshold="= 0",
+            source=parameters.source,
+            message=f"{line} answered in {format_seconds(facts.elapsed_s)}"
+            if good
+            else f"{line} {facts.ending}{said}",
+            failure_class=None if good else FailureClass.HOST_SERVICE,
+        )
+    ]
+
+
+def _unknown(case: JudgeContext, message: str, reason: UnknownReason) -> Finding:
+    return Finding(
+        check="container_runtime",
+        entity=case.node,
+        status=Status.UNKNOWN,
+        message=message,
+        unknown_reason=reason,
+    )
+
+
+def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+    """Return the command as one text: what is asked is a set, and a command repeats its words."""
+    return (json.dumps(parameters.command),) if parameters.command else ()
+
+
+def _read(machine: ProbeContext, budget_s: float) -> RuntimeAnswer:
+    command = tuple(json.loads(machine.asked[0])) if machine.asked else ()
+    return read_runtime(machine.root, budget_s, command)
+
+
+CHECK = Check(
+    name="container_runtime",
+    about="the container runtime answers the operator's command",
+    look=Probe("container_runtime", RuntimeAnswer, _read, sources=("the command of the suite",)),
+    parameters=Parameters,
+    judge=judge,
+    asks=asks,
+)

@@ -1,0 +1,38 @@
+"""Which frequency governor do the processors run under?"""
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.core.expected import ExpectedSubject, one_of, skipped
+from gpuops.checks.host.cpu_count import LOOK
+from gpuops.host.cpu import Cpu
+from gpuops.model import FailureClass, Finding, Status
+
+
+def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each governor in use; one that the profile does not name warns.
+
+    It never fails: the node computes what it should, more slowly.
+    """
+    subject = ExpectedSubject(
+        check="cpu_governor", entity=case.node, failure_class=FailureClass.HOST_CONFIG
+    )
+    if not facts.governors:
+        return [skipped(subject, "no frequency scaling, as in a virtual machine")]
+    return [
+        one_of(
+            subject,
+            name,
+            case.profile.cpu_governor,
+            f"governor {name} on {count} of {sum(facts.governors.values())} frequency policies",
+            bad=Status.WARN,
+        )
+        for name, count in facts.governors.items()
+    ]
+
+
+CHECK = Check(
+    name="cpu_governor",
+    about="the CPUs' frequency governor is the one that the profile names",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

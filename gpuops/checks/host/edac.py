@@ -1,0 +1,139 @@
+"""Does the host's memory have errors, by the kernel's count?"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.host.memory_modules import Edac, MemoryController, read_edac
+from gpuops.model import EntityKind, FailureClass, Finding, Status
+from gpuops.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``uncorrected`` errors since boot; ``corrected_per_day``, of one memory controller.
+
+    After an acknowledged repair without a reboot only uncorrected errors that are new count.
+    """
+
+    uncorrected: CheckLimit
+    corrected_per_day: CheckLimit
+
+
+def judge(facts: Edac, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each controller with errors beyond a limit, else one for all."""
+    subject = ExpectedSubject(check="edac", entity=case.node, failure_class=FailureClass.HOST_DIMM)
+    if not facts.controllers:
+        return [skipped(subject, "no memory controller reports (no EDAC driver)")]
+    findings = []
+    for controller in facts.controllers:
+        findings += _uncorrected(controller, parameters.uncorrected, case)
+        findings += _corrected(controller, parameters.corrected_per_day, case)
+    if findings:
+        return findings
+    corrected = sum(controller.corrected for controller in facts.controllers)
+    return [
+        Finding(
+            check="edac",
+            entity=case.node,
+            status=Status.PASS,
+            value=corrected,
+            unit="errors",
+            threshold=parameters.corrected_per_day.text("<", "per day"),
+            source=parameters.corrected_per_day.source,
+            message=f"{len(facts.controllers)} memory controllers, {corrected} corrected errors"
+            " since boot, few of them new",
+        )
+    ]
+
+
+def _name(controller: MemoryController, kind: str) -> str:
+    return f"edac:{controller.name}:{kind}"
+
+
+def _uncorrected(
+    controller: MemoryController, limit: CheckLimit, case: JudgeContext
+) -> list[Finding]:
+    count: float = controller.uncorrected
+    if _repaired(case):
+        growth = case.counters.since(_name(controller, "uncorrected"), count)
+        count = 0 if growth is None else growth.grown
+    status = limit.ceiling(count)
+    if status is Status.PASS:
+        return []
+    return [
+        Finding(
+            check="edac",
+            entity=case.node,
+            status=status,
+            value=count,
+            unit="errors",
+            threshold=limit.text("<"),
+            source=limit.source,
+            message=f"{controller.name}: {count:g} uncorrected memory errors{_where(controller)}",
+            failure_class=FailureClass.HOST_DIMM,
+        )
+    ]
+
+
+def _repaired(case: JudgeContext) -> bool:
+    return any(
+        repair.entity_kind == EntityKind.NODE.value and repair.t_us > case.boot_us
+        for repair in case.repairs
+    )
+
+
+def _corrected(
+    controller: MemoryController, limit: CheckLimit, case: JudgeContext
+) -> list[Finding]:
+    growth = case.counters.since(_name(controller, "corrected"), controller.corrected)
+    status = Status.PASS if growth is None else limit.ceiling(growth.per_day)
+    if growth is None or status is Status.PASS:
+        return []
+    return [
+        Finding(
+            check="edac",
+            entity=case.node,
+            status=status,
+            value=round(growth.per_day, 1),
+            unit="per day",
+            threshold=limit.text("<", "per day"),
+            source=limit.source,
+            message=f"{controller.name}: {growth.grown:g} corrected memory errors"
+            f" in {format_seconds(growth.elapsed_s)}{_where(controller)}",
+            failure_class=FailureClass.HOST_DIMM,
+        )
+    ]
+
+
+def _where(controller: MemoryController) -> str:
+    named = ", ".join(f"{label} {count}" for label, count in controller.dimms.items())
+    return f" (since boot: {named})" if named else ""
+
+
+def counters(facts: Edac) -> Mapping[str, float]:
+    """Return both counts of each controller."""
+    return {
+        _name(controller, kind): count
+        for controller in facts.controllers
+        for kind, count in (
+            ("corrected", controller.corrected),
+            ("uncorrected", controller.uncorrected),
+        )
+    }
+
+
+CHECK = Check(
+    name="edac",
+    about="uncorrected errors of the host's memory since boot, corrected ones as a rate",
+    look=Probe(
+        "edac",
+        Edac,
+        lambda machine, _budget_s: read_edac(machine.root),
+        sources=("/sys/devices/system/edac/mc",),
+    ),
+    parameters=Parameters,
+    judge=judge,
+    counters=counters,
+)

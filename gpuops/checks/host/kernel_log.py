@@ -1,0 +1,76 @@
+"""What has the kernel complained about since boot? Rules are data, in ``checks/rules/*.toml``.
+
+Xids and SXids are judged by `gpu_xid` and `nvswitch_sxid`, which know more than one line.
+"""
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.core.kernel_facts import LOOK, KernelFacts, repaired_us, since
+from gpuops.checks.core.kernel_rules import SUBJECTS_MAX, RuleHits
+from gpuops.model import Entity, FailureClass, Finding, Status
+from gpuops.units import format_seconds
+
+
+def judge(facts: KernelFacts, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each rule and subject that was hit, the worst first, else one pass.
+
+    What was last hit before an acknowledged repair of the node is left out.
+    """
+    cut_us = repaired_us(case)
+    hits = [hits for hits in facts.log.hits if cut_us is None or hits.last_us > cut_us]
+    findings = [_finding(item, case.node) for item in hits]
+    if facts.log.more:
+        findings.append(_too_many(facts.log.more, case.node))
+    if findings:
+        return sorted(findings, key=lambda finding: -finding.status)
+    return [
+        Finding(
+            check="kernel_log",
+            entity=case.node,
+            status=Status.PASS,
+            value=0,
+            unit="hits",
+            threshold="= 0",
+            source="checks/rules",
+            message=f"no known fault in {facts.log.records} lines {since(facts, cut_us)}",
+        )
+    ]
+
+
+def _finding(hits: RuleHits, node: Entity) -> Finding:
+    when = f"{format_seconds(hits.first_us / 1e6)} after boot"
+    if hits.count > 1:
+        when = f"{hits.count} times, first {when}, last {format_seconds(hits.last_us / 1e6)}"
+    if hits.faded:
+        when += ", too long ago to judge what is now"
+    about = f" on {hits.subject}" if hits.subject else ""
+    return Finding(
+        check="kernel_log",
+        entity=node,
+        status=Status.parse(hits.status),
+        value=hits.count,
+        unit="hits",
+        threshold="= 0",
+        source=hits.reference,
+        message=f"{hits.rule}{about}, {when}: {hits.line}",
+        failure_class=FailureClass(hits.failure_class),
+    )
+
+
+def _too_many(more: int, node: Entity) -> Finding:
+    return Finding(
+        check="kernel_log",
+        entity=node,
+        status=Status.WARN,
+        value=more,
+        unit="hits",
+        message=f"{more} more hits about further subjects than the {SUBJECTS_MAX} shown",
+    )
+
+
+CHECK = Check(
+    name="kernel_log",
+    about="known faults in the kernel's log since boot",
+    look=LOOK,
+    parameters=NoParameters,
+    judge=judge,
+)

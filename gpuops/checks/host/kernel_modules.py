@@ -1,0 +1,55 @@
+"""Are the kernel modules there that the profile names?"""
+
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.profile import Profile
+from gpuops.host.kernel_state import Modules, read_modules
+from gpuops.model import FailureClass, Finding, Status
+
+
+def judge(facts: Modules, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each module that is expected and absent, else one for all."""
+    subject = ExpectedSubject(
+        check="kernel_modules", entity=case.node, failure_class=FailureClass.HOST_CONFIG
+    )
+    expected = case.profile.kernel_modules
+    if expected is None or not expected.value:
+        return [skipped(subject, "no profile names a kernel module")]
+    absent = [name for name in facts.absent if name in expected.value]
+    if absent:
+        return [_finding(case, Status.FAIL, name, f"{name} is not loaded") for name in absent]
+    return [_finding(case, Status.PASS, None, f"loaded: {', '.join(expected.value)}")]
+
+
+def _finding(case: JudgeContext, status: Status, name: str | None, message: str) -> Finding:
+    assert case.profile.kernel_modules is not None
+    return Finding(
+        check="kernel_modules",
+        entity=case.node,
+        status=status,
+        value=name,
+        threshold="loaded or built in",
+        source=case.profile.kernel_modules.source,
+        message=message,
+        failure_class=None if status is Status.PASS else FailureClass.HOST_CONFIG,
+    )
+
+
+def asks(_parameters: NoParameters, profile: Profile) -> tuple[str, ...]:
+    """Return the names of the modules to look for."""
+    return () if profile.kernel_modules is None else profile.kernel_modules.value
+
+
+CHECK = Check(
+    name="kernel_modules",
+    about="the kernel modules that the profile names are loaded",
+    look=Probe(
+        "kernel_modules",
+        Modules,
+        lambda machine, _budget_s: read_modules(machine.root, machine.asked),
+        sources=("/sys/module",),
+    ),
+    parameters=NoParameters,
+    judge=judge,
+    asks=asks,
+)

@@ -1,0 +1,80 @@
+"""Is something else running here, or stuck inside the kernel?"""
+
+from dataclasses import dataclass, replace
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.host.process.abandoned import is_probe
+from gpuops.host.procfs import Load, read_load
+from gpuops.model import Entity, FailureClass, Finding, Status
+
+_NAMED_MAX = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``per_cpu``: 1-minute load average over CPUs; ``blocked``: processes that stay in state D."""
+
+    per_cpu: CheckLimit
+    blocked: CheckLimit
+
+
+def without_probes(load: Load) -> Load:
+    """Return *load* without our own hung children: the checks that asked report them."""
+    return replace(load, blocked=tuple(item for item in load.blocked if not is_probe(item)))
+
+
+def judge(facts: Load, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return one finding about load and one about blocked processes."""
+    return [
+        _load(facts, parameters.per_cpu, case.node),
+        _blocked(facts, parameters.blocked, case.node),
+    ]
+
+
+def _load(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
+    per_cpu = facts.load1 / facts.cpus
+    status = limit.ceiling(per_cpu)
+    return Finding(
+        check="load",
+        entity=node,
+        status=status,
+        value=round(per_cpu, 2),
+        unit="per CPU",
+        threshold=limit.text("<"),
+        source=limit.source,
+        message=f"load {facts.load1:g}, {facts.load5:g}, {facts.load15:g} on {facts.cpus} CPUs",
+        # A high load is a symptom of what runs here; which failure it is, it does not say.
+        failure_class=FailureClass.UNRESOLVED if status is Status.FAIL else None,
+    )
+
+
+def _blocked(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
+    count = len(facts.blocked)
+    status = limit.ceiling(count)
+    named = ", ".join(f"{item.name} ({item.pid})" for item in facts.blocked[:_NAMED_MAX])
+    more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
+    return Finding(
+        check="load",
+        entity=node,
+        status=status,
+        value=count,
+        unit="processes",
+        threshold=limit.text("<"),
+        source=limit.source,
+        message=f"stuck inside the kernel: {named}{more}" if count else "none stuck in state D",
+        failure_class=None if status is Status.PASS else FailureClass.HUNG_TASK,
+    )
+
+
+CHECK = Check(
+    name="load",
+    about="load average and processes stuck in state D",
+    look=Probe(
+        "load",
+        Load,
+        lambda machine, _budget_s: without_probes(read_load(machine.root)),
+        sources=("/proc/loadavg", "/proc/stat", "/proc/*/stat"),
+    ),
+    parameters=Parameters,
+    judge=judge,
+)

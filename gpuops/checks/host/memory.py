@@ -1,0 +1,52 @@
+"""Is there memory left for a job?"""
+
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.host.procfs import Memory, read_memory
+from gpuops.model import FailureClass, Finding, Status
+from gpuops.units import format_bytes
+
+LOOK = Probe(
+    "memory",
+    Memory,
+    lambda machine, _budget_s: read_memory(machine.root),
+    sources=("/proc/meminfo",),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``available_percent`` of all memory, that a program could have without swapping."""
+
+    available_percent: CheckLimit
+
+
+def judge(facts: Memory, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return one finding about the node's available memory."""
+    limit = parameters.available_percent
+    percent = 100 * facts.available_bytes / facts.total_bytes
+    status = limit.floor(percent)
+    return [
+        Finding(
+            check="memory",
+            entity=case.node,
+            status=status,
+            value=round(percent, 1),
+            unit="%",
+            threshold=limit.text(">", "%"),
+            source=limit.source,
+            message=f"{format_bytes(facts.available_bytes)} of "
+            f"{format_bytes(facts.total_bytes)} available",
+            failure_class=None if status is Status.PASS else FailureClass.HOST_MEM_LOW,
+        )
+    ]
+
+
+CHECK = Check(
+    name="memory",
+    about="available memory",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,110 @@
+"""Do the services run that this node needs, by systemd's account?"""
+
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, JudgeContext, Probe
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.profile import Profile
+from gpuops.host.systemd import Unit, Units, read_units
+from gpuops.model import FailureClass, Finding, Status, UnknownReason
+
+_RUNNING = frozenset({"active", "reloading", "refreshing"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``units`` that must run besides the profile's, and who says so."""
+
+    units: tuple[str, ...] = ()
+    source: str = "suite"
+
+
+def judge(facts: Units, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each unit that does not run, else one for all.
+
+    ``failed`` and ``inactive`` fail; ``activating`` warns, for that ends. A unit that is not
+    installed is unknown: a name that is wrong in a profile must not drain every node.
+    """
+    subject = ExpectedSubject(
+        check="services", entity=case.node, failure_class=FailureClass.HOST_SERVICE
+    )
+    wanted = _wanted(parameters, case.profile)
+    if not wanted:
+        return [skipped(subject, "neither profile nor suite names a unit")]
+    if not facts.systemd:
+        return [skipped(subject, "systemd does not run here")]
+    told = {unit.name: unit for unit in facts.units}
+    findings = [_judged(name, told.get(name), source, case) for name, source in wanted.items()]
+    bad = [finding for finding in findings if finding.status is not Status.PASS]
+    return bad or [_finding(case, Status.PASS, None, "suite and profile", _all(wanted))]
+
+
+def _all(wanted: dict[str, str]) -> str:
+    return f"running: {', '.join(wanted)}"
+
+
+def _wanted(parameters: Parameters, profile: Profile) -> dict[str, str]:
+    """Return the units by name with who named them."""
+    wanted = dict.fromkeys(parameters.units, parameters.source)
+    if profile.services is not None:
+        wanted |= dict.fromkeys(profile.services.value, profile.services.source)
+    return wanted
+
+
+def _judged(name: str, unit: Unit | None, source: str, case: JudgeContext) -> Finding:
+    if unit is None or unit.load == "not-found":
+        return Finding(
+            check="services",
+            entity=case.node,
+            status=Status.UNKNOWN,
+            value=name,
+            threshold="active",
+            source=source,
+            message=f"{name} is not installed",
+            failure_class=FailureClass.HOST_SERVICE,
+            unknown_reason=UnknownReason.MISSING_TOOL,
+        )
+    state = f"{unit.active} ({unit.sub})" if unit.sub else unit.active
+    text = f"{name} is {state}" + (f", result {unit.result}" if unit.result else "")
+    if unit.restarts:
+        text += f", restarted {unit.restarts} times"
+    if unit.active in _RUNNING:
+        return _finding(case, Status.PASS, name, source, text)
+    if unit.active in {"failed", "inactive"} and unit.load != "masked":
+        return _finding(case, Status.FAIL, name, source, text)
+    return _finding(case, Status.WARN, name, source, f"{text}, {unit.load}")
+
+
+def _finding(
+    case: JudgeContext, status: Status, name: str | None, source: str, message: str
+) -> Finding:
+    return Finding(
+        check="services",
+        entity=case.node,
+        status=status,
+        value=name,
+        threshold="active",
+        source=source,
+        message=message,
+        failure_class=None if status is Status.PASS else FailureClass.HOST_SERVICE,
+    )
+
+
+def asks(parameters: Parameters, profile: Profile) -> tuple[str, ...]:
+    """Return the names of the units to ask about."""
+    return tuple(_wanted(parameters, profile))
+
+
+CHECK = Check(
+    name="services",
+    about="the systemd units that profile and suite name are running",
+    look=Probe(
+        "services",
+        Units,
+        lambda machine, budget_s: read_units(machine.root, budget_s, machine.asked),
+        sources=("systemctl show",),
+    ),
+    parameters=Parameters,
+    judge=judge,
+    asks=asks,
+)

@@ -1,0 +1,1 @@
+"""Checks of network adapters and of PCI Express."""

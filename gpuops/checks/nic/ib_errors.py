@@ -1,0 +1,122 @@
+"""Do the RDMA network ports count errors?"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.nic.ib_ports import LOOK, counter, nic
+from gpuops.errors import ConfigError
+from gpuops.host.infiniband import Port, RdmaPorts, is_full
+from gpuops.host.node_state import CounterGrowth
+from gpuops.model import FailureClass, Finding, Status
+from gpuops.units import format_seconds
+
+# Files of counters/ (IBTA port counters) and hw_counters/ (mlx5) that tell of a bad link.
+KEPT = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "port_xmit_discards",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "out_of_sequence",
+    "packet_seq_err",
+    "local_ack_timeout_err",
+    "implied_nak_seq_err",
+    "roce_slow_restart",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``per_hour``: a limit for each counter, by the name of its file in sysfs (`KEPT`)."""
+
+    per_hour: Mapping[str, CheckLimit]
+
+    def __post_init__(self) -> None:
+        for name in self.per_hour:
+            if name not in KEPT:
+                raise ConfigError(
+                    f"ib_errors keeps no counter {name!r} (it keeps: {', '.join(KEPT)})"
+                )
+
+
+def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each counter that grows too fast, else one for all ports.
+
+    One more names the counters that are full and so tell nothing.
+    """
+    subject = ExpectedSubject(
+        check="ib_errors", entity=case.node, failure_class=FailureClass.NETWORK_ERRORS
+    )
+    if not facts.ports:
+        return [skipped(subject, "no RDMA network adapter")]
+    findings, compared, full = list[Finding](), 0, list[str]()
+    for port in facts.ports:
+        for name, limit in parameters.per_hour.items():
+            growth = _growth(port, name, case)
+            if is_full(port, name) and not (growth and growth.grown):
+                full.append(f"{name} of {port.name}")
+                continue
+            if growth is None:
+                continue
+            compared += 1
+            status = limit.ceiling(growth.per_hour)
+            if status is not Status.PASS:
+                findings.append(_finding(port, name, growth, limit, status))
+    if full:
+        stuck = f"not judged, at the greatest value there is: {', '.join(full)}"
+        findings.append(skipped(subject, f"{stuck}; `perfquery -R` clears them"))
+    if any(finding.status is not Status.SKIP for finding in findings):
+        return findings
+    if not compared:
+        return findings or [skipped(subject, "no earlier count of this boot to compare with")]
+    text = f"{compared} error counters of {len(facts.ports)} ports grow slowly or not"
+    well = Finding(check="ib_errors", entity=case.node, status=Status.PASS, message=text)
+    return [well, *findings]
+
+
+def _growth(port: Port, name: str, case: JudgeContext) -> CounterGrowth | None:
+    value = port.counters.get(name)
+    if value is None:
+        return None
+    return case.counters.lately(counter("ib_errors", port, name), value)
+
+
+def _finding(
+    port: Port, name: str, growth: CounterGrowth, limit: CheckLimit, status: Status
+) -> Finding:
+    return Finding(
+        check="ib_errors",
+        entity=nic(port),
+        status=status,
+        value=round(growth.per_hour, 2),
+        unit="per hour",
+        threshold=limit.text("<", "per hour"),
+        source=limit.source,
+        message=f"{port.name}: {name} grew by {growth.grown:g}"
+        f" in {format_seconds(growth.elapsed_s)}",
+        failure_class=FailureClass.NETWORK_ERRORS,
+    )
+
+
+def counters(facts: RdmaPorts) -> Mapping[str, float]:
+    """Return the error counters of every port that a suite may limit."""
+    return {
+        counter("ib_errors", port, name): port.counters[name]
+        for port in facts.ports
+        for name in KEPT
+        if name in port.counters
+    }
+
+
+CHECK = Check(
+    name="ib_errors",
+    about="error counters of InfiniBand and RoCE ports, as rates",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+    counters=counters,
+)

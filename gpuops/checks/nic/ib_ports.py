@@ -1,0 +1,192 @@
+"""Are all RDMA network ports up, at full rate, and have they stayed up?"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.expected import ExpectedSubject, at_least, one_of, skipped
+from gpuops.checks.core.profile import NumberExpectation
+from gpuops.host.infiniband import Port, RdmaPorts, is_full, read_fabric
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+from gpuops.units import format_seconds
+
+LOOK = Probe(
+    "infiniband",
+    RdmaPorts,
+    lambda machine, _budget_s: read_fabric(machine.root),
+    sources=(
+        "/sys/class/infiniband/*/ports",
+        "/sys/class/infiniband/*/device/net/*/carrier_down_count",
+    ),
+)
+DOWNS = ("link_downed", "carrier_downs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``downs_per_day``: how often one port lost its link."""
+
+    downs_per_day: CheckLimit
+
+
+def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding about the adapters, and one for each port with a problem.
+
+    An adapter counts where a port of it is active at the profile's ``nic_rate_gbs`` or above.
+    Where at least ``nic_count`` count, the others are nobody's concern: they may have no cable.
+    Where fewer do, the node fails, and with it each bad port if there are no adapters to spare.
+    Without a ``nic_count`` a bad port warns, unless its driver disabled it.
+    """
+    subject = ExpectedSubject(
+        check="ib_ports", entity=case.node, failure_class=FailureClass.NETWORK_PORT, unit="adapters"
+    )
+    expected, rate = case.profile.nic_count, case.profile.nic_rate_gbs
+    if not facts.ports and not expected:
+        return [skipped(subject, "no RDMA network adapter")]
+    good = {port.guid for port in facts.ports if _is_good(port, rate)}
+    adapters = len({port.guid for port in facts.ports})
+    at_rate = f" at {rate.value:g} GB/s or more" if rate is not None else ""
+    text = f"{len(good)} of {adapters} network adapters are active{at_rate}"
+    return [
+        at_least(subject, len(good), expected, text),
+        *_ports(facts.ports, rate, expected, good),
+        *_firmware(facts.ports, case),
+        *_downs(facts.ports, parameters.downs_per_day, case),
+    ]
+
+
+def _ports(
+    ports: Sequence[Port],
+    rate: NumberExpectation | None,
+    expected: NumberExpectation | None,
+    good: AbstractSet[str],
+) -> list[Finding]:
+    bad = [port for port in ports if port.guid not in good]
+    if expected is None:
+        return [
+            _port(port, rate, Status.WARN)
+            for port in bad
+            if port.is_active or port.phys_state != "Disabled"
+        ]
+    if len(good) >= expected.value:
+        return []
+    to_spare = len({port.guid for port in ports}) > expected.value
+    status = Status.WARN if to_spare else Status.FAIL
+    return [_port(port, rate, status) for port in bad]
+
+
+def nic(port: Port) -> Entity:
+    """Return the adapter of *port*."""
+    return Entity(EntityKind.NIC, port.guid)
+
+
+def counter(check: str, port: Port, name: str) -> str:
+    """Return the name under which a counter of *port* is kept."""
+    return f"{check}:{port.guid}:{port.number}/{name}"
+
+
+def _is_good(port: Port, rate: NumberExpectation | None) -> bool:
+    if rate is None or port.rate_gbs is None:
+        return port.is_active and rate is None
+    return port.is_active and port.rate_gbs >= rate.value
+
+
+def _port(port: Port, rate: NumberExpectation | None, status: Status) -> Finding:
+    link = port.link_layer or "link"
+    if port.is_active:
+        assert rate is not None
+        told = "a rate that is not told" if port.rate_gbs is None else f"{port.rate_gbs:g} GB/s"
+        return Finding(
+            check="ib_ports",
+            entity=nic(port),
+            status=status,
+            value=port.rate_gbs,
+            unit="GB/s",
+            threshold=f">= {rate.value:g} GB/s",
+            source=rate.source,
+            message=f"{port.name}: {link} at {told}",
+            failure_class=FailureClass.NETWORK_PORT,
+        )
+    return Finding(
+        check="ib_ports",
+        entity=nic(port),
+        status=status,
+        value=port.state,
+        threshold="ACTIVE",
+        source="kernel (sysfs)",
+        message=f"{port.name}: {link} is {port.state or 'not told'},"
+        f" physically {port.phys_state or 'not told'}",
+        failure_class=FailureClass.NETWORK_PORT,
+    )
+
+
+def _firmware(ports: Iterable[Port], case: JudgeContext) -> list[Finding]:
+    wanted = case.profile.nic_firmware
+    if wanted is None:
+        return []
+    findings = {}
+    for port in ports:
+        subject = ExpectedSubject(
+            check="ib_ports", entity=nic(port), failure_class=FailureClass.HOST_CONFIG
+        )
+        text = f"{port.device}: firmware {port.firmware or 'not told'}"
+        if port.firmware is None:
+            findings[port.guid] = skipped(subject, text)
+        elif port.firmware not in wanted.value:
+            findings[port.guid] = one_of(subject, port.firmware, wanted, text, bad=Status.FAIL)
+    return list(findings.values())
+
+
+def _downs(ports: Iterable[Port], limit: CheckLimit, case: JudgeContext) -> list[Finding]:
+    findings = []
+    for port in ports:
+        for name in DOWNS:
+            value = port.counters.get(name)
+            if value is None:
+                continue
+            growth = case.counters.since(counter("ib_ports", port, name), value)
+            if is_full(port, name) and not (growth and growth.grown):
+                subject = ExpectedSubject(
+                    check="ib_ports", entity=nic(port), failure_class=FailureClass.NETWORK_FLAP
+                )
+                text = f"{port.name}: {name} is at the greatest value there is"
+                findings.append(skipped(subject, f"{text}; `perfquery -R` clears it", value))
+            status = Status.PASS if growth is None else limit.ceiling(growth.grown)
+            if growth is None or status is Status.PASS:
+                continue
+            findings.append(
+                Finding(
+                    check="ib_ports",
+                    entity=nic(port),
+                    status=status,
+                    value=growth.grown,
+                    unit="times",
+                    threshold=limit.text("<"),
+                    source=limit.source,
+                    message=f"{port.name} lost its link {growth.grown:g} times"
+                    f" in {format_seconds(growth.elapsed_s)} ({name})",
+                    failure_class=FailureClass.NETWORK_FLAP,
+                )
+            )
+    return findings
+
+
+def counters(facts: RdmaPorts) -> Mapping[str, float]:
+    """Return how often each port lost its link."""
+    return {
+        counter("ib_ports", port, name): port.counters[name]
+        for port in facts.ports
+        for name in DOWNS
+        if name in port.counters
+    }
+
+
+CHECK = Check(
+    name="ib_ports",
+    about="InfiniBand and RoCE ports are up, at their rate, with the right firmware, and stay up",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+    counters=counters,
+)

@@ -1,0 +1,133 @@
+"""Is there space, are there inodes, and can the disks still be written?"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.host.storage.filesystems import Filesystems, MountAnswer, Space, read_filesystems
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+from gpuops.units import format_bytes
+
+LOOK = Probe(
+    "filesystems",
+    Filesystems,
+    lambda machine, budget_s: read_filesystems(machine.root, budget_s),
+    sources=("/proc/self/mountinfo", "statvfs(2) of each mount"),
+)
+# A medium that cannot be written is no fault, whatever the mount's own flag says.
+_NEVER_WRITABLE = frozenset({"cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Percentages available to users without privilege; ``ignore``: patterns of mount points."""
+
+    space_percent: CheckLimit
+    inodes_percent: CheckLimit
+    ignore: tuple[str, ...] = ()
+
+
+def judge(facts: Filesystems, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each mount with a problem, else one for the fullest.
+
+    A mount that gave no answer is the business of ``mount_alive``. Mounts that another machine
+    serves warn at most: their space is not this node's.
+    """
+    answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
+    findings = [_read_only(item) for item in answers if _should_be_writable(item)]
+    tightest: tuple[float, Finding] | None = None
+    for item in answers:
+        if item.space is None or "ro" in item.mount.options:
+            continue
+        for percent, finding in _room(item, item.space, parameters):
+            if finding.status is not Status.PASS:
+                findings.append(finding)
+            if tightest is None or percent < tightest[0]:
+                tightest = percent, finding
+    if findings:
+        return findings
+    return [tightest[1] if tightest else _nothing_to_judge(case.node)]
+
+
+def ignored(answer: MountAnswer, patterns: tuple[str, ...]) -> bool:
+    """Say whether *answer* is about a mount that a suite leaves out."""
+    return any(fnmatchcase(answer.mount.point, pattern) for pattern in patterns)
+
+
+def _should_be_writable(answer: MountAnswer) -> bool:
+    mount = answer.mount
+    if mount.filesystem in _NEVER_WRITABLE or "ro" not in mount.options:
+        return False
+    return mount.turned_read_only or answer.writable_in_fstab is True
+
+
+def _read_only(answer: MountAnswer) -> Finding:
+    mount = answer.mount
+    why = (
+        "the kernel has stopped writing to it, as it does after an error (see the kernel log)"
+        if mount.turned_read_only
+        else "/etc/fstab wants it writable"
+    )
+    return Finding(
+        check="disk_space",
+        entity=_entity(answer),
+        status=Status.FAIL,
+        value="read-only",
+        threshold="read-write",
+        source="kernel (mountinfo)" if mount.turned_read_only else "/etc/fstab",
+        message=f"{mount.source} ({mount.filesystem}) is read-only: {why}",
+        failure_class=FailureClass.STORAGE_READ_ONLY,
+    )
+
+
+def _room(answer: MountAnswer, space: Space, parameters: Parameters) -> list[tuple[float, Finding]]:
+    found = []
+    if space.total_bytes:
+        percent = 100 * space.available_bytes / space.total_bytes
+        text = f"{format_bytes(space.available_bytes)} of {format_bytes(space.total_bytes)}"
+        limit = parameters.space_percent
+        found.append((percent, _finding(answer, percent, limit, f"{text} available")))
+    if space.inodes_total:
+        percent = 100 * space.inodes_available / space.inodes_total
+        text = f"{space.inodes_available} of {space.inodes_total} inodes available"
+        found.append((percent, _finding(answer, percent, parameters.inodes_percent, text)))
+    return found
+
+
+def _finding(answer: MountAnswer, percent: float, limit: CheckLimit, message: str) -> Finding:
+    status = limit.floor(percent)
+    if answer.mount.is_network:
+        status = min(status, Status.WARN)
+    return Finding(
+        check="disk_space",
+        entity=_entity(answer),
+        status=status,
+        value=round(percent, 1),
+        unit="%",
+        threshold=limit.text(">", "%"),
+        source=limit.source,
+        message=message,
+        failure_class=None if status is Status.PASS else FailureClass.STORAGE_NO_SPACE,
+    )
+
+
+def _nothing_to_judge(node: Entity) -> Finding:
+    return Finding(
+        check="disk_space",
+        entity=node,
+        status=Status.SKIP,
+        message="no writable file system of its own to judge",
+    )
+
+
+def _entity(answer: MountAnswer) -> Entity:
+    return Entity(EntityKind.MOUNT, answer.mount.point)
+
+
+CHECK = Check(
+    name="disk_space",
+    about="free space, free inodes, mounts that turned read-only",
+    look=LOOK,
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,94 @@
+"""Is everything mounted that should be?
+
+That mounts answer is for `mount_alive` to say, and that they are not read-only for `disk_space`.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gpuops.checks.core.check import Check, JudgeContext, Probe
+from gpuops.host.storage.mounts import MountTable, read_mount_table
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``expected`` mount points besides the profile's and who says so.
+
+    ``ignore``: patterns of mount points in fstab that need not be there.
+    """
+
+    expected: tuple[str, ...] = ()
+    source: str = "suite"
+    ignore: tuple[str, ...] = ()
+
+
+def judge(facts: MountTable, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each mount that is missing, else one for all.
+
+    What profile or suite expect fails; what only fstab(5) names warns.
+    """
+    wanted = dict.fromkeys(parameters.expected, parameters.source)
+    if case.profile.mounts is not None:
+        wanted |= dict.fromkeys(case.profile.mounts.value, case.profile.mounts.source)
+    mounted = set(facts.mounted)
+    missing = [
+        _missing(point, Status.FAIL, source)
+        for point, source in wanted.items()
+        if _plain(point) not in mounted
+    ]
+    in_fstab = [point for point in facts.in_fstab if not _ignored(point, parameters.ignore)]
+    named = {_plain(point) for point in wanted}
+    missing += [
+        _missing(point, Status.WARN, "/etc/fstab")
+        for point in in_fstab
+        if point not in mounted and point not in named
+    ]
+    if missing:
+        return missing
+    count = len(named | set(in_fstab))
+    return [
+        Finding(
+            check="mount_state",
+            entity=case.node,
+            status=Status.PASS if count else Status.SKIP,
+            message=f"all {count} expected mounts are there"
+            if count
+            else "neither profile nor fstab expects a mount",
+        )
+    ]
+
+
+def _plain(point: str) -> str:
+    return point.rstrip("/") or "/"
+
+
+def _ignored(point: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(point, pattern) for pattern in patterns)
+
+
+def _missing(point: str, status: Status, source: str) -> Finding:
+    return Finding(
+        check="mount_state",
+        entity=Entity(EntityKind.MOUNT, _plain(point)),
+        status=status,
+        value="not mounted",
+        threshold="mounted",
+        source=source,
+        message=f"nothing is mounted on {point}",
+        failure_class=FailureClass.STORAGE_SHARED_FS,
+    )
+
+
+CHECK = Check(
+    name="mount_state",
+    about="all mounts are there that profile, suite or fstab expect",
+    look=Probe(
+        "mount_table",
+        MountTable,
+        lambda machine, _budget_s: read_mount_table(machine.root),
+        sources=("/proc/self/mountinfo", "/etc/fstab"),
+    ),
+    parameters=Parameters,
+    judge=judge,
+)

@@ -1,0 +1,107 @@
+"""Can the folders be written that jobs write to? A file is made, synced and removed."""
+
+from dataclasses import dataclass
+
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.profile import Profile
+from gpuops.host.storage.write_test import WriteAnswer, Writes, read_writes
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
+from gpuops.units import format_seconds
+
+# errno(3). EACCES and EPERM are about us: a file server may give root no rights at all.
+_CLASSES = {
+    "EROFS": FailureClass.STORAGE_READ_ONLY,
+    "ENOSPC": FailureClass.STORAGE_NO_SPACE,
+    "EDQUOT": FailureClass.STORAGE_NO_SPACE,
+}
+_NOT_ALLOWED = frozenset({"EACCES", "EPERM"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """``paths``: the folders to write in; ``elapsed_s`` of making, syncing and removing a file."""
+
+    elapsed_s: CheckLimit
+    paths: tuple[str, ...] = ()
+    source: str = "suite"
+
+
+def judge(facts: Writes, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+    """Return a finding for each folder that cannot be written in time, else one for the slowest.
+
+    Silence convicts only where the writing process was stuck inside the kernel.
+    """
+    subject = ExpectedSubject(
+        check="mount_writable", entity=case.node, failure_class=FailureClass.STORAGE_SHARED_FS
+    )
+    answers = [answer for answer in facts.answers if answer.path in parameters.paths]
+    if not answers:
+        return [skipped(subject, "the suite names no folder to write in")]
+    findings = [_judged(answer, parameters) for answer in answers]
+    bad = [finding for finding in findings if finding.status is not Status.PASS]
+    slowest = max(range(len(answers)), key=lambda n: answers[n].elapsed_s)
+    return bad or [findings[slowest]]
+
+
+def _judged(answer: WriteAnswer, parameters: Parameters) -> Finding:
+    entity = Entity(EntityKind.MOUNT, answer.path)
+    if answer.silent is not None:
+        return Finding(
+            check="mount_writable",
+            entity=entity,
+            status=Status.FAIL if answer.stuck else Status.UNKNOWN,
+            source="kernel (process state)",
+            message=f"writing in {answer.path} {answer.silent}",
+            failure_class=FailureClass.STORAGE_SHARED_FS,
+            unknown_reason=None if answer.stuck else UnknownReason.TIMEOUT,
+        )
+    if answer.error is not None:
+        denied = answer.error in _NOT_ALLOWED
+        return Finding(
+            check="mount_writable",
+            entity=entity,
+            status=Status.UNKNOWN if denied else Status.FAIL,
+            value=answer.error,
+            threshold="written",
+            source=parameters.source,
+            message=f"writing in {answer.path} came back with {answer.error}",
+            failure_class=_CLASSES.get(answer.error, FailureClass.STORAGE_SHARED_FS),
+            unknown_reason=UnknownReason.NO_PERMISSION if denied else None,
+        )
+    return _timed(entity, answer, parameters.elapsed_s)
+
+
+def _timed(entity: Entity, answer: WriteAnswer, limit: CheckLimit) -> Finding:
+    status = limit.ceiling(answer.elapsed_s)
+    return Finding(
+        check="mount_writable",
+        entity=entity,
+        status=status,
+        value=round(answer.elapsed_s, 3),
+        unit="s",
+        threshold=limit.text("<", "s"),
+        source=limit.source,
+        message=f"{answer.path} was written in {format_seconds(answer.elapsed_s)}",
+        failure_class=None if status is Status.PASS else FailureClass.STORAGE_SHARED_FS,
+    )
+
+
+def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+    """Return the folders to write in."""
+    return parameters.paths
+
+
+CHECK = Check(
+    name="mount_writable",
+    about="a small file can be made, synced and removed in the folders that the suite names",
+    look=Probe(
+        "writing",
+        Writes,
+        lambda machine, budget_s: read_writes(machine.root, budget_s, machine.asked),
+        sources=("a file made and removed in each folder",),
+    ),
+    parameters=Parameters,
+    judge=judge,
+    asks=asks,
+)

@@ -1,0 +1,1 @@
+"""``gpuops check`` and ``gpuops facts``: parse, run `gpuops.gate.session`, print."""

@@ -1,0 +1,51 @@
+"""``gpuops facts``: record what the looks of a suite see, to be judged elsewhere or later."""
+
+import json
+from pathlib import Path
+
+import click
+
+from gpuops.cli.check.request import build_request
+from gpuops.cli.options import settings_of
+from gpuops.config.resolve import environ
+from gpuops.errors import EXIT_OK, UsageError
+from gpuops.gate.replay import record_facts
+from gpuops.gate.session import plan_of
+from gpuops.host.clock import SystemClock
+from gpuops.host.files import atomic_write
+from gpuops.log import printable
+
+
+@click.command()
+@click.option(
+    "--suite",
+    metavar="NAME",
+    default="default",
+    show_default=True,
+    help="Record what the checks of this suite look at.",
+)
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write here, for the owner's eyes; else to standard output.",
+)
+@click.pass_context
+def facts(ctx: click.Context, *, suite: str, out: Path | None) -> int:
+    """Record the facts of this node as one JSON object, without judging them.
+
+    `gpuops check --facts FILE` judges them, with any suite and on any machine.
+    """
+    settings = settings_of(ctx, check__suite=suite)
+    recording, note = record_facts(plan_of(build_request(settings, environ())), SystemClock())
+    if note is not None:
+        click.echo(f"gpuops: {printable(note)}", err=True)
+    text = json.dumps(recording.to_json(), indent=None if out is not None else 1)
+    if out is None:
+        click.echo(text)
+        return EXIT_OK
+    try:
+        atomic_write(out, f"{text}\n".encode(), 0o600)
+    except OSError as exc:
+        raise UsageError(f"cannot write {out}: {exc.strerror}") from exc
+    return EXIT_OK

@@ -1,0 +1,139 @@
+"""What ``gpuops check`` and ``gpuops facts`` ask for, from their options and the environment."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpuops.config.resolve import Settings
+from gpuops.errors import UsageError
+from gpuops.gate.session import CheckRequest
+from gpuops.host.node import node_name
+from gpuops.host.trust import current_uid
+from gpuops.slurm.env import job_of
+
+if TYPE_CHECKING:
+    from gpuops.checks.core.recording import Recording
+
+# Each look may give `gpuops.host.process.probe.OUTPUT_MAX`, and as a rule gives a hundredth of
+# that.
+RECORDING_BYTES_MAX = 128 * 2**20
+HOOK_TRIGGERS = ("prolog", "epilog")
+_GPU = re.compile(
+    r"\d{1,4}|GPU-[0-9a-fA-F-]{4,64}|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d"
+)
+
+
+def build_request(
+    settings: Settings,
+    env: Mapping[str, str],
+    *,
+    only: tuple[str, ...] = (),
+    deadline_s: float | None = None,
+    gpus: str = "all",
+    trigger: str = "manual",
+    job_id: str | None = None,
+) -> CheckRequest:
+    """Return the request of a command line.
+
+    Raises:
+        UsageError: *gpus* names none, or *job_id* or *deadline_s* is no number.
+    """
+    if job_id is not None and not (job_id.isascii() and job_id.isdecimal()):
+        raise UsageError(f"--job {job_id!r}: the id of a Slurm job is a number (SLURM_JOB_ID)")
+    if deadline_s is not None and math.isnan(deadline_s):
+        raise UsageError("--deadline nan: a number of seconds is wanted")
+    hook = job_of(env) if trigger in HOOK_TRIGGERS else None
+    return CheckRequest(
+        suite=settings.suite,
+        node=node_name(env),
+        root=settings.root,
+        state_dir=state_dir(settings),
+        uid=current_uid(),
+        site_dir=settings.site_dir,
+        only=only,
+        deadline_s=deadline_s,
+        gpus=parse_gpus(gpus, trigger, env),
+        gpus_expected=settings.gpus_expected,
+        gpus_expected_origin=settings.values["check.gpus_expected"].origin,
+        profile=settings.profile,
+        trigger=trigger,
+        job_id=job_id if job_id is not None or hook is None else hook.id,
+    )
+
+
+def read_recording(path: Path) -> "Recording":
+    """Return the recording in *path*.
+
+    Raises:
+        UsageError: It cannot be read, or is none.
+    """
+    from gpuops.checks.core.recording import parse_recording
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(RECORDING_BYTES_MAX + 1)
+    except OSError as exc:
+        raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
+    if len(content) > RECORDING_BYTES_MAX:
+        raise UsageError(f"{path} is no recording: it has more than {RECORDING_BYTES_MAX} bytes")
+    return parse_recording(content.decode("utf-8", errors="replace"), str(path))
+
+
+def for_recording(request: CheckRequest, recording: "Recording") -> CheckRequest:
+    """Return *request* about the recorded node: its name, and what its configuration said.
+
+    What this machine's own configuration says of this machine is left out; a flag counts.
+    """
+    by_flag = request.gpus_expected_origin == "flag"
+    return replace(
+        request,
+        node=recording.node,
+        profile=recording.profile,
+        gpus_expected=request.gpus_expected if by_flag else recording.gpus_expected,
+        gpus_expected_origin="flag" if by_flag else "recording",
+    )
+
+
+def state_dir(settings: Settings) -> Path:
+    """Return where the node's state is: a fake root has its own, unless a folder was named."""
+    if settings.root == Path("/") or settings.values["state.dir"].origin != "default":
+        return settings.state_dir
+    return settings.root / settings.state_dir.relative_to("/")
+
+
+def parse_gpus(text: str, trigger: str, env: Mapping[str, str]) -> frozenset[str] | None:
+    """Return the GPUs that *text* (``--gpus``) names, by UUID, index or PCI address; None: all.
+
+    ``auto`` is the job's GPUs for a prolog or epilog, as Slurm tells (``SLURM_JOB_GPUS``, else
+    ``CUDA_VISIBLE_DEVICES``); where it tells none, or in a way that is not understood, all.
+
+    Raises:
+        UsageError: It names something that is no GPU.
+    """
+    if text == "all":
+        return None
+    if text != "auto":
+        return _parse_gpu_list(text)
+    if trigger not in HOOK_TRIGGERS:
+        return None
+    job_gpus = job_of(env).gpus
+    if job_gpus is not None:
+        return job_gpus
+    try:
+        return _parse_gpu_list(env.get("CUDA_VISIBLE_DEVICES", ""))
+    except UsageError:
+        return None
+
+
+def _parse_gpu_list(text: str) -> frozenset[str]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if _GPU.fullmatch(word) is None:
+            raise UsageError(
+                f"--gpus {text!r}: {word!r} is no GPU; name auto, all, or indices, UUIDs (GPU-…)"
+                " and PCI addresses (0000:1b:00.0) with commas between"
+            )
+    return frozenset(words)

@@ -1,0 +1,1 @@
+"""``gpuops ckpt``: one file per subcommand, and what several of them need."""

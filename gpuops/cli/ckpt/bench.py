@@ -1,0 +1,240 @@
+"""``gpuops ckpt bench``: what saving and restoring costs here, beside torch's own ways."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gpuops.cli.ckpt.address import needs_extra
+from gpuops.cli.options import exit_on_ctrl_c, json_option
+from gpuops.config.values import to_size
+from gpuops.errors import UsageError
+from gpuops.model import envelope
+from gpuops.units import format_bytes, parse_seconds
+from gpuops.worker.bench.plan import ROWS, SCHEMA, BenchPlan
+
+_MS = 1e3
+WIDTH_MIN = 150  # of the widest table: a terminal that wraps is better than cut names
+_SAVES = {
+    "stall_s": "stall",
+    "extra_s": "step longer by",
+    "recoverable_s": "outlives SIGKILL",
+    "durable_s": "durable",
+    "lost_s": "training lost",
+}
+
+
+def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
+    """Print all tables; milliseconds, medians, and the cold first one in brackets."""
+    console = console or Console()
+    if console.width < WIDTH_MIN:
+        console = Console(width=WIDTH_MIN)
+    plan = body["plan"]
+    console.print(
+        f"torch {body['torch']}, one thread; medians of {plan['rounds']} rounds in turns, "
+        "milliseconds; (cold): the first, which does not count"
+    )
+    for name in ("save", "small"):
+        if name in body:
+            console.print(_saves(body[name]))
+    if "recovery" in body:
+        console.print(_recovery(body["recovery"], plan["nbytes"]))
+    if "flips" in body:
+        console.print(_flips(body["flips"]))
+    if "odds" in body:
+        console.print(_odds(body["odds"]))
+    console.print(_goals(body["goals"]))
+    for what, why in body["did_not_run"].items():
+        console.print(f"{what} did not run: {why}")
+
+
+def _ms(figures: dict[str, Any]) -> str:
+    if figures["median"] is None:
+        return "-"
+    cold = "-" if figures["first"] is None else f"{figures['first'] * _MS:.0f}"
+    return f"{figures['median'] * _MS:.4g} ({cold})"
+
+
+def _saves(part: dict[str, Any]) -> Table:
+    size = format_bytes(part["nbytes"])
+    table = Table("save", title=f"{size} in {part['n_tensors']} tensors", title_justify="left")
+    for head in (*_SAVES.values(), "slower while persisting", "rounds"):
+        table.add_column(head, justify="right")
+    for way in part["ways"]:
+        loss = way["loss"]["median"]
+        slower = "-" if loss is None else f"{100 * loss:.1f} %"
+        n_rounds = str(way["stall_s"]["n"])
+        table.add_row(way["way"], *(_ms(way[field]) for field in _SAVES), slower, n_rounds)
+    table.add_row("hash", "", "", _ms(part["hash"]), "", "", "", str(part["hash"]["n"]))
+    return table
+
+
+def _recovery(part: dict[str, Any], nbytes: int) -> Table:
+    title = f"{format_bytes(nbytes)} after SIGKILL, into a live process"
+    caption = (
+        "gpuops verifies and copies with all cores of the rank, the others copy with one thread; "
+        "out of another process's memory is what any restore must do whose state outlived its "
+        "worker: the kernel maps each page"
+    )
+    table = Table("restore", title=title, title_justify="left", caption=caption)
+    table.add_column("milliseconds", justify="right")
+    for way in part["ways"]:
+        table.add_row(way["way"], _ms(way["seconds"]))
+    return table
+
+
+def _flips(tallies: list[dict[str, Any]]) -> Table:
+    table = Table("flipped in", "loaded by", title="single bits", title_justify="left")
+    for head in ("flips", "found", "silently wrong", "of no consequence"):
+        table.add_column(head, justify="right")
+    for tally in tallies:
+        counts = (tally[name] for name in ("flips", "found", "silent", "harmless"))
+        table.add_row(tally["where"], tally["way"], *map(str, counts))
+    return table
+
+
+def _odds(rows: list[dict[str, Any]]) -> Table:
+    table = Table("lost of 16", title="GEMINI, 2 copies", title_justify="left")
+    for head in ("published", "counted", "simulated"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        shares = (row[name] for name in ("published", "exact", "simulated"))
+        table.add_row(str(row["lost"]), *(f"{100 * share:.1f} %" for share in shares))
+    return table
+
+
+def _goals(rows: list[dict[str, Any]]) -> Table:
+    table = Table("goal", "beside", title="against the limits", title_justify="left")
+    table.add_column("measured", justify="right")
+    table.add_column("wanted")
+    table.add_column("met")
+    for row in rows:
+        value = "-" if row["value"] is None else f"{row['value']:.3g}"
+        met = "yes" if row["met"] else "NO"
+        table.add_row(row["metric"], row["beside"], value, row["goal"], met)
+    return table
+
+
+SIZE_BYTES_MIN = 2 * 10**6
+SIZE_BYTES_MAX = 2**40
+STEP_TIME_S_MAX = 10.0
+
+
+def _parse_size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    try:
+        found = to_size(value)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
+    if not SIZE_BYTES_MIN <= found <= SIZE_BYTES_MAX:
+        raise click.BadParameter(f"{value}: from {SIZE_BYTES_MIN} to {SIZE_BYTES_MAX} bytes")
+    return found
+
+
+def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -> float:
+    try:
+        found = parse_seconds(value)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
+    if not 0 < found <= STEP_TIME_S_MAX:
+        raise click.BadParameter(f"{value}: above 0, and up to {STEP_TIME_S_MAX:g} s")
+    return found
+
+
+@click.command()
+@click.option("--size", metavar="SIZE", default="2GB", show_default=True, callback=_parse_size)
+@click.option("--tensors", type=click.IntRange(6, 1_000_000), default=300, show_default=True)
+@click.option(
+    "--small-tensors",
+    type=click.IntRange(6, 1_000_000),
+    default=20_000,
+    show_default=True,
+    help="How many tensors of 64 bytes, measured once more.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    default=7,
+    show_default=True,
+    help="Of each way, one after the other in turns; a cold one comes before.",
+)
+@click.option(
+    "--step",
+    metavar="TIME",
+    default="10ms",
+    show_default=True,
+    callback=_parse_step_time,
+    help="Of the training beside it; thirty such steps come before each save.",
+)
+@click.option("--kills", type=click.IntRange(0, 100_000), default=200, show_default=True)
+@click.option("--flips", type=click.IntRange(3, 1_000_000), default=1000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of kills and flips.")
+@click.option(
+    "--only",
+    metavar="ROW[,…]",
+    help="Some of: save, small, recovery, kills, flips, odds, peer.",
+)
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path(),
+    help="Where to write; a new directory in it is removed at the end. Default: here.",
+)
+@json_option
+def bench(
+    *,
+    size: int,
+    tensors: int,
+    small_tensors: int,
+    rounds: int,
+    step: float,
+    kills: int,
+    flips: int,
+    seed: int,
+    only: str | None,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    """Measure saving and restoring on this machine, beside torch's own ways and physical limits.
+
+    Needs about nine times --size of memory, and three times --size of disk, and takes minutes;
+    nothing else should run meanwhile.
+    """
+    chosen = tuple(only.split(",")) if only else ROWS
+    unknown = [row for row in chosen if row not in ROWS]
+    if unknown:
+        raise UsageError(f"--only {unknown[0]!r:.60}: there are {', '.join(ROWS)}")
+    plan = BenchPlan(
+        nbytes=size,
+        n_tensors=tensors,
+        small_tensors=small_tensors,
+        rounds=rounds,
+        step_s=step,
+        kills=kills,
+        flips=flips,
+        seed=seed,
+        only=chosen,
+    )
+    with needs_extra("gpuops ckpt bench"), exit_on_ctrl_c():
+        from gpuops.worker.bench.run import run_bench
+    body = envelope(SCHEMA, run_bench(plan, directory.absolute(), _progress_printer()))
+    if as_json:
+        click.echo(json.dumps(body, indent=2))
+    else:
+        print_bench(body)
+
+
+def _progress_printer() -> Callable[[str], None]:
+    """Return what shows how far it is: one line on a terminal, nothing in a pipe."""
+    is_terminal = sys.stderr.isatty()
+
+    def tell(text: str) -> None:
+        if is_terminal:
+            click.echo(f"\r\033[K{text}", nl=False, err=True)
+
+    return tell

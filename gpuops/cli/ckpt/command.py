@@ -1,0 +1,161 @@
+"""``gpuops ckpt``: what is kept of jobs' states, and what one wants to know or do about it."""
+
+import importlib
+import importlib.util
+import json
+
+import click
+
+from gpuops.cli.ckpt.address import (
+    address_argument,
+    address_option,
+    find_state,
+    needs_extra,
+    open_states,
+)
+from gpuops.cli.options import json_option
+from gpuops.errors import UsageError
+from gpuops.model import envelope
+
+# Commands of other modules, imported when they are called.
+_LAZY_COMMANDS = {
+    "bench": ("gpuops.cli.ckpt.bench:bench", "Measure saving and restoring beside the peers."),
+    "export": ("gpuops.cli.ckpt.convert:export", "Write a state as DCP, safetensors or torch."),
+    "import": ("gpuops.cli.ckpt.convert:import_", "Make a state of DCP, safetensors or torch."),
+    "plan": ("gpuops.cli.ckpt.plan:plan", "Say what copies survive, and what they cost."),
+    "prune": ("gpuops.cli.ckpt.verify_prune:prune", "Remove the states that no rule keeps."),
+    "verify": (
+        "gpuops.cli.ckpt.verify_prune:verify",
+        "Read states and say whether they are whole.",
+    ),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group some of whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        there = [name for name, (target, _) in _LAZY_COMMANDS.items() if _is_installed(target)]
+        return sorted([*super().list_commands(ctx), *there])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _LAZY_COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _LAZY_COMMANDS[cmd_name][0].partition(":")
+        with needs_extra(f"gpuops ckpt {cmd_name}"):
+            command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = super().get_command(ctx, name)
+            summary = (
+                _LAZY_COMMANDS[name][1] if command is None else command.get_short_help_str(limit=80)
+            )
+            rows.append((name, summary))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _is_installed(target: str) -> bool:
+    return importlib.util.find_spec(target.partition(":")[0]) is not None
+
+
+@click.group(cls=_LazyGroup)
+def ckpt() -> None:
+    """List, verify, keep, remove and convert checkpoints.
+
+    A job's states lie where `gpuops run --ckpt-dir` or Checkpointer(directory=) had them persist.
+    Name that directory or URL with --dir, GPUOPS_CKPT_DIR, or checkpoint.directory in the
+    configuration; `ls` also takes it without --dir.
+    """
+
+
+@ckpt.command("ls", short_help="List the states in a directory or under a URL.")
+@address_argument
+@click.option("--dir", "named", metavar="DIR|URL", help="The same, as the other commands have it.")
+@json_option
+@click.pass_context
+def ls_command(
+    ctx: click.Context, address: str | None, named: str | None, *, as_json: bool
+) -> None:
+    """List the states in DIR, the newest first; DIR may be a URL such as s3://bucket/run.
+
+    The epoch, the `e00001` of a name, counts how often the job's workers were started on this
+    directory (it has nothing to do with passes over data): after a restart from step 8, a step 10
+    that is made again is newer than the step 10 from before.
+    """
+    if address and named:
+        raise UsageError("DIR and --dir say the same: leave one of them out")
+    with needs_extra("gpuops ckpt ls"), open_states(ctx, address or named) as store:
+        from gpuops.cli.ckpt.view import listing_json, listing_text
+
+        survey = store.scan()
+        if as_json:
+            body = listing_json(store, survey)
+            click.echo(json.dumps(envelope("gpuops.checkpoints/1", body), indent=2))
+        else:
+            click.echo(listing_text(store, survey))
+
+
+@ckpt.command("show", short_help="Show what a state is of: shards, tensors, how they are cut.")
+@click.argument("state", metavar="[STATE]", default="newest")
+@address_option
+@click.option(
+    "--all", "all_tensors", is_flag=True, help="Show every tensor, not the first few dozen."
+)
+@json_option
+@click.pass_context
+def show_command(
+    ctx: click.Context, state: str, address: str | None, *, all_tensors: bool, as_json: bool
+) -> None:
+    """Show what STATE is of: shards, digests, tensors, how they are cut, what wrote it.
+
+    And, of a script that saves with every="auto", the interval that was chosen, by which measured
+    times, and by which rate of failures.
+
+    STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
+    """
+    with needs_extra("gpuops ckpt show"), open_states(ctx, address) as store:
+        from gpuops.checkpoint.storage.chosen_interval import read_chosen_interval
+        from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts
+        from gpuops.cli.ckpt.view import state_json, state_text
+
+        stored = find_state(store, state)
+        layouts = read_layouts(store, stored.manifest)
+        tensors = assemble_tensors(layouts)
+        chosen = read_chosen_interval(store, stored.state, layouts[0])
+        if as_json:
+            body = state_json(store, stored, tensors, chosen)
+            click.echo(json.dumps(envelope("gpuops.checkpoint-state/1", body), indent=2))
+        else:
+            click.echo(state_text(store, stored, tensors, chosen, all_tensors=all_tensors))
+
+
+@ckpt.command("pin")
+@click.argument("state")
+@address_option
+@click.option("--tag", default="kept", show_default=True, help="Who or what keeps it.")
+@click.pass_context
+def pin_command(ctx: click.Context, state: str, address: str | None, tag: str) -> None:
+    """Keep STATE, whatever prune and retention say, until it is unpinned."""
+    with needs_extra("gpuops ckpt pin"), open_states(ctx, address) as store:
+        stored = find_state(store, state)
+        store.pin(stored.state, tag)
+        click.echo(f"{stored.state} is pinned by {tag}")
+
+
+@ckpt.command("unpin")
+@click.argument("state")
+@address_option
+@click.option("--tag", default="kept", show_default=True, help="The pin to take away.")
+@click.pass_context
+def unpin_command(ctx: click.Context, state: str, address: str | None, tag: str) -> None:
+    """Take a pin from STATE away."""
+    with needs_extra("gpuops ckpt unpin"), open_states(ctx, address) as store:
+        stored = find_state(store, state)
+        was_pinned = tag in stored.tags
+        store.unpin(stored.state, tag)
+        click.echo(f"{stored.state} {'is no longer' if was_pinned else 'was not'} pinned by {tag}")

@@ -1,0 +1,258 @@
+"""``gpuops ckpt plan``: where copies lie, what they survive, what they cost, how often to save."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpuops.checkpoint.placement.domains import FailureDomains, even_domains, read_domains
+from gpuops.checkpoint.placement.estimate import EstimateInput, estimate
+from gpuops.checkpoint.placement.ram import SLOTS_MIN, RamNeed, ram_refusal
+from gpuops.checkpoint.placement.replica_placement import NODES_MAX
+from gpuops.checkpoint.types import IMAGE_BYTES_MAX
+from gpuops.cli.options import json_option
+from gpuops.config.values import seconds_up_to, to_size
+from gpuops.errors import EXIT_FAIL, EXIT_OK, UsageError
+from gpuops.hostlist import expand
+from gpuops.model import envelope
+from gpuops.plan.interval import FAILURES_PER_1000_NODE_DAYS, mtbf_of_nodes
+
+SCHEMA = "gpuops.checkpoint-plan/1"
+TIME_S_MAX = 30 * 86_400.0
+RESTART_S = 60.0
+SLOWDOWN_PERCENT = "8"
+PERCENT_MIN = 1e-6
+_GBIT_BYTES = 1e9 / 8
+_GB_BYTES = 1e9
+
+OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]
+
+
+def _option_callback(parse: Callable[[object], Any]) -> OptionCallback:
+    """Return a callback that reads an option's text with *parse*."""
+
+    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> object:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as exc:
+            raise click.BadParameter(str(exc)) from exc
+
+    return read
+
+
+def _parse_percent(value: object) -> float:
+    number = _positive_up_to(100)(value) if str(value).strip("0.") else 0.0
+    if 0 < number < PERCENT_MIN:
+        raise ValueError(f"{value!r:.60} is neither 0 nor {PERCENT_MIN:g} percent or more")
+    return number / 100
+
+
+def _positive_up_to(maximum: float) -> Callable[[object], float]:
+    """Return a reader of finite numbers: click's ranges let nan through."""
+
+    def read(value: object) -> float:
+        try:
+            number = float(str(value))
+        except ValueError:
+            number = math.nan
+        if not 0 < number <= maximum:
+            raise ValueError(f"{value!r:.60} is no number above 0 and up to {maximum:g}")
+        return number
+
+    return read
+
+
+_RATE = _option_callback(_positive_up_to(1e6))
+_TIME = _option_callback(seconds_up_to(TIME_S_MAX))
+_SIZE = _option_callback(to_size)
+_PERCENT = _option_callback(_parse_percent)
+
+
+@click.command()
+@click.option(
+    "--nodes",
+    metavar="N|HOSTLIST",
+    help="How many, or which: 64, gpu[001-064]; default: all in the file of --domains.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, NODES_MAX),
+    default=2,
+    show_default=True,
+    help="Copies of a state in memory, a node's own among them.",
+)
+@click.option(
+    "--domains",
+    metavar="F|FILE",
+    help="So many equal failure domains of neighbours; or Slurm's topology.conf; or lines with a"
+    " host list and a path, as in: gpu[1-8] row1/rack3.",
+)
+@click.option("--gpus-per-node", type=click.IntRange(1, 1024), default=8, show_default=True)
+@click.option(
+    "--bytes-per-gpu",
+    metavar="SIZE",
+    required=True,
+    callback=_SIZE,
+    help="The state of one rank, like 12.0GB; Adam in mixed precision has 12 to 14 bytes a"
+    " parameter, over the ranks that share it.",
+)
+@click.option("--slots", type=click.IntRange(SLOTS_MIN, 16), default=SLOTS_MIN, show_default=True)
+@click.option("--ram", metavar="SIZE", callback=_SIZE, help="What checkpoints may take of a node.")
+@click.option(
+    "--nic-gbps", metavar="RATE", callback=_RATE, help="Gbit/s that a node sends, measured."
+)
+@click.option(
+    "--disk-gbs", metavar="RATE", callback=_RATE, help="GB/s that a node writes to the directory."
+)
+@click.option(
+    "--mtbf-hours",
+    metavar="HOURS",
+    callback=_option_callback(_positive_up_to(1e7)),
+    help="Between failures of the job; default: 6.5 in 1000 node days.",
+)
+@click.option(
+    "--stall", metavar="TIME", callback=_TIME, help="A save to memory; default: 55 GB/s per GPU."
+)
+@click.option(
+    "--restart",
+    metavar="TIME",
+    callback=_TIME,
+    default=f"{RESTART_S:g}s",
+    show_default=True,
+    help="From a failure until states are read.",
+)
+@click.option("--step", metavar="TIME", callback=_TIME, help="A training step, like 2.5s.")
+@click.option(
+    "--missed",
+    callback=_PERCENT,
+    metavar="PERCENT",
+    help="Failures that memory cannot serve; default: as if each took two nodes.",
+)
+@click.option(
+    "--slowdown",
+    callback=_PERCENT,
+    metavar="PERCENT",
+    default=SLOWDOWN_PERCENT,
+    show_default=True,
+    help="Training rate lost while a state is written to the directory.",
+)
+@json_option
+def plan(
+    *,
+    nodes: str | None,
+    replicas: int,
+    domains: str | None,
+    gpus_per_node: int,
+    bytes_per_gpu: int,
+    slots: int,
+    ram: int | None,
+    nic_gbps: float | None,
+    disk_gbs: float | None,
+    mtbf_hours: float | None,
+    stall: float | None,
+    restart: float,
+    step: float | None,
+    missed: float | None,
+    slowdown: float,
+    as_json: bool,
+) -> int:
+    """Say what copies of a job's state survive, what they take, and how often to save.
+
+    Nothing is read from this machine: all follows from the figures given.
+
+    Exit codes: 0; 1 the copies do not fit in --ram; 64 a mistake on the command line or in a file.
+    """
+    if bytes_per_gpu > IMAGE_BYTES_MAX:
+        raise UsageError(f"--bytes-per-gpu {bytes_per_gpu} is more than {IMAGE_BYTES_MAX} bytes")
+    names, node_domains = nodes_and_domains(nodes, domains)
+    if replicas > len(names):
+        raise UsageError(
+            f"--replicas {replicas} with {len(names)} nodes: a node holds one copy of a state at"
+            f" most, so {len(names)} copies at most"
+        )
+    figures = estimate(
+        EstimateInput(
+            nodes=names,
+            replicas=replicas,
+            domains=node_domains,
+            need=RamNeed(gpus_per_node, bytes_per_gpu, replicas, slots, slots),
+            mtbf_s=mtbf_of_nodes(len(names)) if mtbf_hours is None else mtbf_hours * 3600,
+            restart_s=restart,
+            slowdown=slowdown,
+            step_s=step,
+            stall_s=stall,
+            missed=missed,
+            nic_bytes_per_s=None if nic_gbps is None else nic_gbps * _GBIT_BYTES,
+            disk_bytes_per_s=None if disk_gbs is None else disk_gbs * _GB_BYTES,
+        )
+    )
+    refusal_text = None if ram is None else ram_refusal(figures.job.need, ram)
+    if as_json:
+        from gpuops.cli.ckpt.plan_output import plan_json
+
+        click.echo(json.dumps(envelope(SCHEMA, plan_json(figures, ram, refusal_text)), indent=2))
+    else:
+        from gpuops.cli.ckpt.plan_output import plan_text
+
+        assumed = (
+            f" (assumed: {FAILURES_PER_1000_NODE_DAYS:g} failures in 1000 node days)"
+            if mtbf_hours is None
+            else ""
+        )
+        click.echo(plan_text(figures, ram, refusal_text, mtbf_from=assumed))
+    return EXIT_OK if refusal_text is None else EXIT_FAIL
+
+
+def nodes_and_domains(
+    nodes: str | None, domains: str | None
+) -> tuple[tuple[str, ...], FailureDomains | None]:
+    """Return the names of the nodes that are meant, and their failure domains.
+
+    Raises:
+        UsageError: They are none, or do not go together.
+    """
+    names = None if nodes is None else _parse_nodes(nodes)
+    if domains is None or domains.isdecimal():
+        if names is None:
+            raise UsageError("--nodes is wanted: how many, or a host list like gpu[001-064]")
+        if domains is None:
+            return names, None
+        n_domains = int(domains[:9])
+        if not 1 <= n_domains <= len(names):
+            raise UsageError(f"--domains {domains}: {len(names)} nodes are in 1 to {len(names)}")
+        return names, even_domains(names, n_domains)
+    if not Path(domains).exists():
+        raise UsageError(
+            f"--domains {domains}: No such file or directory; a number or a file is wanted"
+        )
+    known = read_domains(Path(domains))
+    if names is None:
+        names = tuple(known.paths)
+        if len(names) > NODES_MAX:
+            raise UsageError(f"{domains} names {len(names)} nodes; {NODES_MAX} can be placed")
+    elif nodes is not None and nodes.strip().isdecimal():
+        raise UsageError(
+            f"--nodes {nodes} says how many, and {domains} knows nodes by name: give a host list"
+            f" like gpu[001-064], or leave --nodes out for all {len(known.paths)}"
+        )
+    known.of(names)
+    return names, known
+
+
+def _parse_nodes(text: str) -> tuple[str, ...]:
+    if text.strip().isdecimal():
+        count = int(text.strip()[:9])
+        if not 1 <= count <= NODES_MAX:
+            raise UsageError(f"--nodes {text.strip()[:40]}: from 1 to {NODES_MAX} can be placed")
+        width = len(str(count - 1))
+        return tuple(f"n{number:0{width}}" for number in range(count))
+    try:
+        names = expand(text)
+    except ValueError as exc:
+        raise UsageError(f"--nodes: {exc}") from exc
+    if not names:
+        raise UsageError("--nodes names no node")
+    return names

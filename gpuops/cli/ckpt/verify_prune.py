@@ -1,0 +1,318 @@
+"""``gpuops ckpt verify`` and ``prune``: whether states are whole, and which of them stay."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from gpuops.checkpoint.storage.api import CheckpointStore, DamagedState, StoredState
+from gpuops.checkpoint.storage.inspection import FileProblem, FileProblemKind, verify_state
+from gpuops.checkpoint.storage.retention import (
+    DEFAULT_BUCKETS,
+    RetentionBucket,
+    RetentionDecision,
+    RetentionPolicy,
+    decide_retention,
+)
+from gpuops.checkpoint.types import CheckpointError, StateId
+from gpuops.cli.ckpt.address import (
+    address_option,
+    find_damaged,
+    find_state,
+    missing_reason,
+    needs_extra,
+    open_states,
+)
+from gpuops.cli.options import json_option
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
+from gpuops.log import printable
+from gpuops.model import Json, envelope
+from gpuops.units import format_bytes, parse_seconds
+
+
+@contextmanager
+def bytes_progress(*, quiet: bool) -> Iterator[Progress]:
+    """Yield a bar of bytes on standard error; nothing is shown in a pipe or where *quiet*."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        yield progress
+
+
+def verify_with_progress(
+    store: CheckpointStore, stored: StoredState, progress: Progress
+) -> list[FileProblem]:
+    """Return what is wrong with one state, and show how far it is."""
+    task = progress.add_task(str(stored.state), total=stored.manifest.nbytes)
+    try:
+        return verify_state(
+            store,
+            stored.state,
+            progress=lambda done, _all: progress.update(task, completed=done),
+        )
+    finally:
+        progress.remove_task(task)
+
+
+@click.command()
+@click.argument("states", nargs=-1, metavar="[STATE]...")
+@address_option
+@click.option("--all", "all_states", is_flag=True, help="Verify all states.")
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    states: tuple[str, ...],
+    address: str | None,
+    *,
+    all_states: bool,
+    as_json: bool,
+) -> int:
+    """Read each STATE (default: the newest) and say whether every bit is what was saved.
+
+    STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
+
+    Exit 0: all are whole; 1: at least one is not; 3: at least one could not be read.
+    """
+    if all_states and states:
+        raise UsageError("--all and STATE exclude each other")
+    with needs_extra("gpuops ckpt verify"), open_states(ctx, address) as store:
+        try:
+            body = _verify_states(store, states, all_states=all_states, as_json=as_json)
+        except UsageError:
+            raise
+        except CheckpointError as exc:
+            click.echo(f"gpuops: {printable(str(exc))}", err=True)
+            return EXIT_UNKNOWN
+    if as_json:
+        click.echo(json.dumps(envelope("gpuops.checkpoint-verify/1", body), indent=2))
+    else:
+        _print_verified(body)
+    return _exit_code(body["checkpoints"])
+
+
+def _verify_states(
+    store: CheckpointStore, names: Sequence[str], *, all_states: bool, as_json: bool
+) -> Json:
+    survey = store.scan()
+    chosen: list[StoredState] = []
+    damaged: list[DamagedState] = []
+    if all_states:
+        chosen, damaged = list(survey.states), list(survey.damaged)
+    for text in () if all_states else names or ["newest"]:
+        # One that is damaged may be the very one that is meant: it is not passed over in silence.
+        bad = find_damaged(survey, text)
+        damaged += bad
+        chosen += [] if bad else [find_state(store, text)]
+    found = [_result(item.name, None, [_damage_problem(item)]) for item in damaged]
+    with bytes_progress(quiet=as_json) as progress:
+        for stored in chosen:
+            problems = verify_with_progress(store, stored, progress)
+            found.append(_result(stored.state.name, stored, problems))
+    return {"address": store.address, "checkpoints": found}
+
+
+def _damage_problem(item: DamagedState) -> FileProblem:
+    kind = FileProblemKind.MANIFEST if item.is_corrupt else FileProblemKind.UNREADABLE
+    return FileProblem(item.name, kind, item.why)
+
+
+def _result(name: str, stored: StoredState | None, problems: Sequence[FileProblem]) -> Json:
+    return {
+        "name": name,
+        "step": stored and stored.state.step,
+        "epoch": stored and stored.state.epoch,
+        "size_bytes": stored and stored.manifest.nbytes,
+        "whole": not problems,
+        "problems": [
+            {
+                "file": problem.file,
+                "kind": problem.kind.value,
+                "detail": problem.detail,
+                "offsets": list(problem.offsets),
+            }
+            for problem in problems
+        ],
+    }
+
+
+def _print_verified(body: Json) -> None:
+    if not body["checkpoints"]:
+        click.echo(printable(f"no states in {body['address']}"))
+    for item in body["checkpoints"]:
+        size = "" if item["size_bytes"] is None else f", {format_bytes(item['size_bytes'])}"
+        click.echo(printable(f"{item['name']}: {_result_word(item)}{size}"))
+        for problem in item["problems"]:
+            click.echo(printable(f"  {problem['file']}: {problem['detail']}"))
+
+
+def _result_word(item: Json) -> str:
+    if item["whole"]:
+        return "whole"
+    kinds = {problem["kind"] for problem in item["problems"]}
+    return "COULD NOT BE READ" if kinds == {FileProblemKind.UNREADABLE.value} else "NOT WHOLE"
+
+
+def _exit_code(results: Sequence[Json]) -> int:
+    kinds = {problem["kind"] for item in results for problem in item["problems"]}
+    if kinds - {FileProblemKind.UNREADABLE.value}:
+        return EXIT_FAIL
+    return EXIT_UNKNOWN if kinds else EXIT_OK
+
+
+@click.command()
+@address_option
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="The newest so many.",
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=0), default=0, metavar="N", help="Steps N divides."
+)
+@click.option(
+    "--ladder",
+    metavar="EVERY:AGE[,…]",
+    help="One in EVERY up to AGE, as in 1h:24h,1d:7d (which `default` means).",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed, and why.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@click.pass_context
+def prune(
+    ctx: click.Context,
+    address: str | None,
+    keep_last: int,
+    keep_every: int,
+    ladder: str | None,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Remove the states that no rule keeps. The newest whole one, and pinned ones, always stay."""
+    retention = RetentionPolicy(keep_last, keep_every, _parse_ladder(ladder))
+    with needs_extra("gpuops ckpt prune"), open_states(ctx, address) as store:
+        states = store.list_states()
+        decisions = decide_retention(states, retention, [stored.state for stored in states])
+        if not all(verdict.is_kept for verdict in decisions):
+            with bytes_progress(quiet=as_json) as progress:
+                decisions = decide_retention(
+                    states, retention, _newest_complete(store, states, progress)
+                )
+        to_remove = [verdict for verdict in reversed(decisions) if not verdict.is_kept]
+        if not as_json:
+            _print_decisions(decisions, states)
+            _print_unjudged(store)
+        if to_remove and not dry_run:
+            _confirm(len(to_remove), yes=yes, as_json=as_json)
+        removed = [] if dry_run else [_remove(store, verdict) for verdict in to_remove]
+        leftovers = () if dry_run else store.sweep()
+        if as_json:
+            body = _prune_json(store, decisions, removed, leftovers, dry_run=dry_run)
+            click.echo(json.dumps(envelope("gpuops.checkpoint-prune/1", body), indent=2))
+        elif not dry_run:
+            click.echo(f"{len(removed)} removed, {len(states) - len(removed)} kept")
+    return EXIT_OK
+
+
+def _newest_complete(
+    store: CheckpointStore, states: Sequence[StoredState], progress: Progress
+) -> set[StateId]:
+    """Return the newest state that is whole: nothing is removed before one is known."""
+    for stored in states:
+        if not verify_with_progress(store, stored, progress):
+            return {stored.state}
+    return set()
+
+
+def _confirm(n_going: int, *, yes: bool, as_json: bool) -> None:
+    if yes:
+        return
+    if as_json or not sys.stdin.isatty():
+        raise UsageError(f"{n_going} states would be removed: say --yes, or --dry-run")
+    click.confirm(f"Remove {n_going} states?", abort=True)
+
+
+def _remove(store: CheckpointStore, decision: RetentionDecision) -> RetentionDecision:
+    store.delete(decision.state)
+    return decision
+
+
+def _print_decisions(decisions: Sequence[RetentionDecision], states: Sequence[StoredState]) -> None:
+    sizes = {stored.state: stored.manifest.nbytes for stored in states}
+    for verdict in decisions:
+        word = "keep  " if verdict.is_kept else "remove"
+        size = format_bytes(sizes[verdict.state])
+        click.echo(printable(f"{word}  {verdict.state.name}  {size:>9}  {verdict.why}"))
+
+
+def _print_unjudged(store: CheckpointStore) -> None:
+    """Say what no verdict is on, and that there is nothing."""
+    survey = store.scan()
+    for item in survey.damaged:
+        click.echo(printable(f"left    {item.name}  {item.why}"))
+    if not survey.states:
+        click.echo(printable(f"no states in {store.address}{missing_reason(store)}"))
+
+
+def _prune_json(
+    store: CheckpointStore,
+    decisions: Sequence[RetentionDecision],
+    removed: Sequence[RetentionDecision],
+    leftovers: Sequence[str],
+    *,
+    dry_run: bool,
+) -> Json:
+    gone = {verdict.state for verdict in removed}
+    return {
+        "address": store.address,
+        "dry_run": dry_run,
+        "checkpoints": [
+            {
+                "name": verdict.state.name,
+                "step": verdict.state.step,
+                "epoch": verdict.state.epoch,
+                "keep": verdict.is_kept,
+                "why": verdict.why,
+                "removed": verdict.state in gone,
+            }
+            for verdict in decisions
+        ],
+        "leftovers_removed": list(leftovers),
+    }
+
+
+def _parse_ladder(text: str | None) -> tuple[RetentionBucket, ...]:
+    if text is None:
+        return ()
+    if text == "default":
+        return DEFAULT_BUCKETS
+    rungs = []
+    for item in text.split(","):
+        every, _, age = item.partition(":")
+        try:
+            rungs.append(RetentionBucket(round(parse_seconds(every)), round(parse_seconds(age))))
+        except (ValueError, OverflowError) as exc:
+            raise UsageError(f"--ladder {item!r}: {exc}; as in 1h:24h,1d:7d") from exc
+    return tuple(rungs)

@@ -1,0 +1,59 @@
+"""The settings of one command line, options that several commands share, and Ctrl-C."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from gpuops.config.resolve import ErrorHandler, Settings, environ, raise_error, resolve
+from gpuops.host.trust import current_uid, refuse_foreign_file
+
+
+def settings_of(
+    ctx: click.Context, on_error: ErrorHandler = raise_error, **flags: object
+) -> Settings:
+    """Return the settings in force; *flags* are by setting key with ``__`` for the dot.
+
+    *on_error* is told of mistakes, as in `gpuops.config.resolve.resolve`.
+
+    Raises:
+        ConfigError: See `gpuops.config.resolve.resolve`; or this is root, and the file is not only
+            root's.
+    """
+    uid = current_uid()
+    config_file = (ctx.find_root().obj or {}).get("config_file")
+    return resolve(
+        {key.replace("__", "."): value for key, value in flags.items()},
+        environ(),
+        config_file=Path(config_file) if config_file else None,
+        is_root=uid == 0,
+        check_file=partial(refuse_foreign_file, uid=uid),
+        on_error=on_error,
+    )
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+store_option = click.option("--store", metavar="URL", help="The incident store's URL.")
+
+
+@contextmanager
+def exit_on_ctrl_c() -> Iterator[None]:
+    """Take Ctrl-C while nothing has begun: some of what is imported swallows KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # ignored, as for a shell's background job, or somebody else's
+        return
+    signal.signal(signal.SIGINT, _exit_now)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit_now(number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"gpuops: interrupted\n")
+    os._exit(128 + number)

@@ -1,0 +1,347 @@
+"""The settings of ``gpuops run``: the tables ``[run]`` and ``[checkpoint]``, its flags as well.
+
+A setting's value is the text that was written, once it has been found good; the functions below say
+what a text means. They raise ValueError that says what is wanted.
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from gpuops.config.values import Setting
+from gpuops.units import parse_seconds
+
+NODES_MAX = 65_536
+RESTARTS_MAX = 1_000_000
+# With a window: the time of each is kept, in a record that every agent reads at each change.
+WINDOW_RESTARTS_MAX = 1000
+DURATION_S_MAX = 30 * 86_400.0
+RESTARTS_DEFAULT = "3"
+GROW_AFTER_DEFAULT = "300"
+LOOPBACK = "127.0.0.1"
+REPLICAS_MAX = 16
+DOMAIN_LEVELS_MAX = 16
+LEASE_DEFAULT = "120"
+LAST_SAVE_DEFAULT = "10m"
+_DOMAIN_NAME = re.compile(r"[^\s/]{1,200}")
+WINDOW_S_MIN = 60.0
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def parse_restarts(text: str) -> tuple[int, float | None]:
+    """Return the budget in ``10`` or ``10/6h``: restarts, and the window in seconds if any."""
+    number, slash, window = text.partition("/")
+    if not number.strip().isdecimal() or int(number) > RESTARTS_MAX:
+        raise ValueError("a number of restarts is wanted, or one in a time as in 10/6h")
+    window_s = _parse_seconds(window) if slash else None
+    if window_s is not None and window_s < WINDOW_S_MIN:
+        raise ValueError(f"no two restarts fall into {window_s:g} s; a time as in 10/6h is wanted")
+    if window_s is not None and int(number) > WINDOW_RESTARTS_MAX:
+        raise ValueError(f"at most {WINDOW_RESTARTS_MAX} restarts in a time are wanted")
+    return int(number), window_s
+
+
+def parse_node_count(text: str) -> int:
+    """Return a number of nodes, 1 at least."""
+    if not text.isdecimal() or not 1 <= int(text) <= NODES_MAX:
+        raise ValueError("a number of nodes is wanted, 1 at least")
+    return int(text)
+
+
+def parse_spare_count(text: str) -> int:
+    """Return a number of nodes, which may be 0."""
+    return 0 if text.isdecimal() and int(text) == 0 else parse_node_count(text)
+
+
+def parse_on_exhausted(text: str) -> str:
+    """Return ``shrink`` or ``requeue``."""
+    if text not in ("shrink", "requeue"):
+        raise ValueError("shrink or requeue is wanted")
+    return text
+
+
+def parse_hang_timeout(text: str) -> float | None:
+    """Return the seconds without a step that are a hang; None: learned; 0: never."""
+    if text == "auto":
+        return None
+    return 0.0 if text == "off" else _parse_seconds(text, ", auto or off")
+
+
+def parse_switch(text: str) -> bool:
+    """Return whether *text* is ``on``."""
+    words = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError("on or off is wanted")
+    return words[text.lower()]
+
+
+def parse_grow_after(text: str) -> float | None:
+    """Return the seconds after which a run may take more nodes in; None: never."""
+    return None if text == "never" else _parse_seconds(text, " or never")
+
+
+def parse_drain_grace(text: str) -> float:
+    """Return the seconds between the scheduler's notice and its SIGKILL."""
+    return _parse_seconds(text)
+
+
+def parse_replicas(text: str) -> int:
+    """Return how many nodes are to have each checkpoint, from 1 to `REPLICAS_MAX`."""
+    if not text.isdecimal() or not 1 <= int(text) <= REPLICAS_MAX:
+        raise ValueError(f"a number from 1 to {REPLICAS_MAX} is wanted")
+    return int(text)
+
+
+def parse_http_address(text: str) -> tuple[str, int | None]:
+    """Return the address and port to listen on, 0 for any free one; a port of None: none at all."""
+    if text == "off":
+        return LOOPBACK, None
+    address, colon, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65_535:
+        raise ValueError("ADDRESS:PORT, PORT or off is wanted")
+    if not colon:
+        return LOOPBACK, int(port)
+    address = address.removeprefix("[").removesuffix("]")
+    try:
+        return str(ipaddress.ip_address(address)), int(port)
+    except ValueError:
+        raise ValueError(f"{address!r} is not an IP address; ADDRESS:PORT is wanted") from None
+
+
+def parse_exit_codes(text: str) -> frozenset[int]:
+    """Return the exit codes in ``16,17``; none in an empty text."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() and 0 < int(word) < 256 for word in words):
+        raise ValueError("exit codes from 1 to 255 are wanted, as in 16,17")
+    return frozenset(map(int, words))
+
+
+def parse_function_name(text: str) -> str:
+    """Return *text* where it names a function, as in ``site.policy:decide``."""
+    if _FUNCTION.fullmatch(text) is None:
+        raise ValueError("the name of a function is wanted, as in site_policy:decide")
+    return text
+
+
+def parse_absolute_path(text: str) -> str:
+    """Return *text*, an absolute path."""
+    if not Path(text).expanduser().is_absolute():
+        raise ValueError("an absolute path is wanted")
+    return text
+
+
+def parse_checkpoint_mode(text: str) -> bool:
+    """Return whether checkpoints are kept in memory at all: ``auto`` or ``off``."""
+    if text not in ("auto", "off"):
+        raise ValueError("auto or off is wanted")
+    return text == "auto"
+
+
+def parse_directory(text: str) -> str:
+    """Return *text*, a directory or the URL of one; its ``~`` is not expanded yet."""
+    if not text.strip() or "\0" in text:
+        raise ValueError("a directory, or a URL such as s3://bucket/name, is wanted")
+    return text
+
+
+def parse_domain(text: str) -> str:
+    """Return *text*: ``auto``, ``off``, a path of names like row1/rack3, or an absolute file."""
+    names = text.split("/")
+    is_path = len(names) <= DOMAIN_LEVELS_MAX and all(map(_DOMAIN_NAME.fullmatch, names))
+    if not is_path and not (is_domain_file(text) and "\0" not in text):
+        raise ValueError("auto, off, a path like row1/rack3, or an absolute file is wanted")
+    return text
+
+
+def is_domain_file(text: str) -> bool:
+    """Say whether *text* names a file of failure domains, not a domain."""
+    return text.startswith(("/", "~"))
+
+
+def parse_duration(text: str) -> float:
+    """Return a time in seconds."""
+    return _parse_seconds(text)
+
+
+def _parse_seconds(text: str, also_allowed: str = "") -> float:
+    try:
+        seconds = parse_seconds(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= DURATION_S_MAX:
+        raise ValueError(
+            f"a time as in 90, 90s or 2h{also_allowed} is wanted, up to "
+            f"{DURATION_S_MAX / 86400:g} days"
+        )
+    return seconds
+
+
+def _validated_text(parser: Callable[[str], object]) -> Callable[[object], str]:
+    """Return a reader of what TOML may hold: it gives the text, which *parser* has understood."""
+
+    def parse(value: object) -> str:
+        text = _as_text(value)
+        parser(text)
+        return text
+
+    return parse
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, int | float):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, str):
+        raise ValueError("text or a number is wanted")  # noqa: TRY004 as every reader's refusal
+    return value
+
+
+def _run_setting(
+    name: str,
+    parser: Callable[[str], object],
+    default: str | None,
+    help: str,  # noqa: A002 the field's name
+) -> Setting:
+    return Setting(
+        f"run.{name}",
+        f"GPUOPS_{name.upper()}",
+        _validated_text(parser),
+        lambda _env, _root: default,
+        help,
+    )
+
+
+def _checkpoint_setting(
+    name: str,
+    env: str,
+    parser: Callable[[str], object],
+    default: str | None,
+    help: str,  # noqa: A002 the field's name
+) -> Setting:
+    return Setting(
+        f"checkpoint.{name}", env, _validated_text(parser), lambda _env, _root: default, help
+    )
+
+
+RUN_SETTINGS = (
+    _run_setting(
+        "spares", parse_spare_count, "0", "agents beyond those that train, which wait for a hole"
+    ),
+    _run_setting(
+        "min_nodes", parse_node_count, None, "nodes that will do; unset: MIN of --nnodes=MIN:MAX"
+    ),
+    _run_setting("node_unit", parse_node_count, "1", "only multiples of so many nodes train"),
+    _run_setting(
+        "max_restarts",
+        parse_restarts,
+        RESTARTS_DEFAULT,
+        "restarts before the run fails: 3 in all, 10/6h: ten in any six hours",
+    ),
+    _run_setting(
+        "on_exhausted",
+        parse_on_exhausted,
+        None,
+        "with too few nodes: shrink, or requeue (exit 85); unset: shrink where fewer were allowed",
+    ),
+    _run_setting(
+        "hang_timeout",
+        parse_hang_timeout,
+        "auto",
+        "so long without a step is a hang: auto (learned from the job), seconds, off",
+    ),
+    _run_setting(
+        "health_gate", parse_switch, "on", "check a node before it joins and after each failure"
+    ),
+    _run_setting(
+        "grow_after",
+        parse_grow_after,
+        GROW_AFTER_DEFAULT,
+        "how long a new node waits before the run restarts to take it in, or never",
+    ),
+    _run_setting(
+        "drain_grace",
+        parse_drain_grace,
+        None,
+        "seconds from the scheduler's notice to its SIGKILL; unset: what Slurm says",
+    ),
+    _run_setting(
+        "http",
+        parse_http_address,
+        "0",
+        "where an agent answers: PORT on loopback, ADDRESS:PORT, or off",
+    ),
+    _run_setting(
+        "restart_exit_codes",
+        parse_exit_codes,
+        "",
+        "exit codes with which the job asks for a restart, as in 16,17",
+    ),
+    _run_setting(
+        "decide",
+        parse_function_name,
+        None,
+        "a function of yours that may overrule the restart decision",
+    ),
+    _run_setting(
+        "token_file",
+        parse_absolute_path,
+        None,
+        "a file with the token that agents of one run prove (or GPUOPS_TOKEN)",
+    ),
+    _run_setting(
+        "exit_code_file",
+        parse_absolute_path,
+        None,
+        "a file, there already, that gets the run's exit code: srun's is that of a killed task",
+    ),
+)
+
+CHECKPOINT_SETTINGS = (
+    _checkpoint_setting(
+        "keeper",
+        "GPUOPS_CKPT",
+        parse_checkpoint_mode,
+        "auto",
+        "auto: gpuops run keeps a process that holds checkpoints in memory; off: it does not",
+    ),
+    _checkpoint_setting(
+        "directory",
+        "GPUOPS_CKPT_DIR",
+        parse_directory,
+        None,
+        "where checkpoints persist: a directory or a URL; unset: nowhere, unless the script says",
+    ),
+    _checkpoint_setting(
+        "lease",
+        "GPUOPS_CKPT_LEASE",
+        parse_duration,
+        LEASE_DEFAULT,
+        "how long checkpoints in memory wait for the agent to come back after it was killed",
+    ),
+    _checkpoint_setting(
+        "replicas",
+        "GPUOPS_CKPT_REPLICAS",
+        parse_replicas,
+        "2",
+        "how many nodes of a run have each checkpoint in memory, the one that saved it among them",
+    ),
+    _checkpoint_setting(
+        "domain",
+        "GPUOPS_CKPT_DOMAIN",
+        parse_domain,
+        "auto",
+        "what fails together with a node, so that copies lie elsewhere: auto (the switches that "
+        "Slurm tells of), off, a path like row1/rack3, or a file (topology.conf, or labels)",
+    ),
+    _checkpoint_setting(
+        "last_save",
+        "GPUOPS_CKPT_LAST_SAVE",
+        parse_duration,
+        LAST_SAVE_DEFAULT,
+        "at most so long the end of a run waits until its newest checkpoint has persisted",
+    ),
+)

@@ -1,0 +1,174 @@
+"""An agent enters its run: it makes the record or finds it, and says who it is.
+
+An agent that was restarted enters like any other; the seat of its dead predecessor is a hole that
+it fills, because its node has the same name.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from gpuops.control.keys import ControlKeys
+from gpuops.control.record import (
+    ENTRY_ERRORS,
+    RECORD_KEY,
+    ControlRecord,
+    Member,
+    RecordView,
+    RunPhase,
+    pack,
+    unpack,
+)
+from gpuops.control.store import ControlStore, Entry
+from gpuops.control.tcp.server import RUN_OVER_KEY
+from gpuops.errors import UsageError
+from gpuops.host.clock import Clock
+
+log = logging.getLogger(__name__)
+
+# A live agent beats every second; one that does not in this time is dead, or as good as dead.
+LIVENESS_CHECK_S = 3.5
+_OTHER_JOB = (
+    "another job is running under the same --rdzv-id on this endpoint: its command, --nnodes or "
+    "--nproc-per-node differs from this one's; give each run an id of its own, and all its agents "
+    "the same command"
+)
+
+
+class RunIsOverError(Exception):
+    """The run of this key has come to its end; ``record`` says how."""
+
+    def __init__(self, record: ControlRecord) -> None:
+        super().__init__(f"this run has ended: {record.reason}")
+        self.record = record
+
+
+def join(
+    store: ControlStore,
+    own_member: Member,
+    new_record: ControlRecord,
+    clock: Clock,
+    wait: Callable[[float], object],
+) -> RecordView:
+    """Return the record of the run that *own_member* joined; *new_record* where there was none.
+
+    Raises:
+        RunIsOverError: See there.
+        UsageError: It is another job's run, or another agent of this node is part of it.
+        ControlStoreError: See `ControlStore`.
+    """
+    record, entry = _create_or_find(store, new_record, wait)
+    if record is new_record:
+        store.delete(RUN_OVER_KEY)  # said to the server by the run before this one
+    else:
+        _reject_second_agent(store, record, own_member, wait)
+    keys = ControlKeys(run_id=record.run_id)
+    store.put(keys.agent(own_member.agent), pack(own_member.to_json()))
+    reply = store.heartbeat(
+        keys.heartbeat(own_member.agent),
+        pack({"seq": 0}),
+        watch=RECORD_KEY,
+        seen_version=entry.version,
+        hold_s=0.0,
+    )
+    view = RecordView(record, entry.version, reply.store_s, clock.mono_ns())
+    if reply.watched is None:
+        return view
+    newer_record = ControlRecord.from_bytes(reply.watched.value)
+    return replace(view, record=newer_record, version=reply.watched.version)
+
+
+def _create_or_find(
+    store: ControlStore, new_record: ControlRecord, wait: Callable[[float], object]
+) -> tuple[ControlRecord, Entry]:
+    """Return the record of the run of this key, which is *new_record* where no other lives."""
+    version = 0
+    while True:
+        is_written, entry = store.compare_and_set(
+            RECORD_KEY, new_record.to_bytes(), version=version
+        )
+        if is_written:
+            return new_record, entry
+        version = entry.version
+        if version == 0:
+            continue  # taken off the board by the last agent of the run before
+        record = ControlRecord.from_bytes(entry.value)
+        is_same_job = record.fingerprint == new_record.fingerprint
+        if is_same_job and record.phase is not RunPhase.STOP:
+            return record, entry
+        if _has_live_agent(store, record, wait):
+            raise RunIsOverError(record) if is_same_job else UsageError(_OTHER_JOB)
+        # Its agents were killed before they could clean up. Of several that find it so, one
+        # changes the record; the others find that one's.
+        store.delete(f"{ControlKeys(run_id=record.run_id).prefix}/")
+
+
+def _has_live_agent(
+    store: ControlStore, record: ControlRecord, wait: Callable[[float], object]
+) -> bool:
+    keys = ControlKeys(run_id=record.run_id)
+    versions = {key: entry.version for key, entry in store.list(keys.heartbeat()).items()}
+    if not versions:
+        return False
+    wait(LIVENESS_CHECK_S)
+    entries = store.list(keys.heartbeat())
+    return any(
+        entries[key].version > version for key, version in versions.items() if key in entries
+    )
+
+
+def _reject_second_agent(
+    store: ControlStore, record: ControlRecord, own_member: Member, wait: Callable[[float], object]
+) -> None:
+    keys = ControlKeys(run_id=record.run_id)
+    duplicates = []
+    for entry in store.list(keys.agent()).values():
+        try:
+            other = Member.from_json(unpack(entry.value))
+        except ENTRY_ERRORS as exc:
+            log.warning("an agent's entry cannot be read: %s", exc)
+            continue
+        if other.node == own_member.node and other.agent != own_member.agent:
+            duplicates.append(other.agent)
+    if not duplicates:
+        return
+    versions = {agent: store.get(keys.heartbeat(agent)).version for agent in duplicates}
+    wait(LIVENESS_CHECK_S)
+    if any(store.get(keys.heartbeat(agent)).version > versions[agent] for agent in duplicates):
+        raise UsageError(
+            f"an agent of this run is on node {own_member.node} already: one agent for each node "
+            "(`srun --ntasks-per-node=1`), with --nproc-per-node for its workers; where several "
+            "share a host name, give each a SLURMD_NODENAME of its own"
+        )
+
+
+def leave(
+    store: ControlStore,
+    record: ControlRecord,
+    own_member: Member,
+    *,
+    has_server: bool,
+    dead: Collection[str] = (),
+) -> None:
+    """Take *own_member* off the board, so that nobody waits for it.
+
+    The last agent of a run that is over takes everything off; where the board *has_server* of its
+    own, that one is told to end. Agents that are *dead* do not count.
+
+    Raises:
+        ControlStoreError: See `ControlStore`.
+    """
+    keys = ControlKeys(run_id=record.run_id)
+    store.delete(keys.agent(own_member.agent))
+    is_over = record.phase is RunPhase.STOP
+    others = {key.rpartition("/")[2] for key in store.list(keys.agent())} if is_over else set()
+    is_last = is_over and others <= set(dead)
+    # Our heartbeat goes last: as long as it is there, nobody begins a new run in its place.
+    store.delete("" if is_last else keys.heartbeat(own_member.agent))
+    if not (has_server and is_over):
+        return
+    if is_last:
+        store.put(RUN_OVER_KEY, b"1")
+    else:
+        # Only where nothing is said yet: the last one may have been quicker, and its word counts.
+        store.compare_and_set(RUN_OVER_KEY, b"30", version=0)

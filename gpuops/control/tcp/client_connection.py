@@ -1,0 +1,282 @@
+"""One line from a client to a board's server: opened when needed, dropped at the first doubt.
+
+A line asks one thing at a time. After a deadline, a broken frame or an exception it is closed, so
+no late answer is ever taken for the next one's; the server forgets what such a line still held as
+soon as the client calls again.
+"""
+
+import ipaddress
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gpuops.control.fair_lock import FairLock
+from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.tcp import wire
+from gpuops.control.tcp.wire import ControlRequest, ReplyKind
+from gpuops.host.net import job_proof as proof
+from gpuops.host.net.frames import WireError, framed, take_frame
+from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
+
+BACKOFF_MIN_S = 0.05
+BACKOFF_MAX_S = 1.0
+_CHUNK = 2**18
+
+SocketAddress = tuple[socket.AddressFamily, tuple[object, ...]]
+_WELCOME_ERRORS = {
+    ProofWelcome.OTHER_JOB: "it belongs to another run (--rdzv-id)",
+    ProofWelcome.WRONG_TOKEN: "it has another token",
+}
+
+
+class WrongServerError(ControlStoreError):
+    """What listens there is no board of ours, or one of another run or token."""
+
+
+class OtherRunError(WrongServerError):
+    """What listens there is the board of another run, which may be at its end."""
+
+
+class ControlConnection:
+    """A connection that renews itself. Several threads may ask; they take turns, as they came.
+
+    *on_open* is given our own address and the server's instance each time that it is opened; what
+    it raises is raised.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        make_hello: Callable[[], wire.ControlHello],
+        key: bytes,
+        on_open: Callable[[str, str], None],
+    ) -> None:
+        self._address = address
+        self._make_hello = make_hello
+        self._key = key
+        self._on_open = on_open
+        self._lock = FairLock()
+        self._closed = threading.Event()
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray()
+        self._number = 0
+        self._out = self._in = ProofChannel(b"")
+
+    def request(
+        self, build_request: Callable[[int, float], ControlRequest], end_s: float
+    ) -> tuple[ReplyKind, bytes]:
+        """Return the answer to what *build_request* makes of a number and the time of this try.
+
+        It is asked again while it fails, up to *end_s* (monotonic).
+
+        Raises:
+            ControlStoreUnreachableError: No answer until *end_s*, or the line was closed.
+            WrongServerError: See there.
+            ControlStoreError: The server refuses the request.
+        """
+        with self._lock.acquire(max(end_s - time.monotonic(), 0.0)) as acquired:
+            if not acquired:
+                raise self._unreachable_error("an earlier call still waits for its answer")
+            kind, payload = self._request_until(build_request, end_s)
+        if kind is ReplyKind.REFUSED:
+            raise ControlStoreError(payload.decode("utf-8", errors="replace")[:500])
+        return kind, payload
+
+    def close(self) -> None:
+        """Close it for good; a call that waits for an answer ends."""
+        self._closed.set()
+        connection = self._socket
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        with self._lock.acquire(1.0) as acquired:
+            if acquired:
+                self._disconnect()
+
+    def _request_until(
+        self, build_request: Callable[[int, float], ControlRequest], end_s: float
+    ) -> tuple[ReplyKind, bytes]:
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            if self._closed.is_set():
+                raise self._unreachable_error("this handle is closed")
+            try:
+                return self._try(build_request, end_s)
+            except (OSError, WireError) as exc:
+                # Jitter: the agents of a whole cluster must not all come back at the same moment.
+                wait_s = backoff_s * random.uniform(0.5, 1.5)  # noqa: S311 no secret
+                if time.monotonic() + wait_s >= end_s:
+                    raise self._unreachable_error(_error_text(exc)) from exc
+            self._closed.wait(wait_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    def _try(
+        self, build_request: Callable[[int, float], ControlRequest], end_s: float
+    ) -> tuple[ReplyKind, bytes]:
+        is_complete = False
+        try:
+            if self._socket is None:
+                self._connect(end_s)
+            self._number += 1
+            request = build_request(self._number, time.monotonic())
+            self._ready_socket(end_s).sendall(self._out.frame(request.to_bytes()))
+            message = self._in.message(self._receive(wire.FRAME_BYTES_MAX, end_s))
+            number, kind, payload = wire.unpack_reply(message)
+            if number != self._number:
+                raise WireError("the answer to another request")
+            is_complete = True
+        finally:
+            # Also after an exception that a signal handler raised here: half an answer may be left.
+            if not is_complete:
+                self._disconnect()
+        return kind, payload
+
+    def _connect(self, end_s: float) -> None:
+        self._socket = _open_socket(self._address, end_s)
+        hello = self._make_hello()
+        sent = hello.to_bytes()
+        self._ready_socket(end_s).sendall(framed(sent))
+        received = self._receive_handshake(end_s)
+        try:
+            challenge = wire.ControlChallenge.from_bytes(received)
+        except WireError:
+            self._raise_if_refused(received)
+            raise
+        handshake = JobHandshake(self._key, sent + received)
+        self._ready_socket(end_s).sendall(framed(handshake.proof("client")))
+        received = self._receive_handshake(end_s)
+        self._raise_if_refused(received)
+        if not proof.same(proof.read_welcome(received)[1], handshake.proof("server")):
+            raise self._wrong_server_error("it does not know the job's token")
+        self._out, self._in = handshake.channel("client"), handshake.channel("server")
+        self._on_open(str(self._socket.getsockname()[0]), challenge.instance.hex())
+
+    def _raise_if_refused(self, received: bytes) -> None:
+        """Raise what the server's word, if it is one, says against us."""
+        try:
+            code, _proof = proof.read_welcome(received)
+        except WireError as exc:
+            raise self._wrong_server_error("it is not a board of gpuops") from exc
+        if code in _WELCOME_ERRORS:
+            kind = OtherRunError if code is ProofWelcome.OTHER_JOB else WrongServerError
+            raise self._wrong_server_error(_WELCOME_ERRORS[code], kind)
+        if code is ProofWelcome.BUSY:
+            raise ConnectionRefusedError("it has too many connections")
+
+    def _receive_handshake(self, end_s: float) -> bytes:
+        try:
+            return self._receive(wire.HANDSHAKE_BYTES_MAX, end_s)
+        except WireError as exc:
+            raise self._wrong_server_error("it is not a board of gpuops") from exc
+
+    def _receive(self, bytes_max: int, end_s: float) -> bytes:
+        while (body := take_frame(self._buffer, bytes_max)) is None:
+            chunk = self._ready_socket(end_s).recv(_CHUNK)
+            if not chunk:
+                raise ConnectionResetError("the connection was closed")
+            self._buffer += chunk
+        return body
+
+    def _ready_socket(self, end_s: float) -> socket.socket:
+        left_s = end_s - time.monotonic()
+        if self._socket is None or self._closed.is_set():
+            raise ConnectionResetError("the connection was closed")
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        self._socket.settimeout(left_s)
+        return self._socket
+
+    def _disconnect(self) -> None:
+        connection, self._socket = self._socket, None
+        self._buffer.clear()
+        if connection is not None:
+            connection.close()
+
+    def _unreachable_error(self, why: str) -> ControlStoreUnreachableError:
+        return ControlStoreUnreachableError(
+            f"the board at {format_address(self._address)} does not answer: {why}"
+        )
+
+    def _wrong_server_error(
+        self, why: str, kind: type[WrongServerError] = WrongServerError
+    ) -> WrongServerError:
+        return kind(
+            f"what answers at {format_address(self._address)} is not the board of this run: {why}"
+        )
+
+
+def format_address(address: tuple[str, int]) -> str:
+    """Return *address* as people write it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _error_text(exc: Exception) -> str:
+    if isinstance(exc, TimeoutError):
+        return "no answer in time"
+    return getattr(exc, "strerror", None) or str(exc)
+
+
+def _open_socket(address: tuple[str, int], end_s: float) -> socket.socket:
+    addresses = resolve(*address, end_s)
+    failed: OSError = OSError(f"{address[0]} has no address")
+    for tried, (family, socket_address) in enumerate(addresses):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A silent address leaves time for the others.
+            connection.settimeout(left_s / (len(addresses) - tried))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.connect(socket_address)
+        except OSError as exc:
+            connection.close()
+            failed = exc
+        else:
+            return connection
+    raise failed
+
+
+def resolve(host: str, port: int, end_s: float) -> Sequence[SocketAddress]:
+    """Return the addresses of *host*; a name server that does not answer costs *end_s* at most.
+
+    Raises:
+        OSError: No such name, or no answer in time.
+    """
+    if is_literal(host):
+        return _getaddrinfo(host, port)
+    found: list[Sequence[SocketAddress] | OSError] = []
+
+    def look_up() -> None:
+        try:
+            found.append(_getaddrinfo(host, port))
+        except (OSError, UnicodeError) as exc:
+            found.append(exc if isinstance(exc, OSError) else OSError(str(exc)))
+
+    # getaddrinfo takes no deadline.
+    thread = threading.Thread(target=look_up, name="gpuops-resolve", daemon=True)
+    thread.start()
+    thread.join(max(end_s - time.monotonic(), 0.0))
+    if not found:
+        raise TimeoutError(f"no name server told the address of {host}")
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
+
+
+def is_literal(host: str) -> bool:
+    """Say whether *host* is an address rather than a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _getaddrinfo(host: str, port: int) -> Sequence[SocketAddress]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _type, _proto, _name, address in found]

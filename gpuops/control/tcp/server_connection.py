@@ -1,0 +1,303 @@
+"""One connection of a board's server: the opening, then request by request.
+
+Nothing is read from a stranger but two short frames of fixed length; whoever has not proved the
+job's token within a few seconds is cut off. Nothing that a client sends is more than bytes to us.
+A client that is slow to read holds back only itself.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpuops.control.kv_map import check_key, check_prefix
+from gpuops.control.store import ControlStoreError, Entry
+from gpuops.control.tcp import wire
+from gpuops.control.tcp.server_state import ServerState
+from gpuops.control.tcp.wire import ControlRequest, Operation, ReplyKind
+from gpuops.host.net import job_proof as proof
+from gpuops.host.net.frames import WireError, framed, take_frame
+from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
+from gpuops.host.net.tcp import set_lasting
+
+log = logging.getLogger(__name__)
+
+HOLD_S_MAX = 60.0
+
+
+@dataclass(slots=True)
+class _PendingHeartbeat:
+    """A heartbeat that waits for its watched key."""
+
+    number: int
+    key: str
+    seen_version: int
+    timer: asyncio.TimerHandle
+
+
+class ControlServerConnection(asyncio.Protocol):
+    """One connection."""
+
+    __slots__ = (
+        "_address",
+        "_buffer",
+        "_closed",
+        "_handshake",
+        "_hello",
+        "_in",
+        "_on_body",
+        "_out",
+        "_paused",
+        "_pending",
+        "_state",
+        "_timer",
+        "_transport",
+    )
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._address = ""
+        self._closed = False
+        self._paused = False
+        self._on_body: Callable[[bytes], None] = self._on_hello
+        self._hello: wire.ControlHello | None = None
+        self._pending: _PendingHeartbeat | None = None
+        self._handshake: JobHandshake | None = None
+        self._in: ProofChannel | None = None
+        self._out: ProofChannel | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        state, limits = self._state, self._state.limits
+        self._address = str((transport.get_extra_info("peername") or ("",))[0])
+        state.connections += 1
+        state.unauthenticated[self._address] += 1
+        if (
+            state.connections > limits.connections_max
+            or state.unauthenticated[self._address] > limits.unauthenticated_per_address_max
+        ):
+            state.counters.n_rejected += 1
+            self._reject(ProofWelcome.BUSY)
+            return
+        set_lasting(transport.get_extra_info("socket"))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(limits.handshake_timeout_s, self.abort)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._closed = True
+        self._state.connections -= 1
+        self._mark_authenticated()
+        self._drop_pending()
+        hello = self._hello
+        if hello is not None:
+            client_key = (hello.client, hello.lane)
+            if self._state.clients.get(client_key) is self:
+                del self._state.clients[client_key]
+
+    def pause_writing(self) -> None:
+        # What it does not read piles up here, so nothing more of it is answered until it does.
+        self._paused = True
+        if self._transport is not None and not self._closed:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._transport is not None and not self._closed:
+            self._transport.resume_reading()
+            self._process_buffer()
+
+    def data_received(self, data: bytes) -> None:
+        self._state.counters.bytes_in += len(data)
+        self._buffer += data
+        self._process_buffer()
+
+    def _process_buffer(self) -> None:
+        try:
+            while not (self._closed or self._paused) and (body := self._next_frame()) is not None:
+                self._on_body(body)
+        except WireError as exc:
+            log.debug("a peer at %s is cut off: %s", self._address, exc)
+            self.abort()
+        except Exception:  # boundary: one client's bytes must not end the run of all
+            log.exception("a request from %s failed", self._address)
+            self.abort()
+
+    def _next_frame(self) -> bytes | None:
+        is_authenticating = self._in is None
+        bytes_max = wire.HANDSHAKE_BYTES_MAX if is_authenticating else wire.FRAME_BYTES_MAX
+        return take_frame(self._buffer, bytes_max)
+
+    # The opening.
+
+    def _on_hello(self, body: bytes) -> None:
+        hello = wire.ControlHello.from_bytes(body)
+        if not proof.same(hello.run, self._state.run):
+            self._reject(ProofWelcome.OTHER_JOB)
+            return
+        challenge = wire.ControlChallenge(proof.nonce(), self._state.instance).to_bytes()
+        self._hello = hello
+        self._handshake = JobHandshake(self._state.key, body + challenge)
+        self._send(framed(challenge))
+        self._on_body = self._on_proof
+
+    def _on_proof(self, body: bytes) -> None:
+        assert self._handshake is not None
+        assert self._hello is not None
+        if not proof.same(body, self._handshake.proof("client")):
+            self._reject(ProofWelcome.WRONG_TOKEN)
+            return
+        self._mark_authenticated()
+        self._in = self._handshake.channel("client")
+        self._send(framed(proof.welcome(ProofWelcome.COME_IN, self._handshake.proof("server"))))
+        self._out = self._handshake.channel("server")
+        self._on_body = self._on_frame
+        self._state.last_request_s = time.monotonic()
+        client_key = (self._hello.client, self._hello.lane)
+        previous = self._state.clients.get(client_key)
+        self._state.clients[client_key] = self
+        if previous is not None:
+            # The client gave that line up. What it still holds must not be done after what the
+            # client says on this one.
+            previous.abort()
+
+    def _mark_authenticated(self) -> None:
+        """No longer count this connection among the strangers."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._in is None:
+            unauthenticated = self._state.unauthenticated
+            unauthenticated[self._address] -= 1
+            if unauthenticated[self._address] <= 0:
+                del unauthenticated[self._address]
+
+    # Requests.
+
+    def _on_frame(self, body: bytes) -> None:
+        assert self._in is not None
+        request = ControlRequest.from_bytes(self._in.message(body))
+        self._state.last_request_s = time.monotonic()
+        self._state.counters.n_requests += 1
+        try:
+            kind, payload = self._execute(request)
+        except ControlStoreError as exc:
+            kind, payload = ReplyKind.REFUSED, str(exc).encode()
+        if kind is not None:
+            self._reply(request.number, kind, payload)
+
+    def _execute(self, request: ControlRequest) -> tuple[ReplyKind | None, bytes]:
+        kv_map, key = self._state.kv_map, request.key
+        match request.operation:
+            case Operation.GET:
+                return ReplyKind.ENTRY, wire.pack_entry(kv_map.get(check_key(key)))
+            case Operation.LIST:
+                found, is_complete = wire.pack_page(
+                    kv_map.list(check_prefix(key), request.expected)
+                )
+                return (ReplyKind.LAST_PAGE if is_complete else ReplyKind.PAGE), found
+            case Operation.COMPARE_AND_SET:
+                return self._on_compare_and_set(request)
+            case Operation.HEARTBEAT:
+                return self._on_heartbeat(request)
+            case Operation.PUT:
+                kv_map.put(key, request.value)
+                self._state.notify(key)
+            case Operation.DELETE:
+                kv_map.delete(check_prefix(key))
+        return ReplyKind.DONE, b""
+
+    def _on_compare_and_set(self, request: ControlRequest) -> tuple[ReplyKind, bytes]:
+        written, entry = self._state.kv_map.compare_and_set(
+            request.key, request.value, request.expected
+        )
+        if not written:
+            return ReplyKind.NOT_WRITTEN, wire.pack_entry(entry)
+        self._state.notify(request.key)
+        # The client has the value.
+        return ReplyKind.WRITTEN, wire.pack_entry(Entry(b"", entry.version, entry.arrival))
+
+    def _on_heartbeat(self, request: ControlRequest) -> tuple[ReplyKind | None, bytes]:
+        state = self._state
+        check_key(request.watch)
+        state.kv_map.put(request.key, request.value)
+        state.notify(request.key)
+        self._finish_hold()
+        entry = state.kv_map.get(request.watch)
+        if entry.version > request.expected:
+            return ReplyKind.HEARTBEAT, wire.pack_heartbeat_reply(
+                state.store_s, wire.pack_entry(entry)
+            )
+        if not (math.isfinite(request.hold_s) and request.hold_s > 0):
+            return ReplyKind.HEARTBEAT, wire.pack_heartbeat_reply(state.store_s, None)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(min(request.hold_s, HOLD_S_MAX), self._finish_hold)
+        self._pending = _PendingHeartbeat(request.number, request.watch, request.expected, timer)
+        state.waiting.setdefault(request.watch, set()).add(self)
+        return None, b""
+
+    def wake(self, entry: Entry, packed: bytes) -> None:
+        """Answer the held heartbeat, if *entry* is what it waits for."""
+        pending = self._pending
+        if pending is None:
+            return
+        if entry.version <= pending.seen_version:
+            self._state.waiting.setdefault(pending.key, set()).add(self)
+            return
+        self._drop_pending()
+        self._reply(
+            pending.number,
+            ReplyKind.HEARTBEAT,
+            wire.pack_heartbeat_reply(self._state.store_s, packed),
+        )
+
+    def _finish_hold(self) -> None:
+        pending = self._pending
+        if pending is not None:
+            self._drop_pending()
+            self._reply(
+                pending.number,
+                ReplyKind.HEARTBEAT,
+                wire.pack_heartbeat_reply(self._state.store_s, None),
+            )
+
+    def _drop_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.timer.cancel()
+        waiting = self._state.waiting.get(pending.key)
+        if waiting is not None:
+            waiting.discard(self)
+            if not waiting:
+                del self._state.waiting[pending.key]
+
+    # Sending.
+
+    def _reply(self, number: int, kind: ReplyKind, payload: bytes) -> None:
+        assert self._out is not None
+        self._send(self._out.frame(wire.pack_reply(number, kind, payload)))
+
+    def _send(self, frame: bytes) -> None:
+        if self._closed or self._transport is None:
+            return
+        self._state.counters.bytes_out += len(frame)
+        self._transport.write(frame)
+
+    def _reject(self, code: ProofWelcome) -> None:
+        self._send(framed(proof.welcome(code)))
+        self._closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection; nothing more of it is read."""
+        self._closed = True
+        self._drop_pending()
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,80 @@
+"""What is to be imported, before a byte of its tensors is read: names, shapes, and places."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.storage.inspection import first_overlap
+from gpuops.checkpoint.types import CorruptError
+
+FillTensor = Callable[[torch.Tensor], None]
+
+
+@dataclass(slots=True)
+class ImportSource:
+    """A file or directory of others, open.
+
+    ``tree`` is nested as it was saved, with a tensor on the meta device for each tensor of
+    ``fills``, which puts its data into a tensor of the same shape and dtype; keys are `id`s.
+    ``flat``: the names of ``tree`` are those of the tensors in a state. ``own`` is what an export
+    of gpuops said of the state.
+    """
+
+    tree: dict[Any, Any] = field(default_factory=dict)
+    fills: dict[int, FillTensor] = field(default_factory=dict)
+    is_flat: bool = False
+    gpuops_metadata: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def placeholder(
+        self, shape: Sequence[int], dtype: torch.dtype, fill: FillTensor
+    ) -> torch.Tensor:
+        """Return what stands in the tree for a tensor that *fill* reads."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self.fills[id(tensor)] = fill
+        return tensor
+
+    def fill(self, placeholder: torch.Tensor, target: torch.Tensor) -> None:
+        """Read into *target* what *placeholder* stands for; a tensor with data is itself copied."""
+        fill = self.fills.get(id(placeholder))
+        if fill is None:
+            target.copy_(placeholder)
+        else:
+            fill(target)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRegion:
+    """A part of a tensor and what reads it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    fill: FillTensor
+
+
+def combine_fills(name: str, shape: tuple[int, ...], regions: Sequence[TensorRegion]) -> FillTensor:
+    """Return what puts all of *regions* into their places in a tensor of *shape*.
+
+    Raises:
+        CorruptError: They do not make up the whole, each place of it once.
+    """
+    distinct = {(box.offsets, box.shape): box for box in regions if prod(box.shape)}
+    for box in distinct.values():
+        if any(a + n > whole for a, n, whole in zip(box.offsets, box.shape, shape, strict=True)):
+            raise CorruptError(f"a part of {name!r:.200} lies outside of its shape {list(shape)}")
+    n_there = sum(prod(box.shape) for box in distinct.values())
+    if n_there != prod(shape) or first_overlap(list(distinct)) is not None:
+        raise CorruptError(
+            f"the {len(distinct)} parts of {name!r:.200} do not make up its shape {list(shape)}: "
+            "one is missing, or two overlap"
+        )
+
+    def fill(target: torch.Tensor) -> None:
+        for box in distinct.values():
+            where = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))
+            box.fill(target[where])
+
+    return fill

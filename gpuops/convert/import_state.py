@@ -1,0 +1,197 @@
+"""Make a state of what others saved: with digests and a manifest, as a job of one rank has it."""
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.image import ImageLayout, TensorSpec, plan_image, write_metadata_blob
+from gpuops.checkpoint.storage.api import CheckpointStore
+from gpuops.checkpoint.storage.persist import StateOrigin, persist
+from gpuops.checkpoint.types import (
+    EPOCH_MAX,
+    STEP_MAX,
+    BadRequestError,
+    CheckpointError,
+    CorruptError,
+    Shard,
+    StateId,
+)
+from gpuops.convert.export import ConvertFormat
+from gpuops.convert.from_nested import FlatState, from_nested
+from gpuops.convert.import_source import ImportSource
+from gpuops.convert.read_dcp import read_dcp
+from gpuops.convert.read_torch import read_torch
+from gpuops.convert.safetensors_files import read_safetensors
+from gpuops.convert.state_reader import scratch_file
+from gpuops.convert.tensors import DTYPE_NAMES, as_storable, check_storable, view_of
+from gpuops.convert.to_nested import NestedState, parse_metadata_blobs, to_nested
+
+_STEP_KEYS = ("step", "global_step", "iteration")
+_SHARD = Shard(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportResult:
+    """The state that was made, and what the user should know of it."""
+
+    state: StateId
+    nbytes: int
+    n_tensors: int
+    notes: tuple[str, ...]
+
+
+def open_import_source(path: Path, input_format: ConvertFormat, *, trust: bool) -> ImportSource:
+    """Return what is at *path*, before its tensors are read.
+
+    Raises:
+        CheckpointError: It cannot be read, or only by running what it contains and *trust* is
+            false.
+    """
+    if not path.exists():
+        raise BadRequestError(f"there is no {path}")
+    match input_format:
+        case ConvertFormat.DCP:
+            return read_dcp(path, trust=trust)
+        case ConvertFormat.SAFETENSORS:
+            return read_safetensors(path)
+        case ConvertFormat.TORCH:
+            return read_torch(path, trust=trust)
+
+
+def import_state(  # noqa: PLR0913 what, where to, and what nobody else says
+    source: ImportSource,
+    store: CheckpointStore,
+    scratch: Path,
+    *,
+    step: int | None = None,
+    epoch: int | None = None,
+    part: str | None = None,
+    advance: Callable[[int], object] = lambda _nbytes: None,
+) -> ImportResult:
+    """Write *source* to *store* as a state.
+
+    Args:
+        source: What to write.
+        store: Where to.
+        scratch: A folder with room for all of it once more.
+        step: The optimizer steps completed; None: what was saved with it says.
+        epoch: None: newer than all states that are there.
+        part: What a flat set of tensors is the state of, such as ``model``.
+        advance: Is told the bytes of tensors that were read.
+
+    Raises:
+        CorruptError: What is read is not what its own index says.
+        CheckpointError: Nobody says the step; something cannot be stored; no room; the state is
+            there already.
+    """
+    state = StateId(_epoch(epoch, store), _step(step, source))
+    if any(stored.state == state for stored in store.list_states()):
+        raise CheckpointError(
+            f"{store.address} has {state} already: give another --epoch or --step"
+        )
+    flat = _flatten(source, state.step, part)
+    specs = {name: _spec(name, tensor) for name, tensor in flat.tensors.items()}
+    layout = plan_image(_SHARD, list(specs.values()), len(flat.metadata_blob))
+    with scratch_file(scratch, layout.nbytes) as fd:
+        image = memoryview(mmap.mmap(fd, layout.nbytes))
+        _write_image(image, layout, flat, source, advance)
+        digest = compute_digest(image)
+        persist(store, state, {_SHARD: (fd, digest)}, origin=StateOrigin("import", 0))
+    return ImportResult(state, layout.nbytes, len(specs), (*source.notes, *flat.notes))
+
+
+def _epoch(given: int | None, store: CheckpointStore) -> int:
+    if given is None:
+        given = max((stored.state.epoch for stored in store.list_states()), default=-1) + 1
+    if not 0 <= given <= EPOCH_MAX:
+        raise BadRequestError(f"no state has the epoch {given}: at most {EPOCH_MAX}")
+    return given
+
+
+def _step(given: int | None, source: ImportSource) -> int:
+    stated: Any = given
+    if stated is None and source.gpuops_metadata is not None:
+        stated = source.gpuops_metadata.get("step")
+    for key in _STEP_KEYS:
+        if stated is None:
+            stated = source.tree.get(key)
+    if isinstance(stated, torch.Tensor) and stated.numel() == 1 and not stated.is_meta:
+        stated = stated.item()
+    if type(stated) is not int or not 0 < stated <= STEP_MAX:
+        raise BadRequestError("nothing says how many steps were completed by then: give --step N")
+    return stated
+
+
+def _flatten(source: ImportSource, step: int, part: str | None) -> FlatState:
+    gpuops_metadata = source.gpuops_metadata
+    if part is not None:
+        return from_nested({part: source.tree}, step)
+    if gpuops_metadata is None:
+        return from_nested({"model": source.tree} if source.is_flat else source.tree, step)
+    blobs = gpuops_metadata.get("extra")
+    if not isinstance(blobs, list) or not all(type(text) is str for text in blobs):
+        raise CorruptError("what gpuops exported with it is not whole: it has no extras")
+    if source.is_flat:
+        flat = FlatState(dict(source.tree))
+        names = set(flat.tensors)
+    else:
+        flat = from_nested(source.tree, step)
+        names = set(map(str, gpuops_metadata.get("names", ())))
+    if len(blobs) == 1 and names <= flat.tensors.keys() and gpuops_metadata.get("step") == step:
+        kept = {name: tensor for name, tensor in flat.tensors.items() if name in names}
+        return FlatState(kept, blobs[0].encode(), flat.notes)
+    if source.is_flat:
+        flat = from_nested(_build_nested(source, blobs), step)
+    flat.notes.append(
+        f"it was saved by {len(blobs)} ranks: what each had of its own (random states, positions "
+        "in data) is that of the lowest, or not kept"
+    )
+    return flat
+
+
+def _build_nested(source: ImportSource, blobs: list[str]) -> NestedState:
+    def tensor_of(name: str, _dtype: str | None) -> torch.Tensor:
+        if name not in source.tree:
+            raise CorruptError(f"the extras tell of a tensor {name!r:.200}, which is not there")
+        found: torch.Tensor = source.tree[name]
+        return found
+
+    return to_nested(
+        parse_metadata_blobs([text.encode() for text in blobs]), source.tree, tensor_of
+    )
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    if not tensor.is_meta:
+        check_storable(tensor, name)
+    stored = as_storable(tensor)
+    if stored.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{name!r:.200} has the dtype {tensor.dtype}, which no state holds")
+    shape = tuple(stored.shape)
+    nbytes = stored.numel() * stored.element_size()
+    return TensorSpec(name, DTYPE_NAMES[stored.dtype], shape, nbytes, (0,) * len(shape), shape)
+
+
+def _write_image(
+    image: memoryview,
+    layout: ImageLayout,
+    flat: FlatState,
+    import_source: ImportSource,
+    advance: Callable[[int], object],
+) -> None:
+    image[: len(layout.header)] = layout.header
+    write_metadata_blob(image, layout, flat.metadata_blob)
+    for placed in layout.tensors:
+        source = flat.tensors[placed.spec.name]
+        target = view_of(image, placed)
+        if source.dtype is torch.complex128:
+            target = torch.view_as_complex(target)
+        elif target.dtype is not source.dtype:
+            target = target.view(source.dtype)
+        import_source.fill(source, target)
+        advance(placed.end - placed.begin)

@@ -1,0 +1,180 @@
+"""The tensors of a state, put together from its shards within a bounded memory.
+
+Shards are mapped, those of an object store after they were fetched into a scratch folder; each is
+verified once, before a byte of it is used. A tensor that lies in several shards is put together in
+a scratch file. So memory holds no more than what the kernel cares to keep of these files.
+"""
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuops.checkpoint.digest import find_damaged_chunks
+from gpuops.checkpoint.image import ITEMSIZE_BYTES, ImageLayout, read_metadata_blob
+from gpuops.checkpoint.manifest import Manifest
+from gpuops.checkpoint.storage.api import CheckpointStore
+from gpuops.checkpoint.storage.directory_files import wrap_os_errors
+from gpuops.checkpoint.storage.inspection import (
+    StoredTensor,
+    TensorPart,
+    assemble_tensors,
+    read_layouts,
+)
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
+
+# The unit in which elements are moved; nothing is computed with it.
+_UNSIGNED_BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+OnBytes = Callable[[int], object]
+
+
+class StateReader:
+    """One state, open for reading; ``with`` closes it and removes its scratch files.
+
+    Args:
+        store: Where it lies.
+        manifest: Its manifest.
+        scratch: The folder for scratch files; they have no name there and vanish with us.
+        advance: Is told the bytes that were verified, for a progress bar.
+
+    Raises:
+        CorruptError: A shard is not what was saved.
+        CheckpointError: A shard is missing or cannot be read, or the scratch folder is full.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        manifest: Manifest,
+        scratch: Path,
+        advance: OnBytes = lambda _nbytes: None,
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._scratch = scratch
+        self._advance = advance
+        self._views: dict[Shard, memoryview] = {}
+        self._open = contextlib.ExitStack()
+        self.layouts = read_layouts(store, manifest)
+        self.tensors: Mapping[str, StoredTensor] = assemble_tensors(self.layouts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the mappings; those that somebody still uses end with their last user."""
+        self._views.clear()
+        self._open.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def metadata_blob_of(self, layout: ImageLayout) -> bytes:
+        """Return what the rank of *layout* saved beside tensors."""
+        return read_metadata_blob(self._view(layout.shard), layout)
+
+    def bytes_of(self, tensor: StoredTensor) -> memoryview:
+        """Return the bytes of the whole tensor, in the order of its elements; writing is private.
+
+        Each tensor of several parts takes its size on the scratch folder's disk until `close`.
+        """
+        if len(tensor.parts) == 1:
+            return self._bytes_of_part(tensor.parts[0])
+        target = scratch_memory(self._scratch, tensor.nbytes)
+        self.fill(tensor, target)
+        return target
+
+    def fill(self, tensor: StoredTensor, target: memoryview) -> None:
+        """Write the bytes of the whole tensor into *target*, which has as many."""
+        if tensor.nbytes == 0:
+            return
+        whole = _elements(target, tensor.dtype, tensor.shape)
+        for part in tensor.parts:
+            offsets, shape = part.region
+            where = tuple(slice(a, a + n) for a, n in zip(offsets, shape, strict=True))
+            whole[where] = _elements(self._bytes_of_part(part), tensor.dtype, shape)
+
+    def _bytes_of_part(self, part: TensorPart) -> memoryview:
+        return self._view(part.shard)[part.placed.begin : part.placed.end]
+
+    def _view(self, shard: Shard) -> memoryview:
+        if shard not in self._views:
+            self._views[shard] = self._verified(shard)
+        return self._views[shard]
+
+    def _verified(self, shard: Shard) -> memoryview:
+        record = self._manifest.record(shard)
+        path = self._store.local_shard_path(self._manifest.state, shard)
+        if path is None:
+            view = scratch_memory(self._scratch, record.digest.nbytes)
+            self._store.fetch_shard(record, self._manifest.state, view)
+        else:
+            view = _map_file(path, record.digest.nbytes)
+            damaged = find_damaged_chunks(view, record.digest)
+            if damaged:
+                raise CorruptError(
+                    f"{path}: {len(damaged)} of {len(record.digest.table) // 8} chunks are not "
+                    "what "
+                    f"was saved, the first is number {damaged[0]}; take another state: `gpuops "
+                    "ckpt "
+                    "verify --all` says which are whole"
+                )
+        self._advance(record.digest.nbytes)
+        return view
+
+
+def _elements(
+    data: memoryview, dtype: str, shape: tuple[int, ...]
+) -> npt.NDArray[np.unsignedinteger[npt.NBitBase]]:
+    unit = _UNSIGNED_BY_WIDTH[ITEMSIZE_BYTES[dtype]]
+    return np.frombuffer(data, dtype=unit).reshape(shape)
+
+
+def _map_file(path: Path, nbytes: int) -> memoryview:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != nbytes:
+                raise CorruptError(f"{path} has {size} bytes, but {nbytes} were saved")
+            # Copied on write: torch warns of memory that it could not write to.
+            return memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY))
+    except OSError as exc:
+        raise CheckpointError(f"cannot map {path}: {exc.strerror or exc}") from exc
+
+
+def scratch_memory(folder: Path, nbytes: int) -> memoryview:
+    """Return zeroed memory of *nbytes* that lies in a nameless file of *folder*.
+
+    Raises:
+        CheckpointError: There is no room for it.
+    """
+    if nbytes == 0:
+        return memoryview(bytearray())
+    with scratch_file(folder, nbytes) as fd:
+        return memoryview(mmap.mmap(fd, nbytes))
+
+
+@contextlib.contextmanager
+def scratch_file(folder: Path, nbytes: int) -> Iterator[int]:
+    """Yield a descriptor of a nameless file of *folder* with *nbytes* bytes, all of them there.
+
+    Raises:
+        CheckpointError: There is no room for it.
+    """
+    with contextlib.ExitStack() as stack:
+        with wrap_os_errors(f"put {nbytes} bytes of scratch into", folder):
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            if nbytes:
+                # Without it a full disk would end us with SIGBUS while we write to the mapping.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        yield file.fileno()

@@ -1,0 +1,280 @@
+"""A saved state as nested dicts of tensors and values, named as torch's own functions do it.
+
+A model is ``{name: tensor}``; an optimizer ``{"state": {name: {…}}, "param_groups": […]}`` by the
+names of its parameters, as ``torch.distributed.checkpoint.state_dict`` has it; all else is what its
+``state_dict`` returned.
+"""
+
+# ruff: noqa: ANN401 what users keep in a state may be anything
+
+import base64
+import binascii
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.types import CheckpointError, CorruptError
+from gpuops.convert.values import ValueDecoder, loads
+
+GetTensor = Callable[[str, str | None], torch.Tensor]
+RankMetadata = Mapping[str, Any]
+_DEPTH_MAX = 100
+_NOT_TENSOR = 0  # a field of an optimizer's state that is no tensor
+
+
+class NestedState(dict[str, Any]):
+    """The nested dicts, and in ``left_out`` what could not be put into them."""
+
+    omitted: list[str]
+
+
+def parse_metadata_blobs(blobs: Sequence[bytes]) -> list[RankMetadata]:
+    """Return what each rank saved beside tensors; an empty mapping where that is not known to us.
+
+    Raises:
+        CorruptError: It is no JSON.
+    """
+    found: list[RankMetadata] = []
+    for rank, text in enumerate(blobs):
+        extra = loads(text or b"{}", f"the extra of rank {rank}")
+        found.append(extra if isinstance(extra, dict) else {})
+    return found
+
+
+def to_nested(
+    rank_metadata: Sequence[RankMetadata], names: Iterable[str], tensor_of: GetTensor
+) -> NestedState:
+    """Return the state whose ranks saved *rank_metadata* and which has the tensors called *names*.
+
+    *tensor_of* is given the name of a tensor, and its dtype where an image holds it under another.
+
+    Raises:
+        CorruptError: The extras are not what the checkpointer writes.
+    """
+    nested = NestedState()
+    nested.omitted = []
+    unused = dict.fromkeys(names)
+
+    def take(what: object, path: str) -> torch.Tensor:
+        name, dtype = what if isinstance(what, list) and len(what) == 2 else (what, None)
+        if not isinstance(name, str):
+            raise CorruptError(f"{path[:200]} is the tensor {name!r:.80}, which is not there")
+        unused.pop(name, None)
+        return tensor_of(name, dtype if isinstance(dtype, str) else None)
+
+    keys = list(dict.fromkeys(key for extra in rank_metadata for key in _parts(extra)))
+    names_by_part = _names_by_part(keys, list(unused))
+    for key in keys:
+        fragments = [_parts(extra)[key] for extra in rank_metadata if key in _parts(extra)]
+        try:
+            nested[key] = _part(key, fragments, names_by_part[key], ValueDecoder(take), take)
+        except CorruptError:
+            raise
+        except CheckpointError as exc:
+            nested.omitted.append(str(exc))
+        except (KeyError, TypeError, ValueError, StopIteration, AttributeError) as exc:
+            raise CorruptError(f"what was saved of {key} cannot be read: {exc!r:.200}") from exc
+    _add_dcp(nested, rank_metadata, unused, tensor_of)
+    for name in unused:
+        nested.setdefault(name, tensor_of(name, None))
+    return nested
+
+
+def _parts(metadata: RankMetadata) -> Mapping[str, Any]:
+    parts = metadata.get("parts")
+    return parts if isinstance(parts, dict) else {}
+
+
+def _names_by_part(part_keys: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return for each part the names of its tensors: the longest key that they begin with."""
+    owned: dict[str, list[str]] = {key: [] for key in part_keys}
+    for name in names:
+        owner_key = max(
+            (key for key in part_keys if name.startswith(f"{key}.")), key=len, default=None
+        )
+        if owner_key is not None:
+            owned[owner_key].append(name)
+    return owned
+
+
+def _part(
+    key: str,
+    fragments: Sequence[Any],
+    names: Sequence[str],
+    decoder: ValueDecoder,
+    get_tensor: Callable[[object, str], torch.Tensor],
+) -> Any:
+    first = fragments[0]
+    if isinstance(first, dict) and first.keys() == {"aliases", "others"}:
+        return _model(key, fragments, names, decoder, get_tensor)
+    if isinstance(first, dict) and first.keys() == {"fixed", "moving"}:
+        return _optimizer(key, fragments, decoder, get_tensor)
+    return to_plain(decoder.decode(first, key))
+
+
+def _model(
+    key: str,
+    fragments: Sequence[Any],
+    names: Sequence[str],
+    decoder: ValueDecoder,
+    get_tensor: Callable[[object, str], torch.Tensor],
+) -> dict[str, Any]:
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for fragment in reversed(fragments):
+        aliases.update(fragment["aliases"])
+        others.update(fragment["others"])
+    values = {fqn: to_plain(decoder.decode(value, f"{key}.{fqn}")) for fqn, value in others.items()}
+    inside = {name for name in names if _is_below(name, (f"{key}.{fqn}" for fqn in others))}
+    begin = len(key) + 1
+    made = {name[begin:]: get_tensor(name, name) for name in names if name not in inside}
+    for alias, fqn in aliases.items():
+        if fqn in made:
+            made[alias] = made[fqn]
+    return {**made, **values}
+
+
+def _is_below(name: str, paths: Iterable[str]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def _optimizer(
+    key: str,
+    fragments: Sequence[Any],
+    decoder: ValueDecoder,
+    get_tensor: Callable[[object, str], torch.Tensor],
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for fragment in fragments:
+        values = iter(fragment["moving"]["values"])
+        for name, fields in fragment["fixed"]["state"]:
+            entry = _entry(f"{key}.state.{name}", fields, values, decoder, get_tensor)
+            state.setdefault(name, entry)
+        saved = zip(fragment["moving"]["groups"], fragment["fixed"]["params"], strict=True)
+        for index, (settings, params) in enumerate(saved):
+            if index == len(groups):
+                decoded = decoder.decode(settings, f"{key}.param_groups.{index}")
+                groups.append({**to_plain(decoded), "params": []})
+            known = groups[index]["params"]
+            known += [name for name in params if name not in known]
+    return {"state": state, "param_groups": groups}
+
+
+def _entry(
+    root: str,
+    fields: Any,
+    values: Iterator[Any],
+    decoder: ValueDecoder,
+    get_tensor: Callable[[object, str], torch.Tensor],
+) -> Any:
+    if fields is None:
+        return to_plain(decoder.decode(next(values), root))
+    made: dict[str, Any] = {}
+    for field, kind, *more in fields:
+        path = f"{root}.{field}"
+        if kind == _NOT_TENSOR:
+            made[field] = to_plain(decoder.decode(next(values), path))
+        else:
+            made[field] = get_tensor([path, more[0]] if more and more[0] else path, path)
+    return made
+
+
+def _add_dcp(
+    nested: NestedState,
+    rank_metadata: Sequence[RankMetadata],
+    unused: dict[str, None],
+    tensor_of: GetTensor,
+) -> None:
+    """Add what the storage writer for DCP saved: values by name, and paths of all names."""
+    for metadata in rank_metadata:
+        saved = metadata.get("dcp")
+        if not isinstance(saved, dict):
+            continue
+        paths = {name: tuple(path) for name, path in saved["paths"].items()}
+        for name, text in saved["values"].items():
+            try:
+                value = load_value(base64.b64decode(text, validate=True), name)
+            except binascii.Error as exc:
+                raise CorruptError(f"the value {name!r:.200} cannot be read: {exc}") from exc
+            except CheckpointError as exc:
+                nested.omitted.append(str(exc))
+            else:
+                set_nested(nested, paths.get(name, (name,)), value)
+        for name in [name for name in unused if name in paths]:
+            set_nested(nested, paths[name], tensor_of(name, None))
+            del unused[name]
+    for key, value in nested.items():
+        nested[key] = dicts_to_lists(value)
+
+
+def load_value(data: bytes, name: str, *, trust: bool = False) -> Any:
+    """Return the value in the ``torch.save`` bytes *data*; nothing in it is run.
+
+    Raises:
+        CheckpointError: It is of a class that torch does not load without running code.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
+    except Exception as exc:  # boundary: torch.load raises whatever hostile bytes make it raise
+        if trust:
+            raise CheckpointError(
+                f"the value {name!r:.200} cannot be loaded: {exc!r:.200}"
+            ) from exc
+        raise CheckpointError(
+            f"the value {name!r:.200} is refused: it is not made of tensors and plain values"
+        ) from exc
+
+
+def set_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Set ``tree[path[0]][path[1]]… = value``; numbers are keys for now, see `lists_of`."""
+    if len(path) > _DEPTH_MAX:
+        raise CorruptError(f"a name of {len(path)} parts: {path[:5]!r:.200} …")
+    for key in path[:-1]:
+        below = tree.setdefault(key, {})
+        if not isinstance(below, dict):
+            raise CorruptError(f"{'.'.join(map(str, path))[:200]!r} lies inside of a value")
+        tree = below
+    tree[path[-1]] = value
+
+
+def dicts_to_lists(value: Any) -> Any:
+    """Return *value* with each dict of the keys 0, 1, … n-1 as a list."""
+    if not isinstance(value, dict):
+        return value
+    made = {key: dicts_to_lists(item) for key, item in value.items()}
+    if made and all(type(key) is int for key in made) and set(made) == set(range(len(made))):
+        return [made[index] for index in range(len(made))]
+    return made
+
+
+def to_plain(value: Any) -> Any:
+    """Return *value* made of types that ``torch.load`` admits with ``weights_only=True``."""
+    made = value
+    if isinstance(value, Mapping):
+        made = {to_plain(key): to_plain(item) for key, item in value.items()}
+    elif isinstance(value, list | deque):
+        made = [to_plain(item) for item in value]
+    elif isinstance(value, tuple) and not isinstance(value, torch.Size):
+        made = tuple(to_plain(item) for item in value)
+    elif isinstance(value, set | frozenset):
+        made = {to_plain(item) for item in value}
+    elif isinstance(value, io.BytesIO):
+        made = value.getvalue()
+    elif isinstance(value, bytearray):
+        made = bytes(value)
+    elif type(value).__module__ == "numpy":
+        made = _plain_numpy(value)
+    return made
+
+
+def _plain_numpy(value: Any) -> Any:
+    if value.ndim == 0:
+        return value.item()
+    try:
+        return torch.from_numpy(value.copy())
+    except TypeError:  # text, dates, other byte orders
+        return value.tolist()

@@ -1,0 +1,97 @@
+"""Fault injector: the kernel log says that a GPU is sick, in the words of NVIDIA's driver.
+
+The line names the rehearsal. The kernel marks what a program writes into its log, so a check of the
+node never takes it for the driver's own; an agent of ours acts on it because it is marked.
+
+Fault injector: a GPU that reports the same Xid again and again, thousands of lines.
+"""
+
+import re
+from pathlib import Path
+
+from gpuops.drill.fault import DrillOptions, DrillTarget, Fault, Scenario, UndoableStep
+from gpuops.drill.steps import WriteLines
+from gpuops.errors import DrillError, UsageError
+from gpuops.host.kmsg import REHEARSAL
+from gpuops.model import Entity, EntityKind
+
+SICK_GPU_XID = 79  # fallen off the bus
+DEFAULT_ADDRESS = "0000:00:00"
+_ADDRESS = re.compile(r"(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?")
+_XID_MAX = 999
+_PRIORITY = "<3>"  # an error, as the driver logs them
+
+
+def plan_sick_gpu(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: one line in the kernel's log."""
+    return xid_fault(target, options, scenario="sick-gpu", xid=SICK_GPU_XID, count=1)
+
+
+def xid_fault(
+    target: DrillTarget, options: DrillOptions, *, scenario: str, xid: int, count: int
+) -> Fault:
+    """Return a fault of *count* Xid lines; ``--xid`` and ``--address`` go before the defaults.
+
+    Raises:
+        UsageError: Not an Xid, or not an address on the PCI bus.
+        DrillError: There is no such log here.
+    """
+    code = xid if options.xid is None else options.xid
+    address = options.address or DEFAULT_ADDRESS
+    if not 0 < code <= _XID_MAX:
+        raise UsageError(f"--xid {code}: from 1 to {_XID_MAX}")
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(f"--address {address}: the GPU's PCI address, like 0000:3b:00")
+    path = target.root / "dev/kmsg"
+    if not path.exists():
+        raise DrillError(f"there is no {path}")
+    lines = tuple(log_line(path, address, code, number) for number in range(count))
+    times = "" if count == 1 else f" {count} times"
+    return Fault(
+        scenario=scenario,
+        breaks=f"The kernel log says{times} that the GPU at {address} has Xid {code}. "
+        "No GPU is touched.",
+        undone="Nothing undoes it: the line stays in the log, marked as a rehearsal.",
+        entities=(Entity(EntityKind.GPU, address),),
+        changes=(UndoableStep(WriteLines(str(path), lines)),),
+    )
+
+
+def log_line(path: Path, address: str, code: int, number: int = 0) -> str:
+    """Return the line for the log *path*: a message for the kernel, a record where it is a file."""
+    text = (
+        f"NVRM: Xid (PCI:{address}): {code}, pid='<unknown>', name=<unknown>, {REHEARSAL} "
+        f"{number + 1}"
+    )
+    if path.is_file():
+        return f"11,{10**9 + number},{10**9 + number},-;{text}"  # facility 1: a program's
+    return f"{_PRIORITY}{text}"
+
+
+SICK_GPU = Scenario(
+    name="sick-gpu",
+    summary="Write an Xid into the kernel log, marked as a rehearsal.",
+    options=("address", "xid"),
+    plan=plan_sick_gpu,
+)
+
+
+XID_STORM_XID = 31  # a memory page fault: one bad kernel logs it once for each block
+XID_STORM_COUNT = 1000
+_COUNT_MAX = 100_000
+
+
+def plan_xid_storm(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: many lines in the kernel's log."""
+    count = XID_STORM_COUNT if options.count is None else options.count
+    if not 0 < count <= _COUNT_MAX:
+        raise UsageError(f"--count {count}: from 1 to {_COUNT_MAX}")
+    return xid_fault(target, options, scenario="xid-storm", xid=XID_STORM_XID, count=count)
+
+
+XID_STORM = Scenario(
+    name="xid-storm",
+    summary="Write many Xids into the kernel log, marked as a rehearsal.",
+    options=("address", "xid", "count"),
+    plan=plan_xid_storm,
+)

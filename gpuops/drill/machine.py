@@ -1,0 +1,104 @@
+"""Fault injector: a file system is full, or nearly, for a while.
+
+Fault injector: memory is short for a while, because a child of ours holds it.
+"""
+
+from pathlib import Path
+
+from gpuops.drill.fault import (
+    DrillOptions,
+    DrillTarget,
+    Fault,
+    Scenario,
+    UndoableStep,
+    format_seconds,
+)
+from gpuops.drill.steps import TakeMemory, TakeSpace, free_bytes
+from gpuops.errors import DrillError, UsageError
+from gpuops.host.procfs import read_memory
+
+FILL_DISK_FOR_S = 60.0
+_MIB = 2**20
+
+
+def plan_fill_disk(target: DrillTarget, options: DrillOptions) -> Fault:  # noqa: ARG001 it needs no run
+    """Return the fault: a nameless file of a size, or one that leaves so much room."""
+    if options.directory is None:
+        raise UsageError("which directory? name one on the file system that is to fill up: --dir")
+    free = free_bytes(Path(options.directory))
+    size = size_to_take(free, size_bytes=options.size_bytes, leave_bytes=options.leave_bytes)
+    for_s = FILL_DISK_FOR_S if options.for_s is None else options.for_s
+    remaining_bytes = free - size
+    return Fault(
+        scenario="fill-disk",
+        breaks=f"{size / _MIB:.0f} MiB of the file system of {options.directory} are taken; "
+        f"{remaining_bytes / _MIB:.1f} MiB are left to everybody who writes there.",
+        undone=f"After {format_seconds(for_s)} the room is given back; by the kernel, should this "
+        "command be killed.",
+        changes=(UndoableStep(TakeSpace(options.directory, size)),),
+        for_s=for_s,
+    )
+
+
+def size_to_take(free_bytes: int, *, size_bytes: int | None, leave_bytes: int | None) -> int:
+    """Return how many of *free_bytes* to take.
+
+    Raises:
+        UsageError: Not exactly one of the two was given, or it is below zero.
+        DrillError: There is not that much.
+    """
+    if (size_bytes is None) == (leave_bytes is None):
+        raise UsageError("how much? give either --size or --leave")
+    asked = size_bytes if size_bytes is not None else leave_bytes
+    if asked is None or asked < 0:
+        raise UsageError(f"{asked} bytes: not below zero")
+    size = size_bytes if size_bytes is not None else free_bytes - asked
+    if size > free_bytes:
+        raise DrillError(f"only {free_bytes} bytes are free, fewer than --size {size}")
+    if size <= 0:
+        raise DrillError(f"only {free_bytes} bytes are free already: nothing to take")
+    return size
+
+
+FILL_DISK = Scenario(
+    name="fill-disk",
+    summary="Take the room of a file system, then give it back.",
+    options=("directory", "size_bytes", "leave_bytes", "for_s"),
+    plan=plan_fill_disk,
+)
+
+
+MEMORY_HOG_FOR_S = 30.0
+# Below this the kernel may well end something else first, whatever is offered to it.
+MEMORY_LEFT_BYTES_MIN = 256 * 2**20
+_MEMORY_MIB = 2**20
+
+
+def plan_memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: a child holds memory; the kernel would end it before anything else."""
+    available = read_memory(target.root).available_bytes
+    size = size_to_take(available, size_bytes=options.size_bytes, leave_bytes=options.leave_bytes)
+    if available - size < MEMORY_LEFT_BYTES_MIN:
+        raise DrillError(
+            f"it would leave {(available - size) / _MEMORY_MIB:.0f} MiB of memory; with less than "
+            f"{MEMORY_LEFT_BYTES_MIN / _MEMORY_MIB:.0f} MiB the kernel kills what it likes"
+        )
+    for_s = MEMORY_HOG_FOR_S if options.for_s is None else options.for_s
+    return Fault(
+        scenario="memory-hog",
+        breaks=f"{size / _MEMORY_MIB:.0f} MiB of memory are taken by a child of this command; "
+        f"{(available - size) / _MEMORY_MIB:.0f} MiB are left.",
+        undone=f"After {format_seconds(for_s)} the child ends; also with this "
+        "command. The kernel would "
+        "end it before anything else.",
+        changes=(UndoableStep(TakeMemory(size)),),
+        for_s=for_s,
+    )
+
+
+MEMORY_HOG = Scenario(
+    name="memory-hog",
+    summary="Take memory, then give it back.",
+    options=("size_bytes", "leave_bytes", "for_s"),
+    plan=plan_memory_hog,
+)

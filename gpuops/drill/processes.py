@@ -1,0 +1,259 @@
+"""Fault injectors that act on processes: kill, stop, slow down, freeze, drain."""
+
+from contextlib import suppress
+
+from gpuops.drill.fault import (
+    DrillOptions,
+    DrillTarget,
+    Fault,
+    Pulse,
+    Scenario,
+    format_seconds,
+    freeze,
+    kill,
+    node_entity,
+    rank_entity,
+    required_rank,
+    select_agent,
+)
+from gpuops.drill.find import find_control_store, find_descendants, find_worker
+from gpuops.errors import DrillError, UsageError
+
+
+def plan_kill_agent(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: SIGKILL to the agent alone."""
+    state, agent = select_agent(target, options, rank=options.rank)
+    return Fault(
+        scenario="kill-agent",
+        breaks=f"{agent} gets SIGKILL. Its workers die with it.",
+        undone="Nothing undoes it; start `gpuops run` on this node again.",
+        entities=node_entity(state),
+        changes=kill((agent,)),
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+KILL_AGENT = Scenario(
+    name="kill-agent",
+    summary="Kill the agent of a node, not its workers.",
+    options=("node", "rank"),
+    plan=plan_kill_agent,
+)
+
+
+def plan_kill_node(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: SIGKILL to the agent, to all below it, and to the store of the run here."""
+    state, agent = select_agent(target, options, rank=options.rank)
+    victims = [agent, *find_descendants(agent)]
+    with suppress(DrillError):
+        victims.append(find_control_store(state, agent))
+    stores = "; the store of the run is among them" if victims[-1].what.startswith("the s") else ""
+    return Fault(
+        scenario="kill-node",
+        breaks=f"All {len(victims)} processes of {agent} get SIGKILL{stores}.",
+        undone="Nothing undoes it; start `gpuops run` on this node again.",
+        entities=node_entity(state),
+        changes=kill(tuple(victims)),
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+KILL_NODE = Scenario(
+    name="kill-node",
+    summary="Kill everything of the run on a node at once.",
+    options=("node", "rank"),
+    plan=plan_kill_node,
+)
+
+
+def plan_stop_rank(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: the rank stands still, for good where no time is given."""
+    rank = required_rank(options)
+    state, agent = select_agent(target, options, rank=rank)
+    victim = find_worker(state, rank, agent)
+    stays = options.for_s is None
+    return Fault(
+        scenario="stop-rank",
+        breaks=f"{victim} on node {state.node} stands still (SIGSTOP).",
+        undone=f"Nothing undoes it; `kill -CONT {victim.pid}` would."
+        if options.for_s is None
+        else (
+            f"After {format_seconds(options.for_s)} it goes on (SIGCONT), also when this "
+            "command ends."
+        ),
+        entities=rank_entity(rank),
+        changes=kill((victim,), "SIGSTOP") if stays else freeze((victim,)),
+        for_s=options.for_s,
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+STOP_RANK = Scenario(
+    name="stop-rank",
+    summary="Stop one rank (SIGSTOP); with --for it goes on again.",
+    options=("node", "rank", "for_s"),
+    plan=plan_stop_rank,
+)
+
+
+SLOW_RANK_FOR_S = 60.0
+SLOW_RANK_SHARE = 0.5
+SLOW_RANK_PERIOD_S = 0.2
+
+
+def plan_slow_rank(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: the rank runs for only a share of the time."""
+    rank, share = (
+        required_rank(options),
+        SLOW_RANK_SHARE if options.share is None else options.share,
+    )
+    if not 0 < share < 1:
+        raise UsageError(f"--share {share:g}: the part of the time that it stands still, 0 to 1")
+    state, agent = select_agent(target, options, rank=rank)
+    victim = find_worker(state, rank, agent)
+    for_s = SLOW_RANK_FOR_S if options.for_s is None else options.for_s
+    return Fault(
+        scenario="slow-rank",
+        breaks=f"{victim} on node {state.node} stands still for {share:.0%} of the time.",
+        undone=f"After {format_seconds(for_s)} it runs freely again, also when this command ends.",
+        entities=rank_entity(rank),
+        pulse=Pulse((victim,), share * SLOW_RANK_PERIOD_S, (1 - share) * SLOW_RANK_PERIOD_S),
+        for_s=for_s,
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+SLOW_RANK = Scenario(
+    name="slow-rank",
+    summary="Slow one rank down by stopping it again and again.",
+    options=("node", "rank", "for_s", "share"),
+    plan=plan_slow_rank,
+)
+
+
+# Above the 15 s after which peers count a silent agent as dead.
+FREEZE_NODE_FOR_S = 30.0
+
+
+def plan_freeze_node(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: SIGSTOP to the agent and all below it.
+
+    The agent stops first, so that it does not see its workers stop. It also thaws last (what was
+    done last is undone first): the worst order for those who must not train any more.
+    """
+    state, agent = select_agent(target, options, rank=options.rank)
+    victims = [agent, *find_descendants(agent)]
+    if options.store:
+        victims.append(find_control_store(state, agent))
+    for_s = FREEZE_NODE_FOR_S if options.for_s is None else options.for_s
+    stores = " and the store of the run" if options.store else ""
+    return Fault(
+        scenario="freeze-node",
+        breaks=f"All {len(victims)} processes of {agent}{stores} stand still (SIGSTOP).",
+        undone=f"After {format_seconds(for_s)} they go on (SIGCONT), also when this command ends.",
+        entities=node_entity(state),
+        changes=freeze(tuple(victims)),
+        for_s=for_s,
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+FREEZE_NODE = Scenario(
+    name="freeze-node",
+    summary="Stop everything of the run on a node, then let it go on.",
+    options=("node", "rank", "for_s", "store"),
+    plan=plan_freeze_node,
+)
+
+
+# What `--signal=USR1@120` sends ahead of the end, and what scancel and preemption send.
+PREEMPT_SIGNALS = ("SIGUSR1", "SIGTERM")
+
+
+def plan_preempt(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: SIGUSR1 or SIGTERM to the agent."""
+    name = options.signal or PREEMPT_SIGNALS[0]
+    if name not in PREEMPT_SIGNALS:
+        raise UsageError(
+            f"--signal {name}: Slurm announces the end by {' or '.join(PREEMPT_SIGNALS)}"
+        )
+    state, agent = select_agent(target, options, rank=options.rank)
+    return Fault(
+        scenario="preempt",
+        breaks=f"{agent} gets {name}, as from Slurm: the run saves what it can and ends.",
+        undone="Nothing undoes it; submit the job again.",
+        entities=node_entity(state),
+        changes=kill((agent,), name),
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+PREEMPT = Scenario(
+    name="preempt",
+    summary="Announce the end of the job as Slurm does.",
+    options=("node", "rank", "signal"),
+    plan=plan_preempt,
+)
+
+
+def plan_kill_board(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: SIGKILL to the process that serves the board."""
+    state, agent = select_agent(target, options, rank=options.rank)
+    control_store = find_control_store(state, agent)
+    return Fault(
+        scenario="kill-board",
+        breaks=f"{control_store} on node {state.node} gets SIGKILL.",
+        undone="Nothing undoes it: without it the agents end with exit code 85.",
+        entities=node_entity(state),
+        changes=kill((control_store,)),
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+KILL_BOARD = Scenario(
+    name="kill-board",
+    summary="Kill the process that holds the agents' store.",
+    options=("node", "rank"),
+    plan=plan_kill_board,
+)
+
+
+SLOW_BOARD_FOR_S = 60.0
+SLOW_BOARD_DELAY_MS = 2000.0
+# Long enough for what has queued up meanwhile, short beside the delay.
+SLOW_BOARD_RUNNING_S = 0.1
+
+
+def plan_slow_board(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: the store's process is stopped again and again."""
+    delay_ms = SLOW_BOARD_DELAY_MS if options.delay_ms is None else options.delay_ms
+    if delay_ms <= 0:
+        raise UsageError(f"--delay {delay_ms:g}: more than 0 ms")
+    state, agent = select_agent(target, options, rank=options.rank)
+    control_store = find_control_store(state, agent)
+    for_s = SLOW_BOARD_FOR_S if options.for_s is None else options.for_s
+    return Fault(
+        scenario="slow-board",
+        breaks=f"{control_store} on node {state.node} answers up to {delay_ms:g} ms late.",
+        undone=f"After {format_seconds(for_s)} it runs freely again, also when this command ends.",
+        entities=node_entity(state),
+        pulse=Pulse((control_store,), delay_ms / 1000, SLOW_BOARD_RUNNING_S),
+        for_s=for_s,
+        run_id=state.run_id,
+        generation=state.generation,
+    )
+
+
+SLOW_BOARD = Scenario(
+    name="slow-board",
+    summary="Let the agents' store answer two seconds late.",
+    options=("node", "rank", "for_s", "delay_ms"),
+    plan=plan_slow_board,
+)

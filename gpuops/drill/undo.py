@@ -1,0 +1,117 @@
+"""Who undoes a fault, also when the injector is killed: ``python -m gpuops.drill.undo S``.
+
+It is told each undoing before the deed is done, and undoes all of them, the last one first, once
+its standard input closes or *S* seconds are over. It is in a session of its own and ignores the
+signals by which sessions and services are ended.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+from gpuops.config.resolve import environ
+from gpuops.drill.find import has_ended
+from gpuops.drill.steps import SendSignal, Step, from_json, perform, to_json
+from gpuops.errors import DrillError
+from gpuops.host.process.sidecar import Sidecar, start_sidecar
+
+UNREGISTER = "drop"
+_LINE_BYTES_MAX = 2**20
+
+
+class UndoProcess:
+    """Our end of a keeper.
+
+    Raises:
+        DrillError: None could be started; then nothing that needs undoing may be done.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        argv = [sys.executable, "-m", "gpuops.drill.undo", str(limit_s)]
+        try:
+            self._sidecar: Sidecar = start_sidecar(argv, environ())
+        except OSError as exc:
+            raise DrillError(f"cannot start the process that undoes it: {exc.strerror}") from exc
+        if self._sidecar.hear() != "ready":
+            self._sidecar.part()
+            raise DrillError("the process that would undo it ended at once")
+        self._undo: list[Step] = []
+
+    def register_undo(self, undo: Step) -> None:
+        """Have *undo* done at the end, whatever becomes of us.
+
+        Raises:
+            DrillError: The keeper is gone.
+        """
+        if not self._sidecar.say(json.dumps(to_json(undo))):
+            raise DrillError("the process that would undo it is gone")
+        self._undo.append(undo)
+
+    def unregister_last(self) -> None:
+        """Take the last promise back: its deed was not done."""
+        self._sidecar.say(UNREGISTER)
+        self._undo.pop()
+
+    def run_undo(self) -> tuple[str, ...]:
+        """Have everything undone now; return what could not be."""
+        self._sidecar.hang_up()
+        reply = self._sidecar.hear()
+        self._sidecar.part()
+        try:
+            return tuple(map(str, json.loads(reply)))
+        except (ValueError, TypeError):
+            return undo_all(self._undo)  # somebody killed it
+
+
+def undo_all(undo: list[Step]) -> tuple[str, ...]:
+    """Do all of *undo*, the last one first; return what could not be done.
+
+    What has ended meanwhile stands still no more.
+    """
+    problems = []
+    for step in reversed(undo):
+        try:
+            perform(step)
+        except DrillError as exc:
+            if not (isinstance(step, SendSignal) and has_ended(step.victim)):
+                problems.append(str(exc))
+    return tuple(problems)
+
+
+def main() -> int:
+    """Listen, wait, undo; print the problems as a JSON list, exit 1 where there are any."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    end_s = time.monotonic() + float(sys.argv[1])
+    os.write(1, b"ready\n")
+    problems = undo_all(_read_steps(end_s))
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        os.write(1, json.dumps(problems).encode() + b"\n")
+    return 1 if problems else 0
+
+
+def _read_steps(end_s: float) -> list[Step]:
+    undo: list[Step] = []
+    text = b""
+    while (left_s := end_s - time.monotonic()) > 0 and len(text) < _LINE_BYTES_MAX:
+        ready, _, _ = select.select([0], [], [], left_s)
+        if not ready:
+            break
+        chunk = os.read(0, 65536)
+        if not chunk:
+            break
+        *lines, text = (text + chunk).split(b"\n")
+        for line in lines:
+            if line == UNREGISTER.encode():
+                undo.pop()
+            else:
+                undo.append(from_json(json.loads(line)))
+    return undo
+
+
+if __name__ == "__main__":
+    sys.exit(main())

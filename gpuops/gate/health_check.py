@@ -1,0 +1,359 @@
+"""HealthCheckProgram: drain a node that fails, and take back our own drain once it passes again.
+
+slurmd runs it on idle nodes too, and before it has registered; it drains nothing by its exit code.
+So this one calls scontrol, but acts only on a node that slurmctld knows and hears from.
+
+What a health check does, and the helpers that hooks start in their own session: they may wait.
+
+A health check keeps within the 54 s that slurm/health_check.sh grants.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from gpuops.checks.core.runner import CheckRun
+from gpuops.config.resolve import GateMode
+from gpuops.errors import ProbeError, SlurmError
+from gpuops.gate.drain import (
+    DrainPublication,
+    DrainRecord,
+    DrainRetry,
+    DrainStage,
+    conclude,
+    drain_node,
+    read_resumes,
+    recorded,
+    write_resumes,
+)
+from gpuops.gate.hook import WRITE_S, GateResult, HookContext, keep, settle, tell_decision
+from gpuops.gate.node_state import StateError, read_state
+from gpuops.gate.permit import DrainPermitClient, sync
+from gpuops.gate.policy import (
+    DrainOutcome,
+    DrainStep,
+    may_resume,
+    next_drain_step,
+    proves_healthy,
+    resume_refusal,
+)
+from gpuops.gate.record import record
+from gpuops.gate.session import check_node, keeping
+from gpuops.host.clock import Clock
+from gpuops.model import Event, FailureClass
+from gpuops.slurm.scontrol import Scontrol, SlurmNode
+
+
+class NodeAction(StrEnum):
+    """What was done about the node."""
+
+    NOTHING = "nothing"
+    DRAINED = "drained"
+    RESUMED = "resumed"
+    KEPT = "kept"
+    FORGOTTEN = "forgotten"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeActionResult:
+    """What was done, why, and about which drain."""
+
+    did: NodeAction
+    why: str
+    drain: DrainRecord | None = None
+
+
+def reason_to_leave(view: SlurmNode) -> str | None:
+    """Return why a node that fails is not drained now; None: it is to be drained."""
+    if not view.registered:
+        return f"slurmctld does not hear from {view.name}"
+    if view.drained:
+        return f"drained already: {view.reason}"
+    return f"down: {view.reason}" if view.down else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthContext:
+    """What acting needs besides the facts; ``write_s``: what a dead disk may cost each record."""
+
+    gate: DrainPermitClient
+    scontrol: Scontrol
+    patience: DrainRetry
+    clock: Clock
+    write_s: float = WRITE_S
+
+    def keep(self, drain: DrainRecord | None) -> None:
+        """Keep *drain* as this node's own; where that fails, the next check finds the older one."""
+        keep(self.gate, drain, write_s=self.write_s)
+
+
+def act(
+    settled: GateResult, recorded: DrainRecord | None, view: SlurmNode, bench: HealthContext
+) -> NodeActionResult:
+    """Do what *settled* asks for; *recorded* is the drain that this node had before.
+
+    Raises:
+        SlurmError: slurmctld does not answer or refuses; the next check tries again.
+    """
+    if settled.drain is not None:
+        return _publish(settled.drain, bench)
+    if recorded is None or not view.registered:
+        return NodeActionResult(NodeAction.NOTHING, settled.decision.why)
+    healthy = proves_healthy(settled.ran.findings, recorded.check)
+    if not view.drained and (recorded.stage == DrainStage.SET or healthy):
+        bench.keep(None)
+        return NodeActionResult(
+            NodeAction.FORGOTTEN, "the node is in use again, and not by us", recorded
+        )
+    if view.reason != recorded.reason:
+        return _again(recorded, view, bench)
+    return _counted(recorded, bench, healthy=healthy and may_resume(view, recorded.reason))
+
+
+def _counted(recorded: DrainRecord, bench: HealthContext, *, healthy: bool) -> NodeActionResult:
+    """Count a pass of a node that our drain keeps out; take that back after enough in a row.
+
+    Not where that was done too often already: then somebody has to look at the node.
+    """
+    passes, needed = recorded.passes + 1 if healthy else 0, bench.gate.passes_to_resume
+    if passes < needed:
+        bench.keep(replace(recorded, passes=passes, stage=DrainStage.SET.value))
+        return NodeActionResult(
+            NodeAction.NOTHING, f"our drain stands: {passes} of {needed} passes in a row"
+        )
+    why = _resumed(recorded, bench)
+    if why is not None:
+        kept = replace(recorded, passes=passes, stage=DrainStage.SET.value, kept=why)
+        bench.keep(kept)
+        return NodeActionResult(
+            NodeAction.NOTHING if recorded.kept else NodeAction.KEPT,
+            f"our drain stands: {why}",
+            kept,
+        )
+    bench.keep(None)
+    return NodeActionResult(NodeAction.RESUMED, f"{passes} health checks passed in a row", recorded)
+
+
+def _resumed(recorded: DrainRecord, bench: HealthContext) -> str | None:
+    """Take the drain back and count that; return why not, where it was done too often already.
+
+    What cannot be counted is not taken back.
+
+    Raises:
+        SlurmError: slurmctld does not answer or refuses.
+    """
+    gate, now_us = bench.gate, bench.clock.now_us()
+    try:
+        before = read_resumes(gate.state_dir, uid=gate.uid)
+    except ProbeError as exc:
+        return str(exc)
+    try:
+        repairs = read_state(gate.state_dir, gate.uid).repairs
+    except StateError:
+        repairs = ()
+    why = resume_refusal(
+        before.of(recorded.check),
+        [repair.t_us for repair in repairs],
+        now_us,
+        gate.resumes_max_per_day,
+    )
+    if why is not None:
+        return why
+    try:
+        write_resumes(gate.state_dir, before.with_one(recorded.check, now_us))
+    except ProbeError as exc:
+        return str(exc)
+    try:
+        bench.scontrol.resume(recorded.node)
+    except SlurmError:
+        with contextlib.suppress(ProbeError):
+            write_resumes(gate.state_dir, before)
+        raise
+    return None
+
+
+def _again(recorded: DrainRecord, view: SlurmNode, bench: HealthContext) -> NodeActionResult:
+    """Bring the reason of *recorded* to slurmctld, unless the node has got somebody else's.
+
+    Once slurmctld knew our reason, any other is one that somebody gave.
+    """
+    was_set = recorded.stage == DrainStage.SET
+    replaces = () if was_set else recorded.replaces
+    step = next_drain_step(view, recorded.reason, replaces=replaces, was_set=was_set)
+    if step is DrainStep.SET:
+        return _publish(recorded, bench)
+    if step is DrainStep.YIELD:
+        bench.keep(None)
+        return NodeActionResult(
+            NodeAction.FORGOTTEN, f"somebody else drained the node: {view.reason}", recorded
+        )
+    return NodeActionResult(NodeAction.NOTHING, f"slurmctld says {view.reason}")
+
+
+def _publish(drain: DrainRecord, bench: HealthContext) -> NodeActionResult:
+    ended = drain_node(drain, bench.scontrol, lambda: drain, bench.patience, bench.clock)
+    if ended.step is DrainStep.DONE:
+        bench.keep(replace(drain, stage=DrainStage.SET.value))
+        return NodeActionResult(NodeAction.DRAINED, drain.reason, drain)
+    if ended.step in {DrainStep.YIELD, DrainStep.LIFTED}:
+        bench.keep(None)
+        return NodeActionResult(
+            NodeAction.FORGOTTEN, "somebody else drained or resumed the node", drain
+        )
+    return NodeActionResult(NodeAction.NOTHING, ended.trouble or "slurmctld was not told")
+
+
+HEALTH_PUBLISH_S = 6.0
+_JITTER_STEPS = 1000
+
+FindScontrol = Callable[[], Scontrol]
+
+
+def publish_drain(scene: HookContext, drain_id: str, find: FindScontrol) -> DrainPublication:
+    """Bring the recorded drain *drain_id* to slurmctld, for `gpuops.gate.drain.PUBLISH_S`.
+
+    Raises:
+        SlurmError: There is no scontrol.
+    """
+    drain = recorded(scene.gate.state_dir, uid=scene.gate.uid)()
+    if drain is None or drain.id != drain_id:
+        return DrainPublication(None, f"no drain {drain_id} is recorded on this node")
+    tell_decision(scene.memory, drain, DrainOutcome.DRAIN, scene.clock)
+    return _publish_drain(scene, drain, find)
+
+
+def follow_up(scene: HookContext, find: FindScontrol) -> GateResult | None:
+    """Look once more at a driver that gave a hook no answer; drain where that fails the node.
+
+    None: another one is at it.
+
+    Raises:
+        SlurmError: There is no scontrol.
+    """
+    with _alone(scene.gate.state_dir / "followup.lock") as alone:
+        if not alone:
+            return None
+        ran = check_node(scene.plan, scene.clock)
+        kept = keeping(scene.plan, ran)
+        settled = settle(scene, ran)
+        kept()
+        if settled.drain is not None:
+            tell_decision(scene.memory, settled.drain, DrainOutcome.DRAIN, scene.clock)
+            _publish_drain(scene, settled.drain, find)
+        return settled
+
+
+def check_health(
+    scene: HookContext, find: FindScontrol, jitter_s: float
+) -> tuple[GateResult, NodeActionResult]:
+    """Check this node after its share of *jitter_s*, and do what that asks for.
+
+    slurmd starts all nodes' health checks at the same instant: their shares differ.
+    """
+    time.sleep(jitter_s * share(scene.gate.node))
+    gate = scene.gate
+    amiss = sync(
+        gate.store_url,
+        cluster=gate.cluster,
+        node=gate.node,
+        state_dir=gate.state_dir,
+        uid=gate.uid,
+        clock=scene.clock,
+    )
+    ran = check_node(scene.plan, scene.clock)
+    kept = keeping(scene.plan, ran)
+    settled, acted = _settled_and_acted(scene, ran, find)
+    trouble = (*settled.trouble, *filter(None, [amiss, kept()]))
+    return replace(settled, trouble=trouble), acted
+
+
+def _settled_and_acted(
+    scene: HookContext, ran: CheckRun, find: FindScontrol
+) -> tuple[GateResult, NodeActionResult]:
+    if scene.gate.mode is GateMode.OBSERVE:
+        return settle(scene, ran), NodeActionResult(NodeAction.NOTHING, "gate.mode is observe")
+    try:
+        scontrol = find()
+        view = scontrol.node(scene.gate.node)
+    except SlurmError as exc:
+        return settle(scene, ran, str(exc)), NodeActionResult(NodeAction.NOTHING, str(exc))
+    settled = settle(scene, ran, reason_to_leave(view))
+    if settled.drain is not None:
+        tell_decision(scene.memory, settled.drain, DrainOutcome.DRAIN, scene.clock)
+    return settled, _act(scene, settled, view, scontrol)
+
+
+def share(node: str) -> float:
+    """Return a number from 0 to 1 that is the same for *node* each time."""
+    return zlib.crc32(node.encode()) % _JITTER_STEPS / _JITTER_STEPS
+
+
+def _act(
+    scene: HookContext, settled: GateResult, view: SlurmNode, scontrol: Scontrol
+) -> NodeActionResult:
+    before = recorded(scene.gate.state_dir, uid=scene.gate.uid)()
+    patience = DrainRetry(limit_s=HEALTH_PUBLISH_S, pause=time.sleep)
+    bench = HealthContext(gate=scene.gate, scontrol=scontrol, patience=patience, clock=scene.clock)
+    try:
+        acted = act(settled, before, view, bench)
+    except SlurmError as exc:
+        return NodeActionResult(NodeAction.NOTHING, str(exc))
+    drain = acted.drain
+    if drain is not None and acted.did is NodeAction.KEPT:
+        told = replace(drain, why=acted.why)
+        tell_decision(scene.memory, told, DrainOutcome.KEPT, scene.clock)
+    if drain is not None and acted.did in {NodeAction.DRAINED, NodeAction.RESUMED}:
+        tell = _drained_event if acted.did is NodeAction.DRAINED else _resumed_event
+        record(lambda: [tell(scene, drain, acted.why)], drain.node, scene.memory, scene.clock)
+    return acted
+
+
+def _publish_drain(scene: HookContext, drain: DrainRecord, find: FindScontrol) -> DrainPublication:
+    read = recorded(scene.gate.state_dir, uid=scene.gate.uid)
+    ended = drain_node(drain, find(), read, DrainRetry(pause=time.sleep), scene.clock)
+    conclude(drain, ended, scene.gate.state_dir)
+    if ended.step is DrainStep.DONE:
+        record(lambda: [_drained_event(scene, drain, "")], drain.node, scene.memory, scene.clock)
+    return ended
+
+
+def _drained_event(scene: HookContext, drain: DrainRecord, _why: str) -> Event:
+    from gpuops.store.events import drained_event
+
+    return drained_event(
+        drain.node,
+        drain.reason,
+        clock=scene.clock,
+        check=drain.check,
+        failure_class=FailureClass(drain.failure_class),
+        job_id=drain.job_id,
+    )
+
+
+def _resumed_event(scene: HookContext, drain: DrainRecord, why: str) -> Event:
+    from gpuops.store.events import resumed_event
+
+    return resumed_event(drain.node, f"{why}; was {drain.reason}", clock=scene.clock)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[bool]:
+    """Say whether this is the only process that holds *lock*."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(file)

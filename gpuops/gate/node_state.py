@@ -1,0 +1,258 @@
+"""The file in which a node remembers (`gpuops.host.node_state`): ``node.json``, its owner's alone.
+
+It is worth little and must cost nothing: what cannot be read or believed is left out with a note,
+a disk that hangs costs `READ_S` and `SAVE_S`, and no verdict depends on either. Nothing is synced:
+after a power cut an older or a torn file is found, and both are dealt with.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpuops.errors import ConfigError, ProbeError
+from gpuops.host.files import atomic_write, why_not_ours
+from gpuops.host.node import boot_id, since_boot_s
+from gpuops.host.node_state import NodeState
+from gpuops.host.process import probe
+from gpuops.host.process.abandoned import AbandonedProcess
+from gpuops.host.records import from_json, to_json
+from gpuops.host.trust import refuse_foreign_file
+from gpuops.model import Json
+
+READ_S = 0.5
+SAVE_S = 0.5
+LOCK_S = 0.3
+VERSION = 1
+_SCHEMA = "gpuops.node-state/"
+# Eight GPUs and eight ports come to 1 MB in a day; a probe's answer may be 8 MiB.
+_BYTES_MAX = 7 * 2**20
+_POLL_S = 0.005
+
+Change = Callable[[NodeState], NodeState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredNodeState:
+    """What a node knows of itself; ``boot_id`` as in `gpuops.host.node_state.BootMoment`.
+
+    ``note``: why there is less than there could be, None where all is well.
+    """
+
+    state: NodeState = field(default_factory=NodeState)
+    boot_id: str = ""
+    since_boot_s: float = 0.0
+    note: str | None = None
+
+
+class StateError(Exception):
+    """The file is there and must not be used, or cannot be written; says why."""
+
+
+class NewerStateError(StateError):
+    """A later gpuops wrote the file; it is left to that one."""
+
+
+def state_path(state_dir: Path) -> Path:
+    """Return the path of the file below *state_dir*."""
+    return state_dir / "node.json"
+
+
+def load_state(
+    state_dir: Path,
+    root: Path,
+    uid: int,
+    left: Mapping[str, AbandonedProcess],
+    *,
+    deadline_s: float = READ_S,
+) -> StoredNodeState:
+    """Return what the node remembers and which boot this is, within *deadline_s*.
+
+    *left*: see `gpuops.host.process.probe.start_call`. The caller must have a single thread.
+    """
+    path = state_path(state_dir)
+    try:
+        boot, uptime_s, text, note = probe.ask(
+            lambda: _read_all(path, root, uid), deadline_s, question=f"read {path}", left=left
+        )
+    except ProbeError as exc:
+        return StoredNodeState(note=f"{path} is left out: {exc}")
+    state = NodeState()
+    if text is not None:
+        try:
+            state = parse_state(text)
+        except StateError as exc:
+            note = f"{path} is left out: {exc}"
+    return StoredNodeState(state=state, boot_id=boot, since_boot_s=uptime_s, note=note)
+
+
+def _read_all(path: Path, root: Path, uid: int) -> tuple[str, float, str | None, str | None]:
+    boot, uptime_s = boot_id(root), since_boot_s(root)
+    boot = "" if boot == "unknown" else boot
+    try:
+        return boot, uptime_s, _read(path, uid), None
+    except StateError as exc:
+        return boot, uptime_s, None, f"{path} is left out: {exc}"
+
+
+def read_state(state_dir: Path, uid: int) -> NodeState:
+    """Return what the file below *state_dir* holds, nothing where there is none.
+
+    Raises:
+        StateError: It may not be believed, or is not a state of this or an earlier gpuops.
+    """
+    text = _read(state_path(state_dir), uid)
+    return NodeState() if text is None else parse_state(text)
+
+
+def _read(path: Path, uid: int) -> str | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise StateError(_why(exc)) from exc
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise StateError("it is not a file")
+        if found.st_uid != uid:
+            raise StateError(f"it belongs to user {found.st_uid}, not to {uid}")
+        refuse_foreign_file(path, uid=uid)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            content = file.read(_BYTES_MAX + 1)
+    except (ConfigError, OSError) as exc:
+        raise StateError(str(exc)) from exc
+    finally:
+        os.close(fd)
+    if len(content) > _BYTES_MAX:
+        raise StateError(f"it is larger than {_BYTES_MAX} bytes")
+    return content.decode("utf-8", errors="replace")
+
+
+def _why(error: OSError) -> str:
+    # What O_NOFOLLOW says of a link.
+    return "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
+
+
+def parse_state(text: str) -> NodeState:
+    """Return the state that *text* holds.
+
+    Raises:
+        StateError: See `read_state`.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        raise StateError("it is no JSON: torn, or not ours") from None
+    if not isinstance(body, dict) or not str(body.get("schema", "")).startswith(_SCHEMA):
+        raise StateError("it is not a node's state")
+    version = str(body["schema"]).removeprefix(_SCHEMA)
+    if version != str(VERSION):
+        newer = version.isdecimal() and int(version) > VERSION
+        kind = NewerStateError if newer else StateError
+        raise kind(f"it is of version {version}; this gpuops knows {VERSION}")
+    try:
+        return from_json(NodeState, body.get("state"), "the state")
+    except (ConfigError, ValueError) as exc:
+        raise StateError(str(exc)) from exc
+
+
+def state_json(state: NodeState) -> Json:
+    """Return *state* as the file holds it."""
+    return {"schema": f"{_SCHEMA}{VERSION}", "state": to_json(state)}
+
+
+def change_state(state_dir: Path, uid: int, change: Change, *, lock_s: float = LOCK_S) -> NodeState:
+    """Write what *change* makes of the present state, and return that; two at once lose nothing.
+
+    A file that cannot be read as a state is replaced, except one of a later gpuops.
+
+    Raises:
+        StateError: It cannot be written, is a later gpuops', or others held its lock for *lock_s*.
+    """
+    problem = why_not_ours(state_dir, private=False)
+    if problem is not None:
+        raise StateError(f"{state_dir}: {problem}")
+    path = state_path(state_dir)
+    try:
+        with _locked(path.with_suffix(".lock"), lock_s):
+            try:
+                before = read_state(state_dir, uid)
+            except NewerStateError:
+                raise
+            except StateError:
+                before = NodeState()
+            after = change(before)
+            if after != before:
+                text = json.dumps(state_json(after), separators=(",", ":"))
+                atomic_write(path, text.encode(), 0o600)
+            return after
+    except OSError as exc:
+        raise StateError(f"{exc.filename or path}: {exc.strerror}") from exc
+
+
+@contextmanager
+def _locked(path: Path, lock_s: float) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        until_s = time.monotonic() + lock_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise StateError(f"{path} is locked by another for {lock_s:g} s") from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def save_state(
+    state_dir: Path,
+    uid: int,
+    change: Change,
+    left: Mapping[str, AbandonedProcess],
+    *,
+    deadline_s: float = SAVE_S,
+) -> Callable[[], str | None]:
+    """Begin to do as `change_state`; call what is returned for what went wrong, None for nothing.
+
+    By then at most *deadline_s* have gone by. *left*: see `gpuops.host.process.probe.start_call`.
+    The caller must have a single thread.
+    """
+    try:
+        child = probe.start_call(
+            lambda: _kept(state_dir, uid, change),
+            deadline_s=deadline_s,
+            question=f"keep {state_path(state_dir)}",
+            left=left,
+        )
+    except ProbeError as exc:
+        text = str(exc)
+        return lambda: text
+
+    def trouble() -> str | None:
+        try:
+            said: str | None = probe.answer_of(child)
+        except ProbeError as exc:
+            return str(exc)
+        return said
+
+    return trouble
+
+
+def _kept(state_dir: Path, uid: int, change: Change) -> str | None:
+    try:
+        change_state(state_dir, uid, change)
+    except StateError as exc:
+        return str(exc)
+    return None

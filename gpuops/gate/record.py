@@ -1,0 +1,202 @@
+"""Record a check run: events in the spool, and a detached flusher that takes them to the store.
+
+No verdict waits for it: a spool that hangs costs `RECORD_S`. Where it is only slow, the run is
+recorded late, without what it makes of the node's incidents: a newer check may have looked.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.checks.core.runner import CheckRun
+from gpuops.errors import ProbeError
+from gpuops.gate.node_incidents import CheckOccasion, changed_incidents
+from gpuops.host.clock import Clock
+from gpuops.host.node import boot_id
+from gpuops.host.process import probe
+from gpuops.host.process.abandoned import abandoned
+from gpuops.host.process.command import spawn_detached
+from gpuops.host.process.inspect import process_state
+from gpuops.log import printable
+from gpuops.model import Event, Incident, IncidentState, Severity, Status
+from gpuops.units import NS_PER_S
+
+# tests/integration/test_slurm_files.py holds the sum of what a hook may take.
+RECORD_S = 1.0
+LATE_S = 30.0
+
+_SEVERITY = {Status.FAIL: Severity.ERROR, Status.UNKNOWN: Severity.WARNING} | {
+    Status.WARN: Severity.WARNING
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOptions:
+    """Where records go. ``config_file``: the one named on the command line, for the flusher.
+
+    ``state_dir``: where the node keeps its open incidents, *uid* being whose file is believed.
+    None: this is a user's own check, which makes no incidents of the node.
+    """
+
+    spool_dir: Path
+    spool_bytes_max: int
+    root: Path
+    config_file: Path | None
+    environ: dict[str, str]
+    state_dir: Path | None = None
+    uid: int = 0
+
+
+def events_of(ran: CheckRun, occasion: CheckOccasion, clock: Clock) -> list[Event]:
+    """Return what is recorded of *ran*: the run itself, and each failure of gpuops in it."""
+    from gpuops.store.events import new_event
+
+    payload = {
+        "suite": ran.suite,
+        "trigger": occasion.trigger,
+        "job_id": occasion.job_id,
+        "gpus": None if occasion.gpus is None else sorted(occasion.gpus),
+        "profile": ran.profile,
+        "mode": occasion.mode,
+        "boot_us": _boot_us(ran),
+        "start_us": ran.start_us,
+        "end_us": ran.end_us,
+        "verdict": ran.verdict.word,
+        "findings": [finding.to_json() for finding in ran.findings],
+        "late": list(ran.late),
+    }
+    severity = _SEVERITY.get(ran.verdict, Severity.INFO)
+    events = [
+        new_event("check.ran", node=ran.node, clock=clock, severity=severity, payload=payload)
+    ]
+    for failure in ran.failures:
+        payload = {
+            "what": failure.what,
+            "error": failure.error,
+            "traceback": failure.traceback,
+        }
+        events.append(
+            new_event(
+                "tool.failed",
+                node=ran.node,
+                clock=clock,
+                severity=Severity.WARNING,
+                payload=payload,
+            )
+        )
+    return events
+
+
+def _boot_us(ran: CheckRun) -> int | None:
+    moment = ran.moment
+    return None if moment is None else moment.t_us - round(moment.since_boot_s * 1e6)
+
+
+def record_check_run(
+    ran: CheckRun, occasion: CheckOccasion, memory: RecordOptions, clock: Clock
+) -> str | None:
+    """Spool *ran* with what it makes of the node's incidents, and start a flusher.
+
+    Returns what went wrong, None where nothing did. The caller must have a single thread.
+    """
+    late_ns = clock.mono_ns() + round(RECORD_S * NS_PER_S)
+
+    def events() -> list[Event]:
+        found = events_of(ran, occasion, clock)
+        if memory.state_dir is None:
+            return found
+        incidents = changed_incidents(
+            ran,
+            occasion,
+            memory.state_dir,
+            memory.uid,
+            is_late=lambda: clock.mono_ns() > late_ns,
+        )
+        return [*found, *incident_events(incidents, ran.node, clock)]
+
+    return record(events, ran.node, memory, clock)
+
+
+def incident_events(incidents: Iterable[Incident], node: str, clock: Clock) -> list[Event]:
+    """Return the events that tell of *incidents* of *node*."""
+    from gpuops.store.events import new_event
+
+    return [
+        new_event(
+            "incident.recorded",
+            node=node,
+            clock=clock,
+            severity=Severity.ERROR if item.state is IncidentState.OPEN else Severity.INFO,
+            payload=item.to_json(),
+        )
+        for item in incidents
+    ]
+
+
+def record(
+    events: Callable[[], list[Event]],
+    node: str,
+    memory: RecordOptions,
+    clock: Clock,
+    *,
+    deadline_s: float = RECORD_S,
+) -> str | None:
+    """Spool what *events* makes and start a flusher; return what went wrong, None for nothing.
+
+    A spool that hangs costs *deadline_s*; what is recorded then goes on alone for `LATE_S`, as a
+    disk that a job keeps busy needs seconds for what it will still do. The caller must have a
+    single thread.
+    """
+    try:
+        child = probe.start_call(
+            lambda: _spooled(memory, node, events(), clock),
+            deadline_s=LATE_S,
+            question=f"record {memory.spool_dir}",
+            left=abandoned(),
+        )
+        outcome = probe.within(child, deadline_s)
+        if outcome is None:
+            return _late(memory.spool_dir, child.pid, deadline_s)
+        trouble = probe.answer(outcome)
+    except ProbeError as exc:
+        return f"gpuops: this result is not recorded: {printable(str(exc))}"
+    if outcome.errors:
+        return printable(outcome.errors.decode(errors="replace").rstrip("\n"))
+    return None if trouble is None else str(trouble)
+
+
+def _late(spool_dir: Path, pid: int, waited_s: float) -> str:
+    now = process_state(pid)
+    where = "" if now is None else f", state {now.state}"
+    where += f" in {now.wchan}" if now is not None and now.wchan else ""
+    return (
+        f"gpuops: this result is not recorded yet: {spool_dir} gave no answer in {waited_s:.1f} s"
+        f" (pid {pid}{where}, which goes on for {LATE_S:.0f} s)"
+    )
+
+
+def _spooled(memory: RecordOptions, node: str, events: list[Event], clock: Clock) -> str | None:
+    from gpuops.store.spool.record import spool_recorder
+
+    recorder = spool_recorder(
+        memory.spool_dir,
+        node=node,
+        boot_id=boot_id(memory.root),
+        bytes_max=memory.spool_bytes_max,
+        clock=clock,
+    )
+    recorder.record(*events)
+    recorder.close()
+    return _flusher_started(memory)
+
+
+def _flusher_started(memory: RecordOptions) -> str | None:
+    config = ["--config", str(memory.config_file)] if memory.config_file else []
+    # -P: as root, never import from the directory in which the job happens to be.
+    argv = [sys.executable, "-P", "-m", "gpuops", *config, "db", "flush", "--quiet"]
+    try:
+        spawn_detached(argv, memory.environ)
+    except OSError as exc:
+        return f"gpuops: recorded, but cannot start the flusher: {exc.strerror}"
+    return None

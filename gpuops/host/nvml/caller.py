@@ -1,0 +1,128 @@
+"""One caller of NVML: what it is in, what it was told, and what was refused."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpuops.host.nvml.facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
+
+_FUNCTION_NOT_FOUND = 13
+_ARGUMENT_VERSION_MISMATCH = 25
+_DEPRECATED = 26
+# What NVML writes where a number is not to be had (NVML_VALUE_NOT_AVAILABLE).
+NOT_AVAILABLE = frozenset({2**64 - 1, 2**32 - 1})
+# What a driver says that never had, or no longer has, what was asked for.
+UNSUPPORTED = {NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
+
+
+class GpuLostError(Exception):
+    """The GPU is lost: asking it more tells nothing, and can hang."""
+
+
+class NvmlRefused(Exception):  # noqa: N818 an answer, and no error of ours
+    """NVML did not do what was asked; says why."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class NvmlCaller:
+    """Asks NVML in one thread, and can be looked at by another at any time.
+
+    ``found`` holds values by their place in `NvmlGpu`, as ``"temperature.core_c"``. ``call`` is
+    its last call, made at ``since_s`` (monotonic) in the thread ``thread_id`` of this process; it
+    is in it still unless it has ``finished`` all its calls.
+    """
+
+    def __init__(self, nvml: Any, handle: Any = None) -> None:  # noqa: ANN401 without types
+        self.nvml = nvml
+        self.handle = handle
+        self.found: dict[str, Any] = {}
+        self.errors: list[CallError] = []
+        self.unsupported: list[str] = []
+        self.call = "no call yet"
+        self.since_s = time.monotonic()
+        self.thread_id = 0
+        self.finished = False
+
+    def tell(
+        self,
+        place: str,
+        call: str,
+        *args: object,
+        instead: Callable[[], Any] | None = None,
+        made: Callable[[Any], Any] = lambda answer: answer,
+    ) -> None:
+        """Put what *call* answers, *made* into a plain value, into its *place*.
+
+        *instead* is done where the driver does not have *call*, and gives its answer.
+
+        Raises:
+            GpuLostError: NVML says so.
+        """
+        answer = self.answer(call, *args, instead=instead, made=made)
+        if answer is not None:
+            self.found[place] = answer
+
+    def answer(
+        self,
+        call: str,
+        *args: object,
+        instead: Callable[[], Any] | None = None,
+        made: Callable[[Any], Any] = lambda answer: answer,
+    ) -> Any:  # noqa: ANN401 whatever the call gives
+        """Return what `tell` would put; None where it was refused, which is noted.
+
+        Raises:
+            GpuLostError: NVML says so.
+        """
+        try:
+            return made(self.ask(call, self.handle, *args))
+        except NvmlRefused as refused:
+            if instead is not None and refused.code in UNSUPPORTED:
+                return instead()
+            self.note(call, refused)
+        return None
+
+    def ask(self, call: str, *args: object) -> Any:  # noqa: ANN401 whatever the call gives
+        """Return what pynvml's function *call* returns for *args*; may never return.
+
+        Raises:
+            Refused: NVML's code and words, or `UNREADABLE` where pynvml cannot read its answer.
+        """
+        function = getattr(self.nvml, call, None)
+        if function is None:
+            raise NvmlRefused(_FUNCTION_NOT_FOUND, "this pynvml does not have it")
+        self.thread_id = threading.get_native_id()
+        self.since_s = time.monotonic()
+        self.call = call
+        try:
+            answer = function(*args)
+        except self.nvml.NVMLError as exc:
+            raise NvmlRefused(exc.value, str(exc)) from exc
+        except self.nvml.NVMLLibraryMismatchError as exc:
+            # So pynvml calls it where the driver lacks the newest form of a function.
+            raise NvmlRefused(_FUNCTION_NOT_FOUND, str(exc)) from exc
+        except ValueError as exc:
+            # A sick board's strings: UnicodeDecodeError.
+            raise NvmlRefused(UNREADABLE, f"{type(exc).__name__}: {exc}") from exc
+        if isinstance(answer, int) and answer in NOT_AVAILABLE:
+            raise NvmlRefused(NOT_SUPPORTED, "not available")
+        return answer
+
+    def note(self, call: str, refused: NvmlRefused) -> None:
+        """Keep that *call* was refused.
+
+        Raises:
+            GpuLostError: It was because the GPU is lost.
+        """
+        if refused.code in UNSUPPORTED:
+            if call not in self.unsupported:
+                self.unsupported.append(call)
+            return
+        self.errors.append(CallError(call, refused.code, refused.text))
+        if refused.code == GPU_IS_LOST:
+            raise GpuLostError(refused.text)

@@ -1,0 +1,200 @@
+"""Field values: many numbers of one GPU in one call, each with a return code of its own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuops.host.nvml.caller import NOT_AVAILABLE, UNSUPPORTED, NvmlCaller, NvmlRefused
+from gpuops.host.nvml.facts import NOT_SUPPORTED, UNREADABLE, NvLink, RetiredPages
+
+_CALL = "nvmlDeviceGetFieldValues"
+_INVALID_ARGUMENT = 2
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+# Numbers of nvml.h, because an older pynvml than the driver does not name them all.
+IDS = {
+    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
+    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
+    "NVML_FI_DEV_ECC_SBE_AGG_TOTAL": 5,
+    "NVML_FI_DEV_ECC_DBE_AGG_TOTAL": 6,
+    "NVML_FI_DEV_RETIRED_SBE": 29,
+    "NVML_FI_DEV_RETIRED_DBE": 30,
+    "NVML_FI_DEV_RETIRED_PENDING": 31,
+    "NVML_FI_DEV_MEMORY_TEMP": 82,
+    "NVML_FI_DEV_NVLINK_LINK_COUNT": 91,
+    "NVML_FI_DEV_PCIE_REPLAY_COUNTER": 94,
+    "NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY": 161,
+    "NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY": 162,
+    "NVML_FI_DEV_NVLINK_ERROR_DL_CRC": 163,
+    "NVML_FI_DEV_NVLINK_GET_STATE": 165,
+    "NVML_FI_DEV_TEMPERATURE_SHUTDOWN_TLIMIT": 193,
+    "NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT": 194,
+    "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS": 208,
+    "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS": 215,
+    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
+}
+# GPUs before Hopper have a field for each of their links: the numbers of links 0 and 6.
+LANE_IDS = {
+    "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_L": (32, 96),
+    "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_L": (46, 108),
+    "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_L": (53, 114),
+}
+IDS |= {
+    f"{name}{link}": ids[link // 6] + link % 6
+    for name, ids in LANE_IDS.items()
+    for link in range(12)
+}
+
+_LINK_COUNT = "NVML_FI_DEV_NVLINK_LINK_COUNT"
+_REPLAYS = "NVML_FI_DEV_PCIE_REPLAY_COUNTER"
+_PLACES = {
+    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": "recovery_action",
+    "NVML_FI_DEV_MEMORY_TEMP": "temperature.memory_c",
+    "NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT": "temperature.slowdown_margin_c",
+    "NVML_FI_DEV_TEMPERATURE_SHUTDOWN_TLIMIT": "temperature.shutdown_margin_c",
+}
+# The arguments of nvmlDeviceGetTotalEccErrors for the same number: which errors, since when.
+_ECC = {
+    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": ("ecc.volatile_corrected", 0, 0),
+    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": ("ecc.volatile_uncorrected", 1, 0),
+    "NVML_FI_DEV_ECC_SBE_AGG_TOTAL": ("ecc.aggregate_corrected", 0, 1),
+    "NVML_FI_DEV_ECC_DBE_AGG_TOTAL": ("ecc.aggregate_uncorrected", 1, 1),
+}
+_RETIRED = ("NVML_FI_DEV_RETIRED_SBE", "NVML_FI_DEV_RETIRED_DBE", "NVML_FI_DEV_RETIRED_PENDING")
+_STATE = "NVML_FI_DEV_NVLINK_GET_STATE"
+# By the place in `NvLink`: the field of any link, and the name of those before Hopper.
+_LINK_COUNTERS = {
+    "crc_errors": ("NVML_FI_DEV_NVLINK_ERROR_DL_CRC", "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_L"),
+    "replay_errors": (
+        "NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY",
+        "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_L",
+    ),
+    "recovery_errors": (
+        "NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY",
+        "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_L",
+    ),
+    "receive_errors": ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS", None),
+}
+# Blackwell counts its recoveries here.
+_RECOVERIES = "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"
+_LANES = 12
+# Active, asleep to save power, active with traffic disabled (NVML_NVLINK_STATE_*).
+_UP = {1, 2, 3}
+
+# A field's name and its scope, which is the NVLink where it is about one.
+Field = tuple[str, int]
+Values = Mapping[Field, int | NvmlRefused]
+
+
+def fields(gpu: NvmlCaller) -> None:
+    """Ask for all that is a field: recovery action, ECC totals, temperatures, NVLinks.
+
+    Raises:
+        GpuLostError: NVML says so.
+    """
+    values = _read(gpu, [(name, 0) for name in (*_PLACES, *_ECC, *_RETIRED, _REPLAYS, _LINK_COUNT)])
+    for name, place in _PLACES.items():
+        _put(gpu, place, _taken(gpu, values, (name, 0)))
+    _put_or_ask(gpu, "pcie.replays", values[_REPLAYS, 0], "nvmlDeviceGetPcieReplayCounter")
+    for name, (place, *kinds) in _ECC.items():
+        _put_or_ask(gpu, place, values[name, 0], "nvmlDeviceGetTotalEccErrors", *kinds)
+    _retired(gpu, values)
+    count = _taken(gpu, values, (_LINK_COUNT, 0))
+    if count is not None:
+        gpu.found["nvlinks"] = _links(gpu, count)
+
+
+def _read(gpu: NvmlCaller, asked: Sequence[Field]) -> Values:
+    """Return what each field is, or why it is not told."""
+    ids = [(IDS[name], scope) for name, scope in asked]
+    try:
+        values = gpu.ask(_CALL, gpu.handle, ids)
+    except NvmlRefused as refused:
+        code = NOT_SUPPORTED if refused.code in UNSUPPORTED else refused.code
+        return dict.fromkeys(asked, NvmlRefused(code, f"{_CALL}: {refused.text}"))
+    return dict(zip(asked, [_value(gpu, value) for value in values], strict=True))
+
+
+def _value(gpu: NvmlCaller, value: Any) -> int | NvmlRefused:  # noqa: ANN401 a structure without types
+    code, kind = value.nvmlReturn, value.valueType
+    if code == 0 and kind < len(_MEMBERS):
+        told = int(getattr(value.value, _MEMBERS[kind]))
+        if told not in NOT_AVAILABLE:
+            return told
+        code = NOT_SUPPORTED
+    # A driver that is older than a field calls its number an invalid argument.
+    code = NOT_SUPPORTED if code == _INVALID_ARGUMENT or code in UNSUPPORTED else code
+    return NvmlRefused(
+        code or UNREADABLE, str(gpu.nvml.NVMLError(code)) if code else f"type {kind}"
+    )
+
+
+def _put(gpu: NvmlCaller, place: str, value: int | None) -> None:
+    if value is not None:
+        gpu.found[place] = value
+
+
+def _put_or_ask(
+    gpu: NvmlCaller, place: str, value: int | NvmlRefused, instead: str, *args: object
+) -> None:
+    """Put the value of a field; *instead* is the older call for the same number."""
+    if isinstance(value, NvmlRefused):
+        gpu.tell(place, instead, *args)
+    else:
+        gpu.found[place] = value
+
+
+def _taken(gpu: NvmlCaller, values: Values, field: Field) -> int | None:
+    value = values[field]
+    if not isinstance(value, NvmlRefused):
+        return value
+    gpu.note(field[0], value)
+    return None
+
+
+def _retired(gpu: NvmlCaller, values: Values) -> None:
+    single, double, pending = (_taken(gpu, values, (name, 0)) for name in _RETIRED)
+    if single is not None and double is not None and pending is not None:
+        gpu.found["retired"] = RetiredPages(
+            single_bit=single, double_bit=double, pending=bool(pending)
+        )
+
+
+def _links(gpu: NvmlCaller, count: int) -> tuple[NvLink, ...]:
+    names = [_STATE, _RECOVERIES, *(scoped for scoped, _ in _LINK_COUNTERS.values())]
+    values = dict(_read(gpu, [(name, link) for name in names for link in range(count)]))
+    lanes = [
+        (f"{lane}{link}", 0)
+        for scoped, lane in _LINK_COUNTERS.values()
+        for link in range(min(count, _LANES))
+        if lane and isinstance(values[scoped, link], NvmlRefused)
+    ]
+    if lanes:
+        values |= _read(gpu, lanes)
+    return tuple(_link(gpu, values, link) for link in range(count))
+
+
+def _link(gpu: NvmlCaller, values: Values, link: int) -> NvLink:
+    counted = {
+        place: _first(gpu, values, [(scoped, link), (f"{lane}{link}", 0)])
+        for place, (scoped, lane) in _LINK_COUNTERS.items()
+    }
+    if counted["recovery_errors"] is None:
+        counted["recovery_errors"] = _first(gpu, values, [(_RECOVERIES, link)])
+    return NvLink(link=link, active=_active(gpu, values[_STATE, link], link), **counted)
+
+
+def _first(gpu: NvmlCaller, values: Values, sources: Sequence[Field]) -> int | None:
+    """Return the first of *sources* that tells; where none does, note why the first does not."""
+    known = [field for field in sources if field in values]
+    for field in known:
+        value = values[field]
+        if not isinstance(value, NvmlRefused):
+            return value
+    return _taken(gpu, values, known[0])
+
+
+def _active(gpu: NvmlCaller, state: int | NvmlRefused, link: int) -> bool | None:
+    if isinstance(state, NvmlRefused):
+        active = gpu.answer("nvmlDeviceGetNvLinkState", link)
+        return None if active is None else bool(active)
+    return state in _UP

@@ -1,0 +1,289 @@
+"""Other people's programs: found below a root, asked with bounds, or started and left alone.
+
+A program that is asked may print without end, ignore SIGTERM, fork, or hang inside the kernel. So
+it gets its own session, what it prints is read as it comes and dropped beyond a bound, and nobody
+waits for its pipes to close: a grandchild may hold them for ever.
+"""
+
+import errno
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
+
+from gpuops.errors import ProbeError
+from gpuops.host.process import probe
+from gpuops.host.procfs import processes
+from gpuops.model import UnknownReason
+
+DIRECTORIES = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin")
+BYTES_MAX = 2**20
+_PATH = ":".join(f"/{directory}" for directory in DIRECTORIES)
+# Nothing of the caller's: a job's LD_PRELOAD or LANG must not reach a program that root runs.
+_ENVIRONMENT = MappingProxyType({"PATH": _PATH, "LC_ALL": "C", "HOME": "/"})
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_CHUNK = 65536
+_CHUNKS_A_TURN = 64
+_PAUSE_MIN_S = 0.001
+_PAUSE_MAX_S = 0.1
+_ORPHAN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandAnswer:
+    """What a program said.
+
+    ``exit_code`` is negative for a signal and None where it did not end in time. ``cut``: it
+    printed more than was kept. ``stuck``: it could not be killed, or was inside the kernel when
+    its time was over. ``ending`` is a sentence's end: ``exited with code 3``.
+    """
+
+    exit_code: int | None
+    output: str
+    errors: str
+    elapsed_s: float
+    ending: str
+    timed_out: bool = False
+    cut: bool = False
+    stuck: bool = False
+
+    def first_line(self, length_max: int = 200) -> str:
+        """Return the first line that says something, of the errors or else of the output."""
+        lines = (line.strip() for text in (self.errors, self.output) for line in text.split("\n"))
+        return next((line[:length_max] for line in lines if line), "")
+
+
+def find(root: Path, name: str) -> Path | None:
+    """Return the executable *name* below *root*, None where there is none.
+
+    A *name* with a slash is a path from the root; others are looked for in `DIRECTORIES`, never in
+    the caller's ``PATH``.
+    """
+    places = [name] if "/" in name else [f"{directory}/{name}" for directory in DIRECTORIES]
+    for place in places:
+        path = root / place.lstrip("/")
+        if path.is_file() and os.access(path, os.X_OK):
+            return path
+    return None
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The reading end of a pipe; keeps *room* bytes and drops the rest."""
+
+    fd: int
+    room: int
+    kept: bytearray = field(default_factory=bytearray)
+    cut: bool = False
+    open: bool = True
+
+    def drain(self) -> None:
+        """Read what is there, without waiting and without end for one who prints for ever."""
+        for _ in range(_CHUNKS_A_TURN):
+            try:
+                chunk = os.read(self.fd, _CHUNK)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self.open = False
+                return
+            self.cut = self.cut or len(chunk) > self.room - len(self.kept)
+            self.kept += chunk[: max(self.room - len(self.kept), 0)]
+
+    def text(self) -> str:
+        """Return what was kept; bytes that are no UTF-8 are replaced."""
+        return self.kept.decode("utf-8", errors="replace")
+
+
+def ask(
+    argv: Sequence[str | Path],
+    timeout_s: float,
+    *,
+    bytes_max: int = BYTES_MAX,
+    stdin: str = "",
+    env: Mapping[str, str] = _NOTHING,
+    unless_stuck: bool = False,
+) -> CommandAnswer:
+    """Return what *argv* (an absolute path first) says within *timeout_s*, or that it did not.
+
+    Takes `gpuops.host.process.probe.STOP_S` longer at the most. *bytes_max* bytes are kept of each
+    stream. With *unless_stuck* it is not started while an earlier one with the same arguments is
+    inside the kernel: each would be left behind until the next boot. The program runs in ``/`` with
+    *env* and a fixed ``PATH``. The caller must have a single thread.
+
+    Raises:
+        ProbeError: It cannot be started (``missing_tool``, ``no_permission``), or this machine is
+            out of processes or files (``crash``).
+    """
+    words = [os.fspath(word) for word in argv]
+    if unless_stuck and (pid := _stuck(words)) is not None:
+        text = f"is stuck inside the kernel since an earlier run (pid {pid})"
+        return CommandAnswer(
+            exit_code=None,
+            output="",
+            errors="",
+            elapsed_s=0.0,
+            ending=text,
+            timed_out=True,
+            stuck=True,
+        )
+    with _files(stdin) as (source, output, errors, trouble):
+        started_s = time.monotonic()
+        pid = _fork(words)
+        if pid == 0:
+            ends = source, output[1], errors[1], trouble[1]
+            _become(words, ends, {**_ENVIRONMENT, **env}, timeout_s)
+        for end in (output[1], errors[1], trouble[1]):
+            os.close(end)
+        null = os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_RDONLY)
+        child = probe.ProbeChild(pid, timeout_s, started_s, *null)
+        streams = _Stream(output[0], bytes_max), _Stream(errors[0], bytes_max)
+        outcome = _followed(child, streams)
+        _check_started(trouble[0], words[0])
+    return CommandAnswer(
+        exit_code=outcome.exit_code if outcome.ending is probe.ProbeEnd.ENDED else None,
+        output=streams[0].text(),
+        errors=streams[1].text(),
+        elapsed_s=outcome.elapsed_s,
+        ending=outcome.describe(),
+        timed_out=outcome.ending is not probe.ProbeEnd.ENDED,
+        cut=any(stream.cut for stream in streams),
+        stuck=outcome.ending is probe.ProbeEnd.HUNG or outcome.state == "D",
+    )
+
+
+Pipe = tuple[int, int]
+
+
+@contextmanager
+def _files(stdin: str) -> Iterator[tuple[int, Pipe, Pipe, Pipe]]:
+    """Give standard input and three pipes whose reading ends do not block."""
+    fds: list[int] = []
+    try:
+        fds.append(os.memfd_create("input"))
+        os.write(fds[0], stdin.encode())
+        os.lseek(fds[0], 0, os.SEEK_SET)
+        for _ in range(3):
+            fds += os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(fds[-2], False)
+    except OSError as exc:
+        for fd in fds:
+            os.close(fd)
+        raise ProbeError(f"cannot make a pipe: {exc.strerror}", UnknownReason.CRASH) from exc
+    try:
+        yield fds[0], (fds[1], fds[2]), (fds[3], fds[4]), (fds[5], fds[6])
+    finally:
+        for fd in (fds[0], fds[1], fds[3], fds[5]):
+            os.close(fd)
+
+
+def _fork(words: Sequence[str]) -> int:
+    try:
+        return os.fork()
+    except OSError as exc:
+        text = f"cannot start {words[0]}: {exc.strerror}"
+        raise ProbeError(text, UnknownReason.CRASH) from exc
+
+
+def _become(
+    words: Sequence[str],
+    ends: tuple[int, int, int, int],
+    env: Mapping[str, str],
+    timeout_s: float,
+) -> NoReturn:
+    """Turn this forked child into the program; say in the last of *ends* why it cannot be."""
+    try:
+        os.setsid()
+        os.chdir("/")
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGALRM,
+            signal.SIGCHLD,
+        ):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # A timer outlives exec: should its parent die first, the program still ends soon after.
+        signal.setitimer(signal.ITIMER_REAL, max(timeout_s, 0.0) + probe.STOP_S + _ORPHAN_S)
+        for target, end in enumerate(ends[:3]):
+            os.dup2(end, target)
+        os.execve(words[0], list(words), dict(env))  # noqa: S606 an argv, never a shell
+    except (OSError, ValueError) as exc:
+        os.write(ends[3], str(getattr(exc, "errno", errno.EINVAL)).encode())
+    finally:
+        os._exit(127)
+
+
+def _followed(child: probe.ProbeChild, streams: tuple[_Stream, _Stream]) -> probe.ProbeOutcome:
+    while True:
+        for stream in streams:
+            stream.drain()
+        outcome = child.advance(time.monotonic())
+        if outcome is not None:
+            break
+        age_s = time.monotonic() - child.started_s
+        _wait(streams, min(max(age_s / 20, _PAUSE_MIN_S), _PAUSE_MAX_S))
+    for stream in streams:
+        stream.drain()
+    return outcome
+
+
+def _wait(streams: tuple[_Stream, _Stream], pause_s: float) -> None:
+    poller = select.poll()
+    for stream in streams:
+        if stream.open:
+            poller.register(stream.fd, select.POLLIN)
+    poller.poll(pause_s * 1000)
+
+
+def _check_started(trouble: int, program: str) -> None:
+    try:
+        said = os.read(trouble, 16)
+    except BlockingIOError:
+        return
+    if said:
+        number = int(said)
+        reason = {
+            errno.ENOENT: UnknownReason.MISSING_TOOL,
+            errno.EACCES: UnknownReason.NO_PERMISSION,
+        }.get(number, UnknownReason.CRASH)
+        raise ProbeError(f"cannot start {program}: {os.strerror(number)}", reason)
+
+
+def _stuck(words: Sequence[str]) -> int | None:
+    """Return the pid of a process in state D that was started with *words*."""
+    wanted = "\0".join(words).encode() + b"\0"
+    for item in processes():
+        if item.state == "D" and _arguments(item.pid) == wanted:
+            return item.pid
+    return None
+
+
+def _arguments(pid: int) -> bytes | None:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+
+
+def spawn_detached(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Start *argv* (an absolute path first) in its own session without our files; return its pid.
+
+    Nothing waits for it. A caller that lives on leaves a zombie until it reaps that pid.
+
+    Raises:
+        OSError: It could not be started.
+    """
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+    ]
+    return os.posix_spawn(argv[0], list(argv), env, file_actions=actions, setsid=True)

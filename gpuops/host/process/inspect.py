@@ -1,0 +1,192 @@
+"""Processes from outside, untouched: state, threads, children, what is left after SIGKILL.
+
+Nothing here stops the process or waits for it (no ptrace), so it also works on one in state D.
+
+The main thread of a process that ends is a zombie as long as another thread stays in the kernel,
+so ``/proc/PID/stat`` alone does not tell of a driver call that no signal ends.
+
+What is left of a process that was sent SIGKILL: nothing, one that is being taken apart, or more.
+
+The kernel takes a process apart in its own name: the memory of one that held a hundred GiB is
+given back for seconds, in which it can be seen and does nothing else. A process that waits inside
+the kernel for a device, or for a file system, may stay for ever.
+"""
+
+import os
+import re
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from gpuops.host.files import text_of
+from gpuops.host.procfs import parse_stat
+
+_ENDED = ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """The state letter of a thread (proc(5)), and the kernel function it waits in, where told."""
+
+    state: str
+    wchan: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the thread runs no more."""
+        return self.state in _ENDED
+
+
+def process_state(pid: int, root: Path = Path("/")) -> ThreadState | None:
+    """Return the state of *pid*: of its thread in state D, else of its main thread, else of any.
+
+    A thread that has ended speaks only where all have; None where the process is gone.
+    """
+    found = [thread_state(pid, thread_id, root) for thread_id in _thread_ids(pid, root)]
+    return max((state for state in found if state is not None), key=_weight, default=None)
+
+
+def thread_state(pid: int, thread_id: int, root: Path = Path("/")) -> ThreadState | None:
+    """Return the state of one thread of *pid*, None where it is gone."""
+    task = root / f"proc/{pid}/task/{thread_id}"
+    stat = parse_stat(_text(task / "stat"))
+    if stat is None:
+        return None
+    wchan = _text(task / "wchan").strip()
+    return ThreadState(stat.state, None if wchan in {"", "0"} else wchan)
+
+
+def _weight(found: ThreadState) -> int:
+    return 2 if found.state == "D" else 0 if found.ended else 1
+
+
+def _thread_ids(pid: int, root: Path) -> list[int]:
+    try:
+        ids = [int(entry.name) for entry in (root / f"proc/{pid}/task").iterdir()]
+    except (OSError, ValueError):
+        return []
+    return sorted(ids, key=lambda thread_id: (thread_id != pid, thread_id))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+_CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]{16})$", re.MULTILINE)
+_IO = re.compile(r"^[rw]char: (\d+)$", re.MULTILINE)
+_STACK_LINES_MAX = 32
+# utime and stime, fields 14 and 15 of proc(5), counted from the state (field 3).
+_UTIME, _STIME = 11, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLook:
+    """What ``/proc`` says of a process at one moment.
+
+    ``state`` is D where any of its threads is in D, else its main thread's; ``wchan`` and
+    ``kernel_stack`` are of that thread (the stack for root only). ``io_bytes`` is None where
+    another user's process does not tell.
+    """
+
+    state: str
+    wchan: str | None = None
+    kernel_stack: tuple[str, ...] = ()
+    cpu_s: float = 0.0
+    io_bytes: int | None = None
+    caught: frozenset[int] = frozenset()
+
+
+def look_at(pid: int, root: Path = Path("/")) -> ProcessLook | None:
+    """Return what there is to see of *pid*, None where it is gone."""
+    folder = root / f"proc/{pid}"
+    whole = process_state(pid, root)
+    text = text_of(folder / "stat") or ""
+    if whole is None or parse_stat(text) is None:
+        return None
+    fields = text.rpartition(")")[2].split()
+    ticks = int(fields[_UTIME]) + int(fields[_STIME])
+    kernel = text_of(folder / "stack") or ""
+    io = _IO.findall(text_of(folder / "io") or "")
+    return ProcessLook(
+        state=whole.state,
+        wchan=whole.wchan,
+        kernel_stack=tuple(line.strip() for line in kernel.splitlines()[:_STACK_LINES_MAX]),
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        io_bytes=sum(map(int, io)) if io else None,
+        caught=_caught(text_of(folder / "status") or ""),
+    )
+
+
+def _caught(status: str) -> frozenset[int]:
+    match = _CAUGHT.search(status)
+    mask = int(match[1], 16) if match else 0
+    return frozenset(int(n) for n in signal.Signals if mask >> (n - 1) & 1)
+
+
+def descendants(pid: int, root: Path = Path("/")) -> list[int]:
+    """Return the living descendants of *pid*, parents before children."""
+    children: dict[int, list[int]] = {}
+    for stat in (root / "proc").glob("[0-9]*/stat"):
+        found = _parent(stat)
+        if found is not None:
+            children.setdefault(found, []).append(int(stat.parent.name))
+    ordered = [pid]
+    for parent in ordered:
+        ordered += children.get(parent, [])
+    return ordered[1:]
+
+
+def _parent(stat: Path) -> int | None:
+    """Return the fourth field of proc(5); the name before it may hold anything."""
+    try:
+        fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return int(fields[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+_ENDED = ("Z", "X")
+_FLAGS = 6  # field 9 of proc(5), counted from the state (field 3)
+_PF_EXITING = 0x4
+
+
+class KillOutcome(StrEnum):
+    """What is left of a process."""
+
+    NOTHING = "nothing"  # but its exit code
+    EXITING = "exiting"
+    STUCK = "stuck"
+
+
+def left_of(pid: int, root: Path = Path("/")) -> KillOutcome:
+    """Return what is left of *pid* by one look at all its threads.
+
+    `KillOutcome.STUCK`, where one is in state D, or runs as if nothing had been sent; a single look
+    may find so of one that exits, too.
+    """
+    found = [fields for thread in _threads(pid, root) if (fields := _fields(thread))]
+    living = [(state, flags) for state, flags in found if state not in _ENDED]
+    if not living:
+        return KillOutcome.NOTHING
+    is_exiting = all(state != "D" and flags & _PF_EXITING for state, flags in living)
+    return KillOutcome.EXITING if is_exiting else KillOutcome.STUCK
+
+
+def _threads(pid: int, root: Path) -> list[Path]:
+    try:
+        return list((root / f"proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+
+
+def _fields(thread: Path) -> tuple[str, int] | None:
+    """Return state and flags of *thread*, None where it is gone."""
+    fields = (text_of(thread / "stat") or "").rpartition(")")[2].split()
+    try:
+        return fields[0], int(fields[_FLAGS])
+    except (IndexError, ValueError):
+        return None

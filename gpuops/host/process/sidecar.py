@@ -1,0 +1,131 @@
+"""A process at our side that hears when we end: by its standard input, which closes then."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+_FIRST_BYTES_MAX = 4000
+
+
+@dataclass(slots=True)
+class Sidecar:
+    """A started process; ``write`` and ``read`` are our ends of its standard input and output."""
+
+    pid: int
+    write: int
+    read: int
+
+    def say(self, line: str) -> bool:
+        """Write *line* to it; say whether it was there to be written to."""
+        try:
+            os.write(self.write, line.encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def hang_up(self) -> None:
+        """Close its standard input: from now on it is on its own."""
+        if self.write >= 0:
+            os.close(self.write)
+            self.write = -1
+
+    def hear(self) -> str:
+        """Return its next line, without the newline; what there is of it where it ended."""
+        text = bytearray()
+        while byte := os.read(self.read, 1):
+            if byte == b"\n":
+                break
+            text += byte
+        return text.decode("utf-8", errors="replace")
+
+    def first_line(self, end_s: float, tell: bytes = b"") -> str:
+        """Tell it *tell*, leave it on its own, and return the first line that it says.
+
+        That is "" where it says none until *end_s* (monotonic), or ends; ``failed WHY`` where the
+        pipes to it fail.
+        """
+        try:
+            if tell:
+                os.write(self.write, tell)
+            self.hang_up()
+            return self._first_line(end_s)
+        except OSError as exc:
+            return f"failed {exc.strerror}"
+        finally:
+            self.hang_up()
+            os.close(self.read)
+
+    def _first_line(self, end_s: float) -> str:
+        said = b""
+        poll = select.poll()
+        poll.register(self.read, select.POLLIN)
+        while b"\n" not in said and len(said) < _FIRST_BYTES_MAX:
+            left_s = max(end_s - time.monotonic(), 0.0)
+            if not poll.poll(left_s * 1000):
+                return ""
+            chunk = os.read(self.read, _FIRST_BYTES_MAX)
+            if not chunk:
+                return ""
+            said += chunk
+        return said.partition(b"\n")[0].decode("utf-8", errors="replace")
+
+    def part(self) -> int | None:
+        """Hang up, wait for its end, return its exit code; None where somebody else reaped it."""
+        self.hang_up()
+        try:
+            _pid, status = os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            return None
+        finally:
+            os.close(self.read)
+        return os.waitstatus_to_exitcode(status)
+
+
+def start_sidecar(argv: Sequence[str], env: Mapping[str, str]) -> Sidecar:
+    """Start *argv* (an absolute path first) in a session of its own, its errors going nowhere.
+
+    A signal to our terminal or our process group does not reach it.
+
+    Raises:
+        OSError: It could not be started.
+    """
+    theirs_in, ours_out = os.pipe2(os.O_CLOEXEC)
+    ours_in, theirs_out = os.pipe2(os.O_CLOEXEC)
+    actions = [
+        (os.POSIX_SPAWN_DUP2, theirs_in, 0),
+        (os.POSIX_SPAWN_DUP2, theirs_out, 1),
+        (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+    ]
+    try:
+        pid = os.posix_spawn(
+            argv[0],
+            list(argv),
+            env,
+            file_actions=actions,
+            setsid=True,
+            setsigdef=[signal.SIGPIPE],
+        )
+    except OSError:
+        os.close(ours_out)
+        os.close(ours_in)
+        raise
+    finally:
+        os.close(theirs_in)
+        os.close(theirs_out)
+    return Sidecar(pid, ours_out, ours_in)
+
+
+def say_and_let_go(line: str) -> None:
+    """Print *line* to whoever started this process, then let go of its standard input and output.
+
+    This is what `Sidecar.first_line` hears. Who started us may be gone, and that is no error.
+    """
+    with suppress(OSError):
+        print(line, flush=True)  # noqa: T201 our output
+    with open(os.devnull, "r+b") as null:  # noqa: PTH123 a descriptor is wanted
+        for fd in (0, 1):
+            os.dup2(null.fileno(), fd)

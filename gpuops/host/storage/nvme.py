@@ -1,0 +1,105 @@
+"""NVMe drives: their state from sysfs, and their own log from nvme-cli where it is installed."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpuops.errors import ProbeError
+from gpuops.host.files import entries_of, text_of
+from gpuops.host.process.command import ask, find
+
+_ONE_S = 2.0
+_LEAST_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeDrive:
+    """One drive; None: not told.
+
+    ``critical_warning`` is the bit mask, ``media_errors`` a count over the drive's life and
+    ``used_percent`` the part of its rated life that is gone: SMART / Health Information of the NVM
+    Express Base Specification. ``trouble`` says why that log could not be had.
+    """
+
+    name: str
+    serial: str
+    model: str | None = None
+    state: str | None = None
+    transport: str | None = None
+    critical_warning: int | None = None
+    media_errors: int | None = None
+    used_percent: int | None = None
+    trouble: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nvme:
+    """All drives; ``tool``: nvme-cli was found and asked."""
+
+    drives: tuple[NvmeDrive, ...] = ()
+    tool: bool = False
+
+
+def read_nvme(root: Path, budget_s: float) -> Nvme:
+    """Return the drives, with what each says of itself, within *budget_s* seconds."""
+    drives = [_drive(folder) for folder in entries_of(root / "sys/class/nvme")]
+    tool = find(root, "nvme") if drives else None
+    if tool is None:
+        return Nvme(tuple(drives))
+    end_s = time.monotonic() + budget_s
+    asked = [_asked(tool, drive, end_s - time.monotonic()) for drive in drives]
+    return Nvme(tuple(asked), tool=True)
+
+
+def _drive(folder: Path) -> NvmeDrive:
+    return NvmeDrive(
+        name=folder.name,
+        serial=text_of(folder / "serial") or folder.name,
+        model=text_of(folder / "model") or None,
+        state=text_of(folder / "state") or None,
+        transport=text_of(folder / "transport") or None,
+    )
+
+
+def _asked(tool: Path, drive: NvmeDrive, left_s: float) -> NvmeDrive:
+    if left_s < _LEAST_S:
+        return replace(drive, trouble="no time was left to ask it")
+    argv: list[Path | str] = [tool, "smart-log", "-o", "json", f"/dev/{drive.name}"]
+    try:
+        answer = ask(argv, min(_ONE_S, left_s), unless_stuck=True)
+    except ProbeError as exc:
+        return replace(drive, trouble=str(exc))
+    if answer.exit_code != 0:
+        return replace(drive, trouble=f"nvme {answer.ending}: {answer.first_line()}".rstrip(": "))
+    return with_smart_log(drive, answer.output)
+
+
+def with_smart_log(drive: NvmeDrive, text: str) -> NvmeDrive:
+    """Return *drive* with what nvme-cli's JSON says; its versions 1 and 2 name a key apart."""
+    try:
+        log = json.loads(text)
+    except (ValueError, RecursionError):
+        log = None
+    if not isinstance(log, dict) or "critical_warning" not in log:
+        return replace(drive, trouble="nvme smart-log printed no log")
+    return replace(
+        drive,
+        critical_warning=_whole(log["critical_warning"]),
+        media_errors=_whole(log.get("media_errors")),
+        used_percent=_whole(log.get("percent_used", log.get("percentage_used"))),
+    )
+
+
+def _whole(value: Any) -> int | None:  # noqa: ANN401 of somebody's JSON
+    """Return the number in *value*: large ones are written as strings, verbose ones as tables."""
+    if isinstance(value, Mapping):
+        value = value.get("value")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return int(float(value)) if isinstance(value, float) else int(value)
+    except (ValueError, OverflowError):
+        return None

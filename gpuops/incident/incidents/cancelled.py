@@ -1,0 +1,214 @@
+"""A run that was asked to end: not a failure, but on record.
+
+Unless a worker had failed by itself before: then the run's end is that failure's, and the signal
+only cut its handling short. Who else got the signal (scancel and a terminal signal every process)
+did not fail by itself, and what follows from their end is no failure either.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpuops.errors import EXIT_REQUEUE
+from gpuops.incident.classify import classify, ending_signal
+from gpuops.incident.evidence import rank_entity, scrub_and_clip, step_phrase
+from gpuops.incident.incidents.worker_failure import incident_from_exits
+from gpuops.incident.lifecycle import close, incident_id, with_action
+from gpuops.model import (
+    ActionKind,
+    Confidence,
+    Entity,
+    EntityKind,
+    Evidence,
+    FailureClass,
+    Incident,
+    IncidentState,
+    Role,
+    Side,
+    WorkerExit,
+)
+from gpuops.rules import LogRule
+
+# Ctrl-C and a closed terminal come from the person at it; SIGTERM and the rest from a scheduler.
+_BY_HAND = frozenset({"SIGINT", "SIGHUP", "SIGQUIT"})
+
+
+def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an end
+    signal_name: str,
+    exits: Sequence[WorkerExit] = (),
+    *,
+    run_id: str,
+    attempt: int,
+    node: str,
+    rules: Sequence[LogRule],
+    detected_us: int,
+    detected_mono_ns: int,
+    signal_seen_mono_ns: int | None = None,
+    kernel_lines: Sequence[str] = (),
+) -> Incident:
+    """Return the closed incident of a run whose agent on *node* received *signal_name*.
+
+    No one is a culprit and nothing was lost to a failure, unless a worker had failed by itself
+    before the signal: then it is the incident of that failure.
+
+    Args:
+        signal_name: What the agent received.
+        exits: Every worker of the attempt on this node.
+        run_id: The run.
+        attempt: 0-based.
+        node: This node.
+        rules: Log rules (worker and kernel).
+        detected_us: When the agent closes the run, epoch µs.
+        detected_mono_ns: The same moment on this host's monotonic clock.
+        signal_seen_mono_ns: When the signal arrived. Where it is not known, whatever failed before
+            a worker ended by the same signal counts as before it.
+        kernel_lines: The kernel log around the end; none where it may not be read.
+    """
+    if _failed_before(signal_name, exits, rules, signal_seen_mono_ns):
+        failure = incident_from_exits(
+            exits,
+            run_id=run_id,
+            attempt=attempt,
+            node=node,
+            rules=rules,
+            detected_us=detected_us,
+            detected_mono_ns=detected_mono_ns,
+            kernel_lines=kernel_lines,
+        )
+        return close(
+            with_action(failure, ActionKind.STOP),
+            at_us=detected_us,
+            lost_s={},
+            resolution=f"cancelled by {signal_name} while ending or restarting the workers",
+        )
+    return _cancellation_incident(
+        signal_name, exits, run_id=run_id, attempt=attempt, node=node, detected_us=detected_us
+    )
+
+
+def incident_from_drain(  # noqa: PLR0913  the agent's whole knowledge of an end
+    signal_name: str,
+    exits: Sequence[WorkerExit],
+    exit_code: int,
+    *,
+    run_id: str,
+    attempt: int,
+    node: str,
+    rules: Sequence[LogRule],
+    detected_us: int,
+    detected_mono_ns: int,
+) -> Incident:
+    """Return the closed incident of a run that stopped after its step because it was asked to.
+
+    Arguments as for `incident_from_cancel`; *exit_code* is the run's.
+    """
+    cancelled = incident_from_cancel(
+        signal_name,
+        exits,
+        run_id=run_id,
+        attempt=attempt,
+        node=node,
+        rules=rules,
+        detected_us=detected_us,
+        detected_mono_ns=detected_mono_ns,
+    )
+    if cancelled.culprits:
+        return cancelled
+    requeues = exit_code == EXIT_REQUEUE
+    outcome_text = "and asked to be queued again" if requeues else f"with exit code {exit_code}"
+    return replace(
+        cancelled,
+        failure_class=FailureClass.PREEMPTED if requeues else cancelled.failure_class,
+        title=f"drained on {signal_name}: {_stop_text(exits)}",
+        actions=(ActionKind.REQUEUE,) if requeues else (ActionKind.STOP,),
+        resolution=f"drained: the run ended in order {outcome_text}",
+    )
+
+
+def _stop_text(exits: Sequence[WorkerExit]) -> str:
+    return "the workers stopped after a step" if exits else "no worker ran"
+
+
+def _failed_before(
+    signal_name: str,
+    exits: Sequence[WorkerExit],
+    rules: Sequence[LogRule],
+    signal_seen_mono_ns: int | None,
+) -> bool:
+    """Say whether a worker failed by itself before the signal reached anyone."""
+    not_terminated = [worker for worker in exits if not worker.terminated]
+    received_ns = [w.seen_mono_ns for w in not_terminated if _got_same_signal(w, signal_name)]
+    if signal_seen_mono_ns is not None:
+        received_ns.append(signal_seen_mono_ns)
+    classified = [
+        classify(w, rules) for w in not_terminated if not _got_same_signal(w, signal_name)
+    ]
+    roots = [verdict.failed_ns for verdict in classified if verdict.role is Role.ROOT]
+    return bool(roots) and min(roots) < min(received_ns, default=min(roots) + 1)
+
+
+def _got_same_signal(worker: WorkerExit, signal_name: str) -> bool:
+    interrupted = signal_name == "SIGINT" and worker.exception_type == "KeyboardInterrupt"
+    return interrupted or ending_signal(worker) == signal_name
+
+
+def _cancellation_incident(
+    signal_name: str,
+    exits: Sequence[WorkerExit],
+    *,
+    run_id: str,
+    attempt: int,
+    node: str,
+    detected_us: int,
+) -> Incident:
+    by_hand = signal_name in _BY_HAND
+    who = "the user" if by_hand else "the scheduler or an administrator"
+    asked = Evidence(
+        role=Role.ROOT,
+        text=f"the agent on {node} received {signal_name}",
+        entity=Entity(EntityKind.NODE, node),
+    )
+    ranks = [
+        _rank_evidence(worker, signal_name)
+        for worker in sorted(exits, key=lambda worker: worker.rank)
+    ]
+    return Incident(
+        id=incident_id(run_id, attempt),
+        failure_class=FailureClass.CANCELLED,
+        side=Side.USER if by_hand else Side.SCHEDULER,
+        confidence=Confidence.CONFIRMED,
+        state=IncidentState.CLOSED,
+        title=f"cancelled by {signal_name}: the agent on {node} received it",
+        first_us=detected_us,
+        detected_us=detected_us,
+        run_id=run_id,
+        attempt=attempt,
+        culprit_how=f"nobody is to blame; {signal_name} is sent by {who}",
+        evidence=(asked, *ranks),
+        actions=(ActionKind.STOP,),
+        resolved_us=detected_us,
+        resolution="cancelled: the workers were ended and the run was closed",
+        authority=2,
+    )
+
+
+def _rank_evidence(worker: WorkerExit, signal_name: str) -> Evidence:
+    text = f"rank {worker.rank} (pid {worker.pid}) {worker.describe()} {step_phrase(worker)}"
+    role, why = _role_of(worker, signal_name)
+    return Evidence(
+        role=role,
+        text=f"{text}; {why}",
+        entity=rank_entity(worker),
+        lines=scrub_and_clip(worker.log_tail[-3:]),
+        path=worker.log_path,
+    )
+
+
+def _role_of(worker: WorkerExit, signal_name: str) -> tuple[Role, str]:
+    """Return what the end of *worker* is to the cancellation, and in words."""
+    if worker.terminated:
+        return Role.TEARDOWN, "its agent ended it"
+    if worker.exit_code == 0:
+        return Role.NOISE, "it was done"
+    if _got_same_signal(worker, signal_name):
+        return Role.CONFIRMATION, f"{signal_name} reached it as well, not from its agent"
+    return Role.SYMPTOM, "not ended by its agent, and not before the signal came"

@@ -1,0 +1,126 @@
+"""From the ends of one generation's workers on one node to what its agent reports of it."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from gpuops.incident import kernel
+from gpuops.incident.cause import HostCause, find_cause
+from gpuops.incident.classify import ClassifiedExit, classify
+from gpuops.incident.decision import TEXT_CHARS_MAX, NodeReport, RankEnd, ReportKind
+from gpuops.incident.evidence import rank_entity
+from gpuops.incident.incidents.worker_failure import describe_exit
+from gpuops.incident.signature import signature_of
+from gpuops.model import Entity, EntityKind, FailureClass, Role, Side, WorkerExit
+from gpuops.rules import LogRule
+from gpuops.scrub import scrub
+
+# What an exception of a worker may blame on its node: the driver's and the hardware's own words.
+# A full or dead file system and a lost connection are seen from this node, but need not be its own.
+_NODE_CATEGORIES = frozenset({"gpu_hw", "gpu_sw", "host_hw"})
+_INFRASTRUCTURE = frozenset({FailureClass.PORT_TAKEN, FailureClass.START_FAILED})
+_NO_UUIDS: Mapping[int, str] = {}
+
+
+def build_node_report(  # noqa: PLR0913  the agent's whole knowledge of one generation
+    exits: Sequence[WorkerExit],
+    *,
+    node: str,
+    generation: int,
+    rules: Sequence[LogRule],
+    kernel_lines: Sequence[str] = (),
+    kind: ReportKind = ReportKind.WORKERS_FAILED,
+    gpu_uuids: Mapping[int, str] = _NO_UUIDS,
+    own_gpus: Collection[str] = (),
+    checkpoint_step: int | None = None,
+    has_stepped: bool | None = None,
+) -> NodeReport:
+    """Return what *exits* say of *node*; their order does not matter.
+
+    Of WORKERS_FAILED without a failure among *exits* STOPPED is made, or DONE where every worker
+    ended with code 0. The node is blamed only where the kernel log or the driver's own words in an
+    exception speak against it: never for an exception of the program or a SIGKILL. Where no worker
+    failed, the log speaks against it only by the job's own GPUs.
+
+    Args:
+        exits: Every worker of the generation on this node.
+        node: Its name.
+        generation: 0-based.
+        rules: Log rules (worker and kernel).
+        kernel_lines: The kernel log around the failure; none where it may not be read.
+        kind: What the agent saw; for a hang or a GPU fault the sentry's own account has the class.
+        gpu_uuids: The GPU of each local rank, as far as known.
+        own_gpus: The PCI addresses of the job's GPUs, as far as known.
+        checkpoint_step: The newest checkpoint known here.
+        has_stepped: Whether a rank here made a step; None: by the heartbeats in *exits*.
+    """
+    exits_ = sorted((classify(w, rules, kernel_lines) for w in exits), key=lambda v: v.sort_key)
+    cause = find_cause(exits_, kernel.find_node_fault(kernel_lines, rules, own_gpus))
+    failure_class = cause.failure_class
+    return NodeReport(
+        kind=_report_kind(kind, cause, exits_),
+        node=node,
+        generation=generation,
+        failure_class=failure_class,
+        side=cause.side,
+        confidence=cause.confidence,
+        how=scrub(cause.how)[:TEXT_CHARS_MAX],
+        culprits=_culprits(cause, node),
+        blames_node=_blames_node(cause),
+        has_stepped=_has_stepped(exits) if has_stepped is None else has_stepped,
+        last_step=max((w.last_step for w in exits if w.last_step is not None), default=None),
+        checkpoint_step=checkpoint_step,
+        ends=_rank_ends(cause, exits_, gpu_uuids),
+        is_infrastructure=failure_class in _INFRASTRUCTURE or kind is ReportKind.START_FAILED,
+    )
+
+
+def _report_kind(
+    kind: ReportKind, cause: HostCause, classified: Sequence[ClassifiedExit]
+) -> ReportKind:
+    if kind is not ReportKind.WORKERS_FAILED or cause.first is not None or cause.kernel is not None:
+        return kind
+    all_succeeded = bool(classified) and all(v.role is Role.NOISE for v in classified)
+    return ReportKind.DONE if all_succeeded else ReportKind.STOPPED
+
+
+def _blames_node(cause: HostCause) -> bool:
+    if cause.kernel is not None:
+        return True
+    of_the_node = cause.failure_class.category in _NODE_CATEGORIES
+    return of_the_node and cause.side is Side.INFRA and bool(cause.blamed)
+
+
+def _culprits(cause: HostCause, node: str) -> tuple[Entity, ...]:
+    ranks = tuple(rank_entity(verdict.worker) for verdict in cause.blamed)
+    return (*ranks, Entity(EntityKind.NODE, node)) if _blames_node(cause) else ranks
+
+
+def _has_stepped(exits: Sequence[WorkerExit]) -> bool:
+    return any(worker.beats > 0 or worker.last_step is not None for worker in exits)
+
+
+def _rank_ends(
+    cause: HostCause, classified: Sequence[ClassifiedExit], gpu_uuids: Mapping[int, str]
+) -> tuple[RankEnd, ...]:
+    """Return every rank's end, the blamed ones first: a report holds a bounded number."""
+    blamed = {id(verdict) for verdict in cause.blamed}
+    ordered = sorted(classified, key=lambda v: (id(v) not in blamed, v.worker.rank))
+    return tuple(_rank_end(v, id(v) in blamed, gpu_uuids) for v in ordered)
+
+
+def _rank_end(classified: ClassifiedExit, is_blamed: bool, gpu_uuids: Mapping[int, str]) -> RankEnd:
+    worker = classified.worker
+    is_consequence = classified.role is Role.ROOT and not is_blamed
+    return RankEnd(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        role=Role.SYMPTOM if is_consequence else classified.role,
+        failure_class=classified.failure_class,
+        side=classified.side,
+        signature=signature_of(classified),
+        exit_code=worker.exit_code,
+        signal=worker.signal,
+        step=worker.last_step,
+        gpu_uuid=gpu_uuids.get(worker.local_rank),
+        summary=scrub(f"rank {worker.rank} {describe_exit(classified)}")[:TEXT_CHARS_MAX],
+        log_path=worker.log_path,
+    )

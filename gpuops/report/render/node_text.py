@@ -1,0 +1,120 @@
+"""A node and its history for a person to read."""
+
+from collections.abc import Iterable, Sequence
+
+from gpuops.host.node_state import Repair
+from gpuops.model import Incident
+from gpuops.report.render.layout import date_time, one_line, short_id, table, truncate
+from gpuops.store.queries.node_queries import (
+    FINDING_DAYS,
+    ComponentRow,
+    FailedAttemptRow,
+    FindingRow,
+    NodeHistory,
+    NodeRow,
+    StateRow,
+)
+from gpuops.store.queries.strikes import STRIKE_DAYS, Strike, count_strikes
+
+_INDENT = 2
+
+
+def node_list(nodes: Sequence[NodeRow]) -> str:
+    """Return one line a node."""
+    rows = [
+        (
+            item.name,
+            item.state or "-",
+            item.verdict or "-",
+            str(item.open_incidents),
+            date_time(item.last_seen_us),
+            item.cluster,
+        )
+        for item in nodes
+    ]
+    head = ("node", "last act", "last check", "open", "last seen", "cluster")
+    return table(head, rows, right=(3,))
+
+
+def history_text(history: NodeHistory) -> str:
+    """Return the node's history: what is open first, then what was done, then what it is."""
+    parts = [
+        _heading(history.node),
+        _section(f"findings of the last {FINDING_DAYS} days", map(_finding, history.findings)),
+        _section("incidents", map(_incident, history.incidents)),
+        _section(
+            f"strikes of the last {STRIKE_DAYS} days, not repaired", _strikes(history.strikes)
+        ),
+        _section("drains and resumes by gpuops", map(_state, history.states)),
+        _section("repairs", map(_repair, history.repairs)),
+        _section("parts", map(_component, history.components)),
+        _section(
+            "boots",
+            (_boot(item.boot_us, item.boot_id, item.kernel, item.driver) for item in history.boots),
+        ),
+        _section("attempts that failed with this node in them", map(_failed, history.failed)),
+    ]
+    return "\n".join(line for part in parts for line in part)
+
+
+def _heading(node: NodeRow) -> list[str]:
+    done = f"{node.state} by gpuops" if node.state else "never drained by gpuops"
+    check = f"last check: {node.verdict}" if node.verdict else "never checked"
+    times = f"seen from {date_time(node.first_seen_us)} to {date_time(node.last_seen_us)}"
+    return [one_line(f"node {node.name} of cluster {node.cluster}: {done}; {check}"), times]
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    found = [f"{' ' * _INDENT}{truncate(line, 98)}" for line in lines]
+    return ["", title, *(found or [f"{' ' * _INDENT}none"])]
+
+
+def _finding(item: FindingRow) -> str:
+    times = f" ({item.count} times)" if item.count > 1 else ""
+    by = f" [user {item.uid}]" if item.uid else ""
+    about = f"{item.check}, {item.entity_kind} {item.entity_id}{times}{by}"
+    return f"{date_time(item.last_us)}  {item.status:<7}  {about}: {item.message}"
+
+
+def _incident(item: Incident) -> str:
+    how = f"; {item.resolution}" if item.resolution else ""
+    return (
+        f"{date_time(item.first_us)}  {item.state.value:<9}  {short_id(item.id)}  {item.title}{how}"
+    )
+
+
+def _strikes(strikes: Sequence[Strike]) -> Iterable[str]:
+    for item in count_strikes(strikes):
+        yield (
+            f"{date_time(item.last_us)}  {item.count}  {item.entity_kind} {item.entity_id}: "
+            f"{item.why}"
+        )
+
+
+def _state(item: StateRow) -> str:
+    job = f", job {item.job_id}" if item.job_id else ""
+    return f"{date_time(item.t_us)}  {item.state:<7}  by {item.actor}{job}: {item.reason}"
+
+
+def _repair(item: Repair) -> str:
+    return f"{date_time(item.t_us)}  {item.entity_kind} {item.entity_id}, by {item.by}: {item.what}"
+
+
+def _component(item: ComponentRow) -> str:
+    return (
+        f"{item.kind} {item.component_id}: from {date_time(item.first_seen_us)} "
+        f"to {date_time(item.last_seen_us)}"
+    )
+
+
+def _boot(boot_us: int | None, boot_id: str, kernel: str | None, driver: str | None) -> str:
+    known = [f"kernel {kernel}" if kernel else "", f"driver {driver}" if driver else ""]
+    return f"{date_time(boot_us)}  {boot_id}  {', '.join(filter(None, known))}".rstrip()
+
+
+def _failed(item: FailedAttemptRow) -> str:
+    job = f", job {item.slurm_job_id}" if item.slurm_job_id else ""
+    code = "" if item.exit_code is None else f", exit code {item.exit_code}"
+    return (
+        f"{date_time(item.end_us)}  run {short_id(item.run_id)}, attempt {item.ordinal}{job}{code}"
+    )

@@ -1,0 +1,273 @@
+"""A run's account for a person to read: 100 columns, the answer in the first three lines."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gpuops.hostlist import compress
+from gpuops.model import Incident
+from gpuops.report.advice import advice
+from gpuops.report.render.decision_text import exclusion_lines
+from gpuops.report.render.incident_text import confidence_text, cost_text, incident_block
+from gpuops.report.render.layout import (
+    WIDTH,
+    count_noun,
+    date_time,
+    labelled,
+    short_id,
+    table,
+    time_of_day,
+    truncate,
+)
+from gpuops.report.time_breakdown import LOST_PHASES, AgentLiveness, RunBreakdown, TimePhase
+from gpuops.units import format_seconds
+
+INCIDENTS_MAX = 10
+NODES_CHARS = 16
+
+
+def report_text(breakdown: RunBreakdown) -> str:
+    """Return the whole report."""
+    blocks = [
+        [
+            headline(breakdown),
+            labelled("cost", cost_line(breakdown)),
+            labelled("blame", blame(breakdown)),
+        ],
+        _header(breakdown),
+        ["attempts", *_indented(_attempts(breakdown))],
+        exclusion_lines(breakdown.exclusions),
+        *([*incident_block(item)] for item in breakdown.incidents[:INCIDENTS_MAX]),
+        _omitted_incidents(breakdown.incidents),
+        ["time", *_indented(_time(breakdown))],
+        [labelled("advice" if i == 0 else "", text) for i, text in enumerate(advice(breakdown))],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def headline(breakdown: RunBreakdown) -> str:
+    """Return what happened, in one line."""
+    run = breakdown.run
+    if breakdown.is_live:
+        return truncate(f"run {run.name} ({short_id(run.id)}): {live_status(breakdown)}", WIDTH)
+    restarts = max(len(breakdown.attempts) - 1, 0)
+    times = f"after {count_noun(restarts, 'restart')}" if restarts else "without a restart"
+    outcome = run.outcome or "ended"
+    nodes = sorted({node for attempt in breakdown.attempts for node in attempt.row.nodes})
+    where = f"on {', '.join(nodes[:3])}{' …' if len(nodes) > 3 else ''}" if nodes else ""
+    text = (
+        f"run {run.name} ({short_id(run.id)}) {outcome} {times} in "
+        f"{format_seconds(breakdown.wall_s)}"
+    )
+    return truncate(f"{text} {where}".rstrip(), WIDTH)
+
+
+def live_status(breakdown: RunBreakdown) -> str:
+    """Return how a run without an end on record stands, as far as can be told from here."""
+    last_event = date_time(breakdown.end_us)
+    if breakdown.agent is AgentLiveness.GONE:
+        return f"the agent is gone (killed?), last heard of at {last_event}"
+    if breakdown.agent is AgentLiveness.RUNNING:
+        return f"still running; last event at {last_event}"
+    return f"no end on record; last event at {last_event}"
+
+
+def cost_line(breakdown: RunBreakdown) -> str:
+    """Return what the failures cost, and the share of productive time."""
+    seconds = breakdown.lost
+    parts = ", ".join(
+        f"{p.value} {format_seconds(seconds[p])}" for p in LOST_PHASES if seconds[p] > 0
+    )
+    if parts:
+        lost = f"{format_seconds(breakdown.lost_s)} lost to failures ({parts})"
+    elif breakdown.has_failed:
+        lost = "what the failure cost is not known"
+    else:
+        lost = "nothing lost as far as is on record" if breakdown.is_live else "nothing lost"
+    return f"{lost}; ETTR {ettr_text(breakdown)}"
+
+
+def ettr_text(breakdown: RunBreakdown) -> str:
+    """Return the ratio with two decimals, as a range where some time is unknown."""
+    low, high = breakdown.ettr_alloc, breakdown.ettr_alloc_max
+    if low is None or high is None:
+        return "unknown (no time passed)"
+    if high - low < 0.005:
+        return f"{low:.2f}"
+    unknown = format_seconds(breakdown.seconds[TimePhase.UNKNOWN])
+    return f"between {low:.2f} and {high:.2f} ({unknown} unknown)"
+
+
+def blame(breakdown: RunBreakdown) -> str:
+    """Return who was to blame; the same failure over and over is told once."""
+    if not breakdown.incidents:
+        if breakdown.is_live or breakdown.has_failed:
+            return "not known: no incident on record"
+        return "nobody: nothing failed"
+    counts = Counter(map(_blame_text, breakdown.incidents))
+    parts = [text if n == 1 else f"{n} times: {text}" for text, n in counts.most_common(3)]
+    if len(counts) > 3:
+        parts.append(f"and {len(counts) - 3} more")
+    return "; ".join(parts)
+
+
+def _blame_text(incident: Incident) -> str:
+    if incident.failure_class.is_request:
+        return f"nobody: {incident.title}"
+    nobody = "" if incident.culprits else "nobody found: "
+    return f"{nobody}{incident.title} ({incident.failure_class.value}, {confidence_text(incident)})"
+
+
+def _header(breakdown: RunBreakdown) -> list[str]:
+    run = breakdown.run
+    worlds = sorted({a.row.world_size for a in breakdown.attempts if a.row.world_size is not None})
+    nodes = sorted({node for a in breakdown.attempts for node in a.row.nodes})
+    jobs = sorted({str(a.row.slurm_job_id) for a in breakdown.attempts if a.row.slurm_job_id})
+    ended = date_time(run.ended_us) if run.ended_us is not None else "an end that is not on record"
+    facts = [
+        ("run", f"{run.name}  id {run.id}"),
+        ("command", " ".join(run.command)),
+        ("who", f"{run.user} on cluster {run.cluster}{f', Slurm job {jobs[0]}' if jobs else ''}"),
+        ("where", f"{', '.join(nodes) or 'unknown node'}; {_world_sizes(worlds)}"),
+        ("when", f"{date_time(run.created_us)} to {ended}"),
+        ("ended", f"{run.outcome or 'no end on record'}{_exit_text(breakdown)}"),
+        ("with", f"torch {run.torch_version or 'unknown'}; at most {_restarts(run.max_restarts)}"),
+        ("files", run.run_dir),
+        (
+            "ETTR",
+            (
+                f"{ettr_text(breakdown)} = productive / wall time from launch to end, over all "
+                "attempts;"
+                " time in a queue is not in it (ETTR_alloc, after arXiv 2410.21680)"
+            ),
+        ),
+    ]
+    return [labelled(label, text) for label, text in facts]
+
+
+def _world_sizes(worlds: Sequence[int]) -> str:
+    return f"{' then '.join(map(str, worlds))} ranks" if worlds else "number of ranks unknown"
+
+
+def _restarts(limit: int | None) -> str:
+    return "an unknown number of restarts" if limit is None else count_noun(limit, "restart")
+
+
+def _exit_text(breakdown: RunBreakdown) -> str:
+    run = breakdown.run
+    code = "" if run.exit_code is None else f", exit code {run.exit_code}"
+    return f"{code}{f' ({run.reason})' if run.reason else ''}"
+
+
+def _attempts(breakdown: RunBreakdown) -> str:
+    names = {node for item in breakdown.attempts for node in item.row.nodes}
+    shows_nodes = len(names) > 1
+    rows = []
+    for item in breakdown.attempts:
+        row = item.row
+        cells = (
+            str(row.ordinal),
+            row.outcome or ("running" if breakdown.agent is AgentLiveness.RUNNING else "no end"),
+            time_of_day(row.start_us),
+            _duration(row.start_us, row.end_us),
+            steps_text(row.steps_first, row.steps_last, row.beats),
+            "?" if item.redone_steps is None else str(item.redone_steps or "-"),
+        )
+        nodes = (_nodes(row.nodes),) if shows_nodes else ()
+        ended = how_ended(breakdown, row.ordinal, row.outcome, row.exit_code)
+        rows.append((*cells, *nodes, ended))
+    head = ["#", "outcome", "start", "duration", "steps", "redone", "how it ended"]
+    if shows_nodes:
+        head.insert(-1, "nodes")
+    return table(head, rows, right=(0, 3, 5), width=WIDTH - 2) if rows else "none on record"
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    """Return nodes as Slurm writes them (``n[1-3]``), else their number."""
+    text = compress(nodes) if nodes else "-"
+    return text if len(text) <= NODES_CHARS else count_noun(len(nodes), "node")
+
+
+def _duration(start_us: int | None, end_us: int | None) -> str:
+    return "-" if start_us is None or end_us is None else format_seconds((end_us - start_us) / 1e6)
+
+
+def steps_text(first: int | None, last: int | None, beats: int | None) -> str:
+    """Return ``"1 to 57"``, or the heartbeats where step numbers are unknown."""
+    if first is not None and last is not None:
+        return f"{first} to {last}"
+    return f"unknown ({beats} beats)" if beats else "none seen"
+
+
+def how_ended(
+    breakdown: RunBreakdown, ordinal: int, outcome: str | None, exit_code: int | None
+) -> str:
+    """Return how an attempt ended: its incident's title, else its outcome in words."""
+    for incident in breakdown.incidents:
+        if incident.attempt == ordinal:
+            return incident.title
+    if outcome == "completed":
+        return "every rank finished"
+    if outcome is None:
+        return "-"
+    return "no incident on record" + ("" if exit_code is None else f", exit code {exit_code}")
+
+
+def _omitted_incidents(incidents: Sequence[Incident]) -> list[str]:
+    rest = incidents[INCIDENTS_MAX:]
+    if not rest:
+        return []
+    lost = sum(item.lost_seconds for item in rest)
+    return [f"and {len(rest)} more incidents, {cost_text({'together': lost})}: gpuops incident ls"]
+
+
+def _time(breakdown: RunBreakdown) -> str:
+    wall_s, lost = breakdown.wall_s, breakdown.lost
+    shown = [
+        (phase, seconds)
+        for phase, seconds in breakdown.seconds.items()
+        if seconds > 0 or phase not in _OPTIONAL_PHASES
+    ]
+    rows = [
+        (p.value, f"{s:.2f}", _percent(s, wall_s), _lost_text(lost.get(p, 0.0)), _PHASE_MEANING[p])
+        for p, s in shown
+    ]
+    lost_s = _lost_text(breakdown.lost_s)
+    rows.append(("wall", f"{wall_s:.2f}", _percent(wall_s, wall_s), lost_s, "launch to end"))
+    head = ("phase", "seconds", "%", "lost", "what it is")
+    return table(head, rows, right=(1, 2, 3), width=WIDTH - 2)
+
+
+def _percent(seconds: float, wall_s: float) -> str:
+    return f"{100 * seconds / wall_s:.1f}" if wall_s > 0 else "-"
+
+
+def _lost_text(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds > 0 else "-"
+
+
+# A run that never failed is told without the phases of a recovery.
+_OPTIONAL_PHASES = frozenset(
+    {
+        TimePhase.DECIDE,
+        TimePhase.RENDEZVOUS,
+        TimePhase.RESTORE,
+        TimePhase.RESTART,
+        TimePhase.UNKNOWN,
+    }
+)
+_PHASE_MEANING = {
+    TimePhase.INIT: "start of the workers to their first step",
+    TimePhase.PRODUCTIVE: "steps made for the first time",
+    TimePhase.DETECT: "last progress before a failure to the first notice of it",
+    TimePhase.DECIDE: "stopping the workers, gathering reports, deciding",
+    TimePhase.RENDEZVOUS: "health gate, back-off, seats, until new workers start",
+    TimePhase.RESTORE: "reading the checkpoint",
+    TimePhase.RESTART: "from a failure to the next first step, not told apart",
+    TimePhase.REDO: "steps made again, up to the highest step of earlier attempts",
+    TimePhase.OTHER: "after the last step: saving, teardown, the launcher's own end",
+    TimePhase.UNKNOWN: "cannot be told: steps, their numbers or the end were not seen",
+}
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]

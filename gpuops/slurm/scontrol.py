@@ -1,0 +1,132 @@
+"""What slurmctld says of a node, and what we ask of it: `scontrol` with bounds.
+
+Source: scontrol(1), "show node" and "update"; slurm.conf(5), "NODE STATES".
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuops.errors import ProbeError, SlurmError
+from gpuops.host.process.command import CommandAnswer, ask, find
+
+# Where sites put Slurm besides the usual places; a hook has no PATH to tell.
+_PLACES = ("scontrol", "/opt/slurm/bin/scontrol", "/usr/local/slurm/bin/scontrol")
+TIMEOUT_S = 4.0
+_PASSED_ON = ("SLURM_CONF", "SLURM_CONF_SERVER")
+# `State=IDLE*+DRAIN`: signs after a state say what else is going on with the node.
+_SIGNS = "*~#!%$@^-"
+_STATE = re.compile(r"^ *State=(\S+)", re.MULTILINE)
+_REASON = re.compile(r"^ *Reason=(.*)$", re.MULTILINE)
+_WHO = re.compile(r"(?P<text>.*) \[(?P<user>[^\[\]@]+)@(?P<time>[^\[\]@]+)\]")
+# slurmctld knows such a node from its configuration only, or has given it up.
+_ABSENT = frozenset(
+    {"UNKNOWN", "FUTURE", "NOT_RESPONDING", "INVALID", "INVALID_REG", "POWERED_DOWN"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNode:
+    """One node as slurmctld sees it. ``reason_by``: the user who gave the reason."""
+
+    name: str
+    states: frozenset[str]
+    reason: str | None = None
+    reason_by: str | None = None
+
+    @property
+    def drained(self) -> bool:
+        """Say whether no new job may start there: drained, or draining while a job ends."""
+        return "DRAIN" in self.states
+
+    @property
+    def down(self) -> bool:
+        """Say whether slurmctld has given it up, or somebody has."""
+        return bool(self.states & {"DOWN", "FAIL", "ERROR"})
+
+    @property
+    def registered(self) -> bool:
+        """Say whether its slurmd has registered and answers."""
+        return not self.states & _ABSENT
+
+
+def parse_node(name: str, text: str) -> SlurmNode:
+    """Return the node in *text*, the output of ``scontrol show node NAME``.
+
+    Raises:
+        SlurmError: It is something else.
+    """
+    state = _STATE.search(text)
+    if state is None:
+        raise SlurmError(f"scontrol show node {name} named no state: {text.strip()[:200]!r}")
+    states = frozenset(word.rstrip(_SIGNS) for word in state[1].split("+"))
+    if any("*" in word for word in state[1].split("+")):
+        states |= {"NOT_RESPONDING"}
+    found = _REASON.search(text)
+    if found is None:
+        return SlurmNode(name=name, states=states)
+    who = _WHO.fullmatch(found[1].rstrip())
+    if who is None:
+        return SlurmNode(name=name, states=states, reason=found[1].rstrip() or None)
+    return SlurmNode(name=name, states=states, reason=who["text"], reason_by=who["user"])
+
+
+@dataclass(frozen=True, slots=True)
+class Scontrol:
+    """The program, and what of our environment it needs to find slurmctld."""
+
+    program: Path
+    env: Mapping[str, str]
+    timeout_s: float = TIMEOUT_S
+
+    def node(self, name: str) -> SlurmNode:
+        """Return what slurmctld says of the node *name*.
+
+        Raises:
+            SlurmError: It does not answer, or knows no such node.
+        """
+        return parse_node(name, self._said("show", "node", name).output)
+
+    def drain(self, name: str, reason: str) -> None:
+        """Let no new job start on *name*, for *reason*.
+
+        Raises:
+            SlurmError: slurmctld does not answer, or refuses.
+        """
+        self._said("update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}")
+
+    def resume(self, name: str) -> None:
+        """Let jobs start on *name* again.
+
+        Raises:
+            SlurmError: slurmctld does not answer, or refuses.
+        """
+        self._said("update", f"NodeName={name}", "State=RESUME")
+
+    def _said(self, *words: str) -> CommandAnswer:
+        try:
+            answer = ask([self.program, *words], self.timeout_s, env=self.env)
+        except ProbeError as exc:
+            raise SlurmError(str(exc)) from exc
+        if answer.exit_code != 0:
+            asked = " ".join(words[:3])
+            raise SlurmError(f"scontrol {asked} {answer.ending}: {answer.first_line()}")
+        return answer
+
+
+def find_scontrol(env: Mapping[str, str], directory: Path | None = None) -> Scontrol:
+    """Return the `scontrol` in *directory*, or else where Debian and others install it.
+
+    Raises:
+        SlurmError: There is none; says where it was looked for.
+    """
+    places = (str(directory / "scontrol"),) if directory is not None else _PLACES
+    passed_on = {name: env[name] for name in _PASSED_ON if env.get(name)}
+    for place in places:
+        program = find(Path("/"), place)
+        if program is not None:
+            return Scontrol(program, passed_on)
+    raise SlurmError(
+        f"no scontrol in {', '.join(places)} or the usual folders; set slurm.bin_dir to its folder"
+    )

@@ -1,0 +1,104 @@
+"""Which function reads which kind of event. A kind that is not here is kept as an event only."""
+
+from collections.abc import Callable
+
+from gpuops.store.events import DRAINED, REPAIRED, RESUMED
+from gpuops.store.ingest.envelope import EventEnvelope, ProjectedRow
+from gpuops.store.ingest.merge import MergeRule
+from gpuops.store.ingest.projections.checks import CHECK_RESULTS, CHECK_RUNS, COMPONENTS, check_ran
+from gpuops.store.ingest.projections.incidents import (
+    ACTIONS,
+    CULPRITS,
+    EVIDENCE,
+    INCIDENT_ATTEMPTS,
+    INCIDENT_EVIDENCE,
+    INCIDENTS,
+    REVISIONS,
+    STRIKES,
+    incident_recorded,
+    tool_failed,
+)
+from gpuops.store.ingest.projections.nodes import (
+    ATTEMPTS,
+    BOOTS,
+    CLUSTERS,
+    NODE_STATES,
+    NODES,
+    REPAIRS,
+    RUNS,
+    common_rows,
+    node_drained,
+    node_repaired,
+    node_resumed,
+    node_seen,
+)
+from gpuops.store.ingest.projections.runs import (
+    ATTEMPT_NODES,
+    DECISIONS,
+    EXCLUSIONS,
+    PROGRESS,
+    attempt_caught_up,
+    attempt_ended,
+    attempt_first_step,
+    attempt_progress,
+    attempt_started,
+    decision_made,
+    node_excluded,
+    run_ended,
+    run_started,
+)
+
+PROJECTIONS: dict[str, Callable[[EventEnvelope], list[ProjectedRow]]] = {
+    "node.seen": node_seen,
+    "run.started": run_started,
+    "run.ended": run_ended,
+    "attempt.started": attempt_started,
+    "attempt.first_step": attempt_first_step,
+    "attempt.caught_up": attempt_caught_up,
+    "attempt.progress": attempt_progress,
+    "attempt.ended": attempt_ended,
+    "incident.recorded": incident_recorded,
+    "decision.made": decision_made,
+    "node.excluded": node_excluded,
+    "check.ran": check_ran,
+    "tool.failed": tool_failed,
+    DRAINED: node_drained,
+    RESUMED: node_resumed,
+    REPAIRED: node_repaired,
+}
+
+# Parents before children; every writer writes tables in this order, so none waits in a circle.
+TABLE_ORDER: tuple[MergeRule, ...] = (
+    CLUSTERS,
+    NODES,
+    BOOTS,
+    COMPONENTS,
+    RUNS,
+    ATTEMPTS,
+    ATTEMPT_NODES,
+    PROGRESS,
+    CHECK_RUNS,
+    CHECK_RESULTS,
+    INCIDENTS,
+    REVISIONS,
+    CULPRITS,
+    STRIKES,
+    INCIDENT_ATTEMPTS,
+    EVIDENCE,
+    INCIDENT_EVIDENCE,
+    ACTIONS,
+    REPAIRS,
+    NODE_STATES,
+    DECISIONS,
+    EXCLUSIONS,
+)
+
+
+def project_event(envelope: EventEnvelope) -> list[ProjectedRow]:
+    """Return the rows of the derived tables that *envelope* adds to.
+
+    Raises:
+        SpoolLineError: The payload is not one of its kind.
+    """
+    projection = PROJECTIONS.get(envelope.event.kind)
+    return [*common_rows(envelope), *(projection(envelope) if projection else ())]

@@ -1,0 +1,1 @@
+"""Read-only queries, each returning plain records."""

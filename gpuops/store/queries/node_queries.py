@@ -1,0 +1,323 @@
+"""What commands read of nodes and their history, as plain records."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Select, Table, and_, func, select
+
+from gpuops.errors import UsageError
+from gpuops.host.node_state import Repair
+from gpuops.model import Entity, EntityKind, Incident, IncidentState
+from gpuops.store import schema
+from gpuops.store.queries.strikes import Strike, node_strikes
+from gpuops.units import US_PER_S
+
+FINDING_DAYS = 7
+ROWS_MAX = 50
+_RESULTS_MAX = 2000
+_DAY_US = 86_400 * US_PER_S
+_UNREMARKABLE = ("pass", "skip")
+_NAMED_MAX = 5
+_CLOSE = 0.4
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One node. ``state``: ``drained`` or ``resumed``, what gpuops last did to it, if anything."""
+
+    id: str
+    name: str
+    cluster: str
+    first_seen_us: int
+    last_seen_us: int
+    state: str | None = None
+    verdict: str | None = None
+    open_incidents: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingRow:
+    """What a check said of one entity in one verdict, ``count`` times; of the last, its words.
+
+    ``uid``: who ran it; a user can lie.
+    """
+
+    check: str
+    entity_kind: str
+    entity_id: str
+    status: str
+    message: str
+    failure_class: str | None
+    first_us: int
+    last_us: int
+    count: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRow:
+    """One drain, or one end of it."""
+
+    t_us: int
+    state: str
+    reason: str
+    actor: str
+    job_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentRow:
+    """A part, and when it was first and last seen in the node."""
+
+    kind: str
+    component_id: str
+    first_seen_us: int
+    last_seen_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootRow:
+    """One boot of a node; what nobody told is None."""
+
+    boot_id: str
+    boot_us: int | None
+    kernel: str | None
+    driver: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAttemptRow:
+    """An attempt of a run that failed with this node in it."""
+
+    run_id: str
+    ordinal: int
+    end_us: int | None
+    exit_code: int | None
+    slurm_job_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHistory:
+    """All that the store knows of a node, the newest first; ``findings`` of the last `DAYS`."""
+
+    node: NodeRow
+    findings: tuple[FindingRow, ...]
+    incidents: tuple[Incident, ...]
+    states: tuple[StateRow, ...]
+    repairs: tuple[Repair, ...]
+    strikes: tuple[Strike, ...]
+    components: tuple[ComponentRow, ...]
+    boots: tuple[BootRow, ...]
+    failed: tuple[FailedAttemptRow, ...]
+
+
+def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
+    """Return all nodes by name, or those called *name*: one in each cluster that has it."""
+    table = schema.nodes.c
+    query = (
+        select(
+            table.id,
+            table.hostname.label("name"),
+            schema.clusters.c.name.label("cluster"),
+            table.cluster_id,
+            table.first_seen_us,
+            table.last_seen_us,
+        )
+        .join(schema.clusters, schema.clusters.c.id == table.cluster_id)
+        .order_by(table.hostname, schema.clusters.c.name)
+    )
+    if name is not None:
+        query = query.where(table.hostname == name)
+    found = connection.execute(query).all()
+    ids = [row.id for row in found] if name is not None else None
+    states = _newest(connection, schema.node_states, "t_us", "state", ids)
+    verdicts = _newest(connection, schema.check_runs, "start_us", "verdict", ids)
+    open_incidents = _open_incidents(connection, name)
+    return [
+        NodeRow(
+            id=row.id,
+            name=row.name,
+            cluster=row.cluster,
+            first_seen_us=row.first_seen_us,
+            last_seen_us=row.last_seen_us,
+            state=states.get(row.id),
+            verdict=verdicts.get(row.id),
+            open_incidents=open_incidents.get((row.cluster_id, row.name), 0),
+        )
+        for row in found
+    ]
+
+
+def _newest(
+    connection: Connection,
+    table: Table,
+    order: str,
+    column: str,
+    ids: list[str] | None,
+) -> dict[str, str]:
+    """Return *column* of each node's row with the greatest *order*."""
+    last = select(table.c.node_id, func.max(table.c[order]).label("last")).group_by(table.c.node_id)
+    if ids is not None:
+        last = last.where(table.c.node_id.in_(ids))
+    newest = last.subquery()
+    query = (
+        select(table.c.node_id, table.c[column])
+        .join(newest, and_(newest.c.node_id == table.c.node_id, newest.c.last == table.c[order]))
+        .order_by(table.c.id)
+    )
+    found = connection.execute(query).all()
+    return {row[0]: row[1] for row in found}
+
+
+def _open_incidents(connection: Connection, name: str | None) -> dict[tuple[str, str], int]:
+    """Return how many open incidents name each node, by its cluster and its name."""
+    incident, culprit = schema.incidents.c, schema.incident_culprits.c
+    query = (
+        select(incident.cluster_id, culprit.entity_id, func.count())
+        .join(schema.incident_culprits, culprit.incident_id == incident.id)
+        .where(incident.state == IncidentState.OPEN.value)
+        .where(culprit.entity_kind == EntityKind.NODE.value)
+        .group_by(incident.cluster_id, culprit.entity_id)
+    )
+    if name is not None:
+        query = query.where(culprit.entity_id == name)
+    return {(cluster_id, node): count for cluster_id, node, count in connection.execute(query)}
+
+
+def find_node(connection: Connection, name: str, *, cluster: str) -> NodeRow:
+    """Return the node called *name*: that of *cluster*, else the only one of that name.
+
+    Raises:
+        UsageError: There is none, or it is in several other clusters.
+    """
+    found = nodes(connection, name=name)
+    candidates = [row for row in found if row.cluster == cluster] or found
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        cluster_names = ", ".join(row.cluster for row in candidates)
+        raise UsageError(
+            f"several clusters have a node {name!r} ({cluster_names}); set `cluster` to one"
+        )
+    known = list(connection.execute(select(schema.nodes.c.hostname).distinct()).scalars())
+    close = difflib.get_close_matches(name, known, n=_NAMED_MAX, cutoff=_CLOSE)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise UsageError(
+        f"the store knows no node {name!r}; {hint}`gpuops node ls` names those on record"
+    )
+
+
+def node_history(connection: Connection, node: NodeRow, *, now_us: int) -> NodeHistory:
+    """Return what the store knows of *node*."""
+    return NodeHistory(
+        node=node,
+        findings=list_findings(connection, node.id, since_us=now_us - FINDING_DAYS * _DAY_US),
+        incidents=tuple(incidents_of(connection, node.id, node.name, ROWS_MAX)),
+        states=_newest_rows(connection, StateRow, schema.node_states, "t_us", node.id),
+        repairs=_newest_rows(connection, Repair, schema.repairs, "t_us", node.id),
+        strikes=tuple(node_strikes(connection, node.id, now_us=now_us)),
+        components=_newest_rows(
+            connection, ComponentRow, schema.components, "last_seen_us", node.id
+        ),
+        boots=_newest_rows(connection, BootRow, schema.boots, "boot_us", node.id),
+        failed=_failed_attempts(connection, node.id),
+    )
+
+
+def components_of(connection: Connection, node_id: str, kind: str) -> list[str]:
+    """Return the ids of the parts of *kind* that were ever seen in a node."""
+    table = schema.components.c
+    query = select(table.component_id).where(table.node_id == node_id, table.kind == kind)
+    return list(connection.execute(query.order_by(table.component_id)).scalars())
+
+
+def incidents_of(connection: Connection, node_id: str, name: str, limit: int) -> list[Incident]:
+    """Return the incidents that blame the node *name*, newest first."""
+    incident, culprit = schema.incidents.c, schema.incident_culprits.c
+    query = (
+        select(incident.body)
+        .join(schema.incident_culprits, culprit.incident_id == incident.id)
+        .join(schema.nodes, schema.nodes.c.cluster_id == incident.cluster_id)
+        .where(schema.nodes.c.id == node_id)
+        .where(culprit.entity_kind == EntityKind.NODE.value, culprit.entity_id == name)
+        .order_by(incident.first_us.desc(), incident.id.desc())
+        .limit(limit)
+    )
+    found = [Incident.from_json(body) for body in connection.execute(query).scalars()]
+    # An account that no longer stands may have named it.
+    return [item for item in found if Entity(EntityKind.NODE, name) in item.culprits]
+
+
+def list_findings(connection: Connection, node_id: str, *, since_us: int) -> tuple[FindingRow, ...]:
+    """Return what checks found amiss on a node, equal ones as one, the newest first."""
+    run, result, event = schema.check_runs.c, schema.check_results.c, schema.events.c
+    query = (
+        select(schema.check_results, run.start_us, event.origin_uid)
+        .join(schema.check_runs, run.id == result.check_run_id)
+        .join(schema.events, event.id == run.id)
+        .where(run.node_id == node_id, run.start_us >= since_us)
+        .where(result.verdict.not_in(_UNREMARKABLE))
+        .order_by(run.start_us.desc(), run.id.desc(), result.ordinal)
+        .limit(_RESULTS_MAX)
+    )
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for row in connection.execute(query).mappings():
+        names = ("check_name", "entity_kind", "entity_id", "verdict", "failure_class")
+        groups.setdefault((*(row[name] for name in names), row["origin_uid"]), []).append(row)
+    found = [_group_findings(rows) for rows in groups.values()]
+    return tuple(sorted(found, key=lambda item: -item.last_us)[:ROWS_MAX])
+
+
+def _group_findings(rows: Sequence[Any]) -> FindingRow:
+    newest = rows[0]
+    return FindingRow(
+        check=newest["check_name"],
+        entity_kind=newest["entity_kind"],
+        entity_id=newest["entity_id"],
+        status=newest["verdict"],
+        message=newest["message"],
+        failure_class=newest["failure_class"],
+        first_us=rows[-1]["start_us"],
+        last_us=newest["start_us"],
+        count=len(rows),
+        uid=newest["origin_uid"],
+    )
+
+
+def _newest_rows(
+    connection: Connection,
+    kind: type[R],
+    table: Table,
+    order: str,
+    node_id: str,
+) -> tuple[R, ...]:
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type] # dataclasses all
+    query: Select[Any] = (
+        select(*(table.c[name] for name in names))
+        .where(table.c.node_id == node_id)
+        .order_by(func.coalesce(table.c[order], 0).desc(), *table.primary_key.columns)
+        .limit(ROWS_MAX)
+    )
+    return tuple(kind(**row) for row in connection.execute(query).mappings())
+
+
+def _failed_attempts(connection: Connection, node_id: str) -> tuple[FailedAttemptRow, ...]:
+    attempt, part = schema.attempts.c, schema.attempt_nodes.c
+    query = (
+        select(
+            attempt.run_id,
+            attempt.ordinal,
+            attempt.end_us,
+            attempt.exit_code,
+            attempt.slurm_job_id,
+        )
+        .join(schema.attempt_nodes, and_(part.attempt_id == attempt.id, part.node_id == node_id))
+        .where(attempt.outcome == "failed")
+        .order_by(attempt.end_us.desc(), attempt.id)
+        .limit(ROWS_MAX)
+    )
+    return tuple(FailedAttemptRow(**row) for row in connection.execute(query).mappings())

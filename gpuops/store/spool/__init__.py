@@ -1,0 +1,7 @@
+"""The spool: events on local disk until the store has them.
+
+`write` appends (an event is on disk before `append` returns), `segments` names and bounds files,
+`read` treats every line as hostile, `send` delivers each event at least once and the store keeps it
+once. `record` is the run's own copy, which is never deleted; `record_queue` lets a thread record
+without waiting for the file system; `format` is one line.
+"""

@@ -1,0 +1,223 @@
+"""Record events from code that must not fail, and keep a copy with the run.
+
+With it a run directory alone is reportable, whatever became of spool and store.
+
+A recorder never raises and never waits for a database. Where the spool cannot be written it says
+so once, counts what it lost, and reports the count as soon as it can write again.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gpuops.errors import SpoolError
+from gpuops.host.clock import Clock
+from gpuops.model import Event, Severity
+from gpuops.store.events import lost_events_event
+from gpuops.store.spool.format import LineEncoder, sanitize_event
+from gpuops.store.spool.write import SpoolWriter
+
+JOURNAL_SUFFIX = ".jsonl"
+
+
+class JournalFile:
+    """Appends lines to ``<directory>/<origin>.jsonl``. Every method raises OSError."""
+
+    def __init__(self, directory: Path, origin: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(directory / f"{origin}{JOURNAL_SUFFIX}", flags, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+    def append_lines(self, lines: Sequence[bytes], *, sync: bool) -> None:
+        data = b"".join(lines)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._fd, view) :]
+            if sync:
+                os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Takes events; neither method raises."""
+
+    def record(self, *events: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullRecorder:
+    """Forgets everything."""
+
+    def record(self, *events: Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ListRecorder:
+    """Keeps events in memory as a store would get them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = False
+
+    def record(self, *events: Event) -> None:
+        self.events.extend(sanitize_event(event) for event in events)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _LineSink(Protocol):
+    def append_lines(self, lines: Sequence[bytes], *, sync: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SpoolRecorder:
+    """Writes events to the spool and, where there is a run directory, to its journal.
+
+    *open_spool* makes the writer for a line source; it is called again at most once a recorded
+    batch while it fails, so that a spool that becomes writable is used. ``lost`` counts events
+    that no spool took.
+    """
+
+    def __init__(
+        self,
+        open_spool: Callable[[LineEncoder], SpoolWriter],
+        *,
+        node: str,
+        boot_id: str,
+        clock: Clock,
+        randomness: Callable[[int], bytes] = os.urandom,
+        journal: Path | None = None,
+    ) -> None:
+        self._open_spool = open_spool
+        self._source = LineEncoder(node=node, boot_id=boot_id, randomness=randomness)
+        self._node = node
+        self._clock = clock
+        self._randomness = randomness
+        self._journal_dir = journal
+        self._journal: _LineSink | None = None
+        self._spool: _LineSink | None = None
+        self._warned: set[str] = set()
+        self._unreported = 0
+        self._lock = threading.Lock()
+        self.lost = 0
+
+    @property
+    def origin(self) -> str:
+        """Return the name under which this recorder numbers its events."""
+        return self._source.origin
+
+    def record(self, *events: Event) -> None:
+        try:
+            with self._lock:
+                self._record(events)
+        except Exception as exc:  # noqa: BLE001 boundary: recording must never stop what it records
+            self._warn("recorder", f"cannot record events: {exc!r}")
+
+    def _record(self, events: Sequence[Event]) -> None:
+        sync = any(event.severity >= Severity.ERROR for event in events)
+        lines = [self._source.encode(event) for event in events]
+        # The spool first: it is local, while a journal's file system may hold us up.
+        self._to_spool(lines, sync=sync)
+        if self._journal_dir is not None:
+            self._to_journal(lines, sync=sync)
+
+    def _to_spool(self, lines: Sequence[bytes], *, sync: bool) -> None:
+        try:
+            if self._spool is None:
+                self._spool = self._open_spool(self._source)
+            report = [self._source.encode(self._lost_event())] if self._unreported else []
+            self._spool.append_lines([*report, *lines], sync=sync)
+            self._unreported = 0
+        except SpoolError as exc:
+            self.lost += len(lines)
+            self._unreported += len(lines)
+            self._warn("spool", str(exc))
+
+    def _to_journal(self, lines: Sequence[bytes], *, sync: bool) -> None:
+        assert self._journal_dir is not None
+        try:
+            if self._journal is None:
+                self._journal = JournalFile(self._journal_dir, self._source.origin)
+            self._journal.append_lines(lines, sync=sync)
+        except OSError as exc:
+            self._warn("journal", f"cannot write the journal {self._journal_dir}: {exc.strerror}")
+
+    def close(self) -> None:
+        with self._lock:
+            for sink in (self._spool, self._journal):
+                try:
+                    if sink is not None:
+                        sink.close()
+                except (SpoolError, OSError) as exc:
+                    self._warn("close", f"cannot finish recording: {exc}")
+
+    def _lost_event(self) -> Event:
+        return lost_events_event(
+            "spool",
+            f"{self._unreported} events could not be written to the spool",
+            self._unreported,
+            node=self._node,
+            clock=self._clock,
+            randomness=self._randomness,
+        )
+
+    def _warn(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            _log.warning("%s", message)
+
+
+def spool_recorder(  # noqa: PLR0913 all but one are keywords
+    directory: Path,
+    *,
+    node: str,
+    boot_id: str,
+    bytes_max: int,
+    clock: Clock,
+    randomness: Callable[[int], bytes] = os.urandom,
+    journal: Path | None = None,
+) -> SpoolRecorder:
+    """Return a recorder into the spool *directory* and, where given, the *journal* directory."""
+
+    def open_spool(source: LineEncoder) -> SpoolWriter:
+        return SpoolWriter(
+            directory,
+            node=node,
+            boot_id=boot_id,
+            bytes_max=bytes_max,
+            clock=clock,
+            randomness=randomness,
+            source=source,
+        )
+
+    return SpoolRecorder(
+        open_spool,
+        node=node,
+        boot_id=boot_id,
+        clock=clock,
+        randomness=randomness,
+        journal=journal,
+    )

@@ -1,0 +1,365 @@
+"""Send a spool to the store: in batches, exactly once in effect, within a deadline.
+
+Lines of many small segments share a batch. After the batch's commit, segments that are read to
+their end and have no living writer are deleted; of the others the offset is marked.
+
+What the store has taken is marked or deleted only after its commit; whatever goes wrong before
+that is sent again, and the store knows each event by its number. One flusher works on a spool at
+a time.
+"""
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy.exc import DBAPIError
+
+from gpuops.errors import SpoolError, StoreError
+from gpuops.host.clock import Clock
+from gpuops.store.backends import parse_url, redacted
+from gpuops.store.engine import IncidentStore, open_store
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.envelope import EventEnvelope
+from gpuops.store.ingest.projections.registry import project_event
+from gpuops.store.spool.format import SpoolLine, SpoolLineError, encode_line
+from gpuops.store.spool.read import (
+    BAD_LINE_BYTES_MAX,
+    BadLine,
+    RejectedLine,
+    SpoolEntry,
+    quarantine,
+    read_lines,
+    rejection_event_line,
+)
+from gpuops.store.spool.segments import (
+    SpoolSegment,
+    find_segments,
+    has_live_writer,
+    measure_segments,
+    open_segment,
+    read_offset,
+    remove_segment,
+    spool_error,
+    store_tag,
+    write_offset,
+)
+
+BATCH_LINES = 500
+BATCH_BYTES = 4 * 2**20
+BATCH_SEGMENTS = 200
+
+
+@dataclass(slots=True)
+class SendCounts:
+    """Lines counted so far."""
+
+    sent: int = 0
+    already_there: int = 0
+    refused: int = 0
+    corrupt: int = 0
+    torn: int = 0
+
+
+_PendingLine = tuple[SpoolSegment, int, EventEnvelope]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is read but not yet sent; its descriptors hold the locks of dead writers' segments."""
+
+    pending: list[_PendingLine] = field(default_factory=list)
+    rejected: list[RejectedLine] = field(default_factory=list)
+    marks: dict[SpoolSegment, int] = field(default_factory=dict)
+    done: list[SpoolSegment] = field(default_factory=list)
+    size: int = 0
+    descriptors: list[int] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        return (
+            len(self.pending) >= BATCH_LINES
+            or self.size >= BATCH_BYTES
+            or len(self.done) >= BATCH_SEGMENTS
+        )
+
+
+class SpoolSender:
+    """Sends segments to one open store until all are sent or the time is over."""
+
+    def __init__(
+        self, spool: Path, store: IncidentStore, *, cluster: str, clock: Clock, end_ns: int
+    ) -> None:
+        self.counts = SendCounts()
+        self._spool = spool
+        self._store = store
+        self._tag = store_tag(redacted(store.url))
+        self._cluster = cluster
+        self._clock = clock
+        self._end_ns = end_ns
+        self._batch = _Batch()
+
+    @property
+    def remaining_s(self) -> float:
+        """Return the seconds until the deadline, negative after it."""
+        return (self._end_ns - self._clock.mono_ns()) / 1e9
+
+    def send(self, segments: Sequence[SpoolSegment]) -> bool:
+        """Send *segments*; return False when the deadline came first.
+
+        Raises:
+            StoreError: The store went away; what it has not committed stays.
+            SpoolError: Refused lines cannot be kept aside; their segments stay.
+        """
+        try:
+            return all(self._read_segment(segment) for segment in segments) and self._commit_batch()
+        finally:
+            self._close_descriptors()
+
+    def _close_descriptors(self, keep_fd: int | None = None) -> None:
+        for fd in self._batch.descriptors:
+            if fd != keep_fd:
+                os.close(fd)
+        self._batch.descriptors = [] if keep_fd is None else [keep_fd]
+
+    def _read_segment(self, segment: SpoolSegment) -> bool:
+        fd = open_segment(segment)
+        if fd is None:
+            return True
+        self._batch.descriptors.append(fd)
+        has_writer = has_live_writer(segment, fd)
+        uid = os.fstat(fd).st_uid
+        offset = read_offset(segment, self._tag)
+        for entry in read_lines(fd, origin=segment.origin, offset=offset, is_closed=not has_writer):
+            self._batch.size += entry.end - offset
+            offset = entry.end
+            self._add_entry(segment, entry, uid)
+            if self._batch.is_full and not self._commit_batch(keep_fd=fd):
+                return False
+        if not has_writer:
+            self._batch.done.append(segment)
+        return True
+
+    def _add_entry(self, segment: SpoolSegment, entry: SpoolEntry, uid: int) -> None:
+        batch = self._batch
+        batch.marks[segment] = entry.end
+        if entry.line is not None:
+            batch.pending.append(
+                (segment, entry.end, EventEnvelope(entry.line, self._cluster, uid))
+            )
+        elif entry.bad_line is not None:
+            self.counts.corrupt += 1
+            batch.rejected.append(RejectedLine(segment, entry.end, entry.bad_line))
+        elif entry.is_torn:
+            self.counts.torn += 1
+
+    def _commit_batch(self, keep_fd: int | None = None) -> bool:
+        """Send the batch, then let go of what is sent; *keep_fd* is still read from."""
+        if self.remaining_s <= 0:
+            return False
+        batch = self._batch
+        self._deliver(batch.pending)
+        self._quarantine_rejected(batch)
+        self._release_segments(batch)
+        self._close_descriptors(keep_fd)
+        self._batch = _Batch(descriptors=batch.descriptors)
+        return True
+
+    def _deliver(self, pending: Sequence[_PendingLine], *, retry: bool = True) -> None:
+        """Ingest *pending*; refuse those that cannot be, however few they are among many.
+
+        What is refused is tried *retry* first: two writers that are the first to tell of one
+        thing at once can collide in an index that ``ON CONFLICT`` does not name.
+        """
+        if not pending:
+            return
+        try:
+            self._ingest(pending)
+        except SpoolLineError:
+            self._deliver([place for place in pending if self._is_valid(place)])
+        except DBAPIError as exc:
+            if retry:
+                self._deliver(pending, retry=False)
+                return
+            if len(pending) == 1:
+                self._reject(pending[0], " ".join(str(exc.orig).split())[:300])
+                return
+            middle = len(pending) // 2
+            self._deliver(pending[:middle])
+            self._deliver(pending[middle:])
+
+    def _ingest(self, pending: Sequence[_PendingLine]) -> None:
+        with self._store.begin(deadline_s=max(self.remaining_s, 0.1)) as connection:
+            envelopes = [envelope for _, _, envelope in pending]
+            counts = ingest(connection, envelopes, self._clock.now_us())
+        self.counts.sent += counts.new
+        self.counts.already_there += counts.already_there
+        clashing = set(map(id, counts.conflicting))
+        for place in pending:
+            if id(place[2]) in clashing:
+                self._reject(place, "its number or its id is that of another event")
+
+    def _is_valid(self, pending_line: _PendingLine) -> bool:
+        try:
+            project_event(pending_line[2])
+        except SpoolLineError as exc:
+            self._reject(pending_line, str(exc))
+            return False
+        return True
+
+    def _reject(self, pending_line: _PendingLine, reason: str) -> None:
+        segment, end, envelope = pending_line
+        self.counts.refused += 1
+        raw = encode_line(envelope.line)[:BAD_LINE_BYTES_MAX]
+        self._batch.rejected.append(RejectedLine(segment, end, BadLine(reason, raw)))
+
+    def _quarantine_rejected(self, batch: _Batch) -> None:
+        if not batch.rejected:
+            return
+        try:
+            quarantine(self._spool, batch.rejected)
+        except OSError as exc:
+            raise spool_error(self._spool, exc.strerror or str(exc)) from exc
+        first = {item.segment: item for item in reversed(batch.rejected)}
+        with self._store.begin(deadline_s=max(self.remaining_s, 0.1)) as connection:
+            reports = [
+                EventEnvelope(self._report(item), self._cluster, os.geteuid())
+                for item in first.values()
+            ]
+            ingest(connection, reports, self._clock.now_us())
+
+    def _report(self, item: RejectedLine) -> SpoolLine:
+        origin = item.segment.origin
+        nodes = (e.event.node for s, _, e in self._batch.pending if s.origin == origin)
+        return rejection_event_line(item, node=next(nodes, origin.rpartition(".")[0]))
+
+    def _release_segments(self, batch: _Batch) -> None:
+        for segment in batch.done:
+            remove_segment(segment)
+        for segment, offset in batch.marks.items():
+            if segment not in batch.done:
+                # Not remembered is only sent again.
+                with contextlib.suppress(OSError):
+                    write_offset(segment, offset, self._tag)
+
+
+FLUSH_DEADLINE_S = 10.0
+_LOCK = ".flush.lock"
+_LOCK_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What a flush did. Everything but ``note`` counts lines.
+
+    Attributes:
+        sent: New in the store.
+        already_there: Sent before, and known by the store.
+        refused: Well-formed lines that the store cannot take; kept aside.
+        corrupt: Damaged lines; kept aside.
+        remaining: Left in the spool for the next time.
+        note: Why something remains, or None.
+        torn: Last lines cut short by a crash; skipped.
+    """
+
+    sent: int = 0
+    already_there: int = 0
+    refused: int = 0
+    corrupt: int = 0
+    remaining: int = 0
+    note: str | None = None
+    torn: int = 0
+
+
+def flush(
+    spool_dir: Path,
+    store_url: str,
+    *,
+    deadline_s: float = FLUSH_DEADLINE_S,
+    cluster: str = "default",
+    clock: Clock,
+    root: Path = Path("/"),
+) -> FlushReport:
+    """Send what waits in *spool_dir* to the store; a store that cannot be used is a note.
+
+    Raises:
+        UsageError: The store's URL is malformed or its driver is not installed.
+        SpoolError: The spool directory cannot be read.
+    """
+    parse_url(store_url)
+    segments = find_segments(spool_dir)
+    if not segments:
+        return FlushReport()
+    end_ns = clock.mono_ns() + round(deadline_s * 1e9)
+    with _flush_lock(spool_dir, deadline_s) as has_lock:
+        segments = _with_backlog(find_segments(spool_dir))
+        counts, note = SendCounts(), None
+        if segments and not has_lock:
+            note = f"another flusher is at work on {spool_dir}"
+        elif segments:
+            left_s = max((end_ns - clock.mono_ns()) / 1e9, 0.1)
+            try:
+                with open_store(store_url, mode="write", root=root, deadline_s=left_s) as store:
+                    sender = SpoolSender(
+                        spool_dir, store, cluster=cluster, clock=clock, end_ns=end_ns
+                    )
+                    counts = sender.counts
+                    if not sender.send(segments):
+                        note = f"the deadline of {deadline_s:g} s came first"
+            except (StoreError, SpoolError) as exc:
+                note = str(exc)
+        return _report(counts, note, spool_dir)
+
+
+def _report(counts: SendCounts, note: str | None, spool_dir: Path) -> FlushReport:
+    remaining = measure_segments(find_segments(spool_dir)).lines if note else 0
+    return FlushReport(
+        sent=counts.sent,
+        already_there=counts.already_there,
+        refused=counts.refused,
+        corrupt=counts.corrupt,
+        remaining=remaining,
+        note=note,
+        torn=counts.torn,
+    )
+
+
+def _with_backlog(segments: Sequence[SpoolSegment]) -> list[SpoolSegment]:
+    """Return the *segments* with something to send; remove those that dead writers left empty."""
+    unsent = []
+    for segment in segments:
+        if measure_segments([segment]).bytes:
+            unsent.append(segment)
+        elif (fd := open_segment(segment)) is not None:
+            try:
+                if not has_live_writer(segment, fd):
+                    remove_segment(segment)
+            finally:
+                os.close(fd)
+    return unsent
+
+
+@contextlib.contextmanager
+def _flush_lock(spool_dir: Path, wait_s: float) -> Iterator[bool]:
+    """Hold the spool's lock, waiting for it at most *wait_s*; yields whether it is held."""
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(spool_dir / _LOCK, flags, 0o600)
+    except OSError as exc:
+        raise spool_error(spool_dir, exc.strerror or str(exc)) from exc
+    try:
+        waiter = threading.Event()
+        for _ in range(max(int(wait_s / _LOCK_POLL_S), 1)):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiter.wait(_LOCK_POLL_S)
+            else:
+                yield True
+                return
+        yield False
+    finally:
+        os.close(fd)

@@ -1,0 +1,167 @@
+"""Makes parts of a state out of what the user gave."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuops.checkpoint.types import CheckpointError
+from gpuops.worker.state.adapter import StateAdapter
+from gpuops.worker.state.model import ModelAdapter
+from gpuops.worker.state.objects import GeneratorAdapter, ObjectAdapter, ValueAdapter
+from gpuops.worker.state.optimizer import OptimizerAdapter
+
+_log = logging.getLogger(__name__)
+
+_FILLED_IN_PLACE = (Mapping, torch.Tensor, torch.Generator)
+"""What is filled where it is, and needs no place to be put back into."""
+
+
+class StateAssembler:
+    """What `Checkpointer` was given, as parts in the order in which they are restored.
+
+    Each argument is one object, a list or a mapping of them. A list of modules is one model of
+    which this rank has these parts (pipeline parallelism); a mapping names different models.
+    """
+
+    def __init__(self, *, allow_pickle: bool, warn: Callable[[str], None]) -> None:
+        self._allow_pickle = allow_pickle
+        self._warn = warn
+        self._models: list[ModelAdapter] = []
+        self._mappings: list[tuple[str, Mapping[Any, Any], frozenset[object]]] = []
+        self.adapters: list[StateAdapter] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def add_model(self, model: object) -> None:
+        """Add the model or models."""
+        if model is None:
+            return
+        named = _with_keys("model", model) if isinstance(model, Mapping) else [("model", model)]
+        for key, value in named:
+            modules_or_stateful = value if isinstance(value, list | tuple) else [value]
+            modules = [item for item in modules_or_stateful if isinstance(item, nn.Module)]
+            if modules and len(modules) == len(modules_or_stateful):
+                adapter = ModelAdapter(key, modules, allow_pickle=self._allow_pickle)
+                self._models.append(adapter)
+                self.adapters.append(adapter)
+            else:
+                for name, item in _with_keys(key, value):
+                    self.adapters.append(self._stateful_adapter(name, item))
+
+    def add_optimizer(self, optimizer: object) -> None:
+        """Add the optimizer or optimizers; after the models, whose names they use."""
+        for key, value in _with_keys("optimizer", optimizer):
+            if isinstance(value, torch.optim.Optimizer):
+                self.optimizers.append(value)
+                self.adapters.append(
+                    OptimizerAdapter(
+                        key, value, self._parameter_names, allow_pickle=self._allow_pickle
+                    )
+                )
+            else:
+                self.adapters.append(self._stateful_adapter(key, value))
+
+    def add_stateful(self, kind: str, value: object) -> None:
+        """Add a scheduler, a scaler, or several: whatever has ``state_dict``."""
+        for key, item in _with_keys(kind, value):
+            self.adapters.append(self._stateful_adapter(key, item))
+
+    def add_dataloader(self, value: object) -> None:
+        """Add what tells how far the data are read; warn where it cannot tell."""
+        for key, item in _with_keys("dataloader", value):
+            if _is_stateful(item):
+                self.adapters.append(self._stateful_adapter(key, item))
+            else:
+                self._warn(
+                    f"{key} ({type(item).__name__}) has no state_dict: the order of the data is "
+                    "not resumed; torchdata's StatefulDataLoader has one, or give the position in "
+                    "the data as extra"
+                )
+
+    def check(self) -> None:
+        """Raise CheckpointError where nothing was given, or two things by one name."""
+        if not self.adapters:
+            raise CheckpointError("nothing to save was given: model=, optimizer=, … or extra=")
+        for key, count in Counter(part.key for part in self.adapters).items():
+            if count > 1:
+                raise CheckpointError(f"two things are called {key}; give each a name of its own")
+
+    def add_values(self, kind: str, value: object) -> None:
+        """Add averages, or anything else: things with a state, generators, plain values."""
+        if isinstance(value, Mapping) and not _is_tensors(value):
+            self._mappings.append((kind, value, frozenset(value)))
+            for name in value:
+                self.adapters.append(self._adapter_for(f"{kind}.{name}", value, name))
+        elif value is not None:
+            named = [(kind, value)] if isinstance(value, Mapping) else _with_keys(kind, value)
+            for key, item in named:
+                if not isinstance(item, _FILLED_IN_PLACE) and not _is_stateful(item):
+                    raise CheckpointError(
+                        f"{key} is a {type(item).__qualname__}, and what is loaded could not be "
+                        f"given back to the script: give it in a mapping, {kind}={{'name': …}}"
+                    )
+                self.adapters.append(self._adapter_for(key, MappingProxyType({key: item}), key))
+
+    def late_keys(self) -> list[str]:
+        """Return what was put into the mappings after they were given."""
+        return [
+            f"{kind}.{name}"
+            for kind, mapping, known in self._mappings
+            if len(mapping) != len(known)
+            for name in mapping
+            if name not in known
+        ]
+
+    def _adapter_for(self, key: str, holder: Mapping[Any, Any], name: object) -> StateAdapter:
+        value = holder[name]
+        if isinstance(value, nn.Module):
+            return ModelAdapter(key, [value], allow_pickle=self._allow_pickle)
+        if isinstance(value, torch.Generator):
+            return GeneratorAdapter(key, value)
+        if _is_stateful(value):
+            return self._stateful_adapter(key, value)
+        return ValueAdapter(key, holder, name, allow_pickle=self._allow_pickle)
+
+    def _stateful_adapter(self, key: str, value: object) -> StateAdapter:
+        if isinstance(value, nn.Module):
+            return ModelAdapter(key, [value], allow_pickle=self._allow_pickle)
+        if not _is_stateful(value):
+            raise CheckpointError(
+                f"{key} is a {type(value).__qualname__}, which has no state_dict and "
+                "load_state_dict; plain values go into extra={...}"
+            )
+        return ObjectAdapter(key, value, allow_pickle=self._allow_pickle)
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Return what the parameters of all models are called, by their `id`."""
+        found: dict[int, str] = {}
+        for part in self._models:
+            prefix = part.key.removeprefix("model").removeprefix(".")
+            begin = f"{prefix}." if prefix else ""
+            for number, name in part.parameter_names().items():
+                found.setdefault(number, begin + name)
+        return found
+
+
+def _with_keys(kind: str, value: object) -> Iterable[tuple[str, Any]]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return [(f"{kind}.{name}", each) for name, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"{kind}.{index}", each) for index, each in enumerate(value)]
+    return [(kind, value)]
+
+
+def _is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def _is_tensors(value: Mapping[Any, Any]) -> bool:
+    return bool(value) and all(isinstance(each, torch.Tensor) for each in value.values())

@@ -1,0 +1,438 @@
+"""Find the keeper of this rank's states: the agent's, else one started for the job.
+
+Without an agent, a keeper serves one directory and the ranks of one node: the job that runs again
+with the same directory finds it, while it waits for somebody to come back.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.api import CheckpointPolicy, RankKeeper
+from gpuops.checkpoint.keeper.connection import (
+    KeeperConnection,
+    KeeperGoneError,
+    keeper_socket_path,
+)
+from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.storage.address import check_address
+from gpuops.checkpoint.types import CheckpointError, KeeperError
+from gpuops.host.files import why_not_ours
+from gpuops.worker.ranks import RankContext, has_process_group
+
+_log = logging.getLogger(__name__)
+
+KEEPER_ENV, DIRECTORY_ENV, GENERATION_ENV = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR", "GPUOPS_GENERATION"
+FINAL_PERSIST_S = 600.0
+_LOCK = "job.lock"
+# What is in its folder; the lock is the last, for whoever has it has the folder.
+_FILES = ("keeper.sock", "keeper.lock", "keeper.log", "keeper.log.1", _LOCK)
+_LOCK_S = 15.0  # a killed job's data loaders may outlive it, and its lock, for a while
+_LEAVE_S = 5.0  # between the first rank that leaves and the last, mostly
+_PROBE_S = 5.0
+_KEEPER_START_S = 60.0
+_POLL_S = 0.05
+
+
+class NoKeeperError(KeeperError):
+    """There is no keeper, and there will be none."""
+
+
+class DirectoryInUseError(CheckpointError):
+    """Another job that runs saves into the same directory."""
+
+
+class StandaloneKeeper:
+    """The keeper of a job without an agent.
+
+    Who has *lock*, local rank 0, answers for it. Another rank has none, and answers for it once
+    that one has left while others were at work. *shards_wait_s*: how long parts of the last state
+    are waited for.
+    """
+
+    def __init__(
+        self, socket_path: Path, lock: int | None = None, *, shards_wait_s: float = _LOCK_S
+    ) -> None:
+        self._socket_path = socket_path
+        self._lock = lock
+        self._shards_wait_s = shards_wait_s
+
+    def finish(self, step: int | None, deadline_s: float = FINAL_PERSIST_S) -> None:
+        """Have the last state persisted, that of *step* if it comes about, and end the keeper.
+
+        Where other ranks are at work still, it is left to the last of them.
+
+        Raises:
+            KeeperError: It is gone, or could not persist it; the state before stays.
+        """
+        self.persist(step, deadline_s, is_over=True)
+
+    def persist(self, step: int | None, deadline_s: float, *, is_over: bool = False) -> None:
+        """Do as `finish`, and let the keeper live where it is not over: for its lease.
+
+        Raises:
+            KeeperError: It is gone, or could not persist it; the state before stays.
+        """
+        end_s = time.monotonic() + deadline_s
+        if self._lock is None and not self._take_over():
+            return
+        try:
+            self._persist(step, end_s, is_over=is_over)
+        finally:
+            self.release_directory()
+
+    def _persist(self, step: int | None, end_s: float, *, is_over: bool) -> None:
+        client = AgentKeeperClient.connect(self._socket_path)
+        try:
+            if _wait_committed(client, step, self._shards_wait_s) and is_over:
+                _wait_ranks_left(client, min(_LEAVE_S, self._shards_wait_s))
+            while True:
+                flushed = client.flush(max(end_s - time.monotonic(), 1.0))
+                notice = client.stats().get("notice")
+                has_failed = step is not None and flushed.state is None
+                n_ranks, is_ending = client.hand_over(is_over=is_over and not has_failed)
+                if is_ending:
+                    self._remove_folder()
+                has_others = bool(n_ranks) or is_ending or not is_over
+                if has_others or flushed.state is None or time.monotonic() >= end_s:
+                    break
+                time.sleep(_POLL_S)  # a rank that left meanwhile has saved once more
+            if isinstance(notice, str):
+                _log.warning("%s", notice)
+            if has_failed:
+                raise KeeperError(f"the last state was not persisted: {flushed.why}")
+        finally:
+            client.close()
+        if step is not None and flushed.state is not None and flushed.state.step < step:
+            later = f"; ranks still at work: {n_ranks}, whose last state persists when they leave"
+            _log.warning(
+                "the state after step %d is not persisted: other ranks have not saved theirs in "
+                "%g s; the newest that is persisted is that after step %d%s",
+                step,
+                self._shards_wait_s,
+                flushed.state.step,
+                later if n_ranks else "",
+            )
+
+    def _take_over(self) -> bool:
+        """Say whether who answered for the keeper has left, and nobody else has taken its place."""
+        try:
+            connection = KeeperConnection(self._socket_path, deadline_s=_PROBE_S)
+        except KeeperError:
+            return False
+        try:
+            connection.call("hello", role="probe")
+            is_left = connection.call("left")[0].flag("is_left")
+        except KeeperError:
+            return False
+        finally:
+            connection.close()
+        folder = self._socket_path.parent
+        try:
+            self._lock = _acquire_lock(folder / _LOCK, str(folder), wait_s=1.0) if is_left else None
+        except (DirectoryInUseError, OSError):
+            return False  # another rank, or the next job, which has all that there is in memory
+        return self._lock is not None
+
+    def _remove_folder(self) -> None:
+        """Remove the folder of the keeper, which has ended; whoever comes next makes another."""
+        folder = self._socket_path.parent
+        with suppress(OSError):
+            for name in _FILES:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+
+    def release_directory(self) -> None:
+        """Let another job have the directory."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked data loaders have the descriptor as well
+            os.close(lock)
+
+
+def _wait_committed(client: AgentKeeperClient, step: int | None, timeout_s: float) -> bool:
+    """Wait a little for the other ranks' parts of the last state; say whether they came."""
+    end_s = time.monotonic() + timeout_s
+    while step is not None and time.monotonic() < end_s:
+        newest = client.stats().get("newest")
+        if isinstance(newest, list) and len(newest) == 2 and newest[1] >= step:
+            return True
+        time.sleep(_POLL_S)
+    return step is None
+
+
+def _wait_ranks_left(client: AgentKeeperClient, timeout_s: float) -> None:
+    """Wait a little until no rank is connected: mostly all leave at the same time."""
+    end_s = time.monotonic() + timeout_s
+    while client.stats().get("ranks") and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+
+
+def resolve_directory(given: object, env: Mapping[str, str]) -> str | None:
+    """Return where states persist: what was *given*, else what *env* says; paths are absolute.
+
+    Raises:
+        CheckpointError: It is neither a path nor a URL that can be spoken to here.
+    """
+    if given is None:
+        given = env.get(DIRECTORY_ENV) or None
+    if given is None:
+        return None
+    if not isinstance(given, str | Path) or not str(given).strip():
+        raise CheckpointError(f"directory={given!r:.80}: a path or a URL is wanted")
+    text = str(given)
+    check_address(text)
+    if "://" in text:
+        return text
+    try:
+        return str(Path(text).expanduser().absolute())
+    except (OSError, RuntimeError) as exc:
+        raise CheckpointError(f"directory={text!r:.80}: {exc}") from exc
+
+
+class KeeperFinder:
+    """Finds the keeper for one rank, again and again where it is lost."""
+
+    def __init__(
+        self,
+        given: RankKeeper | None,
+        env: Mapping[str, str],
+        ranks: RankContext,
+        policy: CheckpointPolicy,
+    ) -> None:
+        self._given = given
+        self._env = env
+        self._ranks = ranks
+        self._policy = policy
+        self.standalone: StandaloneKeeper | None = None
+
+    def find(self, *, is_reconnect: bool = False) -> RankKeeper:
+        """Return the keeper, told of the policy; *is_reconnect*: this rank trains already.
+
+        Raises:
+            NoKeeperError: There is none, and none would be of use.
+            DirectoryInUseError: Another job has the directory.
+            KeeperError: It does not answer, or cannot be started.
+        """
+        keeper = self._given or self._connect(is_reconnect=is_reconnect)
+        keeper.set_policy(self._policy)
+        return keeper
+
+    def _connect(self, *, is_reconnect: bool) -> RankKeeper:
+        env, ranks = self._env, self._ranks
+        path = env.get(KEEPER_ENV, "")
+        if path:
+            generation = int(env.get(GENERATION_ENV) or 0)
+            return _connect_to(Path(path), ranks, generation, is_reconnect=is_reconnect)
+        directory = self._policy.directory
+        if directory is None:
+            raise NoKeeperError(
+                "this job runs without `gpuops run` and was given no directory, so nothing of a "
+                "checkpoint would outlive it: start it with `gpuops run`, or give directory= or "
+                "GPUOPS_CKPT_DIR"
+            )
+        if ranks.world != ranks.local_world:
+            raise NoKeeperError(
+                f"this job runs on {ranks.n_nodes} nodes without `gpuops run`, whose agents agree "
+                "on what is saved"
+            )
+        folder = standalone_folder(env, directory)
+        if ranks.local_rank == 0 and self.standalone is None:
+            self.standalone = _start_standalone(folder, directory)
+        elif ranks.local_rank == 0:
+            start_or_adopt(folder)  # it may have died, and nobody else starts another
+        else:
+            self.standalone = StandaloneKeeper(keeper_socket_path(folder))
+        end_s = time.monotonic() + _KEEPER_START_S
+        while True:
+            try:
+                return _connect_to(keeper_socket_path(folder), ranks, 0, is_reconnect=is_reconnect)
+            except KeeperGoneError:
+                if ranks.local_rank == 0 or time.monotonic() > end_s:
+                    raise
+                if is_reconnect and not _is_locked(folder):
+                    raise KeeperError(
+                        "the first rank of this node has left, and the keeper of the job is gone: "
+                        "nobody starts another"
+                    ) from None
+            time.sleep(_POLL_S)
+
+
+def _connect_to(
+    path: Path, ranks: RankContext, generation: int, *, is_reconnect: bool
+) -> RankKeeper:
+    return connect_rank(
+        path,
+        rank=ranks.rank,
+        world=ranks.world,
+        local_rank=ranks.local_rank,
+        local_world=ranks.local_world,
+        generation=generation,
+        is_reconnect=is_reconnect,
+    )
+
+
+def standalone_folder(env: Mapping[str, str], directory: str) -> Path:
+    """Return the private folder of the keeper that saves into *directory* from this node."""
+    session = env.get("XDG_RUNTIME_DIR", "")
+    private = Path(session) / "gpuops" if session.startswith("/") else None
+    parent = private or Path(tempfile.gettempdir()) / f"gpuops-{os.geteuid()}"
+    text = f"{socket.gethostname()}\0{directory}"
+    name = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+    return parent / "own-keepers" / name
+
+
+def _start_standalone(folder: Path, directory: str) -> StandaloneKeeper:
+    """Start the keeper in *folder*, or take over the one that waits there.
+
+    Raises:
+        DirectoryInUseError: A job that runs has it.
+        KeeperError: It cannot be started.
+    """
+    lock = None
+    while lock is None:
+        for path in (folder.parent.parent, folder.parent, folder):
+            why = why_not_ours(path, private=True)
+            if why is not None:
+                raise KeeperError(f"a keeper cannot use {path}: {why}")
+        try:
+            lock = _acquire_lock(folder / _LOCK, directory)
+        except FileNotFoundError:
+            continue  # the job before has just removed the folder
+        except OSError as exc:
+            raise KeeperError(f"cannot lock {folder / _LOCK}: {exc.strerror}") from exc
+    try:
+        process = start_or_adopt(folder)
+    except BaseException:  # boundary: whatever it is, the lock does not stay
+        os.close(lock)
+        raise
+    _log.warning(
+        "no `gpuops run` looks after this job: a keeper of its own (pid %d) saves into %s, and "
+        "nobody restarts the job",
+        process.pid,
+        directory,
+    )
+    return StandaloneKeeper(process.socket_path, lock)
+
+
+def _acquire_lock(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int | None:
+    """Return the lock *path*; None where its last holder has removed it meanwhile.
+
+    Raises:
+        DirectoryInUseError: A job that runs has it.
+        OSError: It cannot be had.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    end_s = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise DirectoryInUseError(
+                        f"another job (pid {_lock_holder(lock)}) saves into {directory} from "
+                        "this node; "
+                        "two jobs in one directory would load each other's states: end that one, "
+                        "or give this one another directory"
+                    ) from None
+            time.sleep(_POLL_S)
+        if os.fstat(lock).st_nlink == 0:
+            os.close(lock)
+            return None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BaseException:  # boundary: whatever it is, the lock does not stay
+        os.close(lock)
+        raise
+    return lock
+
+
+def _is_locked(folder: Path) -> bool:
+    """Say whether somebody answers for the keeper in *folder*."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _lock_holder(lock: int) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        text = os.pread(lock, 20, 0).decode("ascii")
+        if text.isdigit():
+            return text
+    return "unknown"
+
+
+def process_group_store(ranks: RankContext) -> tuple[Any, str] | None:
+    """Return the store of torch's process group, None where there is none."""
+    if not has_process_group(ranks):
+        return None
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+    except ImportError:  # a torch that hides it: the keeper decides instead
+        return None
+    return _get_default_store(), ranks.run
+
+
+class KeeperSearch:
+    """One try to connect, with *find*, which returns a keeper or raises."""
+
+    def __init__(self, find: Callable[[], RankKeeper]) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._found: RankKeeper | None = None
+        self._error: Exception | None = None
+        self._is_wanted = True
+        self._thread = threading.Thread(target=self._run, name="gpuops-find-keeper", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Say whether there is a result; never waits."""
+        return not self._thread.is_alive()
+
+    def result(self) -> RankKeeper:
+        """Return what was found, or raise what kept it; only once it is done."""
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found
+
+    def cancel(self) -> None:
+        """Want no result any more; never waits. A line that is found later is closed."""
+        with self._lock:
+            self._is_wanted = False
+            found, self._found = self._found, None
+        if found is not None:
+            found.close()
+
+    def _run(self) -> None:
+        try:
+            found = self._find()
+        except Exception as exc:  # noqa: BLE001 boundary: whoever asks for the result gets it
+            self._error = exc
+            return
+        with self._lock:
+            if self._is_wanted:
+                self._found = found
+                return
+        found.close()

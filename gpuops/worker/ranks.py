@@ -1,0 +1,130 @@
+"""Which rank this process is, and how the ranks compare what they found."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gpuops.checkpoint.types import CheckpointError, StateId
+
+RELEASE_S = 1.0  # it takes less than a millisecond
+_POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """A rank of the job and of its node; ``run`` names this start of the workers."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    run: str
+
+    @property
+    def n_nodes(self) -> int:
+        """Return on how many nodes the job runs, if all have as many ranks as this one."""
+        return -(-self.world // self.local_world)
+
+
+def detect_ranks(env: Mapping[str, str]) -> RankContext:
+    """Return this process' place: torch's process group knows it, else *env* as launchers set it.
+
+    Raises:
+        CheckpointError: *env* contradicts itself.
+    """
+    rank, world = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    local_world = _number(env, "LOCAL_WORLD_SIZE", world)
+    local_rank = _number(env, "LOCAL_RANK", rank if local_world == world else rank % local_world)
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
+        raise CheckpointError(
+            f"this is rank {rank} of {world} and local rank {local_rank} of {local_world}: that "
+            "cannot be; RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE come from the launcher"
+        )
+    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return RankContext(rank, world, local_rank, local_world, run)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else default
+
+
+def has_process_group(ranks: RankContext) -> bool:
+    """Say whether the ranks can speak with each other."""
+    return ranks.world > 1 and dist.is_available() and dist.is_initialized()
+
+
+def all_reduce_min(values: list[int]) -> list[int]:
+    """Return the least that any rank has of each of *values*; all ranks must call it."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=_device())
+    all_reduce_min_in_place(tensor)
+    return [int(value) for value in tensor.tolist()]
+
+
+def all_reduce_min_in_place(tensor: torch.Tensor) -> None:
+    """Leave in *tensor* the least of all ranks; nobody else refers to it afterwards.
+
+    A thread of gloo has the tensor a moment longer, and wants the GIL to let go of it. CPython ends
+    a thread that wants that while the interpreter ends, and C++, which must not be left like this,
+    ends the process with SIGABRT: a program that restores, sees that all is done and ends would
+    have failed. What the program itself reduces last is its own affair.
+    """
+    n_references = sys.getrefcount(tensor)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    if tensor.device.type != "cpu":
+        return
+    end_s = time.monotonic() + RELEASE_S
+    while sys.getrefcount(tensor) > n_references and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+
+
+def _device() -> torch.device:
+    """Return a device on which the process group works."""
+    backend = str(dist.get_backend())
+    if any(name in backend for name in ("gloo", "cpu", "mpi", "ucc", "fake")):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def check_same_state(found: tuple[StateId, int] | None, what: str) -> None:
+    """Say nothing where all ranks call this with the same state and world; all must call it.
+
+    Raises:
+        CheckpointError: They found different states. All ranks raise it.
+    """
+    epoch, step, world = (found[0].epoch, found[0].step, found[1]) if found else (-1, -1, -1)
+    low = all_reduce_min([epoch, step, world, -epoch, -step, -world])
+    if low[:3] == [-value for value in low[3:]]:
+        return
+    own_state = str(found[0]) if found else "no state"
+    raise CheckpointError(
+        f"the ranks found different states to go on from ({what}): this one {own_state}, others "
+        "from "
+        f"step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see another "
+        "directory?"
+    )
+
+
+def check_same_source(kind: int, names: Sequence[str], ranks: RankContext) -> None:
+    """Say nothing where all ranks call this with the same *kind*; all must call it.
+
+    *names*: of the kinds, as a person is told of them, by number.
+
+    Raises:
+        CheckpointError: They are of different kinds. All ranks raise it.
+    """
+    low, minus_high = all_reduce_min([kind, -kind])
+    if low == -minus_high:
+        return
+    raise CheckpointError(
+        f"the ranks go on from different places: some from {names[low]}, others from "
+        f"{names[-minus_high]}, this one (rank {ranks.rank}) from {names[kind]}. Nothing is "
+        "loaded, since these may be different states. The log of a rank without a keeper says why "
+        "it has none: mend that, give all the same directory, and start the job again"
+    )

@@ -1,0 +1,398 @@
+"""Saves states: captures, asks the keeper, copies, seals; and stops rather than disturb."""
+
+import logging
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from statistics import median
+from typing import Any, Protocol, TypeVar
+
+from gpuops.checkpoint.keeper.api import NO_ANSWER, Lease, RankKeeper, Skipped
+from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
+from gpuops.worker.keeper_finder import KeeperSearch, NoKeeperError
+from gpuops.worker.ranks import RankContext
+from gpuops.worker.staging import CapturedState, CopyPlan, PendingCopy, SlotCopier, StateCapturer
+from gpuops.worker.state.adapter import StateAdapter
+
+_log = logging.getLogger(__name__)
+
+RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
+# A keeper that is gone is soon replaced by the agent; to look for it costs a thread and no more.
+SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
+POLL_S = 0.1
+FINAL_SAVE_S = 60.0  # a keeper that hangs is replaced by then
+N_RESERVED_WARN = (
+    3  # saves in a row that had no memory of their layout; a change or two is no trouble
+)
+_N_STALLS = 64
+_N_SHOWN = 3
+_STATE = re.compile(r"step \d+ \(epoch \d+\)")  # as a `StateId` is written: no reason of its own
+T = TypeVar("T")
+
+
+class ConnectKeeper(Protocol):
+    """Finds the keeper; *is_reconnect*: for a rank that was connected before, and trains."""
+
+    def __call__(self, *, is_reconnect: bool = False) -> RankKeeper: ...
+
+
+class CheckpointSaver:
+    """One rank's saving.
+
+    A keeper that is gone is looked for again, beside the training, and used from the next step on;
+    what is wrong with the state itself ends saving for good. Either is said once.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[StateAdapter],
+        ranks: RankContext,
+        connect: ConnectKeeper,
+        *,
+        slots: int,
+        allow_pickle: bool,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take *connect*, which finds the keeper or raises KeeperError; see `connect`."""
+        self.is_only_local_rank = ranks.local_world == 1
+        self.is_rank_zero = ranks.rank == 0
+        self._reserved_at_step: int | None = None
+        self._n_reserved_in_row = 0
+        self._changed_names = ""
+        self._capturer = StateCapturer(
+            adapters, Shard(ranks.rank, ranks.world), allow_pickle=allow_pickle
+        )
+        self.keeper: RankKeeper | None = None
+        self.error: Exception | None = None
+        self._slots = slots
+        self._connect = connect
+        self._search: KeeperSearch | None = None
+        self._search_s = SEARCH_S_MIN
+        self._clock_s = clock_s
+        self._copier: SlotCopier | None = None
+        self._pending: PendingCopy | None = None
+        self._lease: Lease | None = None
+        self._retry_at_s: float | None = None
+        self._retry_s = RETRY_S_MIN
+        self._warned: set[str] = set()
+        self._skipped: Counter[str] = Counter()
+        self._stalls_s: deque[float] = deque(maxlen=_N_STALLS)
+        self._n_saved = 0
+        self.last_step: int | None = None
+
+    def set_annotations(self, values: Callable[[], Mapping[str, object]]) -> None:
+        """Have plain *values* saved with each state, which nothing is restored from."""
+        self._capturer.annotations = values
+
+    def connect(self) -> None:
+        """Find the keeper; without one nothing is saved, which is said once."""
+        try:
+            self.keeper = self._connect()
+        except CheckpointError as exc:
+            self.turn_off(exc)
+        else:
+            self.error = self._retry_at_s = None
+
+    def reconnect(self, within_s: float) -> RankKeeper:
+        """Return a keeper in place of one that is gone; waits for it.
+
+        Raises:
+            KeeperGoneError: There is none within *within_s* seconds.
+            KeeperError: It refuses this rank.
+        """
+        end_s = self._clock_s() + within_s
+        self._disconnect()
+        while True:
+            try:
+                self.keeper = keeper = self._connect()
+            except KeeperGoneError:
+                if self._clock_s() >= end_s:
+                    raise
+            else:
+                self.error = self._retry_at_s = None
+                return keeper
+            time.sleep(POLL_S)
+
+    def prepare(self, step: int) -> None:
+        """Reserve memory where none is: no rank is granted before all of a node have some."""
+        if self._copier is None and self._is_on():
+            self._run_guarded(
+                lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
+            )
+
+    def save(self, step: int, *, asks_keeper: bool, overlap: bool = False) -> bool:
+        """Save the state after *step*; return whether it was copied.
+
+        *overlap*: `fence` is called before the next step of each optimizer.
+        """
+        if not self._is_on():
+            return False
+        if self._pending is not None:
+            self._skip("the copy before is still being made")
+            return False
+        started_s, previous_step = self._clock_s(), self.last_step
+        self._run_guarded(lambda keeper: self._save(keeper, step, asks_keeper, overlap))
+        if self.last_step == previous_step:
+            return False
+        self._stalls_s.append(self._clock_s() - started_s)
+        return True
+
+    def save_final(self, step: int, within_s: float = FINAL_SAVE_S) -> str:
+        """Save the state after *step*, which none follows; return why it is not, "" where it is.
+
+        Waits *within_s* at most for a slot, or for a keeper in place of one that is gone.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+            self._complete()
+        end_s = self._clock_s() + within_s
+        while True:
+            why = None
+            if self._is_on():
+                why = self._run_guarded(lambda keeper: self._try_save_final(keeper, step))
+            if why == "" and self.error is None:
+                return ""
+            if self.error is not None and not isinstance(self.error, KeeperGoneError):
+                return _error_text(self.error)
+            if self._clock_s() >= end_s:
+                return why or str(self.error)
+            time.sleep(POLL_S)
+
+    def _try_save_final(self, keeper: RankKeeper, step: int) -> str:
+        """Return why it is not saved now, "" where it is."""
+        if self._copier is None:
+            self._reserve(keeper, self._capturer.capture(step).plan, step)
+        reply = keeper.acquire(step, is_last=True)
+        if isinstance(reply, Skipped):
+            return reply.why if reply.is_due else ""  # it is not due where it is saved
+        try:
+            capture = self._capturer.capture(step)
+        except Exception:  # boundary: whatever it is, the grant does not stay
+            keeper.abandon(reply)
+            raise
+        if self._copier is None or self._copier.plan is not capture.plan:
+            keeper.abandon(reply)
+            self._reserve(keeper, capture.plan, step)
+            return "the state changed its shape"
+        self._copy(keeper, reply, capture, overlap=False)
+        return ""
+
+    def poll(self) -> None:
+        """Seal a copy that was still being made, if it is complete by now; never wait."""
+        if self._pending is not None and self._pending.is_done():
+            self._complete()
+
+    def wait_before_step(self) -> None:
+        """Make the step that is about to be made come after the copy that is under way."""
+        if self._pending is not None:
+            if self._pending.is_done():
+                self._complete()
+            else:
+                self._pending.wait_before_step()
+
+    def close(self) -> None:
+        """Wait for the copy that is under way, seal it, and let go of the memory."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._complete()
+        if self._search is not None:
+            self._search.cancel()
+        self._disconnect()
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was saved so far."""
+        return {
+            "saved": self._n_saved,
+            "skipped": dict(self._skipped),
+            "last_step": self.last_step,
+            "stall_s": self._stalls_s[-1] if self._stalls_s else None,
+            "stall_median_s": median(self._stalls_s) if self._stalls_s else None,
+            "nbytes": self._copier.plan.layout.nbytes if self._copier else 0,
+            "off": _error_text(self.error) if self.error is not None else None,
+        }
+
+    def turn_off(self, exc: Exception) -> None:
+        """Save nothing for now, and say why once.
+
+        A keeper that is gone is looked for again later; one that refused is asked again on the same
+        line, since a rank that leaves and comes back would be taken for a restarted job.
+        """
+        self.error = exc
+        is_transient = isinstance(exc, KeeperError) and not isinstance(exc, NoKeeperError)
+        is_refused = (
+            is_transient and self.keeper is not None and not isinstance(exc, KeeperGoneError)
+        )
+        self._disconnect(keeps_connection=is_refused)
+        self._retry_at_s = self._clock_s() + self._next_wait_s(exc) if is_transient else None
+        kind = type(exc).__name__
+        if kind in self._warned or (isinstance(exc, NoKeeperError) and not self.is_rank_zero):
+            return  # said already, or true of all ranks alike and said by the first
+        self._warned.add(kind)
+        later = "it is tried again later" if is_transient else "training goes on without"
+        _log.warning("no checkpoints are saved from now on, %s: %s", later, _error_text(exc))
+
+    def _next_wait_s(self, exc: Exception) -> float:
+        """Return how long to leave alone who failed by *exc*: each time longer."""
+        if isinstance(exc, KeeperGoneError):
+            wait_s, self._search_s = self._search_s, min(2 * self._search_s, SEARCH_S_MAX)
+        else:
+            wait_s, self._retry_s = self._retry_s, min(2 * self._retry_s, RETRY_S_MAX)
+        return wait_s
+
+    def _save(self, keeper: RankKeeper, step: int, asks_keeper: bool, overlap: bool) -> None:
+        reply = keeper.acquire(step) if asks_keeper else None
+        if isinstance(reply, Skipped):
+            self._skip(reply.why, is_due=reply.is_due)
+            return
+        try:
+            capture = self._capturer.capture(step)
+            is_known = self._copier is not None and self._copier.plan is capture.plan
+            if not is_known and reply is None:
+                self._reserve(keeper, capture.plan, step)
+        except Exception:  # boundary: whatever it is, the grant does not stay
+            if reply is not None:
+                keeper.abandon(reply)
+            raise
+        if reply is None:
+            if step == self._reserved_at_step and not self.is_only_local_rank:
+                # Another rank of this node may not have come so far, and all would be refused.
+                self._skip_reserved("memory was reserved at this step")
+                return
+            reply = keeper.acquire(step)
+        if isinstance(reply, Skipped):
+            self._skip(reply.why, is_due=reply.is_due)
+        elif not is_known and asks_keeper:
+            keeper.abandon(reply)
+            self._skip_reserved("the state changed its shape")
+            self._reserve(keeper, capture.plan, step)
+        else:
+            if reply.notice:
+                self._warn_once(reply.notice)
+            self._copy(keeper, reply, capture, overlap=overlap)
+
+    def _copy(
+        self, keeper: RankKeeper, lease: Lease, capture: CapturedState, *, overlap: bool
+    ) -> None:
+        assert self._copier is not None
+        try:
+            self._pending = self._copier.start(lease.slot, capture, overlap=overlap)
+        except Exception:  # boundary: whatever it is, the grant does not stay
+            keeper.abandon(lease)
+            raise
+        self._lease, self.last_step = lease, lease.state.step
+        self._n_reserved_in_row = 0
+        if self._pending.is_done():
+            self._complete()
+
+    def _complete(self) -> None:
+        lease, self._pending, self._lease = self._lease, None, None
+        assert lease is not None
+        self._run_guarded(lambda keeper: self._seal(keeper, lease))
+
+    def _seal(self, keeper: RankKeeper, lease: Lease) -> None:
+        keeper.seal(lease)
+        self._n_saved += 1
+        self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN
+
+    def _reserve(self, keeper: RankKeeper, plan: CopyPlan, step: int) -> None:
+        """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
+        if self._copier is not None:
+            self._changed_names = _changed_tensors(self._copier.plan, plan)
+            self._copier.close()
+            self._copier = None
+        slots = keeper.reserve(plan.layout, slots=self._slots)
+        self._copier = SlotCopier(plan, slots, self._warn_once)
+        self._reserved_at_step = step
+
+    def _run_guarded(self, function: Callable[[RankKeeper], T]) -> T | None:
+        """Return what *function* does, None where it fails: saving is off then."""
+        if self.keeper is None:
+            return None
+        try:
+            return function(self.keeper)
+        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+            self.turn_off(exc)
+            return None
+
+    def _is_on(self) -> bool:
+        if self.error is None:
+            return True
+        if self._search is not None:
+            return self._take_search_result(self._search)
+        if self._retry_at_s is None or self._clock_s() < self._retry_at_s:
+            return False
+        if self.keeper is None:
+            self._search = KeeperSearch(partial(self._connect, is_reconnect=True))
+            return False
+        self.error = self._retry_at_s = None
+        return True
+
+    def _take_search_result(self, search: KeeperSearch) -> bool:
+        """Take over what a search has found, if it is done; never wait."""
+        if not search.is_done():
+            return False
+        self._search = None
+        try:
+            self.keeper = search.result()
+        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+            self.turn_off(exc)
+            return False
+        self.error = self._retry_at_s = None
+        if self.is_rank_zero:
+            _log.warning("a keeper is there again: checkpoints are saved from now on")
+        self._warned.discard(KeeperGoneError.__name__)
+        return True
+
+    def _disconnect(self, *, keeps_connection: bool = False) -> None:
+        keeper, copier, pending = self.keeper, self._copier, self._pending
+        self._copier = self._pending = self._lease = None
+        if keeps_connection:
+            keeper = None
+        else:
+            self.keeper = None
+        with suppress(Exception):  # boundary: what is given up may be broken
+            if pending is not None:
+                pending.wait()
+            if copier is not None:
+                copier.close()
+            if keeper is not None:
+                keeper.close()
+
+    def _skip(self, why: str, *, is_due: bool = True) -> None:
+        if is_due:
+            self._skipped[_STATE.sub("the state before", why)] += 1
+        if why == NO_ANSWER and self.is_rank_zero:
+            self._warn_once(f"{NO_ANSWER}: no checkpoints are saved until it does")
+
+    def _skip_reserved(self, why: str) -> None:
+        """Skip a save for which memory of another layout was needed; not one after another."""
+        self._skip(why)
+        self._n_reserved_in_row += 1
+        if self._n_reserved_in_row == N_RESERVED_WARN:
+            _log.warning(
+                "the state had another shape at each of the last %d saves (%s), and no checkpoint "
+                "is saved while that goes on: give what grows room for all of it from the start",
+                N_RESERVED_WARN,
+                self._changed_names,
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%s", text)
+
+
+def _changed_tensors(old: CopyPlan, new: CopyPlan) -> str:
+    """Return the names of a few tensors that made another layout necessary."""
+    known, wanted = ({tensor.spec for tensor in plan.layout.tensors} for plan in (old, new))
+    names = sorted({spec.name for spec in known ^ wanted})
+    more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
+    return ", ".join(names[:_N_SHOWN]) + more if names else "what is not tensors grew"
+
+
+def _error_text(exc: Exception) -> str:
+    return str(exc) if isinstance(exc, CheckpointError) else f"{type(exc).__name__}: {exc}"

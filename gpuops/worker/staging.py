@@ -1,0 +1,364 @@
+"""One rank's state at one moment, and its copy into a shared buffer.
+
+On the host the copy is done when `SlotCopier.start` returns. On a device, what only the optimizers
+change is copied on a stream of its own, and the next optimizer step is made to wait for it on the
+device; what anything may change (buffers, averages) is copied on the computing stream, so that
+whatever comes later on it comes after the copy. The host waits for neither.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, eq, is_
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.image import ImageLayout, plan_image, write_metadata_blob
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import Shard
+from gpuops.convert.state_encoder import STATE_FORMAT, StateEncoder
+from gpuops.convert.tensors import (
+    TensorPlacements,
+    check_storable,
+    is_dtensor,
+    local_tensor,
+    needs_carrier,
+    views_of,
+)
+from gpuops.convert.values import dumps
+from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
+from gpuops.worker.state.optimizer import OptimizerAdapter
+from gpuops.worker.state.replicated import replicated_by_name
+from gpuops.worker.state.rng import read_rng
+
+METADATA_STEP_BYTES = 64 * 1024
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """What is to be copied into a slot of *layout*.
+
+    ``tensors`` are this rank's parts, in the order of ``plan.names``; those of ``plan.fenced`` are
+    changed by the optimizers alone.
+    """
+
+    plan: "CopyPlan"
+    tensors: Sequence[torch.Tensor]
+    metadata_blob: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """The layout of an image, and which tensor of a capture goes where in it.
+
+    ``device`` is that of the tensors that are not on the host, None where all are.
+    """
+
+    layout: ImageLayout
+    names: tuple[str, ...]
+    device: torch.device | None
+    optimizer_owned: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+class StateCapturer:
+    """Reads all parts of a state; plans the image anew only where something changed its shape."""
+
+    def __init__(
+        self, adapters: Sequence[StateAdapter], shard: Shard, *, allow_pickle: bool
+    ) -> None:
+        self._adapters = tuple(adapters)
+        self._shard = shard
+        self._allow_pickle = allow_pickle
+        self.annotations: Callable[[], Mapping[str, object]] = (
+            dict  # plain values for who looks at it
+        )
+        self._plan: CopyPlan | None = None
+        self._names: list[tuple[str, ...]] = []
+        self._shapes: list[object] = []
+        self._types: list[type] = []
+        self._placements: list[object] = []
+        self._dtypes: list[torch.dtype] = []
+        self._devices: list[object] = []
+        self._needs_local = False
+
+    @torch.no_grad()
+    def capture(self, step: int) -> CapturedState:
+        """Return the state as it is now; its tensors are not copied yet.
+
+        Raises:
+            CheckpointError: Something in it cannot be stored; says which.
+        """
+        readings = [part.read() for part in self._adapters]
+        tensors = list(chain.from_iterable(reading.tensors for reading in readings))
+        metadata_blob = self._encode_metadata(step, readings)
+        if not self._matches_plan(readings, tensors) or not self._fits_metadata(metadata_blob):
+            self._make_plan(readings, tensors, len(metadata_blob))
+        assert self._plan is not None
+        if self._needs_local:
+            tensors = [local_tensor(tensor) for tensor in tensors]
+        return CapturedState(self._plan, tensors, metadata_blob)
+
+    def _encode_metadata(self, step: int, readings: Sequence[AdapterSnapshot]) -> bytes:
+        encoder = StateEncoder(allow_pickle=self._allow_pickle)
+        head = {
+            "format": STATE_FORMAT,
+            "step": step,
+            "rank": self._shard.rank,
+            "world": self._shard.world,
+            "torch": str(torch.__version__),
+            "rng": encoder.encoder.encode(read_rng(), "rng"),
+            **self.annotations(),
+        }
+        fragments = b",".join(
+            b"%b:%b" % (dumps(part.key), reading.fragment)
+            for part, reading in zip(self._adapters, readings, strict=True)
+        )
+        return b'%b,"parts":{%b}}' % (dumps(head)[:-1], fragments)
+
+    def _fits_metadata(self, metadata_blob: bytes) -> bool:
+        return (
+            self._plan is not None
+            and len(metadata_blob) <= self._plan.layout.metadata_capacity_bytes
+        )
+
+    def _matches_plan(
+        self, readings: Sequence[AdapterSnapshot], tensors: list[torch.Tensor]
+    ) -> bool:
+        if self._plan is None or len(self._names) != len(readings):
+            return False
+        if any(a.names is not b for a, b in zip(readings, self._names, strict=True)):
+            return False
+        # Nothing is kept of what is compared: many thousand new objects would have Python look for
+        # garbage in all of the job's memory, again and again.
+        return (
+            len(tensors) == len(self._shapes)
+            and all(map(eq, map(_SHAPE, tensors), self._shapes))
+            and all(map(is_, map(_DTYPE, tensors), self._dtypes))
+            and all(map(is_, map(type, tensors), self._types))
+            and _first_devices(readings) == self._devices
+            and (not self._placements or _placements_of(tensors) == self._placements)
+        )
+
+    def _make_plan(
+        self, readings: Sequence[AdapterSnapshot], tensors: list[torch.Tensor], metadata_bytes: int
+    ) -> None:
+        names = tuple(name for reading in readings for name in reading.names)
+        for name, tensor in zip(names, tensors, strict=True):
+            check_storable(tensor, name)
+        placements = TensorPlacements()
+        specs = [
+            placements.spec_of(tensor, local_tensor(tensor), name)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        metadata_capacity_bytes = (
+            -(-2 * metadata_bytes // METADATA_STEP_BYTES) * METADATA_STEP_BYTES
+        )
+        replicas_by_name = replicated_by_name(self._adapters, names, tensors, self._shard.rank)
+        layout = plan_image(self._shard, specs, metadata_capacity_bytes, replicas_by_name)
+        owned_flags = self._is_optimizer_owned(readings, tensors)
+        self._plan = CopyPlan(
+            layout,
+            names,
+            next((tensor.device for tensor in tensors if tensor.is_cuda), None),
+            tuple(i for i, is_fenced in enumerate(owned_flags) if is_fenced),
+            tuple(i for i, is_fenced in enumerate(owned_flags) if not is_fenced),
+        )
+        self._names = [reading.names for reading in readings]
+        self._shapes = list(map(_SHAPE, tensors))
+        self._dtypes = list(map(_DTYPE, tensors))
+        self._devices = _first_devices(readings)
+        self._types = list(map(type, tensors))
+        self._placements = _placements_of(tensors)
+        self._needs_local = any(
+            is_dtensor(tensor) or needs_carrier(tensor.dtype) for tensor in tensors
+        )
+
+    def _is_optimizer_owned(
+        self, readings: Sequence[AdapterSnapshot], tensors: list[torch.Tensor]
+    ) -> list[bool]:
+        owned = {
+            id(each)
+            for part in self._adapters
+            if isinstance(part, OptimizerAdapter)
+            for group in part.optimizer.param_groups
+            for each in group["params"]
+        }
+        owned_flags = [id(tensor) in owned for tensor in tensors]
+        begin = 0
+        for reading in readings:
+            owned_flags[begin : begin + reading.n_optimizer_owned] = [
+                True
+            ] * reading.n_optimizer_owned
+            begin += len(reading.tensors)
+        return owned_flags
+
+
+def _first_devices(readings: Sequence[AdapterSnapshot]) -> list[object]:
+    """Return where the parts are; a part is moved as a whole."""
+    return [reading.tensors[0].device if reading.tensors else None for reading in readings]
+
+
+def _placements_of(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [
+        (tensor.placements, tensor.to_local().shape) for tensor in tensors if is_dtensor(tensor)
+    ]
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
+
+
+@dataclass(slots=True)
+class PendingCopy:
+    """A copy that a device may still be making; ``sources`` are kept alive for it."""
+
+    event: Any
+    device: torch.device | None
+    sources: Sequence[torch.Tensor]
+
+    def is_done(self) -> bool:
+        """Say whether the copy is complete; never waits."""
+        return self.event is None or bool(self.event.query())
+
+    def wait(self) -> None:
+        """Wait on the host until the copy is complete."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def wait_before_step(self) -> None:
+        """Make what is put on the current stream from now on come after the copy."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class SlotCopier:
+    """The slots of one layout. *warn* is told once where memory cannot be pinned."""
+
+    def __init__(
+        self, plan: CopyPlan, slots: Sequence[SharedBuffer], warn: Callable[[str], None]
+    ) -> None:
+        self.plan = plan
+        self._slots = tuple(slots)
+        self._views: list[tuple[torch.Tensor, ...] | None] = [None] * len(self._slots)
+        self._pinned: list[_PinnedBuffer] = []
+        self._stream: Any = None
+        self._warn = warn
+
+    @torch.no_grad()
+    def start(self, slot: int, capture: CapturedState, *, overlap: bool = False) -> PendingCopy:
+        """Copy *capture* into *slot*, header and all; return what tells when it is complete.
+
+        *overlap*: `PendingCopy.fence` will be called before anybody changes what the optimizers
+        own.
+        """
+        memory = self._slots[slot].view
+        layout = self.plan.layout
+        views = self._prepare(slot)
+        memory[: len(layout.header)] = layout.header
+        write_metadata_blob(memory, layout, capture.metadata_blob)
+        device = self.plan.device
+        if device is None:
+            _copy(views, capture.tensors)
+            return PendingCopy(None, None, ())
+        return self._start_on(device, views, capture, overlap=overlap)
+
+    def close(self) -> None:
+        """Let go of the memory; nothing may be in flight."""
+        for pin in self._pinned:
+            pin.release()
+        self._pinned.clear()
+        self._views = [None] * len(self._slots)
+        for slot in self._slots:
+            slot.close()
+
+    def _prepare(self, slot: int) -> tuple[torch.Tensor, ...]:
+        views = self._views[slot]
+        if views is None:
+            memory = self._slots[slot]
+            memory.populate()
+            if self.plan.device is not None:
+                self._pinned.append(_PinnedBuffer(memory, self.plan.device, self._warn))
+            views = self._views[slot] = views_of(memory.view, self.plan.layout, self.plan.names)
+        return views
+
+    def _start_on(
+        self,
+        device: torch.device,
+        views: Sequence[torch.Tensor],
+        capture: CapturedState,
+        *,
+        overlap: bool,
+    ) -> PendingCopy:
+        tensors = capture.tensors
+        optimizer_owned = [i for i in self.plan.optimizer_owned if tensors[i].device == device]
+        others = [i for i in self.plan.others if tensors[i].device == device]
+        elsewhere = [i for i, tensor in enumerate(tensors) if tensor.device != device]
+        if not overlap:
+            optimizer_owned, others = [], [*optimizer_owned, *others]
+        with torch.cuda.device(device):
+            computing = torch.cuda.current_stream()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(computing)
+            with torch.cuda.stream(self._stream):
+                _copy(
+                    _select(views, optimizer_owned),
+                    _select(tensors, optimizer_owned),
+                    non_blocking=True,
+                )
+            _copy(_select(views, others), _select(tensors, others), non_blocking=True)
+            self._stream.wait_stream(computing)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        # On the host, or on another device of this process: at once.
+        _copy(_select(views, elsewhere), _select(tensors, elsewhere))
+        return PendingCopy(done, device, [tensors[i] for i in (*optimizer_owned, *others)])
+
+
+class _PinnedBuffer:
+    """Memory registered with CUDA, so that a device copies into it by itself."""
+
+    def __init__(
+        self, memory: SharedBuffer, device: torch.device, warn: Callable[[str], None]
+    ) -> None:
+        self._address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            code = int(runtime.cudaHostRegister(self._address, memory.nbytes, _PORTABLE))
+        self._is_pinned = code == 0
+        if not self._is_pinned:
+            _clear_cuda_error(device)
+            warn(
+                f"the {memory.nbytes} bytes of a slot cannot be pinned (cudaHostRegister returned "
+                f"{code}; is `ulimit -l` too small?): copies from the device take longer and block"
+            )
+
+    def release(self) -> None:
+        """Undo the registration."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._is_pinned = False
+
+
+def _clear_cuda_error(device: torch.device) -> None:
+    """Have CUDA forget the error that it returned: the next kernel launch would raise it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
+
+
+def _select(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[torch.Tensor]:
+    return [tensors[index] for index in indexes]
+
+
+def _copy(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    non_blocking: bool = False,
+) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)

@@ -1,0 +1,259 @@
+"""The parameters, buffers and extra states of modules, by names without wrappers.
+
+DistributedDataParallel, torch.compile and activation checkpointing put names of their own into
+the path of a parameter; a state that is saved under one of them loads without it, and vice versa.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuops.checkpoint.types import CheckpointError
+from gpuops.convert.state_encoder import StateEncoder
+from gpuops.convert.values import dumps
+from gpuops.worker.state.adapter import (
+    AdapterSnapshot,
+    FinishLoad,
+    LoadSource,
+    NameCache,
+    StateDecoder,
+)
+
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_WRAPPER_TYPES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def canonical_names(module: nn.Module, keys: Iterable[str]) -> tuple[str, ...]:
+    """Return what each of *keys*, those of the module's state dict, is called without wrappers."""
+    clean = _clean_prefixes(module)
+    return tuple(_canonical(key, clean) for key in keys)
+
+
+def _canonical(key: str, clean: Mapping[str, str]) -> str:
+    head, _, last = key.rpartition(".")
+    prefix = clean.get(head)
+    if prefix is None:  # a key of the module's own making
+        prefix = "".join(
+            f"{component}."
+            for component in head.split(".")
+            if component and component not in _WRAPPER_NAMES
+        )
+    return prefix + last
+
+
+def _clean_prefixes(module: nn.Module) -> dict[str, str]:
+    """Return for the path of each module how the names of what it holds begin."""
+    clean = {"": ""}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for path in modules:
+        if not path:
+            continue
+        parent, _, name = path.rpartition(".")
+        is_wrapped = name in _WRAPPER_NAMES or (
+            name == "module" and isinstance(modules.get(parent), _WRAPPER_TYPES)
+        )
+        begin = clean.get(parent, "")
+        clean[path] = begin if is_wrapped else f"{begin}{name}."
+    return clean
+
+
+_SHOWN = 5
+
+
+class ModelAdapter:
+    """One module, or the parts of one that this rank has, by the names without wrappers.
+
+    A tensor that stands under several names (tied weights) is stored once. Where ``state_dict``
+    gives the live tensors, as it does unless somebody made it do otherwise, they are filled in
+    place; whatever else it gives goes back through ``load_state_dict``.
+    """
+
+    def __init__(
+        self, key: str, modules: Sequence[nn.Module], *, allow_pickle: bool = False
+    ) -> None:
+        """Raise CheckpointError for a module whose state cannot be told apart by rank."""
+        for module in modules:
+            _reject_fsdp1(module)
+        self.key = key
+        self.modules = tuple(modules)
+        self._allow_pickle = allow_pickle
+        self._keys: tuple[tuple[str, ...], ...] | None = None
+        self._is_tensor: list[bool] = []
+        self._stored: list[int] = []
+        self._aliases: list[tuple[int, int]] = []
+        self._names: tuple[str, ...] = ()
+        self._fqns: tuple[str, ...] = ()
+        self._fragment = b""
+        self._name_cache = NameCache()
+
+    def read(self) -> AdapterSnapshot:
+        """Return the state. Which of the tensors an optimizer owns is for the caller to say."""
+        states = self._states()
+        values = [value for state in states for value in state.values()]
+        kinds = list(map(isinstance, values, repeat(torch.Tensor)))
+        if (
+            tuple(map(tuple, states)) != self._keys
+            or kinds != self._is_tensor
+            or any(values[a] is not values[b] for a, b in self._aliases)
+        ):
+            self._update_names(states, values, kinds)
+        whole = len(self._stored) == len(values)
+        tensors = values if whole else [values[index] for index in self._stored]
+        if all(kinds):
+            return AdapterSnapshot(self._names, tensors, self._fragment)
+        return self._with_others(values, tensors)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the name of each tensor of the modules, by its `id`; the first of several."""
+        states = self._states()
+        found: dict[int, str] = {}
+        for fqn, (_, _, value) in zip(self._fqns_of(states), _entries(states), strict=True):
+            found.setdefault(id(value), fqn)
+        return found
+
+    def plan_load(self, source: LoadSource) -> FinishLoad:
+        """Want each tensor of the modules, under its own name or the one that it was tied to."""
+        states = self._states()
+        fqns = self._fqns_of(states)
+        aliases, others = _merge_fragments(source.fragments(self.key))
+        self._check_names(fqns, source, aliases, others)
+        live = {id(tensor) for module in self.modules for tensor in _tensors(module)}
+        changed: list[dict[str, Any]] = [{} for _ in states]
+        decoder = StateDecoder(source, allow_pickle=self._allow_pickle)
+        for fqn, (index, raw, value) in zip(fqns, _entries(states), strict=True):
+            if not isinstance(value, torch.Tensor):
+                root = f"{self.key}.{fqn}"
+                changed[index][raw] = decoder.decode(others[fqn], root)
+                continue
+            target = value
+            if id(value) not in live:
+                target = changed[index][raw] = value.detach().clone()
+            source.request(f"{self.key}.{aliases.get(fqn, fqn)}", target)
+        return lambda: self._load(states, changed)
+
+    def _load(self, states: Sequence[Mapping[str, Any]], changed: list[dict[str, Any]]) -> None:
+        for module, state, values in zip(self.modules, states, changed, strict=True):
+            if values:
+                module.load_state_dict({**state, **values})
+
+    def _states(self) -> list[Mapping[str, Any]]:
+        return [_state_of(module) for module in self.modules]
+
+    def _fqns_of(self, states: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        each = [
+            canonical_names(module, state)
+            for module, state in zip(self.modules, states, strict=True)
+        ]
+        joined = tuple(fqn for fqns in each for fqn in fqns)
+        if len(self.modules) > 1 and len(set(joined)) < len(joined):
+            joined = tuple(f"{i}.{fqn}" for i, fqns in enumerate(each) for fqn in fqns)
+        if len(set(joined)) < len(joined):
+            twice = sorted({fqn for fqn in joined if joined.count(fqn) > 1})
+            raise CheckpointError(
+                f"two tensors of the model are called {_join_names(twice, self.key)}"
+            )
+        return joined
+
+    def _update_names(
+        self, states: Sequence[Mapping[str, Any]], values: list[Any], is_tensor_flags: list[bool]
+    ) -> None:
+        fqns = self._fqns_of(states)
+        first: dict[int, int] = {}
+        aliases: list[tuple[int, int]] = []
+        for index, value in enumerate(values):
+            if is_tensor_flags[index] and first.setdefault(id(value), index) != index:
+                aliases.append((index, first[id(value)]))
+        dropped = {index for index, _ in aliases}
+        self._keys, self._fqns = tuple(map(tuple, states)), fqns
+        self._is_tensor, self._aliases = is_tensor_flags, aliases
+        self._stored = [
+            i for i, is_tensor in enumerate(is_tensor_flags) if is_tensor and i not in dropped
+        ]
+        self._names = tuple(f"{self.key}.{fqns[index]}" for index in self._stored)
+        self._fragment = dumps(self._fragment_json({}))
+
+    def _fragment_json(self, others: Mapping[str, object]) -> dict[str, object]:
+        fqns = self._fqns
+        return {"aliases": {fqns[a]: fqns[b] for a, b in self._aliases}, "others": others}
+
+    def _with_others(self, values: list[Any], tensors: Sequence[Any]) -> AdapterSnapshot:
+        encoder = StateEncoder(allow_pickle=self._allow_pickle)
+        others = {
+            fqn: encoder.encoder.encode(value, f"{self.key}.{fqn}")
+            for fqn, value, is_tensor in zip(self._fqns, values, self._is_tensor, strict=True)
+            if not is_tensor
+        }
+        fragment = dumps(self._fragment_json(others))
+        if not encoder.names:
+            return AdapterSnapshot(self._names, tensors, fragment)
+        names = self._name_cache.intern((*self._names, *encoder.names))
+        return AdapterSnapshot(names, [*tensors, *encoder.tensors], fragment)
+
+    def _check_names(
+        self,
+        fqns: Iterable[str],
+        source: LoadSource,
+        aliases: Mapping[str, str],
+        others: Mapping[str, Any],
+    ) -> None:
+        begin = f"{self.key}."
+        saved = {name.removeprefix(begin) for name in source.names(begin)}
+        own_names = set(fqns)
+        missing = sorted(own_names - saved - aliases.keys() - others.keys())
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has no {_join_names(missing, self.key)}; "
+                "restore into a model of the structure that was saved"
+            )
+        below = tuple(f"{fqn}." for fqn in others)
+        surplus = sorted(
+            name for name in saved - own_names if not (below and name.startswith(below))
+        ) or sorted(aliases.keys() - own_names)
+        if surplus and source.is_own:
+            raise CheckpointError(
+                f"the checkpoint has {_join_names(surplus, self.key)}, which the model has not; "
+                "restore into a model of the structure that was saved"
+            )
+
+
+def _reject_fsdp1(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if type(child).__name__ == "FullyShardedDataParallel":
+            raise CheckpointError(
+                f"the model{' at ' if name else ''}{name} is a FullyShardedDataParallel (FSDP1), "
+                "which torch has replaced; shard it with fully_shard (FSDP2)"
+            )
+
+
+def _state_of(module: nn.Module) -> Mapping[str, Any]:
+    try:
+        kept: Mapping[str, Any] = module.state_dict(keep_vars=True)
+    except TypeError:  # a state_dict of somebody's own, which takes nothing
+        kept = module.state_dict()
+    return kept
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _entries(states: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, Any]]:
+    return [(i, raw, value) for i, state in enumerate(states) for raw, value in state.items()]
+
+
+def _merge_fragments(fragments: Iterable[Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for fragment in fragments:
+        if isinstance(fragment, dict):
+            aliases = {**fragment.get("aliases", {}), **aliases}
+            others = {**fragment.get("others", {}), **others}
+    return aliases, others
+
+
+def _join_names(names: Sequence[str], key: str) -> str:
+    shown = ", ".join(f"{key}.{name}" for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

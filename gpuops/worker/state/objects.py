@@ -1,0 +1,123 @@
+"""Anything else with a state: a scheduler, a scaler, a data loader, values of the user's own."""
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.types import CheckpointError, CorruptError
+from gpuops.convert.state_encoder import StateEncoder
+from gpuops.convert.values import dumps
+from gpuops.worker.state.adapter import (
+    AdapterSnapshot,
+    FinishLoad,
+    LoadSource,
+    NameCache,
+    StateDecoder,
+)
+
+
+class ObjectAdapter:
+    """An object with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, key: str, stateful: Any, *, allow_pickle: bool = False) -> None:  # noqa: ANN401
+        self.key = key
+        self._stateful = stateful
+        self._allow_pickle = allow_pickle
+        self._name_cache = NameCache()
+
+    def read(self) -> AdapterSnapshot:
+        """Return what the object's ``state_dict`` says."""
+        return self._encode(self._stateful.state_dict())
+
+    def plan_load(self, source: LoadSource) -> FinishLoad:
+        """Want what was saved, for the object's ``load_state_dict``."""
+        state = self._decode(source, _current_state(self._stateful.state_dict))
+        return lambda: self._stateful.load_state_dict(state)
+
+    def _encode(self, value: object) -> AdapterSnapshot:
+        encoder = StateEncoder(allow_pickle=self._allow_pickle)
+        fragment = dumps(encoder.encoder.encode(value, self.key))
+        return AdapterSnapshot(
+            self._name_cache.intern(tuple(encoder.names)), encoder.tensors, fragment
+        )
+
+    def _decode(self, source: LoadSource, current: object) -> Any:  # noqa: ANN401 anything
+        fragments = source.fragments(self.key)
+        if not fragments:
+            raise CheckpointError(
+                f"the checkpoint has nothing of {self.key}: it was saved without it; "
+                "restore first without it as well"
+            )
+        decoder = StateDecoder(source, current, allow_pickle=self._allow_pickle)
+        return decoder.decode(fragments[0], self.key)
+
+
+class GeneratorAdapter(ObjectAdapter):
+    """A `torch.Generator`, say that of a sampler."""
+
+    def __init__(self, key: str, generator: torch.Generator) -> None:
+        super().__init__(key, generator)
+
+    def read(self) -> AdapterSnapshot:
+        """Return the state of the generator."""
+        return self._encode(self._stateful.get_state().numpy().tobytes())
+
+    def plan_load(self, source: LoadSource) -> FinishLoad:
+        """Take the state that was saved."""
+        state = self._decode(source, None)
+        if not isinstance(state, bytes):
+            raise CorruptError(f"{self.key} is no state of a generator")
+        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        return lambda: self._stateful.set_state(tensor)
+
+
+class ValueAdapter(ObjectAdapter):
+    """One value of a mapping that the user gave: read from it at each save, put back into it."""
+
+    def __init__(
+        self, key: str, holder: Mapping[Any, Any], name: object, *, allow_pickle: bool = False
+    ) -> None:
+        super().__init__(key, holder, allow_pickle=allow_pickle)
+        self._name = name
+
+    def read(self) -> AdapterSnapshot:
+        """Return the value that is there now."""
+        if self._name not in self._stateful:
+            raise CheckpointError(f"{self.key} was given, and the mapping has it no more")
+        return self._encode(self._stateful[self._name])
+
+    def plan_load(self, source: LoadSource) -> FinishLoad:
+        """Want the value that was saved; tensors that are there are filled in place."""
+        current = self._stateful[self._name]
+        value = self._decode(source, current)
+        if value is current:
+            return _do_nothing
+        if isinstance(current, dict) and isinstance(value, dict):
+            return lambda: _replace_items(current, value)
+        if not isinstance(self._stateful, MutableMapping):
+            raise CheckpointError(
+                f"{self.key} has another shape or type than what was saved, which has no place to "
+                "be put back into: give it in a dict"
+            )
+        holder = self._stateful
+        return lambda: holder.__setitem__(self._name, value)
+
+
+def _do_nothing() -> None:
+    return None
+
+
+def _replace_items(mapping: dict[Any, Any], values: dict[Any, Any]) -> None:
+    """Give the user's own *mapping* these values: others may hold it."""
+    for key in mapping.keys() - values.keys():
+        del mapping[key]
+    mapping.update(values)
+
+
+def _current_state(state_dict: Callable[[], object]) -> object:
+    """Return what is there now, for its tensors; None where it cannot be said before a restore."""
+    try:
+        return state_dict()
+    except Exception:  # noqa: BLE001 boundary: a state that is not there yet is no error
+        return None

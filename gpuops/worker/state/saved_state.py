@@ -1,0 +1,320 @@
+"""A saved state: the images of all ranks, opened as far as they are needed.
+
+In a world of the same size each rank has its own image, and all that is plain comes from there:
+ranks may differ in what no placement tells of, such as running averages of a batch norm. Where the
+world or the placements changed, tensors are put together out of all images, and of what is not
+sharded the lowest rank's counts.
+
+The parts of a tensor that the ranks saved: each once, and together the whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from gpuops.checkpoint.image import (
+    ImageLayout,
+    PlacedTensor,
+    TensorSpec,
+    read_layout,
+    read_metadata_blob,
+)
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
+from gpuops.convert.state_encoder import STATE_FORMAT
+from gpuops.convert.tensors import (
+    DTYPE_NAMES,
+    TensorPlacements,
+    as_storable,
+    check_storable,
+    is_dtensor,
+    local_tensor,
+    view_of,
+)
+from gpuops.convert.values import loads
+from gpuops.worker.state.adapter import logical_shape
+from gpuops.worker.state.parallel_copy import copy_parallel
+
+SavedPiece = tuple[memoryview, PlacedTensor]
+
+
+def distinct_pieces(pieces: Iterable[SavedPiece]) -> list[SavedPiece]:
+    """Return each part once, the first that is given of several: replicas say the same.
+
+    Empty parts are left out.
+    """
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], SavedPiece] = {}
+    for memory, placed in pieces:
+        if placed.begin != placed.end:
+            found.setdefault((placed.spec.offsets, placed.spec.shape), (memory, placed))
+    return list(found.values())
+
+
+def check_complete(name: str, specs: Sequence[TensorSpec]) -> None:
+    """Say nothing where *specs* make up the whole tensor, each place of it once.
+
+    torch's reader takes what it is told: a part that is missing would leave old values.
+
+    Raises:
+        CheckpointError: A part is missing, two overlap, or they tell of different tensors.
+    """
+    kinds = {(part.global_shape, part.dtype) for part in specs}
+    if len(kinds) > 1:
+        raise CheckpointError(f"the ranks saved different tensors as {name}: {sorted(kinds)}")
+    n_items = prod(specs[0].global_shape) if specs else 0
+    volume = sum(prod(part.shape) for part in specs)
+    if volume != n_items:
+        raise CheckpointError(
+            f"the saved parts of {name} have {volume} of its {n_items} items: a rank's part is "
+            "missing, or two overlap"
+        )
+    dims = [
+        dim
+        for dim, size in enumerate(specs[0].global_shape if specs else ())
+        if any(part.shape[dim] != size for part in specs)
+    ]
+    if len(dims) == 1:
+        spans = sorted((part.offsets[dims[0]], part.shape[dims[0]]) for part in specs)
+        has_overlap = any(a[0] + a[1] > b[0] for a, b in pairwise(spans))
+    else:
+        has_overlap = any(_overlap(a, b, dims) for a, b in combinations(specs, 2))
+    if has_overlap:
+        raise CheckpointError(f"two saved parts of {name} overlap: they were not saved together")
+
+
+def _overlap(a: TensorSpec, b: TensorSpec, dims: Sequence[int]) -> bool:
+    return all(
+        a.offsets[dim] < b.offsets[dim] + b.shape[dim]
+        and b.offsets[dim] < a.offsets[dim] + a.shape[dim]
+        for dim in dims
+    )
+
+
+OpenImage = Callable[[Shard], memoryview]
+
+
+class _TensorMemory(NamedTuple):
+    """What two tensors that are one have in common; ``address`` is 0 where nothing is in it."""
+
+    address: int
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _ShardImage(NamedTuple):
+    memory: memoryview
+    layout: ImageLayout
+    tensors: Mapping[str, PlacedTensor]
+    metadata: Mapping[str, Any]
+
+
+class SavedState:
+    """A state that *world* ranks saved, for rank *rank* of a world of *own_world*.
+
+    *open_image* gives the verified bytes of a shard's image; they must stay until `load` returned.
+    ``notes`` has what a user should know of where values came from.
+    """
+
+    def __init__(
+        self, open_image: OpenImage, *, step: int, world: int, rank: int, own_world: int
+    ) -> None:
+        self._open = open_image
+        self._step = step
+        self._world = world
+        self._images: dict[int, _ShardImage] = {}
+        self.is_own = world == own_world
+        self._home_rank = rank if self.is_own else 0
+        self._requests: list[tuple[str, torch.Tensor]] = []
+        self._target_names: dict[_TensorMemory, str] = {}
+        self.notes: list[str] = []
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What was saved beside parts: ``rng``, versions; of this rank, or of the lowest."""
+        return self._image(self._home_rank).metadata
+
+    def part_keys(self) -> set[str]:
+        """Return the keys of the parts that were saved."""
+        return set(self.metadata["parts"])
+
+    def spec(self, name: str) -> TensorSpec | None:
+        found = self._find_tensor(name)
+        return found[1].spec if found else None
+
+    def names(self, prefix: str) -> list[str]:
+        found: dict[str, None] = {}
+        for image in [self._image(self._home_rank)] if self.is_own else self._all_images():
+            found.update(dict.fromkeys(n for n in image.tensors if n.startswith(prefix)))
+        return list(found)
+
+    def fragments(self, key: str) -> list[Any]:
+        if self.is_own:
+            parts = self.metadata["parts"]
+            return [parts[key]] if key in parts else []
+        return [
+            image.metadata["parts"][key]
+            for image in self._all_images()
+            if key in image.metadata["parts"]
+        ]
+
+    def request(self, name: str, target: torch.Tensor) -> None:
+        check_storable(target, name)
+        spec = self.spec(name)
+        if spec is None:
+            raise CheckpointError(f"the checkpoint has no {name}")
+        with torch.no_grad():
+            stored = as_storable(target) if not is_dtensor(target) else target
+            dtype = DTYPE_NAMES[stored.dtype]
+        if spec.dtype != dtype:
+            raise CheckpointError(
+                f"{name} was saved as {spec.dtype} and is {dtype} now; restore with the dtypes "
+                "that were saved, and convert afterwards"
+            )
+        if tuple(target.shape) != logical_shape(spec, target.dtype):
+            raise CheckpointError(
+                f"{name} was saved with the shape {logical_shape(spec, target.dtype)} and has "
+                f"{tuple(target.shape)} now; restore into a model of the structure that was saved"
+            )
+        if target.is_inference():
+            raise CheckpointError(
+                f"{name} was made in inference mode, and nothing can be loaded into it; make it "
+                "outside, or give its clone()"
+            )
+        memory = _memory_of(target)
+        if not self.can_fill(name, target):
+            raise CheckpointError(
+                f"{name} and {self._target_names[memory]} are one tensor here, and were saved with "
+                "different values; give each its own memory (clone()) before restoring"
+            )
+        if memory not in self._target_names:
+            self._requests.append((name, target))
+        if memory.address:
+            self._target_names.setdefault(memory, name)
+
+    def can_fill(self, name: str, target: torch.Tensor) -> bool:
+        memory = _memory_of(target)
+        first = self._target_names.get(memory, name)
+        return first == name or not memory.address or self._has_same_values(first, name)
+
+    @torch.no_grad()
+    def load(self, n_threads: int) -> int:
+        """Fill all that is wanted, with so many threads; return how many bytes were written.
+
+        Raises:
+            CheckpointError: The parts of a tensor do not make up the whole; nothing is known then
+                of what the wanted tensors hold.
+        """
+        placements = TensorPlacements()
+        direct: list[tuple[torch.Tensor, torch.Tensor]] = []
+        resharded: dict[str, torch.Tensor] = {}
+        nbytes = 0
+        for name, target in self._requests:
+            local = local_tensor(target)
+            if local.numel() == 0:
+                continue
+            nbytes += local.numel() * local.element_size()
+            found = self._find_tensor(name)
+            assert found is not None
+            image, placed = found
+            if _is_same_region(placements.spec_of(target, local, name), placed.spec):
+                direct.append((local, view_of(image.memory, placed)))
+            elif name in resharded:
+                direct.append((local, local_tensor(resharded[name])))
+            else:
+                resharded[name] = target if is_dtensor(target) else local
+        if resharded:
+            # Imported where it is needed: most restores find everything in place.
+            from gpuops.worker.state.resharding import load_resharded
+
+            load_resharded(resharded, {name: self._pieces(name) for name in resharded})
+        copy_parallel([a for a, _ in direct], [b for _, b in direct], n_threads)
+        return nbytes
+
+    def _has_same_values(self, first_name: str, second_name: str) -> bool:
+        """Say whether two tensors were saved with the same values."""
+        for image in self._all_images():
+            a, b = image.tensors.get(first_name), image.tensors.get(second_name)
+            if a is None and b is None:
+                continue
+            if a is None or b is None or not _is_same_region(a.spec, b.spec):
+                return False
+            if not torch.equal(_bytes_of(image.memory, a), _bytes_of(image.memory, b)):
+                return False
+            if self.is_own:
+                return True
+        return True
+
+    def _find_tensor(self, name: str) -> tuple[_ShardImage, PlacedTensor] | None:
+        for image in self._all_images():
+            if name in image.tensors:
+                return image, image.tensors[name]
+        return None
+
+    def _pieces(self, name: str) -> list[SavedPiece]:
+        found = distinct_pieces(
+            (image.memory, image.tensors[name])
+            for image in self._all_images()
+            if name in image.tensors
+        )
+        if not found:
+            raise CheckpointError(f"no rank saved anything of {name}")
+        return found
+
+    def _all_images(self) -> Iterator[_ShardImage]:
+        """Yield the own image first, then the others from the lowest rank on."""
+        yield self._image(self._home_rank)
+        for rank in range(self._world):
+            if rank != self._home_rank:
+                yield self._image(rank)
+
+    def _image(self, rank: int) -> _ShardImage:
+        if rank not in self._images:
+            self._images[rank] = self._read(Shard(rank, self._world))
+        return self._images[rank]
+
+    def _read(self, shard: Shard) -> _ShardImage:
+        memory = self._open(shard)
+        layout = read_layout(memory)
+        if layout.shard != shard:
+            raise CorruptError(
+                f"the image of rank {shard.rank} of {shard.world} says that it is of rank "
+                f"{layout.shard.rank} of {layout.shard.world}"
+            )
+        metadata = loads(read_metadata_blob(memory, layout), f"the extra of rank {shard.rank}")
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("parts"), dict):
+            raise CorruptError(f"the extra of rank {shard.rank} does not say what was saved")
+        if metadata.get("format") != STATE_FORMAT:
+            raise CheckpointError(
+                f"the state of rank {shard.rank} has the format {metadata.get('format')!r:.40}, "
+                "this "
+                f"gpuops reads {STATE_FORMAT}; use the gpuops that saved it, or a newer one"
+            )
+        if metadata.get("step") != self._step:
+            raise CorruptError(
+                f"the image of rank {shard.rank} is of step {metadata.get('step')!r:.40}, the "
+                "others "
+                f"are of step {self._step}"
+            )
+        tensors = {placed.spec.name: placed for placed in layout.tensors}
+        return _ShardImage(memory, layout, tensors, metadata)
+
+
+def _memory_of(tensor: torch.Tensor) -> _TensorMemory:
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    address = local.data_ptr() if local.numel() else 0
+    return _TensorMemory(address, local.device, tuple(local.shape), local.stride())
+
+
+def _bytes_of(memory: memoryview, placed: PlacedTensor) -> torch.Tensor:
+    return view_of(memory, placed).reshape(-1).view(torch.uint8)
+
+
+def _is_same_region(target: TensorSpec, saved: TensorSpec) -> bool:
+    return (
+        target.shape == saved.shape
+        and target.offsets == saved.offsets
+        and target.global_shape == saved.global_shape
+    )

@@ -1,5 +1,6 @@
 # make demo    train, kill a rank, recover, report: on this machine, no GPU and no root needed
 # make test    everything CI runs: set-up, lint, types, layers, all tests
+# make quick   lint and the unit and contract tests
 # make bench   the numbers of the README, measured side by side; results in tests/benchmarks/results
 # make interface  write down what users rely on, where it may change: flags, JSON keys, formats
 # make soak    long runs: many kills, storms, fuzzing
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest services bench interface soak clean
+.PHONY: help demo test quick lint pytest services bench interface soak clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -47,6 +48,9 @@ pytest: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not soak' $(PYTEST_ARGS)
 
 test: services lint pytest
+
+quick: services lint
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not soak' tests/unit tests/contract $(PYTEST_ARGS)
 
 bench: services $(VENV)/.installed-test
 	$(BIN)/python tests/benchmarks/run_all.py

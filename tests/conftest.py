@@ -1,5 +1,7 @@
 """Every test starts without the user's gpuops settings and writes below its own directory."""
 
+import importlib
+import os
 import resource
 import signal
 import tempfile
@@ -7,12 +9,23 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.postgres import (  # noqa: F401 fixtures for every test
+
+# A failure in a helper says why, too.
+pytest.register_assert_rewrite("support")
+
+from support.postgres import (  # noqa: E402, F401 fixtures for every test
     guarded_postgres,
     postgres_server,
     postgres_url,
 )
-from support.quick_disk import quick_folder
+from support.quick_disk import quick_folder  # noqa: E402
+
+# Processes that tests start, and this one: without torch's compiler, until somebody asks for it.
+_LIGHT_TORCH = Path(__file__).parent / "support" / "light_torch"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(_LIGHT_TORCH), os.environ.get("PYTHONPATH")))
+)
+importlib.import_module("support.light_torch.sitecustomize")
 
 # How long an example takes on a busy machine says nothing of what is tested.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -260,7 +260,8 @@ class ClusterRun:
         # One that was told that it is enough may end before an earlier one had.
         made = (x.number for x in lines if x.what == "step" and x.generation == newest)
         last = max(made, default=0)
-        assert problems(lines, last if steps is None else steps) == [], self.said()
+        found = problems(lines, last if steps is None else steps)
+        assert not found, f"{found}\n{self.said()}"
         assert self.orphans() == set()
 
     def drill(self, host, scenario, *options, timeout=120):

@@ -15,13 +15,14 @@ from support.prologs import FINDINGS, GPUS, check_run, record
 from gpuops.host.clock import SystemClock
 from gpuops.store import schema
 from gpuops.store.engine import open_store
-from gpuops.store.flush import flush
 from gpuops.store.migrate import upgrade_store
+from gpuops.store.spool.send import flush
 
 NODES = 60
 FLUSHERS = 8
 # Writing one line costs milliseconds; this is what waiting for a dead database would exceed.
 WAIT_MAX_S = 2.0
+PASSES_MAX = 10
 
 pytestmark = [pytest.mark.postgres, pytest.mark.quick_disk]
 
@@ -32,6 +33,15 @@ def prolog(number, folder):
 
 def send(url, spool):
     return flush(spool, url, deadline_s=60, clock=SystemClock())
+
+
+def send_all(url, spool):
+    """As the timer does: what a busy server did not answer in time goes with the next pass."""
+    for _ in range(PASSES_MAX):
+        report = send(url, spool)
+        if report.note is None:
+            break
+    return report
 
 
 def counts(url):
@@ -50,9 +60,9 @@ def test_all_rows_of_many_prologs_arrive_and_none_twice(tmp_path, postgres_url):
         list(pool.map(lambda n: prolog(n, spools), range(NODES)))
         # As a flusher leaves it that was killed between the commit and the deleting.
         shutil.copytree(spools, again)
-        sent = list(pool.map(lambda n: send(postgres_url, spools / str(n)), range(NODES)))
+        sent = list(pool.map(lambda n: send_all(postgres_url, spools / str(n)), range(NODES)))
         first = counts(postgres_url)
-        doubled = list(pool.map(lambda n: send(postgres_url, again / str(n)), range(NODES)))
+        doubled = list(pool.map(lambda n: send_all(postgres_url, again / str(n)), range(NODES)))
 
     assert [report.note for report in sent] == [None] * NODES
     assert [report.sent for report in sent] == [1] * NODES

@@ -1,19 +1,25 @@
-"""The README is true: commands, links, and the files it names."""
+"""The README and the pages in docs/ are true: commands, links, counts, names of functions."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from gpuops.checks import NAMES
 from gpuops.cli.main import COMMANDS, gpuops
+from gpuops.rules import load_rules
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("checks", "gpuops", "slurm", "tests")
+FOLDERS = ("checks", "docs", "slurm", "tests")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))]
 )
 README = (ROOT / "README.md").read_text()
+README_LINES_MAX = 130
+HOPS_MAX = 20
+ENTRY_POINTS = {"gpuops.detectors"}
 
 
 def test_the_table_of_commands_is_the_list_of_commands():
@@ -29,12 +35,23 @@ def test_relative_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_option_the_readme_shows_exists():
+def test_the_readme_is_short_and_its_counts_are_those_of_the_tree():
+    runbooks = [page for page in (ROOT / "runbooks").glob("*.md") if page.name != "README.md"]
+    rules = load_rules([ROOT / "checks" / "rules"])
+
+    assert len(README.splitlines()) < README_LINES_MAX
+    assert f"{len(NAMES)} checks and {len(rules)} log rules" in README
+    assert f"{len(runbooks)} pages, one for each failure class" in README
+
+
+def test_every_option_that_a_page_shows_exists():
+    shown = "\n".join(page.read_text() for page in PAGES)
+    assert "$ gpuops check" in shown
     for name in sorted(COMMANDS):
         result = CliRunner().invoke(gpuops, [name, "--help"])
 
         assert result.exit_code == 0, name
-        for line in README.splitlines():
+        for line in shown.splitlines():
             if line.startswith(f"$ gpuops {name}"):
                 for option in re.findall(r"(?<= )--[a-z-]+", _ours(line)):
                     assert option in _help_of(name, line), f"{option} in {line!r}"
@@ -50,6 +67,35 @@ def _help_of(name, line):
     texts = [CliRunner().invoke(gpuops, [name, "--help"]).output]
     texts += [CliRunner().invoke(gpuops, [name, word, "--help"]).output for word in words[:1]]
     return "\n".join(texts)
+
+
+def test_each_function_of_the_walks_exists_and_a_walk_is_short():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walks = text.split("\n## ")[2:4]
+    for walk in walks:
+        hops = re.findall(r"^\d+\. `(gpuops[\w.]+)`", walk, re.MULTILINE)
+
+        assert 5 < len(hops) < HOPS_MAX, walk.splitlines()[0]
+    for name in re.findall(r"`(gpuops\.[\w.]+)`", text):
+        assert _is_defined(name), name
+
+
+def _is_defined(name):
+    """Say whether the dotted *name* is a module, or what a module defines, or a method of that."""
+    parts = name.split(".")
+    if name in ENTRY_POINTS or (ROOT.joinpath(*parts)).is_dir():
+        return True
+    for length in range(len(parts), 1, -1):
+        path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
+        if path.exists():
+            scope = ast.parse(path.read_text()).body
+            for part in parts[length:]:
+                found = [node for node in scope if getattr(node, "name", None) == part]
+                if not found:
+                    return False
+                scope = found[0].body
+            return True
+    return False
 
 
 def test_no_page_holds_a_place_to_fill_in():

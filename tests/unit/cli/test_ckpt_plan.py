@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpuops.cli.ckpt_plan import nodes_and_domains, plan
+from gpuops.cli.ckpt.plan import nodes_and_domains, plan
 from gpuops.cli.main import run_command
 from gpuops.errors import UsageError
 
-README = Path(__file__).parents[3] / "gpuops" / "checkpoint" / "README.md"
+README = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 TOPOLOGY = """\
 SwitchName=leaf0 Nodes=gpu[01-04]
 SwitchName=leaf1 Nodes=gpu[05-08]

@@ -16,12 +16,12 @@ from gpuops.model import envelope
 from gpuops.scrub import scrub
 
 
-@click.group()
+@click.group(epilog="Example: gpuops config show --json")
 def config() -> None:
     """Show or validate the settings in force."""
 
 
-@config.command()
+@config.command(epilog="Example: gpuops config show --json")
 @json_option
 @click.pass_context
 def show(ctx: click.Context, *, as_json: bool) -> None:
@@ -49,7 +49,7 @@ def _display_value(value: object) -> str | None:
     return None if value is None else scrub(str(value))
 
 
-@config.command()
+@config.command(epilog="Example: gpuops config validate")
 @click.pass_context
 def validate(ctx: click.Context) -> int:
     """Read all that an operator writes, and say every mistake in it; exit 64 where there is one.

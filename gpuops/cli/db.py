@@ -22,12 +22,12 @@ from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
 from gpuops.units import US_PER_S, format_bytes, format_seconds, iso_utc
 
 
-@click.group()
+@click.group(epilog="Example: gpuops db upgrade")
 def db() -> None:
     """Create, inspect and feed the incident store."""
 
 
-@db.command("upgrade")
+@db.command("upgrade", epilog="Example: gpuops db upgrade")
 @store_option
 @click.pass_context
 def upgrade_command(ctx: click.Context, store: str | None) -> None:
@@ -43,7 +43,7 @@ def upgrade_command(ctx: click.Context, store: str | None) -> None:
         click.echo(f"{name}: schema {before or 'none'} -> {after}")
 
 
-@db.command("status")
+@db.command("status", epilog="Example: gpuops db status --json")
 @store_option
 @json_option
 @click.pass_context
@@ -128,7 +128,7 @@ def _print_status(body: Json) -> None:
         click.echo(f"        {spool['rejected_dropped']} more did not fit there and are gone")
 
 
-@db.command("flush")
+@db.command("flush", epilog="Example: gpuops db flush")
 @store_option
 @click.option(
     "--deadline",

@@ -15,7 +15,7 @@ from gpuops.errors import UnsupportedTorchError, UsageError
 MARKER = ".gpuops-demo"
 
 
-@click.command()
+@click.command(epilog="Example: gpuops demo --dir /tmp/demo --seed 3")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep everything here.")
 @click.option("--seed", default=7, show_default=True, help="Which rank dies, and at which step.")
 @click.option("--steps", default=240, show_default=True, type=click.IntRange(min=30))

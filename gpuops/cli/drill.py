@@ -180,7 +180,7 @@ class _DrillSession:
             return []
 
 
-@click.group()
+@click.group(epilog="Example: gpuops drill kill-rank --rank 1 --at-step 100 --run-dir gpuops-runs")
 def drill() -> None:
     """Break something on purpose, here, to see that the run recovers.
 
@@ -188,7 +188,7 @@ def drill() -> None:
     """
 
 
-@drill.command("list")
+@drill.command("list", epilog="Example: gpuops drill list")
 @json_option
 def list_scenarios(*, as_json: bool) -> None:
     """List what can be broken."""
@@ -197,6 +197,22 @@ def list_scenarios(*, as_json: bool) -> None:
         click.echo(json.dumps(envelope("gpuops.drill-list/1", {"scenarios": rows}), indent=2))
         return
     click.echo(scenario_list(SCENARIOS))
+
+
+# Shown in the help of a scenario that has the option; the first two that it has.
+_EXAMPLES = {
+    "rank": "--rank 1",
+    "interface": "--interface eth0",
+    "dir": "--dir /scratch",
+    "leave": "--leave 1GiB",
+    "address": "--address 0000:3b:00.0",
+    "for_s": "--for 30",
+}
+
+
+def _example_words(scenario: Scenario) -> list[str]:
+    words = [text for name, text in _EXAMPLES.items() if name in scenario.options][:2]
+    return [*words, "--run-dir gpuops-runs"] if needs_run(scenario) else words
 
 
 def _command(scenario: Scenario) -> click.Command:
@@ -219,14 +235,15 @@ def _command(scenario: Scenario) -> click.Command:
     flags += [*RUN_FLAGS, *(STEP_FLAGS if "rank" in scenario.options else ())] if of_run else []
     for flag in reversed([*flags, yes_option, json_option]):
         command = flag(command)
-    return click.command(scenario.name, help=scenario.summary)(command)
+    example = f"Example: gpuops drill {' '.join((scenario.name, *_example_words(scenario)))}"
+    return click.command(scenario.name, help=scenario.summary, epilog=example)(command)
 
 
 for _scenario in SCENARIOS:
     drill.add_command(_command(_scenario))
 
 
-@drill.command("random")
+@drill.command("random", epilog="Example: gpuops drill random --seed 7 --run-dir gpuops-runs")
 @click.option("--seed", type=click.IntRange(0, SEED_MAX), required=True, help="Draws the faults.")
 @click.option("--faults", type=click.IntRange(1, 10_000), default=10, show_default=True)
 @click.option("--every", "every_s", type=click.FloatRange(0, 86400), default=30, show_default=True)

@@ -59,7 +59,7 @@ def print_notes(store: IncidentStore) -> None:
         click.echo(f"gpuops: {printable(note)}", err=True)
 
 
-@click.command()
+@click.command(epilog="Example: gpuops report bfb67519 --json")
 @click.argument("words", nargs=-1, metavar="[run] [RUN]")
 @run_dir_option
 @store_option
@@ -119,12 +119,12 @@ def _agent_liveness(run: run_queries.RunRow, run_dir: Path | None) -> AgentLiven
     return judge_liveness(run, node_name(environ()), observe_agent(directory))
 
 
-@click.group()
+@click.group(epilog="Example: gpuops incident ls --run bfb67519")
 def incident() -> None:
     """List and show incidents."""
 
 
-@incident.command("ls")
+@incident.command("ls", epilog="Example: gpuops incident ls --run bfb67519")
 @click.option("--run", "run", metavar="RUN", help="Only this run: the end of its id.")
 @click.option("--state", type=click.Choice([s.value for s in IncidentState]), help="Only these.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, metavar="N")
@@ -155,7 +155,7 @@ def list_incidents(
         print_notes(opened)
 
 
-@incident.command("show")
+@incident.command("show", epilog="Example: gpuops incident show ad27e143")
 @click.argument("incident_id", metavar="ID")
 @run_dir_option
 @store_option

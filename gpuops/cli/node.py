@@ -24,12 +24,12 @@ from gpuops.store.spool.send import flush
 from gpuops.units import iso_utc
 
 
-@click.group()
+@click.group(epilog="Example: gpuops node show gpu017")
 def node() -> None:
     """List nodes, and tell the history of one."""
 
 
-@node.command("ls")
+@node.command("ls", epilog="Example: gpuops node ls --json")
 @store_option
 @json_option
 @click.pass_context
@@ -46,7 +46,7 @@ def list_nodes(ctx: click.Context, store: str | None, *, as_json: bool) -> None:
         print_notes(opened)
 
 
-@node.command("show")
+@node.command("show", epilog="Example: gpuops node show gpu017")
 @click.argument("name")
 @store_option
 @json_option
@@ -70,7 +70,7 @@ REPAIR_FLUSH_S = 10.0
 TEXT_CHARS_MAX = 500
 
 
-@click.command()
+@click.command(epilog='Example: gpuops repair gpu017 --what "reseated GPU 3"')
 @click.argument("node")
 @click.option("--gpu", metavar="UUID", help="Only this GPU was repaired.")
 @click.option("--nic", metavar="GUID", help="Only this network card was repaired.")

@@ -48,7 +48,7 @@ CONTROL_TIMEOUT_S = 3.0
 SCHEMA = "gpuops.run-status/1"
 
 
-@click.command("status")
+@click.command("status", epilog="Example: gpuops run status")
 @click.argument("run", required=False)
 @click.option(
     "--run-dir",

@@ -15,7 +15,7 @@ from gpuops.resources import data_dir
 WIDTH_MAX = 100
 
 
-@click.command()
+@click.command(epilog="Example: gpuops runbook host_mem.sigkill_probable")
 @click.argument("name", required=False)
 @click.option("--list", "as_list", is_flag=True, help="List every runbook.")
 @click.option("--raw", is_flag=True, help="Print the page as it is in the file.")

@@ -34,12 +34,12 @@ verdict_option = click.option(
 )
 
 
-@click.group()
+@click.group(epilog="Example: gpuops slurm install --print")
 def slurm() -> None:
     """Hooks of Slurm: prolog, epilog, health check, and how to install them."""
 
 
-@slurm.command()
+@slurm.command(epilog="Example: gpuops slurm prolog")
 @verdict_option
 @click.pass_context
 def prolog(ctx: click.Context, *, verdict: Path) -> int:
@@ -48,7 +48,7 @@ def prolog(ctx: click.Context, *, verdict: Path) -> int:
     return _print_result(run_hook(_hook_context(ctx, "prolog", job), verdict))
 
 
-@slurm.command()
+@slurm.command(epilog="Example: gpuops slurm epilog")
 @verdict_option
 @click.pass_context
 def epilog(ctx: click.Context, *, verdict: Path) -> int:
@@ -62,7 +62,7 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
     return _print_result(run_hook(_hook_context(ctx, "epilog", job, suite), verdict))
 
 
-@slurm.command()
+@slurm.command(epilog="Example: gpuops slurm health")
 @click.option(
     "--jitter",
     metavar="S",
@@ -99,7 +99,7 @@ def followup(ctx: click.Context) -> int:
     return EXIT_OK if result is None else _print_result(result)
 
 
-@slurm.command()
+@slurm.command(epilog="Example: gpuops slurm install --print")
 @click.option("--print", "only_print", is_flag=True, help="Show everything, write nothing.")
 @click.option(
     "--dir",

@@ -41,7 +41,7 @@ _NAGIOS_EXIT_CODES = {
 }
 
 
-@click.command()
+@click.command(epilog="Example: gpuops check --suite prolog --json")
 @click.option("--suite", metavar="NAME", help="The suite to run; see --list.")
 @click.option(
     "--only", metavar="CHECK", multiple=True, help="Of the suite, only this; repeatable; a pattern."

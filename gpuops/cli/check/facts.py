@@ -16,7 +16,7 @@ from gpuops.host.files import atomic_write
 from gpuops.log import printable
 
 
-@click.command()
+@click.command(epilog="Example: gpuops facts --out gpu017.json")
 @click.option(
     "--suite",
     metavar="NAME",

@@ -145,7 +145,7 @@ def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -
     return found
 
 
-@click.command()
+@click.command(epilog="Example: gpuops ckpt bench --dir /scratch --size 500MB")
 @click.option("--size", metavar="SIZE", default="2GB", show_default=True, callback=_parse_size)
 @click.option("--tensors", type=click.IntRange(6, 1_000_000), default=300, show_default=True)
 @click.option(

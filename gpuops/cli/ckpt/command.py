@@ -63,7 +63,7 @@ def _is_installed(target: str) -> bool:
     return importlib.util.find_spec(target.partition(":")[0]) is not None
 
 
-@click.group(cls=_LazyGroup)
+@click.group(cls=_LazyGroup, epilog="Example: gpuops ckpt ls /scratch/ck1")
 def ckpt() -> None:
     """List, verify, keep, remove and convert checkpoints.
 
@@ -73,7 +73,11 @@ def ckpt() -> None:
     """
 
 
-@ckpt.command("ls", short_help="List the states in a directory or under a URL.")
+@ckpt.command(
+    "ls",
+    short_help="List the states in a directory or under a URL.",
+    epilog="Example: gpuops ckpt ls /scratch/ck1 --json",
+)
 @address_argument
 @click.option("--dir", "named", metavar="DIR|URL", help="The same, as the other commands have it.")
 @json_option
@@ -100,7 +104,11 @@ def ls_command(
             click.echo(listing_text(store, survey))
 
 
-@ckpt.command("show", short_help="Show what a state is of: shards, tensors, how they are cut.")
+@ckpt.command(
+    "show",
+    short_help="Show what a state is of: shards, tensors, how they are cut.",
+    epilog="Example: gpuops ckpt show newest --dir /scratch/ck1",
+)
 @click.argument("state", metavar="[STATE]", default="newest")
 @address_option
 @click.option(
@@ -134,7 +142,7 @@ def show_command(
             click.echo(state_text(store, stored, tensors, chosen, all_tensors=all_tensors))
 
 
-@ckpt.command("pin")
+@ckpt.command("pin", epilog="Example: gpuops ckpt pin 6000 --dir /scratch/ck1")
 @click.argument("state")
 @address_option
 @click.option("--tag", default="kept", show_default=True, help="Who or what keeps it.")
@@ -147,7 +155,7 @@ def pin_command(ctx: click.Context, state: str, address: str | None, tag: str) -
         click.echo(f"{stored.state} is pinned by {tag}")
 
 
-@ckpt.command("unpin")
+@ckpt.command("unpin", epilog="Example: gpuops ckpt unpin 6000 --dir /scratch/ck1")
 @click.argument("state")
 @address_option
 @click.option("--tag", default="kept", show_default=True, help="The pin to take away.")

@@ -24,7 +24,9 @@ from gpuops.units import format_bytes, parse_bytes
 FORMATS = click.Choice(["dcp", "safetensors", "torch"])
 
 
-@click.command()
+@click.command(
+    epilog="Example: gpuops ckpt export --dir /scratch/ck1 --to w.safetensors --part model"
+)
 @click.argument("state", metavar="[STATE]", default="newest")
 @address_option
 @click.option(
@@ -102,7 +104,7 @@ def export(
         click.echo(printable(f"left out: {item}"))
 
 
-@click.command("import")
+@click.command("import", epilog="Example: gpuops ckpt import dcp_dir --from dcp --dir /scratch/ck2")
 @click.argument("path", type=click.Path(path_type=Path))
 @address_option
 @click.option("--from", "form", type=FORMATS, required=True, help="What PATH is.")

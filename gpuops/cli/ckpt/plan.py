@@ -71,7 +71,7 @@ _SIZE = _option_callback(to_size)
 _PERCENT = _option_callback(_parse_percent)
 
 
-@click.command()
+@click.command(epilog="Example: gpuops ckpt plan --nodes 64 --bytes-per-gpu 12GB --json")
 @click.option(
     "--nodes",
     metavar="N|HOSTLIST",

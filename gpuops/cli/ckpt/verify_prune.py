@@ -72,7 +72,7 @@ def verify_with_progress(
         progress.remove_task(task)
 
 
-@click.command()
+@click.command(epilog="Example: gpuops ckpt verify newest --dir /scratch/ck1")
 @click.argument("states", nargs=-1, metavar="[STATE]...")
 @address_option
 @click.option("--all", "all_states", is_flag=True, help="Verify all states.")
@@ -178,7 +178,7 @@ def _exit_code(results: Sequence[Json]) -> int:
     return EXIT_UNKNOWN if kinds else EXIT_OK
 
 
-@click.command()
+@click.command(epilog="Example: gpuops ckpt prune --dir /scratch/ck1 --keep-last 3 --dry-run")
 @address_option
 @click.option(
     "--keep-last",

@@ -171,7 +171,7 @@ def profile_for(
 ) -> tuple[Profile, str | None]:
     """Return this node's profile, and what is wrong where none or several could be it.
 
-    Of a profile and one that inherits from it, the heir is taken.
+    Of a profile and one that inherits from it, the more specific one wins.
 
     Args:
         profiles: From `load_profiles`.

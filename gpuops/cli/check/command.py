@@ -75,7 +75,7 @@ _NAGIOS_EXIT_CODES = {
 )
 @click.option("--nagios", is_flag=True, help="Print one line; exit 0/1/2/3 as Nagios wants it.")
 @click.option("--prom", metavar="FILE", type=_FILE, help="Also write a Prometheus textfile.")
-@click.option("--no-record", is_flag=True, help="Do not remember the result.")
+@click.option("--no-record", is_flag=True, help="Do not record the result.")
 @click.option(
     "--list", "as_list", is_flag=True, help="Show the suites, and the limits of this one."
 )

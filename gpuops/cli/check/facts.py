@@ -28,7 +28,7 @@ from gpuops.log import printable
     "--out",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write here, for the owner's eyes; else to standard output.",
+    help="Output file (mode 0600); default: standard output.",
 )
 @click.pass_context
 def facts(ctx: click.Context, *, suite: str, out: Path | None) -> int:

@@ -19,7 +19,7 @@ _MESSAGE_MIN = 40
 _LATE_MAX = 3
 # The most columns that each cell but the last may have.
 _COLUMN_WIDTHS_MAX = (7, 20, 18, 24, 24)
-_HEAD = ("STATUS", "CHECK", "VALUE", "WANTED", "SOURCE", "WHAT WAS SEEN")
+_HEAD = ("STATUS", "CHECK", "VALUE", "EXPECTED", "SOURCE", "MESSAGE")
 _NAGIOS_WORD = {
     Status.PASS: "OK",
     Status.SKIP: "OK",

@@ -130,7 +130,7 @@ class RunRequest:
     warnings: tuple[str, ...] = ()
 
 
-_USAGE = "gpuops run [flags of gpuops and torchrun] script.py [its arguments]"
+_USAGE = "%(prog)s [flags of gpuops and torchrun] script.py [its arguments]"
 # argparse's titles of the groups that torchrun's flags are in, and ours for them.
 _TORCHS_GROUPS = {"positional arguments": "Program", "options": "Of torchrun, unchanged"}
 
@@ -141,18 +141,15 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help with gpuops' own groups first, torchrun's flags behind."""
-        torchs = [group for group in self._action_groups if group.title in _TORCHS_GROUPS]
-        own = [group for group in self._action_groups if group not in torchs]
-        formatter = self._get_formatter()
-        formatter.add_usage(_USAGE, [], [])
-        formatter.add_text(self.description)
-        for group in (*own, *torchs):
-            formatter.start_section(_TORCHS_GROUPS.get(group.title or "", group.title))
-            formatter.add_text(group.description)
-            formatter.add_arguments(group._group_actions)  # noqa: SLF001 as argparse's own
-            formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        head, *sections = re.split(r"^(?=\S.*:$)", super().format_help(), flags=re.MULTILINE)
+        titled = {section.partition(":")[0]: section for section in sections}
+        torchs = [
+            f"{ours}:{titled.pop(title).partition(':')[2]}"
+            for title, ours in _TORCHS_GROUPS.items()
+            if title in titled
+        ]
+        parts = (head, *titled.values(), *torchs, _EPILOG)
+        return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 class _Help(argparse.Action):
@@ -192,9 +189,9 @@ def help_text(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> 
 def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _Parser:
     parser = _Parser(
         prog="gpuops run",
+        usage=_USAGE,
         description=_DESCRIPTION,
         parents=[torch_parser],
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
         add_help=False,

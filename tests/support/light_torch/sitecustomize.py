@@ -32,21 +32,25 @@ class _LightDynamo(types.ModuleType):
         return getattr(_real(), name)
 
 
-class _BelowIt:
-    """Finds modules below the light one: imports the real one, and what it has of that name."""
+class _Finder:
+    """Finds the light module first, and the real one for whoever asks for what is below it."""
 
-    @staticmethod
-    def find_spec(name, _path=None, _target=None):
+    is_real = False
+
+    @classmethod
+    def find_spec(cls, name, _path=None, _target=None):
+        if name == NAME and not cls.is_real:
+            return importlib.machinery.ModuleSpec(name, cls, is_package=True)
         if not name.startswith(f"{NAME}.") or not isinstance(sys.modules.get(NAME), _LightDynamo):
             return None
         real = _real()
         if name in sys.modules:
-            return importlib.machinery.ModuleSpec(name, _BelowIt)
+            return importlib.machinery.ModuleSpec(name, cls)
         return importlib.machinery.PathFinder.find_spec(name, real.__path__)
 
     @staticmethod
     def create_module(spec):
-        return sys.modules[spec.name]
+        return _LightDynamo(NAME) if spec.name == NAME else sys.modules[spec.name]
 
     @staticmethod
     def exec_module(_module):
@@ -54,10 +58,10 @@ class _BelowIt:
 
 
 def _real():
+    _Finder.is_real = True
     if isinstance(sys.modules.get(NAME), _LightDynamo):
         del sys.modules[NAME]
     return importlib.import_module(NAME)
 
 
-sys.modules.setdefault(NAME, _LightDynamo(NAME))
-sys.meta_path.insert(0, _BelowIt)
+sys.meta_path.insert(0, _Finder)

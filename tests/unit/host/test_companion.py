@@ -5,11 +5,12 @@ import sys
 import time
 
 import pytest
-from gpuops.host.process.home import start_sidecar
+
+from gpuops.host.process.sidecar import start_sidecar
 
 ANSWERS = """
 import sys
-from gpuops.host.process.home import say_and_let_go
+from gpuops.host.process.sidecar import say_and_let_go
 say_and_let_go("ready " + sys.stdin.read())
 sys.exit(sys.stdin.read() != "")
 """

@@ -3,7 +3,7 @@
 import pytest
 from support.fake_root import FakeRoot
 
-from gpuops.host.infiniband import Fabric, read_fabric
+from gpuops.host.infiniband import RdmaPorts, read_fabric
 
 
 def adapter(
@@ -84,4 +84,4 @@ def test_virtual_functions_are_left_out(tmp_path):
 
 
 def test_a_machine_without_adapters_has_none(tmp_path):
-    assert read_fabric(tmp_path) == Fabric()
+    assert read_fabric(tmp_path) == RdmaPorts()

@@ -85,7 +85,7 @@ class ImageLayout:
     """Where everything lies in an image of ``nbytes`` bytes.
 
     ``tensors`` are in the order of their data, without the extra. ``header`` is all that comes
-    before the data: the length, the JSON and the padding. ``hash`` (BLAKE3 of the header, 64
+    before the data: the length, the JSON and the padding. ``header_hash`` (BLAKE3 of the header, 64
     hexadecimal digits) names the structure: images of equal hash are laid out alike.
     """
 

@@ -72,13 +72,13 @@ class ControlClient:
     """One agent's tie to the others of its run.
 
     ``on_fence`` ends the workers; it is called in a thread of its own when the tie is lost for
-    *fence_timeout_s*, or when workers live *end_timeout_s* after their generation (``training``
-    says which lives). None: never (a board in this process is never far). ``on_silence`` and
-    ``on_answer`` hear of a board that does not answer and answers again. ``on_record`` hears each
-    change of the record, in whichever thread learns of it, ``on_peers`` all heartbeats for as long
-    as ``wants_peers`` says so. ``progress`` tells peers of this
-    agent's workers; it is called with every beat and must not block. ``is_slow`` says that its
-    last beats were all answered late.
+    *fence_timeout_s*, or when workers live *end_timeout_s* after their generation
+    (``running_generation`` says which lives). None: never (a board in this process is never far).
+    ``on_store_silent`` and ``on_store_back`` hear of a board that does not answer and answers
+    again. ``on_record_change`` hears each change of the record, in whichever thread learns of it,
+    ``on_heartbeats`` all heartbeats for as long as ``wants_heartbeats`` says so.
+    ``heartbeat_payload`` tells peers of this agent's workers; it is called with every beat and must
+    not block. ``is_slow`` says that its last beats were all answered late.
     """
 
     def __init__(

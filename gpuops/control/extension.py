@@ -62,7 +62,7 @@ class NoExtension:
 
 
 class ExtensionRunner:
-    """The leader's side of it. ``witness`` may be set once the agent is put together."""
+    """The leader's side of it. ``extension`` may be set once the agent is put together."""
 
     def __init__(self, membership: MembershipView) -> None:
         self.extension: LeaderExtension = NoExtension()

@@ -117,7 +117,7 @@ class KvMap:
         return entry
 
     def compare_and_set(self, key: str, value: bytes, version: int) -> tuple[bool, Entry]:
-        """Write *value* if *key* has *version*; see `ControlStore.swap`.
+        """Write *value* if *key* has *version*; see `ControlStore.compare_and_set`.
 
         Raises:
             ControlStoreError: See `put`.

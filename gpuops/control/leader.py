@@ -1,8 +1,8 @@
 """What one agent does for all of a run: notice the dead, gather reports, decide, give out seats.
 
 Any agent can; the first live one in the order of the last roster does, as long as the board answers
-it at once (see `MembershipView.first`). Two that both think it is theirs do no harm: every step is
-one compare-and-swap, and whoever comes second follows.
+it at once (see `MembershipView.current_leader`). Two that both think it is theirs do no harm: every
+step is one compare-and-swap, and whoever comes second follows.
 """
 
 import logging
@@ -58,7 +58,7 @@ Decide = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderTimeouts:
-    """How long the leader waits, in seconds; see `gpuops.agent.launch.plan.Plan`."""
+    """How long the leader waits, in seconds; see `gpuops.agent.launch.plan.LaunchPlan`."""
 
     suspect_s: float = 6.0
     dead_s: float = 15.0
@@ -83,8 +83,8 @@ class DecisionRecord:
 class Leader:
     """The common duties, as one agent sees them.
 
-    ``decided`` is the last decision that was this agent's; written by the control thread.
-    ``aside`` has what the agents agree on beside.
+    ``last_decision`` is the last decision that was this agent's; written by the control thread.
+    ``extension`` has what the agents agree on beside.
     """
 
     def __init__(

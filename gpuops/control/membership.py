@@ -95,11 +95,11 @@ N_STANDBYS = 8
 
 
 class MembershipView:
-    """As read at the last `look`.
+    """As read at the last `refresh`.
 
-    ``roster`` is the newest one that was read, ``saved`` the newest checkpoint that any agent told
-    of. ``beats`` has the heartbeats, and ``declared`` who was ready for the generation that was
-    asked for last, by agent.
+    ``roster`` is the newest one that was read, ``checkpoint_step`` the newest checkpoint that any
+    agent told of. ``heartbeats`` has the heartbeats, and ``ready_entries`` who was ready for the
+    generation that was asked for last, by agent.
     """
 
     def __init__(self, store: ControlStore, keys: ControlKeys, liveness: LivenessTracker) -> None:

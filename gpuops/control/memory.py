@@ -31,7 +31,7 @@ class _SharedState:
 
 
 class MemoryControlStore:
-    """A `ControlStore` in this process; `beat` waits in real time, *clock* tells the board's time.
+    """A `ControlStore` in this process; `heartbeat` waits in real time, *clock* is the store's.
 
     Thread-safe. ``another()`` returns a handle on the same state.
     """

@@ -73,8 +73,8 @@ class RunPhase(StrEnum):
 class Member:
     """One agent: its node's name, the address its peers reach it at, and its wish for a place.
 
-    ``order`` is what the launcher says (SLURM_PROCID, ``--node-rank``), None where it says nothing.
-    ``master_port`` is free for the workers' store, should this agent get group rank 0.
+    ``node_rank_hint`` is what the launcher says (SLURM_PROCID, ``--node-rank``), None where it says
+    nothing. ``master_port`` is free for the workers' store, should this agent get group rank 0.
     """
 
     agent: str
@@ -113,7 +113,7 @@ class Member:
 class Roster:
     """Who trains in a generation, by group rank; ``spares`` wait.
 
-    ``notes`` are words of others than the control plane for all who are seated; see `Witness`.
+    ``metadata`` are words of others than the control plane for all who are seated; see `Witness`.
     """
 
     generation: int
@@ -169,8 +169,8 @@ class Roster:
 class ControlRecord:
     """What the agents of a run have agreed on; ``*_s`` are times of the board.
 
-    ``excluded`` nodes get no seat; of ``doubted`` ones, in the order in which they came to be, see
-    `gpuops.incident.suspects`. ``not_before_s`` is the back-off of the generation that is being
+    ``excluded`` nodes get no seat; of ``suspected`` ones, in the order in which they came to be,
+    see `gpuops.incident.suspects`. ``not_before_s`` is the back-off of the generation that is being
     formed. ``decision`` is the last one, ``exit_code`` the run's once the phase is STOP.
     """
 

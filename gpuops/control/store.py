@@ -35,7 +35,7 @@ class ControlStoreResetError(ControlStoreError):
 class Entry:
     """A value, the version it has (1 when first written, 0 where there is none), its order.
 
-    ``order`` is the place of the key's first writing among all first writings on this board: the
+    ``arrival`` is the place of the key's first writing among all first writings on this board: the
     order of arrival.
     """
 

@@ -51,7 +51,7 @@ class ConvertFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written. ``left_out``: what the format cannot hold, or what was not asked for."""
+    """What was written. ``omitted``: what the format cannot hold, or what was not asked for."""
 
     files: tuple[Path, ...]
     nbytes: int

@@ -19,8 +19,8 @@ class ImportSource:
 
     ``tree`` is nested as it was saved, with a tensor on the meta device for each tensor of
     ``fills``, which puts its data into a tensor of the same shape and dtype; keys are `id`s.
-    ``flat``: the names of ``tree`` are those of the tensors in a state. ``own`` is what an export
-    of gpuops said of the state.
+    ``is_flat``: the names of ``tree`` are those of the tensors in a state. ``gpuops_metadata`` is
+    what an export of gpuops said of the state.
     """
 
     tree: dict[Any, Any] = field(default_factory=dict)

@@ -26,7 +26,7 @@ _NOT_TENSOR = 0  # a field of an optimizer's state that is no tensor
 
 
 class NestedState(dict[str, Any]):
-    """The nested dicts, and in ``left_out`` what could not be put into them."""
+    """The nested dicts, and in ``omitted`` what could not be put into them."""
 
     omitted: list[str]
 

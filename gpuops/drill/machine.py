@@ -71,7 +71,6 @@ FILL_DISK = Scenario(
 MEMORY_HOG_FOR_S = 30.0
 # Below this the kernel may well end something else first, whatever is offered to it.
 MEMORY_LEFT_BYTES_MIN = 256 * 2**20
-_MEMORY_MIB = 2**20
 
 
 def plan_memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
@@ -80,14 +79,14 @@ def plan_memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
     size = size_to_take(available, size_bytes=options.size_bytes, leave_bytes=options.leave_bytes)
     if available - size < MEMORY_LEFT_BYTES_MIN:
         raise DrillError(
-            f"it would leave {(available - size) / _MEMORY_MIB:.0f} MiB of memory; with less than "
-            f"{MEMORY_LEFT_BYTES_MIN / _MEMORY_MIB:.0f} MiB the kernel kills what it likes"
+            f"it would leave {(available - size) / _MIB:.0f} MiB of memory; with less than "
+            f"{MEMORY_LEFT_BYTES_MIN / _MIB:.0f} MiB the kernel kills what it likes"
         )
     for_s = MEMORY_HOG_FOR_S if options.for_s is None else options.for_s
     return Fault(
         scenario="memory-hog",
-        breaks=f"{size / _MEMORY_MIB:.0f} MiB of memory are taken by a child of this command; "
-        f"{(available - size) / _MEMORY_MIB:.0f} MiB are left.",
+        breaks=f"{size / _MIB:.0f} MiB of memory are taken by a child of this command; "
+        f"{(available - size) / _MIB:.0f} MiB are left.",
         undone=f"After {format_seconds(for_s)} the child ends; also with this "
         "command. The kernel would "
         "end it before anything else.",

@@ -39,9 +39,9 @@ class DrainStage(StrEnum):
 class DrainRecord:
     """One drain. ``hook``: what found the cause; ``why``: it was decided to drain.
 
-    ``replaces``: reasons that its own may take the place of (`gpuops.gate.policy.replaceable`);
-    ``passes``: health checks passed in a row since; ``kept``: why it is not taken back though
-    there were enough of them.
+    ``replaces``: reasons that its own may take the place of
+    (`gpuops.gate.policy.replaceable_reasons`); ``passes``: health checks passed in a row since;
+    ``kept``: why it is not taken back though there were enough of them.
 
     ``node`` is the name that Slurm has for it, ``stage`` a `DrainStage`.
     """
@@ -190,7 +190,6 @@ def recorded(state_dir: Path, *, uid: int) -> Callable[[], DrainRecord | None]:
 
 
 _RESUMES_NAME = "resumes.json"
-_BYTES_MAX = 65536
 _KEPT = 256
 
 

@@ -157,7 +157,7 @@ def bounded(plan: CheckPlan, name: str) -> CheckPlan:
 def settle(scene: HookContext, ran: CheckRun, left: str | None = None) -> GateResult:
     """Record *ran*, decide what becomes of the node, and keep the drain that it takes.
 
-    Nobody has told Slurm yet. *left*: see `gpuops.gate.policy.decide`. The caller must have a
+    Nobody has told Slurm yet. *left*: see `gpuops.gate.policy.decide_drain`. The caller must have a
     single thread.
     """
     gate = scene.gate

@@ -88,8 +88,8 @@ class NodeState:
     ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
     ``strikes`` are what the store last told. ``incidents``: the open ones of this node, by what
-    each is about (`gpuops.incident.incidents.node.key_of`). ``profile``: the name of the one that
-    the GPUs last spoke for.
+    each is about (`gpuops.incident.incidents.node.incident_key`). ``profile``: the name of the one
+    that the GPUs last spoke for.
     """
 
     samples: tuple[CounterSample, ...] = ()

@@ -78,9 +78,6 @@ def parse_show(text: str, asked: tuple[str, ...]) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-_MARGIN_S = 0.6
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeAnswer:
     """What came of the command; all None where none is configured or it is not installed."""

@@ -22,9 +22,9 @@ _PIDS_IN_MESSAGE = re.compile(r"\(pid(?:\(s\))? ([\d, ]{1,80})\)")
 class ClassifiedExit:
     """What one exit is to the failure of its attempt.
 
-    ``lines`` are those that decided it; ``by`` says in words how the class is known, or why it is
-    no failure. ``specific`` means that a rule or the kernel named the class, not just the way the
-    process ended.
+    ``lines`` are those that decided it; ``basis`` says in words how the class is known, or why it
+    is no failure. ``is_specific`` means that a rule or the kernel named the class, not just the way
+    the process ended.
     """
 
     worker: WorkerExit

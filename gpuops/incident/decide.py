@@ -69,7 +69,7 @@ _SUSPECT_REASON = "the same software fault fell on this node only"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecisionContext:
-    """Everything that the rows look at. ``bad`` are the nodes to leave out, with reasons."""
+    """What the rules read. ``nodes_at_fault`` are the nodes to leave out, with reasons."""
 
     root: RootCause
     failure: PastFailure

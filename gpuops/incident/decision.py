@@ -166,7 +166,8 @@ class PastFailure:
 
     ``counted_total`` counts those of the whole run up to and with this one: the record keeps only
     the last `HISTORY_MAX`. ``highest_step`` is the furthest that any rank had come by then.
-    ``earlier_s``: when those failures were that counted and are kept no more; of the oldest only.
+    ``earlier_failures_s``: when those failures were that counted and are kept no more; of the
+    oldest only.
     """
 
     generation: int
@@ -293,7 +294,7 @@ class RestartPolicy:
 class ClusterState:
     """Who there is: nodes by name. ``live`` have an agent that beats, spares among them.
 
-    ``doubted``: what speaks against nodes without having ended anything, first come first.
+    ``suspected``: what speaks against nodes without having ended anything, first come first.
     """
 
     policy: RestartPolicy

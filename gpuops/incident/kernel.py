@@ -27,7 +27,7 @@ _PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10}
 class KernelMatch:
     """One kernel line that means something, and what.
 
-    ``is_ours``: it is known to be about the job, as a GPU of the job's own tells of a fault too.
+    ``is_job_gpu``: it is known to be about the job, as a GPU of the job's own tells of a fault too.
     """
 
     failure_class: FailureClass
@@ -39,7 +39,7 @@ class KernelMatch:
 class JobXidFilter:
     """Which Xids of the node's log may have to do with a failure of this job.
 
-    ``addresses``: the PCI addresses of the job's GPUs. ``old``: address and code of what these
+    ``addresses``: the PCI addresses of the job's GPUs. ``stale``: address and code of what these
     GPUs told long before the failure, and have not repeated since.
     """
 

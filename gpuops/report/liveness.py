@@ -29,7 +29,7 @@ _DEAD_STATES = frozenset("ZX")
 class AgentObservation:
     """What a run's state file says, and the process that has its agent's id now.
 
-    ``sees_all`` says whether a process that was not found is not there: on a hardened system a
+    ``can_see_all`` says whether a process that was not found is not there: on a hardened system a
     user sees only their own. ``started_us`` is when the process began, None where it is not known.
     """
 

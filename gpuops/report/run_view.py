@@ -18,7 +18,7 @@ TEXT_CHARS_MAX = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNodeView:
-    """One node. ``silent_s`` is since the last heartbeat of its ranks; ``seat`` its group rank."""
+    """One node. ``silent_s`` is since the last heartbeat of its ranks."""
 
     node: str
     group_rank: int | None = None
@@ -51,7 +51,8 @@ class RunView:
     """One run. ``source`` says where from: ``board``, ``agent``, ``file`` or ``store``.
 
     ``phase`` is the control record's (``form``, ``run``, ``gather``, ``drain``, ``stop``), or what
-    a file says (``running``, ``restarting``, ``ended``). ``board_s`` dates a look at the board.
+    a file says (``running``, ``restarting``, ``ended``). ``control_time_s`` dates a look at the
+    board.
     """
 
     run_id: str

@@ -100,8 +100,8 @@ class _Failure:
 class AttemptBreakdown:
     """One attempt with what it redid.
 
-    ``redone_steps`` is None where step numbers are unknown. ``began_again`` means that it started
-    at or before the first step of the whole run: it loaded no checkpoint.
+    ``redone_steps`` is None where step numbers are unknown. ``restarted_from_scratch`` means that
+    it started at or before the first step of the whole run: it loaded no checkpoint.
     """
 
     row: AttemptRow

@@ -70,7 +70,7 @@ def read_revision(connection: Connection) -> tuple[str | None, bool]:
 
 
 class ConnectionWatchdog:
-    """Cuts a connection off after *timeout_s*; ``barked`` says whether it did.
+    """Cuts a connection off after *timeout_s*; ``fired`` says whether it did.
 
     SQLite needs none: it bounds itself by its busy timeout.
     """

@@ -25,8 +25,8 @@ _N_WATCHED = 8  # parameters of an optimizer, at each step
 class LastStepTracker:
     """The last step that was told of, and whether what was given is as it was then.
 
-    ``is_watched``: each of the ``optimizers`` has told of a step of its own just before it.
-    ``persists``: a state outlives the job.
+    ``is_observed``: each of the ``optimizers`` has told of a step of its own just before it.
+    ``is_persistent``: a state outlives the job.
 
     An optimizer that is compiled, or replayed as a CUDA graph, calls no hook, and nothing tells
     whether it changes what is being copied. One that is only left out for a while (it takes turns,
@@ -79,7 +79,7 @@ class LastStepTracker:
         return ""
 
     def _has_changed(self) -> bool:
-        """Say whether an optimizer that tells of no step may have made one since `told`."""
+        """Say whether an optimizer that tells of no step may have made one since `record`."""
         unobserved = self._versions.keys() - self._stepping
         return any(
             not self._watched[key] or _version_sum(self._watched[key]) != self._versions[key]

@@ -127,7 +127,7 @@ class CheckpointSaver:
     def save(self, step: int, *, asks_keeper: bool, overlap: bool = False) -> bool:
         """Save the state after *step*; return whether it was copied.
 
-        *overlap*: `fence` is called before the next step of each optimizer.
+        *overlap*: `wait_before_step` is called before the next step of each optimizer.
         """
         if not self._is_on():
             return False

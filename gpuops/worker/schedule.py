@@ -162,7 +162,7 @@ class SaveCost:
 class SaveSchedule(Protocol):
     """Says which steps are saved; all ranks are told the same.
 
-    ``asks_first``: every step is due as far as it knows, and the keeper decides.
+    ``asks_keeper``: every step is due as far as it knows, and the keeper decides.
     """
 
     asks_keeper: bool

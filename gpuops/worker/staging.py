@@ -252,8 +252,8 @@ class SlotCopier:
     def start(self, slot: int, capture: CapturedState, *, overlap: bool = False) -> PendingCopy:
         """Copy *capture* into *slot*, header and all; return what tells when it is complete.
 
-        *overlap*: `PendingCopy.fence` will be called before anybody changes what the optimizers
-        own.
+        *overlap*: `PendingCopy.wait_before_step` will be called before anybody changes what the
+        optimizers own.
         """
         memory = self._slots[slot].view
         layout = self.plan.layout

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import gpuops as package
 from gpuops.checks import NAMES
 from gpuops.cli.main import COMMANDS, gpuops
 from gpuops.rules import load_rules
@@ -80,22 +81,43 @@ def test_each_function_of_the_walks_exists_and_a_walk_is_short():
         assert _is_defined(name), name
 
 
+def test_each_module_and_function_that_the_code_refers_to_exists():
+    named = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in (ROOT / "gpuops").rglob("*.py")
+        for name in re.findall(r"`(gpuops\.[\w.]+)`", path.read_text())
+    ]
+    assert len(named) > 50
+
+    assert [item for item in named if not _is_defined(item[1])] == []
+
+
 def _is_defined(name):
     """Say whether the dotted *name* is a module, or what a module defines, or a method of that."""
     parts = name.split(".")
-    if name in ENTRY_POINTS or (ROOT.joinpath(*parts)).is_dir():
+    public = {f"gpuops.{word}" for word in package.__all__}
+    if name in ENTRY_POINTS | public or (ROOT.joinpath(*parts)).is_dir():
         return True
     for length in range(len(parts), 1, -1):
-        path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
-        if path.exists():
-            scope = ast.parse(path.read_text()).body
-            for part in parts[length:]:
-                found = [node for node in scope if getattr(node, "name", None) == part]
-                if not found:
-                    return False
-                scope = found[0].body
-            return True
+        place = ROOT.joinpath(*parts[:length])
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.exists():
+                return _has(ast.parse(path.read_text()).body, parts[length:])
     return False
+
+
+def _has(scope, parts):
+    for part in parts:
+        found = [node for node in scope if part in _names(node)]
+        if not found:
+            return False
+        scope = getattr(found[0], "body", [])
+    return True
+
+
+def _names(node):
+    targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)}
 
 
 def test_no_page_holds_a_place_to_fill_in():

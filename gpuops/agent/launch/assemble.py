@@ -105,7 +105,7 @@ def assemble(
     """Enter the run and return all that its agent here needs.
 
     Raises:
-        RunIsOverError, UsageError, ControlStoreError: See `gpuops.control.join.enter`.
+        RunIsOverError, UsageError, ControlStoreError: See `gpuops.control.join.join`.
     """
     clock, plan = prepared.clock, prepared.request.plan
     me, view = _enter(prepared, met, around.node, mine)

@@ -85,7 +85,7 @@ class SelectedState:
 
 @dataclass(slots=True)
 class StateSearchResult:
-    """What was looked at and found. ``chosen`` None: there is nothing to go on from."""
+    """What was looked at and found. ``selected`` None: there is nothing to go on from."""
 
     selected: SelectedState | None = None
     why: list[str] = field(default_factory=list)

@@ -157,8 +157,8 @@ class GroupDigest:
 class ComparisonHistory:
     """How the comparisons of one set of ranks went so far.
 
-    ``alike``: the newest state in which they were equal. ``differs``: the first of the run of
-    states in which they are not.
+    ``last_equal``: the newest state in which they were equal. ``first_different``: the first of the
+    run of states in which they are not.
     """
 
     last_equal: StateId | None = None
@@ -181,7 +181,7 @@ class ComparisonHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """Replicas that differ from *state* on. ``alike``: the last state in which they did not.
+    """Replicas that differ from *state* on. ``last_equal``: the last state in which they did not.
 
     ``tensors`` are some of the ``n_tensors`` that differ; 0: more than one, over several nodes.
     With the outcome `Outcome.ALIKE` they are equal again, from *state* on.

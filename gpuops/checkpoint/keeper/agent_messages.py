@@ -102,8 +102,8 @@ class KeeperProgress:
     only, so to know whether any state was: one that is neither whole nor ``in_flight`` and is not
     after ``decided`` (of its epoch) was. ``newest`` committed one. ``persisted``: lies whole in the
     directory. ``parts``: of these this node's shards lie there. ``is_due``: by the policy of the
-    job the newest is to be persisted. ``ballots``: of a committed state, for others to compare.
-    ``last``: a rank asked for it as the last one.
+    job the newest is to be persisted. ``group_digests``: of a committed state, for others to
+    compare. ``last``: a rank asked for it as the last one.
     """
 
     whole: tuple[StateId, ...] = ()

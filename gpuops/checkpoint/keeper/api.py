@@ -89,17 +89,17 @@ class CheckpointPolicy:
 class RankKeeper(Protocol):
     """One rank's side of its node's keeper.
 
-    Every call ends: `offer` within the given seconds, the others within a fixed deadline. All
-    raise `KeeperError` where the keeper is gone, does not answer, or refuses (what, on what, why);
-    the handle is of no use afterwards, and training goes on without it. Calls come from one thread
-    at a time.
+    Every call ends: `restore_point` within the given seconds, the others within a fixed deadline.
+    All raise `KeeperError` where the keeper is gone, does not answer, or refuses (what, on what,
+    why); the handle is of no use afterwards, and training goes on without it. Calls come from one
+    thread at a time.
     """
 
     def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SharedBuffer]:
         """Return the memory of at least *slots* slots for images of *layout*.
 
         It is the same memory for the same layout, also after a restart of the workers, and may
-        hold a state then: write headers and data only into a slot that `begin` granted. Another
+        hold a state then: write headers and data only into a slot that `acquire` granted. Another
         layout is other memory; what the old one holds stays until a state of the new one is
         committed. All ranks of the node must have reserved before the first grant.
 
@@ -140,7 +140,7 @@ class RankKeeper(Protocol):
     def open_shard(self, restore_point: RestorePoint, shard: Shard) -> SharedBuffer | Path:
         """Return a verified copy of any shard of the offered state, to be read only.
 
-        Memory stays as it is until `restored`, or until this handle is closed.
+        Memory stays as it is until `report_restored`, or until this handle is closed.
         """
         ...
 
@@ -149,7 +149,7 @@ class RankKeeper(Protocol):
         ...
 
     def set_policy(self, policy: CheckpointPolicy) -> None:
-        """Set the policy; call it before the first `offer`."""
+        """Set the policy; call it before the first `restore_point`."""
         ...
 
     def stats(self) -> Mapping[str, Any]:

@@ -120,11 +120,11 @@ class KeeperConnection:
     def call_within(self, command: str, *, wait_s: float, **fields: object) -> MessageFields:
         """Return the answer's fields, where they come within *wait_s*.
 
-        Where they do not, the keeper owes them: nothing else is asked until `owed` has them.
+        Where they do not, the keeper owes them: nothing else is asked until `late_reply` has them.
 
         Raises:
             KeeperTimeoutError: They did not, or an answer is owed.
-            KeeperError: As for `ask`.
+            KeeperError: As for `call`.
         """
         with self._lock:
             end_s = time.monotonic() + min(wait_s, self._deadline_s)
@@ -142,7 +142,7 @@ class KeeperConnection:
 
         Raises:
             KeeperTimeoutError: It is owed still, after *wait_s*.
-            KeeperError: As for `ask`.
+            KeeperError: As for `call`.
         """
         with self._lock:
             command = self._awaited

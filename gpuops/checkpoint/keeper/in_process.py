@@ -30,7 +30,7 @@ _EVENTS_CHARS_MAX = 10**9
 
 
 class _InlineJobs:
-    """Does each job when `deliver` is called, in the thread that calls it."""
+    """Does each job when `run_callbacks` is called, in the thread that calls it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -113,7 +113,7 @@ class InProcessNode:
         the old ones are of no use from then on, as if those had been killed.
 
         Raises:
-            KeeperError: See `gpuops.checkpoint.keeper.rank_client.connect`.
+            KeeperError: See `gpuops.checkpoint.keeper.rank_client.connect_rank`.
         """
         with self.lock:
             rank_info = RankInfo(Shard(rank, world), local_rank, local_world, generation)

@@ -83,7 +83,7 @@ class Jobs(Protocol):
         ...
 
     def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
-        """Call *function* for each of *things*; for use by what `look` does."""
+        """Call *function* for each of *things*; for use by what `search` does."""
         ...
 
     def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
@@ -108,7 +108,7 @@ class Jobs(Protocol):
 
 
 class ThreadJobs:
-    """Jobs in threads; *wake* is called from them when a result is there for `deliver`."""
+    """Jobs in threads; *wake* is called from them when a result is there for `run_callbacks`."""
 
     def __init__(self, wake: Callable[[], None], *, n_hash: int | None = None) -> None:
         self._wake = wake
@@ -151,7 +151,7 @@ class ThreadJobs:
         self._wake()
 
     def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
-        """Call *function* for each of *things* in the threads that hash; for use by `look`."""
+        """Call *function* for each of *things* in the threads that hash; for use by `search`."""
         return self._hashers.map(function, things)
 
     def run_callbacks(self) -> None:

@@ -143,9 +143,9 @@ _RETRY_S = 0.05
 
 @dataclass(slots=True)
 class KeeperProcess:
-    """A keeper. ``adopted``: it ran before, and is not our child.
+    """A keeper. ``is_adopted``: it ran before, and is not our child.
 
-    ``ended`` says how one before it hung that was ended, "" where there was none.
+    ``killed_why`` says how one before it hung that was ended, "" where there was none.
     """
 
     socket_path: Path

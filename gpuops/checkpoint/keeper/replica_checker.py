@@ -71,8 +71,8 @@ class _ShardView:
 class _GroupComparison:
     """What this node's ranks of one group have.
 
-    ``differ``: the digests by rank of each tensor that is not the same on all of them. ``sketches``
-    are for other nodes, where some ranks are there.
+    ``differ``: the digests by rank of each tensor that is not the same on all of them.
+    ``rank_digests`` are for other nodes, where some ranks are there.
     """
 
     group: _TensorGroup
@@ -126,8 +126,8 @@ class _GroupHistory:
     """What is known of a set of ranks that are all on this node.
 
     ``unequal``: tensors that differed when they were first compared, or that the program trains
-    apart. Only what was equal once can become wrong. ``n_told``: how often they did; ``is_open``:
-    it was told of and is not over.
+    apart. Only what was equal once can become wrong. ``n_reported``: how often they did;
+    ``is_open``: it was told of and is not over.
     """
 
     history: ComparisonHistory = field(default_factory=ComparisonHistory)

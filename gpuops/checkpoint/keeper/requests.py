@@ -70,7 +70,7 @@ class RestoreUndecidedRefusal(KeeperError):  # noqa: N818 not an error of the ke
 class ClientSession:
     """One connection: who it says it is. ``role`` is "" until it has said so.
 
-    ``sources``: who holds what of the state that is going to be chosen.
+    ``holders``: who holds what of the state that is going to be chosen.
     """
 
     connection: ClientConnection

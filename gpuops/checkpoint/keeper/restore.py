@@ -66,9 +66,9 @@ class GroupRestore:
 class RankGroup:
     """The ranks of one start.
 
-    ``is_wanted``: somebody waits for the state to go on from. ``trouble``: why there will be no
-    answer. ``is_left``: who answered for the keeper has left it to them. ``is_over``: others have
-    taken their place.
+    ``is_requested``: somebody waits for the state to go on from. ``error``: why there will be no
+    answer. ``is_handed_over``: who answered for the keeper has left it to them. ``is_replaced``:
+    others have taken their place.
     """
 
     generation: int
@@ -158,7 +158,7 @@ def restore_pin(local_rank: int) -> str:
 class AgentInstructions:
     """What the agent has said of the present generation.
 
-    ``state`` and ``epoch``: what all nodes go on from, once ``is_chosen``; ``why`` has what spoke
+    ``state`` and ``epoch``: what all nodes go on from, once ``is_decided``; ``why`` has what spoke
     against newer ones, ``peers`` what other nodes hold of it. ``is_taken_over``: the ranks run
     already, and save states of ``epoch``.
     """

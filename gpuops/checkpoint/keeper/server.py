@@ -43,7 +43,7 @@ _log = logging.getLogger("gpuops.checkpoint.keeper.api")
 
 
 class KeeperServerConnection:
-    """One connection. ``waiting`` is the request that has no answer yet, and since when."""
+    """One connection. ``pending`` is the request that has no answer yet, and since when."""
 
     def __init__(self, sock: socket.socket, pid: int, now_s: float) -> None:
         self.sock = sock

@@ -88,10 +88,10 @@ class _PendingState:
 class BufferTable:
     """The slots of one node.
 
-    ``newest`` is the newest committed state that memory holds. ``is_alone`` is false where other
-    nodes have a say: a state is then committed by `commit_from_outside` only; ``not_before`` is the
-    first step that all of them can save next, until `resume`. ``refused`` has the
-    newest states that were skipped or given up, the newest last. ``last`` is the state that a rank
+    ``last_committed`` is the newest committed state that memory holds. ``is_single_node`` is false
+    where other nodes have a say: a state is then committed by `commit` only; ``not_before`` is the
+    first step that all of them can save next, until `resume`. ``rejected`` has the
+    newest states that were skipped or given up, the newest last. ``final`` is the state that a rank
     asked for as the last one, of this epoch.
     """
 

@@ -39,7 +39,7 @@ AvailableBytes = Callable[[], int]
 
 @dataclass(slots=True)
 class BufferPool:
-    """One rank's slots of one layout, by number; ``n_made`` is the next number."""
+    """One rank's slots of one layout, by number; ``next_index`` is the next number."""
 
     number: int
     shard: Shard

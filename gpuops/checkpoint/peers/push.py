@@ -88,9 +88,9 @@ class _PushTask:
 
 @dataclass(eq=False, slots=True)
 class _Holder:
-    """``is_gone``: no commit waits for it. ``again_s``: nothing is pushed to it before.
+    """``is_gone``: no commit waits for it. ``retry_at_s``: nothing is pushed to it before.
 
-    ``broken``: so many pushes in a row have sent some and not come to an end.
+    ``n_broken``: so many pushes in a row have sent some and not come to an end.
     """
 
     peer: KeeperAddress

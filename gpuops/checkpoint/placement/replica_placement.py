@@ -28,8 +28,8 @@ DomainPaths = Mapping[str, DomainPath]
 class ReplicaPlacement:
     """Who holds what: ``groups`` of as many nodes as there are copies, and the ``ring``, or ``()``.
 
-    ``asked`` is the number of copies that was wanted, a node's own among them; ``replicas`` the
-    number that there is, which is smaller where there are fewer nodes.
+    ``requested_replicas`` is the number of copies that was wanted, a node's own among them;
+    ``replicas`` the number that there is, which is smaller where there are fewer nodes.
     """
 
     requested_replicas: int

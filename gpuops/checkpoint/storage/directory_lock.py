@@ -153,7 +153,7 @@ class DirectoryLock:
                     self._process.sleep(POLL_S)
 
     def conflict(self, job: str, own_pid: int | None = None) -> str | None:
-        """Return why *job* cannot have the directory; None where it can, or where `hold` will tell.
+        """Return why *job* cannot have the directory; None where it can, or `acquire` will tell.
 
         Nothing is written. *own_pid*: a process of this host whose claim is that of the job. It
         takes up to `LEAVING_S` where another one is there, for it may be about to leave.

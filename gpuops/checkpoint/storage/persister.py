@@ -33,9 +33,9 @@ OpenStore = Callable[[str], CheckpointStore]
 
 @dataclass(frozen=True, slots=True)
 class PersistTask:
-    """One state to be written; ``parts`` is the session where other nodes write shards, too.
+    """One state to be written; ``session`` is the session where other nodes write shards, too.
 
-    ``is_last``: there may be nobody left to seal it, so whoever comes last does.
+    ``is_final``: there may be nobody left to seal it, so whoever comes last does.
     """
 
     state: StateId
@@ -60,8 +60,9 @@ class CommitTask:
 class PersistOutcome:
     """What came of a task.
 
-    ``is_whole`` is false where shards of other nodes may be missing; ``has_parts`` where none of
-    this node were written; ``pruned`` were removed; ``trouble`` is what went wrong beside it.
+    ``is_complete`` is false where shards of other nodes may be missing; ``has_written_shards``
+    where none of this node were written; ``pruned`` were removed; ``warning`` is what went wrong
+    beside it.
     """
 
     persisted: PersistResult
@@ -213,9 +214,10 @@ class Persister:
     """Persists from *memory*; a failure becomes an event and is tried again later.
 
     ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
-    succeeded, and ``failed`` the state it was of. ``origin``: whose states these are. ``parts``:
-    states of several nodes of which this node's shards are written, the newest first; ``sealed`` is
-    the newest of them known to be whole. ``pieces`` were written so far.
+    succeeded, and ``failed_state`` the state it was of. ``origin``: whose states these are.
+    ``written_states``: states of several nodes of which this node's shards are written, the newest
+    first; ``last_complete`` is the newest of them known to be whole. ``n_writes`` were written so
+    far.
     """
 
     memory: NodeMemory
@@ -347,7 +349,7 @@ class Persister:
     def commit_shards(self, state: StateId, world: int) -> None:
         """Begin to make *state* appear in the directory: the parts of all nodes are there.
 
-        What comes of it is an event, and `sealed`. To ask again for the same does no harm.
+        What comes of it is an event, and `last_complete`. To ask again for the same does no harm.
 
         Raises:
             KeeperError: There is no directory, the run has no name, or another one is sealed now.

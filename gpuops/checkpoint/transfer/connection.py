@@ -84,8 +84,9 @@ class SendableImage(Protocol):
 class TransferConnection:
     """A connection whose both sides have proved the job's token.
 
-    One thread uses it; any other may `cut` it. After an exception it is of no further use: OSError
-    (TimeoutError where the peer is slow), `WireError`, or what the caller's own objects raise.
+    One thread uses it; any other may `abort` it. After an exception it is of no further use:
+    OSError (TimeoutError where the peer is slow), `WireError`, or what the caller's own objects
+    raise.
     """
 
     def __init__(self, sock: socket.socket, job: JobCredentials, limits: TransferLimits) -> None:

@@ -93,7 +93,7 @@ class ControlChallenge:
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """A request; ``place`` is a swap's version, a list's last order, what a beat has seen."""
+    """A request; ``expected`` is a swap's version, a list's last order, what a beat has seen."""
 
     number: int
     operation: Operation

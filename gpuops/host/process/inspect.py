@@ -149,7 +149,6 @@ def _parent(stat: Path) -> int | None:
         return None
 
 
-_ENDED = ("Z", "X")
 _FLAGS = 6  # field 9 of proc(5), counted from the state (field 3)
 _PF_EXITING = 0x4
 

@@ -36,8 +36,8 @@ class NodeCheckContext:
     """What the incidents of a check run depend on besides its findings.
 
     ``new_id`` makes the id of an incident from the name of what it is about. ``trigger`` and
-    ``job_id``: the hook, and the Slurm job that it ran for. ``whole``: all GPUs of the node were
-    asked about.
+    ``job_id``: the hook, and the Slurm job that it ran for. ``all_gpus_checked``: all GPUs of the
+    node were asked about.
     """
 
     runbooks: Mapping[FailureClass, Runbook]
@@ -57,7 +57,7 @@ class NodeCheckContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentChanges:
-    """``told``: what is to be recorded, each a new snapshot; ``open``: what stays open."""
+    """``changed``: what is to be recorded, each a new snapshot; ``open``: what stays open."""
 
     changed: tuple[Incident, ...] = ()
     open: Mapping[str, OpenIncident] = field(default_factory=dict)

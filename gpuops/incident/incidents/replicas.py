@@ -24,8 +24,8 @@ class ReplicaMismatch:
     """What was found, *description* in a sentence; ``ranks``: all that must be equal, ``0-2, 5``.
 
     ``suspects`` may be wrong: outvoted ``by_majority``, else nobody knows which of them.
-    ``is_here``: all of them are on the node that tells; ``nodes`` has that of each, where it is
-    known. ``alike_step``: of the last state that was compared before and equal.
+    ``is_local``: all of them are on the node that tells; ``nodes`` has that of each, where it is
+    known. ``last_equal_step``: of the last state that was compared before and equal.
     """
 
     description: str

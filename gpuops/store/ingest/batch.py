@@ -29,7 +29,7 @@ INGEST_LOG = MergeRule(
 
 @dataclass(frozen=True, slots=True)
 class IngestCounts:
-    """What became of a batch. ``clashing`` lines bear a number or an id of another event."""
+    """What became of a batch. ``conflicting`` lines bear a number or an id of another event."""
 
     new: int
     already_there: int

@@ -22,8 +22,8 @@ class AdapterSnapshot(NamedTuple):
     """A part as it is now.
 
     ``names`` is the same object as last time as long as nothing was added, removed or renamed.
-    ``fragment`` is JSON. ``n_fenced``: that many of the first tensors are changed by the optimizers
-    that were given and by nobody else, so that they can be copied until the next step.
+    ``fragment`` is JSON. ``n_optimizer_owned``: that many of the first tensors are changed by the
+    optimizers that were given and by nobody else, so that they can be copied until the next step.
     """
 
     names: tuple[str, ...]

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from gpuops.control.keys import ControlKeys
+from gpuops.control.own_record import read_own_record
 from gpuops.control.record import (
     RECORD_KEY,
     SLOW_FLAG,
     ControlRecord,
     Member,
-    RecordError,
     RecordView,
     RunPhase,
     pack,
@@ -50,9 +50,8 @@ COORDINATE_S_MAX = 60.0
 SILENT_S = 5.0  # so long without an answer is worth a line in the history
 END_TIMEOUT_S = 15.0
 _FAST_PHASES = frozenset({RunPhase.RENDEZVOUS, RunPhase.COLLECT, RunPhase.DRAIN})
-_ENDED_PHASES = frozenset(
-    {RunPhase.RENDEZVOUS, RunPhase.COLLECT, RunPhase.STOP}
-)  # for the workers that run
+# For the workers that run.
+_ENDED_PHASES = frozenset({RunPhase.RENDEZVOUS, RunPhase.COLLECT, RunPhase.STOP})
 
 
 class Coordinator(Protocol):
@@ -349,25 +348,17 @@ class ControlClient:
         view = self.view
         self._number += 1
         began_ns = self._clock.mono_ns()
+        flags = {SLOW_FLAG: True} if self.is_slow else {}
         reply = self.store.heartbeat(
             self.keys.heartbeat(self.me.agent),
-            pack(
-                {
-                    "seq": self._number,
-                    **({SLOW_FLAG: True} if self.is_slow else {}),
-                    **self._payload(),
-                }
-            ),
+            pack({"seq": self._number, **flags, **self._payload()}),
             watch=RECORD_KEY,
             seen_version=view.version,
             hold_s=hold_s,
         )
         now_ns = self._clock.mono_ns()
-        self._last_reply_ns, self._heartbeat_sent_ns, self._unanswered_since_ns = (
-            now_ns,
-            began_ns,
-            None,
-        )
+        self._last_reply_ns, self._heartbeat_sent_ns = now_ns, began_ns
+        self._unanswered_since_ns = None
         self._is_refused = False
         self.round_trip_s = max(0.0, (now_ns - began_ns) / NS_PER_S - hold_s)
         if reply.watched is None:  # else it was not held, nobody knows for how long
@@ -389,7 +380,11 @@ class ControlClient:
 
     def _accept(self, entry: Entry) -> ControlRecord:
         """Return the record in *entry*, which is the one to follow if it is newer."""
-        record = self._parse_own(entry)
+        try:
+            record = read_own_record(entry, self.keys.run_id)
+        except ControlStoreResetError as exc:
+            self._reset_error = exc
+            raise
         with self._record_lock:  # two threads learn of records; `on_record` hears them in order
             with self._changed:
                 if entry.version <= self._view.version:
@@ -398,28 +393,6 @@ class ControlClient:
                 self._changed.notify_all()
             self.on_record_change(record)
         return record
-
-    def _parse_own(self, entry: Entry) -> ControlRecord:
-        """Return the record in *entry*.
-
-        Raises:
-            ControlStoreResetError: It is gone, or another run's that came after ours.
-            ControlStoreError: It is none.
-        """
-        if entry.version:
-            try:
-                record = ControlRecord.from_bytes(entry.value)
-            except RecordError as exc:
-                raise ControlStoreError(
-                    f"the board does not hold a record of this version: {exc}"
-                ) from exc
-            if record.run_id == self.keys.run_id:
-                return record
-        why = "holds the record of another run" if entry.version else "has no record"
-        self._reset_error = ControlStoreResetError(
-            f"the board {why}: this one is over, or was cleaned up"
-        )
-        raise self._reset_error
 
     def _watch(self) -> None:
         checks = (self.check_fence, self.check_overdue_workers, self._report_silence)
@@ -447,12 +420,8 @@ class ControlClient:
 
     def check_fence(self) -> None:
         """End this agent's workers if it has been without the board for too long."""
-        since_heartbeat_s = self.since_heartbeat_s
-        if (
-            self._fence_timeout_s is None
-            or self.is_fenced
-            or since_heartbeat_s < self._fence_timeout_s
-        ):
+        since_heartbeat_s, timeout_s = self.since_heartbeat_s, self._fence_timeout_s
+        if timeout_s is None or self.is_fenced or since_heartbeat_s < timeout_s:
             return
         self.is_fenced = True
         self.on_fence(since_heartbeat_s)

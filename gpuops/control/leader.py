@@ -7,8 +7,9 @@ step is one compare-and-swap, and whoever comes second follows.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from gpuops.control import step
 from gpuops.control.client import ControlClient
 from gpuops.control.extension import ExtensionRunner
 from gpuops.control.keys import delete_old_generations
@@ -23,9 +24,8 @@ from gpuops.control.membership import (
 from gpuops.control.record import ControlRecord, Member, RecordView, Roster, RunPhase
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_REQUEUE
 from gpuops.host.clock import Clock
-from gpuops.incident.budget import GROWTH_SETTLE_S, check_growth, history_after
+from gpuops.incident.budget import GROWTH_SETTLE_S, check_growth
 from gpuops.incident.decision import (
-    HISTORY_MAX,
     ClusterState,
     NodeReport,
     OnExhausted,
@@ -33,9 +33,7 @@ from gpuops.incident.decision import (
     ReportKind,
     RestartDecision,
     RestartPolicy,
-    RunAction,
 )
-from gpuops.incident.repeats import checkpoint_to_exclude
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.units import NS_PER_S
 
@@ -231,24 +229,16 @@ class Leader:
         )
 
     def _collect(self, record: ControlRecord, trigger: ReportKind, reason: str) -> None:
-        def change(now: ControlRecord) -> ControlRecord | None:
-            if (now.generation, now.phase) != (record.generation, RunPhase.RUN):
-                return None
-            me = self._client.me.node
-            return replace(
-                now, phase=RunPhase.COLLECT, trigger=trigger, reason=reason, decided_by=me
-            )
+        by = self._client.me.node
+        self._client.update_record(
+            lambda now: step.collect(now, record, trigger=trigger, reason=reason, by=by)
+        )
 
-        self._client.update_record(change)
-
-    def _stop(self, record: ControlRecord, code: int, reason: str) -> None:
-        def change(now: ControlRecord) -> ControlRecord | None:
-            if (now.generation, now.phase) != (record.generation, record.phase):
-                return None
-            me = self._client.me.node
-            return replace(now, phase=RunPhase.STOP, exit_code=code, reason=reason, decided_by=me)
-
-        self._client.update_record(change)
+    def _stop(self, record: ControlRecord, exit_code: int, reason: str) -> None:
+        by = self._client.me.node
+        self._client.update_record(
+            lambda now: step.stop(now, record, exit_code=exit_code, reason=reason, by=by)
+        )
 
     def _missing(
         self, members: Sequence[Member], reports: Mapping[str, NodeReport]
@@ -292,35 +282,9 @@ class Leader:
         )
         # Before the record changes: the main thread looks here as soon as it has.
         if not self._client.update_record(
-            lambda now: self._apply_decision(now, record, decision, now_s)
+            lambda now: step.decide(now, record, decision, by=self._client.me.node, now_s=now_s)
         ):
             self.last_decision = previous
-
-    def _apply_decision(
-        self, current: ControlRecord, record: ControlRecord, decision: RestartDecision, now_s: float
-    ) -> ControlRecord | None:
-        """Return what *decision* makes of the record *current*, None if another was faster."""
-        if (current.generation, current.phase) != (record.generation, RunPhase.COLLECT):
-            return None
-        changed = replace(
-            current,
-            decision=decision,
-            reason=decision.reason,
-            decided_by=self._client.me.node,
-            excluded={**current.excluded, **decision.exclude},
-            excluded_checkpoint=checkpoint_to_exclude(current.excluded_checkpoint, decision),
-            history=history_after(decision, current.history),
-        )
-        if decision.action is RunAction.RESTART:
-            return replace(
-                changed,
-                phase=RunPhase.RENDEZVOUS,
-                generation=current.generation + 1,
-                not_before_s=now_s + decision.backoff_s,
-                trigger=None,
-            )
-        code = EXIT_FAIL if decision.exit_code is None else decision.exit_code
-        return replace(changed, phase=RunPhase.STOP, exit_code=code)
 
     def _on_rendezvous(self, record: ControlRecord, view: RecordView, now_ns: int) -> None:
         keys, store = self._client.keys, self._client.store
@@ -346,12 +310,8 @@ class Leader:
             log.debug("generation %d was formed by another agent", record.generation)
             Roster.from_bytes(entry.value)
 
-        def change(now: ControlRecord) -> ControlRecord | None:
-            if (now.generation, now.phase) != (record.generation, RunPhase.RENDEZVOUS):
-                return None
-            return replace(now, phase=RunPhase.RUN, decided_by=self._client.me.node)
-
-        if self._client.update_record(change):
+        by = self._client.me.node
+        if self._client.update_record(lambda now: step.run(now, record, by=by)):
             delete_old_generations(store, keys, record.generation)
 
     def _in_backoff(self, record: ControlRecord, view: RecordView, now_ns: int) -> bool:
@@ -445,21 +405,10 @@ class Leader:
         if growth.n_nodes == 0:
             return
 
-        def change(now: ControlRecord) -> ControlRecord | None:
-            if (now.generation, now.phase) != (record.generation, RunPhase.RUN):
-                return None
-            return replace(
-                now,
-                phase=RunPhase.RENDEZVOUS,
-                generation=now.generation + 1,
-                reason=growth.why,
-                decided_by=self._client.me.node,
-                grown_at_s=(*now.grown_at_s, now_s)[-HISTORY_MAX:],
-                decision=None,
-                not_before_s=0.0,
-            )
-
-        self._client.update_record(change)
+        by = self._client.me.node
+        self._client.update_record(
+            lambda now: step.grow(now, record, reason=growth.why, by=by, now_s=now_s)
+        )
 
     def _cluster(self, record: ControlRecord, roster: Roster, now_ns: int) -> ClusterState:
         return ClusterState(

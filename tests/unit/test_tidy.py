@@ -8,7 +8,7 @@ from gpuops.checks import NAMES
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "gpuops").rglob("*.py"))
-MODULE_LINES_MAX = 440
+MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 MANUAL_LINES_MAX = 40
 # Every check has limits of its own, by the same name.

@@ -1,8 +1,7 @@
-"""What agents say to each other of checkpoints, as it lies on the board; pure, and bounded.
+"""The messages between agents about checkpoints, in the control store; pure, and bounded.
 
-A `NodeStatus` goes with each heartbeat of a node whose script saves, a `Inventory` with its wish
-for a seat, a `GenerationPlan` with the seats that were given out. The `CommitRecord` is one value
-for all, changed only by compare-and-swap; it never goes back.
+A heartbeat carries a `NodeStatus`, a request to join an `Inventory`, a roster a `GenerationPlan`.
+The `CommitRecord` is one value for all, changed only by compare-and-swap; it never goes back.
 """
 
 from collections.abc import Iterable, Mapping

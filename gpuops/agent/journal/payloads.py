@@ -219,3 +219,10 @@ def _told(reports: Sequence[NodeReport]) -> list[NodeReport]:
 def _report(report: NodeReport) -> Json:
     body = report.to_json()
     return {**body, "ends": body["ends"][:ENDS_MAX]}
+
+
+def first_exit_code(exits: Sequence[WorkerExit]) -> int | None:
+    """Return the code of the first failure that was not teardown, as a shell would show it."""
+    failed = [w for w in exits if not w.terminated and w.exit_code != 0]
+    first = min(failed, key=lambda w: w.error_mono_ns or w.seen_mono_ns, default=None)
+    return None if first is None else first.exit_code

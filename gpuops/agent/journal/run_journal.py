@@ -196,7 +196,7 @@ class RunJournal(CheckpointJournal):
             self._close(toll.progress_ns, "another failure came first")
             incident = self._book.open(incident, toll)
         if generation == self._attempt:
-            news += self._end_of_attempt("failed", _first_code(exits))
+            news += self._end_of_attempt("failed", payloads.first_exit_code(exits))
         self._emit_event(*news, of_incident(incident, Severity.ERROR))
         return incident
 
@@ -255,10 +255,8 @@ class RunJournal(CheckpointJournal):
         incident = self._book.decided(ruling, now_ns, self._evidence)
         news = [of_incident(incident, Severity.ERROR)]
         if by_us and cluster is not None:
-            payload = {
-                **payloads.decision_made(decision, reports, cluster, history, note),
-                "incident": incident.id,
-            }
+            made = payloads.decision_made(decision, reports, cluster, history, note)
+            payload = {**made, "incident": incident.id}
             news.append(EventDraft(kind="decision.made", payload=payload, attempt=generation))
             news += [exclusion(n, why, generation) for n, why in decision.exclude.items()]
         self._emit_event(*news)
@@ -389,10 +387,7 @@ class RunJournal(CheckpointJournal):
             # What is made again ends with the last step; what comes after it is no failure's.
             at_ns = min(at_ns, self._last_progress_ns)
         incident = self._book.close(
-            at_ns,
-            resolution,
-            steps_are_seen=self._has_stepped,
-            redoes=self._highest is not None,
+            at_ns, resolution, steps_are_seen=self._has_stepped, redoes=self._highest is not None
         )
         if incident is not None:
             self._emit_event(of_incident(incident))
@@ -444,10 +439,3 @@ class RunJournal(CheckpointJournal):
 
     def _wall_us(self, mono_ns: int) -> int:
         return mono_ns // 1000 + self._wall_offset_us
-
-
-def _first_code(exits: Sequence[WorkerExit]) -> int | None:
-    """Return the code of the first failure that was not teardown, as a shell would show it."""
-    failed = [w for w in exits if not w.terminated and w.exit_code != 0]
-    first = min(failed, key=lambda w: w.error_mono_ns or w.seen_mono_ns, default=None)
-    return None if first is None else first.exit_code

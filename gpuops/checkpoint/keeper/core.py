@@ -5,15 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuops.checkpoint.agreement.local_recovery import ShardLocation
-from gpuops.checkpoint.keeper.agent_messages import (
-    COMPLETE_MAX,
-    REFUSED_MAX,
-    EventQueue,
-    KeeperProgress,
-)
+from gpuops.checkpoint.keeper.agent_messages import EventQueue, KeeperProgress
 from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
 from gpuops.checkpoint.keeper.jobs import Jobs
 from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.keeper.progress import keeper_progress
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
 from gpuops.checkpoint.keeper.restore import (
     AgentInstructions,
@@ -68,8 +64,6 @@ class KeeperCore:
         self._leased_s: dict[StateId, float] = {}
         self._sealed_s = 0.0
         self._populating: set[int] = set()
-
-    # Who is there.
 
     @property
     def is_in_use(self) -> bool:
@@ -191,8 +185,6 @@ class KeeperCore:
         group.is_replaced = True
         group.release_fetched()
 
-    # Saving.
-
     def set_policy(self, policy: CheckpointPolicy) -> None:
         """Take the policy over."""
         self.persister.set_policy(policy)
@@ -263,9 +255,8 @@ class KeeperCore:
             self.n_hashing -= 1
             if digest is None:
                 self.memory.buffer_table.give_up(state)
-                self.events.add(
-                    "corrupt", state=state_to_json(state), rank=rank_info.shard.rank, why=str(error)
-                )
+                rank, why = rank_info.shard.rank, str(error)
+                self.events.add("corrupt", state=state_to_json(state), rank=rank, why=why)
             else:
                 self._on_hashed(sealed, digest)
 
@@ -274,9 +265,8 @@ class KeeperCore:
     def abandon(self, rank_info: RankInfo, state: StateId) -> None:
         """Give the state up."""
         self.memory.buffer_table.abandon(rank_info.local_rank, state)
-        self.events.add(
-            "given_up", state=state_to_json(state), why=f"rank {rank_info.shard.rank} could not"
-        )
+        why = f"rank {rank_info.shard.rank} could not"
+        self.events.add("given_up", state=state_to_json(state), why=why)
 
     def _on_hashed(self, sealed: SealedSlot, digest: Digest) -> None:
         if not self.memory.record_digest(sealed, digest):
@@ -285,9 +275,8 @@ class KeeperCore:
         if self.memory.buffer_table.last_committed == sealed.state:
             self._on_committed(sealed.state)
         else:
-            self.events.add(
-                "whole", state=state_to_json(sealed.state), bytes=self._size_bytes(sealed.state)
-            )
+            nbytes = self._size_bytes(sealed.state)
+            self.events.add("whole", state=state_to_json(sealed.state), bytes=nbytes)
             self.peers.tick()
 
     def _on_committed(self, state: StateId) -> None:
@@ -312,8 +301,6 @@ class KeeperCore:
     def _size_bytes(self, state: StateId) -> int:
         return sum(held.copy.digest.nbytes for held in self.memory.held_shards(state).values())
 
-    # Going on from a state.
-
     def request_restore(self, group: RankGroup) -> None:
         """See to it that the state to go on from is found out."""
         group.is_requested = True
@@ -335,14 +322,10 @@ class KeeperCore:
             KeeperError: No generation was begun, its ranks were told something else already, or
                 there are holders and this keeper is not among peers.
         """
-        instructions = self.instructions
-        if instructions is None:
-            raise KeeperError("no generation was begun")
-        group = self.group
-        if group is not None and (group.is_searching or group.result is not None):
-            if (instructions.state, instructions.epoch) == (state, epoch):
-                return
-            raise KeeperError("the ranks of this generation were told already where to go on")
+        given, group = self.instructions, self.group
+        if given is not None and self._is_decided and (given.state, given.epoch) == (state, epoch):
+            return
+        instructions = self._undecided_instructions()
         self.peers.on_restore_decided(state, epoch)
         peers = None
         if state is not None and holders:
@@ -360,16 +343,24 @@ class KeeperCore:
         Raises:
             KeeperError: No generation was begun, or its ranks were told something already.
         """
-        instructions, group = self.instructions, self.group
-        if instructions is None:
-            raise KeeperError("no generation was begun")
-        if group is not None and (group.is_searching or group.result is not None):
-            raise KeeperError("the ranks of this generation were told already where to go on")
+        instructions = self._undecided_instructions()
         self.peers.on_restore_decided(None, epoch)
         instructions.close()
         instructions.state, instructions.epoch = None, epoch
         instructions.is_decided = instructions.is_taken_over = True
         self.tick()
+
+    @property
+    def _is_decided(self) -> bool:
+        group = self.group
+        return group is not None and (group.is_searching or group.result is not None)
+
+    def _undecided_instructions(self) -> AgentInstructions:
+        if self.instructions is None:
+            raise KeeperError("no generation was begun")
+        if self._is_decided:
+            raise KeeperError("the ranks of this generation were told already where to go on")
+        return self.instructions
 
     def commit(self, state: StateId, *, persist: bool) -> bool:
         """Commit a state that all nodes have; return whether memory holds it and it was newer.
@@ -395,22 +386,7 @@ class KeeperCore:
 
     def progress(self) -> KeeperProgress:
         """Return what whoever decides for all nodes has to know of this one."""
-        table, persister = self.memory.buffer_table, self.persister
-        whole = tuple(self.memory.complete_states()[:COMPLETE_MAX])
-        refused = sorted(set(table.rejected) - set(whole), reverse=True)
-        return KeeperProgress(
-            whole=whole,
-            replicated=tuple(s for s in whole if self.peers.pusher.is_replicated(s)),
-            refused=tuple(refused[:REFUSED_MAX]),
-            newest=table.last_committed,
-            persisted=persister.last_persisted,
-            parts=tuple(persister.written_states),
-            in_flight=table.in_flight,
-            decided=table.decided,
-            last=table.final,
-            is_due=persister.is_due,
-            group_digests=self.replica_checker.group_digests,
-        )
+        return keeper_progress(self.memory, self.persister, self.peers, self.replica_checker)
 
     def _on_resumed(self, state: StateId | None) -> None:
         self.persister.rewind(state)

@@ -208,15 +208,12 @@ def _restore_point(core: KeeperCore, _request: KeeperRequest) -> KeeperReply | N
     if group.result is None and not group.error:
         core.request_restore(group)
     if group.error:
-        raise (
-            RestoreUndecidedRefusal(group.error) if group.is_undecided else KeeperError(group.error)
-        )
+        refusal = RestoreUndecidedRefusal if group.is_undecided else KeeperError
+        raise refusal(group.error)
     if group.result is None:
         return None
-    restore_point = group.result.restore_point
-    return KeeperReply(
-        {"offer": None if restore_point is None else restore_point_to_json(restore_point)}
-    )
+    point = group.result.restore_point
+    return KeeperReply({"offer": None if point is None else restore_point_to_json(point)})
 
 
 def _open_shard(core: KeeperCore, request: KeeperRequest) -> KeeperReply:

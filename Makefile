@@ -3,7 +3,7 @@
 # make quick   lint and the unit and contract tests
 # make bench   the numbers of the README, measured side by side; results in tests/benchmarks/results
 # make interface  write down what users rely on, where it may change: flags, JSON keys, formats
-# make soak    long runs: many kills, storms, fuzzing
+# make soak    long runs: many kills, storms, fuzzing, property tests with many random examples
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -60,6 +60,7 @@ interface: $(VENV)/.installed-test
 
 soak: services $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)
+	GPUOPS_TEST_DRAWS=many $(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'hypothesis and not soak' --timeout 3600 $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) .demo dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 # A failure in a helper says why, too.
 pytest.register_assert_rewrite("support")
 
+from support.draws import load_profile  # noqa: E402
 from support.postgres import (  # noqa: E402, F401 fixtures for every test
     guarded_postgres,
     postgres_server,
@@ -27,9 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 importlib.import_module("support.light_torch.sitecustomize")
 
-# How long an example takes on a busy machine says nothing of what is tested.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+load_profile()
 
 
 @pytest.fixture(scope="session", autouse=True)

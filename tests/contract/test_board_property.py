@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.boards import memory_boards, postgres_boards, tcp_boards
+from support.draws import draws
 
 KEYS = st.sampled_from(["control", "a/1", "a/2", "a/b/1", "b/1", "ab"])
 PREFIXES = st.sampled_from(["", "a", "a/", "a/b", "b/", "zz"])
@@ -79,9 +80,7 @@ def board(request):
         yield found.open()
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=draws(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=25))
 def test_a_board_does_what_the_model_does(board, steps):
     for entry in list(board.list("")):

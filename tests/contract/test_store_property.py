@@ -7,6 +7,7 @@ import shutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 from support.stories import dump, envelopes, story
 
 from gpuops.host.clock import SystemClock
@@ -37,7 +38,7 @@ def scrambled(draw):
 
 
 @pytest.mark.timeout(400)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40))
 @given(scrambled())
 def test_order_doubling_and_splitting_leave_the_same_rows(case):
     lines, batches = case
@@ -52,9 +53,7 @@ def empty_store(tmp_path_factory):
         return path
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=draws(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=SEEDS, cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3).map(sorted))
 def test_a_spool_cut_anywhere_arrives_whole_in_the_end(seed, cuts, empty_store, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("cut")

@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 
 from gpuops.checkpoint.image import (
     ALIGN_BYTES,
@@ -386,7 +387,7 @@ def test_an_image_that_is_cut_short_or_too_long_is_corrupt():
         read_layout(image[:4096], nbytes=len(image) + 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300))
 @given(st.data())
 def test_a_header_with_some_bytes_changed_is_read_or_corrupt(data):
     layout = plan_image(SHARD, [spec("a", "F64", (2,)), spec("b", "U8", (3,), (1,), (9,))], 4)
@@ -433,7 +434,7 @@ def paths_in(tree, here=()):
             yield from paths_in(value, (*here, key))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300))
 @given(st.data())
 def test_a_header_with_another_value_in_one_place_is_read_or_corrupt(data):
     tree, body = good_tree()

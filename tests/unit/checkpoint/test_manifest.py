@@ -7,6 +7,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 
 from gpuops.checkpoint.digest import digest_root
 from gpuops.checkpoint.manifest import (
@@ -215,7 +216,7 @@ PATHS = [
 ]
 
 
-@settings(max_examples=400)
+@settings(max_examples=draws(400))
 @given(path=st.sampled_from(PATHS), value=JSON)
 def test_no_other_type_or_value_gets_through(path, value):
     """Each place holds something else, and the file's own digest is right all the same."""

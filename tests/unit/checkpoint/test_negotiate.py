@@ -5,6 +5,7 @@ from itertools import chain, permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 
 from gpuops.checkpoint.agreement.recovery import REASONS_MAX, RestoreInputs, plan_restore
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
@@ -305,7 +306,7 @@ def complete_by_hand(situation):
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200))
 @given(situations())
 def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
     plan = plan_restore(situation)
@@ -332,7 +333,7 @@ def test_the_newest_complete_state_is_chosen_and_never_mixed(situation):
                 assert (source.copies[0].holder, source.copies[0].tier) == (node, Tier.MEMORY)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200))
 @given(situations())
 def test_every_newer_state_has_its_reason_and_the_epoch_is_beyond_all(situation):
     plan = plan_restore(situation)
@@ -349,7 +350,7 @@ def test_every_newer_state_has_its_reason_and_the_epoch_is_beyond_all(situation)
     assert plan.epoch == 1 + max((state.epoch for state, _world in seen), default=-1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200))
 @given(situations(), st.randoms(use_true_random=False))
 def test_the_order_of_the_words_does_not_matter(situation, random):
     def shuffled(items):

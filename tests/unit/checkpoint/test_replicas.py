@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.draws import draws
 from support.transfers import CHUNK, SHARD, Memory, copy_of, filled, push_of
 
 from gpuops.checkpoint.digest import chunk_hash
@@ -442,4 +443,4 @@ class Holder(RuleBasedStateMachine):
 
 
 TestHolder = Holder.TestCase
-TestHolder.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestHolder.settings = settings(max_examples=draws(100), stateful_step_count=30)

@@ -10,6 +10,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support.draws import draws
 
 from gpuops.checkpoint.memory.buffer_table import (
     BufferTable,
@@ -583,4 +584,4 @@ class Node(RuleBasedStateMachine):
 
 
 TestNode = Node.TestCase
-TestNode.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestNode.settings = settings(max_examples=draws(150), stateful_step_count=60)

@@ -6,6 +6,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 from support.transfers import CHUNK
 
 from gpuops.checkpoint.digest import chunk_hash, compute_digest
@@ -126,7 +127,7 @@ def test_who_waits_is_woken_by_work_and_by_the_end():
     found.wait(30)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(100))
 @given(st.integers(0, 2**32), st.integers(1, 5))
 def test_any_order_of_arrivals_losses_and_damage_ends_whole(seed, n_lines):
     rng = random.Random(seed)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.decisions import cluster, decision, failure, rank_end, report, stopped
+from support.draws import draws
 
 from gpuops.incident import decide as module
 from gpuops.incident.budget import INFRASTRUCTURE_FAILURES_MAX, history_after, trainable_nodes
@@ -714,7 +715,7 @@ clusters = st.builds(
 histories = st.lists(pasts, max_size=6).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(100))
 @given(some_reports, clusters, histories, st.integers(0, 100))
 def test_the_order_of_reports_changes_nothing(reports, on, history, seed):
     mixed = list(reports)
@@ -723,7 +724,7 @@ def test_the_order_of_reports_changes_nothing(reports, on, history, seed):
     assert decide(mixed, on, history, 1000) == decide(reports, on, history, 1000)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=draws(250))
 @given(some_reports, clusters, histories)
 def test_what_holds_for_every_decision(reports, on, history):
     decision = decide(reports, on, history, 1000)
@@ -759,7 +760,7 @@ def test_what_holds_for_every_decision(reports, on, history):
     assert decision.failure.rule == decision.rule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60))
 @given(some_reports, clusters, histories)
 def test_a_decision_and_all_it_was_made_of_survive_their_json_forms(reports, on, history):
     decision = decide(reports, on, history, 1000)

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 from support.exits import (
     NODE,
     PEER_CLOSED,
@@ -460,7 +461,7 @@ def any_exits(draw):
     return [draw(any_exit(rank)) for rank in range(ranks)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(150))
 @given(exits=any_exits(), random=st.randoms(use_true_random=False))
 def test_any_exits_in_any_order_make_the_same_incident_and_no_terminated_culprit(exits, random):
     incident = incident_of(*exits)

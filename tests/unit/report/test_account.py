@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.decisions import cluster, decision, report
+from support.draws import draws
 from support.exits import NODE, RUN, S, incident_of, killed
 from support.history import a_killed_run, attempt_row, record_run, run_row, us
 
@@ -250,7 +251,7 @@ def any_attempt(draw, ordinal):
     return attempt_row(ordinal, times, (first, last), outcome)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300))
 @given(
     data=st.data(),
     count=st.integers(0, 5),

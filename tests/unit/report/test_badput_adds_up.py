@@ -5,6 +5,7 @@ from hypothesis import Phase as Search
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.decisions import cluster, decision, report, stopped
+from support.draws import draws
 from support.exits import NODE, RUN, S, killed
 from support.history import record_run, run_row
 
@@ -166,7 +167,7 @@ class Story:
 
 # A story has many draws: making a failing one smaller takes minutes and says little more.
 @pytest.mark.timeout(400)
-@settings(max_examples=100, deadline=None, phases=(Search.explicit, Search.reuse, Search.generate))
+@settings(max_examples=draws(100), phases=(Search.explicit, Search.reuse, Search.generate))
 @given(st.data())
 def test_useful_time_and_badput_add_up_to_the_wall_time(data):
     story = Story(data.draw)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import draws
 from support.made_states import DTYPES, make_state, part, raw, whole
 from support.small_disk import small_disk
 
@@ -35,7 +36,7 @@ def test_a_grid_of_parts_is_put_together(store, tmp_path, dtype):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40))
 def test_any_cut_along_any_dimension(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(0, 6), max_size=4))
     w = torch.randint(0, 2**30, shape, dtype=torch.int32)

@@ -1,9 +1,11 @@
 """What a store does, held against SQLite and Postgres alike."""
 
+import contextlib
 import random
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import event
 from support.stories import Teller, decision_payload, dump, envelopes, incident, story
 
 from gpuops.errors import UsageError
@@ -401,3 +403,26 @@ def test_the_same_stream_leaves_the_same_rows_on_both(tmp_path, postgres_url):
 
         assert look(postgres, dump) == rows
     assert min(len(found) for found in rows.values()) > 0
+
+
+def test_two_writers_put_the_same_events_in_the_same_order(store):
+    """In other orders each could wait for a row that the other holds."""
+    lines, seen = story(1), []
+
+    class RolledBackError(Exception):
+        """Ends the transaction."""
+
+    def note(_connection, _cursor, statement, parameters, _context, _many):
+        if statement.startswith("INSERT INTO events"):
+            seen.append(str(parameters))
+
+    for seed in range(2):
+        random.Random(seed).shuffle(lines)
+        with contextlib.suppress(RolledBackError), store.begin() as connection:
+            event.listen(connection, "before_cursor_execute", note)
+            ingest(connection, envelopes(lines), 7)
+            raise RolledBackError
+
+    assert seen
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:]

@@ -392,3 +392,21 @@ def test_refused_lines_that_cannot_be_kept_stay_in_the_spool(spool, url):
 
     assert "cannot write the spool" in report.note
     assert report.remaining == 2
+
+
+def test_while_one_flushes_no_other_does(spool, url):
+    lay(spool, raw(LINES))
+    others = []
+
+    class Watching(SystemClock):
+        """Asked for the time within the first flusher's transaction."""
+
+        def now_us(self):
+            others.append(send(spool, url, deadline_s=0.1))
+            return super().now_us()
+
+    report = send(spool, url, clock=Watching())
+
+    assert (report.sent, report.note) == (len(LINES), None)
+    assert others
+    assert {other.note for other in others} == {f"another flusher is at work on {spool}"}

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint_images import ORIGIN, content_of, image_bytes, images
+from support.disk_order import DiskOrder
 
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.manifest import MANIFEST
@@ -675,3 +676,57 @@ def test_a_path_and_a_file_url_name_a_directory(tmp_path, pair, how):
 
     assert isinstance(store, DirectoryStore)
     assert (tmp_path / "states" / STATE.name).is_dir()
+
+
+# What a crash leaves.
+
+
+def test_a_state_appears_with_all_of_it_on_disk(store, root, pair, monkeypatch):
+    disk = DiskOrder(monkeypatch)
+
+    persist(store, STATE, pair, origin=ORIGIN)
+
+    final = root / STATE.name
+    inodes = {path.stat().st_ino for path in (final, *final.iterdir())}
+    assert len(inodes) == 1 + 2 + 1
+    assert not inodes & disk.change("rename", STATE.name).unsynced
+    assert disk.is_synced(root, root.parent)
+
+
+def test_a_shard_of_many_nodes_is_on_disk_when_its_node_says_so(store, root, pair, monkeypatch):
+    disk = DiskOrder(monkeypatch)
+
+    persist_node_shards(store, STATE, pair, session="run")
+
+    (folder,) = root.iterdir()
+    files = list(folder.iterdir())
+    assert len(files) == 2 * len(pair)
+    assert disk.is_synced(folder, *files)
+
+
+def test_the_records_of_the_nodes_go_once_the_manifest_is_on_disk(store, root, pair, monkeypatch):
+    persist_node_shards(store, STATE, pair, session="run")
+    disk = DiskOrder(monkeypatch)
+
+    assert commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
+
+    final = root / STATE.name
+    record = f"{Shard(0, 2).file_name}.record.json"
+    first = next(c for c in disk.changes if c.what == "unlink" and c.name.endswith(".record.json"))
+    assert first.name == record
+    assert not {final.stat().st_ino, (final / MANIFEST).stat().st_ino} & first.unsynced
+    assert final.stat().st_ino not in disk.change("rename", STATE.name).unsynced
+    assert disk.is_synced(root)
+
+
+def test_a_shard_is_not_put_into_what_another_node_has_taken(store, root, pair):
+    taken = root / "taken"
+
+    def take(_nbytes):
+        for folder in root.glob("*.tmp*"):
+            folder.rename(taken)
+
+    with pytest.raises(CheckpointError, match="another node took"):
+        persist_node_shards(store, STATE, pair, session="run", throttle=take)
+
+    assert list(taken.iterdir()) == []

@@ -585,3 +585,16 @@ class Node(RuleBasedStateMachine):
 
 TestNode = Node.TestCase
 TestNode.settings = settings(max_examples=draws(150), stateful_step_count=60)
+
+
+def test_who_seals_a_state_that_was_given_up_leaves_the_next_one_unsealed():
+    gate = gate_of(n_ranks=1, n_slots=3)
+    late = gate.acquire(0, 1, 0.0)
+    gate.give_up(late.state)
+    current = gate.acquire(0, 2, 0.0)
+
+    assert gate.seal(0, late.state) is None
+    # The slot of step 2 is not sealed yet: what is in it cannot be verified, nor committed.
+    assert not gate.mark_verified(current.slot, current.state)
+    assert gate.last_committed is None
+    assert gate.seal(0, current.state) == current.slot

@@ -114,3 +114,23 @@ def test_what_passes_or_never_passes_by_itself_is_looked_at_once(node, tmp_path)
 
     assert lasting.confirmed() == ("fail", "busy")
     assert lasting.paused == []
+
+
+def test_a_lasting_failure_beside_one_that_passes_still_refuses(node):
+    (passing,) = node.plan.suite.planned
+
+    def judge_lasting(facts, parameters, case):
+        return [replace(item, check="b") for item in judge(facts, parameters, case)]
+
+    check = replace(passing.check, name="b", passing=False, judge=judge_lasting)
+    lasting = replace(passing, check=check)
+    suite = replace(node.plan.suite, planned=(passing, lasting))
+    plan = replace(node.plan, suite=suite)
+    ran = check_node(plan, SystemClock())
+
+    def pause(_seconds):
+        node.says("free")
+
+    found = confirmed(plan, ran, ENOUGH_S + 0.01, pause, SystemClock()).findings
+
+    assert {item.check: item.status.word for item in found} == {"a": "warn", "b": "fail"}

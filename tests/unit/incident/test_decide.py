@@ -517,6 +517,25 @@ def test_a_window_forgets():
     assert [d.action for d in story(*[report("n1")] * 2, on=on, every_s=100)] == [RESTART, FAIL]
 
 
+@pytest.mark.parametrize(
+    ("told", "rule"),
+    [
+        (
+            of_class(FailureClass.PORT_TAKEN, step=None, is_infrastructure=True),
+            "launch.infrastructure",
+        ),
+        (report("n2", ReportKind.GATE_FAILED), "gate.failed"),
+    ],
+)
+def test_what_does_not_count_restarts_also_with_the_budget_spent(told, rule):
+    on = wide(2, restarts_max=0)
+
+    decision = last([told, stopped("n1")], on=on)
+
+    assert (decision.action, decision.rule) == (RESTART, rule)
+    assert not decision.failure.is_counted
+
+
 def test_a_budget_beyond_what_the_record_holds_is_kept():
     decisions = story(*[report("n1")] * 60, on=wide(1, restarts_max=50))
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.disk_order import DiskOrder
 from support.stories import Teller
 
 from gpuops.errors import SpoolError
@@ -188,6 +189,7 @@ from pathlib import Path
 from gpuops.errors import SpoolError
 from gpuops.host.clock import SystemClock
 from gpuops.store.spool.write import SpoolWriter
+from support.disk_order import DiskOrder
 from support.stories import Teller
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -233,6 +235,7 @@ from pathlib import Path
 from gpuops.errors import SpoolError
 from gpuops.host.clock import SystemClock
 from gpuops.store.spool.write import SpoolWriter
+from support.disk_order import DiskOrder
 from support.stories import Teller
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -259,3 +262,13 @@ def test_a_run_on_a_full_disk_leaves_no_empty_folder_behind(tmp_path):
 
     assert done.stdout == "refused\n"
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_an_error_and_the_way_to_it_are_on_disk_before_the_writer_goes_on(tmp_path, monkeypatch):
+    disk = DiskOrder(monkeypatch)
+    spool = writer(tmp_path)
+
+    spool.append(events(1, severity=40))
+
+    (segment,) = find_segments(tmp_path)
+    assert disk.is_synced(segment.path, segment.directory, tmp_path)

@@ -1,6 +1,8 @@
 """The optimizer hook, with stand-ins for optimizers: torch is not needed to know what a step is."""
 
+import errno
 import gc
+import os
 import weakref
 
 import pytest
@@ -229,3 +231,16 @@ def test_a_ring_appears_complete_and_private(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
     ring.close()
+
+
+def test_a_ring_has_all_its_memory_before_the_first_beat(tmp_path, monkeypatch):
+    def full(_fd, _offset, length):
+        assert length == RING_BYTES
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    # A hole instead would end the training by SIGBUS, at some beat.
+    with pytest.raises(OSError, match="no space left"):
+        create_ring(tmp_path / "rank0", RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
+    assert list(tmp_path.iterdir()) == []

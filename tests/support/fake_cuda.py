@@ -1,0 +1,91 @@
+"""Streams and events of CUDA without a device: who comes after whom, by the calls that are made."""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(eq=False)
+class Work:
+    """Something that was put on *stream*; it begins when all of *after* is done."""
+
+    name: str
+    stream: "FakeStream"
+    after: frozenset["Work"]
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """What is put on it comes after all of *known*."""
+
+    known: set[Work] = field(default_factory=set)
+
+    def wait_stream(self, other):
+        self.known |= other.known
+
+    def wait_event(self, event):
+        self.known |= event.known
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    """Done when all of *known* is."""
+
+    known: frozenset[Work] = frozenset()
+
+    def record(self, stream):
+        self.known = frozenset(stream.known)
+
+
+class FakeRuntime:
+    """What `torch.cuda.cudart` returns: pins nothing, says that it did."""
+
+    def cudaHostRegister(self, _address, _nbytes, _flags):  # noqa: N802 as CUDA calls it
+        return 0
+
+    def cudaHostUnregister(self, _address):  # noqa: N802 as CUDA calls it
+        return 0
+
+
+class FakeCuda:
+    """Takes the place of what the staging uses of `torch.cuda`; copies are made at once."""
+
+    def __init__(self, monkeypatch):
+        self.computing = self._current = FakeStream()
+        self.works = []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: self._current)
+        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "stream", self._stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+        copy = torch._foreach_copy_
+
+        def recorded(targets, sources, **options):
+            for source in sources:
+                self.launch(f"copy {source.data_ptr()}")
+            return copy(targets, sources, **options)
+
+        monkeypatch.setattr(torch, "_foreach_copy_", recorded)
+
+    def launch(self, name):
+        """Put a work called *name* on the current stream; return it."""
+        stream = self._current
+        work = Work(name, stream, frozenset(stream.known))
+        stream.known.add(work)
+        self.works.append(work)
+        return work
+
+    def copy_of(self, tensor):
+        """Return the only copy of *tensor*."""
+        (work,) = [w for w in self.works if w.name == f"copy {tensor.data_ptr()}"]
+        return work
+
+    @contextlib.contextmanager
+    def _stream(self, stream):
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before

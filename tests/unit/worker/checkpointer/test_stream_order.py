@@ -1,0 +1,75 @@
+"""The order in which a device copies a state and computes: by the streams and events in use."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import Shard
+from gpuops.worker.assemble import StateAssembler
+from gpuops.worker.staging import SlotCopier, StateCapturer
+
+WEIGHT, AVERAGE = torch.arange(9.0), torch.arange(5.0)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def copier(cuda):
+    """A copier of a weight, which the optimizer alone changes, and an average, as on a device."""
+    given = StateAssembler(allow_pickle=False, warn=pytest.fail)
+    given.add_values("extra", {"weight": WEIGHT, "average": AVERAGE})
+    capturer = StateCapturer(given.adapters, Shard(0, 1), allow_pickle=False)
+    captured = capturer.capture(1)
+    (weight,) = [i for i, tensor in enumerate(captured.tensors) if tensor.numel() == 9]
+    plan = replace(
+        captured.plan,
+        device=torch.device("cpu"),
+        optimizer_owned=(weight,),
+        others=tuple(i for i in range(len(captured.tensors)) if i != weight),
+    )
+    with SharedBuffer.create("test", plan.layout.nbytes) as memory:
+        copier = SlotCopier(plan, [memory], pytest.fail)
+        yield lambda **options: copier.start(0, replace(captured, plan=plan), **options)
+        copier.close()
+
+
+def test_the_copy_comes_after_the_step_before_and_the_next_step_after_the_copy(cuda, copier):
+    last_step = cuda.launch("optimizer step 1")
+    pending = copier(overlap=True)
+    forward = cuda.launch("forward 2")
+    pending.wait_before_step()
+    next_step = cuda.launch("optimizer step 2")
+
+    copy = cuda.copy_of(WEIGHT)
+    assert last_step in copy.after
+    assert copy not in forward.after
+    assert copy in next_step.after
+
+
+def test_what_anything_may_change_is_copied_before_anything_that_computes_later(cuda, copier):
+    copier(overlap=True)
+    forward = cuda.launch("forward 2")
+
+    copy = cuda.copy_of(AVERAGE)
+    assert copy.stream is cuda.computing
+    assert copy in forward.after
+
+
+def test_without_overlap_nothing_that_computes_later_comes_before_the_copy(cuda, copier):
+    copier()
+    later = cuda.launch("forward 2")
+
+    assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= later.after
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_copy_is_done_when_each_part_of_it_is(cuda, copier, overlap):
+    pending = copier(overlap=overlap)
+
+    assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= pending.event.known

@@ -3,11 +3,11 @@
 import contextlib
 
 import pytest
+from support.in_process_keeper import InProcessNode
 from support.keeper_ranks import Rank, fill, holds, layout_of, newest, ready, save_all, until
 
 from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
 from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease, Skipped
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import RestoreUndecidedError, connect_rank
 from gpuops.checkpoint.storage.factory import open_store

@@ -5,8 +5,8 @@ import gc
 
 import pytest
 import torch
+from support.in_process_keeper import InProcessNode
 
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.errors import UsageError
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]

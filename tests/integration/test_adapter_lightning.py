@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
+from support.in_process_keeper import InProcessNode
 
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.errors import UsageError
 
 pytestmark = [

@@ -5,9 +5,9 @@ import time
 
 import pytest
 import torch
+from support.in_process_keeper import InProcessNode
 from torch import nn
 
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.worker.checkpointer import Checkpointer
 
 pytestmark = [

@@ -10,7 +10,6 @@ writing, pushing) runs in jobs.
 * `rank_client`, `agent_client`: the two clients; `connection`: one request at a time, each with a
   deadline; `messages`, `agent_messages`: the protocol: one JSON object a message, versioned,
   bounded, checked.
-* `in_process`: the same calls without a process, for a run without an agent.
 
 A save: `rank_client.acquire` -> the rank copies -> `seal` -> `core` hashes -> peers and storage.
 """

@@ -54,11 +54,6 @@ def system_reserve_bytes(room_bytes: int) -> int:
     return max(int(room_bytes * SYSTEM_RESERVE_SHARE), SYSTEM_RESERVE_BYTES)
 
 
-def duplicate(memory: SharedBuffer, *, writable: bool) -> SharedBuffer:
-    """Return the same memory once more, with a descriptor of its own."""
-    return SharedBuffer.attach(duplicate_fd(memory, writable=writable), writable=writable)
-
-
 def duplicate_fd(memory: SharedBuffer, *, writable: bool) -> int:
     """Return a new descriptor of *memory*; one that is not writable cannot be mapped to write."""
     if writable:

@@ -5,6 +5,7 @@ import struct
 from dataclasses import replace
 
 import pytest
+from support.in_process_keeper import InProcessNode
 
 from gpuops.checkpoint.agreement.replica_check import (
     REPORTS_MAX,
@@ -17,7 +18,6 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.api import Lease
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.checkpoint.keeper.messages import MessageError, MessageFields
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequest, handle_request
 from gpuops.checkpoint.types import Shard, StateId

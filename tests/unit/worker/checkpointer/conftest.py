@@ -3,8 +3,7 @@
 import logging
 
 import pytest
-
-from gpuops.checkpoint.keeper.in_process import InProcessNode
+from support.in_process_keeper import InProcessNode
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 import torch
+from support.in_process_keeper import InProcessNode
 from support.same_state import same
 from torch import nn
 
 from gpuops.checkpoint.image import read_layout, read_metadata_blob
 from gpuops.checkpoint.keeper.api import Skipped
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.checkpoint.storage.chosen_interval import AUTO, ChosenInterval
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.plan.failure_rate import FailureRate

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.in_process_keeper import InProcessNode
 
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.plan.failure_rate import FAILURES_VARIABLE
 from gpuops.worker.checkpointer import Checkpointer
 

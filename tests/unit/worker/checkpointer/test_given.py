@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from support.in_process_keeper import InProcessNode
 from torch import nn
 
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 

@@ -3,8 +3,8 @@
 import logging
 
 import torch
+from support.in_process_keeper import InProcessNode
 
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.worker.checkpointer import Checkpointer
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.in_process_keeper import InProcessNode
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,7 +23,6 @@ from torch.distributed.tensor.debug import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpuops.checkpoint.image import TensorSpec
-from gpuops.checkpoint.keeper.in_process import InProcessNode
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.state.saved_state import check_complete

@@ -1,6 +1,6 @@
-"""A keeper in this very process: what it holds is gone with it, its answers are the same.
+"""A keeper in this process: its states end with the process, its answers are a real keeper's.
 
-For tests, and for a job that wants no process beside it. All ranks of a node share one
+All ranks of a node share one
 `InProcessNode`; it is safe from several threads, which take turns, also while something is hashed.
 """
 
@@ -18,7 +18,7 @@ from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import OnDone, Work
 from gpuops.checkpoint.keeper.restore import RankInfo
 from gpuops.checkpoint.memory.available import available_bytes
-from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate
+from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate_fd
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.factory import open_store as open_any_store
 from gpuops.checkpoint.storage.persister import OpenStore
@@ -27,6 +27,11 @@ from gpuops.checkpoint.types import CheckpointError, KeeperError, RestorePoint, 
 A = TypeVar("A")
 T = TypeVar("T")
 _EVENTS_CHARS_MAX = 10**9
+
+
+def duplicate(memory: SharedBuffer, *, writable: bool) -> SharedBuffer:
+    """Return the same memory once more, with a descriptor of its own."""
+    return SharedBuffer.attach(duplicate_fd(memory, writable=writable), writable=writable)
 
 
 class _InlineJobs:

@@ -1,7 +1,8 @@
 """What saving and restoring costs beside torch's own ways, other checkpointers, and the hardware.
 
-The same code as ``gpuops ckpt bench``; here with the peers of ``.venv-peers`` and a fetch from
-another keeper, over loopback, beside a raw socket (see bench_transfer).
+The code of ``gpuops ckpt bench`` beside torch's own ways and the peers of ``.venv-peers``; workers
+that are killed, bits that are flipped, the odds of placements, and a fetch from another keeper,
+over loopback, beside a raw socket (see bench_transfer).
 
     python tests/benchmarks/bench_checkpoint.py --size 2GB --rounds 7 --out checkpoint.json
 """
@@ -18,13 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_transfer
 import checkpoint_peers
+from checkpoint_rows import run_bench
+from rich.console import Console
+from rich.table import Table
 
 from gpuops.cli.ckpt.bench import print_bench
 from gpuops.model import envelope
-from gpuops.units import parse_bytes
+from gpuops.units import parse_bytes, parse_seconds
 from gpuops.worker.bench.plan import ROWS, SCHEMA, BenchPlan
-from gpuops.worker.bench.rounds import summarize
-from gpuops.worker.bench.run import run_bench
+from gpuops.worker.bench.run import summarize
 
 CONNECTIONS = 4
 
@@ -41,12 +44,35 @@ def peer_row(nbytes, n_rounds):
     }
 
 
+def flips_table(tallies):
+    """Return what came of each flipped bit, by where it was and what loaded it."""
+    table = Table("flipped in", "loaded by", title="single bits", title_justify="left")
+    for head in ("flips", "found", "silently wrong", "of no consequence"):
+        table.add_column(head, justify="right")
+    for tally in tallies:
+        counts = (tally[name] for name in ("flips", "found", "silent", "harmless"))
+        table.add_row(tally["where"], tally["way"], *map(str, counts))
+    return table
+
+
+def odds_table(rows):
+    """Return the odds that a state survives lost nodes."""
+    table = Table("lost of 16", title="GEMINI, 2 copies", title_justify="left")
+    for head in ("published", "counted", "simulated"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        shares = (row[name] for name in ("published", "exact", "simulated"))
+        table.add_row(str(row["lost"]), *(f"{100 * share:.1f} %" for share in shares))
+    return table
+
+
 def options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="2GB")
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--small-tensors", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--step", default="10ms", help="of the training beside a save")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--kill-size", default="64MB")
     parser.add_argument("--flips", type=int, default=1000)
@@ -70,6 +96,7 @@ def main():
         n_tensors=args.tensors,
         small_tensors=args.small_tensors,
         rounds=args.rounds,
+        step_s=parse_seconds(args.step),
         kills=args.kills,
         kill_nbytes=parse_bytes(args.kill_size),
         flips=args.flips,
@@ -91,6 +118,11 @@ def main():
         on_figures=keep,
     )
     print_bench(envelope(SCHEMA, found))
+    console = Console()
+    if "flips" in found:
+        console.print(flips_table(found["flips"]))
+    if "odds" in found:
+        console.print(odds_table(found["odds"]))
     return 0
 
 

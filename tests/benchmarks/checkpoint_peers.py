@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from gpuops.worker.bench.savers import BenchError, SaverFactory
+from checkpoint_torch import SaverFactory, state_dict_of
+
+from gpuops.worker.bench.savers import BenchError
 
 PEERS = Path(__file__).parents[2] / ".venv-peers"
 PACKAGES = ("dlrover==0.6.1", "torch_checkpointing==0.1.1", "nvidia-resiliency-ext==0.4.1")
@@ -78,7 +80,7 @@ class Flash:
         self._offset = 1
         path = self._folder / f"step-{self._step}" / "rank_0.pt"
         self._checkpointer.save_checkpoint(
-            self._step, self._subject.state_dict(), str(path), storage_type=self._disk
+            self._step, state_dict_of(self._subject), str(path), storage_type=self._disk
         )
         if self._checkpointer._engine.latest_step != self._step:
             raise BenchError("it skipped the save: the one before is still being written")
@@ -136,7 +138,7 @@ class TorchCheckpointing:
     def save(self, _step):
         self._n += 1
         path = str(self._folder / f"step-{self._n}")
-        staged, self._written = self._saver.save(path, self._make(self._subject.state_dict()))
+        staged, self._written = self._saver.save(path, self._make(state_dict_of(self._subject)))
         # Until then the optimizer must not step.
         staged.result()
 
@@ -169,7 +171,7 @@ class Nvrx:
         self._saver = TorchAsyncCheckpoint()
 
     def save(self, _step):
-        self._saver.async_save(self._subject.state_dict(), str(self._path))
+        self._saver.async_save(state_dict_of(self._subject), str(self._path))
 
     def is_done(self):
         self._saver.finalize_async_save()

@@ -4,15 +4,16 @@ from dataclasses import dataclass
 
 SCHEMA = "gpuops.checkpoint-bench/1"
 ROWS = ("save", "small", "recovery", "kills", "flips", "odds", "peer")
+# Those that test gpuops itself, or measure others: none says anything about this machine.
+SOURCE_TREE_ROWS = ("kills", "flips", "odds", "peer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
     """What is measured; ``only`` are names of `ROWS`. Each row has one cold round more.
 
-    ``is_brief``: ways beside ours that take long take turns at the rounds, and those of small
-    tensors that no goal is set against are left out. ``n_beside``: steps before and after a save
-    that it is compared with.
+    ``n_beside``: steps before and after a save that it is compared with. ``is_brief``: in the
+    benchmark of the source tree, ways that take long take turns at the rounds.
     """
 
     nbytes: int = 2 * 10**9

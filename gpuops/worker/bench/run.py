@@ -1,37 +1,25 @@
-"""The whole benchmark: which rows there are, in which order, and what becomes of the samples."""
+"""Rounds of saves and restores, each way in its turn; what each took, and of the training."""
 
-import gc
-import random
+import os
+import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gpuops.checkpoint.digest import compute_digest
-from gpuops.checkpoint.memory.available import available_bytes
-from gpuops.checkpoint.placement.replica_placement import place
-from gpuops.checkpoint.placement.survival import mixed_odds, simulate_survival
-from gpuops.config.resolve import environ, update_environ
-from gpuops.host.process.sidecar import Sidecar
-from gpuops.units import format_bytes
-from gpuops.worker.bench.flips import flip_rows
-from gpuops.worker.bench.goals import goals
-from gpuops.worker.bench.plan import ROWS, BenchPlan
-from gpuops.worker.bench.recovery import KillResults, kill_rows, recovery_rows, victim_sidecar
-from gpuops.worker.bench.rounds import BenchRounds, SaveSample, summarize, summary
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.worker.bench.job import HEAD_BYTES, BenchJob, bytes_of, copy_into, warm_copies
+from gpuops.worker.bench.plan import SOURCE_TREE_ROWS, BenchPlan
 from gpuops.worker.bench.savers import (
-    DCP_SAVE,
-    DCP_THREAD,
+    GPUOPS,
     MEMCPY,
-    OURS,
     RAW,
     RAW_DIRECT,
     BenchError,
@@ -39,291 +27,290 @@ from gpuops.worker.bench.savers import (
     GpuopsSaver,
     MemcpySaver,
     RawWriteSaver,
-    SaverFactory,
-    TorchSaver,
-    bytes_of,
-    dcp_kept_factories,
-    dcp_savers,
-    end_dcp_process,
+    connect_only_rank,
 )
-from gpuops.worker.bench.subject import HEAD_BYTES, BenchJob
+from gpuops.worker.checkpointer import Checkpointer
 
 OnMessage = Callable[[str], None]
-_PEER_NOTE = "it is measured by tests/benchmarks/bench_checkpoint.py of the source tree"
-ExtraSavers = Callable[[BenchJob, Path], tuple[list[SaverFactory], dict[str, str]]]
-OnFigures = Callable[[dict[str, Any]], None]
-_NEEDED = frozenset({MEMCPY, RAW, OURS})
-PEERS_TIMEOUT_S = 330.0  # from the first round on, if brief
-MEMORY_STATES = 4  # what a guest stages and its writer holds, and what the others take in a save
-SHORT_ROUNDS = 4  # the cold one included
+SAVE_TIMEOUT_S = 600.0
+FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped here as it goes
+_POLL_S = 0.02
+_ELSEWHERE = "it is measured by tests/benchmarks/bench_checkpoint.py of the source tree"
 
 
-def run_bench(
-    plan: BenchPlan,
-    parent: Path,
-    on_message: OnMessage,
-    *,
-    peer: Callable[[], Any] | None = None,
-    extra_savers: ExtraSavers | None = None,
-    on_figures: OnFigures = lambda _found: None,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class SaveSample:
+    """One save.
+
+    ``stall_s``: what the call took. ``extra_s``: the step with the save in it, less the mean of the
+    steps beside it: just before, and just after the save, for a shared machine drifts.
+    ``recoverable_s`` and ``durable_s`` count from the end of the training step. ``loss``: by how
+    much the steps between call and durability were slower, as a share of their rate; None where
+    none was made. ``lost_s``: all the training time that the save took.
+    """
+
+    stall_s: float
+    extra_s: float
+    recoverable_s: float | None
+    durable_s: float
+    loss: float | None
+    lost_s: float
+
+
+def run_bench(plan: BenchPlan, parent: Path, on_message: OnMessage) -> dict[str, Any]:
     """Measure what *plan* says, in a new directory below *parent*; return all figures.
-
-    *peer* measures a fetch from another keeper; without it that row says where it is to be had.
-    *extra_savers* returns more ways to save, and which there are that cannot be made here, and why.
-    *on_figures* is given the figures after each row, in case that a later one fails.
 
     Raises:
         CheckpointError: Something was not saved or restored, where it ought to have been.
     """
     torch.set_num_threads(1)
-    # Of torch, once with each call: that there is one process is known.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    rng = random.Random(plan.seed)  # noqa: S311 no secret
-    missing: dict[str, str] = {}
+    # `restore_limits` maps memory read-only, and only reads it.
+    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
     found: dict[str, Any] = {"plan": asdict(plan), "torch": str(torch.__version__)}
-    with ExitStack() as stack:
-        folder = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(
-                    prefix="gpuops-bench-", dir=parent, ignore_cleanup_errors=True
-                )
-            )
-        )
-        _join_alone(folder, stack)
-        rows = _RowRunner(
-            plan, folder, rng, on_message, cache(lambda: stack.enter_context(victim_sidecar()))
-        )
-        measures: dict[str, Callable[[], tuple[Any, dict[str, str]]]] = {
-            "save": lambda: rows.save(extra_savers),
-            "small": rows.small,
-            "recovery": rows.recovery,
-            "kills": rows.kills,
-            "flips": rows.flips,
-            "odds": lambda: (odds_rows(rng), {}),
-            "peer": lambda: (peer(), {}) if peer else (None, {"peer recovery": _PEER_NOTE}),
-        }
-        for name in [name for name in ROWS if name in plan.only]:
-            found[name], why = measures[name]()
-            missing |= why
-            on_figures(_with_goals(found, missing))
-    return _with_goals(found, missing)
+    with new_folder(parent) as folder:
+        if "save" in plan.only:
+            found["save"] = _save_row(plan, folder / "save", on_message)
+        if "small" in plan.only:
+            found["small"] = _save_row(small_plan(plan), folder / "small", on_message)
+        if "recovery" in plan.only:
+            found["recovery"] = _recovery_row(plan, folder / "recovery", on_message)
+    elsewhere = [row for row in SOURCE_TREE_ROWS if row in plan.only]
+    names = ["peer recovery" if row == "peer" else row for row in elsewhere]
+    return {
+        **found,
+        **dict.fromkeys(elsewhere),
+        "goals": limit_goals(found),
+        "did_not_run": dict.fromkeys(names, _ELSEWHERE),
+    }
 
 
-def _with_goals(found: dict[str, Any], missing: dict[str, str]) -> dict[str, Any]:
-    return {**found, "goals": goals(found), "did_not_run": missing}
+@contextmanager
+def new_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new directory below *parent*; remove it at the end."""
+    with tempfile.TemporaryDirectory(
+        prefix="gpuops-bench-", dir=parent, ignore_cleanup_errors=True
+    ) as name:
+        yield Path(name)
 
 
-@dataclass(frozen=True, slots=True)
-class _RowRunner:
-    """What measures a row; it returns figures, and what did not run and why."""
-
-    plan: BenchPlan
-    folder: Path
-    rng: random.Random
-    on_message: OnMessage
-    sidecar: Callable[[], Sidecar]
-
-    def save(self, extra_savers: ExtraSavers | None) -> tuple[Any, dict[str, str]]:
-        return _save_rows(self.plan, _new(self.folder, "save"), self.on_message, extra_savers)
-
-    def small(self) -> tuple[Any, dict[str, str]]:
-        path = _new(self.folder, "small")
-        return _save_rows(_small(self.plan), path, self.on_message, None, is_small=True)
-
-    def recovery(self) -> tuple[Any, dict[str, str]]:
-        path = _new(self.folder, "recovery")
-        rows, kills = recovery_rows(self.sidecar(), self.plan, path, self.rng, self.on_message)
-        return {"ways": rows, "kills": _kills(kills)}, {}
-
-    def kills(self) -> tuple[Any, dict[str, str]]:
-        path = _new(self.folder, "kills")
-        return _kills(kill_rows(self.sidecar(), self.plan, path, self.rng, self.on_message)), {}
-
-    def flips(self) -> tuple[Any, dict[str, str]]:
-        path, plan = _new(self.folder, "flips"), self.plan
-        return flip_rows(plan.flips, plan.flip_nbytes, path, self.rng, self.on_message), {}
-
-
-def _new(folder: Path, name: str) -> Path:
-    path = folder / name
-    path.mkdir(mode=0o700)
-    return path
-
-
-def _join_alone(folder: Path, stack: ExitStack) -> None:
-    """Make the process group of one rank, without which DCP starts no process."""
-    if dist.is_initialized():
-        return
-    if "MASTER_ADDR" not in environ():
-        update_environ({"MASTER_ADDR": "127.0.0.1"})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    stack.callback(dist.destroy_process_group)
-
-
-def _small(plan: BenchPlan) -> BenchPlan:
+def small_plan(plan: BenchPlan) -> BenchPlan:
     """Return *plan* with many small tensors, beside the weights that are trained."""
     nbytes = HEAD_BYTES + plan.small_tensors * plan.small_tensor_bytes
     return replace(plan, nbytes=nbytes, n_tensors=plan.small_tensors)
 
 
-def _save_rows(
-    plan: BenchPlan,
-    folder: Path,
-    on_message: OnMessage,
-    extra_savers: ExtraSavers | None,
-    *,
-    is_small: bool = False,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    subject = BenchJob(plan.nbytes, plan.n_tensors, step_s=plan.step_s)
-    memcpy = MemcpySaver(subject)
+def limit_savers(job: BenchJob, folder: Path) -> tuple[MemcpySaver, list[BenchSaver]]:
+    """Return gpuops and the limits of the hardware that it is measured against."""
+    memcpy = MemcpySaver(job)
+    raw = [RawWriteSaver(memcpy.whole, folder, is_direct=is_direct) for is_direct in (False, True)]
+    return memcpy, [memcpy, *raw, GpuopsSaver(job, folder)]
+
+
+def _save_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[str, Any]:
+    folder.mkdir(mode=0o700)
+    job = BenchJob(plan.nbytes, plan.n_tensors, step_s=plan.step_s)
+    memcpy, savers = limit_savers(job, folder)
+    samples: dict[str, dict[int, SaveSample]] = {saver.name: {} for saver in savers}
     hash_s: list[float] = []
-    is_short = plan.is_brief and is_small
     with ExitStack() as stack:
-        savers: list[BenchSaver] = [
-            memcpy,
-            RawWriteSaver(memcpy.whole, folder),
-            RawWriteSaver(memcpy.whole, folder, is_direct=True),
-            GpuopsSaver(subject, folder),
-            *dcp_savers(subject, folder),
-            TorchSaver(subject, folder),
-        ]
         for saver in savers:
             stack.callback(saver.close)
-        if is_short:
-            savers = [each for each in savers if each.name in {*_NEEDED, DCP_SAVE, DCP_THREAD}]
-        extra, missing = extra_savers(subject, folder) if extra_savers else ([], {})
-        groups = (
-            [] if is_short else [dcp_kept_factories(subject, folder), *([extra] if extra else [])]
-        )
-        memory_bytes = MEMORY_STATES * subject.nbytes
-        peer_savers = _PeerSavers(groups, plan.rounds + 1, memory_bytes, is_brief=plan.is_brief)
-        stack.callback(peer_savers.close)
-        bench_rounds = BenchRounds(subject, plan.n_beside, on_message, needed=_NEEDED)
         for number in range(plan.rounds + 1):
-            if is_short and number == SHORT_ROUNDS:
-                savers = [each for each in savers if each.name != DCP_THREAD]
-            bench_rounds.run_round([*savers, *peer_savers.for_round(number, bench_rounds)])
-            hash_s.append(_hash_s(memcpy))
-    return {
-        "nbytes": subject.nbytes,
-        "n_tensors": len(subject.tensors()),
-        "hash": summarize(hash_s),
-        "ways": [
-            {"way": name, **summary(each.values())} for name, each in bench_rounds.samples.items()
-        ],
-        "ratios": _ratios(bench_rounds.samples, hash_s),
-    }, missing | bench_rounds.missing
+            for saver in in_turns(savers, number):
+                on_message(f"round {number}: {saver.name}")
+                step = 1 + sum(len(each) for each in samples.values())
+                samples[saver.name][number] = measure_save(job, saver, step, plan.n_beside)
+                saver.clean()
+            hash_s.append(timed(lambda: compute_digest(bytes_of(memcpy.whole))))
+    return save_figures(job, samples, hash_s)
 
 
-class _PeerSavers:
-    """Ways that are there for all rounds; if brief, one group of them after the other."""
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[SaverFactory]],
-        n_rounds: int,
-        memory_bytes: int,
-        *,
-        is_brief: bool,
-    ) -> None:
-        """Take *memory_bytes*, without which none is begun: all here would be ended with it."""
-        self._groups = groups
-        self._n_rounds = n_rounds
-        self._memory_bytes = memory_bytes
-        self._is_brief = is_brief
-        self._open: dict[int, list[BenchSaver]] = {}
-        self._deadline_s = time.monotonic() + PEERS_TIMEOUT_S
-
-    def for_round(self, number: int, bench_rounds: BenchRounds) -> list[BenchSaver]:
-        """Return those whose turn it is in that round; one that cannot be made is dropped."""
-        if self._is_brief and time.monotonic() > self._deadline_s:
-            self.close()
-            return []
-        n_groups = len(self._groups)
-        for index, group in enumerate(self._groups):
-            begin = index * self._n_rounds // n_groups if self._is_brief else 0
-            if number == begin:
-                if self._is_brief:
-                    self.close()
-                self._open[index] = list(_make_savers(group, bench_rounds, self._memory_bytes))
-        return [saver for savers in self._open.values() for saver in savers]
-
-    def close(self) -> None:
-        """End those that are there."""
-        for savers in self._open.values():
-            for saver in savers:
-                with suppress(Exception):  # boundary: a peer may fail as it likes
-                    saver.close()
-        self._open.clear()
-        end_dcp_process()
-        gc.collect()
+def in_turns(ways: Sequence[Any], number: int) -> Sequence[Any]:
+    """Return all *ways*, another one first in each round: none always follows the same one."""
+    first = number % len(ways)
+    return [*ways[first:], *ways[:first]]
 
 
-def _make_saver(factory: SaverFactory, memory_bytes: int) -> BenchSaver:
-    if available_bytes() < memory_bytes:
-        raise BenchError(f"fewer than {format_bytes(memory_bytes)} of memory are available")
-    return factory.make()
+def measure_save(
+    job: BenchJob,
+    saver: BenchSaver,
+    step: int,
+    n_beside: int,
+    *,
+    timeout_s: float = SAVE_TIMEOUT_S,
+) -> SaveSample:
+    """Save once in the middle of training.
 
-
-def _make_savers(
-    group: Sequence[SaverFactory], bench_rounds: BenchRounds, memory_bytes: int
-) -> Iterator[BenchSaver]:
-    for factory in group:
-        try:
-            yield _make_saver(factory, memory_bytes)
-        except Exception as exc:  # noqa: BLE001 boundary: a peer may fail as it likes
-            bench_rounds.drop(factory.name, exc)
-
-
-def _hash_s(memcpy: MemcpySaver) -> float:
-    view = bytes_of(memcpy.whole)
+    Raises:
+        BenchError: Nothing was saved.
+    """
+    usual = [job.step() for _ in range(n_beside)]
     begun_s = time.perf_counter()
-    compute_digest(view)
-    return time.perf_counter() - begun_s
+    saver.save(step)
+    stall_s = time.perf_counter() - begun_s
+    is_done = saver.is_done()
+    durable_s = stall_s
+    steps_s = [job.step()]
+    while not is_done:
+        end_s = time.perf_counter() + _POLL_S
+        while time.perf_counter() < end_s:
+            steps_s.append(job.step())
+        # The time that `is_done` takes counts for nobody.
+        durable_s = time.perf_counter() - begun_s
+        if durable_s > timeout_s:
+            raise BenchError(f"{saver.name}: nothing durable after {timeout_s:g} s")
+        is_done = saver.is_done()
+    usual += [job.step() for _ in range(n_beside)]
+    usual_s = statistics.fmean(usual)
+    slowed_s = sum(steps_s) - usual_s * len(steps_s)
+    return SaveSample(
+        stall_s=stall_s,
+        extra_s=stall_s + steps_s[0] - usual_s,
+        recoverable_s=saver.recoverable_s(stall_s, durable_s),
+        durable_s=durable_s,
+        loss=slowed_s / sum(steps_s) if len(steps_s) > 1 else None,
+        lost_s=stall_s + slowed_s,
+    )
 
 
-def _ratios(samples: dict[str, dict[int, SaveSample]], hash_s: Sequence[float]) -> dict[str, Any]:
-    """Return ours over each other way, round by round: what slows one round slows both."""
-    ours, memcpy = samples[OURS], samples[MEMCPY]
-    found: dict[str, Any] = {
+def save_figures(
+    job: BenchJob, samples: Mapping[str, Mapping[int, SaveSample]], hash_s: Sequence[float]
+) -> dict[str, Any]:
+    """Return the figures of all ways, and ratios round by round: a slow round slows both ways."""
+    ours, memcpy = samples[GPUOPS], samples[MEMCPY]
+    ratios: dict[str, Any] = {
         "stall over " + name: summarize(ours[at].stall_s / each[at].stall_s for at in each)
         for name, each in samples.items()
-        if name not in {OURS, RAW, RAW_DIRECT}
+        if name not in {GPUOPS, RAW, RAW_DIRECT}
     }
-    found["recoverable over memcpy + hash"] = summarize(
+    ratios["recoverable over memcpy + hash"] = summarize(
         (mine.recoverable_s or 0.0) / (memcpy[at].stall_s + hash_s[at]) for at, mine in ours.items()
     )
     for limit in (RAW, RAW_DIRECT):
         if limit in samples:
-            found["durable over " + limit] = summarize(
+            ratios["durable over " + limit] = summarize(
                 mine.durable_s / samples[limit][at].durable_s for at, mine in ours.items()
             )
-    return found
-
-
-def _kills(results: KillResults) -> dict[str, Any]:
     return {
-        "n": results.n,
-        "unrecoverable": results.unrecoverable,
-        "wrong": results.wrong,
-        "lost_max": results.lost_max,
-        "restore": summarize(results.restore_s),
+        "nbytes": job.nbytes,
+        "n_tensors": len(job.tensors()),
+        "hash": summarize(hash_s),
+        "ways": [{"way": name, **_summaries(each.values())} for name, each in samples.items()],
+        "ratios": ratios,
     }
 
 
-def odds_rows(rng: random.Random, trials: int = 20_000) -> list[dict[str, Any]]:
-    """Return the probabilities that GEMINI's paper prints for 16 nodes and 2 copies, counted."""
-    placement = place(tuple(f"n{number}" for number in range(16)), 2)
-    return [
-        {
-            "nodes": 16,
-            "copies": 2,
-            "lost": lost,
-            "published": published,
-            "exact": mixed_odds(16, 2, lost).probability,
-            "simulated": simulate_survival(placement, lost, trials, rng),
-            "trials": trials,
+def _summaries(samples: Iterable[SaveSample]) -> dict[str, Any]:
+    fields = [asdict(each) for each in samples]
+    return {name: summarize(each[name] for each in fields) for name in fields[0]}
+
+
+def summarize(values: Iterable[float | None]) -> dict[str, Any]:
+    """Return the first value apart, and median and extremes of the others."""
+    first, *rest = list(values)
+    there = [value for value in rest if value is not None]
+    return {
+        "first": first,
+        "median": statistics.median(there) if there else None,
+        "min": min(there, default=None),
+        "max": max(there, default=None),
+        "n": len(there),
+    }
+
+
+def _recovery_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[str, Any]:
+    folder.mkdir(mode=0o700)
+    job = BenchJob(plan.nbytes, plan.n_tensors)
+    saver = GpuopsSaver(job, folder)
+    try:
+        saver.save(1)
+        while not saver.is_done():
+            time.sleep(_POLL_S)
+        saver.checkpointer.close()
+        ours = {GPUOPS: lambda: restore(job, saver.socket_path)[1]}
+        with restore_limits(job) as limits:
+            ways = restore_figures({**limits, **ours}, plan.rounds, on_message)
+        return {"ways": ways, "kills": None}
+    finally:
+        saver.close()
+
+
+def restore(job: BenchJob, socket_path: Path) -> tuple[int, float]:
+    """Restore as a new worker does; return the step and the seconds."""
+    begun_s = time.perf_counter()
+    checkpointer = Checkpointer(
+        model=job.model,
+        optimizer=job.optimizer,
+        every=1,
+        keeper=connect_only_rank(socket_path),
+    )
+    step = checkpointer.restore()
+    took_s = time.perf_counter() - begun_s
+    checkpointer.close()
+    return step, took_s
+
+
+@contextmanager
+def restore_limits(job: BenchJob) -> Iterator[dict[str, Callable[[], float]]]:
+    """Yield what memory allows a restore of *job* to take: copies, and a hash."""
+    whole, saved = warm_copies(job.tensors())
+    buffer = SharedBuffer.create("gpuops-bench", whole.nbytes)
+    buffer.view[:] = bytes_of(whole)
+
+    def first_mapping() -> None:
+        with SharedBuffer.attach(os.dup(buffer.fd), writable=False) as mapped:
+            flat = torch.frombuffer(mapped.view, dtype=whole.dtype)
+            pieces = flat.split([tensor.numel() for tensor in saved])
+            copy_into([t.view(-1) for t in job.tensors()], list(pieces))
+
+    try:
+        yield {
+            MEMCPY: lambda: timed(lambda: copy_into(job.tensors(), saved)),
+            FIRST_MAPPING: lambda: timed(first_mapping),
+            "hash, one thread": lambda: timed(lambda: compute_digest(buffer.view)),
         }
-        for lost, published in ((2, 0.933), (3, 0.800))
-    ]
+    finally:
+        buffer.close()
+
+
+def restore_figures(
+    ways: Mapping[str, Callable[[], float]], n_rounds: int, on_message: OnMessage
+) -> list[dict[str, Any]]:
+    """Return the seconds of each way to have the state back in a live process."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(n_rounds + 1):
+        for name in in_turns(list(ways), number):
+            on_message(f"recovery {number} of {n_rounds}: {name}")
+            took[name].append(ways[name]())
+    return [{"way": name, "seconds": summarize(seconds)} for name, seconds in took.items()]
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds that *function* takes."""
+    begun_s = time.perf_counter()
+    function()
+    return time.perf_counter() - begun_s
+
+
+def limit_goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return for each limit of the hardware what was measured, the bound, and whether it is met."""
+    rows = []
+
+    def at_most(metric: str, beside: str, value: float | None, bound: float) -> None:
+        is_met = value is not None and value <= bound
+        goal = f"at most {bound:g}"
+        rows.append(
+            {"metric": metric, "beside": beside, "value": value, "goal": goal, "met": is_met}
+        )
+
+    if "save" in found:
+        ratios = {name: each["median"] for name, each in found["save"]["ratios"].items()}
+        loss = {way["way"]: way["loss"]["median"] for way in found["save"]["ways"]}
+        at_most("stall", MEMCPY, ratios["stall over memcpy"], 1.15)
+        at_most("training slower while persisting", "no save", loss[GPUOPS], 0.08)
+        at_most("recoverable", "memcpy + hash", ratios["recoverable over memcpy + hash"], 1.3)
+        at_most("durable", RAW, ratios["durable over write + fsync"], 1.15)
+    if "recovery" in found:
+        took = {way["way"]: way["seconds"]["median"] for way in found["recovery"]["ways"]}
+        at_most("recovery", MEMCPY, took[GPUOPS] / took[MEMCPY], 1.3)
+    return rows

@@ -1,9 +1,10 @@
 """The benchmark of checkpoints: a way that fails is named and left out, and the others go on."""
 
 import pytest
+from checkpoint_rounds import BenchRounds
 
-from gpuops.worker.bench.rounds import BenchRounds, measure_save
-from gpuops.worker.bench.subject import HEAD_BYTES, BenchJob
+from gpuops.worker.bench.job import HEAD_BYTES, BenchJob
+from gpuops.worker.bench.run import measure_save
 
 
 class Way:

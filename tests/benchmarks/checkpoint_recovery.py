@@ -10,35 +10,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkpoint_victim
 import torch
+from checkpoint_torch import state_dict_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from gpuops.checkpoint.digest import compute_digest
-from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.config.resolve import environ
 from gpuops.host.process.sidecar import Sidecar, start_sidecar
+from gpuops.worker.bench.job import BenchJob, copy_into
 from gpuops.worker.bench.plan import BenchPlan
-from gpuops.worker.bench.rounds import summarize
-from gpuops.worker.bench.savers import (
-    MEMCPY,
-    OURS,
-    BenchError,
-    bytes_of,
-    connect_only_rank,
-    start_keeper,
-)
-from gpuops.worker.bench.subject import BenchJob, copy_into, warm_copies
-from gpuops.worker.bench.victim import NOTE
-from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.bench.run import restore, restore_figures, restore_limits, timed
+from gpuops.worker.bench.savers import GPUOPS, BenchError, start_keeper
 
-_VICTIM_MODULE = "gpuops.worker.bench.victim"
 KILL_S_MAX = 0.5
-FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped here as it goes
 
 
 @dataclass(slots=True)
@@ -59,7 +49,7 @@ class KillResults:
 @contextmanager
 def victim_sidecar() -> Iterator[Sidecar]:
     """Yield what the workers that are to be killed come from."""
-    found = start_sidecar([sys.executable, "-P", "-m", _VICTIM_MODULE], environ())
+    found = start_sidecar([sys.executable, checkpoint_victim.__file__], environ())
     try:
         yield found
     finally:
@@ -104,22 +94,12 @@ class KilledWorker:
 
     def saved(self) -> tuple[int, int]:
         """Return the last two steps that the killed worker had saved."""
-        last, before = struct.unpack(NOTE, self._note.read_bytes())
+        last, before = struct.unpack(checkpoint_victim.NOTE, self._note.read_bytes())
         return last, before
 
     def restore(self) -> tuple[int, float]:
         """Restore as a new worker does; return the step and the seconds."""
-        begun_s = time.perf_counter()
-        checkpointer = Checkpointer(
-            model=self.subject.model,
-            optimizer=self.subject.optimizer,
-            every=1,
-            keeper=connect_only_rank(self._socket),
-        )
-        step = checkpointer.restore()
-        took_s = time.perf_counter() - begun_s
-        checkpointer.close()
-        return step, took_s
+        return restore(self.subject, self._socket)
 
     def close(self) -> None:
         """End the keeper."""
@@ -134,7 +114,7 @@ def kill_and_restore(worker: KilledWorker, results: KillResults, rng: random.Ran
     results.restore_s.append(took_s)
     if step == 0:
         results.unrecoverable += 1
-    elif not worker.subject.is_filled(step):
+    elif not checkpoint_victim.is_filled(worker.subject, step):
         results.wrong += 1
     last, before = worker.saved()
     results.lost_max = max(results.lost_max, 0 if step >= last else 1 if step >= before else 2)
@@ -151,44 +131,23 @@ def recovery_rows(
     subject = BenchJob(plan.nbytes, plan.n_tensors)
     worker = KilledWorker(sidecar, subject, plan.n_tensors, folder)
     results = KillResults()
-    whole, saved = warm_copies(subject.tensors())
 
     def ours() -> float:
         kill_and_restore(worker, results, rng)
         return results.restore_s[-1]
 
-    buffer = SharedBuffer.create("gpuops-bench", whole.nbytes)
-    buffer.view[:] = bytes_of(whole)
-
-    def first_mapping() -> None:
-        with SharedBuffer.attach(os.dup(buffer.fd), writable=False) as mapped:
-            flat = torch.frombuffer(mapped.view, dtype=whole.dtype)
-            pieces = flat.split([tensor.numel() for tensor in saved])
-            copy_into([t.view(-1) for t in subject.tensors()], list(pieces))
-
-    ways: dict[str, Callable[[], float]] = {
-        MEMCPY: lambda: _timed(lambda: copy_into(subject.tensors(), saved)),
-        FIRST_MAPPING: lambda: _timed(first_mapping),
-        "hash, one thread": lambda: _timed(lambda: compute_digest(buffer.view)),
-        OURS: ours,
-        **{name: _timer(way) for name, way in _torch_ways(subject, folder).items()},
-    }
-    took: dict[str, list[float]] = {name: [] for name in ways}
+    torch_ways = {name: partial(timed, way) for name, way in _torch_ways(subject, folder).items()}
     try:
-        for number in range(plan.rounds + 1):
-            names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
-            for name in names:
-                on_message(f"recovery {number} of {plan.rounds}: {name}")
-                took[name].append(ways[name]())
+        with restore_limits(subject) as limits:
+            ways = {**limits, GPUOPS: ours, **torch_ways}
+            return restore_figures(ways, plan.rounds, on_message), results
     finally:
         worker.close()
-        buffer.close()
-    return [{"way": name, "seconds": summarize(seconds)} for name, seconds in took.items()], results
 
 
 def _torch_ways(subject: BenchJob, folder: Path) -> dict[str, Callable[[], None]]:
     """Save once for each of torch's ways, warm in the page cache; return what loads it."""
-    state = subject.state_dict()
+    state = state_dict_of(subject)
     directory, file, tensors = folder / "dcp", folder / "state.pt", folder / "state.safetensors"
     dcp_save(state, checkpoint_id=directory, no_dist=True)
     torch.save(state, file)
@@ -196,7 +155,7 @@ def _torch_ways(subject: BenchJob, folder: Path) -> dict[str, Callable[[], None]
     save_file(named, tensors)
 
     def by_dcp() -> None:
-        dcp_load(subject.state_dict(), checkpoint_id=directory, no_dist=True)
+        dcp_load(state_dict_of(subject), checkpoint_id=directory, no_dist=True)
 
     def by_torch(*, mmap: bool) -> None:
         found = torch.load(file, mmap=mmap)
@@ -222,16 +181,6 @@ def _tensors_of(found: dict[str, Any]) -> list[torch.Tensor]:
         *found["model"].values(),
         *(momenta[index]["momentum_buffer"] for index in sorted(momenta)),
     ]
-
-
-def _timed(function: Callable[[], object]) -> float:
-    begun_s = time.perf_counter()
-    function()
-    return time.perf_counter() - begun_s
-
-
-def _timer(function: Callable[[], object]) -> Callable[[], float]:
-    return lambda: _timed(function)
 
 
 def kill_rows(

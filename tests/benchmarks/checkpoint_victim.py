@@ -1,4 +1,4 @@
-"""``python -m gpuops.worker.bench.victim``: workers that save until they are killed.
+"""A process that makes workers that save until they are killed.
 
 Each line of input, JSON, makes one worker: a fork of this process, which has imported torch already
 and does nothing else. The worker goes on from what there is, makes every number of its state the
@@ -17,12 +17,23 @@ from typing import Any
 
 import torch
 
+from gpuops.worker.bench.job import BenchJob
 from gpuops.worker.bench.savers import connect_only_rank
-from gpuops.worker.bench.subject import BenchJob
 from gpuops.worker.checkpointer import Checkpointer
 
 _PAUSE_S = 0.001
 NOTE = "=qq"  # the last two steps for which the call that saves them has returned
+
+
+def fill(subject: BenchJob, value: int) -> None:
+    """Make every number of the state *value*."""
+    for tensor in subject.tensors():
+        tensor.fill_(float(value))
+
+
+def is_filled(subject: BenchJob, value: int) -> bool:
+    """Say whether every number of the state is *value*."""
+    return all(bool(torch.all(tensor == float(value))) for tensor in subject.tensors())
 
 
 def main() -> None:
@@ -37,7 +48,7 @@ def main() -> None:
                 traceback.print_exc()
             os._exit(1)
         os.waitpid(pid, 0)
-        print("ended", flush=True)  # noqa: T201 who started us reads it
+        print("ended", flush=True)
 
 
 def work(request: dict[str, Any]) -> None:
@@ -59,7 +70,7 @@ def work(request: dict[str, Any]) -> None:
     note = os.open(request["note"], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     while True:
         step += 1
-        subject.fill(step)
+        fill(subject, step)
         checkpointer.step(step)
         if checkpointer.stats["last_step"] == step:
             saved, previous = step, saved
@@ -67,7 +78,7 @@ def work(request: dict[str, Any]) -> None:
         if not is_reported:
             newest = keeper.stats()["newest"]
             if newest and newest[1] > start:
-                print("committed", os.getpid(), newest[1], flush=True)  # noqa: T201 as above
+                print("committed", os.getpid(), newest[1], flush=True)
                 is_reported = True
         time.sleep(_PAUSE_S)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from checkpoint_torch import wait_until
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -34,7 +35,7 @@ from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
 from gpuops.checkpoint.transfer.server import TransferServer
 from gpuops.checkpoint.types import Shard, ShardCopy, StateId, Tier
 from gpuops.host.clock import SystemClock
-from gpuops.worker.bench.savers import BenchError, connect_only_rank, start_keeper, wait_until
+from gpuops.worker.bench.savers import BenchError, connect_only_rank, start_keeper
 
 _CONTROL_EVERY = 16
 _DEADLINE_S = 60.0

@@ -112,6 +112,26 @@ def test_large_shards_go_in_parts_and_survive_the_same(store, behind, proxy):
         assert into == content_of(source)
 
 
+@pytest.mark.parametrize("fault", ["reset late", "500 late"])
+def test_an_upload_in_parts_that_was_completed_unheard_is_there(store, behind, proxy, fault):
+    """S3 answers the second request to complete it that there is no such upload."""
+    posts = []
+
+    def plan(method, path):
+        if method != "POST":
+            return None
+        posts.append(path)
+        return fault if "uploadId=" in path and not proxy.met else None
+
+    proxy.plan = plan
+    with images(1, nbytes=101 * 2**20) as shards:
+        persist(behind(60), STATE, shards, origin=ORIGIN)
+
+    assert proxy.met == [fault]
+    assert len([path for path in posts if "uploadId=" not in path]) == 1  # begun once
+    assert verify_state(store, STATE) == []
+
+
 @pytest.mark.parametrize("fault", [500, "reset", "cut"])
 def test_a_store_that_only_fails_is_told_in_time_and_nothing_changes(
     store, behind, proxy, pair, fault

@@ -11,12 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 _OF_THE_HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "te", "upgrade"}
 
 
+_ERROR = b"<Error><Code>InternalError</Code></Error>"
+
+
 class FaultyHttp:
     """Listens on *port* of its own for the server on *target*.
 
     ``plan(method, path)`` says what a request meets: None, a status such as 500, ``"reset"``,
-    ``"reset late"`` (after the server did what was asked), ``"cut"`` (half of the answer) or
-    ``"silent"``. ``met`` counts what was met.
+    ``"reset late"`` and ``"500 late"`` (after the server did what was asked), ``"cut"`` (half of
+    the answer) or ``"silent"``. ``met`` counts what was met.
     """
 
     def __init__(self, target):
@@ -58,11 +61,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "reset":
             self._reset()
         elif isinstance(fault, int):
-            self._answer(fault, [], b"<Error><Code>InternalError</Code></Error>")
+            self._answer(fault, [], _ERROR)
         else:
             status, headers, answer = self._ask(body)
             if fault == "reset late":
                 self._reset()
+            elif fault == "500 late":
+                self._answer(500, [], _ERROR)
             elif fault == "cut" and answer:
                 self._answer(status, headers, answer, n_sent=len(answer) // 2)
                 self._reset()

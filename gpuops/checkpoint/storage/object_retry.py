@@ -39,6 +39,10 @@ class ShortReadError(OSError):
     """The store gave fewer bytes than it said, or than there are."""
 
 
+class UploadLostError(OSError):
+    """The store no longer knows an upload in parts, and has no object of it either."""
+
+
 class ObjectStoreUnreachableError(CheckpointError):
     """Nothing has ever answered at the address of the store."""
 
@@ -166,6 +170,12 @@ def is_final(error: BaseException) -> bool:
         return True
     status = _status_of(error)
     return status is not None and 400 <= status < 500 and status not in _RETRYABLE_STATUS
+
+
+def is_upload_gone(error: BaseException) -> bool:
+    """Return whether S3 has said of an upload in parts that there is none."""
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(response, dict) and response.get("Error", {}).get("Code") == "NoSuchUpload"
 
 
 def _status_of(error: BaseException) -> int | None:

@@ -1,13 +1,20 @@
 """The objects below one prefix of a store, by short keys; each call is made again when it fails."""
 
+import os
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from gpuops.checkpoint.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, parse_manifest
 from gpuops.checkpoint.storage.api import NoStateError, Throttle
 from gpuops.checkpoint.storage.names import name_component
-from gpuops.checkpoint.storage.object_retry import Retrying, ShortReadError
+from gpuops.checkpoint.storage.object_retry import (
+    Retrying,
+    ShortReadError,
+    UploadLostError,
+    is_upload_gone,
+)
 from gpuops.checkpoint.types import CheckpointError, CorruptError, StateId
 
 T = TypeVar("T")
@@ -17,7 +24,10 @@ SESSIONS_FOLDER = ".parts"
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
 _VERSION_KEYS = ("ETag", "etag", "VersionId", "generation", *_TIME_KEYS)
 # Their folders are not made; to ask for one would make a bucket that is not there.
-_FLAT_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
+_S3_PROTOCOLS = {"s3", "s3a"}
+_FLAT_PROTOCOLS = _S3_PROTOCOLS | {"gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
+# An object's metadata in S3: which upload has made it.
+_UPLOAD_KEY = "gpuops-upload"
 
 
 class ObjectTree:
@@ -31,6 +41,7 @@ class ObjectTree:
         protocols = filesystem.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
         self._is_flat = bool(names & _FLAT_PROTOCOLS)
+        self._is_s3 = bool(names & _S3_PROTOCOLS)
 
     def list_names(self) -> list[str]:
         """Return the names of what lies directly below the root.
@@ -110,6 +121,9 @@ class ObjectTree:
         """
         from fsspec.callbacks import Callback
 
+        nbytes, upload_id = os.fstat(source_fd).st_size, uuid4().hex
+        options = {"Metadata": {_UPLOAD_KEY: upload_id}} if self._is_s3 else {}
+
         class Paced(Callback):  # type: ignore[misc] # fsspec has no types
             def relative_update(self, inc: int = 1) -> None:
                 throttle(inc)
@@ -117,7 +131,15 @@ class ObjectTree:
         def put() -> None:
             self._make_folder(key)
             # A path of this process' own leads to memory that has no other name.
-            self._fs.put_file(f"/proc/self/fd/{source_fd}", self._path(key), callback=Paced())
+            source = f"/proc/self/fd/{source_fd}"
+            try:
+                self._fs.put_file(source, self._path(key), callback=Paced(), **options)
+            except FileNotFoundError as exc:
+                if not is_upload_gone(exc):
+                    raise
+                # Complete was answered by an error, and asked again: it may have been done.
+                if not self._is_uploaded(key, nbytes, upload_id):
+                    raise UploadLostError("the store no longer knows the upload") from None
 
         self._call_in_bucket("write", key, put)
 
@@ -241,6 +263,16 @@ class ObjectTree:
         except FileNotFoundError:
             return None
         return info if info.get("type") == "file" else None
+
+    def _is_uploaded(self, key: str, nbytes: int, upload_id: str) -> bool:
+        """Say whether *key* is an object of that size which that upload of ours has made."""
+        try:
+            self._fs.invalidate_cache()
+            path = self._path(key)
+            has_size = self._fs.info(path)["size"] == nbytes
+            return has_size and bool(self._fs.metadata(path).get(_UPLOAD_KEY) == upload_id)
+        except FileNotFoundError:
+            return False
 
     def _make_folder(self, key: str) -> None:
         if not self._is_flat:

@@ -36,8 +36,8 @@ def _no_core_files():
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _heed_interrupts():
+def pytest_configure():
+    """Heed Ctrl-C in the process that hands out the tests as well as in those that run them."""
     # A shell starts what runs in the background with SIGINT ignored, and all it starts in turn.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,10 +24,13 @@ _SHOWN = 8
 _JOB = re.compile(r"/job_(\d+)(?:/|$)", re.MULTILINE)
 
 
-def with_owners(ran: CheckRun, root: Path, job_uid: int | None) -> CheckRun:
+def with_owners(
+    ran: CheckRun, root: Path, job_uid: int | None, *, deadline_s: float = OWNERS_S
+) -> CheckRun:
     """Return *ran* with the owners of left-over processes in its findings, where they can be told.
 
-    *job_uid*: the user of the job that the hook is for. The caller must have a single thread.
+    *job_uid*: the user of the job that the hook is for; *deadline_s*: how long to look for them.
+    The caller must have a single thread.
     """
     if not any(_is_leftover(finding) for finding in ran.findings):
         return ran
@@ -36,7 +39,7 @@ def with_owners(ran: CheckRun, root: Path, job_uid: int | None) -> CheckRun:
     try:
         owners = probe.ask(
             lambda: _owners(root, wanted, job_uid),
-            OWNERS_S,
+            deadline_s,
             question=f"owners {root}",
             left=abandoned(),
         )

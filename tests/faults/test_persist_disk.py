@@ -138,7 +138,9 @@ def test_a_failed_write_or_sync_is_never_taken_for_success(victim):
 @pytest.mark.parametrize("nbytes", [3000, CHUNK_BYTES + 5000])
 def test_short_and_interrupted_writes_are_gone_on_with(victim, nbytes):
     for mode, error in ((HALF, 0), (FAIL, errno.EINTR)):
-        for row in victim.run("alone", mode, error=error, only="write", nbytes=nbytes):
+        rows = victim.run("alone", mode, error=error, only="write", nbytes=nbytes)
+        assert rows
+        for row in rows:
             assert row["code"] == FINISHED, row
             require_whole(row, "alone")
 

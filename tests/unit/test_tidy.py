@@ -21,6 +21,9 @@ READS_ENVIRON = {"gpuops/config/resolve.py", "gpuops/demo/train.py"}
 STARTS_PROCESSES = {"gpuops/demo/scenario.py"}
 
 
+assert len(MODULES) > 100, "the rules below would hold of nothing"
+
+
 def name(path):
     return path.relative_to(ROOT).as_posix()
 

@@ -45,7 +45,9 @@ def calls(folder, what="words"):
 
 
 def test_every_example_parses_and_names_what_it_needs():
-    for path in EXAMPLES.iterdir():
+    examples = list(EXAMPLES.iterdir())
+    assert examples
+    for path in examples:
         text = path.read_text()
         assert text.startswith("#!/bin/bash\n")
         assert "srun --ntasks-per-node=1" in text

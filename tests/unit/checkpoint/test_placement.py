@@ -92,7 +92,9 @@ def test_groups_reach_the_best_spread_on_every_level_at_once(cluster):
     if placement.ring:
         return
 
-    for level in domain_spread(placement, domains):
+    levels = domain_spread(placement, domains)
+    assert len(levels) == len(domains.levels)
+    for level in levels:
         assert level.together == level.together_at_best
         assert level.met == pytest.approx(level.met_at_best)
 
@@ -100,7 +102,9 @@ def test_groups_reach_the_best_spread_on_every_level_at_once(cluster):
 @given(clusters())
 def test_no_placement_beats_the_bounds(cluster):
     nodes, m, domains = cluster
-    for level in domain_spread(place(nodes, m, domains.paths), domains):
+    levels = domain_spread(place(nodes, m, domains.paths), domains)
+    assert len(levels) == len(domains.levels)
+    for level in levels:
         assert level.together >= level.together_at_best
         assert level.met <= level.met_at_best + 1e-9
 

@@ -170,6 +170,8 @@ def test_the_loss_of_a_domain_is_what_looking_says(n_nodes, m, n_domains):
     domains = even_domains(nodes, min(n_domains, n_nodes))
     placement = place(nodes, m, domains.paths)
 
-    for loss in domain_losses(placement, domains):
+    losses = domain_losses(placement, domains)
+    assert {loss.domain for loss in losses} == set(domains.paths.values())
+    for loss in losses:
         gone = {node for node in nodes if domains.paths[node] == loss.domain}
         assert set(loss.lost_states) == set(lost_states(placement, gone))

@@ -123,7 +123,9 @@ def test_names_that_would_harm_a_terminal_are_shown_without_harm(tmp_path, store
     for name in (b"\x1b[2Jgone", b"\xff\xfe"):
         (tmp_path / STATE.name / os.fsdecode(name)).touch()
 
-    for problem in verify_state(store, STATE):
+    problems = verify_state(store, STATE)
+    assert len(problems) == 2
+    for problem in problems:
         assert problem.kind is FileProblemKind.EXTRA
         assert str(problem).isprintable()
         assert str(problem).encode()

@@ -81,7 +81,9 @@ def test_a_sites_profile_replaces_the_shipped_one_of_its_name(tmp_path):
 
 
 def test_the_shipped_profiles_can_be_read_and_match_something():
-    for shipped in load_profiles([data_dir("checks") / "profiles"]).values():
+    profiles = load_profiles([data_dir("checks") / "profiles"])
+    assert profiles
+    for shipped in profiles.values():
         assert shipped.match != ProfileMatch(), shipped.name
 
 

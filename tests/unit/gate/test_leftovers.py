@@ -14,6 +14,8 @@ from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 V1 = "9:devices:/slurm_n1/uid_1001/job_17/step_batch\n0::/\n"
 V2 = "0::/system.slice/slurmstepd.scope/job_17/step_0/user/task_0\n"
 NO_JOB = "0::/user.slice/user-1001.slice/job_x\n"
+# A busy machine takes long to start the child that looks.
+BUSY_S = 30.0
 FOUND = Finding(
     check="gpu_processes",
     entity=Entity(EntityKind.GPU, "GPU-0"),
@@ -44,7 +46,7 @@ def test_a_left_over_process_is_named_by_its_job_or_its_user(tmp_path, cgroup, t
         path = tmp_path / "proc" / "4242" / "cgroup"
         path.parent.mkdir(parents=True)
         path.write_text(cgroup)
-    (finding,) = with_owners(ran(), tmp_path, os.getuid()).findings
+    (finding,) = with_owners(ran(), tmp_path, os.getuid(), deadline_s=BUSY_S).findings
 
     assert finding.message == FOUND.message + told
 
@@ -54,4 +56,4 @@ def test_another_users_process_is_nobodys(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(NO_JOB)
 
-    assert with_owners(ran(), tmp_path, os.getuid() + 1) == ran()
+    assert with_owners(ran(), tmp_path, os.getuid() + 1, deadline_s=BUSY_S) == ran()

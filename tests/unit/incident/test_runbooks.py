@@ -64,6 +64,10 @@ def commands_in(page):
     return [match.split() for match in re.findall(r"\bgpuops ((?:[a-z]+|--[a-z])[^|;\n]*)", code)]
 
 
+def test_pages_show_commands():
+    assert sum(bool(commands_in(page)) for page in PAGES) > len(PAGES) // 2
+
+
 @pytest.mark.parametrize("page", PAGES, ids=by_class)
 def test_a_page_shows_commands_and_options_of_gpuops_that_exist(page):
     for words in commands_in(page):

@@ -33,9 +33,10 @@ def test_no_other_rule_takes_a_rule_s_example_or_counter_example(rule):
 
 
 def test_collective_classes_are_symptoms_only():
-    for rule in RULES:
-        if rule.failure_class.category == "collective":
-            assert rule.role is Role.SYMPTOM, rule.id
+    rules = [rule for rule in RULES if rule.failure_class.category == "collective"]
+
+    assert rules
+    assert [rule.id for rule in rules if rule.role is not Role.SYMPTOM] == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=by_id)

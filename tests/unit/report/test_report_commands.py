@@ -298,7 +298,9 @@ def test_a_page_is_rendered_for_a_terminal():
     from gpuops.incident.runbook import load_runbooks
     from gpuops.resources import data_dir
 
-    for page in load_runbooks(data_dir("runbooks")).values():
+    pages = load_runbooks(data_dir("runbooks"))
+    assert pages
+    for page in pages.values():
         assert "What gpuops already did" in render(page, width=80)
 
 

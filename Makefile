@@ -2,6 +2,7 @@
 # make test    everything CI runs: set-up, lint, types, layers, all tests
 # make quick   lint and the unit and contract tests
 # make bench   the numbers of the README, measured side by side; results in tests/benchmarks/results
+# make mutation  change the code in small ways: a test must fail each time
 # make interface  write down what users rely on, where it may change: flags, JSON keys, formats
 # make soak    long runs: many kills, storms, fuzzing, property tests with many random examples
 
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint pytest services bench interface soak clean
+.PHONY: help demo test quick lint pytest services bench mutation interface soak clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -54,6 +55,9 @@ quick: services lint
 
 bench: services $(VENV)/.installed-test
 	$(BIN)/python tests/benchmarks/run_all.py
+
+mutation: $(VENV)/.installed-test
+	$(BIN)/python tests/mutation/check.py
 
 interface: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m support.public_interface tests/fixtures/public_interface.json

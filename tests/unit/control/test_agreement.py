@@ -113,6 +113,20 @@ def test_a_frozen_node_is_replaced_by_the_spare_at_its_rank():
     assert world.players[1].rank == 1
 
 
+def test_a_survivor_that_is_ready_late_keeps_its_place_though_a_spare_is_there():
+    world = started(2, 2, 3)
+    survivor, failed, spare = world.players
+    failed.fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda _w: survivor.left == 0)
+
+    survivor.is_stuck = True
+    world.pass_time(2.0)
+    survivor.is_stuck = False
+    world.run_until(lambda w: w.all_run(1, 2))
+
+    assert (survivor.rank, failed.rank, spare.running) == (0, 1, None)
+
+
 def test_a_thawed_node_fences_itself_and_waits_as_a_spare():
     world = started(2, 3, 3)
     frozen = world.players[2]

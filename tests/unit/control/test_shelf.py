@@ -68,3 +68,13 @@ def test_only_what_this_swap_would_have_left_is_its_own(value, version, expected
         shelf.put("k", text)
 
     assert is_own_write(shelf.get("k"), value, version) is expected
+
+
+@pytest.mark.parametrize("version", [0, 2, 4])
+def test_a_swap_of_any_version_but_the_newest_writes_nothing(version):
+    shelf = KvMap()
+    for text in (b"a", b"b", b"c"):
+        shelf.put("k", text)
+
+    assert shelf.compare_and_set("k", b"new", version) == (False, shelf.get("k"))
+    assert shelf.get("k").value == b"c"

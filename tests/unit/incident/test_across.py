@@ -284,3 +284,14 @@ def test_who_was_done_while_others_needed_it_is_told_by_its_own_node():
     # A success is nobody's fault; this one is.
     assert root.report.kind is ReportKind.WORKERS_FAILED
     assert [entity.id for entity in root.report.culprits] == ["3"]
+
+
+def test_two_of_four_ranks_with_one_exception_are_not_the_program():
+    root = find_root([user("n1", 1), user("n2", 2, 1), symptom("n3", 3), symptom("n4", 4)])
+
+    assert not root.is_shared
+    assert root.nodes == ("n1",)
+
+
+def test_a_lost_node_is_lost_whatever_else_speaks_against_it():
+    assert causal_rank_of(replace(lost(), blames_node=True)) is CausalRank.NODE_LOST

@@ -22,6 +22,7 @@ from support.exits import (
     worker,
 )
 
+from gpuops.incident.classify import classify
 from gpuops.model import (
     Confidence,
     EntityKind,
@@ -478,3 +479,19 @@ def test_any_exits_in_any_order_make_the_same_incident_and_no_terminated_culprit
         assert blamed
     assert incident.first_us <= incident.detected_us
     assert incident.detected_us - incident.first_us < 1000 * S
+
+
+def test_a_root_in_the_log_goes_before_a_symptom_that_stands_above_it():
+    root = next(r for r in RULES if r.source is LogSource.WORKER and r.role is Role.ROOT)
+    exited = worker(0, log_tail=(PEER_CLOSED, root.example))
+
+    found = classify(exited, RULES)
+
+    assert (found.role, found.failure_class) == (Role.ROOT, root.failure_class)
+    assert found.lines == (root.example,)
+
+
+def test_of_two_ends_seen_in_one_look_the_one_by_a_signal_comes_first():
+    ends = [classify(worker(0), RULES), classify(killed(1), RULES)]
+
+    assert [end.worker.rank for end in sorted(ends, key=lambda end: end.sort_key)] == [1, 0]

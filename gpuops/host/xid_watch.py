@@ -1,24 +1,43 @@
-"""What a watching child tells of Xids, one JSON object a line, and how a storm becomes few lines.
+"""Watch for Xids: ``python -m gpuops.host.xid_watch SOURCE [ROOT]``, and the lines that it writes.
 
-``{"gpus": [...]}`` comes once, when the watch has begun; ``{"xid": {...}}`` for an Xid;
-``{"over": WHY, "text": ...}`` last, where watching has ended by itself.
+A process of its own, one for each source: NVML can hang, or crash whoever asks it, just when a GPU
+is sick, and the kernel's log must be read then. It ends when its standard input does.
+
+Its lines are JSON objects: ``{"gpus": [...]}`` once, when the watch has begun; ``{"xid": {...}}``
+for an Xid; ``{"over": WHY, "text": ...}`` last, where watching has ended by itself. Of a storm
+they are few.
 """
 
+import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from gpuops.errors import ConfigError
-from gpuops.host.clock import Clock
-from gpuops.host.gpu_names import GpuName
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, EXIT_USAGE, ConfigError, ProbeError
+from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.gpu_names import GpuName, read_gpu_names
+from gpuops.host.kmsg import RECORD_MAX, open_kmsg, parse_kmsg
+from gpuops.host.nvml.facts import GPU_IS_LOST
+from gpuops.host.process.die_with_parent import die_with_parent
 from gpuops.host.records import from_json, to_json
-from gpuops.host.xid import KINDS_MAX, LINE_SHOWN_MAX
+from gpuops.host.sysfs import sysfs_address
+from gpuops.host.xid import KINDS_MAX, LINE_SHOWN_MAX, parse_xid
+from gpuops.model import UnknownReason
 
 AGAIN_S = 1.0
 LINE_BYTES_MAX = 64 * 1024
 LOST = 0  # in place of a code: NVML says that the GPU is lost, and no Xid was told
+# Between two looks at the kernel's log, and for one wait for NVML's events.
+KERNEL_WAIT_S = 0.2
+NVML_WAIT_MS = 1000
+_LIBRARY_NOT_FOUND = 12
+_DRIVER_NOT_LOADED = 9
 
 
 class XidSource(StrEnum):
@@ -136,3 +155,235 @@ class XidReporter:
 
     def _say(self, body: dict[str, Any]) -> None:
         self._write(json.dumps(body, separators=(",", ":")) + "\n")
+
+
+class XidLog:
+    """Reports Xids from the kernel's log, with the driver's words, to who may read it.
+
+    Follows the kernel's log below *root* from its end as it is when this is made.
+
+    Raises:
+        ProbeError: ``missing_tool`` without a GPU, ``no_permission``, ``not_supported``.
+    """
+
+    def __init__(self, root: Path, teller: XidReporter, clock: Clock) -> None:
+        self._teller = teller
+        self._clock = clock
+        self._gpus: dict[str, GpuName] = {gpu.address: gpu for gpu in read_gpu_names(root, {})}
+        if not self._gpus:
+            raise ProbeError("there is no GPU", UnknownReason.MISSING_TOOL)
+        self._fd = open_kmsg(root)
+        self._rest = b""
+        os.lseek(self._fd, 0, os.SEEK_END)
+
+    def run(self) -> None:
+        """Tell of each Xid; does not return.
+
+        Raises:
+            ProbeError: The log cannot be read any more.
+        """
+        self.begun()
+        for _ in self.steps():
+            self._teller.tick()
+
+    def begun(self) -> None:
+        """Tell which GPUs there are."""
+        self._teller.begun(list(self._gpus.values()))
+
+    def steps(self) -> Iterator[None]:
+        """Tell of what came, yielding after each read and each wait."""
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        while True:
+            chunk = self._read()
+            if chunk is None:
+                poller.poll(KERNEL_WAIT_S * 1000)
+            elif chunk:
+                self._take(chunk)
+            else:
+                # The end of a plain file, which always polls as readable.
+                select.select([], [], [], KERNEL_WAIT_S)
+            yield
+
+    def close(self) -> None:
+        """Close the log."""
+        os.close(self._fd)
+
+    def _read(self) -> bytes | None:
+        """Return what there is: nothing at a plain file's end, None at the log's."""
+        try:
+            return os.read(self._fd, RECORD_MAX)
+        except BlockingIOError:
+            return None
+        except BrokenPipeError:
+            return self._read()  # the record was overwritten; the next read has the oldest
+        except OSError as exc:
+            text = f"cannot read the kernel's log: {exc.strerror}"
+            raise ProbeError(text, UnknownReason.CRASH) from exc
+
+    def _take(self, chunk: bytes) -> None:
+        whole, newline, rest = (self._rest + chunk).rpartition(b"\n")
+        self._rest = rest[-RECORD_MAX:]
+        if not newline:
+            return
+        for record in parse_kmsg(whole.decode("utf-8", errors="replace"), rehearsals=True):
+            xid = parse_xid(record.text)
+            if xid is None:
+                continue
+            gpu = self._gpus.get(xid.address)
+            self._teller.tell(
+                XidEvent(
+                    source=XidSource.KERNEL,
+                    code=xid.code,
+                    mono_ns=self._clock.mono_ns(),
+                    now_us=self._clock.now_us(),
+                    address=xid.address,
+                    uuid=None if gpu is None else gpu.uuid,
+                    index=None if gpu is None else gpu.index,
+                    process=xid.pid,
+                    fatal=xid.fatal,
+                    recovery=xid.recovery,
+                    line=record.text,
+                )
+            )
+
+
+class XidWatch:
+    """Reports Xids from NVML's events: any user who may use a GPU may wait for them.
+
+    Waits for Xids of every GPU that NVML lists to this process; may hang, and may crash it.
+
+    GPUs are told apart by their handles: one that has fallen off the bus answers no question.
+    """
+
+    def __init__(self, nvml: Any, teller: XidReporter, clock: Clock) -> None:  # noqa: ANN401 no types
+        self._nvml = nvml
+        self._teller = teller
+        self._clock = clock
+        self._handles: dict[int | None, tuple[GpuName, Any]] = {}
+
+    def run(self) -> None:
+        """Tell of each Xid; does not return.
+
+        Raises:
+            ProbeError: There is nothing to wait for (``missing_tool``), or waiting failed.
+        """
+        for _ in self.steps():
+            self._teller.tick()
+
+    def steps(self) -> Iterator[None]:
+        """Do as `run`, yielding after each wait."""
+        nvml = self._nvml
+        try:
+            nvml.nvmlInit()
+            events = self._registered()
+        except nvml.NVMLError as exc:
+            absent = exc.value in (_LIBRARY_NOT_FOUND, _DRIVER_NOT_LOADED)
+            reason = UnknownReason.MISSING_TOOL if absent else UnknownReason.CRASH
+            raise ProbeError(f"NVML does not start: {exc}", reason) from exc
+        if not self._handles:
+            raise ProbeError("NVML tells of no GPU's Xids", UnknownReason.MISSING_TOOL)
+        self._teller.begun([gpu for gpu, _handle in self._handles.values()])
+        while True:
+            self._wait(events)
+            yield
+
+    def _registered(self) -> Any:  # noqa: ANN401 as above
+        nvml = self._nvml
+        events = nvml.nvmlEventSetCreate()
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                gpu = GpuName(
+                    index=index,
+                    address=sysfs_address(nvml.nvmlDeviceGetPciInfo(handle).busId),
+                    uuid=nvml.nvmlDeviceGetUUID(handle),
+                )
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+            except (nvml.NVMLError, ValueError):
+                continue  # lost already, or without events: the gate judges such a GPU
+            self._handles[_number(handle)] = gpu, handle
+        return events
+
+    def _wait(self, events: Any) -> None:  # noqa: ANN401 as above
+        nvml = self._nvml
+        try:
+            event = nvml.nvmlEventSetWait(events, NVML_WAIT_MS)
+        except nvml.NVMLError as exc:
+            if exc.value == nvml.NVML_ERROR_TIMEOUT:
+                return
+            if exc.value == GPU_IS_LOST:
+                self._tell_lost()
+            raise ProbeError(f"waiting for Xids: {exc}", UnknownReason.CRASH) from exc
+        known = self._handles.get(_number(event.device))
+        self._tell(None if known is None else known[0], int(event.eventData))
+
+    def _tell_lost(self) -> None:
+        """Find the GPU that is lost by asking each; NVML does not say which it is."""
+        for gpu, handle in self._handles.values():
+            try:
+                self._nvml.nvmlDeviceGetPciInfo(handle)
+                self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            except self._nvml.NVMLError as exc:
+                if exc.value == GPU_IS_LOST:
+                    self._tell(gpu, LOST)
+
+    def _tell(self, gpu: GpuName | None, code: int) -> None:
+        self._teller.tell(
+            XidEvent(
+                source=XidSource.NVML,
+                code=code,
+                mono_ns=self._clock.mono_ns(),
+                now_us=self._clock.now_us(),
+                address=None if gpu is None else gpu.address,
+                uuid=None if gpu is None else gpu.uuid,
+                index=None if gpu is None else gpu.index,
+            )
+        )
+
+
+def _number(handle: Any) -> int | None:  # noqa: ANN401 as above
+    """Return the address that a handle is; NVML gives a device one and keeps it."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+_WHY = {
+    UnknownReason.MISSING_TOOL.value: XidSourceEnded.ABSENT,
+    UnknownReason.NOT_SUPPORTED.value: XidSourceEnded.ABSENT,
+    UnknownReason.NO_PERMISSION.value: XidSourceEnded.NO_PERMISSION,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Watch until the parent ends; return 3 where there is nothing to watch, 1 after an error."""
+    if not 1 <= len(arguments) <= 2 or arguments[0] not in set(XidSource):
+        sys.stderr.write("python -m gpuops.host.xid_watch nvml|kernel [ROOT]\n")
+        return EXIT_USAGE
+    source, root = XidSource(arguments[0]), Path(*arguments[1:] or ["/"])
+    die_with_parent()
+    teller = XidReporter(_write, SystemClock())
+    try:
+        _watch(source, root, teller)
+    except ProbeError as exc:
+        why = _WHY.get(exc.reason, XidSourceEnded.ERROR)
+        teller.over(why, str(exc))
+        return EXIT_FAIL if why is XidSourceEnded.ERROR else EXIT_UNKNOWN
+    return EXIT_OK
+
+
+def _watch(source: XidSource, root: Path, teller: XidReporter) -> None:
+    if source is XidSource.KERNEL:
+        XidLog(root, teller, SystemClock()).run()
+    else:
+        import pynvml
+
+        XidWatch(pynvml, teller, SystemClock()).run()
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

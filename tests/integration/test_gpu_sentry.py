@@ -175,7 +175,7 @@ def test_a_storm_hides_nothing(mock, root):
 )
 def test_a_driver_that_crashes_its_asker_is_asked_again_and_not_for_ever(mock, scenario):
     env = {**os.environ, **mock.env(f"{HEALTHY}\n{scenario}")}
-    command = module_command("gpuops.host.xid_events", "nvml")
+    command = module_command("gpuops.host.xid_watch", "nvml")
     child = WatchingChild("test-xid", command, env, back_off_s=0.01, restarts_max=2)
     with closing(child):
         assert child.given_up.wait(WITHIN_S)
@@ -185,7 +185,7 @@ def test_a_driver_that_crashes_its_asker_is_asked_again_and_not_for_ever(mock, s
 def test_a_driver_that_recovers_is_watched_again(mock, root):
     env = mock.env(f"{HEALTHY}\nreturn * nvmlEventSetWait 999")
     place = GpuMonitorContext(node="n1", env={**os.environ, **env}, root=root)
-    command = module_command("gpuops.host.xid_events", "nvml")
+    command = module_command("gpuops.host.xid_watch", "nvml")
     child = WatchingChild("test-xid", command, place.env, back_off_s=0.05, restarts_max=1000)
     sentry = GpuMonitor(place, xid_catalogue(None), CLOCK, {XidSource.NVML: child})
     with closing(sentry):

@@ -67,7 +67,7 @@ def open_gpu_monitor(place: GpuMonitorContext, clock: Clock) -> "GpuMonitor":
     children = {
         source: WatchingChild(
             f"xid-{source.value}",
-            module_command("gpuops.host.xid_events", source.value, str(place.root.absolute())),
+            module_command("gpuops.host.xid_watch", source.value, str(place.root.absolute())),
             place.env,
         )
         for source in XidSource

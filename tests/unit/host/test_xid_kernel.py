@@ -6,8 +6,7 @@ from support.kernel_log import gpu_information, write_kmsg
 from gpuops.errors import ProbeError
 from gpuops.host.clock import FakeClock
 from gpuops.host.gpu_names import GpuName
-from gpuops.host.xid_kernel import XidLog
-from gpuops.host.xid_watch import XidReporter, parse_message
+from gpuops.host.xid_watch import XidLog, XidReporter, parse_message
 from gpuops.model import UnknownReason
 
 OLD = "NVRM: Xid (PCI:0000:3b:00): 48, pid='<unknown>', name=<unknown>"

@@ -8,8 +8,7 @@ import pytest
 from gpuops.errors import ProbeError
 from gpuops.host.clock import FakeClock
 from gpuops.host.nvml.facts import GPU_IS_LOST
-from gpuops.host.xid_nvml import XidWatch
-from gpuops.host.xid_watch import LOST, XidReporter, parse_message
+from gpuops.host.xid_watch import LOST, XidReporter, XidWatch, parse_message
 from gpuops.model import UnknownReason
 
 NOT_FOUND = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND

@@ -8,7 +8,6 @@ from random import Random
 
 from gpuops.drill import (
     gpu,
-    kill_rank,
     machine,
     network,
     processes,
@@ -18,21 +17,21 @@ from gpuops.drill.run_state import AgentStateFile
 from gpuops.errors import DrillError
 
 SCENARIOS: tuple[Scenario, ...] = (
-    kill_rank.KILL_RANK,
-    processes.STOP_RANK,
-    processes.SLOW_RANK,
-    processes.KILL_AGENT,
-    processes.KILL_NODE,
-    processes.FREEZE_NODE,
-    processes.PREEMPT,
-    processes.KILL_BOARD,
-    processes.SLOW_BOARD,
-    network.CUT_LINK,
-    network.SLOW_LINK,
-    machine.FILL_DISK,
-    machine.MEMORY_HOG,
-    gpu.SICK_GPU,
-    gpu.XID_STORM,
+    processes.kill_rank,
+    processes.stop_rank,
+    processes.slow_rank,
+    processes.kill_agent,
+    processes.kill_node,
+    processes.freeze_node,
+    processes.preempt,
+    processes.kill_board,
+    processes.slow_board,
+    network.cut_link,
+    network.slow_link,
+    machine.fill_disk,
+    machine.memory_hog,
+    gpu.sick_gpu,
+    gpu.xid_storm,
 )
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 

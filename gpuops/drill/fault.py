@@ -4,7 +4,7 @@ What every injector is made of: what there is, what is wanted, and a plan from t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuops.drill.find import Victim, find_agent
@@ -36,12 +36,13 @@ class Fault:
     """Everything that is known before anything is touched.
 
     ``breaks`` and ``undone`` are sentences for the person who is asked for consent. ``for_s`` is
-    how long it is held; None: it is done once, and nothing in it is undone.
+    how long it is held; None: it is done once, and nothing in it is undone. The decorator
+    `scenario` sets the name.
     """
 
-    scenario: str
     breaks: str
     undone: str
+    scenario: str = ""
     entities: tuple[Entity, ...] = ()
     changes: tuple[UndoableStep, ...] = ()
     pulse: Pulse | None = None
@@ -49,6 +50,16 @@ class Fault:
     run_id: str | None = None
     generation: int | None = None
     seed: int | None = None
+
+    def about(self, state: AgentStateFile, rank: int | None = None) -> "Fault":
+        """Return this fault as one of *rank* in the run of *state*; of its node without a rank."""
+        node = Entity(EntityKind.NODE, state.node)
+        return replace(
+            self,
+            entities=(node if rank is None else Entity(EntityKind.RANK, str(rank)),),
+            run_id=state.run_id,
+            generation=state.generation,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +119,29 @@ class DrillOptions:
     share: float | None = None
 
 
+Plan = Callable[[DrillTarget, DrillOptions], Fault]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One injector. ``options`` are the fields of `Wanted` that it reads."""
+    """One injector. ``options`` are the fields of `DrillOptions` that it reads."""
 
     name: str
     summary: str
     options: tuple[str, ...]
-    plan: Callable[[DrillTarget, DrillOptions], Fault]
+    plan: Plan
+
+
+def scenario(name: str, summary: str, *options: str) -> Callable[[Plan], Scenario]:
+    """Return the decorator that makes a function the injector *name*, which reads *options*."""
+
+    def of(plan: Plan) -> Scenario:
+        def named(target: DrillTarget, wanted: DrillOptions) -> Fault:
+            return replace(plan(target, wanted), scenario=name)
+
+        return Scenario(name=name, summary=summary, options=options, plan=named)
+
+    return of
 
 
 def select_agent(
@@ -144,16 +170,6 @@ def required_rank(options: DrillOptions) -> int:
     if options.rank is None:
         raise UsageError("which rank? name it with --rank")
     return options.rank
-
-
-def node_entity(state: AgentStateFile) -> tuple[Entity, ...]:
-    """Return the node of *state* as what a fault is about."""
-    return (Entity(EntityKind.NODE, state.node),)
-
-
-def rank_entity(rank: int) -> tuple[Entity, ...]:
-    """Return *rank* as what a fault is about."""
-    return (Entity(EntityKind.RANK, str(rank)),)
 
 
 def format_seconds(value_s: float) -> str:

@@ -1,15 +1,14 @@
-"""Fault injector: the kernel log says that a GPU is sick, in the words of NVIDIA's driver.
+"""Fault injectors: the kernel log says that a GPU is sick, in the words of NVIDIA's driver.
 
 The line names the rehearsal. The kernel marks what a program writes into its log, so a check of the
 node never takes it for the driver's own; an agent of ours acts on it because it is marked.
-
-Fault injector: a GPU that reports the same Xid again and again, thousands of lines.
+A storm is the same Xid of a GPU again and again, thousands of lines.
 """
 
 import re
 from pathlib import Path
 
-from gpuops.drill.fault import DrillOptions, DrillTarget, Fault, Scenario, UndoableStep
+from gpuops.drill.fault import DrillOptions, DrillTarget, Fault, UndoableStep, scenario
 from gpuops.drill.steps import WriteLines
 from gpuops.errors import DrillError, UsageError
 from gpuops.host.kmsg import REHEARSAL
@@ -22,14 +21,13 @@ _XID_MAX = 999
 _PRIORITY = "<3>"  # an error, as the driver logs them
 
 
-def plan_sick_gpu(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario("sick-gpu", "Write an Xid into the kernel log, marked as a rehearsal.", "address", "xid")
+def sick_gpu(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: one line in the kernel's log."""
-    return xid_fault(target, options, scenario="sick-gpu", xid=SICK_GPU_XID, count=1)
+    return xid_fault(target, options, xid=SICK_GPU_XID, count=1)
 
 
-def xid_fault(
-    target: DrillTarget, options: DrillOptions, *, scenario: str, xid: int, count: int
-) -> Fault:
+def xid_fault(target: DrillTarget, options: DrillOptions, *, xid: int, count: int) -> Fault:
     """Return a fault of *count* Xid lines; ``--xid`` and ``--address`` go before the defaults.
 
     Raises:
@@ -48,7 +46,6 @@ def xid_fault(
     lines = tuple(log_line(path, address, code, number) for number in range(count))
     times = "" if count == 1 else f" {count} times"
     return Fault(
-        scenario=scenario,
         breaks=f"The kernel log says{times} that the GPU at {address} has Xid {code}. "
         "No GPU is touched.",
         undone="Nothing undoes it: the line stays in the log, marked as a rehearsal.",
@@ -68,30 +65,21 @@ def log_line(path: Path, address: str, code: int, number: int = 0) -> str:
     return f"{_PRIORITY}{text}"
 
 
-SICK_GPU = Scenario(
-    name="sick-gpu",
-    summary="Write an Xid into the kernel log, marked as a rehearsal.",
-    options=("address", "xid"),
-    plan=plan_sick_gpu,
-)
-
-
 XID_STORM_XID = 31  # a memory page fault: one bad kernel logs it once for each block
 XID_STORM_COUNT = 1000
 _COUNT_MAX = 100_000
 
 
-def plan_xid_storm(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario(
+    "xid-storm",
+    "Write many Xids into the kernel log, marked as a rehearsal.",
+    "address",
+    "xid",
+    "count",
+)
+def xid_storm(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: many lines in the kernel's log."""
     count = XID_STORM_COUNT if options.count is None else options.count
     if not 0 < count <= _COUNT_MAX:
         raise UsageError(f"--count {count}: from 1 to {_COUNT_MAX}")
-    return xid_fault(target, options, scenario="xid-storm", xid=XID_STORM_XID, count=count)
-
-
-XID_STORM = Scenario(
-    name="xid-storm",
-    summary="Write many Xids into the kernel log, marked as a rehearsal.",
-    options=("address", "xid", "count"),
-    plan=plan_xid_storm,
-)
+    return xid_fault(target, options, xid=XID_STORM_XID, count=count)

@@ -1,6 +1,6 @@
-"""Fault injector: end one rank of a running job by a signal, SIGKILL unless another is named.
+"""Kill one rank of a running job at a step.
 
-Also ``python -m gpuops.drill.kill_rank --run-dir D --rank R --at-step K --deadline S``, which waits
+``python -m gpuops.drill.kill_rank --run-dir D --rank R --at-step K --deadline S`` waits
 for the rank to have made so many steps. It reads what the agent publishes (``state.json``, the
 rank's ring) and nothing else; exits 0 after the kill, 1 if the deadline passed first, 64 for
 arguments that make no sense. A process is only killed if it is the one whose ring was read: same
@@ -15,51 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 
-from gpuops.drill.fault import (
-    DrillOptions,
-    DrillTarget,
-    Fault,
-    Scenario,
-    kill,
-    rank_entity,
-    required_rank,
-    select_agent,
-)
-from gpuops.drill.find import find_worker
 from gpuops.drill.run_state import RankAtStep, StepTrigger, find_rank_at_step, read_raw_states
-from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE, UsageError
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.procfs import Process, process
 
 POLL_S = 0.005
-# What ends a process and is seen in the field: crashes, aborts of a watchdog, the OOM killer.
-KILL_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGTERM")
-
-
-def plan_kill_rank(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: one signal to one rank."""
-    rank, name = required_rank(options), options.signal or "SIGKILL"
-    if name not in KILL_SIGNALS:
-        raise UsageError(f"--signal {name}: a rank is ended by one of {', '.join(KILL_SIGNALS)}")
-    state, agent = select_agent(target, options, rank=rank)
-    victim = find_worker(state, rank, agent)
-    return Fault(
-        scenario="kill-rank",
-        breaks=f"{victim} on node {state.node} gets {name}.",
-        undone="Nothing undoes it: the run restarts its workers, or ends.",
-        entities=rank_entity(rank),
-        changes=kill((victim,), name),
-        run_id=state.run_id,
-        generation=state.generation,
-    )
-
-
-KILL_RANK = Scenario(
-    name="kill-rank",
-    summary="End one rank by a signal (SIGKILL).",
-    options=("node", "rank", "signal"),
-    plan=plan_kill_rank,
-)
 
 
 def kill_process(pid: int, seen: Process | None) -> bool:

@@ -1,7 +1,4 @@
-"""Fault injector: a file system is full, or nearly, for a while.
-
-Fault injector: memory is short for a while, because a child of ours holds it.
-"""
+"""Fault injectors: for a while a file system is full, or memory is short."""
 
 from pathlib import Path
 
@@ -9,9 +6,9 @@ from gpuops.drill.fault import (
     DrillOptions,
     DrillTarget,
     Fault,
-    Scenario,
     UndoableStep,
     format_seconds,
+    scenario,
 )
 from gpuops.drill.steps import TakeMemory, TakeSpace, free_bytes
 from gpuops.errors import DrillError, UsageError
@@ -21,7 +18,15 @@ FILL_DISK_FOR_S = 60.0
 _MIB = 2**20
 
 
-def plan_fill_disk(target: DrillTarget, options: DrillOptions) -> Fault:  # noqa: ARG001 it needs no run
+@scenario(
+    "fill-disk",
+    "Take the room of a file system, then give it back.",
+    "directory",
+    "size_bytes",
+    "leave_bytes",
+    "for_s",
+)
+def fill_disk(target: DrillTarget, options: DrillOptions) -> Fault:  # noqa: ARG001 it needs no run
     """Return the fault: a nameless file of a size, or one that leaves so much room."""
     if options.directory is None:
         raise UsageError("which directory? name one on the file system that is to fill up: --dir")
@@ -30,7 +35,6 @@ def plan_fill_disk(target: DrillTarget, options: DrillOptions) -> Fault:  # noqa
     for_s = FILL_DISK_FOR_S if options.for_s is None else options.for_s
     remaining_bytes = free - size
     return Fault(
-        scenario="fill-disk",
         breaks=f"{size / _MIB:.0f} MiB of the file system of {options.directory} are taken; "
         f"{remaining_bytes / _MIB:.1f} MiB are left to everybody who writes there.",
         undone=f"After {format_seconds(for_s)} the room is given back; by the kernel, should this "
@@ -60,20 +64,13 @@ def size_to_take(free_bytes: int, *, size_bytes: int | None, leave_bytes: int | 
     return size
 
 
-FILL_DISK = Scenario(
-    name="fill-disk",
-    summary="Take the room of a file system, then give it back.",
-    options=("directory", "size_bytes", "leave_bytes", "for_s"),
-    plan=plan_fill_disk,
-)
-
-
 MEMORY_HOG_FOR_S = 30.0
 # Below this the kernel may well end something else first, whatever is offered to it.
 MEMORY_LEFT_BYTES_MIN = 256 * 2**20
 
 
-def plan_memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario("memory-hog", "Take memory, then give it back.", "size_bytes", "leave_bytes", "for_s")
+def memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: a child holds memory; the kernel would end it before anything else."""
     available = read_memory(target.root).available_bytes
     size = size_to_take(available, size_bytes=options.size_bytes, leave_bytes=options.leave_bytes)
@@ -84,7 +81,6 @@ def plan_memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
         )
     for_s = MEMORY_HOG_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        scenario="memory-hog",
         breaks=f"{size / _MIB:.0f} MiB of memory are taken by a child of this command; "
         f"{(available - size) / _MIB:.0f} MiB are left.",
         undone=f"After {format_seconds(for_s)} the child ends; also with this "
@@ -93,11 +89,3 @@ def plan_memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
         changes=(UndoableStep(TakeMemory(size)),),
         for_s=for_s,
     )
-
-
-MEMORY_HOG = Scenario(
-    name="memory-hog",
-    summary="Take memory, then give it back.",
-    options=("size_bytes", "leave_bytes", "for_s"),
-    plan=plan_memory_hog,
-)

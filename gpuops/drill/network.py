@@ -1,14 +1,10 @@
-"""What the injectors that touch the network look at first.
+"""Fault injectors of the network: this machine is cut off, or a link gets slow.
 
-Fault injector: cut this machine off: an interface goes down, or some peers become unreachable.
+With ``--interface`` a cut link is down for everybody. With ``--peer`` a blackhole route swallows
+what is sent to that address: nothing else on the machine notices.
 
-With ``--interface`` the link is down for everybody. With ``--peer`` a blackhole route swallows what
-is sent to that address: nothing else on the machine notices.
-
-Fault injector: a link with delay, loss or a low rate, by tc(8).
-
-Delay and loss need the kernel's ``sch_netem``, which not every kernel has; a rate alone goes
-through ``tbf``.
+A slow link has delay, loss or a low rate by tc(8). Delay and loss need the kernel's ``sch_netem``,
+which not every kernel has; a rate alone goes through ``tbf``.
 """
 
 import ipaddress
@@ -17,9 +13,9 @@ from gpuops.drill.fault import (
     DrillOptions,
     DrillTarget,
     Fault,
-    Scenario,
     UndoableStep,
     format_seconds,
+    scenario,
 )
 from gpuops.drill.steps import RunProgram
 from gpuops.errors import DrillError, UsageError
@@ -75,7 +71,10 @@ def host_prefix(address: str) -> str:
 CUT_LINK_FOR_S = 30.0  # above the 15 s after which peers count a silent agent as dead
 
 
-def plan_cut_link(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario(
+    "cut-link", "Take an interface down, or cut off some peers.", "interface", "peers", "for_s"
+)
+def cut_link(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: a link down, or routes that lead nowhere."""
     if (options.interface is None) == (not options.peers):
         raise UsageError("what is to be cut? either --interface or --peer (which may be repeated)")
@@ -90,7 +89,6 @@ def plan_cut_link(target: DrillTarget, options: DrillOptions) -> Fault:
     is_default = any(words[0] == "default" for words in kept_routes)
     shell = " The default route goes through it: so may your shell." if is_default else ""
     return Fault(
-        scenario="cut-link",
         breaks=f"Interface {name} goes down: nothing gets through it, not of the run alone.{shell}",
         undone=f"After {format_seconds(for_s)} it comes up again with its routes "
         "and addresses, also when "
@@ -111,7 +109,6 @@ def _towards(target: DrillTarget, peers: tuple[str, ...], for_s: float) -> Fault
     check_permission(target)
     prefixes = [host_prefix(peer) for peer in peers]
     return Fault(
-        scenario="cut-link",
         breaks=f"Nothing that this machine sends to {', '.join(peers)} leaves it.",
         undone=(
             f"After {format_seconds(for_s)} it does again, also when this command ends or is "
@@ -129,19 +126,20 @@ def _towards(target: DrillTarget, peers: tuple[str, ...], for_s: float) -> Fault
     )
 
 
-CUT_LINK = Scenario(
-    name="cut-link",
-    summary="Take an interface down, or cut off some peers.",
-    options=("interface", "peers", "for_s"),
-    plan=plan_cut_link,
-)
-
-
 SLOW_LINK_FOR_S = 60.0
 _QUEUE_MS = 400  # tc-tbf(8): how long a packet may wait before it is dropped
 
 
-def plan_slow_link(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario(
+    "slow-link",
+    "Delay, lose or throttle what leaves by an interface.",
+    "interface",
+    "delay_ms",
+    "loss_percent",
+    "rate_mbit",
+    "for_s",
+)
+def slow_link(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: a queueing discipline on the interface."""
     if options.interface is None:
         raise UsageError("which link? name its interface with --interface")
@@ -152,7 +150,6 @@ def plan_slow_link(target: DrillTarget, options: DrillOptions) -> Fault:
         raise DrillError(f"{name} has a queueing discipline of its own ({other}); it is left alone")
     for_s = SLOW_LINK_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        scenario="slow-link",
         breaks=f"What leaves through interface {name} gets {_described(options)}, not of the run "
         "alone.",
         undone=(
@@ -201,11 +198,3 @@ def _described(options: DrillOptions) -> str:
     if options.rate_mbit is not None:
         parts.append(f"{options.rate_mbit:g} Mbit/s")
     return ", ".join(parts)
-
-
-SLOW_LINK = Scenario(
-    name="slow-link",
-    summary="Delay, lose or throttle what leaves by an interface.",
-    options=("interface", "delay_ms", "loss_percent", "rate_mbit", "for_s"),
-    plan=plan_slow_link,
-)

@@ -7,42 +7,48 @@ from gpuops.drill.fault import (
     DrillTarget,
     Fault,
     Pulse,
-    Scenario,
     format_seconds,
     freeze,
     kill,
-    node_entity,
-    rank_entity,
     required_rank,
+    scenario,
     select_agent,
 )
 from gpuops.drill.find import find_control_store, find_descendants, find_worker
 from gpuops.errors import DrillError, UsageError
 
+# What ends a process and is seen in the field: crashes, aborts of a watchdog, the OOM killer.
+KILL_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGTERM")
 
-def plan_kill_agent(target: DrillTarget, options: DrillOptions) -> Fault:
+
+@scenario("kill-rank", "End one rank by a signal (SIGKILL).", "node", "rank", "signal")
+def kill_rank(target: DrillTarget, options: DrillOptions) -> Fault:
+    """Return the fault: one signal to one rank."""
+    rank, name = required_rank(options), options.signal or "SIGKILL"
+    if name not in KILL_SIGNALS:
+        raise UsageError(f"--signal {name}: a rank is ended by one of {', '.join(KILL_SIGNALS)}")
+    state, agent = select_agent(target, options, rank=rank)
+    victim = find_worker(state, rank, agent)
+    return Fault(
+        breaks=f"{victim} on node {state.node} gets {name}.",
+        undone="Nothing undoes it: the run restarts its workers, or ends.",
+        changes=kill((victim,), name),
+    ).about(state, rank)
+
+
+@scenario("kill-agent", "Kill the agent of a node, not its workers.", "node", "rank")
+def kill_agent(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: SIGKILL to the agent alone."""
     state, agent = select_agent(target, options, rank=options.rank)
     return Fault(
-        scenario="kill-agent",
         breaks=f"{agent} gets SIGKILL. Its workers die with it.",
         undone="Nothing undoes it; start `gpuops run` on this node again.",
-        entities=node_entity(state),
         changes=kill((agent,)),
-        run_id=state.run_id,
-        generation=state.generation,
-    )
+    ).about(state)
 
 
-KILL_AGENT = Scenario(
-    name="kill-agent",
-    summary="Kill the agent of a node, not its workers.",
-    options=("node", "rank"),
-    plan=plan_kill_agent,
-)
-
-
-def plan_kill_node(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario("kill-node", "Kill everything of the run on a node at once.", "node", "rank")
+def kill_node(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: SIGKILL to the agent, to all below it, and to the store of the run here."""
     state, agent = select_agent(target, options, rank=options.rank)
     victims = [agent, *find_descendants(agent)]
@@ -50,32 +56,22 @@ def plan_kill_node(target: DrillTarget, options: DrillOptions) -> Fault:
         victims.append(find_control_store(state, agent))
     stores = "; the store of the run is among them" if victims[-1].what.startswith("the s") else ""
     return Fault(
-        scenario="kill-node",
         breaks=f"All {len(victims)} processes of {agent} get SIGKILL{stores}.",
         undone="Nothing undoes it; start `gpuops run` on this node again.",
-        entities=node_entity(state),
         changes=kill(tuple(victims)),
-        run_id=state.run_id,
-        generation=state.generation,
-    )
+    ).about(state)
 
 
-KILL_NODE = Scenario(
-    name="kill-node",
-    summary="Kill everything of the run on a node at once.",
-    options=("node", "rank"),
-    plan=plan_kill_node,
+@scenario(
+    "stop-rank", "Stop one rank (SIGSTOP); with --for it goes on again.", "node", "rank", "for_s"
 )
-
-
-def plan_stop_rank(target: DrillTarget, options: DrillOptions) -> Fault:
+def stop_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: the rank stands still, for good where no time is given."""
     rank = required_rank(options)
     state, agent = select_agent(target, options, rank=rank)
     victim = find_worker(state, rank, agent)
     stays = options.for_s is None
     return Fault(
-        scenario="stop-rank",
         breaks=f"{victim} on node {state.node} stands still (SIGSTOP).",
         undone=f"Nothing undoes it; `kill -CONT {victim.pid}` would."
         if options.for_s is None
@@ -83,20 +79,9 @@ def plan_stop_rank(target: DrillTarget, options: DrillOptions) -> Fault:
             f"After {format_seconds(options.for_s)} it goes on (SIGCONT), also when this "
             "command ends."
         ),
-        entities=rank_entity(rank),
         changes=kill((victim,), "SIGSTOP") if stays else freeze((victim,)),
         for_s=options.for_s,
-        run_id=state.run_id,
-        generation=state.generation,
-    )
-
-
-STOP_RANK = Scenario(
-    name="stop-rank",
-    summary="Stop one rank (SIGSTOP); with --for it goes on again.",
-    options=("node", "rank", "for_s"),
-    plan=plan_stop_rank,
-)
+    ).about(state, rank)
 
 
 SLOW_RANK_FOR_S = 60.0
@@ -104,7 +89,15 @@ SLOW_RANK_SHARE = 0.5
 SLOW_RANK_PERIOD_S = 0.2
 
 
-def plan_slow_rank(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario(
+    "slow-rank",
+    "Slow one rank down by stopping it again and again.",
+    "node",
+    "rank",
+    "for_s",
+    "share",
+)
+def slow_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: the rank runs for only a share of the time."""
     rank, share = (
         required_rank(options),
@@ -116,30 +109,26 @@ def plan_slow_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     victim = find_worker(state, rank, agent)
     for_s = SLOW_RANK_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        scenario="slow-rank",
         breaks=f"{victim} on node {state.node} stands still for {share:.0%} of the time.",
         undone=f"After {format_seconds(for_s)} it runs freely again, also when this command ends.",
-        entities=rank_entity(rank),
         pulse=Pulse((victim,), share * SLOW_RANK_PERIOD_S, (1 - share) * SLOW_RANK_PERIOD_S),
         for_s=for_s,
-        run_id=state.run_id,
-        generation=state.generation,
-    )
-
-
-SLOW_RANK = Scenario(
-    name="slow-rank",
-    summary="Slow one rank down by stopping it again and again.",
-    options=("node", "rank", "for_s", "share"),
-    plan=plan_slow_rank,
-)
+    ).about(state, rank)
 
 
 # Above the 15 s after which peers count a silent agent as dead.
 FREEZE_NODE_FOR_S = 30.0
 
 
-def plan_freeze_node(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario(
+    "freeze-node",
+    "Stop everything of the run on a node, then let it go on.",
+    "node",
+    "rank",
+    "for_s",
+    "store",
+)
+def freeze_node(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: SIGSTOP to the agent and all below it.
 
     The agent stops first, so that it does not see its workers stop. It also thaws last (what was
@@ -152,30 +141,19 @@ def plan_freeze_node(target: DrillTarget, options: DrillOptions) -> Fault:
     for_s = FREEZE_NODE_FOR_S if options.for_s is None else options.for_s
     stores = " and the store of the run" if options.store else ""
     return Fault(
-        scenario="freeze-node",
         breaks=f"All {len(victims)} processes of {agent}{stores} stand still (SIGSTOP).",
         undone=f"After {format_seconds(for_s)} they go on (SIGCONT), also when this command ends.",
-        entities=node_entity(state),
         changes=freeze(tuple(victims)),
         for_s=for_s,
-        run_id=state.run_id,
-        generation=state.generation,
-    )
-
-
-FREEZE_NODE = Scenario(
-    name="freeze-node",
-    summary="Stop everything of the run on a node, then let it go on.",
-    options=("node", "rank", "for_s", "store"),
-    plan=plan_freeze_node,
-)
+    ).about(state)
 
 
 # What `--signal=USR1@120` sends ahead of the end, and what scancel and preemption send.
 PREEMPT_SIGNALS = ("SIGUSR1", "SIGTERM")
 
 
-def plan_preempt(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario("preempt", "Announce the end of the job as Slurm does.", "node", "rank", "signal")
+def preempt(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: SIGUSR1 or SIGTERM to the agent."""
     name = options.signal or PREEMPT_SIGNALS[0]
     if name not in PREEMPT_SIGNALS:
@@ -184,45 +162,22 @@ def plan_preempt(target: DrillTarget, options: DrillOptions) -> Fault:
         )
     state, agent = select_agent(target, options, rank=options.rank)
     return Fault(
-        scenario="preempt",
         breaks=f"{agent} gets {name}, as from Slurm: the run saves what it can and ends.",
         undone="Nothing undoes it; submit the job again.",
-        entities=node_entity(state),
         changes=kill((agent,), name),
-        run_id=state.run_id,
-        generation=state.generation,
-    )
+    ).about(state)
 
 
-PREEMPT = Scenario(
-    name="preempt",
-    summary="Announce the end of the job as Slurm does.",
-    options=("node", "rank", "signal"),
-    plan=plan_preempt,
-)
-
-
-def plan_kill_board(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario("kill-board", "Kill the process that holds the agents' store.", "node", "rank")
+def kill_board(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: SIGKILL to the process that serves the board."""
     state, agent = select_agent(target, options, rank=options.rank)
     control_store = find_control_store(state, agent)
     return Fault(
-        scenario="kill-board",
         breaks=f"{control_store} on node {state.node} gets SIGKILL.",
         undone="Nothing undoes it: without it the agents end with exit code 85.",
-        entities=node_entity(state),
         changes=kill((control_store,)),
-        run_id=state.run_id,
-        generation=state.generation,
-    )
-
-
-KILL_BOARD = Scenario(
-    name="kill-board",
-    summary="Kill the process that holds the agents' store.",
-    options=("node", "rank"),
-    plan=plan_kill_board,
-)
+    ).about(state)
 
 
 SLOW_BOARD_FOR_S = 60.0
@@ -231,7 +186,15 @@ SLOW_BOARD_DELAY_MS = 2000.0
 SLOW_BOARD_RUNNING_S = 0.1
 
 
-def plan_slow_board(target: DrillTarget, options: DrillOptions) -> Fault:
+@scenario(
+    "slow-board",
+    "Let the agents' store answer two seconds late.",
+    "node",
+    "rank",
+    "for_s",
+    "delay_ms",
+)
+def slow_board(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: the store's process is stopped again and again."""
     delay_ms = SLOW_BOARD_DELAY_MS if options.delay_ms is None else options.delay_ms
     if delay_ms <= 0:
@@ -240,20 +203,8 @@ def plan_slow_board(target: DrillTarget, options: DrillOptions) -> Fault:
     control_store = find_control_store(state, agent)
     for_s = SLOW_BOARD_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        scenario="slow-board",
         breaks=f"{control_store} on node {state.node} answers up to {delay_ms:g} ms late.",
         undone=f"After {format_seconds(for_s)} it runs freely again, also when this command ends.",
-        entities=node_entity(state),
         pulse=Pulse((control_store,), delay_ms / 1000, SLOW_BOARD_RUNNING_S),
         for_s=for_s,
-        run_id=state.run_id,
-        generation=state.generation,
-    )
-
-
-SLOW_BOARD = Scenario(
-    name="slow-board",
-    summary="Let the agents' store answer two seconds late.",
-    options=("node", "rank", "for_s", "delay_ms"),
-    plan=plan_slow_board,
-)
+    ).about(state)

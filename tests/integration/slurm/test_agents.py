@@ -153,15 +153,19 @@ def test_an_agent_that_is_killed_is_started_again_by_its_parent(launch):
 
 
 def test_slurms_notice_drains_the_run_and_the_job_goes_on_where_it_was(launch, cluster):
-    job_id = launch.submit("elastic.sbatch", 60, JOB_DRAINS="1")
+    # Not a fixed number: the step after which all stop lies seconds ahead, and must come.
+    job_id = launch.submit("elastic.sbatch", 3000, JOB_DRAINS="1")
     launch.has_stepped()
     cluster._run("scancel", "--signal=USR1", job_id)
+    wait_until(lambda: launch.diary("drained"), launch.said, LIMIT_S)
+    drained = launch.diary("drained")[0][2]
+    wait_until(lambda: drained in {n for _, _, n in launch.diary("load")}, launch.said, LIMIT_S)
+    launch.enough()
 
     fields = launch.finished(job_id)
 
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), launch.said()
-    (saved, *_) = {number for _, _, number in launch.diary("drained")}
-    assert saved in {number for _, _, number in launch.diary("load")}
+    assert {number for _, _, number in launch.diary("drained")} == {drained}
     assert "exit 85: requeue me" in launch.said()
 
 

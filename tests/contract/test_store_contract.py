@@ -426,3 +426,17 @@ def test_two_writers_put_the_same_events_in_the_same_order(store):
     assert seen
     half = len(seen) // 2
     assert seen[:half] == seen[half:]
+
+
+def test_what_an_event_with_a_known_number_says_is_not_taken_over(store):
+    lines, others = story(6), story(7)
+    put(store, lines)
+    before = look(store, dump)
+    places = zip(others, lines, strict=False)
+    thieves = [replace(o, origin=x.origin, boot_id=x.boot_id, seq=x.seq) for o, x in places]
+
+    counts = put(store, thieves)
+
+    assert thieves
+    assert (counts.new, len(counts.conflicting)) == (0, len(thieves))
+    assert look(store, dump) == before

@@ -1,8 +1,8 @@
 """Change the code in small ways and see that a test fails each time: ``make mutation``.
 
 The mutants are in ``mutants.toml``. Each is tried in a copy of the tree, by the tests named with
-it. One whose text is gone is an error, as is a test that fails without any mutant. The result is
-kept in ``results.json``, with the machine, the date and the command.
+it. One whose text is gone is an error, as is a test that fails without any mutant. The results are
+kept in ``results.json``; where only some files are tried, theirs replace those of an earlier time.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 300
+TIMEOUT_S = 120
 _COPIED = ("gpuops", "tests", "checks", "runbooks", "slurm", "docs")
 _FAILED, _PASSED = 1, 0
 
@@ -160,8 +160,34 @@ def try_all(mutants, n_workers):
         return list(pool.map(one, mutants))
 
 
+def keep(mutants, results):
+    """Write the *results* of the files that were tried in place of those of an earlier time."""
+    sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+    from run_all import machine
+
+    path = HERE / "results.json"
+    files = json.loads(path.read_text())["files"] if path.exists() else {}
+    of_file = {}
+    for mutant, result in zip(mutants, results, strict=True):
+        of_file.setdefault(mutant.path, []).append((mutant, result))
+    today = f"{datetime.now(tz=UTC):%Y-%m-%d}"
+    for name, tried in of_file.items():
+        lost = [mutant.name for mutant, result in tried if result != "found"]
+        files[name] = {"date": today, "mutants": len(tried), "not_found": lost}
+    listed = {mutant.path for mutant in load_mutants()}
+    files = {name: files[name] for name in sorted(files) if name in listed}
+    kept = {
+        "command": "make mutation",
+        "machine": machine(),
+        "mutants": sum(file["mutants"] for file in files.values()),
+        "not_found": sum(len(file["not_found"]) for file in files.values()),
+        "files": files,
+    }
+    path.write_text(json.dumps(kept, indent=2) + "\n")
+
+
 def main():
-    """Try the mutants of the files named, or all of them; keep the result of all."""
+    """Try the mutants of the files named, or all of them; return 1 where one survives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", help="only mutants of these files")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -169,23 +195,10 @@ def main():
     mutants = [m for m in load_mutants() if not arguments.paths or m.path in arguments.paths]
     began_s = time.monotonic()
     results = try_all(mutants, arguments.workers)
-    survivors = [m.name for m, result in zip(mutants, results, strict=True) if result != "found"]
-    print(f"{len(mutants)} mutants, {len(survivors)} not found")
-    if not arguments.paths:
-        sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
-        from run_all import machine
-
-        kept = {
-            "command": "make mutation",
-            "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-            "machine": machine(),
-            "seconds": round(time.monotonic() - began_s),
-            "mutants": len(mutants),
-            "found": len(mutants) - len(survivors),
-            "not_found": survivors,
-        }
-        (HERE / "results.json").write_text(json.dumps(kept, indent=2) + "\n")
-    return int(bool(survivors))
+    keep(mutants, results)
+    n_lost = sum(result != "found" for result in results)
+    print(f"{len(mutants)} mutants, {n_lost} not found, {time.monotonic() - began_s:.0f} s")
+    return int(n_lost > 0)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,13 @@ def test_two_that_differ_nearly_everywhere_train_apart(outcome, n_differ, n_tens
     )
 
 
+def test_two_that_differ_by_as_much_are_not_taken_for_the_one_between_them():
+    good = rank_digest_of([number.to_bytes(8, "big") for number in (10, 20, 30)])
+    bad = rank_digest_of([number.to_bytes(8, "big") for number in (11, 20, 31)])
+
+    assert only_difference(bad, good, 3) is None
+
+
 def test_one_tensor_that_differs_is_named_by_sketches_and_several_are_not():
     dice = random.Random(5)
     for n_tensors in (1, 2, 300, 20_000):

@@ -11,9 +11,9 @@ from support.stories import Teller, decision_payload, dump, envelopes, incident,
 from gpuops.errors import UsageError
 from gpuops.model import ActionKind, IncidentState
 from gpuops.store.engine import open_store
-from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.batch import INGEST_LOG, ingest
 from gpuops.store.ingest.envelope import EventEnvelope
-from gpuops.store.ingest.merge import upsert
+from gpuops.store.ingest.merge import merge_rows, upsert
 from gpuops.store.ingest.projections import nodes
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.queries import run_queries
@@ -440,3 +440,21 @@ def test_what_an_event_with_a_known_number_says_is_not_taken_over(store):
     assert thieves
     assert (counts.new, len(counts.conflicting)) == (0, len(thieves))
     assert look(store, dump) == before
+
+
+def test_rows_are_joined_in_the_order_of_their_keys():
+    rows = [
+        {
+            "origin": origin,
+            "boot_id": "b",
+            "origin_uid": 1,
+            "first_seq": 1,
+            "last_seq": 1,
+            "rows": 1,
+        }
+        for origin in ("n2", "n1", "n3", "n1")
+    ]
+
+    found = merge_rows(INGEST_LOG, rows)
+
+    assert [(row["origin"], row["rows"]) for row in found] == [("n1", 2), ("n2", 1), ("n3", 1)]

@@ -3,7 +3,12 @@
 import pytest
 
 from gpuops.agent.monitors.hang.judge import BEATLESS_S, HangJudge
-from gpuops.agent.monitors.hang.timeouts import HangTimeouts, limits_for
+from gpuops.agent.monitors.hang.timeouts import (
+    STEP_FLOOR_S,
+    STEPS_MIN,
+    HangTimeouts,
+    limits_for,
+)
 from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 S = 10**9
@@ -291,3 +296,12 @@ def test_the_limits_can_be_listed():
         "other": 600,
     }
     assert HangTimeouts(asked_s=10.0).ladder()["step"] == 10
+
+
+def test_a_rank_that_has_made_few_steps_may_be_compiling_still():
+    limits = HangTimeouts()
+    for _ in range(2 * STEPS_MIN):
+        limits.learn_step(0, 1.0)
+
+    assert limits.step(0, made=STEPS_MIN) == STEP_FLOOR_S
+    assert limits.step(0, made=STEPS_MIN - 1) == limits.first_step() > STEP_FLOOR_S

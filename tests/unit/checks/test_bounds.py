@@ -61,3 +61,11 @@ def test_a_limit_that_fails_and_each_of_a_table_are_looked_at_too():
 
 def test_what_is_shipped_has_limits_that_can_be_meant():
     assert load_suite("full", [data_dir("checks") / "suites"]).planned
+
+
+@pytest.mark.parametrize(
+    ("value", "status"), [(6, "pass"), (5, "warn"), (4, "warn"), (3, "fail"), (2, "fail")]
+)
+def test_a_value_at_a_limit_is_beyond_it(value, status):
+    assert CheckLimit(source="a test", warn=5, fail=3).floor(value).word == status
+    assert CheckLimit(source="a test", warn=-5, fail=-3).ceiling(-value).word == status

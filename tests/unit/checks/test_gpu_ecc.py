@@ -21,6 +21,7 @@ def findings(ecc, **changes):
         (EccErrors(volatile_uncorrected=1), "fail"),
         (EccErrors(volatile_uncorrected=2), "fail"),
         (EccErrors(sram_volatile_uncorrected=1), "fail"),
+        (EccErrors(volatile_uncorrected=0, sram_volatile_uncorrected=1), "fail"),
         (EccErrors(sram_aggregate_uncorrected=4), "pass"),
         (EccErrors(sram_aggregate_uncorrected=5), "fail"),
         (EccErrors(sram_aggregate_uncorrected=6), "fail"),

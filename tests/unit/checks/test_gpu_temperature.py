@@ -42,6 +42,13 @@ def test_the_slowdown_temperature_goes_before_the_shutdown_temperature():
     assert findings(core_c=90, slowdown_c=87, shutdown_c=92)[0].status.word == "fail"
 
 
+def test_of_two_limits_of_the_core_the_nearer_one_counts():
+    near = {"core_c": 30, "slowdown_c": 87, "margin_c": 1, "slowdown_margin_c": 0}
+    far = {"core_c": 86, "slowdown_c": 87, "margin_c": 40, "slowdown_margin_c": 0}
+
+    assert [findings(**each)[0].status.word for each in (near, far)] == ["warn", "warn"]
+
+
 def test_core_and_memory_are_told_apart():
     found = findings(core_c=90, slowdown_c=87, memory_c=95, memory_max_c=95)
 

@@ -114,3 +114,16 @@ class RestorePoint:
     tier: Tier
     epoch: int  # of the states that are saved from now on
     why: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperAddress:
+    """Where another node's keeper is; *host* is an address, not a name."""
+
+    name: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.name} ({host}:{self.port})"

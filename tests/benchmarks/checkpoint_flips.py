@@ -31,9 +31,15 @@ from gpuops.checkpoint.transfer.client import fetch
 from gpuops.checkpoint.transfer.connection import TransferLimits
 from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import SendPace
-from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
+from gpuops.checkpoint.transfer.parallel import TransferOptions
 from gpuops.checkpoint.transfer.server import TransferServer
-from gpuops.checkpoint.types import Shard, ShardCopy, StateId, Tier
+from gpuops.checkpoint.types import (
+    KeeperAddress,
+    Shard,
+    ShardCopy,
+    StateId,
+    Tier,
+)
 from gpuops.host.clock import SystemClock
 from gpuops.worker.bench.savers import BenchError, connect_only_rank, start_keeper
 

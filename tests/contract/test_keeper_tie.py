@@ -107,9 +107,9 @@ def test_a_new_keeper_has_nothing(node):
     assert newest(tie) is None
     assert pair(tie.stats()["persisted"]) is None
     assert read_events(tie.events()) == []
-    assert not tie.flush(5.0).fitted
+    assert not tie.flush_newest(5.0).fitted
     with contextlib.closing(tie):
-        tie.end()
+        tie.shut_down()
 
 
 def test_what_is_committed_is_told_with_its_bytes(node):
@@ -133,7 +133,7 @@ def test_a_flush_without_a_directory_says_so_at_once(node):
     node.workers(0)
     node.save(3)
 
-    done = tie.flush(5.0)
+    done = tie.flush_newest(5.0)
 
     assert (done.state, done.fitted, done.has_place) == (None, False, False)
     assert "directory" in done.why
@@ -146,7 +146,7 @@ def test_a_flush_persists_the_newest_state(node, tmp_path):
     node.save(3)
     node.save(5)
 
-    done = tie.flush(100.0)
+    done = tie.flush_newest(100.0)
 
     assert (done.fitted, done.has_place, done.why) == (True, True, None)
     assert done.state.step == 5
@@ -187,7 +187,7 @@ def test_an_agent_that_is_gone_is_followed_by_another_which_counts_anew(node, ge
     node.workers(0)
     node.save(4)
     assert newest(again.tie).step == 4
-    again.tie.end()
+    again.tie.shut_down()
     again.tie.close()
 
 
@@ -199,8 +199,8 @@ def test_a_keeper_that_was_killed_says_so_in_no_time(node):
         lambda: tie.begin_generation(0, 1, None),
         tie.stats,
         tie.events,
-        lambda: tie.flush(5.0),
-        tie.end,
+        lambda: tie.flush_newest(5.0),
+        tie.shut_down,
     ):
         with pytest.raises(KeeperError):
             ask()

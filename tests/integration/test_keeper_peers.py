@@ -16,8 +16,13 @@ from gpuops.checkpoint.peers.push import BACKOFF_MAX_S
 from gpuops.checkpoint.storage.directory_lock import LOCK_NAME
 from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
-from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.types import (
+    KeeperAddress,
+    KeeperError,
+    Shard,
+    StateId,
+    Tier,
+)
 
 N_FLOATS = 300_000
 

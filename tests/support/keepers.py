@@ -60,7 +60,7 @@ class FakeKeeper:
 
 
 class FakeTie:
-    """A `KeeperLifecycle` to a `FakeKeeper`."""
+    """A `KeeperClient` of a `FakeKeeper`."""
 
     def __init__(self, keeper):
         self._keeper = keeper
@@ -90,7 +90,7 @@ class FakeTie:
         told, keeper.told = keeper.told, []
         return told
 
-    def flush(self, deadline_s):
+    def flush_newest(self, deadline_s):
         keeper = self._check()
         keeper.flushing.set()
         assert keeper.flush_may_go_on.wait(30)
@@ -108,7 +108,7 @@ class FakeTie:
             why=None if fits else why,
         )
 
-    def end(self):
+    def shut_down(self):
         self._check().has_ended = True
         self._keeper.is_alive = False
 

@@ -7,9 +7,9 @@ which make the same steps on all nodes, and the transfers.
 import random
 
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
-from gpuops.agent.checkpoint.keeper_protocols import KeeperProgressReader
 from gpuops.agent.checkpoint.leader import CommitLeader, watermark_of
 from gpuops.agent.checkpoint.messages import FIELD, StoredStates
+from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import GroupDigest
 from gpuops.checkpoint.keeper.replica_checker import rank_digest_of
 from gpuops.checkpoint.memory.buffer_table import BufferTable, SkipReason, SlotLease
@@ -26,7 +26,7 @@ def digest_of(state, rank):
 
 
 class Keeper:
-    """One node's keeper with one rank; a `PeerKeeper` to itself."""
+    """One node's keeper with one rank; a `KeeperClient` to itself."""
 
     def __init__(self, world, node):
         self.world, self.node = world, node
@@ -80,7 +80,7 @@ class Keeper:
         self._check()
         self.holders, self.keep = [peer.name for peer in holders], list(keep)
 
-    def choose(self, state, epoch, sources, why, *, roots):
+    def restore_from(self, state, epoch, sources, why, *, roots):
         self._check()
         self.chosen = (state, epoch, sources)
         if state is not None:
@@ -99,7 +99,7 @@ class Keeper:
     def progress(self):
         self._check()
         whole = sorted(self.buffer_table.complete_states(), reverse=True)
-        return KeeperProgressReader(
+        return KeeperProgress(
             whole=tuple(whole[:4]),
             replicated=tuple(state for state in whole[:4] if self._is_replicated(state)),
             refused=tuple(reversed(self.buffer_table.rejected))[:8],
@@ -107,10 +107,10 @@ class Keeper:
             newest=self.buffer_table.last_committed,
             persisted=self.world.persisted.get(self.node),
             in_flight=self.buffer_table.in_flight,
-            asked=None if self.buffer_table.decided is None else self.buffer_table.decided.step,
+            decided=self.buffer_table.decided,
             last=self.buffer_table.final,
             is_due=self.persist_due,
-            ballots=self._ballots(),
+            group_digests=self._ballots(),
         )
 
     def _ballots(self):
@@ -133,11 +133,11 @@ class Keeper:
         is_mended = self.mended_from is not None and step >= self.mended_from
         return self.flipped_from is not None and step >= self.flipped_from and not is_mended
 
-    def differ(self, told):
+    def report_difference(self, told):
         self._check()
         self.told.append(told)
 
-    def aim(self, step):
+    def set_next_step(self, step):
         self._check()
         self.buffer_table.not_before = step
 
@@ -146,7 +146,7 @@ class Keeper:
         if self.buffer_table.commit(state):
             self.replicas = {key for key in self.replicas if key[0] >= state}
 
-    def persist(self, state):
+    def try_persist(self, state):
         self.commit(state)
         if state not in self.buffer_table.complete_states() or self.world.rng.random() < 0.1:
             return False
@@ -158,7 +158,7 @@ class Keeper:
         self._check()
         self.buffer_table.give_up(state)
 
-    def seal_persisted(self, state, world):
+    def try_seal(self, state, world):
         self._check()
         for player in self.world.seated():
             assert state in player.keeper.parts

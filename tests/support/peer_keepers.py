@@ -12,8 +12,10 @@ from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.keeper.server import KeeperServer
 from gpuops.checkpoint.memory.node_memory import NodeMemory
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
-from gpuops.checkpoint.types import Shard
+from gpuops.checkpoint.types import (
+    KeeperAddress,
+    Shard,
+)
 from support.keeper_ranks import Rank, until
 
 JOB, TOKEN = "run", "the token of the job"

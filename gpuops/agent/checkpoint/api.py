@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gpuops.agent.checkpoint.keeper_events import KeeperEvent
-from gpuops.agent.checkpoint.keeper_protocols import PeerKeeper
 from gpuops.agent.status.state import CheckpointState
 from gpuops.checkpoint.types import StateId
 from gpuops.control.record import Roster
 from gpuops.model import Json
+
+if TYPE_CHECKING:  # it needs what hashes, which not every agent has
+    from gpuops.agent.checkpoint.keeper_client import KeeperClient
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
 Refusal = Callable[[int | None, Callable[[float], object]], str | None]
@@ -36,34 +38,6 @@ class FinalFlush:
     why: str | None = None
 
 
-class KeeperLifecycle(PeerKeeper, Protocol):
-    """What an agent asks of its node's keeper; each call ends, with KeeperError at the latest."""
-
-    def begin_generation(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
-        """Say that new workers come, and which state they are not to load."""
-        ...
-
-    def stats(self) -> Mapping[str, Any]:
-        """Return counts by name; ``newest`` and ``persisted`` are ``[epoch, step]`` or None."""
-        ...
-
-    def events(self) -> Sequence[Mapping[str, Any]]:
-        """Return what happened since the last call, oldest first; see `read_events`."""
-        ...
-
-    def flush(self, deadline_s: float) -> FinalFlush:
-        """Persist the newest committed state within *deadline_s*; ``state`` is that, or None."""
-        ...
-
-    def end(self) -> None:
-        """Have the keeper end, with all that it holds in memory."""
-        ...
-
-    def close(self) -> None:
-        """Let go of it: it lives on for its lease. Never raises."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedKeeper:
     """A keeper that answers. ``adopted``: the one of an agent that was killed.
@@ -71,7 +45,7 @@ class StartedKeeper:
     ``ended``: how one before it hung that was ended for that, "" where there was none.
     """
 
-    tie: KeeperLifecycle
+    tie: "KeeperClient"
     socket: str
     pid: int | None = None
     adopted: bool = False

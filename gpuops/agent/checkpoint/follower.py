@@ -8,11 +8,10 @@ does not answer delays commits, and nothing else.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuops.agent.checkpoint.final_record import FinalStatus
 from gpuops.agent.checkpoint.keeper_events import pair, whole
-from gpuops.agent.checkpoint.keeper_protocols import KeeperPeer, KeeperProgressReader, PeerKeeper
 from gpuops.agent.checkpoint.leader import notes_of, restore_in, watermark_of
 from gpuops.agent.checkpoint.messages import (
     CommitRecord,
@@ -25,12 +24,16 @@ from gpuops.agent.checkpoint.messages import (
 )
 from gpuops.agent.checkpoint.replica_check import ReplicaDifferenceReporter
 from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
+from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.placement.domains import DomainPath
-from gpuops.checkpoint.types import Shard, StateId
+from gpuops.checkpoint.types import KeeperAddress, Shard, StateId
 from gpuops.control.keys import ControlKeys
 from gpuops.control.record import Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
 from gpuops.model import Json
+
+if TYPE_CHECKING:  # it needs what hashes, which not every agent has
+    from gpuops.agent.checkpoint.keeper_client import KeeperClient
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +162,7 @@ class CommitFollower:
         """Return what goes with the next heartbeat, None where no script saves; never waits."""
         return self._said
 
-    def holding(self, tie: PeerKeeper) -> Json:
+    def holding(self, tie: "KeeperClient") -> Json:
         """Return what goes with the wish for a seat.
 
         Raises:
@@ -191,7 +194,7 @@ class CommitFollower:
         """Go on with the keeper that was given up: it answers again."""
         self._now, self._port = self._before
 
-    def begin_again(self, tie: PeerKeeper, roster: Roster, epoch: int | None) -> bool:
+    def begin_again(self, tie: "KeeperClient", roster: Roster, epoch: int | None) -> bool:
         """Do as `begin` with a keeper in place of one that died under these workers.
 
         *epoch*: of the states that they have saved, None where they may still ask what to load.
@@ -215,7 +218,7 @@ class CommitFollower:
             self._now = replace(left, is_chosen=True, committed=None, aimed=None, seal_looks=0)
         return True
 
-    def begin(self, tie: PeerKeeper, roster: Roster) -> bool:
+    def begin(self, tie: "KeeperClient", roster: Roster) -> bool:
         """Prepare the keeper for the workers of *roster*; say whether they are to save.
 
         Raises:
@@ -253,7 +256,7 @@ class CommitFollower:
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
             log.debug("what was agreed on of checkpoints cannot be read: %s", exc)
 
-    def look(self, tie: PeerKeeper, stats: Mapping[str, Any]) -> None:
+    def look(self, tie: "KeeperClient", stats: Mapping[str, Any]) -> None:
         """Do with the keeper what was agreed on, and take in how far it is.
 
         Raises:
@@ -283,7 +286,7 @@ class CommitFollower:
         pieces = whole(stats.get("persist_pieces")) or 0
         self._said = self._word(now, progress, pieces, wants=wants).to_json()
 
-    def _see_trouble(self, stats: Mapping[str, Any], progress: KeeperProgressReader) -> None:
+    def _see_trouble(self, stats: Mapping[str, Any], progress: KeeperProgress) -> None:
         failed = pair(stats.get("persist_failed"))
         tries = (whole(stats.get("persist_failures")) or 0, failed)
         if not self.must_persist:
@@ -295,7 +298,7 @@ class CommitFollower:
         self._failed = failed if is_trouble else None
 
     def _word(
-        self, now: _Generation, progress: KeeperProgressReader, pieces: int, *, wants: bool
+        self, now: _Generation, progress: KeeperProgress, pieces: int, *, wants: bool
     ) -> NodeStatus:
         stored = self._look_up.of(self.directory) if wants and self.is_first else None
         return NodeStatus(
@@ -307,10 +310,10 @@ class CommitFollower:
             newest=progress.newest,
             persisted=progress.persisted,
             in_flight=progress.in_flight,
-            asked=progress.asked,
+            asked=None if progress.decided is None else progress.decided.step,
             told=now.told,
             is_due=progress.is_due or self.must_persist,
-            ballots=progress.ballots,
+            ballots=progress.group_digests,
             wants=wants,
             stored=stored,
             last=FinalStatus(
@@ -324,22 +327,18 @@ class CommitFollower:
         )
 
     def _follow(
-        self,
-        tie: PeerKeeper,
-        now: _Generation,
-        restore: RestoreOrder,
-        progress: KeeperProgressReader,
+        self, tie: "KeeperClient", now: _Generation, restore: RestoreOrder, progress: KeeperProgress
     ) -> None:
         mark = self._mark
         aim, committed, persist = mark.aim, mark.committed, mark.persist
         if aim is not None and aim.epoch == restore.epoch and aim != now.aimed:
-            tie.aim(aim.step)  # before the slots are free
+            tie.set_next_step(aim.step)  # before the slots are free
             now.aimed = aim
         if self._is_to_try_again(persist, progress):
             now.persisted = None
         if persist is not None and persist.epoch == restore.epoch and persist != now.persisted:
             now.told = persist
-            if tie.persist(persist):  # while it is still the newest
+            if tie.try_persist(persist):  # while it is still the newest
                 now.persisted = persist
         is_new = committed is not None and committed.epoch == restore.epoch
         if committed is not None and is_new and (now.committed or _NONE) < committed:
@@ -351,9 +350,9 @@ class CommitFollower:
             if state in held and state != progress.last:
                 tie.give_up(state)
         self._seal(tie, now, mark, progress)
-        self._differing.tell(tie, now.roster, mark.differ, restore.epoch)
+        self._differing.tell(tie.report_difference, now.roster, mark.differ, restore.epoch)
 
-    def _is_to_try_again(self, persist: StateId | None, progress: KeeperProgressReader) -> bool:
+    def _is_to_try_again(self, persist: StateId | None, progress: KeeperProgress) -> bool:
         """Say whether what could not be written here before is to be tried once more: at the end.
 
         In the middle of a run the next state is written instead.
@@ -364,7 +363,7 @@ class CommitFollower:
         return True
 
     def _seal(
-        self, tie: PeerKeeper, now: _Generation, mark: CommitRecord, progress: KeeperProgressReader
+        self, tie: "KeeperClient", now: _Generation, mark: CommitRecord, progress: KeeperProgress
     ) -> None:
         sealed = mark.sealed
         if sealed is None or mark.sealer != self._place.me.node or sealed not in progress.parts:
@@ -373,10 +372,10 @@ class CommitFollower:
             now.seal_looks = 0
             return
         if now.seal_looks % SEAL_AGAIN_LOOKS == 0:
-            tie.seal_persisted(sealed, now.roster.world_size)
+            tie.try_seal(sealed, now.roster.world_size)
         now.seal_looks += 1
 
-    def _choose(self, tie: PeerKeeper, now: _Generation, restore: RestoreOrder) -> None:
+    def _choose(self, tie: "KeeperClient", now: _Generation, restore: RestoreOrder) -> None:
         peers = _peers(now.notes)
         me, world = self._place.me, restore.world
         wanted = set(range(world))
@@ -390,13 +389,13 @@ class CommitFollower:
             if nodes:
                 sources[Shard(rank, world)] = _in_turn([peers[node] for node in nodes], rank)
         roots = {s: restore.roots[s.rank] for s in sources if s.rank in restore.roots}
-        tie.choose(restore.state, restore.epoch, sources, restore.why, roots=roots)
+        tie.restore_from(restore.state, restore.epoch, sources, restore.why, roots=roots)
         self._epoch_max = max(self._epoch_max, restore.epoch)
         now.is_chosen = True
 
     def _copies(
         self, roster: Roster, notes: GenerationPlan
-    ) -> tuple[list[KeeperPeer], list[Shard]]:
+    ) -> tuple[list[KeeperAddress], list[Shard]]:
         """Return who is to have copies of what is saved here, and which shards others send."""
         me, placement, peers = self._place.me.node, notes.placement, _peers(notes)
         if placement is None or me not in placement.nodes:
@@ -438,11 +437,11 @@ class CommitFollower:
         )
 
 
-def _peers(notes: GenerationPlan) -> dict[str, KeeperPeer]:
-    return {node: KeeperPeer(node, host, port) for node, (host, port) in notes.peers.items()}
+def _peers(notes: GenerationPlan) -> dict[str, KeeperAddress]:
+    return {node: KeeperAddress(node, host, port) for node, (host, port) in notes.peers.items()}
 
 
-def _in_turn(peers: Sequence[KeeperPeer], number: int) -> list[KeeperPeer]:
+def _in_turn(peers: Sequence[KeeperAddress], number: int) -> list[KeeperAddress]:
     """Return *peers* beginning at another one for each *number*, so that all serve alike."""
     at = number % len(peers) if peers else 0
     return [*peers[at:], *peers[:at]]

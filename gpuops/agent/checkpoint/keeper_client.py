@@ -1,20 +1,17 @@
-"""The real keeper behind what the agent asks: its process, and the line to it."""
+"""The keeper of an agent: its process, and the connection to it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpuops.agent.checkpoint.api import FinalFlush, StartedKeeper
-from gpuops.agent.checkpoint.keeper_protocols import KeeperPeer, KeeperProgressReader
 from gpuops.agent.checkpoint.messages import STORED_MAX, StoredStates
-from gpuops.checkpoint.agreement.replica_check import ReplicaReport
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
-from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient, open_agent_connection
+from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
 from gpuops.checkpoint.keeper.process import KeeperProcess, start_or_adopt
 from gpuops.checkpoint.storage.factory import open_store
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
-from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, ShardCopy, StateId
+from gpuops.checkpoint.types import CheckpointError, KeeperError, StateId
 
 log = logging.getLogger(__name__)
 
@@ -25,30 +22,30 @@ READY_S = 12.0
 NOWHERE = "no directory for checkpoints is set"
 
 
-class KeeperClient:
-    """A keeper's process and the line to it; *job* names the run in what is persisted."""
+class KeeperClient(AgentKeeperClient):
+    """The keeper of an agent; *job* names the run in what is persisted."""
 
-    def __init__(self, link: AgentKeeperClient, process: KeeperProcess, job: str) -> None:
-        self._link = link
+    def __init__(self, connection: KeeperConnection, process: KeeperProcess, job: str) -> None:
+        super().__init__(connection)
         self._process = process
         self._job = job
         self._directory: str | None = None
 
-    def begin_generation(self, generation: int, n_nodes: int, excluded_step: int | None) -> None:
-        self._link.begin_generation(generation, n_nodes, excluded_step, job=self._job)
+    def begin_generation(
+        self, generation: int, n_nodes: int, excluded_step: int | None, *, job: str = ""
+    ) -> None:
+        super().begin_generation(generation, n_nodes, excluded_step, job=job or self._job)
 
-    def stats(self) -> Mapping[str, Any]:
-        return self._link.stats()
-
-    def events(self) -> Sequence[Mapping[str, Any]]:
-        found = self._link.events()
+    def events(self) -> list[Mapping[str, Any]]:
+        found = super().events()
         for item in found:
             if item.get("kind") == "persisted" and isinstance(item.get("directory"), str):
                 self._directory = item["directory"]
         return found
 
-    def flush(self, deadline_s: float) -> FinalFlush:
-        done = self._link.flush(deadline_s)
+    def flush_newest(self, deadline_s: float) -> FinalFlush:
+        """Persist the newest committed state within *deadline_s*; ``state`` is that, or None."""
+        done = self.flush(deadline_s)
         return FinalFlush(
             state=done.state,
             fitted=done.state is not None,
@@ -57,69 +54,16 @@ class KeeperClient:
             why=done.why or None,
         )
 
-    def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
-        return self._link.serve_peers(address, node=node, token=token, job=job, port=port)
+    def try_persist(self, state: StateId) -> bool:
+        """Commit *state*, and begin to write this node's shards; False: not just now."""
+        return _is_taken(lambda: self.commit(state, persist=True))
 
-    def inventory(self) -> Sequence[ShardCopy]:
-        return self._link.inventory()
-
-    def replicate(self, holders: Sequence[KeeperPeer], keep: Sequence[Shard]) -> None:
-        self._link.replicate([KeeperAddress(*holder) for holder in holders], keep)
-
-    def choose(
-        self,
-        state: StateId | None,
-        epoch: int,
-        sources: Mapping[Shard, Sequence[KeeperPeer]],
-        why: Sequence[str],
-        *,
-        roots: Mapping[Shard, str],
-    ) -> None:
-        peers = {s: [KeeperAddress(*one) for one in of_shard] for s, of_shard in sources.items()}
-        self._link.restore_from(state, epoch, peers, why, roots=roots)
-
-    def take_over(self, epoch: int) -> None:
-        self._link.take_over(epoch)
-
-    def progress(self) -> KeeperProgressReader:
-        found = self._link.progress()
-        return KeeperProgressReader(
-            whole=found.whole,
-            replicated=found.replicated,
-            refused=found.refused,
-            parts=found.parts,
-            newest=found.newest,
-            persisted=found.persisted,
-            in_flight=found.in_flight,
-            asked=None if found.decided is None else found.decided.step,
-            last=found.last,
-            is_due=found.is_due,
-            ballots=found.group_digests,
-        )
-
-    def aim(self, step: int) -> None:
-        self._link.set_next_step(step)
-
-    def commit(self, state: StateId) -> None:
-        self._link.commit(state)
-
-    def persist(self, state: StateId) -> bool:
-        return _is_taken(lambda: self._link.commit(state, persist=True))
-
-    def give_up(self, state: StateId) -> None:
-        self._link.give_up(state)
-
-    def differ(self, told: ReplicaReport) -> None:
-        self._link.report_difference(told)
-
-    def seal_persisted(self, state: StateId, world: int) -> bool:
-        return _is_taken(lambda: self._link.seal_persisted(state, world))
-
-    def end(self) -> None:
-        self._link.shut_down()
+    def try_seal(self, state: StateId, world: int) -> bool:
+        """Write the manifest of a state whose shards are all written; False: not just now."""
+        return _is_taken(lambda: self.seal_persisted(state, world))
 
     def close(self) -> None:
-        self._link.close()
+        super().close()
         self._process.is_running()  # reaps it where it has ended
 
 
@@ -162,12 +106,12 @@ def start_keeper(
     """
     process = start_or_adopt(folder, lease_s=lease_s, node=node, ready_s=READY_S)
     try:
-        link = AgentKeeperClient.connect(process.socket_path, deadline_s=answer_s)
+        connection = open_agent_connection(process.socket_path, deadline_s=answer_s)
     except KeeperError:
         process.kill()
         raise
     return StartedKeeper(
-        tie=KeeperClient(link, process, job),
+        tie=KeeperClient(connection, process, job),
         socket=str(process.socket_path),
         pid=process.pid,
         adopted=process.is_adopted,

@@ -268,7 +268,7 @@ class KeeperSupervisor:
             within_s -= self._seconds_since(began_ns)
         newest = self._newest
         try:
-            done = tie.flush(max(0.0, within_s))
+            done = tie.flush_newest(max(0.0, within_s))
         except KeeperError as exc:
             self._lost("persisting the newest checkpoint", exc)
             return FinalFlush(newest=newest, why=str(exc))
@@ -314,7 +314,7 @@ class KeeperSupervisor:
 
     def _ended(self, keeper: StartedKeeper) -> bool:
         try:
-            keeper.tie.end()
+            keeper.tie.shut_down()
         except KeeperError as exc:
             self._record.failed("ending the keeper of the checkpoints", exc)
             return False

@@ -1,10 +1,9 @@
 """The agents' part in comparing replicas: the leader combines what nodes report; pure."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpuops.agent.checkpoint.keeper_protocols import PeerKeeper
 from gpuops.agent.checkpoint.messages import NodeStatus
 from gpuops.checkpoint.agreement.replica_check import (
     NAMED_MAX,
@@ -174,9 +173,13 @@ class ReplicaDifferenceReporter:
         self._open: dict[str, StateId] = {}  # since which state, by the key of the ranks
 
     def tell(
-        self, tie: PeerKeeper, roster: Roster, found: Sequence[ReplicaReport], epoch: int
+        self,
+        report: Callable[[ReplicaReport], None],
+        roster: Roster,
+        found: Sequence[ReplicaReport],
+        epoch: int,
     ) -> None:
-        """Have the keeper tell what is new here of what was *found*, the newest last.
+        """Give *report*, of the keeper, what is new here of what was *found*, the newest last.
 
         Raises:
             KeeperError: It does not answer; the rest is told when this is called again.
@@ -186,10 +189,10 @@ class ReplicaDifferenceReporter:
             if outcome is ReplicaOutcome.ALIKE:
                 since = self._open.get(told.key)
                 if since is not None and since < state:
-                    tie.differ(told)
+                    report(told)
                     del self._open[told.key]
             elif state.epoch == epoch and self._is_to_tell(told, roster):
-                tie.differ(replace(told, nodes=_nodes_of(roster, told.difference)))
+                report(replace(told, nodes=_nodes_of(roster, told.difference)))
                 self._told.add((told.key, state))
                 if outcome is not ReplicaOutcome.APART:
                     self._open[told.key] = state

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.checkpoint.agreement.local_recovery import WHY_MAX
+from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import ReplicaReport, replica_report_to_json
 from gpuops.checkpoint.digest import check_digest
 from gpuops.checkpoint.keeper.agent_messages import (
-    KeeperProgress,
     holder_pages,
     peers_to_json,
     progress_from_json,
@@ -25,11 +25,11 @@ from gpuops.checkpoint.keeper.messages import (
     shard_to_json,
     state_to_json,
 )
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
 from gpuops.checkpoint.types import (
     IMAGE_BYTES_MAX,
     CorruptError,
     Digest,
+    KeeperAddress,
     KeeperError,
     Shard,
     ShardCopy,
@@ -55,6 +55,21 @@ class KeeperFlushResult:
     why: str = ""
 
 
+def open_agent_connection(socket_path: Path, *, deadline_s: float = DEADLINE_S) -> KeeperConnection:
+    """Return the connection of the one agent of the keeper at *socket_path*.
+
+    Raises:
+        KeeperError: There is no keeper, or it has an agent.
+    """
+    connection = KeeperConnection(socket_path, deadline_s=deadline_s)
+    try:
+        connection.call("hello", role="agent")
+    except BaseException:  # boundary: the connection is closed, the error goes on
+        connection.close()
+        raise
+    return connection
+
+
 class AgentKeeperClient:
     """A keeper has one agent at a time; a lost one may be followed by another within the lease.
 
@@ -68,18 +83,8 @@ class AgentKeeperClient:
 
     @classmethod
     def connect(cls, socket_path: Path, *, deadline_s: float = DEADLINE_S) -> "AgentKeeperClient":
-        """Return the line of the one agent of the keeper at *socket_path*.
-
-        Raises:
-            KeeperError: There is no keeper, or it has an agent.
-        """
-        connection = KeeperConnection(socket_path, deadline_s=deadline_s)
-        try:
-            connection.call("hello", role="agent")
-        except BaseException:  # boundary: the line is closed, the error goes on
-            connection.close()
-            raise
-        return cls(connection)
+        """Return the client of the keeper at *socket_path*; see `open_agent_connection`."""
+        return cls(open_agent_connection(socket_path, deadline_s=deadline_s))
 
     def begin_generation(
         self, generation: int, n_nodes: int, excluded_step: int | None, *, job: str = ""

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpuops.checkpoint.agreement.progress import REFUSED_MAX, KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import (
-    GroupDigest,
     group_digests_from_json,
     group_digests_to_json,
 )
@@ -17,8 +17,13 @@ from gpuops.checkpoint.keeper.messages import (
     state_to_json,
 )
 from gpuops.checkpoint.peers.fetch import ShardHolders
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
-from gpuops.checkpoint.types import EPOCH_MAX, STEP_MAX, Shard, StateId
+from gpuops.checkpoint.types import (
+    EPOCH_MAX,
+    STEP_MAX,
+    KeeperAddress,
+    Shard,
+    StateId,
+)
 
 HOLDERS_PER_SHARD_MAX = 8
 SHARDS_MAX = 2048
@@ -87,36 +92,6 @@ def holders_from_json(fields: MessageFields) -> dict[Shard, ShardHolders]:
             raise MessageError(f"a message names peers {indexes} of {len(peers)}")
         parsed[row.shard()] = ShardHolders(tuple(peers[n] for n in indexes), root)
     return parsed
-
-
-COMPLETE_MAX = 4
-REFUSED_MAX = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperProgress:
-    """States are newest first, and few.
-
-    ``whole``: all of this node's shards are in its memory, verified. ``replicated``: and every
-    holder that lives has them. ``refused``: skipped or given up here; these are the newest of them
-    only, so to know whether any state was: one that is neither whole nor ``in_flight`` and is not
-    after ``decided`` (of its epoch) was. ``newest`` committed one. ``persisted``: lies whole in the
-    directory. ``parts``: of these this node's shards lie there. ``is_due``: by the policy of the
-    job the newest is to be persisted. ``group_digests``: of a committed state, for others to
-    compare. ``last``: a rank asked for it as the last one.
-    """
-
-    whole: tuple[StateId, ...] = ()
-    replicated: tuple[StateId, ...] = ()
-    refused: tuple[StateId, ...] = ()
-    newest: StateId | None = None
-    persisted: StateId | None = None
-    parts: tuple[StateId, ...] = ()
-    in_flight: StateId | None = None
-    decided: StateId | None = None
-    last: StateId | None = None
-    is_due: bool = False
-    group_digests: tuple[GroupDigest, ...] = ()
 
 
 _LIST_FIELDS = ("whole", "replicated", "refused", "parts")

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuops.checkpoint.agreement.local_recovery import ShardLocation
-from gpuops.checkpoint.keeper.agent_messages import EventQueue, KeeperProgress
+from gpuops.checkpoint.agreement.progress import KeeperProgress
+from gpuops.checkpoint.keeper.agent_messages import EventQueue
 from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
 from gpuops.checkpoint.keeper.jobs import Jobs
 from gpuops.checkpoint.keeper.messages import state_to_json

@@ -1,6 +1,6 @@
 """How far the keeper of one node is, for whoever decides for all nodes."""
 
-from gpuops.checkpoint.keeper.agent_messages import COMPLETE_MAX, REFUSED_MAX, KeeperProgress
+from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, REFUSED_MAX, KeeperProgress
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.peers.service import PeerService

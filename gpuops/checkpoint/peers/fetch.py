@@ -10,10 +10,11 @@ from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.transfer.client import FetchResult, fetch, fetch_digest
 from gpuops.checkpoint.transfer.connection import TransferLimits
 from gpuops.checkpoint.transfer.credentials import JobCredentials
-from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
+from gpuops.checkpoint.transfer.parallel import TransferOptions
 from gpuops.checkpoint.types import (
     CheckpointError,
     Digest,
+    KeeperAddress,
     KeeperError,
     Shard,
     ShardCopy,

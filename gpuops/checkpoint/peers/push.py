@@ -24,9 +24,14 @@ from gpuops.checkpoint.transfer.client import PushResult, push
 from gpuops.checkpoint.transfer.connection import TransferLimits
 from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
-from gpuops.checkpoint.transfer.parallel import KeeperAddress, TransferOptions
+from gpuops.checkpoint.transfer.parallel import TransferOptions
 from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
-from gpuops.checkpoint.types import CorruptError, Shard, StateId
+from gpuops.checkpoint.types import (
+    CorruptError,
+    KeeperAddress,
+    Shard,
+    StateId,
+)
 from gpuops.host.clock import SystemClock
 
 HOLDERS_MAX = 16

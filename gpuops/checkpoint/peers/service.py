@@ -30,9 +30,15 @@ from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
 from gpuops.checkpoint.transfer.server import TransferServer
-from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, ShardCopy, StateId
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    KeeperAddress,
+    KeeperError,
+    Shard,
+    ShardCopy,
+    StateId,
+)
 from gpuops.host.clock import SystemClock
 from gpuops.host.net.traffic import Traffic, interface_of
 

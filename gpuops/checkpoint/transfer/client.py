@@ -16,7 +16,7 @@ from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy, request_
 from gpuops.checkpoint.transfer.connection import TransferConnection
 from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import SendPace
-from gpuops.checkpoint.transfer.parallel import KeeperAddress, ParallelConnections, TransferOptions
+from gpuops.checkpoint.transfer.parallel import ParallelConnections, TransferOptions
 from gpuops.checkpoint.transfer.wire import (
     OpenCopy,
     PushOffer,
@@ -25,7 +25,14 @@ from gpuops.checkpoint.transfer.wire import (
     TransferRefusal,
     TransferRefusedError,
 )
-from gpuops.checkpoint.types import CorruptError, Digest, Shard, ShardCopy, StateId
+from gpuops.checkpoint.types import (
+    CorruptError,
+    Digest,
+    KeeperAddress,
+    Shard,
+    ShardCopy,
+    StateId,
+)
 from gpuops.host.net.frames import WireError
 
 

@@ -17,7 +17,7 @@ from gpuops.checkpoint.transfer.connection import (
 )
 from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
-from gpuops.checkpoint.types import CorruptError
+from gpuops.checkpoint.types import CorruptError, KeeperAddress
 from gpuops.host.net.frames import WireError
 
 # A damaged opening looks like another token; three in a row are one.
@@ -25,19 +25,6 @@ UNAUTHENTICATED_MAX = 3
 PAUSE_MIN_S = 0.02
 PAUSE_MAX_S = 0.5
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperAddress:
-    """Where another node's keeper is; *host* is an address, not a name."""
-
-    name: str
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.name} ({host}:{self.port})"
 
 
 @dataclass(frozen=True, slots=True)

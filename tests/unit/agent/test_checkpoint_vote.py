@@ -313,7 +313,7 @@ def test_two_leaders_that_found_the_same_are_heard_once():
     bad.keeper.told.clear()
     differing = ReplicaDifferenceReporter(bad.me)
     for _ in range(2):
-        differing.tell(bad.keeper, bad.leader.roster, both, found.state.epoch)
+        differing.tell(bad.keeper.report_difference, bad.leader.roster, both, found.state.epoch)
 
     assert bad.keeper.told == [told]
 

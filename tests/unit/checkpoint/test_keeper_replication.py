@@ -7,8 +7,8 @@ from collections import deque
 import pytest
 from support.keeper_ranks import fill, layout_of, until
 
+from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.keeper.agent_messages import (
-    KeeperProgress,
     holder_pages,
     holders_from_json,
     progress_from_json,
@@ -35,9 +35,14 @@ from gpuops.checkpoint.peers.push import (
 from gpuops.checkpoint.peers.source import ReplicaSource
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.client import PushResult
-from gpuops.checkpoint.transfer.parallel import KeeperAddress
 from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
-from gpuops.checkpoint.types import CorruptError, KeeperError, Shard, StateId
+from gpuops.checkpoint.types import (
+    CorruptError,
+    KeeperAddress,
+    KeeperError,
+    Shard,
+    StateId,
+)
 
 NEAR, FAR = KeeperAddress("near", "127.0.0.1", 1001), KeeperAddress("far", "127.0.0.1", 1002)
 

@@ -26,11 +26,12 @@ from checkpoint_torch import (
     dcp_savers,
     end_dcp_process,
 )
+from support.placements import simulate_survival
 
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.placement.replica_placement import place
-from gpuops.checkpoint.placement.survival import mixed_odds, simulate_survival
+from gpuops.checkpoint.placement.survival import mixed_odds
 from gpuops.config.resolve import environ, update_environ
 from gpuops.host.process.sidecar import Sidecar
 from gpuops.units import format_bytes

@@ -1,11 +1,12 @@
 """What every recorder promises to code that must not fail."""
 
 import pytest
+from support.recorders import ListRecorder
 from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
 from gpuops.store.spool.format import decode_line
-from gpuops.store.spool.record import ListRecorder, NullRecorder, spool_recorder
+from gpuops.store.spool.record import NullRecorder, spool_recorder
 from gpuops.store.spool.record_queue import QueuedRecorder
 from gpuops.store.spool.segments import find_segments
 

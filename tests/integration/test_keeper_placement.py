@@ -5,8 +5,9 @@ import contextlib
 import pytest
 from support.keeper_ranks import until
 from support.peer_keepers import Node, commit, save, seat
+from support.placements import missing_copies
 
-from gpuops.checkpoint.placement.replica_placement import missing_copies, place, rebalance
+from gpuops.checkpoint.placement.replica_placement import place, rebalance
 from gpuops.checkpoint.types import Shard, StateId, Tier
 
 N_FLOATS = 300_000

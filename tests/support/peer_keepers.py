@@ -7,7 +7,7 @@ from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
 from gpuops.checkpoint.keeper.api import Lease
 from gpuops.checkpoint.keeper.connection import keeper_socket_path
 from gpuops.checkpoint.keeper.core import KeeperCore
-from gpuops.checkpoint.keeper.jobs import ThreadJobs, Waker
+from gpuops.checkpoint.keeper.jobs import Jobs, Waker
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.keeper.server import KeeperServer
@@ -118,7 +118,7 @@ class SmallNode(Node):
         folder.mkdir(mode=0o700)
         memory = NodeMemory(self.name, lambda: self.room_bytes - memory.populated_bytes())
         self._waker = waker = Waker()
-        self._jobs = ThreadJobs(waker.wake)
+        self._jobs = Jobs(waker.wake)
         self._core = KeeperCore(memory, self._jobs)
         server = KeeperServer(
             self._core, folder, lease_s=60.0, waker=waker, run_callbacks=self._jobs.run_callbacks

@@ -27,9 +27,9 @@ from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import RestartPolicy
 from gpuops.model import WorkerExit
-from gpuops.store.spool.record import ListRecorder
 from gpuops.wire import STEP_UNKNOWN, WorkerFlag
 from support.exits import RULES
+from support.recorders import ListRecorder
 
 RUN_ID = "01890000-0000-7000-8000-000000000001"
 NODE_FACTS = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")

@@ -18,8 +18,6 @@ from gpuops.checkpoint.keeper.messages import (
 )
 from gpuops.checkpoint.peers.fetch import ShardHolders
 from gpuops.checkpoint.types import (
-    EPOCH_MAX,
-    STEP_MAX,
     KeeperAddress,
     Shard,
     StateId,
@@ -133,13 +131,7 @@ def progress_from_json(fields: MessageFields) -> KeeperProgress:
 
 def _states(fields: MessageFields, name: str) -> tuple[StateId, ...]:
     pairs = fields.items(name, REFUSED_MAX)
-    found = []
-    for pair in pairs:
-        is_valid = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
-        if not is_valid or not (0 <= pair[0] <= EPOCH_MAX and 0 <= pair[1] <= STEP_MAX):
-            raise MessageError(f"a message has {name} with {str(pair)[:40]}")
-        found.append(StateId(*pair))
-    return tuple(found)
+    return tuple(MessageFields({name: pair}).state(name) for pair in pairs)
 
 
 EVENTS_MAX = 1000

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -67,48 +67,11 @@ class Waker:
         self._write.close()
 
 
-class Jobs(Protocol):
-    """Where work that takes time is done. *then* is called later, never from within the call."""
+class Jobs:
+    """Where work that takes time is done, in threads; what is to follow is called later.
 
-    def hash(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Read memory: a few at a time."""
-        ...
-
-    def populate(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Take memory."""
-        ...
-
-    def search(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Read a directory, which may take as long as it likes: one at a time."""
-        ...
-
-    def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
-        """Call *function* for each of *things*; for use by what `search` does."""
-        ...
-
-    def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Write to a directory, giving way to everything else: one at a time."""
-        ...
-
-    def check_replicas(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Read memory, giving way to everything else: one at a time."""
-        ...
-
-    def push(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Send to another node, giving way to the training: `PUSHES_MAX` at a time."""
-        ...
-
-    def fetch(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Get from another node what ranks will wait for: a few at a time."""
-        ...
-
-    def post(self, do: Callable[[], None]) -> None:
-        """Have *do* called soon in the thread of the messages; for any thread."""
-        ...
-
-
-class ThreadJobs:
-    """Jobs in threads; *wake* is called from them when a result is there for `run_callbacks`."""
+    *wake* is called from these threads when a result is there for `run_callbacks`.
+    """
 
     def __init__(self, wake: Callable[[], None], *, n_hash: int | None = None) -> None:
         self._wake = wake
@@ -126,27 +89,35 @@ class ThreadJobs:
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def hash(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Read memory: a few at a time."""
         self._submit(self._hashers, work, on_done)
 
     def populate(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Take memory."""
         self._submit(self._populator, work, on_done)
 
     def search(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Read a directory, which may take as long as it likes: one at a time."""
         self._submit(self._searcher, work, on_done)
 
     def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Write to a directory, giving way to everything else: one at a time."""
         self._submit(self._persister, work, on_done)
 
     def check_replicas(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Read memory, giving way to everything else: one at a time."""
         self._submit(self._replica_checker, work, on_done)
 
     def push(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Send to another node, giving way to the training: `PUSHES_MAX` at a time."""
         self._submit(self._pusher, work, on_done)
 
     def fetch(self, work: Work[T], on_done: OnDone[T]) -> None:
+        """Get from another node what ranks will wait for: a few at a time."""
         self._submit(self._fetcher, work, on_done)
 
     def post(self, do: Callable[[], None]) -> None:
+        """Have *do* called soon in the thread of the messages; for any thread."""
         self._done.put(do)
         self._wake()
 
@@ -155,7 +126,7 @@ class ThreadJobs:
         return self._hashers.map(function, things)
 
     def run_callbacks(self) -> None:
-        """Call the *then* of all that is done."""
+        """Call the ``on_done`` of all that is done."""
         with suppress(Empty):
             while True:
                 self._done.get_nowait()()

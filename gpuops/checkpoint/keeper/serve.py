@@ -18,7 +18,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from gpuops.checkpoint.keeper.core import KeeperCore
-from gpuops.checkpoint.keeper.jobs import ThreadJobs, Waker
+from gpuops.checkpoint.keeper.jobs import Jobs, Waker
 from gpuops.checkpoint.keeper.server import KeeperServer
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.storage.directory_lock import DirectoryLocks, this_process
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace) -> int:
     _set_up_log(options.folder / LOG)
     waker = Waker()
-    jobs = ThreadJobs(waker.wake)
+    jobs = Jobs(waker.wake)
     claims = DirectoryLocks(
         lambda: core.persister.origin.job, lambda: core.is_in_use, this_process()
     )

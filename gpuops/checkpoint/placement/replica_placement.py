@@ -214,12 +214,6 @@ def rebalance(
     )
 
 
-def missing_copies(old: ReplicaPlacement, new: ReplicaPlacement) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of an owner and a holder that *new* has and *old* has not: what is sent."""
-    existing = set(old.copies())
-    return tuple(pair for pair in new.copies() if pair not in existing)
-
-
 class _GroupRebuilder:
     """Makes groups again out of what is left of broken ones and of newcomers."""
 

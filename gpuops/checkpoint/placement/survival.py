@@ -8,11 +8,10 @@ How well a placement keeps the copies of one state apart, beside the best that c
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
-from random import Random
 
 from gpuops.checkpoint.placement.domains import DomainPath, FailureDomains
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement
@@ -146,18 +145,6 @@ def _domain_losses(placement: ReplicaPlacement, domains: FailureDomains) -> Iter
             lost_nodes = set(nodes)
             alone = tuple(node for node in nodes if lost_nodes.issuperset(placement.holders(node)))
             yield DomainLoss(level, domain, len(nodes), alone)
-
-
-def simulate_survival(placement: ReplicaPlacement, lost: int, trials: int, random: Random) -> float:
-    """Return the share of *trials* random losses that leave each state a holder.
-
-    It asks the placement itself who holds what, and so checks what `mixed_odds` counts.
-    """
-    nodes: Sequence[str] = placement.nodes
-    survived = sum(
-        not lost_states(placement, set(random.sample(nodes, lost))) for _ in range(trials)
-    )
-    return survived / trials
 
 
 def _group_sets(n_groups: int, m: int, lost: int) -> int:

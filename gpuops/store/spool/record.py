@@ -17,7 +17,7 @@ from gpuops.errors import SpoolError
 from gpuops.host.clock import Clock
 from gpuops.model import Event, Severity
 from gpuops.store.events import lost_events_event
-from gpuops.store.spool.format import LineEncoder, sanitize_event
+from gpuops.store.spool.format import LineEncoder
 from gpuops.store.spool.write import SpoolWriter
 
 JOURNAL_SUFFIX = ".jsonl"
@@ -71,20 +71,6 @@ class NullRecorder:
 
     def close(self) -> None:
         pass
-
-
-class ListRecorder:
-    """Keeps events in memory as a store would get them."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.closed = False
-
-    def record(self, *events: Event) -> None:
-        self.events.extend(sanitize_event(event) for event in events)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class _LineSink(Protocol):

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from support.agreement import World
 from support.kept_states import NOTHING, SavingWorld, newest
+from support.placements import missing_copies
 
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
 from gpuops.agent.checkpoint.leader import notes_of
 from gpuops.agent.checkpoint.messages import StoredStates
-from gpuops.checkpoint.placement.replica_placement import missing_copies
 from gpuops.checkpoint.types import CheckpointError, StateId
 from gpuops.incident.decision import ReportKind, RestartPolicy
 

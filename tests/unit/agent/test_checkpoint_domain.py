@@ -3,12 +3,12 @@
 import random
 
 import pytest
+from support.placements import missing_copies
 
 from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory, MessageFormatError
 from gpuops.agent.checkpoint.restore_rule import notes_for
 from gpuops.agent.checkpoint.start import domain_of
 from gpuops.checkpoint.placement.domains import align_paths
-from gpuops.checkpoint.placement.replica_placement import missing_copies
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 from gpuops.config.schema import parse_domain
 from gpuops.control.record import Member, Roster

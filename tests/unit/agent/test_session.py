@@ -4,13 +4,13 @@ import threading
 import time
 
 from support.decisions import report
+from support.recorders import ListRecorder
 
 from gpuops.agent.journal.payloads import NodeFacts
 from gpuops.agent.journal.session import NodeContext, RunSession
 from gpuops.agent.launch.identity import RunIdentity
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import ReportKind
-from gpuops.store.spool.record import ListRecorder
 
 NODE = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")
 

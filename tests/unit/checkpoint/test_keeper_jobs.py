@@ -5,7 +5,7 @@ import os
 import selectors
 import threading
 
-from gpuops.checkpoint.keeper.jobs import NICE_HASH, NICE_PERSIST, NICE_POPULATE, ThreadJobs, Waker
+from gpuops.checkpoint.keeper.jobs import NICE_HASH, NICE_PERSIST, NICE_POPULATE, Jobs, Waker
 
 
 def results(jobs, waker, n):
@@ -26,7 +26,7 @@ def nice():
 
 
 def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
-    with contextlib.closing(Waker()) as waker, contextlib.closing(ThreadJobs(waker.wake)) as jobs:
+    with contextlib.closing(Waker()) as waker, contextlib.closing(Jobs(waker.wake)) as jobs:
         jobs.found = []
         base = nice()
 
@@ -44,7 +44,7 @@ def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
 
 
 def test_what_work_raises_is_its_result():
-    with contextlib.closing(Waker()) as waker, contextlib.closing(ThreadJobs(waker.wake)) as jobs:
+    with contextlib.closing(Waker()) as waker, contextlib.closing(Jobs(waker.wake)) as jobs:
         jobs.found = []
         jobs.search(lambda: 1 // 0, lambda result, error: jobs.found.append((result, error)))
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.placements import missing_copies
 
 from gpuops.checkpoint.placement.domains import FailureDomains, even_domains
 from gpuops.checkpoint.placement.replica_placement import (
     NODES_MAX,
     ReplicaPlacement,
-    missing_copies,
     place,
     rebalance,
 )

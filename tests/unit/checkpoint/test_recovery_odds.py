@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.placements import simulate_survival
 
 from gpuops.checkpoint.placement.domains import FailureDomains, even_domains
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place
@@ -19,7 +20,6 @@ from gpuops.checkpoint.placement.survival import (
     mixed_odds,
     ring_odds,
     ring_sets,
-    simulate_survival,
 )
 
 SIZES = [(n, m) for n in range(1, 12) for m in range(1, n + 1)]

@@ -8,6 +8,7 @@ from support.decisions import cluster, decision, report, stopped
 from support.draws import draws
 from support.exits import NODE, RUN, S, killed
 from support.history import record_run, run_row
+from support.recorders import ListRecorder
 
 from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.journal.run_journal import RunJournal
@@ -20,7 +21,6 @@ from gpuops.store.ingest.batch import ingest
 from gpuops.store.ingest.envelope import EventEnvelope
 from gpuops.store.queries import run_queries
 from gpuops.store.spool.format import SpoolLine
-from gpuops.store.spool.record import ListRecorder
 from gpuops.wire import Beat, StepSource
 from gpuops.wire import WorkerPhase as Beating
 

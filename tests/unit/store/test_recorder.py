@@ -4,13 +4,14 @@ import logging
 import shutil
 
 import pytest
+from support.recorders import ListRecorder
 from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
 from gpuops.store.events import new_event
 from gpuops.store.spool.format import decode_line
-from gpuops.store.spool.record import ListRecorder, NullRecorder, spool_recorder
+from gpuops.store.spool.record import NullRecorder, spool_recorder
 from gpuops.store.spool.segments import find_segments
 
 

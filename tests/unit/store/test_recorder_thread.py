@@ -5,10 +5,10 @@ import threading
 import time
 
 import pytest
+from support.recorders import ListRecorder
 from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
-from gpuops.store.spool.record import ListRecorder
 from gpuops.store.spool.record_queue import QueuedRecorder
 
 LIMIT_S = 10

@@ -46,7 +46,7 @@ def build_node_report(  # noqa: PLR0913  the agent's whole knowledge of one gene
         generation: 0-based.
         rules: Log rules (worker and kernel).
         kernel_lines: The kernel log around the failure; none where it may not be read.
-        kind: What the agent saw; for a hang or a GPU fault the sentry's own account has the class.
+        kind: What the agent saw; for a hang or a GPU fault the monitor's own account has the class.
         gpu_uuids: The GPU of each local rank, as far as known.
         own_gpus: The PCI addresses of the job's GPUs, as far as known.
         checkpoint_step: The newest checkpoint known here.

@@ -75,7 +75,7 @@ def ready(sentry):
     """Wait until both children watch: NVML tells the GPUs, the kernel's log is at its end."""
 
     def both():
-        sentry.look()
+        sentry.poll()
         return set(sentry._gpus) == set(XidSource)
 
     until(both)
@@ -91,11 +91,11 @@ def test_an_xid_79_while_workers_run_is_reported_at_once(mock, root):
     sentry, env = opened(mock, root)
     with closing(sentry):
         ready(sentry)
-        assert sentry.look() is None
+        assert sentry.poll() is None
         assert sentry.rank_gpus(range(4)) == dict(enumerate(UUIDS[:4]))
         started_s = time.monotonic()
         mock_nvml.change(env, HEALTHY + "\nxid 1 79")
-        report = until(sentry.look)
+        report = until(sentry.poll)
 
         assert time.monotonic() - started_s < 10  # a fraction of a second on a quiet machine
         assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
@@ -110,7 +110,7 @@ def test_the_log_tells_where_nvml_hangs(mock, root):
     with closing(sentry):
         ready(sentry)
         write(root, BUS.format(addresses(4)[2][:-2]))
-        report = until(sentry.look)
+        report = until(sentry.poll)
 
         assert report.culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
         assert "seen by the kernel's log" in report.how
@@ -124,13 +124,13 @@ def test_a_fault_of_an_application_is_kept_and_ends_nothing(mock, root):
         write(root, f"NVRM: Xid (PCI:{addresses(4)[3][:-2]}): 31, pid=103, name=python, Ch 1")
 
         def both():
-            assert sentry.look() is None
+            assert sentry.poll() is None
             return [sign for sign in sentry.recent() if len(sign.sources) == 2]
 
         (sign,) = until(both)
         assert sign.failure_class is FailureClass.GPU_ILLEGAL_ACCESS
         assert (sign.local_rank, sign.blames_node, sign.count) == (3, False, 1)
-        (evidence,) = sentry.collect(1.0)
+        (evidence,) = sentry.evidence(1.0)
         assert evidence.entity == Entity(EntityKind.GPU, UUIDS[3])
 
 
@@ -139,11 +139,11 @@ def test_a_gpu_of_another_job_is_not_ours(mock, root):
     with closing(sentry):
         ready(sentry)
         mock_nvml.change(env, HEALTHY + "\nxid 3 79\nxid 0 48")
-        report = until(sentry.look)
+        report = until(sentry.poll)
 
         assert report.culprits[0] == Entity(EntityKind.GPU, UUIDS[0])
-        assert sentry.collect(1.0)[0].entity == Entity(EntityKind.GPU, UUIDS[0])
-        assert len(sentry.collect(1.0)) == 1
+        assert sentry.evidence(1.0)[0].entity == Entity(EntityKind.GPU, UUIDS[0])
+        assert len(sentry.evidence(1.0)) == 1
 
 
 def test_a_storm_hides_nothing(mock, root):
@@ -157,7 +157,7 @@ def test_a_storm_hides_nothing(mock, root):
         def look():
             nonlocal slowest_s
             started_s = time.thread_time()
-            report = sentry.look()
+            report = sentry.poll()
             slowest_s = max(slowest_s, time.thread_time() - started_s)
             return report
 
@@ -193,7 +193,7 @@ def test_a_driver_that_recovers_is_watched_again(mock, root):
         until(lambda: child.restarts > 1)
         mock_nvml.change(env, f"{HEALTHY}\nxid 2 79")
 
-        assert until(sentry.look).culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
+        assert until(sentry.poll).culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
 
 
 def test_a_gpu_that_nvml_calls_lost_is_found(mock, root):
@@ -202,7 +202,7 @@ def test_a_gpu_that_nvml_calls_lost_is_found(mock, root):
         ready(sentry)
         lost = f"{HEALTHY}\nreturn * nvmlEventSetWait 15\nreturn 2 nvmlDeviceGetPciInfo 15"
         mock_nvml.change(env, lost)
-        report = until(sentry.look)
+        report = until(sentry.poll)
 
         assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
         assert report.culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
@@ -212,7 +212,7 @@ def test_a_slow_driver_delays_nothing(mock, root):
     sentry, _env = opened(mock, root, HEALTHY + "\ndelay * nvmlInit 60000")
     started_s = time.monotonic()
     for _ in range(10):
-        assert sentry.look() is None
+        assert sentry.poll() is None
     sentry.close()
 
     assert time.monotonic() - started_s < 30
@@ -237,7 +237,7 @@ from pathlib import Path
 context = GpuMonitorContext(node="n1", env=dict(os.environ), root=Path(sys.argv[1]))
 sentry = open_gpu_monitor(context, SystemClock())
 while len(sentry._gpus) < 2:
-    sentry.look()
+    sentry.poll()
     time.sleep(0.02)
 print(*(child.pid for child in sentry._sources.values()), flush=True)
 time.sleep(60)
@@ -275,6 +275,6 @@ def test_a_machine_without_a_gpu_is_not_watched(tmp_path):
         sentry.begin(watched())
         until(sentry._sources[XidSource.KERNEL].given_up.is_set)
 
-        assert sentry.look() is None
+        assert sentry.poll() is None
         assert sentry._sources[XidSource.KERNEL].restarts == 0
-        assert (sentry.collect(1.0), sentry.recent()) == ((), ())
+        assert (sentry.evidence(1.0), sentry.recent()) == ((), ())

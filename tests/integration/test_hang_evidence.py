@@ -118,7 +118,7 @@ class Job:
 
         def look():
             self.sentry.feed({worker.rank: worker.ring.poll() for worker in self.workers})
-            return self.sentry.look()
+            return self.sentry.poll()
 
         return wait_until(look, limit_s=90, what="a report")
 
@@ -144,7 +144,7 @@ def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
 ):
     with Job(tmp_path, how) as job:
         report = job.report()
-        evidence = job.sentry.collect(5.0)
+        evidence = job.sentry.evidence(5.0)
 
     assert report.culprits == (Entity(EntityKind.RANK, "1"),), report.how
     assert (report.failure_class, report.blames_node) == (failure_class, blames)
@@ -162,7 +162,7 @@ def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp
     eyes = SystemEvidenceReader("", beside=tmp_path)
     with Job(tmp_path, how, eyes) as job:
         report = job.report()
-        evidence = job.sentry.collect(5.0)
+        evidence = job.sentry.evidence(5.0)
 
     assert report.culprits == (Entity(EntityKind.RANK, "1"),)
     assert report.failure_class is FailureClass.HANG_NO_PROGRESS

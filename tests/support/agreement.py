@@ -226,7 +226,7 @@ class Player:
         if record.phase is RunPhase.RENDEZVOUS and self.ready_entries < record.generation:
             if self.node not in record.excluded:
                 key = self.link.keys.ready(record.generation, self.me.agent)
-                self.link.store.put(key, pack({**self.me.to_json(), **self.wish()}))
+                self.link.store.put(key, pack({**self.me.to_json(), **self.join_payload()}))
                 self.ready_entries = record.generation
         elif record.phase is not RunPhase.RENDEZVOUS:
             entry = self.link.store.get(self.link.keys.roster(record.generation))
@@ -239,7 +239,7 @@ class Player:
                 self.link.file_report(self._report(ReportKind.STOPPED, record.generation))
                 self.left = record.generation
 
-    def wish(self):
+    def join_payload(self):
         """Return what goes with the wish for a seat."""
         return {}
 

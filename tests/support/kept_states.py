@@ -282,7 +282,7 @@ class Saver(Player):
         said = self.agreement.said()
         return {} if said is None else {FIELD: said}
 
-    def wish(self):
+    def join_payload(self):
         return {FIELD: self.agreement.holding(self.keeper)} if self.world.keeps(self) else {}
 
     def before_save(self, roster):

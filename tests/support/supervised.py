@@ -201,27 +201,31 @@ class Agent:
             run_id=RUN_ID, folder="run", generation=0, phase=RunPhase.RENDEZVOUS, since_s=0.0
         )
         view = join(self.store, self.me, fresh, self.clock, self.clock.advance)
-        self.link = ControlClient(self.store, self.me, view, self.clock, fence_timeout_s=10.0)
-        self.terms = terms or RestartPolicy(restarts_max=3)
+        self.control = ControlClient(self.store, self.me, view, self.clock, fence_timeout_s=10.0)
+        self.restart_policy = terms or RestartPolicy(restarts_max=3)
         self.leader = Leader(
-            self.link, self.clock, self.terms, LeaderTimeouts(), lambda *a: (decide(*a), None)
+            self.control,
+            self.clock,
+            self.restart_policy,
+            LeaderTimeouts(),
+            lambda *a: (decide(*a), None),
         )
-        self.link.coordinator = self.leader
+        self.control.coordinator = self.leader
         self.recorder = ListRecorder()
         self.said, self.states = [], []
         self.cancellation = Cancellation()
         self.plan = LaunchPlan(
-            terms=self.terms,
-            meeting=EndpointPlan(kind=EndpointKind.PRIVATE, run_key="job"),
+            restart_policy=self.restart_policy,
+            endpoint=EndpointPlan(kind=EndpointKind.PRIVATE, run_key="job"),
             **plan,
         )
         self.session = self._session(folder / self.node)
         self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
         self.workers.on_look = self.run_once
-        self.sentries = []
-        self.doubts = []
+        self.monitors = []
+        self.suspects = []
         self.job_xids = lambda _since_ns: None
-        self.pace = StepTracker()
+        self.step_tracker = StepTracker()
         self.checkpoints = NoCheckpointService()
         self.while_waiting = []  # done one by one, each time that the agent waits
 
@@ -246,13 +250,13 @@ class Agent:
             clock=self.clock,
             node=self.node,
             plan=self.plan,
-            link=self.link,
+            control=self.control,
             leader=self.leader,
-            rulings=DecisionLog(self.leader, self.session.chronicle),
+            decisions=DecisionLog(self.leader, self.session.journal),
             session=self.session,
             logs=None,
             cancellation=self.cancellation,
-            gate=NoPreflight(),
+            preflight=NoPreflight(),
             say=self.said.append,
             agent_pid=1,
             slurm_job_id=None,
@@ -260,10 +264,10 @@ class Agent:
             failure_grace_s=3.0,
             cancel_grace_s=20.0,
             drain_grace_s=lambda _name: 25.0,
-            sentries=tuple(self.sentries),
-            doubts=lambda: self.doubts,
+            monitors=tuple(self.monitors),
+            suspects=lambda: self.suspects,
             job_xids=self.job_xids,
-            pace=self.pace,
+            step_tracker=self.step_tracker,
             checkpoints=self.checkpoints,
         )
 
@@ -279,7 +283,7 @@ class Agent:
     def run_once(self, seconds=0.25):
         self.clock.advance(seconds)
         try:
-            self.link.run_once(hold_s=0.0)
+            self.control.run_once(hold_s=0.0)
         except ControlStoreUnreachableError:
             logging.getLogger(__name__).debug("cut")
 
@@ -287,18 +291,20 @@ class Agent:
         """Form generation 0 of this agent and *others*; return the seat here."""
         agents = [self, *others]
         for agent in agents:
-            key = agent.link.keys.ready(0, agent.me.agent)
+            key = agent.control.keys.ready(0, agent.me.agent)
             agent.store.put(key, pack(agent.me.to_json()))
         for _ in range(400):
-            if all(agent.link.record.phase is RunPhase.RUN for agent in agents):
+            if all(agent.control.record.phase is RunPhase.RUN for agent in agents):
                 break
             for agent in agents:
                 agent.run_once()
-        return self.seat()
+        return self.assignment()
 
-    def seat(self):
-        record = self.link.record
-        roster = Roster.from_bytes(self.store.get(self.link.keys.roster(record.generation)).value)
+    def assignment(self):
+        record = self.control.record
+        roster = Roster.from_bytes(
+            self.store.get(self.control.keys.roster(record.generation)).value
+        )
         return Assignment(record, roster, roster.group_rank(self.me.agent))
 
     def payloads(self, kind):

@@ -65,7 +65,7 @@ def keeper_key(request: RunRequest, env: Mapping[str, str], *, node: str, cwd: s
     its environment: a script may take its learning rate from there, and a sweep must not go on from
     another one's weights.
     """
-    meeting = request.plan.meeting
+    meeting = request.plan.endpoint
     job = env.get("SLURM_JOB_ID", "")
     place = [meeting.kind.value, meeting.host, meeting.port]
     parts: list[object] = [node, *place, meeting.run_key]

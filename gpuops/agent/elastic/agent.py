@@ -61,24 +61,24 @@ class GpuopsAgent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        parts: Services,
+        services: Services,
         board: Mapping[str, str | int],
         **torch_options: Any,  # noqa: ANN401
     ) -> None:
-        super().__init__(spec=spec, logs_specs=parts.logs, **torch_options)
+        super().__init__(spec=spec, logs_specs=services.logs, **torch_options)
         self.generation = -1
-        self.snapshot = PublishedSnapshot(parts, board)
-        self._parts = parts
-        self._session = parts.session
+        self.snapshot = PublishedSnapshot(services, board)
+        self._services = services
+        self._session = services.session
         self._workers: Workers | None = None
-        self._seat: Assignment | None = None
+        self._assignment: Assignment | None = None
         self._is_told_of_the_wait = False
         seats = spec.rdzv_handler
         assert isinstance(seats, ControlRendezvous)
         seats.usher = self
-        parts.link.on_fence = self._fence
-        parts.link.running_generation = self._training
-        parts.link.heartbeat_payload = self._progress
+        services.control.on_fence = self._fence
+        services.control.running_generation = self._training
+        services.control.heartbeat_payload = self._progress
 
     def _invoke_run(self, role: str = "default_role") -> RunResult:  # noqa: ARG002 torch's signature
         while True:
@@ -86,14 +86,14 @@ class GpuopsAgent(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
             except WorkerStartError as exc:
                 reason = self._not_started(exc)
-                self._supervision().end(reason)
+                self._attempt().end(reason)
                 continue
-            ended = self._supervision().run()
+            ended = self._attempt().run()
             if ended is not None:
                 return ended
 
-    def _supervision(self) -> AttemptRunner:
-        assert self._seat is not None
+    def _attempt(self) -> AttemptRunner:
+        assert self._assignment is not None
         assert self._workers is not None
         torch = TorchHooks(
             interval_s=self._worker_group.spec.monitor_interval,
@@ -101,15 +101,17 @@ class GpuopsAgent(LocalElasticAgent):
             leave=self._leave,
             looks_for_d_state=getattr(self, "_uninterruptible_state_timeout", 0.0) > 0,
         )
-        return AttemptRunner(self._parts, self._seat, self._workers, torch, self, self.snapshot)
+        return AttemptRunner(
+            self._services, self._assignment, self._workers, torch, self, self.snapshot
+        )
 
     def _not_started(self, error: WorkerStartError) -> NodeReport:
         self.close()
-        self._workers = Workers([], self._parts.clock)
+        self._workers = Workers([], self._services.clock)
         is_taken = isinstance(error, TakenDirectoryError)
         return NodeReport(
             kind=ReportKind.START_FAILED,
-            node=self._parts.node,
+            node=self._services.node,
             generation=self.generation,
             failure_class=FailureClass.CHECKPOINT_DIR_TAKEN
             if is_taken
@@ -128,27 +130,27 @@ class GpuopsAgent(LocalElasticAgent):
         """
         if self._workers is not None:
             return
-        why = self._parts.checkpoints.refusal(self._wait_for_the_directory)
+        why = self._services.checkpoints.refusal(self._wait_for_the_directory)
         if why is not None:
             raise TakenDirectoryError(why)
 
     def _wait_for_the_directory(self, seconds: float) -> None:
         if not self._is_told_of_the_wait:
             self._is_told_of_the_wait = True
-            self._parts.say("another job has the directory of the checkpoints; is it leaving?")
-        self.waiting(self._parts.link.record)
-        self._parts.link.wait_until(lambda now: now.phase is RunPhase.STOP, seconds)
+            self._services.say("another job has the directory of the checkpoints; is it leaving?")
+        self.waiting(self._services.control.record)
+        self._services.control.wait_until(lambda now: now.phase is RunPhase.STOP, seconds)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._parts.gate.begin()
+        self._services.preflight.begin()
         seats = worker_group.spec.rdzv_handler
         assert isinstance(seats, ControlRendezvous)
-        with self._parts.cancellation.interruptible():
+        with self._services.cancellation.interruptible():
             # torch counts restarts down from the budget and tells workers the difference.
             super()._rendezvous(worker_group)
-        assert seats.seat is not None
-        self._seat = seats.seat
-        self.generation = self._seat.record.generation
+        assert seats.assignment is not None
+        self._assignment = seats.assignment
+        self.generation = self._assignment.record.generation
         self._remaining_restarts = worker_group.spec.max_restarts - self.generation
         self._mark("seated")
 
@@ -162,8 +164,8 @@ class GpuopsAgent(LocalElasticAgent):
         """Return this node's workers with the ranks that follow from the roster."""
         seats = spec.rdzv_handler
         assert isinstance(seats, ControlRendezvous)
-        assert seats.seat is not None
-        roster = seats.seat.roster
+        assert seats.assignment is not None
+        roster = seats.assignment.roster
         first, world_size = roster.first_rank(group_rank), roster.world_size
         return [
             TorchWorker(
@@ -185,30 +187,30 @@ class GpuopsAgent(LocalElasticAgent):
             lambda: rings[ranks[0]].parent.mkdir(mode=0o700, exist_ok=True),
         )
         folder = self._log_folder()
-        checkpoints, excluded = self._parts.checkpoints, self._left_out()
-        assert self._seat is not None
+        checkpoints, excluded = self._services.checkpoints, self._left_out()
+        assert self._assignment is not None
         n_nodes = worker_group.group_world_size or 1
-        checkpoints.begin(self.generation, n_nodes, excluded, self._seat.roster)
+        checkpoints.begin(self.generation, n_nodes, excluded, self._assignment.roster)
         self._refuse_a_taken_directory()
         env = {
             local_rank: {
-                **self._parts.worker_env(folder),
+                **self._services.worker_env(folder),
                 **checkpoints.env(),
                 **_env_of(excluded),
-                "GPUOPS_AGENT_PID": str(self._parts.agent_pid),
+                "GPUOPS_AGENT_PID": str(self._services.agent_pid),
                 "GPUOPS_GENERATION": str(self.generation),
                 "GPUOPS_RING": str(rings[rank]),
             }
             for local_rank, rank in ranks.items()
         }
-        session.safely("looking at the GPUs", self._parts.gate.started)
-        self._parts.logs.prepare(RankLogFiles(folder, ranks, env))
-        start_us = self._parts.clock.now_us()
+        session.safely("looking at the GPUs", self._services.preflight.started)
+        self._services.logs.prepare(RankLogFiles(folder, ranks, env))
+        start_us = self._services.clock.now_us()
         try:
             pids: dict[int, int] = super()._start_workers(worker_group)
         except OSError as exc:
             raise WorkerStartError(f"cannot start the workers: {exc}") from exc
-        self._parts.cancellation.install()
+        self._services.cancellation.install()
         self.close()
         workers = [
             Worker(
@@ -216,31 +218,31 @@ class GpuopsAgent(LocalElasticAgent):
                 local_rank=local_rank,
                 pid=pids[local_rank],
                 ring=RingReader(rings[rank]),
-                files=self._parts.logs.files[local_rank],
+                files=self._services.logs.files[local_rank],
             )
             for local_rank, rank in ranks.items()
         ]
-        self._workers = self.snapshot.workers = Workers(workers, self._parts.clock)
+        self._workers = self.snapshot.workers = Workers(workers, self._services.clock)
         self.snapshot.generation = self.generation
         self.snapshot.group_rank = worker_group.group_rank
         self.snapshot.world_size = worker_group.workers[0].world_size
-        self._parts.pace.begin()
+        self._services.step_tracker.begin()
         session.safely("recording the start", lambda: self._started(worker_group, start_us))
         # Whoever looks for rings reads of this generation's by now.
         session.safely(
             "giving rings back", lambda: session.directory.remove_rings_before(self.generation)
         )
         watched = MonitoredAttempt(
-            generation=self.generation, node=self._parts.node, workers=workers, folder=folder
+            generation=self.generation, node=self._services.node, workers=workers, folder=folder
         )
-        for sentry in self._parts.sentries:
-            session.safely("watching the workers", partial(sentry.begin, watched))
+        for monitor in self._services.monitors:
+            session.safely("watching the workers", partial(monitor.begin, watched))
         return pids
 
     def _left_out(self) -> int | None:
         """Return the step of the checkpoint that is not to be loaded, None where any may be."""
-        assert self._seat is not None
-        return self._seat.record.excluded_checkpoint
+        assert self._assignment is not None
+        return self._assignment.record.excluded_checkpoint
 
     def _started(self, worker_group: WorkerGroup, start_us: int) -> None:
         facts = AttemptFacts(
@@ -250,32 +252,32 @@ class GpuopsAgent(LocalElasticAgent):
             group_rank=worker_group.group_rank or 0,
             torch_run_id=worker_group.spec.rdzv_handler.get_run_id(),
             log_dir=str(self._log_folder()),
-            slurm_job_id=self._parts.slurm_job_id,
-            slurm_restart_count=self._parts.slurm_restart_count,
+            slurm_job_id=self._services.slurm_job_id,
+            slurm_restart_count=self._services.slurm_restart_count,
         )
-        self._session.chronicle.attempt_started(self.generation, facts)
+        self._session.journal.attempt_started(self.generation, facts)
         self._mark("started")
         self._session.kernel_log.mark()
         self.write_state("running")
 
     def gate(self) -> Preflight:
         """Return whether this node may join; see `WaitHooks`."""
-        found = self._parts.gate.result(self._wait_at_the_gate)
+        found = self._services.preflight.result(self._wait_at_the_gate)
         if found.to_report is not None and not found.passed:
             session = self._session
-            report = found.to_report(self._parts.node, self._parts.link.record.generation)
+            report = found.to_report(self._services.node, self._services.control.record.generation)
             incident = preflight_incident(
-                report, run_id=session.identity.run_id, now_us=self._parts.clock.now_us()
+                report, run_id=session.identity.run_id, now_us=self._services.clock.now_us()
             )
             session.safely(
-                "recording a check", lambda: session.chronicle.gate_failed(report, incident)
+                "recording a check", lambda: session.journal.gate_failed(report, incident)
             )
         return found
 
     def _wait_at_the_gate(self, seconds: float) -> None:
-        self.waiting(self._parts.link.record)
-        if self._parts.link.wait_until(lambda now: now.phase is RunPhase.STOP, seconds):
-            raise RunOverError(self._parts.link.record)
+        self.waiting(self._services.control.record)
+        if self._services.control.wait_until(lambda now: now.phase is RunPhase.STOP, seconds):
+            raise RunOverError(self._services.control.record)
 
     def waiting(self, record: ControlRecord) -> None:
         """Look after signals and the board while this agent waits for others; see `WaitHooks`.
@@ -285,33 +287,37 @@ class GpuopsAgent(LocalElasticAgent):
             ControlStoreLostError: There has been no answer for too long.
             RunOverError: The run is drained before it has begun.
         """
-        self.snapshot.main_ns = self._parts.clock.mono_ns()
-        self._session.safely("recording a decision", lambda: self._parts.rulings.hear(record, None))
-        self._parts.cancellation.check()
-        if self._parts.link.reset_error is not None:
-            raise ControlStoreLostError(str(self._parts.link.reset_error))
-        lost_s = self._parts.plan.store_lost_s
-        if self._parts.link.unreachable_s > lost_s:
+        self.snapshot.main_ns = self._services.clock.mono_ns()
+        self._session.safely(
+            "recording a decision", lambda: self._services.decisions.hear(record, None)
+        )
+        self._services.cancellation.check()
+        if self._services.control.reset_error is not None:
+            raise ControlStoreLostError(str(self._services.control.reset_error))
+        lost_s = self._services.plan.store_lost_s
+        if self._services.control.unreachable_s > lost_s:
             raise ControlStoreLostError(f"the board of this run has not answered for {lost_s:g} s")
-        number = self._parts.cancellation.drain
+        number = self._services.cancellation.drain
         if number is None:
             return
         if record.phase is RunPhase.RUN:
             was_there = self._workers is not None and record.generation == self.generation
-            step = self._parts.pace.common_step() if was_there else None
-            drain_from_afar(self._parts.link, number.name, was_there=was_there, stop_step=step)
+            step = self._services.step_tracker.common_step() if was_there else None
+            drain_from_afar(
+                self._services.control, number.name, was_there=was_there, stop_step=step
+            )
         elif record.phase in {RunPhase.RENDEZVOUS, RunPhase.COLLECT}:
-            stopped = stop_without_workers(self._parts.link, number.name, EXIT_REQUEUE)
+            stopped = stop_without_workers(self._services.control, number.name, EXIT_REQUEUE)
             if stopped is not None:
                 self._drained_before(number, stopped)
                 raise RunOverError(stopped)
 
     def _drained_before(self, number: Signals, stopped: ControlRecord) -> None:
         """Record the end of a run that had no workers when this node was asked to stop."""
-        checkpoints, grace_s = self._parts.checkpoints, self._parts.drain_grace_s(number.name)
-        awaited(lambda: checkpoints.flush(grace_s), self._parts.cancellation.check)
-        if (stopped.drain_signal, stopped.decided_by) == (number.name, self._parts.node):
-            chronicle = self._session.chronicle
+        checkpoints, grace_s = self._services.checkpoints, self._services.drain_grace_s(number.name)
+        awaited(lambda: checkpoints.flush(grace_s), self._services.cancellation.check)
+        if (stopped.drain_signal, stopped.decided_by) == (number.name, self._services.node):
+            chronicle = self._session.journal
             self._session.safely(
                 "recording the drain", lambda: chronicle.drained(number.name, [], EXIT_REQUEUE)
             )
@@ -331,7 +337,7 @@ class GpuopsAgent(LocalElasticAgent):
         workers = self._workers
         if workers is not None and not workers.all_ended:
             if not workers.left:  # a second time would not end them either
-                workers.end(death_sig, self._parts.cancel_grace_s, self._is_urgent)
+                workers.end(death_sig, self._services.cancel_grace_s, self._is_urgent)
             self._leave(workers.left)
         super()._shutdown(death_sig, *args, **kwargs)
 
@@ -344,13 +350,13 @@ class GpuopsAgent(LocalElasticAgent):
         session, workers = self._session, self._workers
         exits: list[WorkerExit] = []
         if workers is not None:
-            session.chronicle.beats(workers.beats())
-            exits = workers.exits(self._parts.node, session.chronicle.rank_progress, {})
-        session.chronicle.cancelled(
+            session.journal.beats(workers.beats())
+            exits = workers.exits(self._services.node, session.journal.rank_progress, {})
+        session.journal.cancelled(
             signal_name,
             exits,
-            seen_mono_ns=self._parts.cancellation.seen_mono_ns,
-            kernel_lines=job_lines(session.kernel_log.since_mark(), self._parts.job_xids(None)),
+            seen_mono_ns=self._services.cancellation.seen_mono_ns,
+            kernel_lines=job_lines(session.kernel_log.since_mark(), self._services.job_xids(None)),
         )
         if workers is not None:
             self.write_state("cancelled")
@@ -365,20 +371,20 @@ class GpuopsAgent(LocalElasticAgent):
             self._workers.close()
 
     def _log_folder(self) -> Path:
-        return self._parts.logs.directory(self._session.directory.generation(self.generation))
+        return self._services.logs.directory(self._session.directory.generation(self.generation))
 
     def _is_urgent(self) -> bool:
-        return self._parts.cancellation.is_urgent
+        return self._services.cancellation.is_urgent
 
     def _mark(self, phase: str) -> None:
-        self._session.safely("keeping the time", lambda: self._session.chronicle.mark(phase))
+        self._session.safely("keeping the time", lambda: self._session.journal.mark(phase))
 
     def _progress(self) -> Json:
-        return progress_of(self._parts, self.generation, self._workers)
+        return progress_of(self._services, self.generation, self._workers)
 
     def write_state(self, phase: str) -> None:
         """Have ``state.json`` replaced."""
-        state = state_of(self._parts, self.snapshot, phase)
+        state = state_of(self._services, self.snapshot, phase)
         self._session.write_state(state, group_rank=self._worker_group.group_rank or 0)
 
 

@@ -1,6 +1,6 @@
 """Watches one generation on one node, ten times a second, from its first beat to its end.
 
-What ends it may come from here (a worker, a sentry, a signal), from the others (the record), or
+What ends it may come from here (a worker, a monitor, a signal), from the others (the record), or
 from neither (the board is out of reach, and this node fences itself).
 """
 
@@ -60,23 +60,23 @@ class AttemptRunner:
 
     def __init__(
         self,
-        parts: Services,
-        seat: Assignment,
+        services: Services,
+        assignment: Assignment,
         workers: Workers,
         torch: TorchHooks,
         agent: AttemptTimeouts,
         snapshot: PublishedSnapshot,
     ) -> None:
-        self._parts = parts
-        self._session = parts.session
-        self._generation = seat.record.generation
+        self._services = services
+        self._session = services.session
+        self._generation = assignment.record.generation
         self._workers = workers
         self._torch = torch
         self._waiting = agent.waiting
         self._write_state = agent.write_state
         self._snapshot = snapshot
-        self._ending = AttemptFinish(parts, seat, workers, agent.waiting)
-        self._doubts = SuspectReporter(parts)
+        self._finish = AttemptFinish(services, assignment, workers, agent.waiting)
+        self._suspects = SuspectReporter(services)
         self._draining: Draining | None = None
         self._has_stepped = False
         self._result: RunResult | None = None
@@ -88,12 +88,12 @@ class AttemptRunner:
             RunOverError, ControlStoreLostError: See there.
             SignalException: See `Cancellation.check`.
         """
-        link, interval_s = self._parts.link, min(self._torch.interval_s, LOOK_S_MAX)
+        link, interval_s = self._services.control, min(self._torch.interval_s, LOOK_S_MAX)
         while True:
             link.wait_until(lambda now: has_moved_on(now, self._generation), interval_s)
-            self._parts.cancellation.check()
-            self._snapshot.main_ns = self._parts.clock.mono_ns()
-            self._take_in_beats()
+            self._services.cancellation.check()
+            self._snapshot.main_ns = self._services.clock.mono_ns()
+            self._read_heartbeats()
             record = link.record
             if link.is_fenced or link.reset_error is not None:
                 self._after_fence()
@@ -108,19 +108,19 @@ class AttemptRunner:
                 continue
             self._ask_for_drain()
             if self._workers.calls_for_a_look or self._torch.looks_for_d_state:
-                result = self._look_at_exits()
+                result = self._check_exits()
                 if result is not None:
                     return self._done(result)
                 if self._result is not None or self._workers.has_failed:
                     self.end(ReportKind.WORKERS_FAILED)
                     return None
-            report = self._look_at_sentries()
+            report = self._poll_monitors()
             if report is not None:
                 self.end(report)
                 return None
-            self._session.safely("telling a doubt", self._doubts.tell)
+            self._session.safely("telling a doubt", self._suspects.report_new)
 
-    def _look_at_exits(self) -> RunResult | None:
+    def _check_exits(self) -> RunResult | None:
         """Return torch's result once all workers here are done; note one that says otherwise."""
         if self._workers.has_failed:
             return None
@@ -130,10 +130,10 @@ class AttemptRunner:
         self._result = None if result.state is WorkerState.HEALTHY else result
         return None
 
-    def _look_at_sentries(self) -> NodeReport | None:
-        for sentry in self._parts.sentries:
+    def _poll_monitors(self) -> NodeReport | None:
+        for monitor in self._services.monitors:
             try:
-                report = sentry.look()
+                report = monitor.poll()
             except Exception as exc:  # noqa: BLE001 boundary: our bug must not stop the training
                 self._session.safely("watching the workers", _raise(exc))
                 continue
@@ -143,11 +143,11 @@ class AttemptRunner:
 
     def _done(self, result: RunResult) -> RunResult | None:
         """Say that all is done here and wait for the others; None if the run goes on after all."""
-        self._session.safely("recording the success", self._session.chronicle.attempt_completed)
-        ending, checkpoints = self._ending, self._parts.checkpoints
+        self._session.safely("recording the success", self._session.journal.attempt_completed)
+        ending, checkpoints = self._finish, self._services.checkpoints
         # Before the others may hear that all is done: what was saved last needs all of them.
-        save_s = self._parts.plan.checkpoints.last_save_s
-        link = self._parts.link
+        save_s = self._services.plan.checkpoints.last_save_s
+        link = self._services.control
         awaited(lambda: checkpoints.settle(save_s), lambda: self._waiting(link.record))
         ending.file_done()
         record = ending.wait_for_the_others()
@@ -166,16 +166,16 @@ class AttemptRunner:
         Raises:
             RunOverError: The run ends with it.
         """
-        ending = self._ending
+        ending = self._finish
         ending.announce(trigger)
         ending.collect_evidence(trigger)
-        self._parts.gate.begin()
+        self._services.preflight.begin()
         ending.wind_down()
-        self._take_in_beats()
-        self._parts.checkpoints.look()  # how far the job is safe is a part of the report
+        self._read_heartbeats()
+        self._services.checkpoints.look()  # how far the job is safe is a part of the report
         codes = self._codes()
         self._result = None
-        chronicle = self._session.chronicle
+        chronicle = self._session.journal
         self._session.safely("keeping the time", lambda: chronicle.mark("stopped"))
         ending.report(trigger, codes)
         record = ending.await_decision()
@@ -204,27 +204,27 @@ class AttemptRunner:
             ControlStoreLostError: There is nothing to come back to.
             RunOverError: The run has ended without this node, or because of it.
         """
-        silent_s = self._parts.link.since_heartbeat_s
-        ending = self._ending
+        silent_s = self._services.control.since_heartbeat_s
+        ending = self._finish
         self._workers.kill()
         ending.wind_down()
         if self._workers.left:
             self._leave()
         else:
             self._torch.reap()
-        if self._parts.link.reset_error is not None:
-            self._take_in_beats()
-            raise ControlStoreLostError(str(self._parts.link.reset_error))
+        if self._services.control.reset_error is not None:
+            self._read_heartbeats()
+            raise ControlStoreLostError(str(self._services.control.reset_error))
         ending.fenced(silent_s)
         self._snapshot.fences += 1
-        self._parts.say(f"cut off from the board for {silent_s:.0f} s: the workers were ended")
+        self._services.say(f"cut off from the board for {silent_s:.0f} s: the workers were ended")
         self._write_state("fenced")
-        while not self._parts.link.clear_fence():
-            self._waiting(self._parts.link.record)
-            self._parts.link.wait_until(lambda _now: False, 0.2)
-        chronicle = self._session.chronicle
+        while not self._services.control.clear_fence():
+            self._waiting(self._services.control.record)
+            self._services.control.wait_until(lambda _now: False, 0.2)
+        chronicle = self._session.journal
         self._session.safely("recording the return", lambda: chronicle.rejoined(silent_s))
-        if not has_moved_on(self._parts.link.record, self._generation):
+        if not has_moved_on(self._services.control.record, self._generation):
             ending.announce(ReportKind.NODE_LOST)
         ending.report_fence(silent_s)
         record = ending.await_decision()
@@ -234,12 +234,12 @@ class AttemptRunner:
     def _has_drained(self, record: ControlRecord) -> bool:
         if self._draining is None:
             name = record.drain_signal or "SIGTERM"
-            grace_s = self._parts.drain_grace_s(name)
-            self._ending.drain_within(grace_s)
+            grace_s = self._services.drain_grace_s(name)
+            self._finish.drain_within(grace_s)
             self._draining = Draining(
                 Signals[name],
                 self._workers,
-                self._parts.clock,
+                self._services.clock,
                 grace_s=grace_s,
                 stop_step=record.drain_step,
             )
@@ -247,13 +247,15 @@ class AttemptRunner:
 
     def _ask_for_drain(self) -> None:
         """Turn a notice of preemption, to us or to a worker, into a drain of the whole run."""
-        number = self._parts.cancellation.drain
+        number = self._services.cancellation.drain
         if number is None and self._has_signalled_worker():
             number = Signals.SIGUSR1
         if number is None:
             return
-        if request_drain(self._parts.link, number.name, self._parts.pace.common_step()):
-            grace_s, chronicle = self._parts.drain_grace_s(number.name), self._session.chronicle
+        if request_drain(
+            self._services.control, number.name, self._services.step_tracker.common_step()
+        ):
+            grace_s, chronicle = self._services.drain_grace_s(number.name), self._session.journal
             self._session.safely(
                 "recording the notice", lambda: chronicle.drain_requested(number.name, grace_s)
             )
@@ -261,7 +263,7 @@ class AttemptRunner:
     def _has_signalled_worker(self) -> bool:
         return any(worker.ring.flags & WorkerFlag.SIGNALLED for worker in self._workers.all)
 
-    def _take_in_beats(self) -> None:
+    def _read_heartbeats(self) -> None:
         beats = self._workers.beats()
         self._session.safely("reading heartbeats", lambda: self._feed(beats))
 
@@ -269,11 +271,11 @@ class AttemptRunner:
         if not self._has_stepped and any(b.phase is _STEPPING for bs in beats.values() for b in bs):
             # What the ranks have resumed from belongs to the incident that this step ends.
             self._has_stepped = True
-            self._parts.checkpoints.look()
-        self._session.chronicle.beats(beats)
-        self._parts.pace.feed(beats)
-        if self._parts.hang is not None:
-            self._parts.hang.feed(beats)
+            self._services.checkpoints.look()
+        self._session.journal.beats(beats)
+        self._services.step_tracker.feed(beats)
+        if self._services.hang is not None:
+            self._services.hang.feed(beats)
 
 
 def _raise(error: Exception) -> Any:  # noqa: ANN401

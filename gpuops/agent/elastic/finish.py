@@ -63,13 +63,13 @@ class AttemptFinish:
 
     def __init__(
         self,
-        parts: Services,
-        seat: Assignment,
+        services: Services,
+        assignment: Assignment,
         workers: Workers,
         waiting: Callable[[ControlRecord], None],
     ) -> None:
-        self._parts = parts
-        self._generation = seat.record.generation
+        self._services = services
+        self._generation = assignment.record.generation
         self._workers = workers
         self._waiting = waiting
         self._trigger: tuple[ReportKind, str] | None = None
@@ -79,7 +79,7 @@ class AttemptFinish:
 
     def drain_within(self, grace_s: float) -> None:
         """Hear that the run drains, and that all of it has to be over after *grace_s*."""
-        self._drain_ns = self._parts.clock.mono_ns() + round(grace_s * NS_PER_S)
+        self._drain_ns = self._services.clock.mono_ns() + round(grace_s * NS_PER_S)
 
     def announce(self, trigger: NodeReport | ReportKind | None) -> None:
         """Take the generation out of RUN for everybody, because of what was seen here."""
@@ -87,20 +87,20 @@ class AttemptFinish:
             return
         kind = trigger.kind if isinstance(trigger, NodeReport) else trigger
         reason = trigger.how if isinstance(trigger, NodeReport) else _REASONS[kind]
-        self._trigger = (kind, f"{self._parts.node}: {reason}")
+        self._trigger = (kind, f"{self._services.node}: {reason}")
         self._try_again()
 
     def collect_evidence(self, trigger: NodeReport | ReportKind | None) -> None:
-        """Ask the sentries what the workers are doing, where they do not simply fail."""
+        """Ask the monitors what the workers are doing, where they do not simply fail."""
         kind = trigger.kind if isinstance(trigger, NodeReport) else trigger
-        if (kind or self._parts.link.record.trigger) not in _LOOK_FIRST:
+        if (kind or self._services.control.record.trigger) not in _LOOK_FIRST:
             return
-        session = self._parts.session
-        for sentry in self._parts.sentries:
-            session.safely("collecting evidence", partial(self._collect, sentry))
+        session = self._services.session
+        for monitor in self._services.monitors:
+            session.safely("collecting evidence", partial(self._collect, monitor))
 
-    def _collect(self, sentry: Monitor) -> None:
-        self._evidence += sentry.collect(EVIDENCE_S)
+    def _collect(self, monitor: Monitor) -> None:
+        self._evidence += monitor.evidence(EVIDENCE_S)
 
     def wind_down(self) -> None:
         """End the workers that are left.
@@ -110,25 +110,25 @@ class AttemptFinish:
         """
         if not self._workers.all_ended:
             self._workers.let_others_fail(COLLECT_S)
-        self._parts.cancellation.check()
-        urgent = self._parts.cancellation
-        self._workers.end(SIGTERM, self._parts.failure_grace_s, lambda: urgent.is_urgent)
+        self._services.cancellation.check()
+        urgent = self._services.cancellation
+        self._workers.end(SIGTERM, self._services.failure_grace_s, lambda: urgent.is_urgent)
 
     def report(self, trigger: NodeReport | ReportKind | None, codes: Mapping[int, int]) -> None:
         """Record what happened here and file it for whoever decides."""
-        session = self._parts.session
-        chronicle = session.chronicle
-        exits = self._workers.exits(self._parts.node, chronicle.rank_progress, codes)
+        session = self._services.session
+        chronicle = session.journal
+        exits = self._workers.exits(self._services.node, chronicle.rank_progress, codes)
         xids = self._job_xids(exits)
         kernel_lines = job_lines(session.kernel_log.since_mark(), xids)
-        report = self._account(exits, kernel_lines, xids)
+        report = self._node_report(exits, kernel_lines, xids)
         if isinstance(trigger, NodeReport):
-            report = merged(trigger, report)
+            report = merge_reports(trigger, report)
         report = with_stuck(report, self._workers.stuck_ranks)
-        self._evidence += exiting(self._workers.exiting_ranks)
+        self._evidence += exiting_evidence(self._workers.exiting_ranks)
         self._file(report)
-        if self._parts.link.record.phase is RunPhase.DRAIN:
-            name = self._parts.link.record.drain_signal or "SIGTERM"
+        if self._services.control.record.phase is RunPhase.DRAIN:
+            name = self._services.control.record.drain_signal or "SIGTERM"
             self._save_last(self._left_s(name))
             session.safely(
                 "recording the drain", lambda: chronicle.drained(name, exits, EXIT_REQUEUE)
@@ -149,24 +149,24 @@ class AttemptFinish:
         Raises:
             SignalException: A second signal: it is not waited for any more.
         """
-        checkpoints, link = self._parts.checkpoints, self._parts.link
+        checkpoints, link = self._services.checkpoints, self._services.control
         awaited(lambda: checkpoints.flush(within_s), lambda: self._waiting(link.record))
 
     def _left_s(self, name: str) -> float:
         """Return the seconds that the grace of a drain leaves; a grace ends before the SIGKILL."""
         if self._drain_ns is None:
-            return self._parts.drain_grace_s(name)
-        left_s = (self._drain_ns - self._parts.clock.mono_ns()) / NS_PER_S
+            return self._services.drain_grace_s(name)
+        left_s = (self._drain_ns - self._services.clock.mono_ns()) / NS_PER_S
         return max(left_s, LAST_SAVE_S_MIN)
 
-    def _account(
+    def _node_report(
         self,
         exits: Sequence[WorkerExit],
         kernel_lines: Sequence[str] = (),
         xids: JobXidFilter | None = None,
     ) -> NodeReport:
         """Return what *exits* say of this node; without our judgement where that fails."""
-        parts = self._parts
+        parts = self._services
         found = NodeReport(
             kind=ReportKind.WORKERS_FAILED if self._workers.has_failed else ReportKind.STOPPED,
             node=parts.node,
@@ -183,9 +183,9 @@ class AttemptFinish:
                 kernel_lines=kernel_lines,
                 gpu_uuids=parts.gpu_uuids(),
                 own_gpus=() if xids is None else xids.addresses,
-                checkpoint_step=parts.pace.base_step,
+                checkpoint_step=parts.step_tracker.base_step,
             )
-            found = with_sign(found, parts.gpu_signs())
+            found = with_gpu_events(found, parts.gpu_events())
 
         parts.session.safely("judging the workers' ends", judge)
         return found
@@ -196,55 +196,55 @@ class AttemptFinish:
 
         def ask() -> None:
             nonlocal found
-            found = self._parts.job_xids(_well_until_ns(exits))
+            found = self._services.job_xids(_well_until_ns(exits))
 
-        self._parts.session.safely("asking which GPUs are the job's", ask)
+        self._services.session.safely("asking which GPUs are the job's", ask)
         return found
 
     def _failed(
         self, report: NodeReport, exits: Sequence[WorkerExit], kernel_lines: Sequence[str]
     ) -> None:
-        session = self._parts.session
-        incident = session.chronicle.attempt_failed(
+        session = self._services.session
+        incident = session.journal.attempt_failed(
             exits,
             report=report,
             kernel_lines=kernel_lines,
             evidence=self._evidence,
         )
         if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
-            self._parts.say(f"attempt {self._generation} failed: {incident.title}")
+            self._services.say(f"attempt {self._generation} failed: {incident.title}")
 
     def file_done(self) -> None:
         """Say that every worker here ended with exit code 0."""
         # With each worker's end: if others still need one of them, its early end is the cause.
         exits = self._workers.exits(
-            self._parts.node, self._parts.session.chronicle.rank_progress, {}
+            self._services.node, self._services.session.journal.rank_progress, {}
         )
         self._file(
             replace(
-                self._account(exits),
+                self._node_report(exits),
                 kind=ReportKind.DONE,
                 failure_class=FailureClass.UNRESOLVED,
                 how="every worker here ended with exit code 0",
                 culprits=(),
             )
         )
-        if self._parts.plan.terms.nodes_max == 1:
+        if self._services.plan.restart_policy.nodes_max == 1:
             # Nobody else's news will wake the control thread; without it the end takes a beat more.
             with contextlib.suppress(ControlStoreError):
-                self._parts.link.touch_record()
+                self._services.control.touch_record()
 
     def fenced(self, silent_s: float) -> None:
         """Record that this node ended its own workers."""
-        session = self._parts.session
+        session = self._services.session
         why = f"no round trip to the board for {silent_s:.1f} s"
-        session.safely("recording the fence", lambda: session.chronicle.fenced(why))
+        session.safely("recording the fence", lambda: session.journal.fenced(why))
 
     def report_fence(self, silent_s: float) -> None:
         """File that this node had been away, for the generation that it was away from."""
         report = NodeReport(
             kind=ReportKind.NODE_LOST,
-            node=self._parts.node,
+            node=self._services.node,
             generation=self._generation,
             failure_class=FailureClass.STORE_LOST,
             side=Side.INFRA,
@@ -262,21 +262,21 @@ class AttemptFinish:
         record = self._wait(
             lambda now: now.generation > self._generation or now.phase is RunPhase.STOP
         )
-        self._parts.session.safely("recording the decision", lambda: self._record(record))
+        self._services.session.safely("recording the decision", lambda: self._record(record))
         return record
 
     def _record(self, record: ControlRecord) -> None:
         if record.decision is not None and record.phase is RunPhase.RENDEZVOUS:
-            terms = self._parts.plan.terms
-            used = count_failures(record.history, terms, self._parts.link.store_now_s)
+            terms = self._services.plan.restart_policy
+            used = count_failures(record.history, terms, self._services.control.store_now_s)
             budget = f"{used} of {terms.restarts_max} restarts used"
-            self._parts.say(
+            self._services.say(
                 f"attempt {record.generation} follows ({budget}): {record.decision.reason}"
             )
-        self._parts.rulings.hear(record, self._generation)
+        self._services.decisions.hear(record, self._generation)
 
     def _wait(self, until: Callable[[ControlRecord], bool]) -> ControlRecord:
-        link = self._parts.link
+        link = self._services.control
         while not link.wait_until(until, RETRY_S):
             self._waiting(link.record)
             self._try_again()
@@ -288,7 +288,7 @@ class AttemptFinish:
 
     def _try_again(self) -> None:
         """Do on the board what could not be done yet."""
-        link = self._parts.link
+        link = self._services.control
         try:
             if self._unfiled is not None:
                 link.file_report(self._unfiled)
@@ -304,7 +304,7 @@ class AttemptFinish:
             return None
         assert self._trigger is not None
         kind, reason = self._trigger
-        node = self._parts.node
+        node = self._services.node
         return replace(now, phase=RunPhase.COLLECT, trigger=kind, reason=reason, decided_by=node)
 
 
@@ -331,8 +331,8 @@ def _drains(now: ControlRecord) -> bool:
     return now.phase is RunPhase.DRAIN
 
 
-def merged(trigger: NodeReport, ends: NodeReport) -> NodeReport:
-    """Return what a sentry saw, with what became of the workers that were then ended."""
+def merge_reports(trigger: NodeReport, ends: NodeReport) -> NodeReport:
+    """Return what a monitor saw, with what became of the workers that were then ended."""
     return replace(
         trigger,
         has_stepped=trigger.has_stepped or ends.has_stepped,
@@ -341,12 +341,12 @@ def merged(trigger: NodeReport, ends: NodeReport) -> NodeReport:
     )
 
 
-def with_sign(report: NodeReport, signs: Sequence[GpuEvent]) -> NodeReport:
+def with_gpu_events(report: NodeReport, events: Sequence[GpuEvent]) -> NodeReport:
     """Return *report* with what a GPU of this node told just before, which explains a failure.
 
     An exception of the program's own explains itself.
     """
-    sign = next((sign for sign in signs if sign.failure_class is not None), None)
+    sign = next((sign for sign in events if sign.failure_class is not None), None)
     is_open = report.kind is ReportKind.WORKERS_FAILED and report.side is not Side.USER
     if sign is None or sign.failure_class is None or not is_open:
         return report
@@ -362,7 +362,7 @@ def with_sign(report: NodeReport, signs: Sequence[GpuEvent]) -> NodeReport:
     )
 
 
-def exiting(ranks: Sequence[int]) -> tuple[Evidence, ...]:
+def exiting_evidence(ranks: Sequence[int]) -> tuple[Evidence, ...]:
     """Return the remark on workers that the kernel still takes apart; it speaks against nobody."""
     text = "it had not given all of its memory back seconds after SIGKILL"
     return tuple(

@@ -85,9 +85,9 @@ class ControlRendezvous(RendezvousHandler):
         *,
         pick_port: Callable[[], int] = free_port,
     ) -> None:
-        self.seat: Assignment | None = None
+        self.assignment: Assignment | None = None
         self.usher: WaitHooks | None = None  # the agent, once there is one
-        self.wish: Callable[[], Json] = dict  # what goes with a wish for a seat
+        self.join_payload: Callable[[], Json] = dict  # what goes with a wish for a seat
         self._link = link
         self._run_key = run_key
         self._pick_port = pick_port
@@ -107,7 +107,7 @@ class ControlRendezvous(RendezvousHandler):
         Raises:
             RunOverError, ExcludedError, ControlStoreLostError: See there.
         """
-        seat = self.seat = self._take()
+        seat = self.assignment = self._take()
         self._left = seat.record.generation
         first = seat.roster.members[0]
         # The store is empty and nobody's: ranks come from the roster, workers make their own.
@@ -146,7 +146,7 @@ class ControlRendezvous(RendezvousHandler):
         me = replace(self._link.me, master_port=self._pick_port())
         try:
             if gate.passed:
-                body = pack({**me.to_json(), **self.wish()})
+                body = pack({**me.to_json(), **self.join_payload()})
                 self._link.store.put(self._link.keys.ready(generation, me.agent), body)
             else:
                 self._link.update_record(lambda now: _without(now, me.node, gate.reason))

@@ -59,16 +59,16 @@ class RunSession:
         self._failures: Counter[str] = Counter()
         self._clock = around.clock
         self._node = around.node
-        self.chronicle = RunJournal(
+        self.journal = RunJournal(
             self._emit,
             around.clock,
             run_id=identity.run_id,
             node=around.node,
             rules=around.rules,
         )
-        self.chronicle.node_seen(around.node_facts)
+        self.journal.node_seen(around.node_facts)
         if leads:
-            self.chronicle.run_started(around.run_facts(path))
+            self.journal.run_started(around.run_facts(path))
 
     def _emit(self, *news: EventDraft) -> None:
         self._recorder.record(*(self._event(item) for item in news))
@@ -103,17 +103,17 @@ class RunSession:
             self._failures[what] += 1
             if self._failures[what] == 1:
                 log.warning("%s failed: %s", what, exc)
-                self.chronicle.tool_failed(what, exc, traceback.format_exc())
+                self.journal.tool_failed(what, exc, traceback.format_exc())
 
     def close(self, outcome: str, exit_code: int, reason: str) -> str | None:
         """End the run's record; return a note on what could not be delivered."""
         for what, times in self._failures.items():
             if times > 1:
-                self.chronicle.tool_failed_again(what, times - 1)
+                self.journal.tool_failed_again(what, times - 1)
         if outcome != "completed":
-            self.chronicle.given_up(exit_code)
+            self.journal.given_up(exit_code)
         if self.leads:
-            self.chronicle.run_ended(outcome, exit_code, reason)
+            self.journal.run_ended(outcome, exit_code, reason)
         self._recorder.close()
         self.directory.remove_rings()
         return self._flusher.close()

@@ -35,10 +35,9 @@ from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.services import Services
 from gpuops.agent.launch.slurm import drain_grace
 from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.agent.monitors.gpu import GpuMonitor, GpuMonitorContext, open_gpu_monitor
+from gpuops.agent.monitors.gpu import GpuMonitor
 from gpuops.agent.monitors.gpu_memory import open_memory
 from gpuops.agent.monitors.hang.monitor import HangMonitor
-from gpuops.agent.monitors.plugins import open_detectors
 from gpuops.agent.monitors.preflight import (
     HealthPreflight,
     NoPreflight,
@@ -47,6 +46,7 @@ from gpuops.agent.monitors.preflight import (
     PreflightPlan,
 )
 from gpuops.agent.monitors.progress import StepTracker
+from gpuops.agent.monitors.registry import MonitorContext, MonitorRegistry
 from gpuops.agent.status.published import busy_for_s
 from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
@@ -81,232 +81,241 @@ class LaunchContext:
 class AssembledAgent:
     """An agent's parts before there is an agent."""
 
-    prepared: LaunchContext
-    met: ControlEndpoint
+    launch: LaunchContext
+    endpoint: ControlEndpoint
     session: RunSession
-    parts: Services
-    seats: ControlRendezvous
+    services: Services
+    rendezvous: ControlRendezvous
 
     def close(self) -> None:
-        """Let go of the sentries and the gate."""
-        self.session.safely("ending the gate", self.parts.gate.close)
-        for sentry in self.parts.sentries:
-            self.session.safely("ending a watch", sentry.close)
+        """Let go of the monitors and the gate."""
+        self.session.safely("ending the gate", self.services.preflight.close)
+        for monitor in self.services.monitors:
+            self.session.safely("ending a watch", monitor.close)
 
 
 def assemble(
-    prepared: LaunchContext,
-    met: ControlEndpoint,
-    around: NodeContext,
+    launch: LaunchContext,
+    endpoint: ControlEndpoint,
+    context: NodeContext,
     settings: Settings,
     logs: GenerationLogs,
-    mine: RunIdentity,
+    identity: RunIdentity,
 ) -> AssembledAgent:
     """Enter the run and return all that its agent here needs.
 
     Raises:
         RunIsOverError, UsageError, ControlStoreError: See `gpuops.control.join.join`.
     """
-    clock, plan = prepared.clock, prepared.request.plan
-    me, view = _enter(prepared, met, around.node, mine)
-    is_first = view.record.run_id == mine.run_id
+    clock, plan = launch.clock, launch.request.plan
+    me, view = _join_run(launch, endpoint, context.node, identity)
+    is_first = view.record.run_id == identity.run_id
     session = RunSession(
-        around, RunIdentity(view.record.run_id, view.record.folder), leads=is_first
+        context, RunIdentity(view.record.run_id, view.record.folder), leads=is_first
     )
-    hang = HangMonitor(clock, plan.hang_timeout_s, prepared.env)
-    place = GpuMonitorContext(
-        node=around.node, env=prepared.env, root=settings.root, site_dir=settings.site_dir
+    monitors = MonitorRegistry(
+        MonitorContext(
+            clock=clock,
+            node=context.node,
+            env=launch.env,
+            root=settings.root,
+            site_dir=settings.site_dir,
+            hang_timeout_s=plan.hang_timeout_s,
+        )
     )
-    gpus = open_gpu_monitor(place, clock)
-    detectors = open_detectors(prepared.env)
-    link = _link(prepared, met, me, view, session, hang)
-    leader = Leader(link, clock, plan.terms, _timing(prepared), decider(plan.decide, prepared.env))
+    gpus = monitors.gpu
+    link = _control_client(launch, endpoint, me, view, session, monitors.hang)
+    leader = Leader(
+        link, clock, plan.restart_policy, _leader_timeouts(launch), decider(plan.decide, launch.env)
+    )
     link.coordinator = leader
-    if met.is_shared:
-        leader.extension.extension = _witness(prepared, met, session, link)
-    job, restarts = slurm_job(prepared.env)
+    if endpoint.is_shared:
+        leader.extension.extension = _commit_leader(launch, endpoint, session, link)
+    job, restarts = slurm_job(launch.env)
     pace = StepTracker()
-    failures = _failures(settings, clock)
+    failures = _failure_record(settings, clock)
     parts = Services(
         clock=clock,
-        node=around.node,
+        node=context.node,
         plan=plan,
-        link=link,
+        control=link,
         leader=leader,
-        rulings=DecisionLog(leader, session.chronicle),
+        decisions=DecisionLog(leader, session.journal),
         session=session,
         logs=logs,
-        cancellation=prepared.cancellation,
-        gate=_gate(prepared, gpus),
+        cancellation=launch.cancellation,
+        preflight=_preflight_gate(launch, gpus),
         say=log.warning,
         agent_pid=os.getpid(),
         slurm_job_id=job,
         slurm_restart_count=restarts,
-        failure_grace_s=prepared.failure_grace_s,
-        cancel_grace_s=prepared.cancel_grace_s,
-        drain_grace_s=partial(_drain_grace_s, prepared),
-        sentries=(hang, gpus, detectors),
-        hang=hang,
-        pace=pace,
-        checkpoints=_checkpoints(prepared, met, session, pace, link),
+        failure_grace_s=launch.failure_grace_s,
+        cancel_grace_s=launch.cancel_grace_s,
+        drain_grace_s=partial(_drain_grace_s, launch),
+        monitors=monitors.all,
+        hang=monitors.hang,
+        step_tracker=pace,
+        checkpoints=_checkpoint_service(launch, endpoint, session, pace, link),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
-        gpu_signs=gpus.recent,
+        gpu_events=gpus.recent,
         job_xids=gpus.job_xids,
-        doubts=lambda: (*gpus.doubts(), *detectors.doubts()),
+        suspects=monitors.suspects,
         worker_env=lambda folder: {
-            **collective_env(prepared.env, folder, hang_timeout_s=plan.hang_timeout_s),
+            **collective_env(launch.env, folder, hang_timeout_s=plan.hang_timeout_s),
             **failures.env(),
         },
     )
-    seats = ControlRendezvous(link, plan.meeting.run_key)
-    seats.wish = lambda: _wish(parts.checkpoints)
-    return AssembledAgent(prepared=prepared, met=met, session=session, parts=parts, seats=seats)
+    seats = ControlRendezvous(link, plan.endpoint.run_key)
+    seats.join_payload = lambda: _join_payload(parts.checkpoints)
+    return AssembledAgent(
+        launch=launch, endpoint=endpoint, session=session, services=parts, rendezvous=seats
+    )
 
 
-def _failures(settings: Settings, clock: Clock) -> FailureRecord:
+def _failure_record(settings: Settings, clock: Clock) -> FailureRecord:
     store, root = settings.store_url, settings.root
     return FailureRecord(partial(failures_on_record, store, settings.cluster, root, clock), clock)
 
 
-def _link(
-    prepared: LaunchContext,
-    met: ControlEndpoint,
+def _control_client(
+    launch: LaunchContext,
+    endpoint: ControlEndpoint,
     me: Member,
     view: RecordView,
     session: RunSession,
     hang: HangMonitor,
 ) -> ControlClient:
     """Return this agent's line to the board, which tells the others what it has to."""
-    fence_s = prepared.request.plan.fence_s if met.is_shared else None
-    end_s = _end_s(prepared)
+    fence_s = launch.request.plan.fence_s if endpoint.is_shared else None
+    end_s = _end_timeout_s(launch)
     link = ControlClient(
-        met.board, me, view, prepared.clock, fence_timeout_s=fence_s, end_timeout_s=end_s
+        endpoint.board, me, view, launch.clock, fence_timeout_s=fence_s, end_timeout_s=end_s
     )
-    link.on_store_silent = lambda silent_s: session.chronicle.board_lost(
+    link.on_store_silent = lambda silent_s: session.journal.board_lost(
         f"silent for {silent_s:.1f} s"
     )
-    link.on_store_back = session.chronicle.board_back
+    link.on_store_back = session.journal.board_back
     link.wants_heartbeats = lambda: hang.is_suspicious
     link.on_heartbeats = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
     link.on_record_change = lambda record: session.safely(
         "recording a phase",
-        lambda: session.chronicle.phase_seen(record.phase.value, record.generation, record.reason),
+        lambda: session.journal.phase_seen(record.phase.value, record.generation, record.reason),
     )
     return link
 
 
-def _wish(checkpoints: CheckpointService) -> Json:
+def _join_payload(checkpoints: CheckpointService) -> Json:
     held = checkpoints.holding()
     return {} if held is None else {FIELD: held}
 
 
-def _checkpoints(
-    prepared: LaunchContext,
-    met: ControlEndpoint,
+def _checkpoint_service(
+    launch: LaunchContext,
+    endpoint: ControlEndpoint,
     session: RunSession,
     pace: StepTracker,
     link: ControlClient,
 ) -> CheckpointService:
     me = link.me
     record = CheckpointRecord(
-        session.chronicle,
+        session.journal,
         pace,
-        prepared.clock,
+        launch.clock,
         log.warning,
         say_news=log_notice,
         n_ranks=me.n_workers,
     )
     job = CheckpointJob(
-        request=prepared.request,
+        request=launch.request,
         name=session.identity.folder,
-        env=prepared.env,
+        env=launch.env,
         node=me.node,
         cwd=str(Path.cwd()),
         uid=os.geteuid(),
     )
-    agreement = _agreement(prepared, met, session, link) if met.is_shared else None
-    return checkpoints_of(job, record, prepared.clock, agreement)
+    agreement = _commit_follower(launch, endpoint, session, link) if endpoint.is_shared else None
+    return checkpoints_of(job, record, launch.clock, agreement)
 
 
-def _agreement(
-    prepared: LaunchContext, met: ControlEndpoint, session: RunSession, link: ControlClient
+def _commit_follower(
+    launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, link: ControlClient
 ) -> CommitFollower:
     """Return this node's part in what all agree on of checkpoints."""
-    plan, run_id = prepared.request.plan, session.identity.run_id
+    plan, run_id = launch.request.plan, session.identity.run_id
     place = PeerPlace(
         me=link.me,
         # Without a token whoever reaches the board knows the run's id: peers prove no more.
-        token=plan.meeting.token or run_id,
+        token=plan.endpoint.token or run_id,
         job=session.identity.folder,
         directory=plan.checkpoints.directory,
-        domain=domain_of(plan.checkpoints.domain, link.me.node, prepared.env, log.warning),
+        domain=domain_of(plan.checkpoints.domain, link.me.node, launch.env, log.warning),
     )
     return CommitFollower(
-        met.board,
+        endpoint.board,
         link.keys,
         place,
-        _survey,
+        _stored_states,
         log.warning,
         is_led=lambda: link.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
     )
 
 
-def _witness(
-    prepared: LaunchContext, met: ControlEndpoint, session: RunSession, link: ControlClient
+def _commit_leader(
+    launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, link: ControlClient
 ) -> CommitLeader:
     return CommitLeader(
-        met.board,
+        endpoint.board,
         link.keys,
         link.me,
-        prepared.clock,
-        prepared.request.plan.checkpoints.replicas,
-        gave_up=OverdueReporter(session.chronicle, log.warning).gave_up,
+        launch.clock,
+        launch.request.plan.checkpoints.replicas,
+        gave_up=OverdueReporter(session.journal, log.warning).gave_up,
     )
 
 
-def _survey(directory: str) -> StoredStates:
+def _stored_states(directory: str) -> StoredStates:
     from gpuops.agent.checkpoint.keeper_client import survey
 
     return survey(directory)
 
 
-def _enter(
-    prepared: LaunchContext, met: ControlEndpoint, node: str, mine: RunIdentity
+def _join_run(
+    launch: LaunchContext, endpoint: ControlEndpoint, node: str, identity: RunIdentity
 ) -> tuple[Member, RecordView]:
     me = Member(
         agent=str(uuid4()),
         node=node,
-        address=met.address,
-        n_workers=prepared.config.nproc_per_node,
-        node_rank_hint=prepared.request.plan.order,
+        address=endpoint.address,
+        n_workers=launch.config.nproc_per_node,
+        node_rank_hint=launch.request.plan.order,
     )
     fresh = ControlRecord(
-        run_id=mine.run_id,
-        folder=mine.folder,
+        run_id=identity.run_id,
+        folder=identity.folder,
         generation=0,
         phase=RunPhase.RENDEZVOUS,
         since_s=0.0,
-        fingerprint=fingerprint(prepared.request),
+        fingerprint=fingerprint(launch.request),
     )
-    return me, join(met.board, me, fresh, prepared.clock, threading.Event().wait)
+    return me, join(endpoint.board, me, fresh, launch.clock, threading.Event().wait)
 
 
-def _drain_grace_s(prepared: LaunchContext, name: str) -> float:
-    now_s, asked_s = prepared.clock.now_us() / US_PER_S, prepared.request.plan.drain_grace_s
-    return drain_grace(prepared.env, now_s, Signals[name], asked_s)
+def _drain_grace_s(launch: LaunchContext, name: str) -> float:
+    now_s, asked_s = launch.clock.now_us() / US_PER_S, launch.request.plan.drain_grace_s
+    return drain_grace(launch.env, now_s, Signals[name], asked_s)
 
 
-def _end_s(prepared: LaunchContext) -> float:
+def _end_timeout_s(launch: LaunchContext) -> float:
     """Return what a live agent may take from the news that its generation is over to its report."""
-    return prepared.failure_grace_s + EVIDENCE_S + KILL_WAIT_S + END_MARGIN_S
+    return launch.failure_grace_s + EVIDENCE_S + KILL_WAIT_S + END_MARGIN_S
 
 
-def _timing(prepared: LaunchContext) -> LeaderTimeouts:
-    plan = prepared.request.plan
+def _leader_timeouts(launch: LaunchContext) -> LeaderTimeouts:
+    plan = launch.request.plan
     return LeaderTimeouts(
         suspect_s=plan.suspect_s,
         dead_s=plan.dead_s,
-        end_s=_end_s(prepared),
+        end_s=_end_timeout_s(launch),
         last_call_s=plan.last_call_s,
         first_call_s=plan.first_call_s,
         join_timeout_s=plan.join_timeout_s,
@@ -314,13 +323,13 @@ def _timing(prepared: LaunchContext) -> LeaderTimeouts:
     )
 
 
-def _gate(prepared: LaunchContext, gpus: GpuMonitor) -> PreflightGate:
-    if not prepared.request.plan.gate:
+def _preflight_gate(launch: LaunchContext, gpus: GpuMonitor) -> PreflightGate:
+    if not launch.request.plan.gate:
         return NoPreflight()
-    plan = PreflightPlan(env=prepared.env, deadline_s=prepared.request.plan.gate_deadline_s)
-    memory = open_memory(prepared.env, os.getpid(), prepared.clock)
+    plan = PreflightPlan(env=launch.env, deadline_s=launch.request.plan.gate_deadline_s)
+    memory = open_memory(launch.env, os.getpid(), launch.clock)
 
     def check() -> PreflightCheck:
         return PreflightCheck(replace(plan, gpus=gpus.listed_uuids))
 
-    return HealthPreflight(check, memory, prepared.clock, log.info, gpus.own_uuids)
+    return HealthPreflight(check, memory, launch.clock, log.info, gpus.own_uuids)

@@ -54,26 +54,26 @@ class Endpoint:
         )
 
 
-def place_of(
-    wishes: Wishes, size: NodeCount, step: SlurmStep | None, *, is_standalone: bool, store_url: str
+def resolve_endpoint(
+    options: Wishes, size: NodeCount, step: SlurmStep | None, *, is_standalone: bool, store_url: str
 ) -> Endpoint:
     """Return where the agents meet; *store_url* is where ``--rdzv-backend=postgres`` alone points.
 
     Raises:
         UsageError: A backend that is none of ours, an endpoint that is no address, no endpoint.
     """
-    backend, endpoint = wishes["rdzv_backend"], wishes["rdzv_endpoint"]
+    backend, endpoint = options["rdzv_backend"], options["rdzv_endpoint"]
     _refuse_backend(backend)
-    key = wishes["rdzv_id"].text or (step.run_key if step else NO_KEY)
-    has_endpoint = bool(endpoint.text) or step is not None or _is_static(wishes)
+    key = options["rdzv_id"].text or (step.run_key if step else NO_KEY)
+    has_endpoint = bool(endpoint.text) or step is not None or _is_static(options)
     if is_standalone or (size.high == 1 and not size.spares):
         return Endpoint(kind=EndpointKind.PRIVATE, run_key=key)
     if size.high == 1 and not has_endpoint:
         raise UsageError(
-            f"{wishes['spares'].shown}: a run on one node has no other agent to be a spare; "
+            f"{options['spares'].shown}: a run on one node has no other agent to be a spare; "
             "say --nnodes, or --rdzv-endpoint where they meet"
         )
-    order = _order(wishes, step)
+    order = _order(options, step)
     if backend.text == "postgres" or "://" in (endpoint.text or ""):
         url = _database(backend, endpoint, store_url)
         if key == NO_KEY:
@@ -82,7 +82,7 @@ def place_of(
                 "and another for each run"
             )
         return Endpoint(kind=EndpointKind.POSTGRES, run_key=key, url=url, order=order)
-    host, port, is_host = _address(wishes, step, order)
+    host, port, is_host = _address(options, step, order)
     return Endpoint(
         kind=EndpointKind.TCP, run_key=key, host=host, port=port, is_host=is_host, order=order
     )
@@ -95,24 +95,24 @@ def fill_torch(found: argparse.Namespace, place: Endpoint) -> None:
     found.master_addr, found.master_port = "127.0.0.1", MASTER_PORT
 
 
-def workers_master(wishes: Wishes) -> tuple[str, int] | None:
+def workers_master(options: Wishes) -> tuple[str, int] | None:
     """Return the master that the user named for the workers of a single node.
 
     Raises:
         UsageError: Not a port.
     """
-    port = wishes["master_port"]
+    port = options["master_port"]
     if port.text is None:
         return None
-    return wishes["master_addr"].text or "127.0.0.1", _port(port.text, port.shown)
+    return options["master_addr"].text or "127.0.0.1", _port(port.text, port.shown)
 
 
-def _is_static(wishes: Wishes) -> bool:
-    return any(wishes[name].text for name in ("node_rank", "master_addr", "master_port"))
+def _is_static(options: Wishes) -> bool:
+    return any(options[name].text for name in ("node_rank", "master_addr", "master_port"))
 
 
-def _order(wishes: Wishes, step: SlurmStep | None) -> int | None:
-    rank = wishes["node_rank"]
+def _order(options: Wishes, step: SlurmStep | None) -> int | None:
+    rank = options["node_rank"]
     if rank.text is not None:
         if not rank.text.isdecimal():
             raise UsageError(f"{rank.shown}: a number from 0 is wanted")
@@ -142,23 +142,23 @@ def _database(backend: Option, endpoint: Option, store_url: str) -> str:
 
 
 def _address(
-    wishes: Wishes, step: SlurmStep | None, order: int | None
+    options: Wishes, step: SlurmStep | None, order: int | None
 ) -> tuple[str, int, bool | None]:
     """Return host, port, and whether this node is that host (None: to be found out)."""
-    endpoint, backend = wishes["rdzv_endpoint"], wishes["rdzv_backend"]
+    endpoint, backend = options["rdzv_endpoint"], options["rdzv_backend"]
     if endpoint.text:
         host, port = _host_and_port(endpoint, C10D_PORT)
-        is_ranked = wishes["node_rank"].text is not None and backend.text in (None, "static")
+        is_ranked = options["node_rank"].text is not None and backend.text in (None, "static")
         return host, port, order == 0 if is_ranked else None
-    if _is_static(wishes) and backend.text in (None, "static"):
-        host = wishes["master_addr"].text or "127.0.0.1"
-        port_wish = wishes["master_port"]
+    if _is_static(options) and backend.text in (None, "static"):
+        host = options["master_addr"].text or "127.0.0.1"
+        port_wish = options["master_port"]
         port = _port(port_wish.text or str(MASTER_PORT), port_wish.shown)
         return host, port, None if order is None else order == 0
     if step is not None:
         return step.host, step.port, step.order == 0
     raise UsageError(
-        f"{wishes['nnodes'].shown}: where do the nodes meet? Say --rdzv-backend=c10d "
+        f"{options['nnodes'].shown}: where do the nodes meet? Say --rdzv-backend=c10d "
         "--rdzv-endpoint=HOST:PORT (the same on each), or start the agents with srun"
     )
 

@@ -26,7 +26,7 @@ def fingerprint(request: RunRequest) -> str:
     range of nodes and what a restart may do. Not the script's folder, which may differ from node to
     node, nor flags that are a node's own business (logs, addresses, the order).
     """
-    torch, terms = request.torch, request.plan.terms
+    torch, terms = request.torch, request.plan.restart_policy
     parts = [
         Path(torch.training_script).name,
         list(torch.training_script_args),

@@ -101,7 +101,7 @@ def launch(
         config=config,
         entry=entry,
         clock=clock,
-        cancellation=Cancellation(names, clock, drains=_drains(names)),
+        cancellation=Cancellation(names, clock, drains=_drain_signals(names)),
         failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
         cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
         env=env,
@@ -113,7 +113,7 @@ def launch(
         env,
         cluster=settings.cluster,
         torch_version=torch_version,
-        max_restarts=request.plan.terms.restarts_max,
+        max_restarts=request.plan.restart_policy.restarts_max,
     )
     around = node_context_of(settings, env, clock, describe=describe)
     run_id = uuid7(clock.now_us(), os.urandom(10))
@@ -123,7 +123,7 @@ def launch(
     prepared.cancellation.install()
     try:
         with prepared.cancellation.interruptible():
-            assembly = _entered(
+            assembly = _join(
                 prepared, lambda met: assemble(prepared, met, around, settings, logs, mine)
             )
     except RunIsOverError as exc:
@@ -133,7 +133,9 @@ def launch(
             reason=f"the run of this id has ended: {exc.record.reason}",
         )
     except ControlStoreError as exc:
-        return _never_met(RunSession(around, mine, leads=True), f"the rendezvous failed: {exc}")
+        return _record_no_endpoint(
+            RunSession(around, mine, leads=True), f"the rendezvous failed: {exc}"
+        )
     except SignalException as exc:
         return _stopped_before(RunSession(around, mine, leads=True), prepared, exc.sigval)
     finally:
@@ -142,12 +144,12 @@ def launch(
     return _run(prepared, assembly)
 
 
-def _drains(names: list[str]) -> tuple[str, ...]:
+def _drain_signals(names: list[str]) -> tuple[str, ...]:
     """Return the signals that mean an orderly end; SIGTERM unless the user handles it otherwise."""
     return tuple(name for name in DRAIN_SIGNALS if name != "SIGTERM" or "SIGTERM" in names)
 
 
-def _entered(
+def _join(
     prepared: LaunchContext, enter: Callable[[ControlEndpoint], AssembledAgent]
 ) -> AssembledAgent:
     """Meet the others and enter the run; a board that stops answering in between is met again.
@@ -158,7 +160,7 @@ def _entered(
     limit_s = prepared.request.plan.join_timeout_s
     end_ns = prepared.clock.mono_ns() + round(limit_s * NS_PER_S)
     while True:
-        met = _meet(prepared)
+        met = _find_endpoint(prepared)
         try:
             return enter(met)
         except ControlStoreUnreachableError as exc:
@@ -168,7 +170,7 @@ def _entered(
             log.warning("entering the run again: %s", exc)
 
 
-def _meet(prepared: LaunchContext) -> ControlEndpoint:
+def _find_endpoint(prepared: LaunchContext) -> ControlEndpoint:
     plan, cancellation = prepared.request.plan, prepared.cancellation
 
     def wait(seconds: float) -> None:
@@ -178,7 +180,7 @@ def _meet(prepared: LaunchContext) -> ControlEndpoint:
         threading.Event().wait(seconds)
 
     return meet(
-        plan.meeting,
+        plan.endpoint,
         prepared.clock,
         local_address=plan.local_address,
         limit_s=plan.join_timeout_s,
@@ -186,16 +188,16 @@ def _meet(prepared: LaunchContext) -> ControlEndpoint:
     )
 
 
-def _never_met(session: RunSession, text: str) -> RunOutcome:
+def _record_no_endpoint(session: RunSession, text: str) -> RunOutcome:
     """Record a run of one agent, which never reached the others."""
     reason = scrub(text)
-    session.safely("recording the failure", lambda: session.chronicle.rendezvous_failed(reason))
+    session.safely("recording the failure", lambda: session.journal.rendezvous_failed(reason))
     return _close(session, RunOutcome(exit_code=EXIT_FAIL, outcome="failed", reason=reason))
 
 
 def _stopped_before(session: RunSession, prepared: LaunchContext, number: Signals) -> RunOutcome:
     """Record a run that was asked to end before this agent was part of it."""
-    name, chronicle = number.name, session.chronicle
+    name, chronicle = number.name, session.journal
     reason = f"{name} to the agent, which waited for its run"
     if prepared.cancellation.drain is number:
         session.safely("recording the drain", lambda: chronicle.drained(name, [], EXIT_REQUEUE))
@@ -207,19 +209,19 @@ def _stopped_before(session: RunSession, prepared: LaunchContext, number: Signal
 
 
 def _run(prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
-    session, parts, cancellation = assembly.session, assembly.parts, prepared.cancellation
+    session, parts, cancellation = assembly.session, assembly.services, prepared.cancellation
     agent = _make_agent(prepared, assembly)
-    cancellation.heard = lambda number: _say_what_follows(agent, assembly, number)
+    cancellation.heard = lambda number: _log_exit(agent, assembly, number)
     cancellation.abandon = lambda number: _abandon(agent, assembly, number)
     cancellation.install()
-    parts.link.start()
+    parts.control.start()
     server = _serve(agent, assembly)
     try:
         ended = _supervise(agent, prepared, assembly)
         _end_checkpoints(prepared, assembly)
     except BaseException as exc:  # boundary: recorded as ours, then ends the command
         text = traceback.format_exc()
-        session.chronicle.tool_failed("supervising the workers", exc, text)
+        session.journal.tool_failed("supervising the workers", exc, text)
         _close(session, RunOutcome(exit_code=EXIT_INTERNAL, outcome="failed", reason=str(exc)))
         raise
     finally:
@@ -237,18 +239,18 @@ def _end_checkpoints(prepared: LaunchContext, assembly: AssembledAgent) -> None:
 
     Where a signal ended the run, that state has had its time already.
     """
-    checkpoints, cancellation = assembly.parts.checkpoints, prepared.cancellation
+    checkpoints, cancellation = assembly.services.checkpoints, prepared.cancellation
     is_asked = (
-        cancellation.received or cancellation.drain or assembly.parts.link.record.drain_signal
+        cancellation.received or cancellation.drain or assembly.services.control.record.drain_signal
     )
-    save_s = 0.0 if is_asked else assembly.parts.plan.checkpoints.last_save_s
+    save_s = 0.0 if is_asked else assembly.services.plan.checkpoints.last_save_s
     try:
-        awaited(lambda: checkpoints.end(save_s), partial(_check_anew, prepared, is_asked))
+        awaited(lambda: checkpoints.end(save_s), partial(_restart_check, prepared, is_asked))
     except SignalException as exc:
-        assembly.parts.say(f"{exc.sigval.name}: the last checkpoint is not waited for any more")
+        assembly.services.say(f"{exc.sigval.name}: the last checkpoint is not waited for any more")
 
 
-def _check_anew(prepared: LaunchContext, is_asked: object) -> None:
+def _restart_check(prepared: LaunchContext, is_asked: object) -> None:
     """Raise where a signal came that had not come before."""
     cancellation = prepared.cancellation
     number = cancellation.received or cancellation.drain
@@ -257,7 +259,7 @@ def _check_anew(prepared: LaunchContext, is_asked: object) -> None:
 
 
 def _serve(agent: GpuopsAgent, assembly: AssembledAgent) -> AgentServer | None:
-    plan = assembly.parts.plan
+    plan = assembly.services.plan
     if plan.http_port is None:
         return None
     server = AgentServer(plan.http_address, plan.http_port, agent.snapshot.take).start()
@@ -277,17 +279,17 @@ def _supervise(agent: GpuopsAgent, prepared: LaunchContext, assembly: AssembledA
         ended = RunOutcome(exit_code=128 + exc.sigval, outcome="cancelled", reason=reason)
     except RunOverError as exc:
         code = EXIT_OK if exc.record.exit_code is None else exc.record.exit_code
-        session.leads = exc.record.decided_by == assembly.parts.node
+        session.leads = exc.record.decided_by == assembly.services.node
         _record_unformed(session, exc.record)
         ended = RunOutcome(exit_code=code, outcome=ended_as(code), reason=exc.record.reason)
     except ExcludedError as exc:
-        ended = _excluded(str(exc), prepared, assembly)
+        ended = _record_excluded(str(exc), prepared, assembly)
     except ControlStoreLostError as exc:
         why = str(exc)
-        session.safely("recording the loss", lambda: session.chronicle.board_gone(why))
+        session.safely("recording the loss", lambda: session.journal.board_gone(why))
         ended = RunOutcome(exit_code=EXIT_REQUEUE, outcome="failed", reason=why)
     else:
-        session.leads = assembly.parts.link.record.decided_by == assembly.parts.node
+        session.leads = assembly.services.control.record.decided_by == assembly.services.node
         events.record(agent.get_event_succeeded(), handler)
         return RunOutcome(
             exit_code=EXIT_OK, outcome="completed", reason="every rank exited with code 0"
@@ -301,7 +303,7 @@ def _save_last(prepared: LaunchContext, assembly: AssembledAgent) -> None:
 
     The workers are gone by now.
     """
-    checkpoints, limit_s = assembly.parts.checkpoints, assembly.parts.cancel_grace_s
+    checkpoints, limit_s = assembly.services.checkpoints, assembly.services.cancel_grace_s
 
     def check() -> None:
         if prepared.cancellation.is_urgent:
@@ -316,21 +318,21 @@ def _record_unformed(session: RunSession, record: ControlRecord) -> None:
     is_decided = record.decision is not None or record.drain_signal is not None
     if session.leads and record.exit_code and not is_decided:
         session.safely(
-            "recording the failure", lambda: session.chronicle.rendezvous_failed(record.reason)
+            "recording the failure", lambda: session.journal.rendezvous_failed(record.reason)
         )
 
 
-def _excluded(reason: str, prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
+def _record_excluded(reason: str, prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
     """End as a node that is left out; under srun wait for the run first, and end as it does.
 
     A task that ends early would make srun end the others.
     """
-    parts, node = assembly.parts, assembly.parts.node
+    parts, node = assembly.services, assembly.services.node
     session = assembly.session
     now_us = parts.clock.now_us()
-    session.safely("recording the exclusion", lambda: session.chronicle.excluded(reason, now_us))
+    session.safely("recording the exclusion", lambda: session.journal.excluded(reason, now_us))
     parts.say(f"node {node} is left out of this run: {reason}")
-    alone = not assembly.met.is_shared
+    alone = not assembly.endpoint.is_shared
     session.leads = alone
     if not parts.plan.parks or alone:
         code = EXIT_NODE_UNHEALTHY
@@ -348,11 +350,11 @@ def _excluded(reason: str, prepared: LaunchContext, assembly: AssembledAgent) ->
 
 
 def _wait_for_the_end(assembly: AssembledAgent) -> ControlRecord | None:
-    link = assembly.parts.link
+    link = assembly.services.control
     while not link.wait_until(lambda now: now.phase is RunPhase.STOP, 1.0):
-        if link.reset_error is not None or link.unreachable_s > assembly.parts.plan.store_lost_s:
+        if link.reset_error is not None or link.unreachable_s > assembly.services.plan.store_lost_s:
             return None
-        assembly.prepared.cancellation.check()
+        assembly.launch.cancellation.check()
     return link.record
 
 
@@ -361,18 +363,20 @@ def _leave(assembly: AssembledAgent) -> None:
 
     def go() -> None:
         with contextlib.suppress(ControlStoreError):
-            if not assembly.met.is_shared:
-                assembly.met.board.close()  # wakes the control thread, which waits on it
-            assembly.parts.link.stop()
-            if assembly.met.guard is not None:
-                assembly.met.guard.close()
-            if assembly.met.is_shared:
-                link = assembly.parts.link
-                kind = assembly.prepared.request.plan.meeting.kind
+            if not assembly.endpoint.is_shared:
+                assembly.endpoint.board.close()  # wakes the control thread, which waits on it
+            assembly.services.control.stop()
+            if assembly.endpoint.guard is not None:
+                assembly.endpoint.guard.close()
+            if assembly.endpoint.is_shared:
+                link = assembly.services.control
+                kind = assembly.launch.request.plan.endpoint.kind
                 has_server = kind is EndpointKind.TCP
-                dead = assembly.parts.leader.dead_agents
-                leave(assembly.met.board, link.record, link.me, has_server=has_server, dead=dead)
-        assembly.met.board.close()
+                dead = assembly.services.leader.dead_agents
+                leave(
+                    assembly.endpoint.board, link.record, link.me, has_server=has_server, dead=dead
+                )
+        assembly.endpoint.board.close()
 
     assembly.close()
     going = threading.Thread(target=go, daemon=True)
@@ -380,11 +384,11 @@ def _leave(assembly: AssembledAgent) -> None:
     going.join(LEAVE_S)
 
 
-def _say_what_follows(agent: GpuopsAgent, assembly: AssembledAgent, number: Signals) -> None:
+def _log_exit(agent: GpuopsAgent, assembly: AssembledAgent, number: Signals) -> None:
     if not agent.has_workers():
         return
-    parts = assembly.parts
-    if number.name in DRAIN_SIGNALS and assembly.prepared.cancellation.received is None:
+    parts = assembly.services
+    if number.name in DRAIN_SIGNALS and assembly.launch.cancellation.received is None:
         limit_s = parts.drain_grace_s(number.name)
         parts.say(
             f"{number.name}: the workers finish their step and stop, at most {limit_s:g} s; "
@@ -405,7 +409,7 @@ def _abandon(agent: GpuopsAgent, assembly: AssembledAgent, number: Signals) -> N
         reason = f"{name} to the agent"
         _close(session, RunOutcome(exit_code=128 + number, outcome="cancelled", reason=reason))
 
-    assembly.parts.say(f"the run cancelled: {name} to the agent, which waits for others")
+    assembly.services.say(f"the run cancelled: {name} to the agent, which waits for others")
     recording = threading.Thread(target=record, daemon=True)
     recording.start()
     recording.join(ABANDON_S)
@@ -425,10 +429,10 @@ def _make_agent(prepared: LaunchContext, assembly: AssembledAgent) -> GpuopsAgen
         "local_world_size": config.nproc_per_node,
         "entrypoint": prepared.entry[0],
         "args": prepared.entry[1],
-        "rdzv_handler": assembly.seats,
+        "rdzv_handler": assembly.rendezvous,
         "master_addr": address,
         "master_port": port,
-        "max_restarts": prepared.request.plan.terms.restarts_max,
+        "max_restarts": prepared.request.plan.restart_policy.restarts_max,
     }
     # Fields and options come and go between releases of torch; what both sides have is passed on.
     spec = WorkerSpec(**{f.name: given[f.name] for f in fields(WorkerSpec) if f.name in given})
@@ -436,8 +440,8 @@ def _make_agent(prepared: LaunchContext, assembly: AssembledAgent) -> GpuopsAgen
     options = ("start_method", "log_line_prefix_template", "shutdown_timeout")
     return GpuopsAgent(
         spec,
-        assembly.parts,
-        assembly.met.told(prepared.request.plan.meeting),
+        assembly.services,
+        assembly.endpoint.told(prepared.request.plan.endpoint),
         **{name: given[name] for name in options if name in takes and name in given},
     )
 

@@ -35,7 +35,7 @@ class Option:
 
     text: str | None
     shown: str
-    is_said: bool
+    is_set: bool
     is_general: bool = False
 
     @property
@@ -48,26 +48,26 @@ class Option:
 Wishes = Mapping[str, Option]
 
 
-def wish(
+def read_option(
     name: str, found: argparse.Namespace, env: Mapping[str, str], values: Mapping[str, SettingValue]
 ) -> Option:
     """Return what was asked for *name*: by flag, by torchrun's ``PET_*``, by setting."""
     flag = f"--{name.replace('_', '-')}"
     typed = getattr(found, name, None)
     if typed is not None:
-        return Option(str(typed), f"{flag}={typed}", is_said=True)
+        return Option(str(typed), f"{flag}={typed}", is_set=True)
     variable = f"PET_{name.upper()}"
     if env.get(variable):
-        return Option(env[variable], f"{flag}={env[variable]} ({variable})", is_said=True)
+        return Option(env[variable], f"{flag}={env[variable]} ({variable})", is_set=True)
     key = _KEYS.get(name, f"run.{name}")
     value = values.get(key)
     if value is None or value.origin == DEFAULT:
         text = None if value is None else value.value
-        return Option(text, f"{flag}={text}", is_said=False)
+        return Option(text, f"{flag}={text}", is_set=False)
     origin = value.origin.removeprefix("environment ")
     is_general = not value.origin.startswith("environment ")
     shown = f"{key} = {value.value} ({origin})"
-    return Option(value.value, shown, is_said=True, is_general=is_general)
+    return Option(value.value, shown, is_set=True, is_general=is_general)
 
 
 _DESCRIPTION = "Run a training job as torchrun does; it recovers, and what broke is recorded."

@@ -58,8 +58,8 @@ class LaunchPlan:
     ``parks`` under srun: an agent without a seat waits for the run's end and exits with its code.
     """
 
-    terms: RestartPolicy
-    meeting: EndpointPlan
+    restart_policy: RestartPolicy
+    endpoint: EndpointPlan
     order: int | None = None
     spares: int = 0
     hang_timeout_s: float | None = None

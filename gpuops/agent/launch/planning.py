@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from gpuops.agent.launch.endpoint import Endpoint, fill_torch, place_of, workers_master
+from gpuops.agent.launch.endpoint import Endpoint, fill_torch, resolve_endpoint, workers_master
 from gpuops.agent.launch.job_token import HOW, token_of
 from gpuops.agent.launch.option_values import RendezvousTimeouts, parse_conf
 from gpuops.agent.launch.options import (
@@ -16,10 +16,10 @@ from gpuops.agent.launch.options import (
     RunRequest,
     TypedOptions,
     Wishes,
-    wish,
+    read_option,
 )
 from gpuops.agent.launch.plan import CheckpointPlan, EndpointKind, LaunchPlan
-from gpuops.agent.launch.restart_policy import read, size_of, terms_of
+from gpuops.agent.launch.restart_policy import node_count, read, restart_policy
 from gpuops.agent.launch.slurm import SlurmStep, refuse_batch_script, step_of
 from gpuops.checkpoint.storage.address import AddressError, check_address
 from gpuops.config import schema
@@ -44,19 +44,21 @@ def request_of(
             they were given.
     """
     found = argparse.Namespace(**vars(typed.found))
-    wishes = _wishes(found, env, settings)
+    wishes = _options(found, env, settings)
     step = step_of(env)
     is_standalone = bool(found.standalone)
     if wishes["nnodes"].text is None and not is_standalone:
         refuse_batch_script(env, step)
-    size = size_of(wishes, step, is_standalone=is_standalone)
-    terms = terms_of(wishes, size)
-    place = place_of(wishes, size, step, is_standalone=is_standalone, store_url=settings.store_url)
+    size = node_count(wishes, step, is_standalone=is_standalone)
+    terms = restart_policy(wishes, size)
+    place = resolve_endpoint(
+        wishes, size, step, is_standalone=is_standalone, store_url=settings.store_url
+    )
     timing = parse_conf(wishes["rdzv_conf"].text or "", "--rdzv-conf")
     plan = replace(_plan(wishes, terms, place, step), checkpoints=_checkpoints(wishes, settings))
     plan = _timed(replace(plan, spares=size.spares, local_address=found.local_addr), timing)
     token = token_of(env, wishes["token_file"].text, uid)
-    plan = replace(plan, meeting=replace(plan.meeting, token=token))
+    plan = replace(plan, endpoint=replace(plan.endpoint, token=token))
     _fill(found, wishes, plan, place, step, is_standalone=is_standalone)
     is_private = place.kind is EndpointKind.PRIVATE
     return RunRequest(
@@ -68,56 +70,56 @@ def request_of(
         master=workers_master(wishes) if is_private and not is_standalone else None,
         print_timeouts=found.print_timeouts,
         as_json=found.as_json,
-        said={name: item.shown for name, item in wishes.items() if item.is_said},
+        said={name: item.shown for name, item in wishes.items() if item.is_set},
         warnings=_warnings(plan, timing),
     )
 
 
-def _wishes(found: argparse.Namespace, env: Mapping[str, str], settings: Settings) -> Wishes:
+def _options(found: argparse.Namespace, env: Mapping[str, str], settings: Settings) -> Wishes:
     names = (*TORCH_WISHES, *OUR_WISHES)
-    return {name: wish(name, found, env, settings.values) for name in names}
+    return {name: read_option(name, found, env, settings.values) for name in names}
 
 
 def _plan(
-    wishes: Wishes, terms: RestartPolicy, place: Endpoint, step: SlurmStep | None
+    options: Wishes, policy: RestartPolicy, endpoint: Endpoint, step: SlurmStep | None
 ) -> LaunchPlan:
-    address, port = read(wishes["http"], schema.parse_http_address)
-    grace, decide = wishes["drain_grace"], wishes["decide"]
+    address, port = read(options["http"], schema.parse_http_address)
+    grace, decide = options["drain_grace"], options["decide"]
     return LaunchPlan(
-        terms=terms,
-        meeting=place.meeting(""),
-        order=place.order,
-        hang_timeout_s=read(wishes["hang_timeout"], schema.parse_hang_timeout),
-        gate=read(wishes["health_gate"], schema.parse_switch),
-        grow_after_s=read(wishes["grow_after"], schema.parse_grow_after),
+        restart_policy=policy,
+        endpoint=endpoint.meeting(""),
+        order=endpoint.order,
+        hang_timeout_s=read(options["hang_timeout"], schema.parse_hang_timeout),
+        gate=read(options["health_gate"], schema.parse_switch),
+        grow_after_s=read(options["grow_after"], schema.parse_grow_after),
         drain_grace_s=read(grace, schema.parse_drain_grace) if grace.text else None,
         http_address=address,
         http_port=port,
         decide=read(decide, schema.parse_function_name) if decide.text else None,
-        parks=step is not None and place.kind is not EndpointKind.PRIVATE,
+        parks=step is not None and endpoint.kind is not EndpointKind.PRIVATE,
     )
 
 
-def _checkpoints(wishes: Wishes, settings: Settings) -> CheckpointPlan:
-    wanted, directory = wishes["ckpt"], wishes["ckpt_dir"]
+def _checkpoints(options: Wishes, settings: Settings) -> CheckpointPlan:
+    wanted, directory = options["ckpt"], options["ckpt_dir"]
     values = settings.values
     return CheckpointPlan(
         in_memory=read(wanted, schema.parse_checkpoint_mode) and not settings.disabled,
-        directory=None if directory.text is None else _place(directory),
+        directory=None if directory.text is None else _resolve_directory(directory),
         lease_s=schema.parse_duration(values["checkpoint.lease"].value),
-        replicas=read(wishes["ckpt_replicas"], schema.parse_replicas),
-        domain=read(wishes["ckpt_domain"], schema.parse_domain),
+        replicas=read(options["ckpt_replicas"], schema.parse_replicas),
+        domain=read(options["ckpt_domain"], schema.parse_domain),
         last_save_s=schema.parse_duration(values["checkpoint.last_save"].value),
     )
 
 
-def _place(wish: Option) -> str:
+def _resolve_directory(option: Option) -> str:
     """Return the directory as every worker finds it, whatever folder it goes to."""
-    directory = read(wish, schema.parse_directory)
+    directory = read(option, schema.parse_directory)
     try:
         check_address(directory)
     except AddressError as exc:
-        raise UsageError(f"{wish.shown}: {exc}") from None
+        raise UsageError(f"{option.shown}: {exc}") from None
     return directory if "://" in directory else str(Path(directory).expanduser().absolute())
 
 
@@ -128,7 +130,7 @@ def _timed(plan: LaunchPlan, timing: RendezvousTimeouts) -> LaunchPlan:
     if timing.last_call_s is not None:
         plan = replace(plan, last_call_s=timing.last_call_s, first_call_s=timing.last_call_s)
     if timing.is_host is not None:
-        plan = replace(plan, meeting=replace(plan.meeting, is_host=timing.is_host))
+        plan = replace(plan, endpoint=replace(plan.endpoint, is_host=timing.is_host))
     if timing.dead_s is not None:
         dead_s = timing.dead_s
         plan = replace(
@@ -146,24 +148,24 @@ def _timed(plan: LaunchPlan, timing: RendezvousTimeouts) -> LaunchPlan:
 
 def _fill(
     found: argparse.Namespace,
-    wishes: Wishes,
+    options: Wishes,
     plan: LaunchPlan,
-    place: Endpoint,
+    endpoint: Endpoint,
     step: SlurmStep | None,
     *,
     is_standalone: bool,
 ) -> None:
     """Put into *found* what torch's functions read there, as torchrun's own parser would have."""
-    fill_torch(found, place)
-    terms = plan.terms
+    fill_torch(found, endpoint)
+    terms = plan.restart_policy
     found.nnodes = f"{terms.nodes_min}:{terms.nodes_max}"
     found.max_restarts = terms.restarts_max
     found.rdzv_conf = ""  # read, as all of the rendezvous, by us
     gpus = None if step is None or step.gpus is None else str(step.gpus)
-    found.nproc_per_node = wishes["nproc_per_node"].text or gpus or "1"
-    if place.kind is EndpointKind.PRIVATE:
+    found.nproc_per_node = options["nproc_per_node"].text or gpus or "1"
+    if endpoint.kind is EndpointKind.PRIVATE:
         found.local_addr = found.local_addr or _LOOPBACK
-        if is_standalone or wishes["rdzv_id"].text is None:
+        if is_standalone or options["rdzv_id"].text is None:
             found.rdzv_id = str(uuid.uuid4())  # as under torchrun --standalone
 
 
@@ -171,9 +173,9 @@ def _warnings(plan: LaunchPlan, timing: RendezvousTimeouts) -> tuple[str, ...]:
     lines = []
     if timing.ignored:
         lines.append(f"--rdzv-conf: {', '.join(timing.ignored)} means nothing here and is left out")
-    if plan.meeting.kind is EndpointKind.TCP and not plan.meeting.token:
+    if plan.endpoint.kind is EndpointKind.TCP and not plan.endpoint.token:
         lines.append(
-            f"no token: whoever reaches port {plan.meeting.port} of {plan.meeting.host} can stop "
+            f"no token: whoever reaches port {plan.endpoint.port} of {plan.endpoint.host} can stop "
             f"this run; {HOW}"
         )
     return tuple(lines)

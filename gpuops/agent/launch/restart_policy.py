@@ -24,71 +24,71 @@ class NodeCount:
     is_range: bool
 
 
-def read(wish: Option, meaning: Callable[[str], T]) -> T:
-    """Return what the text of *wish* means.
+def read(option: Option, meaning: Callable[[str], T]) -> T:
+    """Return what the text of *option* means.
 
     Raises:
         UsageError: It means nothing; the wish is named as it was given.
     """
     try:
-        return meaning(wish.given)
+        return meaning(option.given)
     except ValueError as exc:
-        raise UsageError(f"{wish.shown}: {exc}") from None
+        raise UsageError(f"{option.shown}: {exc}") from None
 
 
-def size_of(wishes: Wishes, step: SlurmStep | None, *, is_standalone: bool) -> NodeCount:
+def node_count(options: Wishes, step: SlurmStep | None, *, is_standalone: bool) -> NodeCount:
     """Return how many nodes the run has; a step of `srun` says it where no flag does.
 
     Raises:
         UsageError: A number that cannot be, or two that contradict each other.
     """
-    if is_standalone or (_range(wishes["nnodes"])[1] == 1 and step is None):
-        wishes = _without_company(wishes)
-    nnodes, min_nodes = wishes["nnodes"], wishes["min_nodes"]
-    spares = read(wishes["spares"], schema.parse_spare_count)
-    unit = read(wishes["node_unit"], schema.parse_node_count)
+    if is_standalone or (_range(options["nnodes"])[1] == 1 and step is None):
+        options = _single_node(options)
+    nnodes, min_nodes = options["nnodes"], options["min_nodes"]
+    spares = read(options["spares"], schema.parse_spare_count)
+    unit = read(options["node_unit"], schema.parse_node_count)
     if is_standalone:
-        _refuse_company(wishes)
+        _refuse_node_flags(options)
         return NodeCount(1, 1, 0, 1, is_range=False)
     if nnodes.text is None and step is not None:
-        high = _rest_of(step, wishes["spares"], spares, wishes["node_unit"], unit)
+        high = _rest_of(step, options["spares"], spares, options["node_unit"], unit)
         low, is_range, spares = high, False, len(step.nodes) - high
     else:
         low, high = _range(nnodes)
         is_range = low < high
-        if step is not None and not wishes["spares"].is_said:
+        if step is not None and not options["spares"].is_set:
             spares = max(0, len(step.nodes) - high)
     if min_nodes.text is not None:
         low, is_range = _minimum(min_nodes, nnodes, low, high, is_range=is_range), True
     size = NodeCount(low, high, spares, unit, is_range=is_range and low < high)
-    _refuse_size(size, wishes, step)
+    _refuse_size(size, options, step)
     return size
 
 
-def terms_of(wishes: Wishes, size: NodeCount) -> RestartPolicy:
+def restart_policy(options: Wishes, size: NodeCount) -> RestartPolicy:
     """Return the terms of the run's restarts.
 
     Raises:
         UsageError: A value that means nothing, or contradicts *size*.
     """
-    restarts_max, window_s = read(wishes["max_restarts"], schema.parse_restarts)
+    restarts_max, window_s = read(options["max_restarts"], schema.parse_restarts)
     return RestartPolicy(
         nodes_min=size.low,
         nodes_max=size.high,
         node_unit=size.unit,
         restarts_max=restarts_max,
         restarts_window_s=window_s,
-        on_exhausted=_on_exhausted(wishes, size),
-        benign_exit_codes=read(wishes["restart_exit_codes"], schema.parse_exit_codes),
+        on_exhausted=_on_exhausted(options, size),
+        benign_exit_codes=read(options["restart_exit_codes"], schema.parse_exit_codes),
     )
 
 
-def _on_exhausted(wishes: Wishes, size: NodeCount) -> OnExhausted:
-    wish = wishes["on_exhausted"]
+def _on_exhausted(options: Wishes, size: NodeCount) -> OnExhausted:
+    wish = options["on_exhausted"]
     if wish.text is None:
         return OnExhausted.SHRINK if size.is_range else OnExhausted.REQUEUE
     chosen = OnExhausted(read(wish, schema.parse_on_exhausted))
-    asked = wishes["min_nodes" if wishes["min_nodes"].text else "nnodes"].shown
+    asked = options["min_nodes" if options["min_nodes"].text else "nnodes"].shown
     if chosen is OnExhausted.REQUEUE and size.is_range:
         raise UsageError(
             f"{wish.shown} contradicts {asked}: that says that fewer nodes will do; "
@@ -101,25 +101,25 @@ def _on_exhausted(wishes: Wishes, size: NodeCount) -> OnExhausted:
     return chosen
 
 
-def _without_company(wishes: Wishes) -> Wishes:
-    """Return *wishes* less what a site's file wants of runs that have more than one node."""
+def _single_node(options: Wishes) -> Wishes:
+    """Return *options* less what a site's file wants of runs that have more than one node."""
     own = {
-        name: Option(text, wishes[name].shown, is_said=False)
+        name: Option(text, options[name].shown, is_set=False)
         for name, text in (("spares", "0"), ("min_nodes", None), ("node_unit", "1"))
-        if wishes[name].is_general
+        if options[name].is_general
     }
-    return {**wishes, **own}
+    return {**options, **own}
 
 
-def _refuse_company(wishes: Wishes) -> None:
+def _refuse_node_flags(options: Wishes) -> None:
     for name, alone in (("spares", "0"), ("min_nodes", "1"), ("node_unit", "1")):
-        wish = wishes[name]
-        if wish.is_said and wish.text != alone:
+        wish = options[name]
+        if wish.is_set and wish.text != alone:
             raise UsageError(
                 f"--standalone is a run on one node, and {wish.shown} needs more; "
                 "leave one of them out"
             )
-    nnodes = wishes["nnodes"]
+    nnodes = options["nnodes"]
     if nnodes.text is not None and _range(nnodes)[0] > 1:
         raise UsageError(
             f"--standalone is a run on one node, and {nnodes.shown} waits for more; "
@@ -150,25 +150,25 @@ def _range(nnodes: Option) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _minimum(wish: Option, nnodes: Option, low: int, high: int, *, is_range: bool) -> int:
-    said = read(wish, schema.parse_node_count)
+def _minimum(option: Option, nnodes: Option, low: int, high: int, *, is_range: bool) -> int:
+    said = read(option, schema.parse_node_count)
     of = nnodes.shown if nnodes.text else f"a run on {high} node{'s' * (high > 1)}"
     if said > high:
-        raise UsageError(f"{wish.shown} is more than there can be: {of}")
+        raise UsageError(f"{option.shown} is more than there can be: {of}")
     if is_range and said != low:
-        raise UsageError(f"{wish.shown} and {of} name different minima; leave one of them out")
+        raise UsageError(f"{option.shown} and {of} name different minima; leave one of them out")
     return said
 
 
-def _refuse_size(size: NodeCount, wishes: Wishes, step: SlurmStep | None) -> None:
-    unit = wishes["node_unit"]
+def _refuse_size(size: NodeCount, options: Wishes, step: SlurmStep | None) -> None:
+    unit = options["node_unit"]
     for what, number in (("most", size.high), ("least", size.low)):
         if number % size.unit:
             raise UsageError(
                 f"{unit.shown} does not divide the {number} nodes that the run has at {what}"
             )
-    if step is not None and wishes["nnodes"].text and size.low > len(step.nodes):
+    if step is not None and options["nnodes"].text and size.low > len(step.nodes):
         raise UsageError(
-            f"{wishes['nnodes'].shown}, but Slurm's step has {len(step.nodes)} "
+            f"{options['nnodes'].shown}, but Slurm's step has {len(step.nodes)} "
             f"node{'s' * (len(step.nodes) > 1)}; ask for more with `srun --nodes`"
         )

@@ -24,7 +24,7 @@ from gpuops.wire import Beat
 
 
 class HangService(Protocol):
-    """What the agent asks of who watches for hangs, beside its being a sentry."""
+    """What the agent asks of who watches for hangs, beside its being a monitor."""
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
         """Take in the beats since the last call, by global rank."""
@@ -59,13 +59,13 @@ class Services:
     clock: Clock
     node: str
     plan: LaunchPlan
-    link: ControlClient
+    control: ControlClient
     leader: Leader
-    rulings: DecisionLog
+    decisions: DecisionLog
     session: RunSession
     logs: GenerationLogs
     cancellation: Cancellation
-    gate: PreflightGate
+    preflight: PreflightGate
     say: Callable[[str], None]
     agent_pid: int
     slurm_job_id: str | None
@@ -73,14 +73,14 @@ class Services:
     failure_grace_s: float
     cancel_grace_s: float
     drain_grace_s: Callable[[str], float]
-    sentries: Sequence[Monitor] = ()
+    monitors: Sequence[Monitor] = ()
     hang: HangService | None = None
-    pace: StepTracker = field(default_factory=StepTracker)
+    step_tracker: StepTracker = field(default_factory=StepTracker)
     gpu_uuids: Callable[[], Mapping[int, str]] = dict
     worker_env: Callable[[Path], Mapping[str, str]] = _no_env
-    gpu_signs: Callable[[], Sequence[GpuEvent]] = tuple
+    gpu_events: Callable[[], Sequence[GpuEvent]] = tuple
     job_xids: Callable[[int | None], JobXidFilter | None] = (
         _not_known  # given until when all was well
     )
-    doubts: Callable[[], Sequence[NodeReport]] = tuple  # of this node; they have ended nothing
+    suspects: Callable[[], Sequence[NodeReport]] = tuple  # of this node; they have ended nothing
     checkpoints: CheckpointService = field(default_factory=NoCheckpointService)

@@ -28,7 +28,7 @@ class Timeout:
     source: str
     what: str
     shown: str = ""
-    is_said: bool = False
+    is_set: bool = False
 
     def to_json(self) -> Json:
         return {
@@ -49,7 +49,7 @@ class Timeout:
     @property
     def named(self) -> str:
         """Return the limit as a problem names it: the flag where one was given."""
-        return self.source if self.is_said else f"{self.name} ({self.text}, {self.source})"
+        return self.source if self.is_set else f"{self.name} ({self.text}, {self.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _judge(
         return None
     if low.limit_s < high.limit_s:
         return None
-    is_error = rule == "error" or (rule == "said" and low.is_said and high.is_said)
+    is_error = rule == "error" or (rule == "said" and low.is_set and high.is_set)
     text = f"{low.named} must be shorter than {high.named}: {why}"
     return TimeoutConflict(text=text, is_error=is_error)
 
@@ -146,7 +146,7 @@ def _order(plan: LaunchPlan) -> list[tuple[str, str, str, str]]:
         ("hang", "NCCL heartbeat", "NCCL's monitor would abort the workers first", "said"),
         ("hang", "time left", "the job's time limit comes first", "warning"),
     ]
-    if plan.meeting.kind is EndpointKind.PRIVATE:
+    if plan.endpoint.kind is EndpointKind.PRIVATE:
         return alone
     return [*several, *alone, ("join", "time left", "the job's time limit comes first", "warning")]
 
@@ -162,7 +162,7 @@ def _rungs(
         what="an agent looks at its workers",
     )
     rungs = [looks]
-    if plan.meeting.kind is not EndpointKind.PRIVATE:
+    if plan.endpoint.kind is not EndpointKind.PRIVATE:
         rungs += _agreement(plan, request.said)
     rungs += [_hang(request), *_torchs(env, plan)]
     rungs += [
@@ -182,7 +182,7 @@ def _rungs(
 
 
 def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
-    default = LaunchPlan(terms=plan.terms, meeting=plan.meeting)
+    default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
     is_said = plan.dead_s != default.dead_s
     source = said.get("rdzv_conf", _CONF) if is_said else _DEFAULTS
     parts = (
@@ -194,7 +194,7 @@ def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
     return [
         beat,
         *(
-            Timeout(name=name, limit_s=limit_s, source=source, what=what, is_said=is_said)
+            Timeout(name=name, limit_s=limit_s, source=source, what=what, is_set=is_said)
             for name, limit_s, what in parts
         ),
     ]
@@ -208,7 +208,7 @@ def _hang(request: RunRequest) -> Timeout:
         shown = "off" if limit_s == 0 else "learned"
         return Timeout(name="hang", limit_s=None, source=source, what=what, shown=shown)
     is_said = "hang_timeout" in request.said
-    return Timeout(name="hang", limit_s=limit_s, source=source, what=what, is_said=is_said)
+    return Timeout(name="hang", limit_s=limit_s, source=source, what=what, is_set=is_said)
 
 
 def _torchs(env: Mapping[str, str], plan: LaunchPlan) -> list[Timeout]:
@@ -226,7 +226,7 @@ def _torchs(env: Mapping[str, str], plan: LaunchPlan) -> list[Timeout]:
             limit_s=heartbeat_s(env, plan.hang_timeout_s),
             source=f"{HEARTBEAT}={env[HEARTBEAT]}" if is_said else _DEFAULTS,
             what="a rank whose watchdog is stuck is aborted",
-            is_said=is_said,
+            is_set=is_said,
         ),
     ]
 
@@ -239,9 +239,9 @@ def _joining(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
         what="a node is checked before it joins",
         shown="off",
     )
-    if plan.meeting.kind is EndpointKind.PRIVATE:
+    if plan.endpoint.kind is EndpointKind.PRIVATE:
         return [gate]
-    default = LaunchPlan(terms=plan.terms, meeting=plan.meeting)
+    default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
     parts = (
         ("last call", plan.last_call_s, default.last_call_s, "enough nodes wait for the others"),
         ("first call", plan.first_call_s, default.first_call_s, "the same before the first start"),
@@ -256,7 +256,7 @@ def _joining(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
                 limit_s=limit_s,
                 source=said.get("rdzv_conf", _CONF) if limit_s != usual_s else _DEFAULTS,
                 what=what,
-                is_said=limit_s != usual_s,
+                is_set=limit_s != usual_s,
             )
             for name, limit_s, usual_s, what in parts
         ),

@@ -1,7 +1,8 @@
 """What watches running workers, beside their exit codes.
 
-A monitor implements `api.Monitor`: it starts with the workers, is polled ten times a second, may
-report a failure (`gpuops.incident.decision.NodeReport`), and can be asked for evidence.
+`registry` is the list of them. A monitor implements `api.Monitor`: it starts with the workers, is
+polled ten times a second, may report a failure (`gpuops.incident.decision.NodeReport`) or suspects,
+and can be asked for evidence.
 
 * `hang`: no step within the learned time limit, and who holds the others up.
 * `gpu`, `gpu_events`: Xid errors of the job's GPUs; `gpu_ranks`: which rank uses which GPU.

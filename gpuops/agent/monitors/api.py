@@ -1,7 +1,7 @@
-"""Eyes of the agent on its running workers, beside their exits: hangs, GPU faults.
+"""What watches running workers, beside their exits: hangs, GPU errors, plug-ins of a site.
 
-A sentry looks ten times a second from the agent's main thread and returns a report once there is
-something that ends the generation. It must not raise for what it cannot read.
+The agent polls each ten times a second from its main thread; a monitor returns a report once
+something ends the generation. It must not raise for what it cannot read.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,19 @@ class Monitor(Protocol):
         """Watch a generation whose workers have just been started."""
         ...
 
-    def look(self) -> NodeReport | None:
+    def poll(self) -> NodeReport | None:
         """Return what ends this generation, None while there is nothing; within 10 ms."""
         ...
 
-    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:
+    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:
         """Return evidence on the workers that still live, at most *deadline_s* later.
 
         Called once, before they are ended, on every node of the run.
         """
+        ...
+
+    def suspects(self) -> tuple[NodeReport, ...]:
+        """Return what speaks against nodes and ends nothing, in this generation."""
         ...
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class GpuEventSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMonitorContext:
-    """Where the sentry stands. *env* is the agent's: it names the job's GPUs."""
+    """Where the monitor stands. *env* is the agent's: it names the job's GPUs."""
 
     node: str
     env: Mapping[str, str]
@@ -63,7 +63,7 @@ class GpuMonitorContext:
 
 
 def open_gpu_monitor(place: GpuMonitorContext, clock: Clock) -> "GpuMonitor":
-    """Return a sentry that listens to NVML and the kernel's log; starts two small processes."""
+    """Return a monitor that listens to NVML and the kernel's log; starts two small processes."""
     children = {
         source: WatchingChild(
             f"xid-{source.value}",
@@ -138,7 +138,7 @@ class GpuMonitor:
         self._reported = set()
         self._begun_ns = self._clock.mono_ns()
 
-    def look(self) -> NodeReport | None:
+    def poll(self) -> NodeReport | None:
         """Return a report once a GPU has had a fault that ends the generation, once for each GPU.
 
         See `gpuops.agent.monitors.gpu_events` for which do; never waits.
@@ -154,7 +154,7 @@ class GpuMonitor:
         self._reported |= set(first)
         return _report(list(first.values()), self._watched)
 
-    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
+    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
         """Return what was seen of the job's GPUs in this generation."""
         self._drain()
         return evidence_of(self._signs.all())
@@ -195,7 +195,7 @@ class GpuMonitor:
             return None
         return frozenset(uuid for uuid in uuids if uuid is not None)
 
-    def doubts(self) -> tuple[NodeReport, ...]:
+    def suspects(self) -> tuple[NodeReport, ...]:
         """Return what of this generation speaks against the node without having ended it."""
         if self._watched is None:
             return ()

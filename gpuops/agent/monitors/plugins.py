@@ -68,7 +68,7 @@ def find_detectors() -> tuple[str, ...]:
 
 
 def open_detectors(env: Mapping[str, str]) -> "PluginMonitor":
-    """Return a sentry over what is installed; each gets a process with *env* at each start."""
+    """Return a monitor over what is installed; each gets a process with *env* at each start."""
 
     def start(name: str, told: str) -> PluginOutput:
         command = module_command("gpuops.agent.monitors.plugin_process", name, told)
@@ -103,7 +103,7 @@ class PluginMonitor:
         for name in self._names:
             self._running[name] = _Detector(self._start(name, told))
 
-    def look(self) -> NodeReport | None:
+    def poll(self) -> NodeReport | None:
         """Return a report once a detector wants the generation to end; never waits."""
         for name, verdict in self._new():
             if verdict.ends and self._watched is not None:
@@ -111,12 +111,12 @@ class PluginMonitor:
             log.warning("detector %s: %s", name, verdict.why)
         return None
 
-    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
+    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
         """Return what the detectors have said of this generation."""
         self._new()
         return tuple(_evidence(name, verdict) for name, verdict in self._heard)
 
-    def doubts(self) -> tuple[NodeReport, ...]:
+    def suspects(self) -> tuple[NodeReport, ...]:
         """Return what of this generation speaks against the node without having ended it."""
         if self._watched is None:
             return ()

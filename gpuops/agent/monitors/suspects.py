@@ -23,16 +23,16 @@ RETRY_S = 5.0
 class SuspectReporter:
     """The first doubt of this node in a run; what comes after it is in the log."""
 
-    def __init__(self, parts: Services) -> None:
-        self._parts = parts
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._again_ns = 0
 
-    def tell(self) -> None:
+    def report_new(self) -> None:
         """Tell the run what speaks against this node, where that is new."""
-        parts, now_ns = self._parts, self._parts.clock.mono_ns()
-        if parts.node in parts.link.record.suspected or now_ns < self._again_ns:
+        parts, now_ns = self._services, self._services.clock.mono_ns()
+        if parts.node in parts.control.record.suspected or now_ns < self._again_ns:
             return
-        report = next(iter(parts.doubts()), None)
+        report = next(iter(parts.suspects()), None)
         if report is None:
             return
 
@@ -42,7 +42,7 @@ class SuspectReporter:
             return replace(now, suspected={**now.suspected, parts.node: report.how})
 
         try:
-            is_told = parts.link.update_record(change)
+            is_told = parts.control.update_record(change)
         except ControlStoreError as exc:
             log.debug("the doubt is not on the board yet: %s", exc)
             self._again_ns = now_ns + round(RETRY_S * NS_PER_S)
@@ -51,7 +51,7 @@ class SuspectReporter:
             self._record(report)
 
     def _record(self, report: NodeReport) -> None:
-        parts, chronicle = self._parts, self._parts.session.chronicle
+        parts, chronicle = self._services, self._services.session.journal
         follows = "a restart does without it, if it can be spared"
         parts.say(f"{report.node} is doubted: {report.how}; {follows}")
         run_id, now_us = parts.session.identity.run_id, parts.clock.now_us()

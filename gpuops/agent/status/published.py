@@ -19,11 +19,11 @@ def progress_of(parts: Services, generation: int, workers: Workers | None) -> Js
     if workers is None:
         return {}
     ranks = [worker.rank for worker in workers.all]
-    known = [parts.session.chronicle.rank_progress(rank) for rank in ranks]
+    known = [parts.session.journal.rank_progress(rank) for rank in ranks]
     steps = [progress.last_step for progress in known if progress.last_step is not None]
     beats_ns = [p.last_mono_ns for p in known if p.last_mono_ns is not None]
     silent_s = (parts.clock.mono_ns() - max(beats_ns)) / 1e9 if beats_ns else None
-    step_s, saved = parts.pace.step_s(), parts.checkpoints.said()
+    step_s, saved = parts.step_tracker.step_s(), parts.checkpoints.said()
     return {
         **({} if saved is None else {FIELD: saved}),
         "generation": generation,
@@ -32,7 +32,7 @@ def progress_of(parts: Services, generation: int, workers: Workers | None) -> Js
         "step": min(steps, default=None),
         "rate": None if not step_s else round(1 / step_s, 3),
         "silent_s": None if silent_s is None else round(silent_s, 1),
-        "checkpoint_step": parts.pace.checkpoint_step,
+        "checkpoint_step": parts.step_tracker.checkpoint_step,
         "checkpoint": checkpoint_json(parts.checkpoints.state(), parts.clock.mono_ns()),
         "busy_for_s": 0.0 if parts.hang is None else round(parts.hang.busy_for_s(), 1),
     }
@@ -68,18 +68,18 @@ class PublishedSnapshot:
 
     def take(self) -> AgentState:
         """Return the state as it is now."""
-        parts, record = self._parts, self._parts.link.record
-        terms, now_ns = parts.plan.terms, parts.clock.mono_ns()
+        parts, record = self._parts, self._parts.control.record
+        terms, now_ns = parts.plan.restart_policy, parts.clock.mono_ns()
         if self._phase[:2] != (record.phase.value, record.generation):
             self._phase = (record.phase.value, record.generation, now_ns)
-        chronicle = parts.session.chronicle
+        chronicle = parts.session.journal
         return AgentState(
             run_id=parts.session.identity.run_id,
             name=parts.session.identity.folder,
             node=parts.node,
             agent_pid=parts.agent_pid,
             main_ns=self.main_ns,
-            control_ns=now_ns - round(parts.link.since_reply_s * NS_PER_S),
+            control_ns=now_ns - round(parts.control.since_reply_s * NS_PER_S),
             generation=record.generation,
             phase=record.phase.value,
             phase_ns=self._phase[2],
@@ -90,12 +90,12 @@ class PublishedSnapshot:
             excluded=record.excluded,
             doubted=record.suspected,
             decision=record.decision,
-            restarts_used=count_failures(record.history, terms, parts.link.store_now_s),
+            restarts_used=count_failures(record.history, terms, parts.control.store_now_s),
             restarts_max=terms.restarts_max,
             restarts_window_s=terms.restarts_window_s,
             restarts_by_class=chronicle.restarts,
             badput_s=chronicle.badput_s,
-            round_trip_s=parts.link.round_trip_s,
+            round_trip_s=parts.control.round_trip_s,
             fences=self.fences,
             cpu_s=time.process_time(),
             board=self._board,
@@ -104,7 +104,7 @@ class PublishedSnapshot:
         )
 
     def _ranks(self) -> tuple[RankStatus, ...]:
-        workers, chronicle = self.workers, self._parts.session.chronicle
+        workers, chronicle = self.workers, self._parts.session.journal
         if workers is None:
             return ()
         found = []

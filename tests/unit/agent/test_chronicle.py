@@ -35,7 +35,7 @@ class World:
         self.events = []
         self.batches = []
         self.ordinal = 0
-        self.chronicle = RunJournal(self.emit, self.clock, run_id="run-1", node=node, rules=())
+        self.journal = RunJournal(self.emit, self.clock, run_id="run-1", node=node, rules=())
         self.seq = 0
 
     def emit(self, *news):
@@ -45,7 +45,7 @@ class World:
     def start(self, ordinal):
         self.seq, self.ordinal = 0, ordinal
         facts = replace(FACTS, start_us=self.clock.now_us(), group_rank=self.group_rank)
-        self.chronicle.attempt_started(ordinal, facts)
+        self.journal.attempt_started(ordinal, facts)
 
     def step(self, number, seconds=1.0):
         self.clock.advance(seconds)
@@ -55,7 +55,7 @@ class World:
         self.seq += 1
         known = StepSource.UNKNOWN if number == STEP_UNKNOWN else StepSource.OPTIMIZER_STATE
         beat = Beat(self.seq, number, self.clock.mono_ns(), phase, known, self.seq)
-        self.chronicle.beats({0: [beat], 1: [beat]})
+        self.journal.beats({0: [beat], 1: [beat]})
 
     def killed(self):
         killed = WorkerExit(
@@ -76,7 +76,7 @@ class World:
     def report_failure(self, **changes):
         """File what happened here: noticed a quarter of a second after the kill."""
         exits = self.killed()
-        self.chronicle.attempt_failed(
+        self.journal.attempt_failed(
             exits, report=report(self.node, generation=self.ordinal, **changes)
         )
 
@@ -89,7 +89,7 @@ class World:
         told = (report(self.node, generation=self.ordinal),) if reports is None else reports
         cause = next(iter(told), None)
         made = decision(cause, verdict, self.ordinal, **changes)
-        self.chronicle.decided(made, told, cluster("n1", "n2"), by_us=by_us)
+        self.journal.decided(made, told, cluster("n1", "n2"), by_us=by_us)
 
     def of(self, kind):
         return [payload for name, _attempt, payload in self.events if name == kind]
@@ -116,7 +116,7 @@ def test_the_cost_of_a_failure_by_phase(world):
     world.start(1)
     for number in (1, 2, 3, 4):
         world.step(number, seconds=0.5)
-    world.chronicle.attempt_completed()
+    world.journal.attempt_completed()
 
     (incident,) = world.incidents()
     assert incident["state"] == "closed"
@@ -161,7 +161,7 @@ def test_a_second_failure_ends_the_redo_of_the_first(world):
     world.start(2)
     for number in (1, 2, 3):
         world.step(number)
-    world.chronicle.attempt_completed()
+    world.journal.attempt_completed()
 
     first, second = world.incidents()
     assert first["state"] == second["state"] == "closed"
@@ -198,8 +198,8 @@ def test_a_failure_that_ends_the_run_is_closed_with_what_it_cost(world):
     world.step(1)
     world.fail(RunAction.FAIL)
     world.clock.advance(5.0)
-    world.chronicle.given_up(1)
-    world.chronicle.run_ended("failed", 1, "the budget is spent")
+    world.journal.given_up(1)
+    world.journal.run_ended("failed", 1, "the budget is spent")
 
     (incident,) = world.incidents()
     assert incident["state"] == "closed"
@@ -212,7 +212,7 @@ def test_agents_that_do_not_meet_again_leave_nothing_open(world):
     world.step(1)
     world.fail()
     world.clock.advance(60.0)
-    world.chronicle.given_up(85)
+    world.journal.given_up(85)
 
     (incident,) = world.incidents()
     assert incident["state"] == "closed"
@@ -224,7 +224,7 @@ def test_progress_is_told_by_whole_minutes(world):
     world.start(0)
     for number in range(1, 131):
         world.step(number)
-    world.chronicle.attempt_completed()
+    world.journal.attempt_completed()
 
     minutes = [p["minute_us"] for p in world.of("attempt.progress")]
     assert len(minutes) == len(set(minutes)) == 3
@@ -232,9 +232,9 @@ def test_progress_is_told_by_whole_minutes(world):
 
 
 def test_of_several_agents_the_first_alone_tells_the_progress(world):
-    world.chronicle.attempt_started(0, replace(FACTS, group_rank=1))
+    world.journal.attempt_started(0, replace(FACTS, group_rank=1))
     world.step(1)
-    world.chronicle.attempt_completed()
+    world.journal.attempt_completed()
 
     assert world.of("attempt.progress") == []
 
@@ -255,7 +255,7 @@ def test_without_step_numbers_there_is_no_redo(world):
 def test_cancelled_with_nothing_open_there_is_one_closed_incident(world):
     world.start(0)
     world.step(1)
-    world.chronicle.cancelled("SIGTERM", [])
+    world.journal.cancelled("SIGTERM", [])
 
     (incident,) = world.incidents()
     assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
@@ -267,7 +267,7 @@ def test_cancelled_during_a_recovery_both_the_failure_and_the_cancellation_are_o
     world.step(1)
     world.fail()
     world.start(1)
-    world.chronicle.cancelled("SIGINT", [])
+    world.journal.cancelled("SIGINT", [])
 
     first, second = world.incidents()
     assert (first["attempt"], second["attempt"]) == (0, 1)
@@ -282,7 +282,7 @@ def test_cancelled_before_the_next_attempt_the_failure_alone_is_on_record(world)
     world.start(0)
     world.step(1)
     world.fail()
-    world.chronicle.cancelled("SIGINT", [])
+    world.journal.cancelled("SIGINT", [])
 
     (incident,) = world.incidents()
     assert incident["failure_class"] == "host_mem.sigkill_probable"
@@ -296,7 +296,7 @@ def test_a_failure_that_a_cancellation_cut_short_is_on_record_with_its_cost(worl
     world.start(1)
     world.step(1)
     world.clock.advance(0.5)
-    world.chronicle.cancelled("SIGINT", world.killed())
+    world.journal.cancelled("SIGINT", world.killed())
 
     first, second = world.incidents()
     assert "another failure" in first["resolution"]
@@ -312,7 +312,7 @@ def test_where_no_step_was_ever_seen_a_restart_ends_with_the_new_workers(world):
     world.clock.advance(2.0)
     world.start(1)
     world.clock.advance(60.0)
-    world.chronicle.attempt_completed()
+    world.journal.attempt_completed()
 
     (incident,) = world.incidents()
     assert incident["lost_seconds_by_phase"] == {
@@ -327,7 +327,7 @@ def test_an_attempt_ends_once(world):
     world.start(0)
     world.step(1)
     world.fail()
-    world.chronicle.cancelled("SIGTERM", [])
+    world.journal.cancelled("SIGTERM", [])
 
     assert [p["outcome"] for p in world.of("attempt.ended")] == ["failed"]
 
@@ -336,7 +336,7 @@ def test_a_signal_that_came_after_a_failure_does_not_hide_it(world):
     world.start(0)
     world.step(1)
     exits = world.killed()
-    world.chronicle.cancelled("SIGINT", exits, seen_mono_ns=world.clock.mono_ns())
+    world.journal.cancelled("SIGINT", exits, seen_mono_ns=world.clock.mono_ns())
 
     (incident,) = world.incidents()
     assert incident["failure_class"] == "host_mem.sigkill_probable"
@@ -348,14 +348,14 @@ def test_a_signal_that_came_first_is_what_ended_the_run(world):
     world.step(1)
     seen_ns = world.clock.mono_ns()
     world.clock.advance(0.1)
-    world.chronicle.cancelled("SIGINT", world.killed(), seen_mono_ns=seen_ns)
+    world.journal.cancelled("SIGINT", world.killed(), seen_mono_ns=seen_ns)
 
     (incident,) = world.incidents()
     assert incident["failure_class"] == "scheduler.cancelled"
 
 
 def test_a_run_cancelled_before_its_first_attempt_has_its_incident(world):
-    world.chronicle.cancelled("SIGINT", [])
+    world.journal.cancelled("SIGINT", [])
 
     (incident,) = world.incidents()
     assert (incident["failure_class"], incident["state"]) == ("scheduler.cancelled", "closed")
@@ -367,17 +367,17 @@ def test_each_phase_of_a_recovery_has_its_seconds(world):
     world.step(1)
     world.step(2)
     world.clock.advance(0.5)
-    world.chronicle.phase_seen("gather", 0, "n1: a worker failed")
+    world.journal.phase_seen("gather", 0, "n1: a worker failed")
     world.clock.advance(2.0)
-    world.chronicle.mark("stopped")
+    world.journal.mark("stopped")
     world.report_failure()
     world.clock.advance(0.75)
     world.decide()
     world.clock.advance(4.0)
-    world.chronicle.mark("gated")
+    world.journal.mark("gated")
     world.clock.advance(1.0)
-    world.chronicle.phase_seen("run", 1, "")
-    world.chronicle.mark("seated")
+    world.journal.phase_seen("run", 1, "")
+    world.journal.mark("seated")
     world.start(1)
     world.clock.advance(1.0)
     world.beat(WorkerPhase.RESTORE)
@@ -397,19 +397,19 @@ def test_each_phase_of_a_recovery_has_its_seconds(world):
     }
     started = world.of("attempt.started")[1]
     assert started["seated_us"] - started["gated_us"] == 1_000_000
-    assert world.chronicle.badput_s == incident["lost_seconds_by_phase"]
-    assert world.chronicle.restarts == {"host_mem.sigkill_probable": 1}
+    assert world.journal.badput_s == incident["lost_seconds_by_phase"]
+    assert world.journal.restarts == {"host_mem.sigkill_probable": 1}
 
 
 def test_workers_that_outlive_the_decision_count_as_deciding(world):
     world.start(0)
     world.step(1)
-    world.chronicle.phase_seen("gather", 0, "n2: a worker failed")
+    world.journal.phase_seen("gather", 0, "n2: a worker failed")
     world.clock.advance(1.0)
     world.decide(reports=(report("n2"),), by_us=False)
     world.clock.advance(9.0)
-    world.chronicle.mark("stopped")
-    world.chronicle.attempt_interrupted(stopped("n1"))
+    world.journal.mark("stopped")
+    world.journal.attempt_interrupted(stopped("n1"))
     world.clock.advance(2.0)
     world.start(1)
     world.step(1)
@@ -423,16 +423,14 @@ def test_the_one_who_decides_tells_the_incident_for_the_run(world):
     healthy = World(world.clock, node="n2", rank=1)
     for each in (world, healthy):
         each.start(0)
-        each.chronicle.beats(
-            {0: [Beat(1, 5, each.clock.mono_ns(), WorkerPhase.STEPPING, KNOWN, 1)]}
-        )
+        each.journal.beats({0: [Beat(1, 5, each.clock.mono_ns(), WorkerPhase.STEPPING, KNOWN, 1)]})
     stack = Evidence(role=Role.CONFIRMATION, text="stack of rank 0", lines=("main.py:3",))
-    healthy.chronicle.attempt_interrupted(stopped("n2"), [stack])
+    healthy.journal.attempt_interrupted(stopped("n2"), [stack])
     world.report_failure()
     reports = (report("n1", arrival=3), stopped("n2", arrival=4))
     made = decision(reports[0], exclude={"n1": "its GPU is sick"}, failure=failure(0))
-    healthy.chronicle.decided(made, reports, cluster("n2", "n1"), by_us=True, note="site: agreed")
-    world.chronicle.decided(made, (), None, by_us=False)
+    healthy.journal.decided(made, reports, cluster("n2", "n1"), by_us=True, note="site: agreed")
+    world.journal.decided(made, (), None, by_us=False)
 
     told = Incident.from_json(healthy.of("incident.recorded")[-1])
     seen = Incident.from_json(world.of("incident.recorded")[-1])
@@ -472,7 +470,7 @@ def test_a_decider_keeps_what_its_own_node_saw_where_the_cause_is_there(world):
 def test_who_saw_nothing_of_a_failure_keeps_a_weak_account_of_it(world):
     world.start(0)
     world.step(1)
-    world.chronicle.attempt_interrupted(stopped("n1"))
+    world.journal.attempt_interrupted(stopped("n1"))
     lost = report("n3", ReportKind.NODE_LOST, how="no heartbeat for 15 s", ends=(), culprits=())
     world.decide(reports=(lost,), by_us=False)
     world.start(1)
@@ -489,10 +487,10 @@ def test_who_saw_nothing_of_a_failure_keeps_a_weak_account_of_it(world):
 def test_the_first_rank_speaks_for_a_decider_that_left_itself_out(world):
     world.start(0)
     world.step(1)
-    world.chronicle.attempt_interrupted(stopped("n1"))
+    world.journal.attempt_interrupted(stopped("n1"))
     sick = report("n0", ReportKind.GPU_FAULT, how="Xid 79", ends=(), blames_node=True)
     made = decision(sick, exclude={"n0": "Xid 79"})
-    world.chronicle.decided(made, (), None, by_us=False, decided_by="n0")
+    world.journal.decided(made, (), None, by_us=False, decided_by="n0")
     world.start(1)
     world.step(1)
 
@@ -515,7 +513,7 @@ def test_a_hang_is_told_as_the_report_has_it(world):
     )
     exits = [replace(worker, terminated=True, signal="SIGTERM") for worker in world.killed()]
     stack = Evidence(role=Role.CONFIRMATION, text="stack of rank 1", lines=("train.py:7",))
-    incident = world.chronicle.attempt_failed(exits, report=hang, evidence=[stack])
+    incident = world.journal.attempt_failed(exits, report=hang, evidence=[stack])
 
     assert incident.title == "workers on n1 made no progress: rank 1 is 3 steps behind"
     assert incident.authority == 2
@@ -528,8 +526,8 @@ def test_workers_that_could_not_be_started_are_a_failure_of_their_generation(wor
     world.fail()
     world.clock.advance(2.0)
     refused = report("n1", ReportKind.START_FAILED, 1, how="no such program", ends=(), culprits=())
-    world.chronicle.attempt_failed([], report=refused)
-    world.chronicle.decided(decision(refused, generation=1), (refused,), cluster("n1"), by_us=True)
+    world.journal.attempt_failed([], report=refused)
+    world.journal.decided(decision(refused, generation=1), (refused,), cluster("n1"), by_us=True)
     world.clock.advance(1.0)
     world.start(2)
     world.step(2)
@@ -547,9 +545,9 @@ def test_a_node_that_the_run_went_on_without_stops_counting(world):
     world.step(1)
     world.fail(exclude={"n1": "sick"})
     world.clock.advance(3.0)
-    world.chronicle.phase_seen("run", 1, "")
+    world.journal.phase_seen("run", 1, "")
     world.clock.advance(3600.0)
-    world.chronicle.given_up(86)
+    world.journal.given_up(86)
 
     (incident,) = world.incidents()
     assert incident["lost_seconds_by_phase"]["rendezvous"] == 3.0
@@ -559,8 +557,8 @@ def test_a_node_that_the_run_went_on_without_stops_counting(world):
 def test_agents_that_regroup_without_a_failure_leave_no_incident(world):
     world.start(0)
     world.step(1)
-    world.chronicle.phase_seen("form", 1, "3 nodes are there, 2 had seats")
-    world.chronicle.attempt_interrupted(stopped("n1"))
+    world.journal.phase_seen("form", 1, "3 nodes are there, 2 had seats")
+    world.journal.attempt_interrupted(stopped("n1"))
     world.start(1)
     world.step(2)
 
@@ -570,8 +568,8 @@ def test_agents_that_regroup_without_a_failure_leave_no_incident(world):
 
 def test_a_phase_is_told_once(world):
     for _ in range(3):
-        world.chronicle.phase_seen("run", 0, "")
-    world.chronicle.phase_seen("gather", 0, "n2: a worker failed")
+        world.journal.phase_seen("run", 0, "")
+    world.journal.phase_seen("gather", 0, "n2: a worker failed")
 
     assert world.of("run.phase") == [
         {"phase": "run", "generation": 0, "reason": ""},
@@ -582,8 +580,8 @@ def test_a_phase_is_told_once(world):
 def test_a_drained_run_asks_to_be_queued_again_and_blames_nobody(world):
     world.start(0)
     world.step(1)
-    world.chronicle.drain_requested("SIGUSR1", 120.0)
-    world.chronicle.drained("SIGUSR1", world.killed()[:1], 85)
+    world.journal.drain_requested("SIGUSR1", 120.0)
+    world.journal.drained("SIGUSR1", world.killed()[:1], 85)
 
     (incident,) = world.incidents()
     assert (incident["failure_class"], incident["state"]) == ("scheduler.preempted", "closed")
@@ -594,7 +592,7 @@ def test_a_drained_run_asks_to_be_queued_again_and_blames_nobody(world):
 
 
 def test_a_run_drained_before_it_had_workers_says_so(world):
-    world.chronicle.drained("SIGTERM", [], 85)
+    world.journal.drained("SIGTERM", [], 85)
 
     (incident,) = world.incidents()
     assert (incident["attempt"], incident["title"]) == (0, "drained on SIGTERM: no worker ran")
@@ -605,8 +603,8 @@ def test_agents_that_did_not_come_together_are_the_next_attempts_incident(world)
     world.start(0)
     world.step(1)
     world.fail()
-    world.chronicle.rendezvous_failed("1 of at least 2 nodes came within 600 s: n1")
-    world.chronicle.given_up(1)
+    world.journal.rendezvous_failed("1 of at least 2 nodes came within 600 s: n1")
+    world.journal.given_up(1)
 
     failed, unmet = world.incidents()
     assert (failed["state"], unmet["state"]) == ("closed", "closed")
@@ -620,10 +618,10 @@ def test_a_fenced_agent_ends_its_attempt_and_what_still_ran_up(world):
     world.fail()
     world.start(1)
     world.step(1)
-    world.chronicle.fenced("no round trip to the board for 10.0 s")
-    world.chronicle.rejoined(31.0)
-    world.chronicle.board_lost("connection refused")
-    world.chronicle.board_back(31.0)
+    world.journal.fenced("no round trip to the board for 10.0 s")
+    world.journal.rejoined(31.0)
+    world.journal.board_lost("connection refused")
+    world.journal.board_back(31.0)
     world.start(3)
     world.step(1)
 
@@ -653,7 +651,7 @@ def test_a_run_that_loses_its_board_has_an_incident_of_it():
     world = World()
     world.start(0)
     world.step(1)
-    world.chronicle.board_gone("no answer for 60 s")
+    world.journal.board_gone("no answer for 60 s")
 
     incidents = [payload for kind, _, payload in world.events if kind == "incident.recorded"]
     assert [i["failure_class"] for i in incidents] == ["launcher.store_lost"]
@@ -673,7 +671,7 @@ def failed_and_restarted(world):
 
 def test_the_incident_says_from_which_state_the_job_went_on(world):
     failed_and_restarted(world)
-    world.chronicle.resumed(RESUMED, 0.5)
+    world.journal.resumed(RESUMED, 0.5)
     world.step(4)
     world.step(5)
 
@@ -686,9 +684,9 @@ def test_the_incident_says_from_which_state_the_job_went_on(world):
 
 def test_a_restore_that_is_told_late_still_counts_and_ranks_that_follow_replace_it(world):
     failed_and_restarted(world)
-    world.chronicle.resumed("rank 0", 0.25)
+    world.journal.resumed("rank 0", 0.25)
     world.step(3)
-    world.chronicle.resumed(RESUMED, 0.5)
+    world.journal.resumed(RESUMED, 0.5)
     world.step(4)
     world.step(5)
 
@@ -705,7 +703,7 @@ def test_a_script_that_says_it_restores_is_believed_and_the_keeper_as_well(world
     world.beat(WorkerPhase.RESTORE)
     world.clock.advance(2.0)
     world.beat(WorkerPhase.RESUMED)
-    world.chronicle.resumed(RESUMED, 0.5)
+    world.journal.resumed(RESUMED, 0.5)
     world.step(4)
     world.step(5)
 
@@ -714,7 +712,7 @@ def test_a_script_that_says_it_restores_is_believed_and_the_keeper_as_well(world
 
 def test_a_first_start_from_a_state_is_no_incident(world):
     world.start(0)
-    world.chronicle.resumed(RESUMED, 0.5)
+    world.journal.resumed(RESUMED, 0.5)
     world.step(4)
 
     assert world.of("incident.recorded") == []
@@ -734,11 +732,11 @@ def test_the_end_that_was_asked_for_says_what_became_of_the_last_save(world, how
         directory="/ckpt",
         why=None,
     )
-    world.chronicle.saved_last(save)
+    world.journal.saved_last(save)
     if how == "drained":
-        world.chronicle.drained("SIGTERM", [], 85)
+        world.journal.drained("SIGTERM", [], 85)
     else:
-        world.chronicle.cancelled("SIGINT", [])
+        world.journal.cancelled("SIGINT", [])
 
     (incident,) = world.incidents()
     assert incident["evidence"][-1]["text"] == save.words()

@@ -6,7 +6,7 @@ import pytest
 from support.launches import requested
 
 from gpuops.agent.elastic.signals import Cancellation
-from gpuops.agent.launch.launch import _entered
+from gpuops.agent.launch.launch import _join
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.host.clock import FakeClock
 
@@ -32,7 +32,7 @@ def test_it_is_entered_at_the_second_try(prepared):
             raise ControlStoreUnreachableError("no answer in time")
         return "entered"
 
-    assert _entered(prepared, enter) == "entered"
+    assert _join(prepared, enter) == "entered"
     assert tries[0].board is not tries[1].board
 
 
@@ -42,4 +42,4 @@ def test_after_the_time_to_join_it_is_given_up(prepared):
         raise ControlStoreUnreachableError("no answer in time")
 
     with pytest.raises(ControlStoreUnreachableError):
-        _entered(prepared, enter)
+        _join(prepared, enter)

@@ -90,9 +90,9 @@ class Stand:
 
 def test_a_gpu_off_the_bus_ends_the_generation_and_names_gpu_and_node():
     stand = Stand()
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
     stand.event(79)
-    report = stand.sentry.look()
+    report = stand.sentry.poll()
 
     assert report == NodeReport(
         kind=ReportKind.GPU_FAULT,
@@ -111,11 +111,11 @@ def test_a_gpu_off_the_bus_ends_the_generation_and_names_gpu_and_node():
 def test_one_fault_told_by_both_sources_is_one_report_and_one_piece_of_evidence():
     stand = Stand()
     stand.event(79)
-    assert stand.sentry.look() is not None
+    assert stand.sentry.poll() is not None
     stand.event(79, source=KERNEL, process=1234)
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
 
-    (evidence,) = stand.sentry.collect(1.0)
+    (evidence,) = stand.sentry.evidence(1.0)
     assert evidence.role is Role.ROOT
     assert evidence.text == (
         "Xid 79 (GPU has fallen off the bus) on GPU 1 (GPU-00000001), seen by NVML and the"
@@ -130,7 +130,7 @@ def test_what_follows_on_the_same_gpu_is_not_the_cause():
     stand.event(79, source=KERNEL)
     stand.event(154, source=KERNEL, recovery="Node Reboot Required")
     stand.event(119, source=KERNEL)
-    report = stand.sentry.look()
+    report = stand.sentry.poll()
 
     assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
     assert report.culprits == (entity(1), NODE)
@@ -139,16 +139,16 @@ def test_what_follows_on_the_same_gpu_is_not_the_cause():
 def test_another_gpu_is_another_report():
     stand = Stand()
     stand.event(79, 1)
-    assert stand.sentry.look().culprits == (entity(1), NODE)
+    assert stand.sentry.poll().culprits == (entity(1), NODE)
     stand.event(48, 2)
-    assert stand.sentry.look().culprits == (entity(2), NODE)
+    assert stand.sentry.poll().culprits == (entity(2), NODE)
 
 
 def test_two_at_once_are_one_report():
     stand = Stand()
     stand.event(79, 1)
     stand.event(LOST, 2)
-    report = stand.sentry.look()
+    report = stand.sentry.poll()
 
     assert report.culprits == (entity(1), entity(2), NODE)
     assert "the driver calls the GPU lost on GPU 2" in report.how
@@ -158,10 +158,10 @@ def test_two_at_once_are_one_report():
 def test_the_rest_is_kept_and_says_what_a_failure_was(code):
     stand = Stand()
     stand.event(code)
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
 
     (sign,) = stand.sentry.recent()
-    (evidence,) = stand.sentry.collect(1.0)
+    (evidence,) = stand.sentry.evidence(1.0)
     assert evidence.role is Role.SYMPTOM
     assert sign.failure_class is (None if code in {63, 154, 999} else CATALOGUE[code].failure_class)
     assert (sign.local_rank, sign.blames_node) == (1, False)
@@ -171,20 +171,20 @@ def test_what_is_to_be_drained_works_on_and_its_node_is_doubted():
     stand = Stand()
     stand.event(31)
     stand.event(154, source=KERNEL, recovery="Drain and Reset")
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
 
-    (doubt,) = stand.sentry.doubts()
+    (doubt,) = stand.sentry.suspects()
     assert doubt.how.startswith("the driver wants: Drain and Reset (Xid 154")
     assert (doubt.culprits, doubt.blames_node) == ((entity(1), NODE), True)
     stand.event(79, 2)
-    assert stand.sentry.look().culprits == (entity(2), NODE)
-    assert len(stand.sentry.doubts()) == 1, "what has ended the generation is no doubt"
+    assert stand.sentry.poll().culprits == (entity(2), NODE)
+    assert len(stand.sentry.suspects()) == 1, "what has ended the generation is no doubt"
 
 
 def test_recent_signs_are_recent_and_the_gravest_comes_first():
     stand = Stand()
     stand.event(31, 0)
-    stand.sentry.look()
+    stand.sentry.poll()
     stand.clock.advance(61)
     stand.event(13, 1)
     stand.event(48, 2)
@@ -197,9 +197,9 @@ def test_who_asked_for_signs_first_takes_no_report_away():
     stand = Stand()
     stand.event(79)
     assert stand.sentry.recent()[0].blames_node
-    assert stand.sentry.collect(1.0)
-    assert stand.sentry.look() is not None
-    assert stand.sentry.look() is None
+    assert stand.sentry.evidence(1.0)
+    assert stand.sentry.poll() is not None
+    assert stand.sentry.poll() is None
 
 
 def test_a_process_that_the_kernel_names_is_the_rank():
@@ -212,10 +212,10 @@ def test_a_process_that_the_kernel_names_is_the_rank():
 def test_a_gpu_of_another_job_does_not_count():
     stand = Stand({"CUDA_VISIBLE_DEVICES": "2,3"})
     stand.event(79, 1)
-    assert stand.sentry.look() is None
-    assert stand.sentry.collect(1.0) == ()
+    assert stand.sentry.poll() is None
+    assert stand.sentry.evidence(1.0) == ()
     stand.event(79, 3)
-    assert stand.sentry.look().culprits == (entity(3), NODE)
+    assert stand.sentry.poll().culprits == (entity(3), NODE)
     assert stand.sentry.rank_gpus([0, 1]) == {0: uuid(2), 1: uuid(3)}
     assert [gpu.index for gpu in stand.sentry.gpus] == [2, 3]
 
@@ -258,12 +258,12 @@ def test_an_xid_is_old_once_its_gpu_was_well_after_it():
 
 def test_the_jobs_gpus_are_known_before_anything_happens_to_them():
     stand = Stand({"CUDA_VISIBLE_DEVICES": "2,3"})
-    stand.sentry.look()
+    stand.sentry.poll()
     assert stand.sentry.listed_uuids == (uuid(2), uuid(3))
 
     unlisted = Stand({"CUDA_VISIBLE_DEVICES": "2,3"}, begun=[KERNEL])
     unlisted.lines[NVML].say(over="absent", text="no library")
-    unlisted.sentry.look()
+    unlisted.sentry.poll()
     assert [gpu.index for gpu in unlisted.sentry.gpus] == [2, 3]
     assert unlisted.sentry.listed_uuids == ()
 
@@ -273,17 +273,17 @@ def test_what_was_before_the_generation_does_not_end_it():
     stand.event(79)
     stand.begin(1)
     stand.event(48, mono_ns=stand.clock.mono_ns() - 10**9)
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
     assert stand.sentry.recent() == ()
 
 
 def test_each_generation_reports_a_gpu_anew():
     stand = Stand()
     stand.event(48)
-    assert stand.sentry.look().generation == 0
+    assert stand.sentry.poll().generation == 0
     stand.begin(1)
     stand.event(48)
-    assert stand.sentry.look().generation == 1
+    assert stand.sentry.poll().generation == 1
 
 
 def test_the_kernels_log_alone_does_where_there_is_no_nvml():
@@ -291,26 +291,26 @@ def test_the_kernels_log_alone_does_where_there_is_no_nvml():
     stand.lines[NVML].say(over="absent", text="no library")
     stand.event(79, source=KERNEL)
 
-    assert stand.sentry.look().culprits == (entity(1), NODE)
+    assert stand.sentry.poll().culprits == (entity(1), NODE)
 
 
 def test_a_line_waits_until_nvml_says_whose_gpus_they_are():
     stand = Stand(begun=[KERNEL])
     stand.event(79, source=KERNEL)
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
     stand.lines[NVML].say(gpus=[to_json(gpus()[2])])
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
 
     stand.event(79, 2, KERNEL)
-    assert stand.sentry.look().culprits == (entity(2), NODE)
+    assert stand.sentry.poll().culprits == (entity(2), NODE)
 
 
 def test_an_nvml_that_hangs_is_not_waited_for_for_ever():
     stand = Stand(begun=[KERNEL])
     stand.event(79, source=KERNEL)
-    assert stand.sentry.look() is None
+    assert stand.sentry.poll() is None
     stand.clock.advance(NVML_S)
-    assert stand.sentry.look().failure_class is FailureClass.GPU_FELL_OFF_BUS
+    assert stand.sentry.poll().failure_class is FailureClass.GPU_FELL_OFF_BUS
 
 
 def test_lines_that_are_none_are_left_out():
@@ -320,7 +320,7 @@ def test_lines_that_are_none_are_left_out():
     stand.lines[KERNEL].say(xid={"source": "kernel", "code": "79", "mono_ns": 1, "now_us": 1})
     stand.event(79)
 
-    assert stand.sentry.look() is not None
+    assert stand.sentry.poll() is not None
 
 
 def test_a_flood_takes_no_look_long_and_little_memory():
@@ -328,18 +328,18 @@ def test_a_flood_takes_no_look_long_and_little_memory():
     for number in range(5000):
         stand.event(1000 + number)
     stand.event(79, source=KERNEL)
-    assert stand.sentry.look().failure_class is FailureClass.GPU_FELL_OFF_BUS
+    assert stand.sentry.poll().failure_class is FailureClass.GPU_FELL_OFF_BUS
     assert len(stand.lines[NVML].waiting) > 4000
     while stand.lines[NVML].waiting:
-        stand.sentry.look()
-    assert len(stand.sentry.collect(1.0)) <= 256
+        stand.sentry.poll()
+    assert len(stand.sentry.evidence(1.0)) <= 256
 
 
 def test_a_name_in_a_line_cannot_write_to_the_terminal():
     stand = Stand()
     stand.event(31, source=KERNEL, line="NVRM: Xid (PCI:0000:11:00): 31, name=\x1b[2J")
 
-    assert "\x1b" not in stand.sentry.collect(1.0)[0].lines[0]
+    assert "\x1b" not in stand.sentry.evidence(1.0)[0].lines[0]
 
 
 def test_closing_lets_go_of_the_sources():

@@ -97,14 +97,14 @@ class Node:
             now_ns = self.clock.mono_ns()
             beat = Beat(self.seq, self.seq, now_ns, phase, StepSource.REPORTED, 0)
             self.sentry.feed({rank: [beat] for rank in ranks})
-            assert self.sentry.look() is None
+            assert self.sentry.poll() is None
         return self
 
     def silence(self, seconds):
         """Look each second for so long; return the first report."""
         for _ in range(round(seconds)):
             self.clock.advance(1)
-            if (report := self.sentry.look()) is not None:
+            if (report := self.sentry.poll()) is not None:
                 return report
         return None
 
@@ -202,7 +202,7 @@ def test_evidence_that_does_not_come_holds_nothing_up(tmp_path):
     node.silence(11)
     assert node.silence(EVIDENCE_S - 1) is None
     report = node.silence(HOLD_S + 2)
-    late = node.sentry.collect(0.0)
+    late = node.sentry.evidence(0.0)
     eyes.blocked.set()
     node.gathered()
 
@@ -302,7 +302,7 @@ def test_evidence_tells_what_every_rank_does_and_where_more_is(tmp_path):
     node = Node(tmp_path, eyes, TORCH_FR_DUMP_TEMP_FILE="/dumps/nccl_").steps(8)
     node.silence(11)
     node.report()
-    first, second = node.sentry.collect(5.0)
+    first, second = node.sentry.evidence(5.0)
 
     assert (first.role, first.entity) == (Role.ROOT, Entity(EntityKind.RANK, "1"))
     assert first.text.startswith("rank 1 (pid 101; last step 8, silent for 1")
@@ -315,12 +315,12 @@ def test_evidence_tells_what_every_rank_does_and_where_more_is(tmp_path):
 def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
     node = Node(tmp_path, stuck()).steps(8)
 
-    evidence = node.sentry.collect(30.0)
+    evidence = node.sentry.evidence(30.0)
 
     assert [item.role for item in evidence] == [Role.SYMPTOM, Role.SYMPTOM]
     assert "is in lost" in evidence[1].text
     node.sentry.close()
-    assert node.sentry.collect(1.0) == ()
+    assert node.sentry.evidence(1.0) == ()
 
 
 def test_a_witness_is_asked_with_the_facts(tmp_path):

@@ -36,17 +36,17 @@ class End:
         self.cancellation = SimpleNamespace(received=None, drain=None, is_urgent=False)
         parts = SimpleNamespace(
             checkpoints=self.checkpoints,
-            link=SimpleNamespace(record=SimpleNamespace(drain_signal=drain_signal)),
+            control=SimpleNamespace(record=SimpleNamespace(drain_signal=drain_signal)),
             plan=SimpleNamespace(checkpoints=CheckpointPlan(last_save_s=77.0)),
             say=self.said.append,
         )
-        self.assembly = SimpleNamespace(parts=parts)
-        self.prepared = SimpleNamespace(cancellation=self.cancellation)
+        self.assembly = SimpleNamespace(services=parts)
+        self.launch = SimpleNamespace(cancellation=self.cancellation)
 
     def run(self):
         from gpuops.agent.launch.launch import _end_checkpoints
 
-        _end_checkpoints(self.prepared, self.assembly)
+        _end_checkpoints(self.launch, self.assembly)
         return self
 
     def later(self, **changes):

@@ -36,8 +36,12 @@ def script(tmp_path):
 def test_how_many_nodes_and_what_with_fewer(script, flags, low, high, spares, on_exhausted):
     plan = requested(*flags, script).plan
 
-    assert (plan.terms.nodes_min, plan.terms.nodes_max, plan.spares) == (low, high, spares)
-    assert plan.terms.on_exhausted is on_exhausted
+    assert (plan.restart_policy.nodes_min, plan.restart_policy.nodes_max, plan.spares) == (
+        low,
+        high,
+        spares,
+    )
+    assert plan.restart_policy.on_exhausted is on_exhausted
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_a_refusal_names_the_file_that_it_is_about(script, tmp_path):
     with pytest.raises(UsageError, match=rf"run.on_exhausted = requeue \(file {file}\)"):
         requested("--nnodes=1:2", *C10D, script, config_file=file)
     flags = ("--nnodes=1:2", *C10D, "--on-exhausted=shrink", script)
-    assert requested(*flags, config_file=file).plan.terms.on_exhausted is SHRINK
+    assert requested(*flags, config_file=file).plan.restart_policy.on_exhausted is SHRINK
 
 
 def test_flags_of_the_agent_reach_the_plan(script):
@@ -127,7 +131,7 @@ def test_flags_of_the_agent_reach_the_plan(script):
 
     assert (plan.hang_timeout_s, plan.gate, plan.grow_after_s) == (90.0, False, None)
     assert (plan.drain_grace_s, plan.http_address, plan.http_port) == (120.0, "0.0.0.0", 9100)
-    assert plan.terms.benign_exit_codes == {16, 17}
+    assert plan.restart_policy.benign_exit_codes == {16, 17}
     assert plan.decide == "site.policy:decide"
 
 
@@ -157,7 +161,7 @@ def test_without_flags_the_plan_has_its_defaults(script):
 def test_where_torchruns_flags_have_the_agents_meet(script, flags, host, port, order, is_host):
     plan = requested(*flags, script).plan
 
-    meeting = plan.meeting
+    meeting = plan.endpoint
     assert (meeting.kind, meeting.host, meeting.port) == (EndpointKind.TCP, host, port)
     assert (plan.order, meeting.is_host) == (order, is_host)
 
@@ -174,9 +178,9 @@ def test_postgres_as_the_meeting_point_and_its_password_in_no_repr(script, flags
     env = {"GPUOPS_STORE": "postgresql+psycopg://u:hunter2@db/gpuops"}
     plan = requested("--nnodes=2", "--rdzv-id=a", *flags, script, env=env).plan
 
-    assert plan.meeting.kind is EndpointKind.POSTGRES
-    assert plan.meeting.url == "postgresql+psycopg://u:hunter2@db/gpuops"
-    assert plan.meeting.run_key == "a"
+    assert plan.endpoint.kind is EndpointKind.POSTGRES
+    assert plan.endpoint.url == "postgresql+psycopg://u:hunter2@db/gpuops"
+    assert plan.endpoint.run_key == "a"
     assert "hunter2" not in repr(plan)
 
 
@@ -200,7 +204,7 @@ def test_a_run_on_several_nodes_without_a_token_says_so_and_how_to_set_one(scrip
     assert "whoever reaches port 29400 of head can stop this run" in line
     assert "GPUOPS_TOKEN=$(openssl" in line
     assert proved.warnings == ()
-    assert proved.plan.meeting.token == token
+    assert proved.plan.endpoint.token == token
     assert token not in repr(proved)
     assert requested(script).warnings == ()
 
@@ -209,18 +213,18 @@ def test_srun_gives_nodes_order_place_and_name(script):
     request = requested(script, env=slurm_env(rank=2))
 
     plan = request.plan
-    assert (plan.terms.nodes_min, plan.terms.nodes_max, plan.spares) == (4, 4, 0)
+    assert (plan.restart_policy.nodes_min, plan.restart_policy.nodes_max, plan.spares) == (4, 4, 0)
     assert (plan.order, plan.parks) == (2, True)
-    meeting = plan.meeting
+    meeting = plan.endpoint
     assert (meeting.kind, meeting.host, meeting.is_host) == (EndpointKind.TCP, "n1", False)
     assert 20_000 <= meeting.port < 30_000
     assert meeting.run_key == "slurm-81.0.0"
-    assert requested(script, env=slurm_env(rank=0)).plan.meeting.is_host is True
+    assert requested(script, env=slurm_env(rank=0)).plan.endpoint.is_host is True
 
 
 def test_a_requeued_job_is_another_run_at_the_same_port(script):
-    first = requested(script, env=slurm_env()).plan.meeting
-    again = requested(script, env=slurm_env(SLURM_RESTART_COUNT="1")).plan.meeting
+    first = requested(script, env=slurm_env()).plan.endpoint
+    again = requested(script, env=slurm_env(SLURM_RESTART_COUNT="1")).plan.endpoint
 
     assert again.run_key == "slurm-81.0.1"
     assert again.port == first.port
@@ -242,7 +246,11 @@ def test_a_requeued_job_is_another_run_at_the_same_port(script):
 def test_spares_are_extra_nodes_of_slurms_step(script, flags, low, high, spares):
     plan = requested(*flags, script, env=slurm_env()).plan
 
-    assert (plan.terms.nodes_min, plan.terms.nodes_max, plan.spares) == (low, high, spares)
+    assert (plan.restart_policy.nodes_min, plan.restart_policy.nodes_max, plan.spares) == (
+        low,
+        high,
+        spares,
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,14 +280,14 @@ def test_what_is_typed_wins_over_slurm(script):
     flags = ["--nnodes=2", "--rdzv-endpoint=10.0.0.9:4000", "--rdzv-id=mine", "--node-rank=3"]
     plan = requested(*flags, script, env=slurm_env(rank=2)).plan
 
-    assert (plan.meeting.host, plan.meeting.port) == ("10.0.0.9", 4000)
-    assert (plan.meeting.run_key, plan.order) == ("mine", 3)
+    assert (plan.endpoint.host, plan.endpoint.port) == ("10.0.0.9", 4000)
+    assert (plan.endpoint.run_key, plan.order) == ("mine", 3)
 
 
 def test_one_node_under_srun_meets_nobody(script):
     plan = requested(script, env=slurm_env("n1", 1)).plan
 
-    assert plan.meeting.kind is EndpointKind.PRIVATE
+    assert plan.endpoint.kind is EndpointKind.PRIVATE
     assert not plan.parks
 
 
@@ -304,7 +312,7 @@ def test_what_a_site_wants_of_larger_runs_does_not_bind_a_run_on_one_node(script
 
     plan = requested(script, config_file=file).plan
 
-    assert (plan.terms.nodes_max, plan.terms.node_unit, plan.spares) == (1, 1, 0)
+    assert (plan.restart_policy.nodes_max, plan.restart_policy.node_unit, plan.spares) == (1, 1, 0)
 
 
 def test_checkpoints_are_kept_in_memory_unless_said_otherwise(script, tmp_path, monkeypatch):

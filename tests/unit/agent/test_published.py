@@ -26,8 +26,8 @@ def beats(agent, **steps):
             for n in times
         ]
         by_rank = {int(rank[1:]): mine}
-        agent.session.chronicle.beats(by_rank)
-        agent.known.pace.feed(by_rank)
+        agent.session.journal.beats(by_rank)
+        agent.known.step_tracker.feed(by_rank)
 
 
 def trained(tmp_path, **steps):

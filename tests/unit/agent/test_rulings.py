@@ -33,7 +33,7 @@ class World:
         self.leader = SimpleNamespace(last_decision=decided)
         clock = FakeClock()
         chronicle = RunJournal(self.emit, clock, run_id="run-1", node="n1", rules=())
-        self.rulings = DecisionLog(self.leader, chronicle)
+        self.decisions = DecisionLog(self.leader, chronicle)
 
     def emit(self, *news):
         self.events += [item.kind for item in news]
@@ -48,7 +48,7 @@ def by_us(made):
 def test_a_decision_of_ours_is_recorded_whether_or_not_workers_ran_here():
     world = World(by_us(MADE))
 
-    world.rulings.hear(FORM, None)
+    world.decisions.hear(FORM, None)
 
     assert world.events.count("decision.made") == 1
 
@@ -56,9 +56,9 @@ def test_a_decision_of_ours_is_recorded_whether_or_not_workers_ran_here():
 def test_it_is_recorded_once_wherever_it_is_heard_of():
     world = World(by_us(MADE))
 
-    world.rulings.hear(FORM, None)
-    world.rulings.hear(replace(FORM, phase=RunPhase.RUN, decided_by="n7"), 0)
-    world.rulings.hear(FORM, 0)
+    world.decisions.hear(FORM, None)
+    world.decisions.hear(replace(FORM, phase=RunPhase.RUN, decided_by="n7"), 0)
+    world.decisions.hear(FORM, 0)
 
     assert world.events.count("decision.made") == 1
 
@@ -67,7 +67,7 @@ def test_one_that_lost_against_another_leaders_is_not_recorded_as_made():
     other = replace(MADE, failure=replace(MADE.failure, at_s=100.5))
     world = World(by_us(other))
 
-    world.rulings.hear(FORM, 0)
+    world.decisions.hear(FORM, 0)
 
     assert "decision.made" not in world.events
     assert world.events  # what was decided instead
@@ -77,7 +77,7 @@ def test_one_that_lost_against_another_leaders_is_not_recorded_as_made():
 def test_one_of_others_on_a_generation_that_did_not_run_here_is_theirs_to_tell(generation):
     world = World()
 
-    world.rulings.hear(FORM, generation)
+    world.decisions.hear(FORM, generation)
 
     assert world.events == []
 
@@ -85,6 +85,6 @@ def test_one_of_others_on_a_generation_that_did_not_run_here_is_theirs_to_tell(g
 def test_a_record_without_a_decision_says_nothing():
     world = World(by_us(MADE))
 
-    world.rulings.hear(replace(FORM, decision=None), 0)
+    world.decisions.hear(replace(FORM, decision=None), 0)
 
     assert world.events == []

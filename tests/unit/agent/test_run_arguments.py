@@ -80,7 +80,7 @@ def test_the_scripts_own_flags_are_the_scripts(script):
 def test_the_budget_of_restarts_is_three_unless_said_otherwise(script, flags, env, budget):
     request = requested(*flags, script, env=env)
 
-    terms = request.plan.terms
+    terms = request.plan.restart_policy
     assert (terms.restarts_max, terms.restarts_window_s) == budget
     assert request.torch.max_restarts == budget[0]
 
@@ -111,7 +111,7 @@ def test_a_port_given_for_one_node_is_what_the_workers_see(script):
 def test_one_node_with_an_endpoint_has_nobody_to_meet_there(script):
     request = requested("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=7", script)
 
-    assert request.plan.meeting.kind is EndpointKind.PRIVATE
+    assert request.plan.endpoint.kind is EndpointKind.PRIVATE
     assert request.torch.rdzv_id == "7"
 
 

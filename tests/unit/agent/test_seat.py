@@ -61,7 +61,7 @@ class Bench:
         )
         view = join(self.store, self.me, fresh, self.clock, lambda _s: None)
         self.link = ControlClient(self.store, self.me, view, self.clock, fence_timeout_s=FENCE_S)
-        self.seats = ControlRendezvous(self.link, "key", pick_port=lambda: 4711)
+        self.rendezvous = ControlRendezvous(self.link, "key", pick_port=lambda: 4711)
 
     def becomes(self, **changes):
         """Return what changes the record and lets the agent hear of it."""
@@ -79,8 +79,8 @@ class Bench:
         self.shared.put(self.link.keys.roster(generation), roster.to_bytes())
 
     def ask(self, *acts):
-        self.seats.usher = Usher(*acts)
-        return self.seats.next_rendezvous()
+        self.rendezvous.usher = Usher(*acts)
+        return self.rendezvous.next_rendezvous()
 
     def reports(self):
         found = self.shared.list(f"{self.link.keys.prefix}/gen/")
@@ -187,10 +187,10 @@ def test_nobody_waits_after_the_end_of_the_run(bench):
 def test_a_gate_that_does_not_let_the_node_in_excludes_it(bench):
     usher = Usher()
     usher.found = Preflight(passed=False, reason="two GPUs are missing")
-    bench.seats.usher = usher
+    bench.rendezvous.usher = usher
 
     with pytest.raises((ExcludedError, GivenUpError)):
-        bench.seats.next_rendezvous()
+        bench.rendezvous.next_rendezvous()
 
     assert bench.link.record.excluded == {"n0": "two GPUs are missing"}
     assert bench.shared.list(bench.link.keys.ready(0)) == {}

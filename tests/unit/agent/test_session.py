@@ -58,7 +58,7 @@ def test_neither_events_nor_the_state_wait_for_the_file_system(tmp_path):
     made = session(tmp_path, held)
     start = time.monotonic()
     for _ in range(100):
-        made.chronicle.node_seen(NODE)
+        made.journal.node_seen(NODE)
     made.write_state({"phase": "running"}, group_rank=0)
 
     assert time.monotonic() - start < 5
@@ -102,7 +102,7 @@ def test_an_agent_that_does_not_lead_closes_what_it_reported(tmp_path):
     recorder = ListRecorder()
     made = session(tmp_path, recorder)
     refused = report("n1", ReportKind.START_FAILED, how="no such program", ends=(), culprits=())
-    made.chronicle.attempt_failed([], report=refused)
+    made.journal.attempt_failed([], report=refused)
     made.close("failed", 1, "")
 
     assert [p["state"] for p in payloads(recorder, "incident.recorded")] == ["open", "closed"]

@@ -28,13 +28,13 @@ class Sentry:
         self.reports = list(reports)
         self.collected = 0
 
-    def look(self):
+    def poll(self):
         report = self.reports.pop(0) if self.reports else None
         if isinstance(report, Exception):
             raise report
         return report
 
-    def collect(self, deadline_s):
+    def evidence(self, deadline_s):
         self.collected += 1
         return ()
 
@@ -51,7 +51,7 @@ class Node:
         from gpuops.agent.elastic.attempt import AttemptRunner, TorchHooks
 
         seat = self.agent.take_seats(*others)
-        self.agent.link.heartbeat_payload = dict
+        self.agent.control.heartbeat_payload = dict
         torch = TorchHooks(
             interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
         )
@@ -78,7 +78,7 @@ class Node:
         return lambda: self.agent.workers.codes.update({int(k[1:]): v for k, v in codes.items()})
 
     def file_report(self, agent=None, generation=0):
-        key = self.agent.link.keys.report(generation, (agent or self.agent).me.agent)
+        key = self.agent.control.keys.report(generation, (agent or self.agent).me.agent)
         return NodeReport.from_json(unpack(self.agent.shared.get(key).value))
 
 
@@ -99,7 +99,7 @@ def test_when_every_worker_is_done_the_run_is_over(node):
     result = node.then(lambda: None, node.codes(r0=0), node.codes(r1=0)).watch().run()
 
     assert not result.is_failed()
-    record = node.agent.link.record
+    record = node.agent.control.record
     assert (record.phase, record.exit_code) == (RunPhase.STOP, 0)
     assert node.file_report().kind is ReportKind.DONE
     assert [end.exit_code for end in node.file_report().ends] == [0, 0]
@@ -108,7 +108,7 @@ def test_when_every_worker_is_done_the_run_is_over(node):
 def test_a_worker_that_fails_ends_the_others_and_a_new_generation_follows(node):
     assert node.then(node.codes(r1=-9)).watch().run() is None
 
-    record = node.agent.link.record
+    record = node.agent.control.record
     assert (record.phase, record.generation) == (RunPhase.RENDEZVOUS, 1)
     assert record.decision.failure.failure_class is FailureClass.SIGKILL_PROBABLE
     assert node.agent.workers.ended_by_us == [0]
@@ -137,7 +137,7 @@ def test_what_happens_elsewhere_ends_the_generation_here(tmp_path):
 
     def fails_there():
         other.run_once()
-        other.link.file_report(
+        other.control.file_report(
             NodeReport(
                 kind=ReportKind.WORKERS_FAILED,
                 node="n2",
@@ -145,14 +145,14 @@ def test_what_happens_elsewhere_ends_the_generation_here(tmp_path):
                 failure_class=FailureClass.SIGKILL_PROBABLE,
             )
         )
-        other.link.update_record(
+        other.control.update_record(
             lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.WORKERS_FAILED)
         )
 
     assert node.then(fails_there).watch(other).run() is None
     assert node.file_report().kind is ReportKind.STOPPED
     assert node.agent.workers.ended_by_us == [0, 1]
-    record = node.agent.link.record
+    record = node.agent.control.record
     assert (record.generation, record.decision.cause.node) == (1, "n2")
 
 
@@ -170,12 +170,12 @@ def test_done_here_it_goes_on_when_others_fail(tmp_path):
             failure_class=FailureClass.PEER_CLOSED,
             confidence=Confidence.SYMPTOM_ONLY,
         )
-        other.link.file_report(lost)
-        other.link.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
+        other.control.file_report(lost)
+        other.control.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
 
     node.agent.while_waiting = [fails_there]
     assert node.then(node.codes(r0=0, r1=0)).watch(other).run() is None
-    cause = node.agent.link.record.decision.cause
+    cause = node.agent.control.record.decision.cause
     assert (cause.failure_class, cause.node) == (FailureClass.USER_EARLY_EXIT, "n1")
     assert [culprit.id for culprit in cause.culprits] == ["0", "1"]
 
@@ -193,13 +193,13 @@ def fault():
 
 
 def test_what_a_sentry_reports_ends_the_generation_under_its_words(node):
-    node.agent.sentries = [Sentry(None, fault())]
+    node.agent.monitors = [Sentry(None, fault())]
     assert node.watch().run() is None
 
     report = node.file_report()
     assert (report.kind, report.how) == (ReportKind.GPU_FAULT, "Xid 79 on GPU 3")
     assert len(report.ends) == 2, "with what became of the workers"
-    assert node.agent.sentries[0].collected == 0, "only a standstill is looked into"
+    assert node.agent.monitors[0].collected == 0, "only a standstill is looked into"
 
 
 def doubt(node="n1", how="sums: its sums differ"):
@@ -220,28 +220,30 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
     terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     agent = node.agent
-    agent.doubts = [doubt(), doubt(how="chatter: more of it")]
+    agent.suspects = [doubt(), doubt(how="chatter: more of it")]
     other = Agent(tmp_path, terms=terms, board=agent.shared, clock=agent.clock, number=2)
     seen = []
 
     def doubted():
-        seen.append((agent.link.record.phase, dict(agent.link.record.suspected)))
+        seen.append((agent.control.record.phase, dict(agent.control.record.suspected)))
 
     def fails_there():
         other.run_once()
-        other.link.file_report(NodeReport(kind=ReportKind.WORKERS_FAILED, node="n2", generation=0))
-        other.link.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
+        other.control.file_report(
+            NodeReport(kind=ReportKind.WORKERS_FAILED, node="n2", generation=0)
+        )
+        other.control.update_record(lambda now: replace(now, phase=RunPhase.COLLECT))
 
     story = [lambda: None, lambda: None, doubted, fails_there]
     assert node.then(*story).watch(other).run() is None
 
     assert seen == [(RunPhase.RUN, {"n1": "sums: its sums differ"})]
-    record = agent.link.record
+    record = agent.control.record
     assert (record.phase, record.generation) == (RunPhase.RENDEZVOUS, 1)
     assert record.excluded == {"n1": "doubted: sums: its sums differ"}
     assert record.decision.rule == "restart"
     assert record.decision.reason.endswith("; restart, and without n1, which was doubted")
-    agent.session.chronicle.excluded(record.excluded["n1"], agent.clock.now_us())
+    agent.session.journal.excluded(record.excluded["n1"], agent.clock.now_us())
     found = agent.told("node.doubted", "decision.made", "incident.recorded")
     (told,) = found["node.doubted"]
     assert (told["doubted"], told["reason"]) == ("n1", "sums: its sums differ")
@@ -258,34 +260,34 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
 
 def test_a_doubt_waits_for_a_board_that_is_away(node):
     agent = node.agent
-    agent.doubts = [doubt()]
+    agent.suspects = [doubt()]
     tries = []
 
     def away():
         agent.store.is_cut = True
 
     def back():
-        tries.append(dict(agent.link.record.suspected))
+        tries.append(dict(agent.control.record.suspected))
         agent.store.is_cut = False
 
     story = [away, *[lambda: None] * 3, back, *[lambda: None] * 30, node.codes(r0=0, r1=0)]
     assert not node.then(*story).watch().run().is_failed()
 
     assert tries == [{}]
-    assert agent.link.record.suspected == {"n1": "sums: its sums differ"}
+    assert agent.control.record.suspected == {"n1": "sums: its sums differ"}
     assert len(agent.payloads("node.doubted")) == 1
 
 
 def test_before_workers_that_stand_still_are_ended_they_are_looked_at(node):
     hang = replace(fault(), kind=ReportKind.HANG, how="no progress for 10 s")
-    node.agent.sentries = [Sentry(hang), Sentry()]
+    node.agent.monitors = [Sentry(hang), Sentry()]
     assert node.watch().run() is None
 
-    assert [sentry.collected for sentry in node.agent.sentries] == [1, 1]
+    assert [sentry.collected for sentry in node.agent.monitors] == [1, 1]
 
 
 def test_a_sentry_that_fails_is_recorded_as_ours_and_the_training_goes_on(node):
-    node.agent.sentries = [Sentry(*[ZeroDivisionError("ours")] * 3)]
+    node.agent.monitors = [Sentry(*[ZeroDivisionError("ours")] * 3)]
     story = [lambda: None] * 4
     result = node.then(*story, node.codes(r0=0, r1=0)).watch().run()
 
@@ -359,7 +361,7 @@ def test_a_board_that_is_away_delays_the_end_and_loses_nothing(node):
     agent.while_waiting = [lambda: None, lambda: setattr(agent.store, "is_cut", False)]
     assert node.then(fails_unheard).watch().run() is None
 
-    assert agent.link.record.generation == 1
+    assert agent.control.record.generation == 1
     assert node.file_report().kind is ReportKind.WORKERS_FAILED
 
 
@@ -373,7 +375,7 @@ def test_workers_that_were_never_started_are_reported_without_asking_torch(node)
 
     assert node.reaped == 0
     assert node.file_report().how == "no such program"
-    assert node.agent.link.record.decision.rule == "launch.infrastructure"
+    assert node.agent.control.record.decision.rule == "launch.infrastructure"
 
 
 def test_a_worker_that_outlives_sigkill_keeps_its_node_out(node):
@@ -432,7 +434,7 @@ def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
         for _ in range(60):
             agent.run_once()
             other.run_once()
-        agent.link.check_fence()
+        agent.control.check_fence()
 
     def back():
         agent.store.is_cut = False
@@ -445,7 +447,7 @@ def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
     assert agent.workers.killed
     assert agent.states == ["fenced"]
     assert node.file_report().kind is ReportKind.NODE_LOST
-    assert agent.link.record.generation == 1
+    assert agent.control.record.generation == 1
     assert [p["away_s"] >= 10 for p in agent.payloads("agent.rejoined")] == [True]
     assert (node.reaped, node.left) == (1, [])
 
@@ -459,7 +461,7 @@ def test_a_fenced_node_does_not_wait_for_what_outlives_sigkill(node):
         agent.store.is_cut = True
         for _ in range(60):
             agent.run_once()
-        agent.link.check_fence()
+        agent.control.check_fence()
 
     def back():
         agent.store.is_cut = False
@@ -479,8 +481,8 @@ class Kept:
         self.keeper = FakeKeeper()
         self.agent = node.agent
         record = CheckpointRecord(
-            self.agent.session.chronicle,
-            self.agent.pace,
+            self.agent.session.journal,
+            self.agent.step_tracker,
             self.agent.clock,
             self.agent.said.append,
             n_ranks=2,
@@ -567,7 +569,7 @@ def test_what_the_ranks_resumed_from_is_heard_before_their_first_step_is_told(no
     node.agent.checkpoints = KeeperSupervisor(kept.keeper.started, heard, node.agent.clock)
     node.agent.checkpoints.begin(1, 1, None)
     told = []
-    chronicle = node.agent.session.chronicle
+    chronicle = node.agent.session.journal
     beats = chronicle.beats
 
     def listening(by_rank):

@@ -29,7 +29,7 @@ class Usher:
 def seats(agent):
     from gpuops.agent.elastic.rendezvous import ControlRendezvous
 
-    found = ControlRendezvous(agent.link, "job", pick_port=lambda: 1234)
+    found = ControlRendezvous(agent.control, "job", pick_port=lambda: 1234)
     found.usher = Usher(agent)
     return found
 
@@ -43,8 +43,8 @@ def test_an_agent_alone_is_rank_0_of_1_with_an_empty_store_and_its_own_port(tmp_
     assert not found.store.check(["anything"])
     assert found.bootstrap_store_info.master_addr == "127.0.0.1"
     assert found.bootstrap_store_info.master_port == 1234
-    assert mine.seat.group_rank == 0
-    assert agent.link.record.phase is RunPhase.RUN
+    assert mine.assignment.group_rank == 0
+    assert agent.control.record.phase is RunPhase.RUN
 
 
 def test_the_port_that_is_offered_is_free():
@@ -72,17 +72,17 @@ def test_a_generation_that_it_had_a_part_in_is_not_joined_again(tmp_path):
     agent.while_waiting = [lambda: None] * 3 + [lambda: restart(agent)]
     mine.next_rendezvous()
 
-    assert mine.seat.record.generation == 1
+    assert mine.assignment.record.generation == 1
 
 
 def change(agent, **changes):
     from dataclasses import replace
 
-    agent.link.update_record(lambda now: replace(now, **changes))
+    agent.control.update_record(lambda now: replace(now, **changes))
 
 
 def restart(agent):
-    change(agent, phase=RunPhase.RENDEZVOUS, generation=agent.link.record.generation + 1)
+    change(agent, phase=RunPhase.RENDEZVOUS, generation=agent.control.record.generation + 1)
 
 
 def test_a_word_that_does_not_reach_the_board_is_said_again(tmp_path):
@@ -103,13 +103,13 @@ def test_the_usher_may_end_the_wait(tmp_path):
 
 def test_a_spare_waits_until_there_is_a_hole(tmp_path):
     one = Agent(tmp_path, terms=RestartPolicy(nodes_min=1, nodes_max=1))
-    spare = Agent(tmp_path, terms=one.terms, board=one.shared, clock=one.clock, number=2)
+    spare = Agent(tmp_path, terms=one.restart_policy, board=one.shared, clock=one.clock, number=2)
     one.take_seats()
     restarted = []
 
     def others_turn():
         one.run_once()
-        if spare.link.record.generation == 0 and not restarted:
+        if spare.control.record.generation == 0 and not restarted:
             restarted.append(1)
             change(one, phase=RunPhase.RENDEZVOUS, generation=1, excluded={"n1": "sick"})
 
@@ -117,5 +117,5 @@ def test_a_spare_waits_until_there_is_a_hole(tmp_path):
     mine = seats(spare)
     mine.next_rendezvous()
 
-    assert mine.seat.record.generation == 1
-    assert [member.node for member in mine.seat.roster.members] == ["n2"]
+    assert mine.assignment.record.generation == 1
+    assert [member.node for member in mine.assignment.roster.members] == ["n2"]

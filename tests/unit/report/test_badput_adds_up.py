@@ -37,7 +37,7 @@ class Story:
         self.draw = draw
         self.clock = FakeClock()
         self.events = ListRecorder()
-        self.chronicle = RunJournal(self.emit, self.clock, run_id=RUN, node=NODE, rules=())
+        self.journal = RunJournal(self.emit, self.clock, run_id=RUN, node=NODE, rules=())
         self.generation = 0
         self.highest = 0
         record_run(self.events, run_row(outcome=None, ended_us=None), [], [], self.clock)
@@ -61,8 +61,8 @@ class Story:
     def train(self):
         """Run one generation: it may read a checkpoint, and make steps from wherever it likes."""
         self.wait()
-        self.chronicle.mark("gated")
-        self.chronicle.phase_seen("run", self.generation, "")
+        self.journal.mark("gated")
+        self.journal.phase_seen("run", self.generation, "")
         facts = AttemptFacts(
             start_us=self.clock.now_us(),
             world_size=1,
@@ -74,7 +74,7 @@ class Story:
             slurm_restart_count=0,
         )
         self.wait()
-        self.chronicle.attempt_started(self.generation, facts)
+        self.journal.attempt_started(self.generation, facts)
         self.seq = 0
         if self.draw(st.booleans()):
             for phase in (Beating.RESTORE, Beating.RESUMED):
@@ -92,23 +92,23 @@ class Story:
         beat = Beat(
             self.seq, step, self.clock.mono_ns(), phase, StepSource.OPTIMIZER_STATE, self.seq
         )
-        self.chronicle.beats({0: [beat]})
+        self.journal.beats({0: [beat]})
 
     def end(self, how, verdict=RunAction.RESTART):
         """End the generation as *how* says and decide on it."""
         event(how)
         if how == "regrouped":
-            self.chronicle.phase_seen("form", self.generation + 1, "nodes came")
+            self.journal.phase_seen("form", self.generation + 1, "nodes came")
             self.wait()
-            self.chronicle.attempt_interrupted(stopped(NODE, self.generation))
+            self.journal.attempt_interrupted(stopped(NODE, self.generation))
             return
-        self.chronicle.phase_seen("gather", self.generation, "a worker failed")
+        self.journal.phase_seen("gather", self.generation, "a worker failed")
         self.wait()
         if how == "killed":
-            self.chronicle.mark("stopped")
+            self.journal.mark("stopped")
             told = report(NODE, generation=self.generation)
             at_s = self.clock.mono_ns() / S
-            self.chronicle.attempt_failed([killed(0, at_s=at_s)], report=told)
+            self.journal.attempt_failed([killed(0, at_s=at_s)], report=told)
             self.wait()
             self.decide(told, verdict, by_us=True)
         else:
@@ -116,22 +116,22 @@ class Story:
             if how == "elsewhere, late":
                 self.decide(told, verdict, by_us=False)
                 self.wait()
-            self.chronicle.mark("stopped")
-            self.chronicle.attempt_interrupted(stopped(NODE, self.generation))
+            self.journal.mark("stopped")
+            self.journal.attempt_interrupted(stopped(NODE, self.generation))
             if how != "elsewhere, late":
                 self.wait()
                 self.decide(told, verdict, by_us=False)
 
     def decide(self, cause, verdict, *, by_us):
         made = decision(cause, verdict, self.generation)
-        self.chronicle.decided(made, (cause,), cluster(NODE), by_us=by_us)
+        self.journal.decided(made, (cause,), cluster(NODE), by_us=by_us)
 
     def not_started(self):
         """Fail to start the workers of the next generation."""
         event("not started")
         self.wait()
         told = report(NODE, ReportKind.START_FAILED, self.generation, ends=(), culprits=())
-        self.chronicle.attempt_failed([], report=told)
+        self.journal.attempt_failed([], report=told)
         self.wait()
         self.decide(told, RunAction.RESTART, by_us=True)
 
@@ -140,19 +140,19 @@ class Story:
         event(how)
         outcome = "cancelled" if how in ("cancelled", "drained") else "failed"
         if how == "completed":
-            self.chronicle.attempt_completed()
+            self.journal.attempt_completed()
             outcome = how
         elif how == "cancelled":
-            self.chronicle.cancelled("SIGINT", [])
+            self.journal.cancelled("SIGINT", [])
         elif how == "drained":
-            self.chronicle.drained("SIGTERM", [], 85)
+            self.journal.drained("SIGTERM", [], 85)
         else:
             verdict = RunAction.STOP if how == "stop" else RunAction.RESTART
             self.end("killed", verdict)
             self.wait()
-            self.chronicle.given_up(93 if how == "stop" else 85)
+            self.journal.given_up(93 if how == "stop" else 85)
         self.wait()
-        self.chronicle.run_ended(outcome, 0, "over")
+        self.journal.run_ended(outcome, 0, "over")
 
     def account(self):
         with memory_store() as store, store.begin() as connection:
@@ -200,4 +200,4 @@ def test_useful_time_and_badput_add_up_to_the_wall_time(data):
     assert {p.value: s for p, s in charged.items()} == pytest.approx(
         {p.value: s for p, s in found.lost.items()}, abs=MS
     )
-    assert sum(story.chronicle.badput_s.values()) == pytest.approx(found.lost_s, abs=MS)
+    assert sum(story.journal.badput_s.values()) == pytest.approx(found.lost_s, abs=MS)

@@ -99,18 +99,18 @@ class HangMonitor:
         self._judge.feed(beats, self._clock.mono_ns())
         self._stopped.heard(rank for rank, new in beats.items() if new)
 
-    def look(self) -> NodeReport | None:
+    def poll(self) -> NodeReport | None:
         """Return the hang there is, once, with its evidence or after `EVIDENCE_S` without."""
         if not self._is_on or self._watched is None or self._has_reported:
             return None
         try:
-            return self._look(self._watched, self._clock.mono_ns())
+            return self._poll(self._watched, self._clock.mono_ns())
         except Exception:  # boundary: our bug must not end a run that trains
             log.exception("watching for hangs failed; it is off for this generation")
             self._has_reported = True
             return None
 
-    def collect(self, deadline_s: float) -> tuple[Evidence, ...]:
+    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:
         """Return what the workers here do, gathered now unless it has been."""
         watched, suspicion = self._watched, self._suspicion
         if watched is None:
@@ -125,6 +125,10 @@ class HangMonitor:
         blamed = self._blame(suspicion, verdicts).ranks if suspicion is not None else ()
         view = self._view(watched, self._clock.mono_ns())
         return evidence_of(view, gathering.facts, verdicts, blamed)
+
+    def suspects(self) -> tuple[NodeReport, ...]:
+        """Return nothing: a hang ends the generation."""
+        return ()
 
     def close(self) -> None:
         """Forget the workers; a thread that still gathers ends by itself."""
@@ -152,7 +156,7 @@ class HangMonitor:
         if seconds > 0:
             self._judge.excuse_until(self._clock.mono_ns() + round(seconds * NS))
 
-    def _look(self, watched: MonitoredAttempt, now_ns: int) -> NodeReport | None:
+    def _poll(self, watched: MonitoredAttempt, now_ns: int) -> NodeReport | None:
         hang = self._judge.look(now_ns) or self._stop(watched, now_ns)
         if hang is None:
             if self._suspicion is not None:

@@ -131,18 +131,23 @@ def _judge(
 
 def _order(plan: LaunchPlan) -> list[tuple[str, str, str, str]]:
     several = [
-        ("beat", "suspect", "a beat must have been missed", "error"),
-        ("suspect", "fence", "a cut-off node is suspected before it stops itself", "error"),
+        ("beat", "suspect", "a heartbeat must have been missed", "error"),
+        (
+            "suspect",
+            "fence",
+            "a partitioned node is suspected before it stops its own workers",
+            "error",
+        ),
         ("fence", "dead", "a node stops its workers before others take its place", "error"),
-        ("fence", "store lost", "a board that comes back is waited for", "error"),
-        ("dead", "hang", "a lost node would be taken for a hang", "warning"),
-        ("dead", "join", "who joins would be given up before the dead are known", "error"),
-        ("last call", "join", "the last call is a part of it", "error"),
+        ("fence", "store lost", "agents wait for a control store that comes back", "error"),
+        ("dead", "hang", "a lost node would look like a hang", "warning"),
+        ("dead", "join", "a joining agent would give up before dead agents are detected", "error"),
+        ("last call", "join", "the last call is a part of the join timeout", "error"),
         ("health gate", "join", "the check comes before joining", "error"),
     ]
     alone = [
-        ("monitor", "hang", "nothing can be noticed sooner than it is looked for", "error"),
-        ("hang", "process group", "torch's own time-out may end the workers first", "warning"),
+        ("monitor", "hang", "a hang cannot be detected faster than workers are polled", "error"),
+        ("hang", "process group", "torch's own timeout may end the workers first", "warning"),
         ("hang", "NCCL heartbeat", "NCCL's monitor would abort the workers first", "said"),
         ("hang", "time left", "the job's time limit comes first", "warning"),
     ]
@@ -159,7 +164,7 @@ def _rungs(
         name="monitor",
         limit_s=min(float(getattr(torch, "monitor_interval", 0.1)), LOOK_S_MAX),
         source=f"--monitor-interval, {LOOK_S_MAX:g} s at most",
-        what="an agent looks at its workers",
+        what="an agent polls its workers",
     )
     rungs = [looks]
     if plan.endpoint.kind is not EndpointKind.PRIVATE:
@@ -167,7 +172,10 @@ def _rungs(
     rungs += [_hang(request), *_torchs(env, plan)]
     rungs += [
         Timeout(
-            name=name, limit_s=limit_s, source=_DEFAULTS, what="a phase without a step may last"
+            name=name,
+            limit_s=limit_s,
+            source=_DEFAULTS,
+            what="a phase without a step may take this long",
         )
         for name, limit_s in sorted(phases.items(), key=lambda item: item[1])
     ]
@@ -186,11 +194,11 @@ def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
     is_said = plan.dead_s != default.dead_s
     source = said.get("rdzv_conf", _CONF) if is_said else _DEFAULTS
     parts = (
-        ("suspect", plan.suspect_s, "a silent peer is suspected"),
-        ("fence", plan.fence_s, "an agent without the board stops its workers"),
-        ("dead", plan.dead_s, "a silent peer is dead: the run goes on without it"),
+        ("suspect", plan.suspect_s, "a silent agent is suspected"),
+        ("fence", plan.fence_s, "an agent that cannot reach the control store stops its workers"),
+        ("dead", plan.dead_s, "a silent agent counts as dead: the run continues without it"),
     )
-    beat = Timeout(name="beat", limit_s=1.0, source="fixed", what="every agent shows that it lives")
+    beat = Timeout(name="beat", limit_s=1.0, source="fixed", what="every agent sends a heartbeat")
     return [
         beat,
         *(
@@ -203,7 +211,7 @@ def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
 def _hang(request: RunRequest) -> Timeout:
     limit_s = request.plan.hang_timeout_s
     source = request.said.get("hang_timeout", _DEFAULTS)
-    what = "a run without a step hangs: evidence, then a restart"
+    what = "a run without progress is hung: evidence, then a restart"
     if not limit_s:
         shown = "off" if limit_s == 0 else "learned"
         return Timeout(name="hang", limit_s=None, source=source, what=what, shown=shown)
@@ -219,7 +227,7 @@ def _torchs(env: Mapping[str, str], plan: LaunchPlan) -> list[Timeout]:
             name="process group",
             limit_s=NCCL_TIMEOUT_S,
             source=f"torch's default for NCCL; gloo {gloo}; a script may set others",
-            what="a collective gives up",
+            what="a collective times out",
         ),
         Timeout(
             name="NCCL heartbeat",
@@ -243,10 +251,20 @@ def _joining(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
         return [gate]
     default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
     parts = (
-        ("last call", plan.last_call_s, default.last_call_s, "enough nodes wait for the others"),
-        ("first call", plan.first_call_s, default.first_call_s, "the same before the first start"),
-        ("store lost", plan.store_lost_s, default.store_lost_s, "the board is given up: exit 85"),
-        ("join", plan.join_timeout_s, default.join_timeout_s, "too few nodes are waited for"),
+        (
+            "last call",
+            plan.last_call_s,
+            default.last_call_s,
+            "with enough nodes: wait for the others",
+        ),
+        ("first call", plan.first_call_s, default.first_call_s, "the same, before the first start"),
+        (
+            "store lost",
+            plan.store_lost_s,
+            default.store_lost_s,
+            "the control store counts as lost: exit 85",
+        ),
+        ("join", plan.join_timeout_s, default.join_timeout_s, "with too few nodes: wait for more"),
     )
     return [
         gate,

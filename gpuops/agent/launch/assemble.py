@@ -113,16 +113,7 @@ def assemble(
     session = RunSession(
         context, RunIdentity(view.record.run_id, view.record.folder), leads=is_first
     )
-    monitors = MonitorRegistry(
-        MonitorContext(
-            clock=clock,
-            node=context.node,
-            env=launch.env,
-            root=settings.root,
-            site_dir=settings.site_dir,
-            hang_timeout_s=plan.hang_timeout_s,
-        )
-    )
+    monitors = _monitors(launch, context, settings)
     gpus = monitors.gpu
     link = _control_client(launch, endpoint, me, view, session, monitors.hang)
     leader = Leader(
@@ -169,6 +160,19 @@ def assemble(
     seats.join_payload = lambda: _join_payload(parts.checkpoints)
     return AssembledAgent(
         launch=launch, endpoint=endpoint, session=session, services=parts, rendezvous=seats
+    )
+
+
+def _monitors(launch: LaunchContext, context: NodeContext, settings: Settings) -> MonitorRegistry:
+    return MonitorRegistry(
+        MonitorContext(
+            clock=launch.clock,
+            node=context.node,
+            env=launch.env,
+            root=settings.root,
+            site_dir=settings.site_dir,
+            hang_timeout_s=launch.request.plan.hang_timeout_s,
+        )
     )
 
 

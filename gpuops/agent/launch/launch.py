@@ -86,10 +86,7 @@ def launch(
         UsageError: A value that torch's own checks refuse; an unusable run directory or store URL;
             another job, or another agent of this node, under the same id.
     """
-    # Not in torch 2.8: the flag, like other options, comes and goes between releases.
-    is_explicit = getattr(request.torch, "shutdown_timeout", None) is not None or bool(
-        env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    )
+    is_explicit = _has_shutdown_timeout(request, env)
     config, logs = configure(request)
     entry = command(request.torch, env, disabled=settings.disabled)
     check_startable(entry[0])
@@ -142,6 +139,12 @@ def launch(
         prepared.cancellation.restore()
     gc.freeze()  # what the imports made stays: no collection needs to look at it, nor the exit
     return _run(prepared, assembly)
+
+
+def _has_shutdown_timeout(request: RunRequest, env: Mapping[str, str]) -> bool:
+    # Not in torch 2.8: the flag, like other options, comes and goes between releases.
+    flag = getattr(request.torch, "shutdown_timeout", None)
+    return flag is not None or bool(env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
 
 
 def _drain_signals(names: list[str]) -> tuple[str, ...]:

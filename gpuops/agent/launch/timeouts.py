@@ -132,12 +132,7 @@ def _judge(
 def _order(plan: LaunchPlan) -> list[tuple[str, str, str, str]]:
     several = [
         ("beat", "suspect", "a heartbeat must have been missed", "error"),
-        (
-            "suspect",
-            "fence",
-            "a partitioned node is suspected before it stops its own workers",
-            "error",
-        ),
+        ("suspect", "fence", "a node is suspected before it stops its own workers", "error"),
         ("fence", "dead", "a node stops its workers before others take its place", "error"),
         ("fence", "store lost", "agents wait for a control store that comes back", "error"),
         ("dead", "hang", "a lost node would look like a hang", "warning"),
@@ -251,19 +246,9 @@ def _joining(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
         return [gate]
     default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
     parts = (
-        (
-            "last call",
-            plan.last_call_s,
-            default.last_call_s,
-            "with enough nodes: wait for the others",
-        ),
+        ("last call", plan.last_call_s, default.last_call_s, "enough nodes wait for the others"),
         ("first call", plan.first_call_s, default.first_call_s, "the same, before the first start"),
-        (
-            "store lost",
-            plan.store_lost_s,
-            default.store_lost_s,
-            "the control store counts as lost: exit 85",
-        ),
+        ("store lost", plan.store_lost_s, default.store_lost_s, "the store is lost: exit 85"),
         ("join", plan.join_timeout_s, default.join_timeout_s, "with too few nodes: wait for more"),
     )
     return [

@@ -92,8 +92,8 @@ def test_learned_and_off_are_said_so():
     by_flag = {text: ladder(f"--hang-timeout={text}", "-m", "x") for text in ("auto", "off")}
 
     shown = {text: found.to_text() for text, found in by_flag.items()}
-    assert " learned  a run without a step" in shown["auto"]
-    assert " off  a run without a step" in shown["off"]
+    assert " learned  a run without progress" in shown["auto"]
+    assert " off  a run without progress" in shown["off"]
 
 
 def test_the_table_as_text_and_as_json():

@@ -15,7 +15,9 @@ def test_a_flipped_bit_becomes_one_incident_that_names_rank_tensor_and_step(tmp_
     with Run(tmp_path, *words, nproc=3, env={"XDG_RUNTIME_DIR": str(runtime)}) as run:
         assert run.finish(180.0) == 0, run.said()
 
-    (flipped,) = map(int, re.findall(r"flipped after step (\d+)", run.said()))
+    flips = re.findall(r"flipped after step (\d+)", run.said())
+    assert len(flips) == 1, run.said()
+    flipped = int(flips[0])
     (incident,) = run.incidents()
     assert incident["failure_class"] == "numerics.replicas_differ"
     assert [c["id"] for c in incident["culprits"] if c["kind"] == "rank"] == ["1"]

@@ -86,7 +86,7 @@ def digests(run):
 @pytest.mark.parametrize(
     ("kind", "nproc"),
     [
-        ("plain", 1),
+        pytest.param("plain", 1, marks=pytest.mark.soak),
         pytest.param("ddp", 1, marks=pytest.mark.soak),
         pytest.param("ddp", 2, marks=pytest.mark.soak),
         pytest.param("fsdp", 1, marks=pytest.mark.soak),

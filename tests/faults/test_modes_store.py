@@ -50,7 +50,7 @@ def test_a_slow_store_is_not_a_lost_one(hosts, tmp_path):
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_with_postgres_any_node_may_be_lost(hosts, tmp_path, victim):
     """Also the one with rank 0, whose store the workers used."""
     with running_server(address=hosts.address) as server, server.database() as url:

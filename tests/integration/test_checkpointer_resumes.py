@@ -8,7 +8,10 @@ from gpuops.checkpoint.keeper.process import start_or_adopt
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 HALF, ALL = 4, 8
-DDP_OF_FOUR = pytest.param("ddp", 4, marks=pytest.mark.soak)  # ranks of FSDP start much sooner
+# Four ranks are there with `hsdp` and `tp`, whose ranks start much sooner than those of DDP.
+DDP_OF_FOUR, FSDP_OF_FOUR = (
+    pytest.param(kind, 4, marks=pytest.mark.soak) for kind in ("ddp", "fsdp")
+)
 
 
 @pytest.fixture
@@ -20,7 +23,7 @@ def keeper(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [("plain", 1), ("ddp", 2), DDP_OF_FOUR, ("fsdp", 2), ("fsdp", 4), ("tp", 4), ("hsdp", 4)],
+    [("plain", 1), ("ddp", 2), DDP_OF_FOUR, ("fsdp", 2), FSDP_OF_FOUR, ("tp", 4), ("hsdp", 4)],
     ids=str,
 )
 def test_killed_and_resumed_equals_undisturbed(tmp_path, keeper, kind, world):

@@ -15,7 +15,7 @@ def listeners(pid):
 
 @pytest.mark.parametrize(
     ("flags", "n_listeners"),
-    [([], 1), (["--standalone"], 1), (["--http=off"], 0)],
+    [([], 1), pytest.param(["--standalone"], 1, marks=pytest.mark.soak), (["--http=off"], 0)],
     ids=["plain", "standalone", "without http"],
 )
 def test_the_agent_only_answers_this_machine_and_a_killed_rank_recovers(

@@ -1,18 +1,26 @@
 """``gpuops config show|validate``."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 
+from gpuops.checks.core import silence, site
+from gpuops.checks.core.profile_files import load_profiles
+from gpuops.checks.core.suite import Suite, load_suite, suite_paths, unknown_name
+from gpuops.checks.core.xid_catalogue import load_sxids, load_xids
 from gpuops.cli.options import json_option, settings_of
-from gpuops.config.resolve import SETTINGS
-from gpuops.errors import EXIT_OK, EXIT_USAGE
-from gpuops.gate.validation import ValidationReport
-from gpuops.gate.validation import validate as validate_all
+from gpuops.config.resolve import SETTINGS, Settings
+from gpuops.errors import EXIT_OK, EXIT_USAGE, ConfigError, UsageError
 from gpuops.host.clock import SystemClock
-from gpuops.host.trust import current_uid
+from gpuops.host.trust import CheckFolders, check_folders, current_uid
+from gpuops.incident.runbook import load_runbooks
 from gpuops.log import printable
 from gpuops.model import envelope
+from gpuops.resources import data_dir
+from gpuops.rules import load_rules
 from gpuops.scrub import scrub
 
 
@@ -59,7 +67,7 @@ def validate(ctx: click.Context) -> int:
     """
     found = ValidationReport()
     settings = settings_of(ctx, found.complain)
-    validate_all(settings, found, uid=current_uid(), now_us=SystemClock().now_us())
+    validate_settings(settings, found, uid=current_uid(), now_us=SystemClock().now_us())
     for word, texts in (("doubtful", found.doubts), ("mistake", found.mistakes)):
         for text in texts:
             click.echo(f"{word}: {' '.join(printable(scrub(text)).split())}", err=True)
@@ -68,3 +76,83 @@ def validate(ctx: click.Context) -> int:
     origin = settings.file or "no file, defaults only"
     click.echo(f"valid: configuration ({origin}); {'; '.join(found.read)}")
     return EXIT_OK
+
+
+@dataclass(slots=True)
+class ValidationReport:
+    """What was read, what is wrong with it and what is only doubtful; each a line."""
+
+    read: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+    def complain(self, error: ConfigError) -> None:
+        """Take down *error*, once: a suite and its heirs make the same mistake."""
+        self.mistake(str(error))
+
+    def mistake(self, text: str) -> None:
+        """Take down what is wrong."""
+        if text not in self.mistakes:
+            self.mistakes.append(text)
+
+
+def validate_settings(
+    settings: Settings, found: ValidationReport, *, uid: int, now_us: int
+) -> None:
+    """Add to *found* what *uid* would believe of all that *settings* lead to, at *now_us*."""
+    from gpuops.store.backends import parse_url
+
+    complain = found.complain
+    try:
+        parse_url(settings.store_url)
+    except UsageError as exc:
+        found.mistake(f"store.url: {exc}")
+    folders = check_folders(settings.site_dir, uid=uid, complain=complain)
+    suites = list(_suites(folders, settings.suite, found))
+    profiles = load_profiles(folders.profiles, complain)
+    if settings.profile is not None and settings.profile not in profiles:
+        found.mistake(f"check.profile: {unknown_name('profile', settings.profile, profiles)}")
+    found.read.append(f"suites: {', '.join(suite.name for suite in suites)}")
+    found.read.append(f"profiles: {', '.join(profiles) or 'none'}")
+    found.read.append(f"log rules: {len(load_rules(folders.rules, complain))}")
+    found.read.append(f"Xids: {len(load_xids(folders.xid, complain))}")
+    found.read.append(f"SXids: {len(load_sxids(folders.xid, complain))}")
+    found.read.append(f"runbooks: {len(load_runbooks(data_dir('runbooks'), complain))}")
+    _silences(folders.silences, found, now_us)
+    _site_checks(suites, folders.site_checks, found)
+
+
+def _suites(folders: CheckFolders, chosen: str, found: ValidationReport) -> Iterable[Suite]:
+    paths = suite_paths(folders.suites)
+    if chosen not in paths:
+        found.mistake(f"check.suite: {unknown_name('suite', chosen, paths)}")
+    for name in paths:
+        try:
+            yield load_suite(name, folders.suites, found.complain)
+        except ConfigError as exc:
+            found.complain(exc)
+
+
+def _silences(paths: Iterable[Path], found: ValidationReport, now_us: int) -> None:
+    read = silence.load_silences(paths, found.complain)
+    for one in read:
+        for text in silence.faults(one, now_us):
+            found.mistake(text)
+        found.doubts.extend(silence.doubts(one, now_us))
+    found.read.append(f"silences: {len(read)}")
+
+
+def _site_checks(suites: Iterable[Suite], folder: Path | None, found: ValidationReport) -> None:
+    used = set()
+    for suite in suites:
+        for planned in suite.planned:
+            check, parameters = planned.check, planned.parameters
+            if isinstance(parameters, site.Parameters):
+                used.add(site.file_of(check.name, parameters))
+                fault = site.fault(check.name, parameters, folder)
+                if fault is not None:
+                    found.mistake(f"check {check.name!r} in the suite {suite.path}: {fault}")
+    found.read.append(f"site checks: {len(used)}")
+    for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
+        if path.name not in used:
+            found.doubts.append(f"{path} is run by no suite: name it as [[check]] site/{path.name}")

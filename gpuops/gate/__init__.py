@@ -5,8 +5,9 @@
 * `policy`: may the job start, does the node drain, may it return; pure.
 * `recheck`: looks again at failures that can pass by themselves.
 * `permit`: the store's leave to drain, a fuse against a rule that would drain the whole cluster.
-* `node_state`, `node_memory`, `node_incidents`: what a node remembers between checks.
-* `record`: the run as events; `repair`: an operator acknowledges a repair.
-* `replay`, `validation`, `install`, `leftovers`: facts judged elsewhere, configuration checked,
-  hooks written, processes on a GPU that belong to no job.
+* `node_state`: what a node remembers between checks, and the file that holds it.
+* `record`: the run as events, and what it makes of the node's incidents; `repair`: an operator
+  acknowledges a repair.
+* `replay`, `install`, `leftovers`: facts judged elsewhere, hooks written, processes on a GPU that
+  belong to no job.
 """

@@ -21,8 +21,7 @@ from gpuops.checks.core.runner import CheckRun
 from gpuops.config.resolve import GateMode, read_toml
 from gpuops.errors import ProbeError, UsageError
 from gpuops.gate.drain import DrainRecord, read_drain, write_drain
-from gpuops.gate.leftovers import actions_for, with_owners
-from gpuops.gate.node_incidents import CheckOccasion
+from gpuops.gate.leftovers import with_owners
 from gpuops.gate.node_state import StateError, read_state
 from gpuops.gate.permit import DrainPermitClient, permission_of, start_asking
 from gpuops.gate.policy import (
@@ -35,7 +34,7 @@ from gpuops.gate.policy import (
     replaceable_reasons,
 )
 from gpuops.gate.recheck import confirmed
-from gpuops.gate.record import RecordOptions, record, record_check_run
+from gpuops.gate.record import CheckOccasion, RecordOptions, record, record_check_run
 from gpuops.gate.session import CheckPlan, check_node, keeping
 from gpuops.host.clock import Clock
 from gpuops.host.files import atomic_write, why_not_ours
@@ -44,6 +43,7 @@ from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import spawn_detached
 from gpuops.host.records import from_json, to_json
 from gpuops.incident.incidents.node import incident_key
+from gpuops.incident.runbook import failing_runbooks
 from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
 from gpuops.resources import data_dir
 
@@ -161,7 +161,8 @@ def settle(scene: HookContext, ran: CheckRun, left: str | None = None) -> GateRe
     single thread.
     """
     gate = scene.gate
-    cause = find_drain_cause(ran.findings, actions_for(ran.findings, data_dir("runbooks")))
+    runbooks = failing_runbooks(ran.findings, data_dir("runbooks"))
+    cause = find_drain_cause(ran.findings, {kind: page.action for kind, page in runbooks.items()})
     asks = cause is not None and gate.mode is GateMode.ENFORCE and left is None
     # The store thinks about it while the findings are written down.
     asked = start_asking(gate, cause, scene.clock) if cause is not None and asks else None

@@ -1,4 +1,4 @@
-"""Whose processes were found on a GPU, and what the runbooks say to do.
+"""Whose processes were found on a GPU.
 
 By the cgroup that slurmstepd made for a job (cgroup.conf(5), ``proctrack/cgroup``); elsewhere the
 user is all that the kernel knows. Nothing is ended.
@@ -11,13 +11,12 @@ from pathlib import Path
 
 from gpuops.checks.core.runner import CheckRun
 from gpuops.checks.gpu.gpus import entity_of
-from gpuops.errors import ConfigError, ProbeError
-from gpuops.gate.node_memory import GPUS_LOOK
+from gpuops.errors import ProbeError
+from gpuops.gate.node_state import GPUS_LOOK
 from gpuops.host.gpus import Gpus
 from gpuops.host.process import probe
 from gpuops.host.process.abandoned import abandoned
-from gpuops.incident.runbook import parse_runbook
-from gpuops.model import ActionKind, FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding, Status
 
 OWNERS_S = 0.2
 _SHOWN = 8
@@ -87,24 +86,4 @@ def _owners(root: Path, pids: Iterable[int], job_uid: int | None) -> dict[str, s
             found[str(pid)] = f"of job {job[1]}"
         elif uid == job_uid:
             found[str(pid)] = f"of the job's user, {uid}"
-    return found
-
-
-def actions_for(findings: Iterable[Finding], folder: Path) -> dict[FailureClass, ActionKind]:
-    """Return the action of each failing class whose page is in *folder* and can be read.
-
-    A page that is missing or broken takes no node out: it is our mistake or the site's.
-    """
-    classes = {
-        finding.failure_class
-        for finding in findings
-        if finding.status is Status.FAIL and finding.failure_class is not None
-    }
-    found = {}
-    for kind in sorted(classes):
-        path = folder / f"{kind.value}.md"
-        try:
-            found[kind] = parse_runbook(path.name, path.read_text(encoding="utf-8")).action
-        except (OSError, UnicodeDecodeError, ConfigError):
-            continue
     return found

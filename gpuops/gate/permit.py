@@ -11,9 +11,9 @@ from pathlib import Path
 
 from gpuops.config.resolve import GateMode
 from gpuops.errors import GpuopsError, ProbeError
-from gpuops.gate.node_incidents import with_repair
 from gpuops.gate.node_state import StateError, change_state
 from gpuops.gate.policy import DrainCause, PermitReply
+from gpuops.gate.record import with_repair
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import NodeState, Repair, Strikes
 from gpuops.host.process import probe

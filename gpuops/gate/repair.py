@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import GpuopsError, StoreError, UsageError
-from gpuops.gate.node_incidents import acknowledge
 from gpuops.gate.node_state import StateError
-from gpuops.gate.record import incident_events
+from gpuops.gate.record import acknowledge, incident_events
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import Repair
 from gpuops.incident.incidents.node import close_repaired, is_repair_of

@@ -3,8 +3,7 @@
 from gpuops.checks.core.probes import collect
 from gpuops.checks.core.recording import Recording
 from gpuops.checks.core.runner import CheckRun, OnFinding, judge
-from gpuops.gate.node_memory import GPUS_LOOK
-from gpuops.gate.node_state import StoredNodeState, load_state
+from gpuops.gate.node_state import GPUS_LOOK, StoredNodeState, load_state
 from gpuops.gate.session import CheckPlan, terms_of, with_notes
 from gpuops.host.clock import Clock, FakeClock
 from gpuops.host.node_state import BootMoment

@@ -26,8 +26,15 @@ from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, run_suite
 from gpuops.checks.core.silence import Silence, load_silences, silenced
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths
 from gpuops.errors import ConfigError
-from gpuops.gate.node_memory import GPUS_LOOK, StateUpdate, case_of, state_after
-from gpuops.gate.node_state import StoredNodeState, load_state, save_state
+from gpuops.gate.node_state import (
+    GPUS_LOOK,
+    StateUpdate,
+    StoredNodeState,
+    case_of,
+    load_state,
+    save_state,
+    state_after,
+)
 from gpuops.host.clock import Clock
 from gpuops.host.gpus import Gpus
 from gpuops.host.node_state import BootMoment
@@ -114,7 +121,7 @@ class CheckRequest:
     """What is to be checked, and where this node keeps its things.
 
     ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger`` and ``job_id``: who asks, and
-    the Slurm job that the hook is for (`gpuops.gate.node_memory.StateUpdate`). ``profile``: the
+    the Slurm job that the hook is for (`gpuops.gate.node_state.StateUpdate`). ``profile``: the
     name of the one to take whatever matches. ``uid``: whose files may be believed
     (`gpuops.host.trust`).
     """

@@ -6,7 +6,8 @@ The page that a person reads and the action that gpuops takes are one file and c
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from gpuops.config.resolve import ErrorHandler, raise_error, read_or_default, reject_unknown
 from gpuops.errors import ConfigError, UsageError
-from gpuops.model import ActionKind, FailureClass, Side
+from gpuops.model import ActionKind, FailureClass, Finding, Side, Status
 
 SECTIONS = (
     "What you see",
@@ -67,6 +68,20 @@ def load_runbooks(
             if runbook is not None:
                 found[runbook.failure_class] = runbook
     return {kind: found[kind] for kind in FailureClass if kind in found}
+
+
+def failing_runbooks(findings: Iterable[Finding], directory: Path) -> dict[FailureClass, Runbook]:
+    """Return the runbook of each failing class whose page is in *directory* and can be read.
+
+    A page that is missing or broken takes no node out: it is our mistake or the site's.
+    """
+    failing = {item.failure_class for item in findings if item.status is Status.FAIL}
+    found = {}
+    for kind in sorted(filter(None, failing)):
+        with suppress(OSError, UnicodeDecodeError, ConfigError):
+            path = directory / f"{kind.value}.md"
+            found[kind] = parse_runbook(path.name, path.read_text(encoding="utf-8"))
+    return found
 
 
 def _parsed(path: Path) -> Runbook:

@@ -6,9 +6,14 @@ from dataclasses import replace
 import pytest
 
 from gpuops.checks.core.runner import CheckFailure, CheckRun
-from gpuops.gate.node_incidents import CheckOccasion, acknowledge, changed_incidents
 from gpuops.gate.node_state import change_state, read_state
-from gpuops.gate.record import RecordOptions, record_check_run
+from gpuops.gate.record import (
+    CheckOccasion,
+    RecordOptions,
+    acknowledge,
+    changed_incidents,
+    record_check_run,
+)
 from gpuops.host.clock import FakeClock, SystemClock
 from gpuops.host.node_state import Repair
 from gpuops.model import (

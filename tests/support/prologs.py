@@ -4,8 +4,7 @@ import random
 import time
 
 from gpuops.checks.core.runner import CheckRun
-from gpuops.gate.node_incidents import CheckOccasion
-from gpuops.gate.record import events_of
+from gpuops.gate.record import CheckOccasion, events_of
 from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.spool.record import spool_recorder

@@ -11,8 +11,7 @@ from gpuops.checks.core.runner import CheckFailure, CheckRun
 from gpuops.cli.check.prometheus import metrics as check_metrics
 from gpuops.drill.events import ended_event, injected_event
 from gpuops.drill.fault import Fault, InjectionResult
-from gpuops.gate.node_incidents import CheckOccasion
-from gpuops.gate.record import events_of
+from gpuops.gate.record import CheckOccasion, events_of
 from gpuops.host.clock import FakeClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.store.events import drained_event, repaired_event, resumed_event

@@ -17,8 +17,7 @@ from gpuops.cli.check.text import findings_table, nagios_line, suite_list
 from gpuops.cli.options import json_option, settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
-from gpuops.gate.node_incidents import CheckOccasion
-from gpuops.gate.record import RecordOptions, record_check_run
+from gpuops.gate.record import CheckOccasion, RecordOptions, record_check_run
 from gpuops.gate.session import CheckPlan, check_node, keeping, plan_of
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.files import atomic_write

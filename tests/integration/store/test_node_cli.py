@@ -10,8 +10,8 @@ import pytest
 from support.stories import Teller, envelopes, node_incident
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
-from gpuops.gate.node_incidents import CheckOccasion, changed_incidents
 from gpuops.gate.node_state import read_state
+from gpuops.gate.record import CheckOccasion, changed_incidents
 from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.engine import open_store

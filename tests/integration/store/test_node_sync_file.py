@@ -5,9 +5,9 @@ import os
 import pytest
 from support.stories import Teller, envelopes, node_incident
 
-from gpuops.gate.node_incidents import acknowledge
 from gpuops.gate.node_state import read_state
 from gpuops.gate.permit import sync
+from gpuops.gate.record import acknowledge
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import Repair
 from gpuops.store.engine import open_store

@@ -17,7 +17,7 @@ from gpuops.checks.core.recording import Recording, parse_recording
 from gpuops.checks.core.runner import RunContext, judge
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import UsageError
-from gpuops.gate.node_memory import StateUpdate, case_of
+from gpuops.gate.node_state import StateUpdate, case_of
 from gpuops.host.clock import FakeClock
 from gpuops.host.node_state import BootMoment, CounterSample, DriverHang, NodeState
 from gpuops.model import FailureClass, Finding, Status, UnknownReason

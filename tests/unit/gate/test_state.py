@@ -6,7 +6,7 @@ import pytest
 from support.checks import NODE
 
 from gpuops.checks.core.runner import CheckRun
-from gpuops.gate.node_memory import (
+from gpuops.gate.node_state import (
     HANGS_MAX,
     JOB_AGE_MAX_S,
     JOBS_MAX,

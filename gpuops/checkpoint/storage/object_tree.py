@@ -92,8 +92,9 @@ class ObjectTree:
         def ask() -> bytes:
             content: bytes = self._fs.cat_file(self._path(key), start=begin, end=end)
             if len(content) != end - begin:
-                size_bytes = self.size(key)
-                if size_bytes is not None and size_bytes < end:  # another attempt gets no more
+                self._fs.invalidate_cache()
+                size_bytes = self._fs.info(self._path(key))["size"]
+                if size_bytes < end:  # another attempt gets no more
                     raise CheckpointError(f"{self._url(key)} ends at byte {size_bytes}")
                 raise ShortReadError(f"{len(content)} bytes came of {end - begin}")
             return content

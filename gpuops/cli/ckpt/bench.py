@@ -160,7 +160,13 @@ def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -
     show_default=True,
     help="No effect: only the benchmark of the source tree measures flips.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of kills and flips.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="No effect: only the benchmark of the source tree draws kills and flips.",
+)
 @click.option(
     "--only",
     metavar="ROW[,…]",

@@ -1,6 +1,6 @@
-"""A fault, planned: what will be done to what, for how long, and how it is undone.
+"""A planned fault: its steps, how long it lasts, and how it is undone.
 
-What every injector is made of: what there is, what is wanted, and a plan from the two.
+Each injector makes a `Fault` from a `DrillTarget` and `DrillOptions`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from gpuops.model import Entity, EntityKind
 
 @dataclass(frozen=True, slots=True)
 class UndoableStep:
-    """One deed and its undoing, each where there is one."""
+    """A step and the step that undoes it; either may be missing."""
 
     do: Step | None
     undo: Step | None = None
@@ -64,7 +64,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class InjectionResult:
-    """What became of a fault: deeds that failed, and undoings that did."""
+    """The steps that failed, and the undo steps that failed."""
 
     failed: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def kill(victims: tuple[Victim, ...], name: str = "SIGKILL") -> tuple[UndoableSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillTarget:
-    """What there is: what the agents of a run publish, and the machine.
+    """The state files of a run's agents, and the machine.
 
     ``uid`` is the user whose run may be broken. ``root`` is where ``/sys``, ``/proc`` and ``/dev``
     are.

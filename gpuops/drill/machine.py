@@ -83,9 +83,8 @@ def memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
     return Fault(
         breaks=f"{size / _MIB:.0f} MiB of memory are taken by a child of this command; "
         f"{(available - size) / _MIB:.0f} MiB are left.",
-        undone=f"After {format_seconds(for_s)} the child ends; also with this "
-        "command. The kernel would "
-        "end it before anything else.",
+        undone=f"After {format_seconds(for_s)} the child ends; also with this command. The kernel "
+        "would end it before anything else.",
         changes=(UndoableStep(TakeMemory(size)),),
         for_s=for_s,
     )

@@ -51,10 +51,10 @@ def kill_agent(target: DrillTarget, options: DrillOptions) -> Fault:
 def kill_node(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: SIGKILL to the agent, to all below it, and to the store of the run here."""
     state, agent = select_agent(target, options, rank=options.rank)
-    victims = [agent, *find_descendants(agent)]
+    victims, stores = [agent, *find_descendants(agent)], ""
     with suppress(DrillError):
         victims.append(find_control_store(state, agent))
-    stores = "; the store of the run is among them" if victims[-1].what.startswith("the s") else ""
+        stores = "; the store of the run is among them"
     return Fault(
         breaks=f"All {len(victims)} processes of {agent} get SIGKILL{stores}.",
         undone="Nothing undoes it; start `gpuops run` on this node again.",
@@ -70,16 +70,17 @@ def stop_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     rank = required_rank(options)
     state, agent = select_agent(target, options, rank=rank)
     victim = find_worker(state, rank, agent)
-    stays = options.for_s is None
+    if options.for_s is None:
+        undone = f"Nothing undoes it; `kill -CONT {victim.pid}` would."
+        changes = kill((victim,), "SIGSTOP")
+    else:
+        held = format_seconds(options.for_s)
+        undone = f"After {held} it goes on (SIGCONT), also when this command ends."
+        changes = freeze((victim,))
     return Fault(
         breaks=f"{victim} on node {state.node} stands still (SIGSTOP).",
-        undone=f"Nothing undoes it; `kill -CONT {victim.pid}` would."
-        if options.for_s is None
-        else (
-            f"After {format_seconds(options.for_s)} it goes on (SIGCONT), also when this "
-            "command ends."
-        ),
-        changes=kill((victim,), "SIGSTOP") if stays else freeze((victim,)),
+        undone=undone,
+        changes=changes,
         for_s=options.for_s,
     ).about(state, rank)
 
@@ -170,7 +171,7 @@ def preempt(target: DrillTarget, options: DrillOptions) -> Fault:
 
 @scenario("kill-board", "Kill the process that holds the agents' store.", "node", "rank")
 def kill_board(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: SIGKILL to the process that serves the board."""
+    """Return the fault: SIGKILL to the process of the control store."""
     state, agent = select_agent(target, options, rank=options.rank)
     control_store = find_control_store(state, agent)
     return Fault(

@@ -166,8 +166,8 @@ class XidLog:
         ProbeError: ``missing_tool`` without a GPU, ``no_permission``, ``not_supported``.
     """
 
-    def __init__(self, root: Path, teller: XidReporter, clock: Clock) -> None:
-        self._teller = teller
+    def __init__(self, root: Path, reporter: XidReporter, clock: Clock) -> None:
+        self._reporter = reporter
         self._clock = clock
         self._gpus: dict[str, GpuName] = {gpu.address: gpu for gpu in read_gpu_names(root, {})}
         if not self._gpus:
@@ -184,11 +184,11 @@ class XidLog:
         """
         self.begun()
         for _ in self.steps():
-            self._teller.tick()
+            self._reporter.tick()
 
     def begun(self) -> None:
         """Tell which GPUs there are."""
-        self._teller.begun(list(self._gpus.values()))
+        self._reporter.begun(list(self._gpus.values()))
 
     def steps(self) -> Iterator[None]:
         """Tell of what came, yielding after each read and each wait."""
@@ -231,7 +231,7 @@ class XidLog:
             if xid is None:
                 continue
             gpu = self._gpus.get(xid.address)
-            self._teller.tell(
+            self._reporter.tell(
                 XidEvent(
                     source=XidSource.KERNEL,
                     code=xid.code,
@@ -256,9 +256,9 @@ class XidWatch:
     GPUs are told apart by their handles: one that has fallen off the bus answers no question.
     """
 
-    def __init__(self, nvml: Any, teller: XidReporter, clock: Clock) -> None:  # noqa: ANN401 no types
+    def __init__(self, nvml: Any, reporter: XidReporter, clock: Clock) -> None:  # noqa: ANN401 no types
         self._nvml = nvml
-        self._teller = teller
+        self._reporter = reporter
         self._clock = clock
         self._handles: dict[int | None, tuple[GpuName, Any]] = {}
 
@@ -269,7 +269,7 @@ class XidWatch:
             ProbeError: There is nothing to wait for (``missing_tool``), or waiting failed.
         """
         for _ in self.steps():
-            self._teller.tick()
+            self._reporter.tick()
 
     def steps(self) -> Iterator[None]:
         """Do as `run`, yielding after each wait."""
@@ -283,7 +283,7 @@ class XidWatch:
             raise ProbeError(f"NVML does not start: {exc}", reason) from exc
         if not self._handles:
             raise ProbeError("NVML tells of no GPU's Xids", UnknownReason.MISSING_TOOL)
-        self._teller.begun([gpu for gpu, _handle in self._handles.values()])
+        self._reporter.begun([gpu for gpu, _handle in self._handles.values()])
         while True:
             self._wait(events)
             yield
@@ -329,7 +329,7 @@ class XidWatch:
                     self._tell(gpu, LOST)
 
     def _tell(self, gpu: GpuName | None, code: int) -> None:
-        self._teller.tell(
+        self._reporter.tell(
             XidEvent(
                 source=XidSource.NVML,
                 code=code,
@@ -361,23 +361,23 @@ def main(arguments: list[str]) -> int:
         return EXIT_USAGE
     source, root = XidSource(arguments[0]), Path(*arguments[1:] or ["/"])
     die_with_parent()
-    teller = XidReporter(_write, SystemClock())
+    reporter = XidReporter(_write, SystemClock())
     try:
-        _watch(source, root, teller)
+        _watch(source, root, reporter)
     except ProbeError as exc:
         why = _WHY.get(exc.reason, XidSourceEnded.ERROR)
-        teller.over(why, str(exc))
+        reporter.over(why, str(exc))
         return EXIT_FAIL if why is XidSourceEnded.ERROR else EXIT_UNKNOWN
     return EXIT_OK
 
 
-def _watch(source: XidSource, root: Path, teller: XidReporter) -> None:
+def _watch(source: XidSource, root: Path, reporter: XidReporter) -> None:
     if source is XidSource.KERNEL:
-        XidLog(root, teller, SystemClock()).run()
+        XidLog(root, reporter, SystemClock()).run()
     else:
         import pynvml
 
-        XidWatch(pynvml, teller, SystemClock()).run()
+        XidWatch(pynvml, reporter, SystemClock()).run()
 
 
 def _write(line: str) -> None:

@@ -87,7 +87,7 @@ class Real:
         with contextlib.suppress(ProcessLookupError):
             self.kill()
         for started in self.all:
-            started.tie.close()
+            started.client.close()
 
 
 @pytest.fixture(params=[Fake, Real])
@@ -96,123 +96,123 @@ def node(request, tmp_path):
         yield found
 
 
-def newest(tie):
-    return pair(tie.stats()["newest"])
+def newest(client):
+    return pair(client.stats()["newest"])
 
 
 def test_a_new_keeper_has_nothing(node):
-    tie = node.started.tie
+    client = node.started.client
 
     assert not node.started.adopted
-    assert newest(tie) is None
-    assert pair(tie.stats()["persisted"]) is None
-    assert read_events(tie.events()) == []
-    assert not tie.flush_newest(5.0).fitted
-    with contextlib.closing(tie):
-        tie.shut_down()
+    assert newest(client) is None
+    assert pair(client.stats()["persisted"]) is None
+    assert read_events(client.events()) == []
+    assert not client.flush_newest(5.0).fitted
+    with contextlib.closing(client):
+        client.shut_down()
 
 
 def test_what_is_committed_is_told_with_its_bytes(node):
-    tie = node.started.tie
-    tie.begin_generation(0, 1, None)
+    client = node.started.client
+    client.begin_generation(0, 1, None)
     node.workers(0)
     node.save(3)
 
-    events = [event for event in read_events(tie.events()) if event.kind == "committed"]
+    events = [event for event in read_events(client.events()) if event.kind == "committed"]
 
-    assert newest(tie).step == 3
+    assert newest(client).step == 3
     assert [event.state.step for event in events] == [3]
     assert events[0].nbytes > 0
-    assert tie.stats()["committed"] == 1
-    assert [e for e in read_events(tie.events()) if e.kind == "committed"] == []
+    assert client.stats()["committed"] == 1
+    assert [e for e in read_events(client.events()) if e.kind == "committed"] == []
 
 
 def test_a_flush_without_a_directory_says_so_at_once(node):
-    tie = node.started.tie
-    tie.begin_generation(0, 1, None)
+    client = node.started.client
+    client.begin_generation(0, 1, None)
     node.workers(0)
     node.save(3)
 
-    done = tie.flush_newest(5.0)
+    done = client.flush_newest(5.0)
 
     assert (done.state, done.fitted, done.has_place) == (None, False, False)
     assert "directory" in done.why
 
 
 def test_a_flush_persists_the_newest_state(node, tmp_path):
-    tie = node.started.tie
-    tie.begin_generation(0, 1, None)
+    client = node.started.client
+    client.begin_generation(0, 1, None)
     node.workers(0, directory=str(tmp_path / "ckpt"))
     node.save(3)
     node.save(5)
 
-    done = tie.flush_newest(100.0)
+    done = client.flush_newest(100.0)
 
     assert (done.fitted, done.has_place, done.why) == (True, True, None)
     assert done.state.step == 5
-    assert pair(tie.stats()["persisted"]) == done.state
+    assert pair(client.stats()["persisted"]) == done.state
 
 
 def test_the_next_workers_go_on_and_what_they_loaded_is_told(node):
-    tie = node.started.tie
-    tie.begin_generation(0, 1, None)
+    client = node.started.client
+    client.begin_generation(0, 1, None)
     node.workers(0)
     node.save(3)
-    first = newest(tie)
-    tie.begin_generation(1, 1, None)
+    first = newest(client)
+    client.begin_generation(1, 1, None)
     node.workers(1)
     node.report_restored(3)
-    (told,) = [event for event in read_events(tie.events()) if event.kind == "restored"]
+    (told,) = [event for event in read_events(client.events()) if event.kind == "restored"]
 
     assert (told.state, told.rank, told.tier) == (first, 0, "memory")
     assert (told.seconds, told.nbytes > 0) == (0.25, True)
     node.save(4)
-    assert newest(tie) > first
-    assert newest(tie).epoch == first.epoch + 1
+    assert newest(client) > first
+    assert newest(client).epoch == first.epoch + 1
 
 
 @pytest.mark.parametrize("generation", [0, 4])
 def test_an_agent_that_is_gone_is_followed_by_another_which_counts_anew(node, generation):
-    tie = node.started.tie
-    tie.begin_generation(generation, 1, None)
+    client = node.started.client
+    client.begin_generation(generation, 1, None)
     node.workers(generation)
     node.save(3)
-    tie.close()
+    client.close()
 
     again = node.renewed()
-    again.tie.begin_generation(0, 1, None)
+    again.client.begin_generation(0, 1, None)
 
     assert again.adopted
-    assert newest(again.tie) == StateId(newest(again.tie).epoch, 3)
+    assert newest(again.client) == StateId(newest(again.client).epoch, 3)
     node.workers(0)
     node.save(4)
-    assert newest(again.tie).step == 4
-    again.tie.shut_down()
-    again.tie.close()
+    assert newest(again.client).step == 4
+    again.client.shut_down()
+    again.client.close()
 
 
 def test_a_keeper_that_was_killed_says_so_in_no_time(node):
-    tie = node.started.tie
+    client = node.started.client
     node.kill()
 
     for ask in (
-        lambda: tie.begin_generation(0, 1, None),
-        tie.stats,
-        tie.events,
-        lambda: tie.flush_newest(5.0),
-        tie.shut_down,
+        lambda: client.begin_generation(0, 1, None),
+        client.stats,
+        client.events,
+        lambda: client.flush_newest(5.0),
+        client.shut_down,
     ):
         with pytest.raises(KeeperError):
             ask()
 
 
 def test_a_closed_tie_is_of_no_use_and_may_be_closed_again(node):
-    tie = node.started.tie
-    tie.close()
-    tie.close()
+    client = node.started.client
+    client.close()
+    client.close()
 
     with pytest.raises(KeeperError):
-        tie.stats()
+        client.stats()
 
 
 def test_both_sides_name_the_files_of_the_folder_alike():

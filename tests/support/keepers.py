@@ -7,7 +7,7 @@ from gpuops.checkpoint.types import KeeperError, StateId
 
 
 class FakeKeeper:
-    """What a keeper's process would hold; it outlives the ties to it."""
+    """What a keeper's process would hold; it outlives the clients to it."""
 
     def __init__(self):
         self.committed = []  # states, in order
@@ -21,7 +21,7 @@ class FakeKeeper:
         self.answers.set()
         self.is_alive = True
         self.has_ended = False
-        self.ties = []
+        self.clients = []
         self.skipped = {}
         self.flushing = threading.Event()  # a flush has begun
         self.flush_may_go_on = threading.Event()
@@ -48,18 +48,20 @@ class FakeKeeper:
     def kill(self):
         self.is_alive = False
 
-    def tie(self):
+    def client(self):
         if not self.is_alive:
             raise KeeperError("no keeper answers")
-        tie = FakeTie(self)
-        self.ties.append(tie)
-        return tie
+        client = FakeKeeperClient(self)
+        self.clients.append(client)
+        return client
 
     def started(self, adopted=False):
-        return StartedKeeper(tie=self.tie(), socket="/run/keeper.sock", pid=7, adopted=adopted)
+        return StartedKeeper(
+            client=self.client(), socket="/run/keeper.sock", pid=7, adopted=adopted
+        )
 
 
-class FakeTie:
+class FakeKeeperClient:
     """A `KeeperClient` of a `FakeKeeper`."""
 
     def __init__(self, keeper):

@@ -45,7 +45,7 @@ class StartedKeeper:
     ``ended``: how one before it hung that was ended for that, "" where there was none.
     """
 
-    tie: "KeeperClient"
+    client: "KeeperClient"
     socket: str
     pid: int | None = None
     adopted: bool = False

@@ -162,17 +162,17 @@ class CommitFollower:
         """Return what goes with the next heartbeat, None where no script saves; never waits."""
         return self._said
 
-    def holding(self, tie: "KeeperClient") -> Json:
+    def holding(self, client: "KeeperClient") -> Json:
         """Return what goes with the wish for a seat.
 
         Raises:
             KeeperError: The keeper does not answer.
         """
         me = self._place.me
-        self._port = tie.serve_peers(
+        self._port = client.serve_peers(
             me.address, node=me.node, token=self._place.token, job=self._place.job
         )
-        copies = list(tie.inventory())
+        copies = list(client.inventory())
         stored = self._look_up.anew(self.directory, SURVEY_S)
         newest = sorted({copy.state for copy in copies}, reverse=True)
         self._epoch_max = max([self._epoch_max, *(state.epoch for state in newest)])
@@ -194,7 +194,7 @@ class CommitFollower:
         """Go on with the keeper that was given up: it answers again."""
         self._now, self._port = self._before
 
-    def begin_again(self, tie: "KeeperClient", roster: Roster, epoch: int | None) -> bool:
+    def begin_again(self, client: "KeeperClient", roster: Roster, epoch: int | None) -> bool:
         """Do as `begin` with a keeper in place of one that died under these workers.
 
         *epoch*: of the states that they have saved, None where they may still ask what to load.
@@ -205,20 +205,20 @@ class CommitFollower:
         me, (left, port) = self._place.me, self._before
         if port is not None:
             # The others look for this node there for as long as they run.
-            self._port = tie.serve_peers(
+            self._port = client.serve_peers(
                 me.address, node=me.node, token=self._place.token, job=self._place.job, port=port
             )
         if epoch is None:
-            return self.begin(tie, roster)
+            return self.begin(client, roster)
         notes = notes_of(roster)
         if notes is not None and notes.is_kept:
-            tie.replicate(*self._copies(roster, notes))
-        tie.take_over(epoch)
+            client.replicate(*self._copies(roster, notes))
+        client.take_over(epoch)
         if left is not None:
             self._now = replace(left, is_chosen=True, committed=None, aimed=None, seal_looks=0)
         return True
 
-    def begin(self, tie: "KeeperClient", roster: Roster) -> bool:
+    def begin(self, client: "KeeperClient", roster: Roster) -> bool:
         """Prepare the keeper for the workers of *roster*; say whether they are to save.
 
         Raises:
@@ -234,11 +234,11 @@ class CommitFollower:
                 self._not_kept(notes)
             return is_alone
         holders, keep = self._copies(roster, notes)
-        tie.replicate(holders, keep)
+        client.replicate(holders, keep)
         now = _Generation(roster.generation, roster, notes, notes.restore)
         self._say_what_lies_together(now)
         if notes.restore is not None:
-            self._choose(tie, now, notes.restore)
+            self._choose(client, now, notes.restore)
         if not is_alone:
             self._now = now
         return True
@@ -256,7 +256,7 @@ class CommitFollower:
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
             log.debug("what was agreed on of checkpoints cannot be read: %s", exc)
 
-    def look(self, tie: "KeeperClient", stats: Mapping[str, Any]) -> None:
+    def look(self, client: "KeeperClient", stats: Mapping[str, Any]) -> None:
         """Do with the keeper what was agreed on, and take in how far it is.
 
         Raises:
@@ -265,7 +265,7 @@ class CommitFollower:
         now = self._now
         if now is None:
             return
-        progress = tie.progress()
+        progress = client.progress()
         self.last = progress.last
         self._see_trouble(stats, progress)
         n_ranks = whole(stats.get("ranks")) or 0
@@ -274,9 +274,9 @@ class CommitFollower:
         if now.restore is None and self._found is not None:
             now.restore = self._found
         if now.restore is not None and not now.is_chosen:
-            self._choose(tie, now, now.restore)
+            self._choose(client, now, now.restore)
         if now.restore is not None:
-            self._follow(tie, now, now.restore, progress)
+            self._follow(client, now, now.restore.epoch, progress)
         named = stats.get("directory")
         self.directory = named if isinstance(named, str) and named else self._place.directory
         wants = not now.is_chosen and n_ranks >= self._place.me.n_workers
@@ -327,30 +327,30 @@ class CommitFollower:
         )
 
     def _follow(
-        self, tie: "KeeperClient", now: _Generation, restore: RestoreOrder, progress: KeeperProgress
+        self, client: "KeeperClient", now: _Generation, epoch: int, progress: KeeperProgress
     ) -> None:
         mark = self._mark
         aim, committed, persist = mark.aim, mark.committed, mark.persist
-        if aim is not None and aim.epoch == restore.epoch and aim != now.aimed:
-            tie.set_next_step(aim.step)  # before the slots are free
+        if aim is not None and aim.epoch == epoch and aim != now.aimed:
+            client.set_next_step(aim.step)  # before the slots are free
             now.aimed = aim
         if self._is_to_try_again(persist, progress):
             now.persisted = None
-        if persist is not None and persist.epoch == restore.epoch and persist != now.persisted:
+        if persist is not None and persist.epoch == epoch and persist != now.persisted:
             now.told = persist
-            if tie.try_persist(persist):  # while it is still the newest
+            if client.try_persist(persist):  # while it is still the newest
                 now.persisted = persist
-        is_new = committed is not None and committed.epoch == restore.epoch
+        is_new = committed is not None and committed.epoch == epoch
         if committed is not None and is_new and (now.committed or _NONE) < committed:
-            tie.commit(committed)
+            client.commit(committed)
             now.committed = committed
         held = {*progress.whole, *progress.replicated, progress.in_flight}
         for state in mark.dropped:
             # The last one is not dropped any more, as soon as the others have heard of it.
             if state in held and state != progress.last:
-                tie.give_up(state)
-        self._seal(tie, now, mark, progress)
-        self._differing.tell(tie.report_difference, now.roster, mark.differ, restore.epoch)
+                client.give_up(state)
+        self._seal(client, now, mark, progress)
+        self._differing.tell(client.report_difference, now.roster, mark.differ, epoch)
 
     def _is_to_try_again(self, persist: StateId | None, progress: KeeperProgress) -> bool:
         """Say whether what could not be written here before is to be tried once more: at the end.
@@ -363,7 +363,7 @@ class CommitFollower:
         return True
 
     def _seal(
-        self, tie: "KeeperClient", now: _Generation, mark: CommitRecord, progress: KeeperProgress
+        self, client: "KeeperClient", now: _Generation, mark: CommitRecord, progress: KeeperProgress
     ) -> None:
         sealed = mark.sealed
         if sealed is None or mark.sealer != self._place.me.node or sealed not in progress.parts:
@@ -372,10 +372,10 @@ class CommitFollower:
             now.seal_looks = 0
             return
         if now.seal_looks % SEAL_AGAIN_LOOKS == 0:
-            tie.try_seal(sealed, now.roster.world_size)
+            client.try_seal(sealed, now.roster.world_size)
         now.seal_looks += 1
 
-    def _choose(self, tie: "KeeperClient", now: _Generation, restore: RestoreOrder) -> None:
+    def _choose(self, client: "KeeperClient", now: _Generation, restore: RestoreOrder) -> None:
         peers = _peers(now.notes)
         me, world = self._place.me, restore.world
         wanted = set(range(world))
@@ -389,7 +389,7 @@ class CommitFollower:
             if nodes:
                 sources[Shard(rank, world)] = _in_turn([peers[node] for node in nodes], rank)
         roots = {s: restore.roots[s.rank] for s in sources if s.rank in restore.roots}
-        tie.restore_from(restore.state, restore.epoch, sources, restore.why, roots=roots)
+        client.restore_from(restore.state, restore.epoch, sources, restore.why, roots=roots)
         self._epoch_max = max(self._epoch_max, restore.epoch)
         now.is_chosen = True
 

@@ -111,7 +111,7 @@ def start_keeper(
         process.kill()
         raise
     return StartedKeeper(
-        tie=KeeperClient(connection, process, job),
+        client=KeeperClient(connection, process, job),
         socket=str(process.socket_path),
         pid=process.pid,
         adopted=process.is_adopted,

@@ -127,7 +127,7 @@ class KeeperSupervisor:
             keeper = (self._keeper or self._opened()) if has_turn and not self._is_over else None
             if keeper is not None:
                 try:
-                    found = agreement.holding(keeper.tie)
+                    found = agreement.holding(keeper.client)
                 except KeeperError as exc:
                     self._lost("telling what is held in memory", exc)
         return found
@@ -161,9 +161,9 @@ class KeeperSupervisor:
         if keeper is None:
             return False
         try:
-            keeper.tie.begin_generation(generation, n_nodes, excluded_step)
+            keeper.client.begin_generation(generation, n_nodes, excluded_step)
             if self._agreement is not None and roster is not None:
-                self._is_shared = self._agreement.begin(keeper.tie, roster)
+                self._is_shared = self._agreement.begin(keeper.client, roster)
         except KeeperError as exc:
             self._lost("beginning a generation", exc)
             return False
@@ -218,12 +218,12 @@ class KeeperSupervisor:
                 if self._agreement is not None:
                     self._agreement.found_again()
             else:
-                tie, epoch = keeper.tie, begun.epoch
-                tie.begin_generation(begun.generation, begun.n_nodes, begun.excluded_step)
+                client, epoch = keeper.client, begun.epoch
+                client.begin_generation(begun.generation, begun.n_nodes, begun.excluded_step)
                 if self._agreement is not None and begun.roster is not None:
-                    self._is_shared = self._agreement.begin_again(tie, begun.roster, epoch)
+                    self._is_shared = self._agreement.begin_again(client, begun.roster, epoch)
                 elif epoch is not None:
-                    tie.take_over(epoch)
+                    client.take_over(epoch)
         except KeeperError as exc:
             self._lost("letting another keeper take over", exc)
             return
@@ -260,7 +260,7 @@ class KeeperSupervisor:
 
     def _flushed(self, within_s: float) -> FinalFlush:
         assert self._keeper is not None
-        tie, began_ns = self._keeper.tie, self._clock.mono_ns()
+        client, began_ns = self._keeper.client, self._clock.mono_ns()
         if self._together is not None and self._together.agreement.is_on:
             done = self._together.persist(within_s)
             if done is not None:
@@ -268,7 +268,7 @@ class KeeperSupervisor:
             within_s -= self._seconds_since(began_ns)
         newest = self._newest
         try:
-            done = tie.flush_newest(max(0.0, within_s))
+            done = client.flush_newest(max(0.0, within_s))
         except KeeperError as exc:
             self._lost("persisting the newest checkpoint", exc)
             return FinalFlush(newest=newest, why=str(exc))
@@ -314,12 +314,12 @@ class KeeperSupervisor:
 
     def _ended(self, keeper: StartedKeeper) -> bool:
         try:
-            keeper.tie.shut_down()
+            keeper.client.shut_down()
         except KeeperError as exc:
             self._record.failed("ending the keeper of the checkpoints", exc)
             return False
         finally:
-            keeper.tie.close()
+            keeper.client.close()
         return True
 
     def leave(self) -> None:
@@ -334,7 +334,7 @@ class KeeperSupervisor:
                 self._look()
                 self._record.over()
             if self._keeper is not None:
-                self._keeper.tie.close()
+                self._keeper.client.close()
             self._release(False)
 
     def _run(self) -> None:
@@ -394,10 +394,10 @@ class KeeperSupervisor:
         events: list[KeeperEvent] = []
         try:
             try:
-                events = read_events(keeper.tie.events())
-                stats = keeper.tie.stats()
+                events = read_events(keeper.client.events())
+                stats = keeper.client.stats()
                 if self._agreement is not None:
-                    self._agreement.look(keeper.tie, stats)
+                    self._agreement.look(keeper.client, stats)
             finally:
                 if events:  # whatever came after: they are not told twice
                     self._record.heard(events)
@@ -426,7 +426,7 @@ class KeeperSupervisor:
         """Give the keeper up; another one takes its place."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            keeper.tie.close()
+            keeper.client.close()
         if self._begun is not None and self._begun.lost_s is None:
             self._begun = replace(self._begun, lost_s=self._now_s())
         if self._agreement is not None:

@@ -144,7 +144,7 @@ def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_gener
     state = bench.keeping.state()
     assert (state.is_alive, state.step, state.committed) == (False, None, 1)
     assert bench.keeping.env() == {"GPUOPS_KEEPER": ""}
-    assert first.ties[0].is_closed
+    assert first.clients[0].is_closed
 
     bench.keeping.begin(1, 1, None)
 
@@ -156,8 +156,8 @@ def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_gener
 def test_what_a_keeper_told_before_it_failed_in_the_same_look_is_on_record(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(9)
-    tie = bench.keeper.ties[0]
-    tie.stats = lambda: tie.close() or tie.events()
+    client = bench.keeper.clients[0]
+    client.stats = lambda: client.close() or client.events()
     bench.keeping.look()
 
     assert [(event.kind, event.state) for event in bench.heard.events] == [
@@ -226,7 +226,7 @@ def test_a_keeper_that_only_took_its_time_goes_on_where_it_was():
     keeping.begin(0, 1, None)
     keeper.commit(3)
     keeping.tend()
-    keeper.ties[0].close()  # as a line is closed on which no answer came
+    keeper.clients[0].close()  # as a line is closed on which no answer came
     keeping.tend()
 
     assert keeper.begun == [(0, 1, None)]
@@ -282,7 +282,7 @@ def test_a_keeper_that_cannot_be_started_stops_nobody_and_is_tried_again():
 
 def test_our_own_bug_is_recorded_and_goes_no_further(bench):
     bench.keeping.begin(0, 1, None)
-    bench.keeper.ties[0].events = lambda: 1 / 0
+    bench.keeper.clients[0].events = lambda: 1 / 0
     bench.keeping.look()
 
     assert [what for what, _ in bench.heard.failures] == ["hearing the keeper"]
@@ -314,9 +314,9 @@ def test_a_state_that_nobody_had_heard_of_is_flushed_as_well(bench):
 
 def test_the_only_state_that_is_still_hashed_when_the_run_ends_is_persisted(bench):
     bench.keeping.begin(0, 1, None)
-    tie = bench.keeper.ties[0]
-    flush = tie.flush_newest
-    tie.flush_newest = lambda within_s: bench.keeper.commit(12) or flush(within_s)
+    client = bench.keeper.clients[0]
+    flush = client.flush_newest
+    client.flush_newest = lambda within_s: bench.keeper.commit(12) or flush(within_s)
     bench.keeping.end(5.0)
 
     assert bench.keeper.persisted == StateId(0, 12)
@@ -428,8 +428,8 @@ def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)
     bench.keeping.look()
-    tie = bench.keeper.ties[0]
-    tie.flush_newest = lambda _s: tie.close() or tie.stats()
+    client = bench.keeper.clients[0]
+    client.flush_newest = lambda _s: client.close() or client.stats()
 
     done = bench.keeping.flush(5.0)
 
@@ -489,7 +489,7 @@ def test_an_agent_that_leaves_lets_the_keeper_live_for_the_next_one(bench):
     bench.keeping.leave()
 
     assert bench.keeper.is_alive
-    assert bench.keeper.ties[0].is_closed
+    assert bench.keeper.clients[0].is_closed
     assert bench.released == [False]
     assert [event.kind for event in bench.heard.events] == ["committed"]
 

@@ -1,4 +1,4 @@
-"""One agent put together: its tie to the others, its eyes, its memory."""
+"""Assembles one agent: control client, monitors, checkpoints, journal."""
 
 import logging
 import os
@@ -79,7 +79,7 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssembledAgent:
-    """An agent's parts before there is an agent."""
+    """An agent's services before there is an agent."""
 
     launch: LaunchContext
     endpoint: ControlEndpoint
@@ -88,10 +88,10 @@ class AssembledAgent:
     rendezvous: ControlRendezvous
 
     def close(self) -> None:
-        """Let go of the monitors and the gate."""
+        """End the preflight gate and the monitors."""
         self.session.safely("ending the gate", self.services.preflight.close)
         for monitor in self.services.monitors:
-            self.session.safely("ending a watch", monitor.close)
+            self.session.safely("ending a monitor", monitor.close)
 
 
 def assemble(
@@ -115,21 +115,20 @@ def assemble(
     )
     monitors = _monitors(launch, context, settings)
     gpus = monitors.gpu
-    link = _control_client(launch, endpoint, me, view, session, monitors.hang)
-    leader = Leader(
-        link, clock, plan.restart_policy, _leader_timeouts(launch), decider(plan.decide, launch.env)
-    )
-    link.coordinator = leader
+    control = _control_client(launch, endpoint, me, view, session, monitors.hang)
+    decide, timeouts = decider(plan.decide, launch.env), _leader_timeouts(launch)
+    leader = Leader(control, clock, plan.restart_policy, timeouts, decide)
+    control.coordinator = leader
     if endpoint.is_shared:
-        leader.extension.extension = _commit_leader(launch, endpoint, session, link)
+        leader.extension.extension = _commit_leader(launch, endpoint, session, control)
     job, restarts = slurm_job(launch.env)
-    pace = StepTracker()
+    step_tracker = StepTracker()
     failures = _failure_record(settings, clock)
-    parts = Services(
+    services = Services(
         clock=clock,
         node=context.node,
         plan=plan,
-        control=link,
+        control=control,
         leader=leader,
         decisions=DecisionLog(leader, session.journal),
         session=session,
@@ -145,8 +144,8 @@ def assemble(
         drain_grace_s=partial(_drain_grace_s, launch),
         monitors=monitors.all,
         hang=monitors.hang,
-        step_tracker=pace,
-        checkpoints=_checkpoint_service(launch, endpoint, session, pace, link),
+        step_tracker=step_tracker,
+        checkpoints=_checkpoint_service(launch, endpoint, session, step_tracker, control),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         gpu_events=gpus.recent,
         job_xids=gpus.job_xids,
@@ -156,10 +155,10 @@ def assemble(
             **failures.env(),
         },
     )
-    seats = ControlRendezvous(link, plan.endpoint.run_key)
-    seats.join_payload = lambda: _join_payload(parts.checkpoints)
+    rendezvous = ControlRendezvous(control, plan.endpoint.run_key)
+    rendezvous.join_payload = lambda: _join_payload(services.checkpoints)
     return AssembledAgent(
-        launch=launch, endpoint=endpoint, session=session, services=parts, rendezvous=seats
+        launch=launch, endpoint=endpoint, session=session, services=services, rendezvous=rendezvous
     )
 
 
@@ -189,23 +188,23 @@ def _control_client(
     session: RunSession,
     hang: HangMonitor,
 ) -> ControlClient:
-    """Return this agent's line to the board, which tells the others what it has to."""
+    """Return this agent's client of the control store, with what it calls."""
     fence_s = launch.request.plan.fence_s if endpoint.is_shared else None
     end_s = _end_timeout_s(launch)
-    link = ControlClient(
+    control = ControlClient(
         endpoint.board, me, view, launch.clock, fence_timeout_s=fence_s, end_timeout_s=end_s
     )
-    link.on_store_silent = lambda silent_s: session.journal.board_lost(
+    control.on_store_silent = lambda silent_s: session.journal.board_lost(
         f"silent for {silent_s:.1f} s"
     )
-    link.on_store_back = session.journal.board_back
-    link.wants_heartbeats = lambda: hang.is_suspicious
-    link.on_heartbeats = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
-    link.on_record_change = lambda record: session.safely(
+    control.on_store_back = session.journal.board_back
+    control.wants_heartbeats = lambda: hang.is_suspicious
+    control.on_heartbeats = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
+    control.on_record_change = lambda record: session.safely(
         "recording a phase",
         lambda: session.journal.phase_seen(record.phase.value, record.generation, record.reason),
     )
-    return link
+    return control
 
 
 def _join_payload(checkpoints: CheckpointService) -> Json:
@@ -217,13 +216,13 @@ def _checkpoint_service(
     launch: LaunchContext,
     endpoint: ControlEndpoint,
     session: RunSession,
-    pace: StepTracker,
-    link: ControlClient,
+    step_tracker: StepTracker,
+    control: ControlClient,
 ) -> CheckpointService:
-    me = link.me
+    me = control.me
     record = CheckpointRecord(
         session.journal,
-        pace,
+        step_tracker,
         launch.clock,
         log.warning,
         say_news=log_notice,
@@ -237,40 +236,40 @@ def _checkpoint_service(
         cwd=str(Path.cwd()),
         uid=os.geteuid(),
     )
-    agreement = _commit_follower(launch, endpoint, session, link) if endpoint.is_shared else None
+    agreement = _commit_follower(launch, endpoint, session, control) if endpoint.is_shared else None
     return checkpoints_of(job, record, launch.clock, agreement)
 
 
 def _commit_follower(
-    launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, link: ControlClient
+    launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, control: ControlClient
 ) -> CommitFollower:
-    """Return this node's part in what all agree on of checkpoints."""
+    """Return the part of this node in the agreement on checkpoints."""
     plan, run_id = launch.request.plan, session.identity.run_id
     place = PeerPlace(
-        me=link.me,
-        # Without a token whoever reaches the board knows the run's id: peers prove no more.
+        me=control.me,
+        # Without a token peers prove only the run's id, which the control store shows to anyone.
         token=plan.endpoint.token or run_id,
         job=session.identity.folder,
         directory=plan.checkpoints.directory,
-        domain=domain_of(plan.checkpoints.domain, link.me.node, launch.env, log.warning),
+        domain=domain_of(plan.checkpoints.domain, control.me.node, launch.env, log.warning),
     )
     return CommitFollower(
         endpoint.board,
-        link.keys,
+        control.keys,
         place,
         _stored_states,
         log.warning,
-        is_led=lambda: link.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
+        is_led=lambda: control.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
     )
 
 
 def _commit_leader(
-    launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, link: ControlClient
+    launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, control: ControlClient
 ) -> CommitLeader:
     return CommitLeader(
         endpoint.board,
-        link.keys,
-        link.me,
+        control.keys,
+        control.me,
         launch.clock,
         launch.request.plan.checkpoints.replicas,
         gave_up=OverdueReporter(session.journal, log.warning).gave_up,
@@ -310,7 +309,7 @@ def _drain_grace_s(launch: LaunchContext, name: str) -> float:
 
 
 def _end_timeout_s(launch: LaunchContext) -> float:
-    """Return what a live agent may take from the news that its generation is over to its report."""
+    """Return how long a live agent may take to report after its generation has ended."""
     return launch.failure_grace_s + EVIDENCE_S + KILL_WAIT_S + END_MARGIN_S
 
 

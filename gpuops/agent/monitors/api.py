@@ -1,4 +1,4 @@
-"""What watches running workers, beside their exits: hangs, GPU errors, plug-ins of a site.
+"""Monitors of running workers, apart from their exits: hangs, GPU errors, site detectors.
 
 The agent polls each ten times a second from its main thread; a monitor returns a report once
 something ends the generation. It must not raise for what it cannot read.
@@ -25,14 +25,14 @@ class MonitoredAttempt:
 
 
 class Monitor(Protocol):
-    """Watches one generation after the other."""
+    """Watches one generation after another."""
 
     def begin(self, watched: MonitoredAttempt) -> None:
         """Watch a generation whose workers have just been started."""
         ...
 
     def poll(self) -> NodeReport | None:
-        """Return what ends this generation, None while there is nothing; within 10 ms."""
+        """Return the report that ends this generation, or None; takes at most 10 ms."""
         ...
 
     def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:
@@ -43,9 +43,9 @@ class Monitor(Protocol):
         ...
 
     def suspects(self) -> tuple[NodeReport, ...]:
-        """Return what speaks against nodes and ends nothing, in this generation."""
+        """Return the suspicions of this generation that do not end it."""
         ...
 
     def close(self) -> None:
-        """Let go of threads and processes."""
+        """End its threads and processes."""
         ...

@@ -25,7 +25,7 @@ class MonitorContext:
 
 
 class MonitorRegistry:
-    """The monitors of one agent; others ask two of them for more than a `Monitor` tells."""
+    """The monitors of one agent. ``hang`` and ``gpu`` are used for more than `Monitor` has."""
 
     def __init__(self, context: MonitorContext) -> None:
         self.hang = HangMonitor(context.clock, context.hang_timeout_s, context.env)
@@ -33,12 +33,8 @@ class MonitorRegistry:
             node=context.node, env=context.env, root=context.root, site_dir=context.site_dir
         )
         self.gpu = open_gpu_monitor(gpu, context.clock)
-        self.all: tuple[Monitor, ...] = (
-            self.hang,
-            self.gpu,
-            open_detectors(context.env),
-        )
+        self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
 
     def suspects(self) -> tuple[NodeReport, ...]:
-        """Return what all monitors have against nodes, and which ends no generation."""
+        """Return the suspicions of all monitors that do not end the generation."""
         return tuple(report for monitor in self.all for report in monitor.suspects())

@@ -1,7 +1,7 @@
-"""What speaks against this node and ends nothing: put into the control record, once.
+"""Writes the first suspicion against this node that ends nothing into the control record.
 
-There it is remembered, whatever becomes of this agent, so that the restart that happens anyway can
-do without the node, whoever decides then (`gpuops.incident.suspects`).
+The record outlives this agent: the leader of the next restart leaves the node out
+(`gpuops.incident.suspects`).
 """
 
 import logging
@@ -16,44 +16,44 @@ from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-# A board that does not answer may take seconds to say so, and what is to be told can wait.
+# A call to a control store that does not answer may take seconds; the report can wait.
 RETRY_S = 5.0
 
 
 class SuspectReporter:
-    """The first doubt of this node in a run; what comes after it is in the log."""
+    """Reports the first suspicion against this node in a run; later ones are only logged."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._again_ns = 0
 
     def report_new(self) -> None:
-        """Tell the run what speaks against this node, where that is new."""
-        parts, now_ns = self._services, self._services.clock.mono_ns()
-        if parts.node in parts.control.record.suspected or now_ns < self._again_ns:
+        """Write a new suspicion against this node into the control record."""
+        services, now_ns = self._services, self._services.clock.mono_ns()
+        if services.node in services.control.record.suspected or now_ns < self._again_ns:
             return
-        report = next(iter(parts.suspects()), None)
+        report = next(iter(services.suspects()), None)
         if report is None:
             return
 
         def change(now: ControlRecord) -> ControlRecord | None:
-            if parts.node in now.suspected or now.phase is RunPhase.STOP:
+            if services.node in now.suspected or now.phase is RunPhase.STOP:
                 return None
-            return replace(now, suspected={**now.suspected, parts.node: report.how})
+            return replace(now, suspected={**now.suspected, services.node: report.how})
 
         try:
-            is_told = parts.control.update_record(change)
+            is_written = services.control.update_record(change)
         except ControlStoreError as exc:
-            log.debug("the doubt is not on the board yet: %s", exc)
+            log.debug("the suspicion is not in the control record yet: %s", exc)
             self._again_ns = now_ns + round(RETRY_S * NS_PER_S)
             return
-        if is_told:
+        if is_written:
             self._record(report)
 
     def _record(self, report: NodeReport) -> None:
-        parts, chronicle = self._services, self._services.session.journal
+        services, journal = self._services, self._services.session.journal
         follows = "a restart does without it, if it can be spared"
-        parts.say(f"{report.node} is doubted: {report.how}; {follows}")
-        run_id, now_us = parts.session.identity.run_id, parts.clock.now_us()
+        services.say(f"{report.node} is doubted: {report.how}; {follows}")
+        run_id, now_us = services.session.identity.run_id, services.clock.now_us()
         incident = suspect_incident(report, run_id=run_id, now_us=now_us)
-        parts.session.safely("recording a doubt", lambda: chronicle.doubted(report, incident))
+        services.session.safely("recording a suspicion", lambda: journal.doubted(report, incident))

@@ -44,9 +44,13 @@ def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
             console.print(_saves(body[name]))
     if "recovery" in body:
         console.print(_recovery(body["recovery"], plan["nbytes"]))
-    console.print(_goals(body["goals"]))
+    if body["goals"]:
+        console.print(_goals(body["goals"]))
+    missing: dict[str, list[str]] = {}
     for what, why in body["did_not_run"].items():
-        console.print(f"{what} did not run: {why}")
+        missing.setdefault(why, []).append(what)
+    for why, names in missing.items():
+        console.print(f"{', '.join(names)} did not run: {why}", soft_wrap=True)
 
 
 def _ms(figures: dict[str, Any]) -> str:

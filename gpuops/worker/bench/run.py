@@ -35,7 +35,7 @@ OnMessage = Callable[[str], None]
 SAVE_TIMEOUT_S = 600.0
 FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped here as it goes
 _POLL_S = 0.02
-_ELSEWHERE = "it is measured by tests/benchmarks/bench_checkpoint.py of the source tree"
+_ELSEWHERE = "only tests/benchmarks/bench_checkpoint.py of the source tree measures this"
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,10 +109,15 @@ class ChunkTracker:
         return self.view[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
     def claim(self) -> ChunkRange | None:
-        """Return what to ask for next, None where nothing is left that nobody asks for."""
+        """Return what to ask for next, None where nothing is left that nobody asks for.
+
+        Raises:
+            ChunkDamagedError: It has come damaged too often, on any connection.
+        """
         with self._change:
             if not self._unclaimed:
                 return None
+            self._check_tries(self._unclaimed[0])
             first = heapq.heappop(self._unclaimed)
             self._claimed.add(first)
             if first in self._n_errors:
@@ -146,10 +151,14 @@ class ChunkTracker:
             self.n_damaged += 1
             self._n_errors[number] = self._n_errors.get(number, 0) + 1
             self._change.notify()
-            if self._n_errors[number] >= self._tries_max:
-                raise ChunkDamagedError(
-                    f"chunk {number} of {self.n_chunks} came damaged {self._n_errors[number]} times"
-                )
+            self._check_tries(number)
+
+    def _check_tries(self, number: int) -> None:
+        n_errors = self._n_errors.get(number, 0)
+        if n_errors >= self._tries_max:
+            raise ChunkDamagedError(
+                f"chunk {number} of {self.n_chunks} came damaged {n_errors} times"
+            )
 
     def release(self, chunk_range: ChunkRange) -> None:
         """Leave what of *chunk_range* has not arrived to others: its connection is gone."""

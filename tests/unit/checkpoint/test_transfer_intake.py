@@ -74,6 +74,8 @@ def test_a_damaged_chunk_is_asked_for_again_by_itself_with_doubt():
         assert found.claim() == ChunkRange(4, 1, is_suspect=True)
     with pytest.raises(ChunkDamagedError, match="chunk 4 of 11 came damaged 3 times"):
         found.record(4, b"12345678")
+    with pytest.raises(ChunkDamagedError, match="chunk 4 of 11 came damaged 3 times"):
+        found.claim()  # by another connection, before it hears of the end
     assert found.n_damaged == 3
     found.reset_errors()
     assert found.claim() == ChunkRange(4, 1, is_suspect=False)

@@ -1,9 +1,15 @@
-"""Formats that two processes share: the heartbeat ring of one rank.
+"""Formats that two processes share: messages in JSON, and the heartbeat ring of one rank.
 
-One writer (the worker, from its optimizer hook) and any number of readers (the agent, after the
-worker's death too) map the same small file. No lock and no system call: a beat is one 64-byte
-copy. A record carries its sequence number at both ends; a reader that sees two different numbers
-has met a half-written record and leaves it for the next poll.
+A message is a frozen dataclass that derives from `Message`; the types of its fields say what is
+read and written: numbers, texts, bytes (base64), enums, ``X | None``, ``tuple[X, ...]``, `Mapping`,
+messages, and other dataclasses, which are lists of their values. A default value is not written.
+`Limit` bounds what is read from another process; without one `NUMBER_MAX`, `CHARS_MAX` and
+`ITEMS_MAX` hold.
+
+The ring: one writer (the worker, from its optimizer hook) and any number of readers (the agent,
+after the worker's death too) map the same small file. No lock and no system call: a beat is one
+64-byte copy. A record carries its sequence number at both ends; a reader that sees two different
+numbers has met a half-written record and leaves it for the next poll.
 
 Layout, little endian: a 64-byte header (magic, version, slots, rank, generation, pid, start, head,
 request, flags, stop step) and then ``slots`` records of 64 bytes. ``head`` is the number of beats
@@ -15,8 +21,25 @@ own there (the beat, `should_stop`, a signal handler), so that none undoes what 
 """
 
 import struct
-from dataclasses import dataclass
-from enum import IntEnum, IntFlag
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum, IntEnum, IntFlag
+from functools import cache
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from gpuops.errors import GpuopsError
 
 MAGIC = b"GPUOPSHB"
 VERSION = 2
@@ -230,3 +253,217 @@ def read_flags(buffer: bytes | bytearray | memoryview) -> WorkerFlag:
     """Return what the worker says of itself."""
     (flags,) = _WORD.unpack_from(buffer, FLAGS_OFFSET)
     return WorkerFlag(flags)
+
+
+T = TypeVar("T")
+Annotation = Any  # the type of a field, as `typing.get_type_hints` returns it
+NUMBER_MAX = 2**62
+CHARS_MAX = 4096
+ITEMS_MAX = 1024
+_SHOWN_CHARS = 60
+
+
+class MessageFormatError(ValueError):
+    """What another process wrote is not a message of this type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bounds, inclusive, of a number, or of the length of a text, list or mapping.
+
+    ``is_cut``: a text or list that is longer is cut when it is written.
+    """
+
+    high: float
+    low: float = 0
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Using:
+    """How a type that writes and reads itself does so; both raise ValueError for what cannot be."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+# Marks a field that is read as its default where what was written cannot be read.
+LENIENT = "lenient"
+
+
+class Message:
+    """A dataclass that derives from this is written as an object, by the names of its fields."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the message as JSON."""
+        kind: Annotation = type(self)
+        found: dict[str, Any] = _converter(kind).write(self)
+        return found
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Return the message in *data*; raises MessageFormatError where it is none."""
+        kind: Annotation = cls
+        found: Self = _converter(kind).read(data)
+        return found
+
+
+class _Converter(NamedTuple):
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+@cache
+def _converter(kind: Annotation, limit: Limit | None = None) -> _Converter:
+    origin: object = get_origin(kind)
+    args = get_args(kind)
+    if origin is Annotated:
+        using = next((mark for mark in args[1:] if isinstance(mark, Using)), None)
+        if using is not None:
+            return _Converter(using.write, lambda data: _built(using.read, data))
+        return _converter(args[0], *(mark for mark in args[1:] if isinstance(mark, Limit)))
+    if origin in (Union, UnionType):
+        return _optional(_converter(next(arg for arg in args if arg is not NoneType), limit))
+    if kind in (bool, int, float, str, bytes):
+        is_text = kind in (str, bytes)
+        size = Limit(CHARS_MAX) if is_text else Limit(NUMBER_MAX, -NUMBER_MAX)
+        return _limited(_scalar(kind), limit or size)
+    if origin is Mapping or args[-1:] == (...,):
+        found = _mapping_of(*args) if origin is Mapping else _list_of(args[0])
+        return _limited(found, limit or Limit(ITEMS_MAX))
+    return _of_class(kind, args)
+
+
+def _of_class(kind: Annotation, args: tuple[Annotation, ...]) -> _Converter:
+    if args:
+        return _row(args, lambda *values: values, lambda value: value)
+    if issubclass(kind, Enum):
+        return _Converter(lambda value: value.value, lambda data: _built(kind, data))
+    hints = get_type_hints(kind, include_extras=True)
+    if issubclass(kind, Message):
+        return _object_of(kind, hints)
+    names = [field.name for field in fields(kind) if field.init]
+    kinds = [hints[name] for name in names]
+    return _row(kinds, kind, lambda value: [getattr(value, name) for name in names])
+
+
+def _scalar(kind: Annotation) -> _Converter:
+    if kind is bytes:
+        return _Converter(
+            lambda value: b64encode(value).decode(),
+            lambda data: _built(lambda: b64decode(data, validate=True)),
+        )
+
+    def read(data: object) -> object:
+        found = float(data) if kind is float and type(data) is int else data
+        if type(found) is not kind or (isinstance(found, str) and "\0" in found):
+            raise _unfit(data, f"not of type {kind.__name__}")
+        return found
+
+    return _Converter(lambda value: value, read)
+
+
+def _optional(inner: _Converter) -> _Converter:
+    return _Converter(
+        lambda value: None if value is None else inner.write(value),
+        lambda data: None if data is None else inner.read(data),
+    )
+
+
+def _limited(inner: _Converter, limit: Limit) -> _Converter:
+    def write(value: Annotation) -> object:
+        return inner.write(value[: int(limit.high)] if limit.is_cut else value)
+
+    def read(data: object) -> object:
+        size = len(data) if isinstance(data, str | list | dict) else data
+        if isinstance(size, int | float) and not limit.low <= size <= limit.high:
+            raise _unfit(data, f"not within {limit.low:.16g} and {limit.high:.16g}")
+        return inner.read(data)
+
+    return _Converter(write, read)
+
+
+def _list_of(kind: Annotation) -> _Converter:
+    inner = _converter(kind)
+    return _Converter(
+        lambda values: [inner.write(value) for value in values],
+        lambda data: tuple(inner.read(item) for item in _checked(data, list)),
+    )
+
+
+def _row(
+    kinds: Sequence[Any], build: Callable[..., Any], values_of: Callable[[Any], Iterable[Any]]
+) -> _Converter:
+    inner = [_converter(kind) for kind in kinds]
+
+    def read(data: object) -> object:
+        items = _checked(data, list)
+        if len(items) != len(inner):
+            raise _unfit(data, f"not {len(inner)} values")
+        return _built(build, *(each.read(item) for each, item in zip(inner, items, strict=True)))
+
+    def write(value: object) -> list[Any]:
+        return [each.write(item) for each, item in zip(inner, values_of(value), strict=True)]
+
+    return _Converter(write, read)
+
+
+def _mapping_of(key_kind: Annotation, value_kind: Annotation) -> _Converter:
+    keys, inner = _converter(key_kind), _converter(value_kind)
+
+    def read(data: object) -> dict[Any, Any]:
+        return {
+            keys.read(_built(int, key) if key_kind is int else key): inner.read(value)
+            for key, value in _checked(data, dict).items()
+        }
+
+    return _Converter(
+        lambda found: {str(key): inner.write(value) for key, value in found.items()}, read
+    )
+
+
+def _object_of(kind: Annotation, hints: Mapping[str, Any]) -> _Converter:
+    inner = {field.name: _converter(hints[field.name]) for field in fields(kind) if field.init}
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(kind)
+    }
+    lenient = {n for n in inner if LENIENT in getattr(hints[n], "__metadata__", ())}
+
+    def write(value: object) -> dict[str, Any]:
+        found = {name: getattr(value, name) for name in inner}
+        return {n: inner[n].write(v) for n, v in found.items() if v != defaults[n]}
+
+    def read(data: object) -> object:
+        body, values = _checked(data, dict), {}
+        for name, each in inner.items():
+            if name not in body and defaults[name] is not MISSING:
+                continue
+            try:
+                values[name] = each.read(body.get(name))
+            except MessageFormatError as exc:
+                if name not in lenient:
+                    raise MessageFormatError(f"{name}: {exc}") from exc
+        return _built(lambda: kind(**values))
+
+    return _Converter(write, read)
+
+
+def _built(build: Callable[..., Any], *values: object) -> Annotation:
+    try:
+        return build(*values)
+    except (TypeError, ValueError, GpuopsError) as exc:
+        raise MessageFormatError(str(exc)[:200]) from exc
+
+
+def _checked(data: object, kind: type[T]) -> T:
+    if not isinstance(data, kind):
+        raise _unfit(data, f"not of type {kind.__name__}")
+    return data
+
+
+def _unfit(data: object, why: str) -> MessageFormatError:
+    shown = repr(data)
+    return MessageFormatError(f"{shown[:_SHOWN_CHARS]}{'…' * (len(shown) > _SHOWN_CHARS)} is {why}")

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 from gpuops.errors import EXIT_USAGE, GpuopsError
+from gpuops.wire import Limit
 
 CHUNK_BYTES = 16 * 2**20
 STEP_MAX = 10**12 - 1
 EPOCH_MAX = 99_999
 WORLD_MAX = 100_000
 IMAGE_BYTES_MAX = 2**44
+WHY_CHARS_MAX = 300
 
 
 class CheckpointError(GpuopsError):
@@ -80,9 +83,9 @@ class Digest:
     of the length (8 bytes little endian) and the table, 64 hexadecimal digits.
     """
 
-    nbytes: int
+    nbytes: Annotated[int, Limit(IMAGE_BYTES_MAX)]
     table: bytes
-    root: str
+    root: Annotated[str, Limit(64, low=64)]
 
 
 class Tier(StrEnum):
@@ -99,7 +102,7 @@ class ShardCopy:
 
     state: StateId
     shard: Shard
-    layout: str
+    layout: Annotated[str, Limit(64)]
     digest: Digest
     tier: Tier
     holder: str  # the node, or the directory
@@ -110,10 +113,10 @@ class RestorePoint:
     """The state that all ranks are to load. ``why`` has what spoke against newer ones."""
 
     state: StateId
-    world: int
+    world: Annotated[int, Limit(WORLD_MAX, low=1)]
     tier: Tier
-    epoch: int  # of the states that are saved from now on
-    why: tuple[str, ...] = ()
+    epoch: Annotated[int, Limit(EPOCH_MAX)]  # of the states that are saved from now on
+    why: tuple[Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,8 @@ class KeeperAddress:
     """Where another node's keeper is; *host* is an address, not a name."""
 
     name: str
-    host: str
-    port: int
+    host: Annotated[str, Limit(255)]
+    port: Annotated[int, Limit(65_535, low=1)]
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

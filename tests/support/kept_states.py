@@ -108,7 +108,7 @@ class Keeper:
             persisted=self.world.persisted.get(self.node),
             in_flight=self.buffer_table.in_flight,
             decided=self.buffer_table.decided,
-            last=self.buffer_table.final,
+            final_state=self.buffer_table.final,
             is_due=self.persist_due,
             group_digests=self._ballots(),
         )

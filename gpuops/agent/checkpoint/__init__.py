@@ -8,7 +8,7 @@ or adopts it and lets the nodes of a run agree on two questions: is a state save
 * `api`: `CheckpointService`, which the agent calls, and `NoCheckpointService`.
 * `keeper_supervisor`, `keeper_client`, `keeper_folder`, `keeper_restarts`: the keeper process.
 * `follower`: this node's part in the agreement; `leader`: the part of the node that leads.
-* `commit_rule`, `restore_rule`, `replica_check`, `final_record`: the rules, as pure functions.
+* `commit_rule`, `restore_rule`, `replica_check`: the rules, as pure functions.
 * `messages`: what goes through the control record. Bounded; other nodes are not trusted to be sane.
 * `record`, `keeper_events`: what of all this is written into the run's journal.
 * `failure_history`: the failure rate that ``every="auto"`` uses.

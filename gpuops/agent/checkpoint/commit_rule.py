@@ -10,8 +10,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from gpuops.agent.checkpoint.final_record import FinalSaveState, judge_last
-from gpuops.agent.checkpoint.messages import DROPPED_MAX, CommitRecord, NodeStatus
+from gpuops.agent.checkpoint.messages import (
+    BEHIND_MAX,
+    DROPPED_MAX,
+    WHY_CHARS_MAX,
+    CommitRecord,
+    FinalCommitRecord,
+    FinalStatus,
+    NodeStatus,
+)
 from gpuops.checkpoint.types import StateId
 from gpuops.units import format_seconds
 
@@ -47,8 +54,40 @@ class StatusSummary:
     @property
     def last(self) -> frozenset[StateId]:
         """The states that ranks asked for as the last ones: refused or dropped, they come yet."""
-        found = {word.last.state for word in self.said.values()}
+        found = {word.final_state for word in self.said.values()}
         return frozenset(s for s in found if s is not None and s.epoch == self.epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalSaveState:
+    """How far one node is: ``lacks`` of the last states, and whether its part is written."""
+
+    node: str
+    word: FinalStatus
+    lacks: frozenset[StateId] = frozenset()
+    has_written: bool = True
+
+
+def judge_last(
+    before: FinalCommitRecord, parts: list[FinalSaveState], persist: StateId | None
+) -> FinalCommitRecord:
+    """Return the mark after *before*. *persist* is being written by all, None where none is."""
+    missed, why = before.missed, before.why
+    for part in parts:
+        gone = max(part.lacks, default=None) if part.word.is_over else None
+        if gone is not None and (missed is None or gone > missed):
+            missed, why = gone, f"not all ranks of {part.node} saved it"
+        is_stuck = persist is not None and part.word.is_stuck_at(persist)
+        if is_stuck and persist is not None and (missed is None or persist > missed):
+            missed, why = persist, f"{part.node}: {part.word.trouble}"
+    if not any(part.word.waits for part in parts):
+        return FinalCommitRecord(missed=missed, why=why[:WHY_CHARS_MAX])
+    return FinalCommitRecord(
+        missed=missed,
+        why=why[:WHY_CHARS_MAX],
+        pieces=sum(part.word.pieces for part in parts),
+        behind=tuple(part.node for part in parts if not part.has_written)[:BEHIND_MAX],
+    )
 
 
 def judge(before: CommitRecord, heard: StatusSummary) -> CommitRecord:
@@ -176,7 +215,7 @@ def _will_lack(word: NodeStatus, state: StateId, last: frozenset[StateId]) -> bo
         return False
     if state in last:
         return word.last.is_over  # until then its ranks may ask for it once more
-    is_past = word.asked is not None and word.asked >= state.step
+    is_past = word.decided is not None and word.decided.step >= state.step
     return state in word.refused or is_past
 
 
@@ -217,7 +256,7 @@ class SavePacer:
 
     def hear(self, words: Mapping[str, NodeStatus], now_s: float, n_nodes: int) -> None:
         """Take in what those of *n_nodes* that say anything said at *now_s*."""
-        asked = max((w.asked for w in words.values() if w.asked is not None), default=None)
+        asked = max((w.decided.step for w in words.values() if w.decided), default=None)
         if asked is not None and (self._last is None or asked != self._last[0]):
             if self._last is not None and asked < self._last[0]:
                 self._first = None  # they went back

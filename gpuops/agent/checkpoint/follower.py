@@ -7,17 +7,16 @@ does not answer delays commits, and nothing else.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from gpuops.agent.checkpoint.final_record import FinalStatus
 from gpuops.agent.checkpoint.keeper_events import pair, whole
 from gpuops.agent.checkpoint.leader import notes_of, restore_in, watermark_of
 from gpuops.agent.checkpoint.messages import (
     CommitRecord,
+    FinalStatus,
     GenerationPlan,
     Inventory,
-    MessageFormatError,
     NodeStatus,
     RestoreOrder,
     StoredStates,
@@ -26,11 +25,12 @@ from gpuops.agent.checkpoint.replica_check import ReplicaDifferenceReporter
 from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.placement.domains import DomainPath
-from gpuops.checkpoint.types import KeeperAddress, Shard, StateId
+from gpuops.checkpoint.types import KeeperAddress, Shard, ShardCopy, StateId
 from gpuops.control.keys import ControlKeys
 from gpuops.control.record import Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
 from gpuops.model import Json
+from gpuops.wire import MessageFormatError
 
 if TYPE_CHECKING:  # it needs what hashes, which not every agent has
     from gpuops.agent.checkpoint.keeper_client import KeeperClient
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # it needs what hashes, which not every agent has
 log = logging.getLogger(__name__)
 
 STATES_HELD_MAX = 4
+LAYOUT_CHARS = 16
 SEAL_AGAIN_LOOKS = 15
 SURVEY_S = 1.0  # a restart waits no longer for what a directory has
 
@@ -179,7 +180,7 @@ class CommitFollower:
         kept = set(newest[:STATES_HELD_MAX])
         return Inventory(
             port=self._port,
-            copies=tuple(copy for copy in copies if copy.state in kept),
+            copies=tuple(_brief(copy) for copy in copies if copy.state in kept),
             epoch_max=self._epoch_max,
             domain=self._place.domain,
             stored_max=-1 if stored is None else stored.epoch_max,
@@ -266,7 +267,7 @@ class CommitFollower:
         if now is None:
             return
         progress = client.progress()
-        self.last = progress.last
+        self.last = progress.final_state
         self._see_trouble(stats, progress)
         n_ranks = whole(stats.get("ranks")) or 0
         if self._said is None and not n_ranks and not progress.whole:
@@ -301,23 +302,15 @@ class CommitFollower:
         self, now: _Generation, progress: KeeperProgress, pieces: int, *, wants: bool
     ) -> NodeStatus:
         stored = self._look_up.of(self.directory) if wants and self.is_first else None
+        known = {field.name: getattr(progress, field.name) for field in fields(progress)}
+        known["is_due"] |= self.must_persist
         return NodeStatus(
+            **known,
             generation=now.number,
-            whole=progress.whole,
-            replicated=progress.replicated,
-            refused=progress.refused,
-            parts=progress.parts,
-            newest=progress.newest,
-            persisted=progress.persisted,
-            in_flight=progress.in_flight,
-            asked=None if progress.decided is None else progress.decided.step,
             told=now.told,
-            is_due=progress.is_due or self.must_persist,
-            ballots=progress.group_digests,
             wants=wants,
             stored=stored,
             last=FinalStatus(
-                state=progress.last,
                 is_over=self.is_over,
                 waits=self.must_persist,
                 trouble=self.trouble,
@@ -347,7 +340,7 @@ class CommitFollower:
         held = {*progress.whole, *progress.replicated, progress.in_flight}
         for state in mark.dropped:
             # The last one is not dropped any more, as soon as the others have heard of it.
-            if state in held and state != progress.last:
+            if state in held and state != progress.final_state:
                 client.give_up(state)
         self._seal(client, now, mark, progress)
         self._differing.tell(client.report_difference, now.roster, mark.differ, epoch)
@@ -439,6 +432,12 @@ class CommitFollower:
 
 def _peers(notes: GenerationPlan) -> dict[str, KeeperAddress]:
     return {node: KeeperAddress(node, host, port) for node, (host, port) in notes.peers.items()}
+
+
+def _brief(copy: ShardCopy) -> ShardCopy:
+    """Return *copy* with what is enough to see which copies are equal."""
+    digest = replace(copy.digest, table=b"")
+    return replace(copy, layout=copy.layout[:LAYOUT_CHARS], digest=digest)
 
 
 def _in_turn(peers: Sequence[KeeperAddress], number: int) -> list[KeeperAddress]:

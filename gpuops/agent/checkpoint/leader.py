@@ -13,7 +13,6 @@ from gpuops.agent.checkpoint.messages import (
     CommitRecord,
     GenerationPlan,
     Inventory,
-    MessageFormatError,
     NodeStatus,
     RestoreOrder,
 )
@@ -27,6 +26,7 @@ from gpuops.control.store import ControlStore, Entry
 from gpuops.host.clock import Clock
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
+from gpuops.wire import MessageFormatError
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class CommitLeader:
             if word is None or agent not in nodes:
                 continue
             try:
-                found[agent] = Inventory.from_json(word, nodes[agent])
+                found[agent] = Inventory.from_json(word)
             except MessageFormatError as exc:
                 log.warning("what %s holds cannot be read: %s", nodes[agent], exc)
         return found

@@ -89,7 +89,7 @@ class ReplicaCheck:
     def hear(self, words: Iterable[NodeStatus], epoch: int) -> list[ReplicaReport]:
         """Take in what all nodes say of states of *epoch*; return what was found out by that."""
         found = []
-        ballots = (ballot for said in words for ballot in said.ballots)
+        ballots = (ballot for said in words for ballot in said.group_digests)
         for ballot in (each for each in ballots if each.state.epoch == epoch):
             poll = self._poll(ballot.key)
             if poll is None:

@@ -335,6 +335,11 @@ def replica_report_from_json(data: object) -> ReplicaReport | None:
         return None
 
 
+def replica_reports_to_json(reports: Sequence[ReplicaReport]) -> list[dict[str, Any]]:
+    """Return *reports* as JSON."""
+    return [replica_report_to_json(report) for report in reports]
+
+
 def replica_reports_from_json(data: object) -> tuple[ReplicaReport, ...]:
     """Return what a list tells, () where it is none."""
     items = data[:NAMED_MAX] if isinstance(data, list) else []

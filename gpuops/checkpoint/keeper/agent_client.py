@@ -14,7 +14,6 @@ from gpuops.checkpoint.digest import check_digest
 from gpuops.checkpoint.keeper.agent_messages import (
     holder_pages,
     peers_to_json,
-    progress_from_json,
 )
 from gpuops.checkpoint.keeper.connection import DEADLINE_S, SLACK_S, KeeperConnection
 from gpuops.checkpoint.keeper.messages import (
@@ -36,6 +35,7 @@ from gpuops.checkpoint.types import (
     StateId,
     Tier,
 )
+from gpuops.wire import MessageFormatError
 
 _EVENTS_MAX = 2000
 _COPIES_MAX = 100_000
@@ -171,7 +171,10 @@ class AgentKeeperClient:
 
     def progress(self) -> KeeperProgress:
         """Return how far this node is; cheap enough for once a second."""
-        return progress_from_json(self._connection.call("progress")[0])
+        try:
+            return KeeperProgress.from_json(self._connection.call("progress")[0].values)
+        except MessageFormatError as exc:
+            raise MessageError(str(exc)) from exc
 
     def seal_persisted(self, state: StateId, world: int) -> None:
         """Make *state* appear in the shared directory: all nodes have written their parts.

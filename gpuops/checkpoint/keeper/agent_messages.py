@@ -5,22 +5,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpuops.checkpoint.agreement.progress import REFUSED_MAX, KeeperProgress
-from gpuops.checkpoint.agreement.replica_check import (
-    group_digests_from_json,
-    group_digests_to_json,
-)
 from gpuops.checkpoint.keeper.messages import (
     MessageError,
     MessageFields,
     shard_to_json,
-    state_to_json,
 )
 from gpuops.checkpoint.peers.fetch import ShardHolders
 from gpuops.checkpoint.types import (
     KeeperAddress,
     Shard,
-    StateId,
 )
 
 HOLDERS_PER_SHARD_MAX = 8
@@ -90,48 +83,6 @@ def holders_from_json(fields: MessageFields) -> dict[Shard, ShardHolders]:
             raise MessageError(f"a message names peers {indexes} of {len(peers)}")
         parsed[row.shard()] = ShardHolders(tuple(peers[n] for n in indexes), root)
     return parsed
-
-
-_LIST_FIELDS = ("whole", "replicated", "refused", "parts")
-_STATE_FIELDS = ("newest", "persisted", "in_flight", "decided", "last")
-
-
-def progress_to_json(progress: KeeperProgress) -> dict[str, object]:
-    """Return the fields of *progress*."""
-    found: dict[str, object] = {
-        "is_due": progress.is_due,
-        "ballots": group_digests_to_json(progress.group_digests),
-    }
-    for name in _LIST_FIELDS:
-        found[name] = [state_to_json(state) for state in getattr(progress, name)]
-    for name in _STATE_FIELDS:
-        state = getattr(progress, name)
-        found[name] = None if state is None else state_to_json(state)
-    return found
-
-
-def progress_from_json(fields: MessageFields) -> KeeperProgress:
-    """Return the progress; raises MessageError."""
-    lists = {name: _states(fields, name) for name in _LIST_FIELDS}
-    single = {name: fields.state(name) if name in fields else None for name in _STATE_FIELDS}
-    return KeeperProgress(
-        whole=lists["whole"],
-        replicated=lists["replicated"],
-        refused=lists["refused"],
-        parts=lists["parts"],
-        newest=single["newest"],
-        persisted=single["persisted"],
-        in_flight=single["in_flight"],
-        decided=single["decided"],
-        last=single["last"],
-        is_due=fields.flag("is_due"),
-        group_digests=group_digests_from_json(fields.values.get("ballots")),
-    )
-
-
-def _states(fields: MessageFields, name: str) -> tuple[StateId, ...]:
-    pairs = fields.items(name, REFUSED_MAX)
-    return tuple(MessageFields({name: pair}).state(name) for pair in pairs)
 
 
 EVENTS_MAX = 1000

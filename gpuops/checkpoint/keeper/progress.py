@@ -23,7 +23,7 @@ def keeper_progress(
         parts=tuple(persister.written_states),
         in_flight=table.in_flight,
         decided=table.decided,
-        last=table.final,
+        final_state=table.final,
         is_due=persister.is_due,
         group_digests=replica_checker.group_digests,
     )

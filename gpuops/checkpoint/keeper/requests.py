@@ -15,7 +15,6 @@ from gpuops.checkpoint.agreement.replica_check import replica_report_from_json
 from gpuops.checkpoint.keeper.agent_messages import (
     holders_from_json,
     peers_from_json,
-    progress_to_json,
     shards_from_json,
 )
 from gpuops.checkpoint.keeper.api import SLOTS_MAX, Skipped
@@ -403,7 +402,7 @@ def _sources(_core: KeeperCore, request: KeeperRequest) -> KeeperReply:
 
 
 def _progress(core: KeeperCore, _request: KeeperRequest) -> KeeperReply:
-    return KeeperReply(progress_to_json(core.progress()))
+    return KeeperReply(core.progress().to_json())
 
 
 def _report_difference(core: KeeperCore, request: KeeperRequest) -> KeeperReply:

@@ -14,18 +14,20 @@ domains at once. After a change of nodes, whole groups stay as they are (`place_
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Self
+from typing import Annotated
 
 from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.placement.ring import insert_nodes, order_ring
 from gpuops.checkpoint.types import CheckpointError
+from gpuops.wire import Limit, Message
 
 NODES_MAX = 65_536
 DomainPaths = Mapping[str, DomainPath]
+NodeNames = Annotated[tuple[str, ...], Limit(NODES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaPlacement:
+class ReplicaPlacement(Message):
     """Who holds what: ``groups`` of as many nodes as there are copies, and the ``ring``, or ``()``.
 
     ``requested_replicas`` is the number of copies that was wanted, a node's own among them;
@@ -33,16 +35,16 @@ class ReplicaPlacement:
     """
 
     requested_replicas: int
-    groups: tuple[tuple[str, ...], ...]
-    ring: tuple[str, ...] = ()
+    groups: Annotated[tuple[NodeNames, ...], Limit(NODES_MAX)]
+    ring: NodeNames = ()
     _positions: Mapping[str, tuple[tuple[str, ...], int]] = field(
         init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
         positions = {node: (block, at) for block in self.blocks for at, node in enumerate(block)}
-        if self.requested_replicas < 1 or not positions:
-            raise CheckpointError("a placement needs a node and a copy")
+        if self.requested_replicas < 1 or not 0 < len(positions) <= NODES_MAX:
+            raise CheckpointError(f"a placement needs a copy, and a node to {NODES_MAX} nodes")
         n_nodes, m = len(positions), min(self.requested_replicas, len(positions))
         n_ring = 0 if n_nodes % m == 0 else m + n_nodes % m
         if len(self.ring) != n_ring or sum(map(len, self.blocks)) != n_nodes:
@@ -87,36 +89,6 @@ class ReplicaPlacement:
         for node in self._positions:
             for holder in self.holders(node)[1:]:
                 yield node, holder
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "asked": self.requested_replicas,
-            "groups": [list(group) for group in self.groups],
-            "ring": list(self.ring),
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> Self:
-        """Return the placement in *data*, which another process may have written.
-
-        Raises:
-            CheckpointError: It is none.
-        """
-        if not isinstance(data, Mapping):
-            raise CheckpointError("a placement is not a JSON object")
-        requested_replicas, groups, ring = data.get("asked"), data.get("groups"), data.get("ring")
-        if not isinstance(requested_replicas, int) or isinstance(requested_replicas, bool):
-            raise CheckpointError(f"a placement with {str(requested_replicas)[:40]!r} copies")
-        if not isinstance(groups, list) or not isinstance(ring, list):
-            raise CheckpointError("a placement without lists of groups and ring")
-        blocks = [*groups, ring]
-        if not all(isinstance(block, list) for block in blocks):
-            raise CheckpointError("a placement with a group that is no list")
-        if sum(map(len, blocks)) > NODES_MAX:
-            raise CheckpointError(f"a placement of more than {NODES_MAX} nodes")
-        if not all(isinstance(name, str) for block in blocks for name in block):
-            raise CheckpointError("a placement with a name that is no text")
-        return cls(requested_replicas, tuple(map(tuple, groups)), tuple(ring))
 
     def _position(self, node: str) -> tuple[tuple[str, ...], int]:
         position = self._positions.get(node)

@@ -11,7 +11,7 @@ from support.placements import missing_copies
 
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
 from gpuops.agent.checkpoint.leader import notes_of
-from gpuops.agent.checkpoint.messages import StoredStates
+from gpuops.agent.checkpoint.messages import Inventory, StoredStates
 from gpuops.checkpoint.types import CheckpointError, StateId
 from gpuops.incident.decision import ReportKind, RestartPolicy
 
@@ -88,9 +88,9 @@ def test_what_the_directory_has_by_now_goes_with_the_wish_for_a_seat():
     player = world.players[0]
     place = KeeperLocation(me=player.me, token="t" * 16, job="run", directory="/states")
     agreement = CommitFollower(player.store, player.link.keys, place, survey, world.said.append)
-    assert agreement.holding(player.keeper)["stored"] == -1  # within a second
+    assert Inventory.from_json(agreement.holding(player.keeper)).stored_max == -1  # within a second
     may_tell.set()
-    while agreement.holding(player.keeper)["stored"] != 8:
+    while Inventory.from_json(agreement.holding(player.keeper)).stored_max != 8:
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
     player = world.players[0]
     place = KeeperLocation(me=player.me, token="t" * 16, job="run", directory="/states")
     agreement = CommitFollower(player.store, player.link.keys, place, survey, world.said.append)
-    while agreement.holding(player.keeper)["stored"] != 3:
+    while Inventory.from_json(agreement.holding(player.keeper)).stored_max != 3:
         pass
 
     assert world.said == [

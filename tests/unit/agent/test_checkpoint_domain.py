@@ -5,13 +5,14 @@ import random
 import pytest
 from support.placements import missing_copies
 
-from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory, MessageFormatError
+from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory
 from gpuops.agent.checkpoint.restore_rule import notes_for
 from gpuops.agent.checkpoint.start import domain_of
 from gpuops.checkpoint.placement.domains import align_paths
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 from gpuops.config.schema import parse_domain
 from gpuops.control.record import Member, Roster
+from gpuops.wire import MessageFormatError
 
 STEP = {
     "SLURM_TOPOLOGY_ADDR": "spine.leaf3.gpu017",
@@ -111,7 +112,7 @@ def test_a_directory_with_a_later_epoch_than_memory_is_looked_at_first(stored, i
     )
     held = {
         "agent-a": Inventory(port=7000, copies=copies),
-        "agent-b": Inventory.from_json(Inventory(port=7000, stored_max=stored).to_json(), "b"),
+        "agent-b": Inventory.from_json(Inventory(port=7000, stored_max=stored).to_json()),
     }
     notes = notes_for(roster, held, before, replicas=2, excluded_step=None)
     assert (notes.restore is not None) == is_known
@@ -178,10 +179,10 @@ def test_a_newcomer_takes_the_seat_of_who_is_gone_and_nobody_else_moves():
 @pytest.mark.parametrize("domain", ["rack1", [""], ["x" * 300], ["a"] * 17, [3], {"a": 1}])
 def test_a_domain_that_another_agent_made_up_is_refused(domain):
     with pytest.raises(MessageFormatError):
-        Inventory.from_json({**Inventory(port=1).to_json(), "domain": domain}, "n1")
+        Inventory.from_json({**Inventory(port=1).to_json(), "domain": domain})
 
 
 def test_an_agent_of_before_there_were_domains_is_understood():
     body = Inventory(port=1, domain=("r",)).to_json()
     del body["domain"]
-    assert Inventory.from_json(body, "n1").domain == ()
+    assert Inventory.from_json(body).domain == ()

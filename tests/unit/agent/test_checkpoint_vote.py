@@ -43,7 +43,7 @@ def said(step, *ranks, wrong=None, key="k", n_ranks=4):
     ballot = GroupDigest(
         state=state(step), key=key, n_ranks=n_ranks, n_tensors=N_TENSORS, rank_digests=sketches
     )
-    return NodeStatus(generation=1, ballots=(ballot,))
+    return NodeStatus(generation=1, group_digests=(ballot,))
 
 
 def hear(polls, words):
@@ -197,8 +197,8 @@ def test_words_come_back_as_they_were_and_are_short():
     word = said(12, 0, 1, 2, 3, 4, 5, 6, 7, n_ranks=64)
     back = NodeStatus.from_json(word.to_json())
     assert back == word
-    assert len(str(word.to_json()["votes"])) < 150
-    ballots = [said(1, rank, key=f"k{rank}").ballots[0] for rank in range(20)]
+    assert len(str(word.to_json()["group_digests"])) < 150
+    ballots = [said(1, rank, key=f"k{rank}").group_digests[0] for rank in range(20)]
     assert group_digests_from_json(group_digests_to_json(ballots)) == tuple(
         ballots[:RANK_DIGESTS_MAX]
     )

@@ -11,8 +11,6 @@ from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.keeper.agent_messages import (
     holder_pages,
     holders_from_json,
-    progress_from_json,
-    progress_to_json,
 )
 from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
 from gpuops.checkpoint.keeper.core import KeeperCore
@@ -43,6 +41,7 @@ from gpuops.checkpoint.types import (
     Shard,
     StateId,
 )
+from gpuops.wire import MessageFormatError
 
 NEAR, FAR = KeeperAddress("near", "127.0.0.1", 1001), KeeperAddress("far", "127.0.0.1", 1002)
 
@@ -258,7 +257,7 @@ def test_progress_says_what_was_refused(node):
     assert progress.whole == (state,)
     assert progress.refused == (StateId(0, 2),)
     assert (progress.in_flight, progress.decided) == (state, StateId(0, 2))
-    assert progress_from_json(MessageFields(progress_to_json(progress))) == progress
+    assert KeeperProgress.from_json(progress.to_json()) == progress
 
 
 def test_nodes_that_decide_apart_save_once_in_each_stretch_of_the_time_of_day(node):
@@ -272,10 +271,10 @@ def test_nodes_that_decide_apart_save_once_in_each_stretch_of_the_time_of_day(no
 
 
 def test_what_is_no_progress_is_refused():
-    good = progress_to_json(KeeperProgress(whole=(StateId(0, 1),)))
+    good = KeeperProgress(whole=(StateId(0, 1),)).to_json()
     for bad in ([1], [-1, 2], ["a", 1], "x"):
-        with pytest.raises(MessageError):
-            progress_from_json(MessageFields({**good, "whole": [bad]}))
+        with pytest.raises(MessageFormatError):
+            KeeperProgress.from_json({**good, "whole": [bad]})
 
 
 def test_holders_of_a_large_world_are_said_in_pages():

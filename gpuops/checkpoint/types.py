@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from gpuops.errors import EXIT_USAGE, GpuopsError
-from gpuops.wire import Limit
+from gpuops.wire.messages import Limit
 
 CHUNK_BYTES = 16 * 2**20
 STEP_MAX = 10**12 - 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import DrillError
-from gpuops.wire import RingError, read_beats, read_header
+from gpuops.wire.ring import RingError, read_beats, read_header
 
 STATE_BYTES_MAX = 2**20
 PID_MAX = 2**22  # PID_MAX_LIMIT of linux/threads.h

@@ -12,7 +12,7 @@ from operator import index
 from types import TracebackType
 from typing import Self
 
-from gpuops.wire import STEP_UNKNOWN, AgentRequest, WorkerFlag, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, WorkerFlag, WorkerPhase
 from gpuops.worker.heartbeat import Heart
 
 _STEP_MAX = 2**63 - 1

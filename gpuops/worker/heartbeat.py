@@ -17,7 +17,7 @@ from threading import RLock
 from typing import Any
 from weakref import ref
 
-from gpuops.wire import (
+from gpuops.wire.ring import (
     RING_BYTES,
     STEP_UNKNOWN,
     AgentRequest,

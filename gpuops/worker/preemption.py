@@ -11,7 +11,7 @@ import time
 from threading import get_ident
 from types import FrameType
 
-from gpuops.wire import AgentRequest, WorkerFlag
+from gpuops.wire.ring import AgentRequest, WorkerFlag
 from gpuops.worker.heartbeat import Heart
 
 _WATCHED = (signal.SIGTERM, signal.SIGUSR1)

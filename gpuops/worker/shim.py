@@ -41,7 +41,7 @@ from pathlib import Path  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from gpuops.config.resolve import environ  # noqa: E402
-from gpuops.wire import RingHeader, WorkerFlag, WorkerPhase, write_flags  # noqa: E402
+from gpuops.wire.ring import RingHeader, WorkerFlag, WorkerPhase, write_flags  # noqa: E402
 from gpuops.worker import api, script  # noqa: E402
 from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
 from gpuops.worker.heartbeat import Heart, create_ring  # noqa: E402

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
-from gpuops.wire import STEP_UNKNOWN
+from gpuops.wire.ring import STEP_UNKNOWN
 
 # Reads without progress until the parameters are looked at again, all of them: first, and at most.
 # A look takes microseconds for each parameter; it doubles its distance while it finds nothing.

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpuops.wire import RING_BYTES, RingHeader, write_header
+from gpuops.wire.ring import RING_BYTES, RingHeader, write_header
 from gpuops.worker.heartbeat import Heart
 
 BLOCKS = 300

@@ -12,7 +12,7 @@ from support.runs import is_alive, wait_until
 
 from gpuops.drill.kill_rank import StepTrigger, kill_process, main, read_raw_states
 from gpuops.host.procfs import process
-from gpuops.wire import (
+from gpuops.wire.ring import (
     RING_BYTES,
     STEP_UNKNOWN,
     Beat,

@@ -39,7 +39,7 @@ from gpuops.host.node_state import (
 from gpuops.incident.decision import ReportKind
 from gpuops.incident.override import apply_site_decision
 from gpuops.model import Confidence, FailureClass, Incident, IncidentState, Side
-from gpuops.wire import (
+from gpuops.wire.ring import (
     HEADER_BYTES,
     RECORD_BYTES,
     RING_BYTES,

@@ -27,7 +27,7 @@ from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import RestartPolicy
 from gpuops.model import WorkerExit
-from gpuops.wire import STEP_UNKNOWN, WorkerFlag
+from gpuops.wire.ring import STEP_UNKNOWN, WorkerFlag
 from support.exits import RULES
 from support.recorders import ListRecorder
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.wire import CHARS_MAX, LENIENT, Limit, Message, MessageFormatError, Using
+from gpuops.wire.messages import CHARS_MAX, LENIENT, Limit, Message, MessageFormatError, Using
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

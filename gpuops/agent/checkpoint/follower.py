@@ -30,7 +30,7 @@ from gpuops.control.keys import ControlKeys
 from gpuops.control.record import Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
 from gpuops.model import Json
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 if TYPE_CHECKING:  # it needs what hashes, which not every agent has
     from gpuops.agent.checkpoint.keeper_client import KeeperClient

@@ -26,7 +26,7 @@ from gpuops.control.store import ControlStore, Entry
 from gpuops.host.clock import Clock
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from gpuops.checkpoint.placement.domains import LEVELS_MAX
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement
 from gpuops.checkpoint.types import EPOCH_MAX, WORLD_MAX, ShardCopy, StateId, Tier
 from gpuops.control.record import GENERATION_MAX, NAME_CHARS_MAX, PORT_MAX
-from gpuops.wire import LENIENT, Limit, Message, Using
+from gpuops.wire.messages import LENIENT, Limit, Message, Using
 
 FIELD = "ckpt"
 DROPPED_MAX = 16

@@ -23,8 +23,8 @@ from gpuops.agent.status.published import PublishedSnapshot
 from gpuops.control.drain import request_drain
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.incident.decision import NodeReport, ReportKind
-from gpuops.wire import Beat, WorkerFlag
-from gpuops.wire import WorkerPhase as RankPhase
+from gpuops.wire.ring import Beat, WorkerFlag
+from gpuops.wire.ring import WorkerPhase as RankPhase
 
 _STEPPING = RankPhase.STEPPING
 

@@ -19,7 +19,7 @@ from gpuops.control.store import ControlStoreError, Entry
 from gpuops.host.clock import Clock
 from gpuops.incident import fields
 from gpuops.units import NS_PER_S
-from gpuops.wire import STEP_UNKNOWN, AgentRequest, WorkerFlag
+from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, WorkerFlag
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from gpuops.wire import (
+from gpuops.wire.ring import (
     HEADER_BYTES,
     RING_BYTES,
     SLOTS_MAX,

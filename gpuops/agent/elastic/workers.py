@@ -14,7 +14,7 @@ from gpuops.agent.monitors.progress import RankProgress
 from gpuops.host.clock import Clock
 from gpuops.model import WorkerExit
 from gpuops.scrub import scrub_lines
-from gpuops.wire import AgentRequest, Beat, WorkerFlag
+from gpuops.wire.ring import AgentRequest, Beat, WorkerFlag
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ from gpuops.incident.incidents.cluster import (
 from gpuops.incident.lifecycle import close, mitigate
 from gpuops.model import Evidence, Incident, IncidentState
 from gpuops.units import NS_PER_S
-from gpuops.wire import Beat, WorkerPhase
+from gpuops.wire.ring import Beat, WorkerPhase
 
 
 @dataclass(slots=True, kw_only=True)

@@ -44,7 +44,7 @@ from gpuops.incident.incidents.worker_failure import incident_from_exits
 from gpuops.model import Evidence, Incident, Severity, WorkerExit
 from gpuops.rules import LogRule
 from gpuops.units import US_PER_S
-from gpuops.wire import Beat
+from gpuops.wire.ring import Beat
 
 MINUTE_US = 60 * US_PER_S
 # Phases of the control record that tell an agent that its generation is over.

@@ -20,7 +20,7 @@ from gpuops.control.leader import Leader
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
 from gpuops.incident.kernel import JobXidFilter
-from gpuops.wire import Beat
+from gpuops.wire.ring import Beat
 
 
 class HangService(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 # A request reaches every rank of the run in at most about this time.
 SPREAD_S = 1.5

@@ -9,7 +9,7 @@ from gpuops.checkpoint.agreement.replica_check import (
     group_digests_to_json,
 )
 from gpuops.checkpoint.types import StateId
-from gpuops.wire import Limit, Message, Using
+from gpuops.wire.messages import Limit, Message, Using
 
 COMPLETE_MAX = 4
 REFUSED_MAX = 8

@@ -35,7 +35,7 @@ from gpuops.checkpoint.types import (
     StateId,
     Tier,
 )
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 _EVENTS_MAX = 2000
 _COPIES_MAX = 100_000

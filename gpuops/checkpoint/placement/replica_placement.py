@@ -19,7 +19,7 @@ from typing import Annotated
 from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.placement.ring import insert_nodes, order_ring
 from gpuops.checkpoint.types import CheckpointError
-from gpuops.wire import Limit, Message
+from gpuops.wire.messages import Limit, Message
 
 NODES_MAX = 65_536
 DomainPaths = Mapping[str, DomainPath]

@@ -1,7 +1,7 @@
 """What beats add up to."""
 
 from gpuops.agent.monitors.progress import MINUTE_NS, AttemptProgress
-from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 S = 10**9
 

@@ -12,7 +12,7 @@ from gpuops.checkpoint.placement.domains import align_paths
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 from gpuops.config.schema import parse_domain
 from gpuops.control.record import Member, Roster
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 STEP = {
     "SLURM_TOPOLOGY_ADDR": "spine.leaf3.gpu017",

@@ -28,7 +28,7 @@ from gpuops.agent.checkpoint.messages import (
 )
 from gpuops.checkpoint.placement.replica_placement import place
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 EPOCH = 3
 AGENTS = ("a", "b", "c")

@@ -10,7 +10,7 @@ from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import ReportKind, RunAction
 from gpuops.model import ActionKind, Confidence, Evidence, FailureClass, Incident, Role, WorkerExit
-from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 KNOWN = StepSource.OPTIMIZER_STATE
 FACTS = AttemptFacts(

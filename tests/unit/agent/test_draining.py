@@ -14,7 +14,7 @@ from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, RunPhase, pack
 from gpuops.control.store import Entry
 from gpuops.host.clock import FakeClock
-from gpuops.wire import STEP_UNKNOWN, AgentRequest, WorkerFlag
+from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, WorkerFlag
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 

@@ -9,7 +9,7 @@ from gpuops.agent.monitors.hang.timeouts import (
     HangTimeouts,
     limits_for,
 )
-from gpuops.wire import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
 S = 10**9
 

@@ -17,7 +17,7 @@ from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import ProcessLook
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
-from gpuops.wire import Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import Beat, StepSource, WorkerPhase
 
 SITE = "/venv/site-packages"
 WAITS = StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_reduce")

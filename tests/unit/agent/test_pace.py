@@ -3,7 +3,7 @@
 import pytest
 
 from gpuops.agent.monitors.progress import StepTracker
-from gpuops.wire import Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import Beat, StepSource, WorkerPhase
 
 
 def beats(*told):

@@ -1,7 +1,7 @@
 """The pace of a script that says its steps and has an optimizer: two beats for one step."""
 
 from gpuops.agent.monitors.progress import SPREAD_S, StepTracker
-from gpuops.wire import Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import Beat, StepSource, WorkerPhase
 
 
 def beat(seq, step, at_s):

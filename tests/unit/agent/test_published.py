@@ -5,7 +5,7 @@ from support.supervised import Agent
 from gpuops.agent.status.published import PublishedSnapshot, busy_for_s, progress_of, state_of
 from gpuops.control.record import pack
 from gpuops.control.store import Entry
-from gpuops.wire import Beat, StepSource, WorkerPhase
+from gpuops.wire.ring import Beat, StepSource, WorkerPhase
 
 BOARD = {"kind": "private", "host": "", "port": 0, "run_key": "job", "endpoint": ""}
 

@@ -19,7 +19,7 @@ from gpuops.agent.journal.run_dir import (
 )
 from gpuops.control.record import FOLDER_PATTERN
 from gpuops.errors import UsageError
-from gpuops.wire import (
+from gpuops.wire.ring import (
     RING_BYTES,
     SLOTS,
     Beat,

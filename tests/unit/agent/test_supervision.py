@@ -15,8 +15,8 @@ from gpuops.control.record import RunPhase, unpack
 from gpuops.incident.decision import NodeReport, ReportKind, RestartPolicy
 from gpuops.incident.kernel import JobXidFilter
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
-from gpuops.wire import Beat, StepSource, WorkerFlag
-from gpuops.wire import WorkerPhase as BeatPhase
+from gpuops.wire.ring import Beat, StepSource, WorkerFlag
+from gpuops.wire.ring import WorkerPhase as BeatPhase
 
 pytestmark = pytest.mark.torch
 

@@ -41,7 +41,7 @@ from gpuops.checkpoint.types import (
     Shard,
     StateId,
 )
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 NEAR, FAR = KeeperAddress("near", "127.0.0.1", 1001), KeeperAddress("far", "127.0.0.1", 1002)
 

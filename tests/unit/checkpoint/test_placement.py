@@ -16,7 +16,7 @@ from gpuops.checkpoint.placement.replica_placement import (
 )
 from gpuops.checkpoint.placement.survival import domain_spread
 from gpuops.checkpoint.types import CheckpointError
-from gpuops.wire import MessageFormatError
+from gpuops.wire.messages import MessageFormatError
 
 
 def named(count, first=0):

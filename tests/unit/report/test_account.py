@@ -19,8 +19,8 @@ from gpuops.store.ingest.batch import ingest
 from gpuops.store.ingest.envelope import EventEnvelope
 from gpuops.store.queries import run_queries
 from gpuops.store.spool.format import SpoolLine
-from gpuops.wire import Beat, StepSource
-from gpuops.wire import WorkerPhase as Beating
+from gpuops.wire.ring import Beat, StepSource
+from gpuops.wire.ring import WorkerPhase as Beating
 
 OPTIMIZER = StepSource.OPTIMIZER_STATE
 

@@ -9,7 +9,7 @@ from support.runs import wait_until
 
 import gpuops.worker.shim
 from gpuops.agent.elastic.rings import RingReader
-from gpuops.wire import STEP_UNKNOWN, AgentRequest, StepSource, WorkerFlag, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, StepSource, WorkerFlag, WorkerPhase
 
 SHIM = gpuops.worker.shim.__file__
 WAIT = """

@@ -7,7 +7,14 @@ import weakref
 
 import pytest
 
-from gpuops.wire import RING_BYTES, STEP_UNKNOWN, RingHeader, StepSource, read_beats, write_header
+from gpuops.wire.ring import (
+    RING_BYTES,
+    STEP_UNKNOWN,
+    RingHeader,
+    StepSource,
+    read_beats,
+    write_header,
+)
 from gpuops.worker.heartbeat import Heart, create_ring
 from gpuops.worker.steps import PATIENCE, PATIENCE_MAX, StepReader
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gpuops.agent.monitors.hang.timeouts import FIRST_STEP, STEP, STEPS_MIN, HangTimeouts
-from gpuops.wire import STEP_UNKNOWN, Beat, WorkerPhase
+from gpuops.wire.ring import STEP_UNKNOWN, Beat, WorkerPhase
 
 NS = 10**9
 # An agent that did not look for so long was itself stopped, and its workers with it: what they

@@ -34,7 +34,7 @@ from gpuops.agent.monitors.rank_state import (
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
 from gpuops.model import Evidence
-from gpuops.wire import Beat, WorkerFlag
+from gpuops.wire.ring import Beat, WorkerFlag
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpuops.wire import WorkerPhase
+from gpuops.wire.ring import WorkerPhase
 
 STEP_FLOOR_S = 60.0
 PHASE_FLOOR_S = 600.0

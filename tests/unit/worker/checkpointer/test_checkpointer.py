@@ -18,7 +18,7 @@ from gpuops.checkpoint.keeper.api import Skipped
 from gpuops.checkpoint.storage.chosen_interval import AUTO, ChosenInterval
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.plan.failure_rate import FailureRate
-from gpuops.wire import RING_BYTES, RingHeader, WorkerPhase, read_beats, write_header
+from gpuops.wire.ring import RING_BYTES, RingHeader, WorkerPhase, read_beats, write_header
 from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.heartbeat import Heart

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.wire import (
+from gpuops.wire.ring import (
     HEADER_BYTES,
     RECORD_BYTES,
     RING_BYTES,

@@ -1,0 +1,1 @@
+"""Formats that two processes share: JSON `messages`, and the heartbeat `ring` of one rank."""

@@ -29,6 +29,10 @@ class CorruptError(CheckpointError):
     """The bytes are not those that were saved."""
 
 
+class RestoreUndecidedError(CheckpointError):
+    """Whether there is a state to go on from cannot be said, so starting anew could lose it."""
+
+
 class KeeperError(CheckpointError):
     """The keeper of this node's copies does not answer, or refuses."""
 
@@ -130,3 +134,19 @@ class KeeperAddress:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.name} ({host}:{self.port})"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHolders:
+    """Who has a shard, in the order in which they are asked.
+
+    ``root`` is that of the digest which the bytes must have, "" where any will do that a holder has
+    verified.
+    """
+
+    peers: tuple[KeeperAddress, ...]
+    root: str = ""
+
+    def __post_init__(self) -> None:
+        if self.root and (len(self.root) != 64 or self.root.strip("0123456789abcdef")):
+            raise CheckpointError(f"{self.root!r} is no root of a digest")

@@ -164,8 +164,11 @@ def _of_class(kind: Annotation, args: tuple[Annotation, ...]) -> _Converter:
     types, own = get_type_hints(kind, include_extras=True), [f for f in fields(kind) if f.init]
     hints = {field.name: types[field.name] for field in own}
     if not issubclass(kind, Message):
-        kinds = list(hints.values())
-        return _row(kinds, kind, lambda value: [getattr(value, name) for name in hints])
+        return _row(
+            list(hints.values()),
+            lambda *values: kind(**dict(zip(hints, values, strict=True))),
+            lambda value: [getattr(value, name) for name in hints],
+        )
     defaults = {f.name: _default_of(f) for f in own}
     return _object(kind, hints, defaults)
 

@@ -17,8 +17,9 @@ from typing import Any, Self
 
 import torch
 
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, RankKeeper
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
+from gpuops.checkpoint.keeper.rank_client import RankKeeperClient
 from gpuops.checkpoint.storage.chosen_interval import AUTO
 from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.types import STEP_MAX, CheckpointError, KeeperError
@@ -109,7 +110,7 @@ class Checkpointer:
         keep_last: int = 3,
         keep_every: int = 0,
         allow_pickle: bool = False,
-        keeper: RankKeeper | None = None,
+        keeper: RankKeeperClient | None = None,
     ) -> None:
         self._every = parse_interval(every)
         self._env = environ()

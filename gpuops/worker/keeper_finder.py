@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, RankKeeper
 from gpuops.checkpoint.keeper.connection import (
     KeeperConnection,
     KeeperGoneError,
     keeper_socket_path,
 )
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, HelloReply
 from gpuops.checkpoint.keeper.process import start_or_adopt
-from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.keeper.rank_client import RankKeeperClient, connect_rank
 from gpuops.checkpoint.storage.address import check_address
 from gpuops.checkpoint.types import CheckpointError, KeeperError
 from gpuops.host.files import why_not_ours
@@ -132,8 +132,8 @@ class StandaloneKeeper:
         except KeeperError:
             return False
         try:
-            connection.call("hello", role="probe")
-            is_left = connection.call("left")[0].flag("is_left")
+            connection.call(HelloReply, "hello", role="probe")
+            is_left = connection.call(bool, "left")
         except KeeperError:
             return False
         finally:
@@ -206,7 +206,7 @@ class KeeperFinder:
 
     def __init__(
         self,
-        given: RankKeeper | None,
+        given: RankKeeperClient | None,
         env: Mapping[str, str],
         ranks: RankContext,
         policy: CheckpointPolicy,
@@ -217,7 +217,7 @@ class KeeperFinder:
         self._policy = policy
         self.standalone: StandaloneKeeper | None = None
 
-    def find(self, *, is_reconnect: bool = False) -> RankKeeper:
+    def find(self, *, is_reconnect: bool = False) -> RankKeeperClient:
         """Return the keeper, told of the policy; *is_reconnect*: this rank trains already.
 
         Raises:
@@ -229,7 +229,7 @@ class KeeperFinder:
         keeper.set_policy(self._policy)
         return keeper
 
-    def _connect(self, *, is_reconnect: bool) -> RankKeeper:
+    def _connect(self, *, is_reconnect: bool) -> RankKeeperClient:
         env, ranks = self._env, self._ranks
         path = env.get(KEEPER_ENV, "")
         if path:
@@ -271,7 +271,7 @@ class KeeperFinder:
 
 def _connect_to(
     path: Path, ranks: RankContext, generation: int, *, is_reconnect: bool
-) -> RankKeeper:
+) -> RankKeeperClient:
     return connect_rank(
         path,
         rank=ranks.rank,
@@ -397,10 +397,10 @@ def process_group_store(ranks: RankContext) -> tuple[Any, str] | None:
 class KeeperSearch:
     """One try to connect, with *find*, which returns a keeper or raises."""
 
-    def __init__(self, find: Callable[[], RankKeeper]) -> None:
+    def __init__(self, find: Callable[[], RankKeeperClient]) -> None:
         self._find = find
         self._lock = threading.Lock()
-        self._found: RankKeeper | None = None
+        self._found: RankKeeperClient | None = None
         self._error: Exception | None = None
         self._is_wanted = True
         self._thread = threading.Thread(target=self._run, name="gpuops-find-keeper", daemon=True)
@@ -410,7 +410,7 @@ class KeeperSearch:
         """Say whether there is a result; never waits."""
         return not self._thread.is_alive()
 
-    def result(self) -> RankKeeper:
+    def result(self) -> RankKeeperClient:
         """Return what was found, or raise what kept it; only once it is done."""
         if self._error is not None:
             raise self._error

@@ -19,8 +19,8 @@ from gpuops.checkpoint.agreement.local_recovery import (
     StateSearchCriteria,
     find_restorable,
 )
-from gpuops.checkpoint.keeper.api import RankKeeper
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.keeper.rank_client import RankKeeperClient
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.types import (
@@ -111,9 +111,9 @@ class KeeperStateSource:
 
     def __init__(
         self,
-        keeper: RankKeeper,
+        keeper: RankKeeperClient,
         deadline_s: float,
-        reconnect: Callable[[], RankKeeper] | None = None,
+        reconnect: Callable[[], RankKeeperClient] | None = None,
     ) -> None:
         self._keeper = keeper
         self._deadline_s = deadline_s

@@ -10,8 +10,9 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
-from gpuops.checkpoint.keeper.api import NO_ANSWER, Lease, RankKeeper, Skipped
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.keeper.messages import Lease, Skipped
+from gpuops.checkpoint.keeper.rank_client import NO_ANSWER, RankKeeperClient
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.worker.keeper_finder import KeeperSearch, NoKeeperError
 from gpuops.worker.ranks import RankContext
@@ -37,7 +38,7 @@ T = TypeVar("T")
 class ConnectKeeper(Protocol):
     """Finds the keeper; *is_reconnect*: for a rank that was connected before, and trains."""
 
-    def __call__(self, *, is_reconnect: bool = False) -> RankKeeper: ...
+    def __call__(self, *, is_reconnect: bool = False) -> RankKeeperClient: ...
 
 
 class CheckpointSaver:
@@ -66,7 +67,7 @@ class CheckpointSaver:
         self._capturer = StateCapturer(
             adapters, Shard(ranks.rank, ranks.world), allow_pickle=allow_pickle
         )
-        self.keeper: RankKeeper | None = None
+        self.keeper: RankKeeperClient | None = None
         self.error: Exception | None = None
         self._slots = slots
         self._connect = connect
@@ -97,7 +98,7 @@ class CheckpointSaver:
         else:
             self.error = self._retry_at_s = None
 
-    def reconnect(self, within_s: float) -> RankKeeper:
+    def reconnect(self, within_s: float) -> RankKeeperClient:
         """Return a keeper in place of one that is gone; waits for it.
 
         Raises:
@@ -162,7 +163,7 @@ class CheckpointSaver:
                 return why or str(self.error)
             time.sleep(POLL_S)
 
-    def _try_save_final(self, keeper: RankKeeper, step: int) -> str:
+    def _try_save_final(self, keeper: RankKeeperClient, step: int) -> str:
         """Return why it is not saved now, "" where it is."""
         if self._copier is None:
             self._reserve(keeper, self._capturer.capture(step).plan, step)
@@ -243,7 +244,7 @@ class CheckpointSaver:
             wait_s, self._retry_s = self._retry_s, min(2 * self._retry_s, RETRY_S_MAX)
         return wait_s
 
-    def _save(self, keeper: RankKeeper, step: int, asks_keeper: bool, overlap: bool) -> None:
+    def _save(self, keeper: RankKeeperClient, step: int, asks_keeper: bool, overlap: bool) -> None:
         reply = keeper.acquire(step) if asks_keeper else None
         if isinstance(reply, Skipped):
             self._skip(reply.why, is_due=reply.is_due)
@@ -275,7 +276,7 @@ class CheckpointSaver:
             self._copy(keeper, reply, capture, overlap=overlap)
 
     def _copy(
-        self, keeper: RankKeeper, lease: Lease, capture: CapturedState, *, overlap: bool
+        self, keeper: RankKeeperClient, lease: Lease, capture: CapturedState, *, overlap: bool
     ) -> None:
         assert self._copier is not None
         try:
@@ -293,12 +294,12 @@ class CheckpointSaver:
         assert lease is not None
         self._run_guarded(lambda keeper: self._seal(keeper, lease))
 
-    def _seal(self, keeper: RankKeeper, lease: Lease) -> None:
+    def _seal(self, keeper: RankKeeperClient, lease: Lease) -> None:
         keeper.seal(lease)
         self._n_saved += 1
         self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN
 
-    def _reserve(self, keeper: RankKeeper, plan: CopyPlan, step: int) -> None:
+    def _reserve(self, keeper: RankKeeperClient, plan: CopyPlan, step: int) -> None:
         """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
         if self._copier is not None:
             self._changed_names = _changed_tensors(self._copier.plan, plan)
@@ -308,7 +309,7 @@ class CheckpointSaver:
         self._copier = SlotCopier(plan, slots, self._warn_once)
         self._reserved_at_step = step
 
-    def _run_guarded(self, function: Callable[[RankKeeper], T]) -> T | None:
+    def _run_guarded(self, function: Callable[[RankKeeperClient], T]) -> T | None:
         """Return what *function* does, None where it fails: saving is off then."""
         if self.keeper is None:
             return None

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.inspection import verify_state

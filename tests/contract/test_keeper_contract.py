@@ -7,11 +7,18 @@ from support.in_process_keeper import InProcessNode
 from support.keeper_ranks import Rank, fill, holds, layout_of, newest, ready, save_all, until
 
 from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease, Skipped
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, Skipped
 from gpuops.checkpoint.keeper.process import start_or_adopt
-from gpuops.checkpoint.keeper.rank_client import RestoreUndecidedError, connect_rank
+from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.storage.factory import open_store
-from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    KeeperError,
+    RestoreUndecidedError,
+    Shard,
+    StateId,
+    Tier,
+)
 
 
 class InProcess:

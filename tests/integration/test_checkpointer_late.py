@@ -8,8 +8,8 @@ import pytest
 from support.keeper_ranks import newest, ready, until
 
 from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
-from gpuops.checkpoint.keeper.api import CheckpointPolicy
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.storage.factory import open_store

@@ -13,8 +13,8 @@ from support.runs import is_alive
 from gpuops.agent.checkpoint.api import KEEPER
 from gpuops.agent.checkpoint.keeper_client import start_keeper
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
-from gpuops.checkpoint.keeper.api import Lease
 from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
+from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.keeper.process import probe_or_kill, sample_process, start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.types import StateId

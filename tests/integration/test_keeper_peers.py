@@ -10,7 +10,7 @@ import pytest
 from support.keeper_ranks import holds, layout_of, until
 from support.peer_keepers import JOB, TOKEN, Node, SmallNode, commit, save, seat
 
-from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES
 from gpuops.checkpoint.peers.push import BACKOFF_MAX_S
 from gpuops.checkpoint.storage.directory_lock import LOCK_NAME

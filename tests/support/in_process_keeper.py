@@ -11,18 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpuops.checkpoint.agreement.local_recovery import RestoreUndecidedError
 from gpuops.checkpoint.image import ImageLayout
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease, Skipped
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import OnDone, Work
-from gpuops.checkpoint.keeper.restore import RankInfo
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, RankInfo, Skipped
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate_fd
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.factory import open_store as open_any_store
 from gpuops.checkpoint.storage.persister import OpenStore
-from gpuops.checkpoint.types import CheckpointError, KeeperError, RestorePoint, Shard
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    KeeperError,
+    RestorePoint,
+    RestoreUndecidedError,
+    Shard,
+)
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -205,7 +209,8 @@ class InProcessKeeper:
 
     def open_shard(self, restore_point: RestorePoint, shard: Shard) -> SharedBuffer | Path:
         def do(core: KeeperCore) -> SharedBuffer | Path:
-            source = core.shard_location(restore_point.state, shard)
+            assert core.group is not None
+            source = core.group.shard_location(restore_point.state, shard)
             return source if isinstance(source, Path) else duplicate(source, writable=False)
 
         return self._run(do)

@@ -3,7 +3,7 @@
 import time
 
 from gpuops.checkpoint.image import TensorSpec, plan_image, read_layout
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.types import Shard
 
 

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Lease
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.types import KeeperError, Shard, StateId
 from support.keeper_ranks import layout_of

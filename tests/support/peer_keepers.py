@@ -4,10 +4,10 @@ import itertools
 import threading
 
 from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
-from gpuops.checkpoint.keeper.api import Lease
 from gpuops.checkpoint.keeper.connection import keeper_socket_path
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import Jobs, Waker
+from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.keeper.server import KeeperServer

@@ -15,13 +15,20 @@ from gpuops.checkpoint.digest import (
     damaged_among,
     is_chunk_intact,
 )
+from gpuops.checkpoint.keeper.messages import WHY_MAX
 from gpuops.checkpoint.manifest import Manifest
 from gpuops.checkpoint.memory.node_memory import HeldShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
-from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId, Tier
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    CorruptError,
+    RestoreUndecidedError,
+    Shard,
+    StateId,
+    Tier,
+)
 
-WHY_MAX = 16
 _WHY_CHARS_MAX = 300
 _CHUNKS_PER_TASK = 4  # that one thread reads before it takes the next
 
@@ -56,10 +63,6 @@ class PeerCopies(Closeable, Protocol):
     def get(self, shard: Shard) -> SharedBuffer:
         """Return it, verified; raises CheckpointError where no node could serve."""
         ...
-
-
-class RestoreUndecidedError(CheckpointError):
-    """Whether there is a state to go on from cannot be said, so starting anew could lose it."""
 
 
 @dataclass(frozen=True, slots=True)

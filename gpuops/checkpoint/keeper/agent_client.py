@@ -1,58 +1,34 @@
 """The agent's line to the keeper of its node."""
 
 import threading
-from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuops.checkpoint.agreement.local_recovery import WHY_MAX
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import ReplicaReport, replica_report_to_json
-from gpuops.checkpoint.digest import check_digest
-from gpuops.checkpoint.keeper.agent_messages import (
-    holder_pages,
-    peers_to_json,
-)
 from gpuops.checkpoint.keeper.connection import DEADLINE_S, SLACK_S, KeeperConnection
 from gpuops.checkpoint.keeper.messages import (
-    ID_MAX,
-    WHY_CHARS_MAX,
-    MessageError,
-    MessageFields,
-    shard_to_json,
-    state_to_json,
+    WHY_MAX,
+    Done,
+    EventsPage,
+    FlushResult,
+    HandOver,
+    HelloReply,
+    InventoryPage,
+    holder_pages,
 )
 from gpuops.checkpoint.types import (
-    IMAGE_BYTES_MAX,
-    CorruptError,
-    Digest,
+    WHY_CHARS_MAX,
     KeeperAddress,
     KeeperError,
     Shard,
     ShardCopy,
     StateId,
-    Tier,
 )
-from gpuops.wire.messages import MessageFormatError
 
 _EVENTS_MAX = 2000
 _COPIES_MAX = 100_000
-_TABLE_BYTES_MAX = IMAGE_BYTES_MAX // 2**21
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperFlushResult:
-    """What came of a flush: *state* is persisted; None where none is, *why* says why.
-
-    ``seconds`` and ``nbytes`` are of the last writing, which may have been earlier.
-    """
-
-    state: StateId | None
-    seconds: float = 0.0
-    nbytes: int = 0
-    why: str = ""
 
 
 def open_agent_connection(socket_path: Path, *, deadline_s: float = DEADLINE_S) -> KeeperConnection:
@@ -63,7 +39,7 @@ def open_agent_connection(socket_path: Path, *, deadline_s: float = DEADLINE_S) 
     """
     connection = KeeperConnection(socket_path, deadline_s=deadline_s)
     try:
-        connection.call("hello", role="agent")
+        connection.call(HelloReply, "hello", role="agent")
     except BaseException:  # boundary: the connection is closed, the error goes on
         connection.close()
         raise
@@ -95,6 +71,7 @@ class AgentKeeperClient:
         has to be the same on all nodes.
         """
         self._connection.call(
+            Done,
             "begin_generation",
             generation=generation,
             n_nodes=n_nodes,
@@ -109,10 +86,9 @@ class AgentKeeperClient:
         another *job*, is turned away. Once an agent's life; to ask again changes nothing. *port*:
         where they look for it already, because the keeper before this one listened there; 0: any.
         """
-        fields, _ = self._connection.call(
-            "serve_peers", address=address, node=node, token=token, job=job, port=port
+        return self._connection.call(
+            int, "serve_peers", address=address, node=node, token=token, job=job, port=port
         )
-        return fields.integer("port", 1, 65_535)
 
     def replicate(
         self,
@@ -127,10 +103,7 @@ class AgentKeeperClient:
         state is committed after this. *bytes_per_s*: no faster, all pushes together.
         """
         self._connection.call(
-            "replicate",
-            holders=peers_to_json(holders),
-            keep=[shard_to_json(shard) for shard in keep],
-            bytes_per_s=bytes_per_s,
+            Done, "replicate", holders=holders, keep=keep, bytes_per_s=bytes_per_s
         )
 
     def restore_from(
@@ -149,16 +122,13 @@ class AgentKeeperClient:
         right in this node's memory is fetched there, the directory is last. *roots*: of the digests
         that were agreed upon. *why*: what spoke against newer states. Returns at once.
         """
-        state_json = None if state is None else state_to_json(state)
+        texts = [text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]]
+        n_sources = len(sources or {})
         with self._restore_lock:
             for page in holder_pages(sources or {}, roots or {}):
-                self._connection.call("sources", wait_s=None, **page)
+                self._connection.call(Done, "sources", **page)
             self._connection.call(
-                "choose",
-                state=state_json,
-                epoch=epoch,
-                sources=len(sources or {}),
-                why=[text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]],
+                Done, "choose", state=state, epoch=epoch, n_sources=n_sources, why=texts
             )
 
     def take_over(self, epoch: int) -> None:
@@ -167,90 +137,72 @@ class AgentKeeperClient:
         For a keeper in place of one that died: what that held is gone, and to ranks that have
         loaded theirs it is of no matter. A rank that still asks what to load is refused.
         """
-        self._connection.call("take_over", epoch=epoch)
+        self._connection.call(Done, "take_over", epoch=epoch)
 
     def progress(self) -> KeeperProgress:
         """Return how far this node is; cheap enough for once a second."""
-        try:
-            return KeeperProgress.from_json(self._connection.call("progress")[0].values)
-        except MessageFormatError as exc:
-            raise MessageError(str(exc)) from exc
+        return self._connection.call(KeeperProgress, "progress")
 
     def seal_persisted(self, state: StateId, world: int) -> None:
         """Make *state* appear in the shared directory: all nodes have written their parts.
 
         Returns at once; `Progress.persisted` and an event say what came of it.
         """
-        self._connection.call("seal_persisted", state=state_to_json(state), world=world)
+        self._connection.call(Done, "seal_persisted", state=state, world=world)
 
     def report_difference(self, report: ReplicaReport) -> None:
         """Have the keeper tell of ranks of several nodes, some of them here, that differ."""
-        self._connection.call("differ", told=replica_report_to_json(report))
+        self._connection.call(Done, "differ", report=replica_report_to_json(report))
 
     def commit(self, state: StateId, *, persist: bool = False) -> bool:
         """Commit a state that is whole on all nodes; return whether it was new here.
 
         *persist*: and begin to persist this node's shards of it.
         """
-        fields, _ = self._connection.call("commit", state=state_to_json(state), persist=persist)
-        return fields.flag("is_new")
+        return self._connection.call(bool, "commit", state=state, persist=persist)
 
     def set_next_step(self, step: int) -> None:
         """Save nothing before *step*, the first that all nodes can save together."""
-        self._connection.call("aim", step=step)
+        self._connection.call(Done, "aim", step=step)
 
     def give_up(self, state: StateId) -> None:
         """Let go of a state that will not be whole on all nodes, so that others may be saved."""
-        self._connection.call("give_up", state=state_to_json(state))
+        self._connection.call(Done, "give_up", state=state)
 
-    def flush(self, deadline_s: float) -> KeeperFlushResult:
+    def flush(self, deadline_s: float) -> FlushResult:
         """Persist the newest committed state, where it is not; returns within *deadline_s*."""
+        wait_s = deadline_s + SLACK_S
         try:
-            fields, _ = self._connection.call(
-                "flush", wait_s=deadline_s + SLACK_S, deadline_s=deadline_s
-            )
+            return self._connection.call(FlushResult, "flush", wait_s=wait_s, deadline_s=deadline_s)
         except KeeperError as exc:
             if not self._connection.is_open:
                 raise
-            return KeeperFlushResult(None, why=str(exc))
-        return KeeperFlushResult(
-            fields.state() if "state" in fields else None,
-            fields.number("seconds"),
-            fields.integer("bytes", 0, ID_MAX),
-            fields.text("why", 10_000),
-        )
+            return FlushResult(None, why=str(exc))
 
     def inventory(self) -> list[ShardCopy]:
-        """Return the copies in memory, also those held for others, with their digests.
+        """Return the copies in memory, also those held for others, with the roots of their digests.
 
         The newest state is first.
         """
         found: list[ShardCopy] = []
-        after = 0
         while len(found) < _COPIES_MAX:
-            fields, _ = self._connection.call("inventory", after=after)
-            holder = fields.text("holder", 4096)
-            page = [MessageFields(dict(item)) for item in fields.items("copies", 10_000)]
-            for item in page:
-                copy = self._copy(item, holder)
-                if copy is not None:
-                    found.append(copy)
-            after += len(page)
-            if fields.flag("is_all") or not page:
+            page = self._connection.call(InventoryPage, "inventory", after=len(found))
+            found += page.copies
+            if page.is_all or not page.copies:
                 break
         return found
 
     def stats(self) -> Mapping[str, Any]:
         """Return counts by name, as `Keeper.stats` does."""
-        return self._connection.call("stats")[0].values
+        return self._connection.call(dict, "stats")
 
     def events(self) -> list[Mapping[str, Any]]:
         """Return what happened since the last call, the oldest first, each with a ``kind``."""
         found: list[Mapping[str, Any]] = []
         while len(found) < _EVENTS_MAX:
-            fields, _ = self._connection.call("events")
-            found += [item for item in fields.items("events", 10_000) if isinstance(item, dict)]
-            if fields.flag("is_all"):
+            page = self._connection.call(EventsPage, "events")
+            found += page.events
+            if page.is_all:
                 break
         return found
 
@@ -259,51 +211,13 @@ class AgentKeeperClient:
 
         Return how many are, and whether the keeper ends: none is, and it *is_over*.
         """
-        fields, _ = self._connection.call("leave", is_over=is_over)
-        return fields.integer("ranks", 0, ID_MAX), fields.flag("is_ending")
+        left = self._connection.call(HandOver, "leave", is_over=is_over)
+        return left.ranks, left.is_ending
 
     def shut_down(self) -> None:
         """End the keeper; what only memory holds is gone."""
-        self._connection.call("end")
+        self._connection.call(Done, "end")
 
     def close(self) -> None:
         """Hang up; the keeper waits for another agent, for as long as its lease."""
         self._connection.close()
-
-    def _copy(self, item: MessageFields, holder: str) -> ShardCopy | None:
-        """Return a copy with the whole of its digest; None where it is gone by now."""
-        state, shard = item.state(), item.shard()
-        n_bytes = item.integer("table_bytes", 0, _TABLE_BYTES_MAX)
-        table = self._table(state, shard, n_bytes)
-        if table is None:
-            return None
-        digest = Digest(item.integer("nbytes", 1, IMAGE_BYTES_MAX), table, item.text("root", 64))
-        try:
-            check_digest(digest)
-        except CorruptError as exc:
-            raise KeeperError(f"the keeper's digest of {state} is wrong: {exc}") from exc
-        return ShardCopy(state, shard, item.text("layout", 64), digest, Tier.MEMORY, holder)
-
-    def _table(self, state: StateId, shard: Shard, n_bytes: int) -> bytes | None:
-        table = b""
-        while len(table) < n_bytes:
-            try:
-                fields, _ = self._connection.call(
-                    "table",
-                    begin=len(table),
-                    state=state_to_json(state),
-                    shard=shard_to_json(shard),
-                )
-            except KeeperError:
-                if not self._connection.is_open:
-                    raise
-                return None
-            text = fields.text("table", 60_000)
-            try:
-                data = b64decode(text, validate=True)
-            except ValueError as exc:
-                raise MessageError("a digest of the keeper's is no base64") from exc
-            if not data:
-                return None
-            table += data
-        return table

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from gpuops.checkpoint.agreement.local_recovery import RestoreUndecidedError
 from gpuops.checkpoint.keeper import messages
-from gpuops.checkpoint.keeper.messages import MessageError, MessageFields
-from gpuops.checkpoint.types import CheckpointError, KeeperError
+from gpuops.checkpoint.keeper.messages import MessageError
+from gpuops.checkpoint.types import CheckpointError, KeeperError, RestoreUndecidedError
+from gpuops.wire.messages import MessageFormatError, read
 
+T = TypeVar("T")
 SOCKET_NAME = "keeper.sock"
 
 
@@ -92,15 +94,23 @@ class KeeperConnection:
         return int(struct.unpack("3i", raw)[0])
 
     def call(
-        self, command: str, *, wait_s: float | None = None, **fields: object
-    ) -> tuple[MessageFields, list[int]]:
-        """Return the answer's fields, and the descriptors that came with it; those are yours.
+        self, kind: type[T], command: str, *, wait_s: float | None = None, **fields: object
+    ) -> T:
+        """Return the reply, which is of *kind*.
 
         Raises:
             RestoreUndecidedError: As the keeper said it.
             KeeperError: It refused, or still owes an answer (the line goes on), or is gone (the
                 line is closed).
         """
+        reply, fds = self.call_for_fds(kind, command, wait_s=wait_s, **fields)
+        _close_fds(fds)
+        return reply
+
+    def call_for_fds(
+        self, kind: type[T], command: str, *, wait_s: float | None = None, **fields: object
+    ) -> tuple[T, list[int]]:
+        """Return the reply as `call` does, and the descriptors beside it; those are yours."""
         with self._lock:
             end_s = time.monotonic() + (self._deadline_s if wait_s is None else wait_s)
             try:
@@ -112,18 +122,18 @@ class KeeperConnection:
                     f"the keeper at {self._path} does not answer ({command}); is it stopped?"
                 ) from exc
             try:
-                return self._read(command, data), fds
+                return self._reply(kind, command, self._read(command, data)), fds
             except BaseException:  # boundary: nobody else closes them
                 _close_fds(fds)
                 raise
 
-    def call_within(self, command: str, *, wait_s: float, **fields: object) -> MessageFields:
-        """Return the answer's fields, where they come within *wait_s*.
+    def call_within(self, kind: type[T], command: str, *, wait_s: float, **fields: object) -> T:
+        """Return the reply, where it comes within *wait_s*.
 
-        Where they do not, the keeper owes them: nothing else is asked until `late_reply` has them.
+        Where it does not, the keeper owes it: nothing else is asked until `late_reply` has it.
 
         Raises:
-            KeeperTimeoutError: They did not, or an answer is owed.
+            KeeperTimeoutError: It did not, or a reply is owed.
             KeeperError: As for `call`.
         """
         with self._lock:
@@ -131,29 +141,30 @@ class KeeperConnection:
             try:
                 self._send(command, end_s, fields)
                 self._awaited = command
-                return self._receive_awaited(command, end_s)
+                return self._reply(kind, command, self._receive_awaited(command, end_s))
             except TimeoutError as exc:
                 raise KeeperTimeoutError(
                     f"the keeper at {self._path} has not answered yet ({command})"
                 ) from exc
 
-    def late_reply(self, wait_s: float = 0.0) -> tuple[str, MessageFields] | None:
-        """Return what was asked for, and the answer, where one was owed; None where none was.
+    def late_reply(self, kind: type[T], command: str, wait_s: float = 0.0) -> T | None:
+        """Take in the reply that is owed, if any, and return it where it is one to *command*.
 
         Raises:
             KeeperTimeoutError: It is owed still, after *wait_s*.
             KeeperError: As for `call`.
         """
         with self._lock:
-            command = self._awaited
-            if command is None:
+            awaited = self._awaited
+            if awaited is None:
                 return None
             try:
-                return command, self._receive_awaited(command, time.monotonic() + wait_s)
+                reply = self._receive_awaited(awaited, time.monotonic() + wait_s)
             except TimeoutError as exc:
                 raise KeeperTimeoutError(
-                    f"the keeper at {self._path} has not answered yet ({command})"
+                    f"the keeper at {self._path} has not answered yet ({awaited})"
                 ) from exc
+            return self._reply(kind, command, reply) if awaited == command else None
 
     def notify(self, command: str, **fields: object) -> None:
         """Say something that has no answer; returns as soon as it is on its way.
@@ -204,7 +215,7 @@ class KeeperConnection:
         except OSError as exc:
             raise self._gone_error(command, exc) from exc
 
-    def _receive_awaited(self, command: str, end_s: float) -> MessageFields:
+    def _receive_awaited(self, command: str, end_s: float) -> object:
         """Return the answer that is owed; TimeoutError where it does not come until *end_s*."""
         data, fds = self._receive(command, end_s)
         self._awaited = None
@@ -239,22 +250,29 @@ class KeeperConnection:
             f"the keeper at {self._path} is gone ({command}): {error.strerror or error}"
         )
 
-    def _read(self, command: str, data: bytes) -> MessageFields:
+    def _read(self, command: str, data: bytes) -> object:
         try:
             fields = messages.from_bytes(data)
-            if "error" in fields:
-                why = fields.text("error", 5000)
-                kind = fields.text("kind", 40)
-            else:
-                # One question is asked at a time: an answer to another is no answer.
-                fields.integer("id", self._number, self._number)
-                return fields.nested("ok")
         except MessageError as exc:
             self._disconnect()
             raise KeeperError(f"the keeper at {self._path} ({command}): {exc}") from exc
-        if kind == "cannot_tell":
-            raise RestoreUndecidedError(why)
+        why = fields.get("error")
+        if why is None and fields.get("id") == self._number and "ok" in fields:
+            return fields["ok"]
+        if why is None:
+            # One question is asked at a time: an answer to another is no answer.
+            self._disconnect()
+            raise KeeperError(f"the keeper at {self._path} ({command}) answers something else")
+        if fields.get("kind") == messages.UNDECIDED:
+            raise RestoreUndecidedError(str(why))
         raise KeeperError(f"the keeper refuses ({command}): {why}")
+
+    def _reply(self, kind: type[T], command: str, reply: object) -> T:
+        try:
+            return read(kind, reply)
+        except MessageFormatError as exc:
+            self._disconnect()
+            raise KeeperError(f"the keeper at {self._path} ({command}): {exc}") from exc
 
     def _disconnect(self) -> None:
         if self._sock is not None:

@@ -4,31 +4,43 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpuops.checkpoint.agreement.local_recovery import ShardLocation
-from gpuops.checkpoint.agreement.progress import KeeperProgress
-from gpuops.checkpoint.keeper.agent_messages import EventQueue
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
+from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, KeeperProgress
+from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import Jobs
-from gpuops.checkpoint.keeper.messages import state_to_json
-from gpuops.checkpoint.keeper.progress import keeper_progress
+from gpuops.checkpoint.keeper.messages import (
+    CheckpointPolicy,
+    Epoch,
+    Generation,
+    Name,
+    RankInfo,
+    Skipped,
+    Step,
+    World,
+)
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
 from gpuops.checkpoint.keeper.restore import (
     AgentInstructions,
     ClientConnection,
     RankGroup,
-    RankInfo,
     RestoreFinder,
     restore_pin,
 )
 from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
 from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, SealedSlot
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.peers.fetch import ShardHolders
 from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.factory import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.storage.persister import OpenStore, Persister
-from gpuops.checkpoint.types import CheckpointError, Digest, KeeperError, Shard, StateId
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    Digest,
+    KeeperError,
+    Shard,
+    ShardHolders,
+    StateId,
+)
+from gpuops.wire.messages import plain
 
 
 class KeeperCore:
@@ -73,7 +85,7 @@ class KeeperCore:
         return self.agent is not None or (group is not None and bool(group.connections))
 
     def begin_generation(
-        self, generation: int, n_nodes: int, excluded_step: int | None, job: str
+        self, generation: Generation, n_nodes: World, excluded_step: Step | None, job: Name
     ) -> None:
         """Let nobody of an older generation do anything from now on.
 
@@ -112,8 +124,9 @@ class KeeperCore:
         Raises:
             KeeperError: It is of an older start, or cannot be of this node.
         """
-        self._check_generation(rank_info)
-        group = self.group
+        instructions, group = self.instructions, self.group
+        if instructions is not None:
+            instructions.check(rank_info)
         if group is None or not group.accepts(rank_info, connection, is_back=is_reconnect):
             if group is not None and rank_info.generation < group.generation:
                 raise KeeperError(
@@ -125,13 +138,12 @@ class KeeperCore:
             group = self.group = RankGroup(
                 rank_info.generation, rank_info.shard.world, rank_info.n_ranks
             )
-            self.memory.buffer_table.begin_epoch(
-                rank_info.n_ranks, is_alone=self._is_single_node(rank_info)
-            )
+            is_alone = rank_info.shard.world == rank_info.n_ranks
+            if instructions is not None:
+                is_alone = instructions.n_nodes == 1
+            self.memory.buffer_table.begin_epoch(rank_info.n_ranks, is_alone=is_alone)
             self.persister.origin = StateOrigin(self.persister.origin.job, rank_info.generation)
-            self.replica_checker.begin(
-                self.persister.origin, has_agent=self.instructions is not None
-            )
+            self.replica_checker.begin(self.persister.origin, has_agent=instructions is not None)
         group.join(rank_info, connection)
         return True
 
@@ -140,9 +152,10 @@ class KeeperCore:
         if self.agent is connection:
             self.agent = None
         group = self.group
-        for local_rank, member in list(group.connections.items()) if group else []:
+        if group is None:
+            return
+        for local_rank, member in list(group.connections.items()):
             if member is connection:
-                assert group is not None
                 given_up = self.memory.buffer_table.n_given_up
                 self.memory.buffer_table.remove_rank(local_rank)
                 self.memory.buffer_table.unpin(restore_pin(local_rank))
@@ -150,30 +163,8 @@ class KeeperCore:
                 if self.memory.buffer_table.n_given_up > given_up:
                     self.events.add("given_up", why=f"local rank {local_rank} is gone")
 
-    def _check_generation(self, rank_info: RankInfo) -> None:
-        instructions = self.instructions
-        if instructions is None:
-            return
-        if rank_info.generation != instructions.generation:
-            what = "is over" if rank_info.generation < instructions.generation else "was not begun"
-            raise KeeperError(
-                f"generation {rank_info.generation} {what}: the agent runs "
-                f"{instructions.generation}"
-            )
-        if instructions.n_nodes == 1 and rank_info.shard.world != rank_info.n_ranks:
-            raise KeeperError(
-                f"{rank_info.n_ranks} of {rank_info.shard.world} ranks are on this node, but the "
-                "agent says "
-                "that there is no other"
-            )
-
     def _own_shards(self) -> set[Shard]:
         return {rank_info.shard for rank_info in self.group.ranks.values()} if self.group else set()
-
-    def _is_single_node(self, rank_info: RankInfo) -> bool:
-        if self.instructions is not None:
-            return self.instructions.n_nodes == 1
-        return rank_info.shard.world == rank_info.n_ranks
 
     def _disconnect_ranks(self) -> None:
         group, self.group = self.group, None
@@ -181,10 +172,7 @@ class KeeperCore:
             return
         for local_rank in group.ranks:
             self.memory.buffer_table.unpin(restore_pin(local_rank))
-        for member in list(group.connections.values()):
-            member.close()
-        group.is_replaced = True
-        group.release_fetched()
+        group.close()
 
     def set_policy(self, policy: CheckpointPolicy) -> None:
         """Take the policy over."""
@@ -257,7 +245,7 @@ class KeeperCore:
             if digest is None:
                 self.memory.buffer_table.give_up(state)
                 rank, why = rank_info.shard.rank, str(error)
-                self.events.add("corrupt", state=state_to_json(state), rank=rank, why=why)
+                self.events.add("corrupt", state=state, rank=rank, why=why)
             else:
                 self._on_hashed(sealed, digest)
 
@@ -267,7 +255,7 @@ class KeeperCore:
         """Give the state up."""
         self.memory.buffer_table.abandon(rank_info.local_rank, state)
         why = f"rank {rank_info.shard.rank} could not"
-        self.events.add("given_up", state=state_to_json(state), why=why)
+        self.events.add("given_up", state=state, why=why)
 
     def _on_hashed(self, sealed: SealedSlot, digest: Digest) -> None:
         if not self.memory.record_digest(sealed, digest):
@@ -277,7 +265,7 @@ class KeeperCore:
             self._on_committed(sealed.state)
         else:
             nbytes = self._size_bytes(sealed.state)
-            self.events.add("whole", state=state_to_json(sealed.state), bytes=nbytes)
+            self.events.add("whole", state=sealed.state, bytes=nbytes)
             self.peers.tick()
 
     def _on_committed(self, state: StateId) -> None:
@@ -286,7 +274,7 @@ class KeeperCore:
         seconds = now_s - self._leased_s.get(state, now_s)
         self._leased_s = {s: at for s, at in self._leased_s.items() if s > state}
         nbytes = self._size_bytes(state)
-        self.events.add("committed", state=state_to_json(state), seconds=seconds, bytes=nbytes)
+        self.events.add("committed", state=state, seconds=seconds, bytes=nbytes)
         self.peers.on_committed(state)
         self.memory.release()
         self.persister.persist_if_due()
@@ -338,7 +326,7 @@ class KeeperCore:
         instructions.why, instructions.peers = why, peers
         self.tick()
 
-    def take_over(self, epoch: int) -> None:
+    def take_over(self, epoch: Epoch) -> None:
         """Let ranks that run already save states of *epoch*: the keeper before this one is gone.
 
         Raises:
@@ -376,7 +364,7 @@ class KeeperCore:
             self.persister.persist(state)
         return is_new
 
-    def set_next_step(self, step: int) -> None:
+    def set_next_step(self, step: Step) -> None:
         """Grant nothing before *step*."""
         self.memory.buffer_table.not_before = step
 
@@ -386,25 +374,28 @@ class KeeperCore:
         self.peers.tick()
 
     def progress(self) -> KeeperProgress:
-        """Return what whoever decides for all nodes has to know of this one."""
-        return keeper_progress(self.memory, self.persister, self.peers, self.replica_checker)
+        """Return what memory, disk and peers have of this node's states, the newest first."""
+        table, persister, pusher = self.memory.buffer_table, self.persister, self.peers.pusher
+        complete = tuple(self.memory.complete_states()[:COMPLETE_MAX])
+        refused = sorted(set(table.rejected) - set(complete), reverse=True)
+        return KeeperProgress(
+            whole=complete,
+            replicated=tuple(state for state in complete if pusher.is_replicated(state)),
+            refused=tuple(refused),
+            newest=table.last_committed,
+            persisted=persister.last_persisted,
+            parts=tuple(persister.written_states),
+            in_flight=table.in_flight,
+            decided=table.decided,
+            final_state=table.final,
+            is_due=persister.is_due,
+            group_digests=self.replica_checker.group_digests,
+        )
 
     def _on_resumed(self, state: StateId | None) -> None:
         self.persister.rewind(state)
         self._leased_s.clear()
         self.peers.tick()
-
-    def shard_location(self, state: StateId, shard: Shard) -> ShardLocation:
-        """Return where a shard of the offered state is read.
-
-        Raises:
-            KeeperError: It is not on offer.
-        """
-        found = self.group.result if self.group else None
-        selected = found.selected if found else None
-        if selected is None or selected.state != state or shard not in selected.sources:
-            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not on offer")
-        return selected.sources[shard]
 
     def done_reading(self, rank_info: RankInfo) -> None:
         """Let the rank's hold on the offered state go."""
@@ -419,7 +410,7 @@ class KeeperCore:
         self.done_reading(rank_info)
         self.events.add(
             "restored",
-            state=state_to_json(state),
+            state=state,
             tier=tier,
             rank=rank_info.shard.rank,
             world=rank_info.shard.world,
@@ -429,7 +420,7 @@ class KeeperCore:
 
     def counts(self) -> dict[str, Any]:
         """Return what there is to know in a glance, by name."""
-        return {
+        found = {
             **self.memory.counts(),
             **self.peers.counts(),
             **self.replica_checker.counts(),
@@ -439,6 +430,7 @@ class KeeperCore:
             "generation": self.group.generation if self.group else None,
             "agent": self.agent.pid if self.agent else None,
         }
+        return {name: plain(value) for name, value in found.items()}
 
     def tick(self) -> None:
         """Do what became possible, or due, meanwhile."""

@@ -21,7 +21,7 @@ from gpuops.checkpoint.keeper.connection import (
     KeeperTimeoutError,
     keeper_socket_path,
 )
-from gpuops.checkpoint.keeper.messages import MessageFields
+from gpuops.checkpoint.keeper.messages import HelloReply
 from gpuops.checkpoint.keeper.serve import LEASE_S
 from gpuops.checkpoint.types import KeeperError
 from gpuops.config.resolve import environ
@@ -77,7 +77,7 @@ def probe_or_kill(
     connection: KeeperConnection,
     sample: Callable[[int], ProcessSample | None] = sample_process,
     clock_s: Callable[[], float] = time.monotonic,
-) -> MessageFields:
+) -> HelloReply:
     """Return what the keeper on *connection*, which was asked nothing yet, says to a hello.
 
     It takes some 20 seconds at most, 6 where it is idle.
@@ -96,7 +96,7 @@ def probe_or_kill(
         raise KeeperError(f"the keeper with pid {pid} cannot be looked at: {exc.strerror}") from exc
     try:
         with suppress(KeeperTimeoutError):
-            return connection.call_within("hello", wait_s=SAMPLE_S, role="probe")
+            return connection.call_within(HelloReply, "hello", wait_s=SAMPLE_S, role="probe")
         while True:
             seen = sample(pid)
             if seen is not None:
@@ -104,9 +104,9 @@ def probe_or_kill(
             how = why_hung(samples)
             # That the line is still open means that `process` is the one that was asked.
             with suppress(KeeperTimeoutError):
-                found = connection.late_reply(0.0 if how else SAMPLE_S)
+                found = connection.late_reply(HelloReply, "hello", 0.0 if how else SAMPLE_S)
                 assert found is not None
-                return found[1]
+                return found
             if how is not None:
                 _kill(process, pid)
                 why = (
@@ -223,8 +223,7 @@ def _adopt(path: Path) -> KeeperProcess | None:
     except KeeperGoneError:
         return None
     try:
-        fields = probe_or_kill(connection)
-        agent = fields.integer("agent", 0, 2**31) if "agent" in fields else None
+        agent = probe_or_kill(connection).agent
         pid = connection.pid
     except KeeperGoneError:
         return None

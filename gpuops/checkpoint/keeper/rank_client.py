@@ -1,53 +1,39 @@
-"""A rank's line to the keeper of its node."""
+"""A rank's side of the keeper of its node's copies."""
 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuops.checkpoint.agreement.local_recovery import RestoreUndecidedError
 from gpuops.checkpoint.image import ImageLayout
-from gpuops.checkpoint.keeper.api import (
-    DEADLINE_S,
-    FAST_CALL_S,
-    NO_ANSWER,
-    SLOTS_MAX,
-    STATS_CALL_S,
-    CheckpointPolicy,
-    Lease,
-    RankKeeper,
-    Skipped,
-)
 from gpuops.checkpoint.keeper.connection import (
+    DEADLINE_S,
     SLACK_S,
     KeeperConnection,
     KeeperTimeoutError,
     as_keeper_error,
 )
 from gpuops.checkpoint.keeper.messages import (
-    ID_MAX,
-    MessageFields,
-    policy_to_json,
-    restore_point_from_json,
-    shard_to_json,
-    state_to_json,
+    CheckpointPolicy,
+    Done,
+    HelloReply,
+    Lease,
+    OpenedShard,
+    RankInfo,
+    ReservedSlots,
+    Restore,
+    SaveDecision,
+    Skipped,
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError, KeeperError, RestorePoint, Shard
 
-__all__ = [
-    "CheckpointPolicy",
-    "Lease",
-    "RankKeeper",
-    "RankKeeperClient",
-    "RestoreUndecidedError",
-    "Skipped",
-    "connect_rank",
-]
-
-_NOTICE_CHARS_MAX = 4000
-_PATH_CHARS_MAX = 16_384
+# Of what a rank asks while it trains: one that does not answer in time is not waited for.
+FAST_CALL_S = 2.0
+STATS_CALL_S = 5.0
+NO_ANSWER = "the keeper does not answer"
 
 
 def connect_rank(  # noqa: PLR0913 where a rank stands has as many parts
@@ -72,17 +58,9 @@ def connect_rank(  # noqa: PLR0913 where a rank stands has as many parts
         KeeperError: It does not answer, or refuses this rank.
     """
     connection = KeeperConnection(socket_path, deadline_s=deadline_s)
+    rank_info = RankInfo(Shard(rank, world), local_rank, local_world, generation)
     try:
-        connection.call(
-            "hello",
-            role="rank",
-            rank=rank,
-            world=world,
-            local_rank=local_rank,
-            local_world=local_world,
-            generation=generation,
-            is_back=is_reconnect,
-        )
+        connection.call(HelloReply, "hello", role="rank", rank=rank_info, is_back=is_reconnect)
     except BaseException:  # boundary: the line is closed, the error goes on
         connection.close()
         raise
@@ -90,101 +68,138 @@ def connect_rank(  # noqa: PLR0913 where a rank stands has as many parts
 
 
 class RankKeeperClient:
-    """A `Keeper` in a process of its own."""
+    """One rank's side of its node's keeper.
+
+    Every call ends: `restore_point` within the given seconds, the others within a fixed deadline.
+    All raise `KeeperError` where the keeper is gone, does not answer, or refuses (what, on what,
+    why); the client is of no use afterwards, and training goes on without it. Calls come from one
+    thread at a time.
+    """
 
     def __init__(self, connection: KeeperConnection, shard: Shard) -> None:
         self.shard = shard
         self._connection = connection
-        self._slot_numbers: list[int] = []
+        self._slot_numbers: Sequence[int] = ()
         self._leases: set[Lease] = set()
 
     def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SharedBuffer]:
+        """Return the memory of at least *slots* slots for images of *layout*.
+
+        It is the same memory for the same layout, also after a restart of the workers, and may
+        hold a state then: write headers and data only into a slot that `acquire` granted. Another
+        layout is other memory; what the old one holds stays until a state of the new one is
+        committed. All ranks of the node must have reserved before the first grant.
+
+        Raises:
+            KeeperError: The memory of this machine does not hold it; the message has the figures.
+        """
         self._handle_late_reply()
-        fields, fds = self._connection.call(
-            "reserve", layout=layout.header_hash, nbytes=layout.nbytes, slots=slots
+        reserved, fds = self._connection.call_for_fds(
+            ReservedSlots, "reserve", layout=layout.header_hash, nbytes=layout.nbytes, slots=slots
         )
-        buffers: list[SharedBuffer] = []
         with ExitStack() as undo:
-            indexes = fields.items("slots", SLOTS_MAX)
             for fd in fds:
-                undo.callback(_close, fd)
-            if len(indexes) != len(fds) or len(fds) < slots:
+                undo.callback(os.close, fd)
+            if not slots <= len(fds) == len(reserved.slots):
                 raise KeeperError(f"the keeper sent {len(fds)} slots, not {slots}")
-            for fd in fds:
-                memory = _attach(os.dup(fd), layout.nbytes, writable=True)
-                undo.callback(memory.close)
-                buffers.append(memory)
-            undo.pop_all()
-        for fd in fds:
-            _close(fd)
-        self._slot_numbers = [int(index) for index in indexes]
+            with ExitStack() as undo_attached:
+                buffers = []
+                for fd in fds:
+                    buffers.append(_attach(os.dup(fd), layout.nbytes, writable=True))
+                    undo_attached.callback(buffers[-1].close)
+                undo_attached.pop_all()
+        self._slot_numbers = reserved.slots
         return buffers
 
     def acquire(self, step: int, *, is_last: bool = False) -> Lease | Skipped:
+        """Say whether this rank is to copy at *step*; the same for all ranks of the node.
+
+        It takes `FAST_CALL_S` seconds at most: a keeper that has not answered by then (`NO_ANSWER`)
+        is not waited for again until it has. The first rank that asks decides for all. Steps grow;
+        a step that is not after the last one decided is skipped. *is_last*: no step follows; it may
+        be asked again until there is room.
+        """
         try:
             self._handle_late_reply()
-            fields = self._connection.call_within(
-                "begin", wait_s=FAST_CALL_S, step=step, is_last=is_last
+            decision = self._connection.call_within(
+                SaveDecision, "begin", wait_s=FAST_CALL_S, step=step, is_last=is_last
             )
         except KeeperTimeoutError:
             return Skipped(NO_ANSWER)
-        if "skipped" in fields:
-            return Skipped(fields.text("skipped", 4000), fields.flag("is_due"))
-        slot = fields.integer("slot", 0, ID_MAX)
-        if slot not in self._slot_numbers:
-            raise KeeperError(f"the keeper grants slot {slot}, which it did not send")
-        notice = fields.text("notice", _NOTICE_CHARS_MAX) if "notice" in fields else None
-        lease = Lease(self._slot_numbers.index(slot), fields.state(), notice)
+        granted = decision.lease
+        if granted is None:
+            return decision.skipped or Skipped(NO_ANSWER)
+        if granted.slot not in self._slot_numbers:
+            raise KeeperError(f"the keeper grants slot {granted.slot}, which it did not send")
+        lease = replace(granted, slot=self._slot_numbers.index(granted.slot))
         self._leases.add(lease)
         return lease
 
     def seal(self, lease: Lease) -> None:
+        """Say that the image is complete; returns at once.
+
+        The keeper hashes it, and commits the state once all ranks have got so far.
+        """
         self._end_lease(lease)
-        self._connection.notify("seal", state=state_to_json(lease.state))
+        self._connection.notify("seal", state=lease.state)
 
     def abandon(self, lease: Lease) -> None:
+        """Say that the copy failed: the state is given up for all ranks."""
         self._end_lease(lease)
-        self._connection.notify("abandon", state=state_to_json(lease.state))
+        self._connection.notify("abandon", state=lease.state)
 
     def restore_point(self, deadline_s: float) -> RestorePoint | None:
-        fields, _ = self._connection.call(
-            "offer", wait_s=deadline_s + SLACK_S, deadline_s=deadline_s
-        )
-        return restore_point_from_json(fields.nested("offer")) if "offer" in fields else None
+        """Return the state that all ranks are to load, None where there is none (a fresh start).
+
+        It was verified just before, every byte. The answer is the same for all ranks and for as
+        long as they run; which policy counts is that of the first who asks.
+        """
+        wait_s = deadline_s + SLACK_S
+        found = self._connection.call(Restore, "offer", wait_s=wait_s, deadline_s=deadline_s)
+        return found.restore_point
 
     def open_shard(self, restore_point: RestorePoint, shard: Shard) -> SharedBuffer | Path:
-        fields, fds = self._connection.call(
-            "open_shard", state=state_to_json(restore_point.state), shard=shard_to_json(shard)
+        """Return a verified copy of any shard of the offered state, to be read only.
+
+        Memory stays as it is until `report_restored`, or until this handle is closed.
+        """
+        opened, fds = self._connection.call_for_fds(
+            OpenedShard, "open_shard", state=restore_point.state, shard=shard
         )
-        if "path" in fields:
-            return Path(fields.text("path", _PATH_CHARS_MAX))
-        if len(fds) != 1:
+        if len(fds) != (0 if opened.path else 1):
             for fd in fds:
-                _close(fd)
+                os.close(fd)
             raise KeeperError(f"the keeper sent {len(fds)} descriptors for one shard")
-        return _attach(fds[0], _size_bytes(fields), writable=False)
+        return Path(opened.path) if opened.path else _attach(fds[0], opened.nbytes, writable=False)
 
     def report_restored(self, restore_point: RestorePoint, seconds: float, nbytes: int) -> None:
+        """Say that this rank has loaded *nbytes* bytes in *seconds*; it goes into the record."""
+        state, tier = restore_point.state, restore_point.tier
         self._connection.call(
-            "restored",
-            state=state_to_json(restore_point.state),
-            tier=restore_point.tier.value,
-            seconds=seconds,
-            bytes=nbytes,
+            Done, "restored", state=state, tier=tier, seconds=seconds, nbytes=nbytes
         )
 
     def set_policy(self, policy: CheckpointPolicy) -> None:
-        values = policy_to_json(policy)
+        """Set the policy; call it before the first `restore_point`."""
         if policy.directory is not None and "://" not in policy.directory:
             # The keeper runs in another directory.
-            values["directory"] = os.path.abspath(policy.directory)  # noqa: PTH100 keeps links
-        self._connection.call("settings", policy=values)
+            path = os.path.abspath(policy.directory)  # noqa: PTH100 keeps links
+            policy = replace(policy, directory=path)
+        self._connection.call(Done, "settings", policy=policy)
 
     def stats(self) -> Mapping[str, Any]:
+        """Return counts by name: ``granted``, ``committed``, ``skipped`` (by reason), ….
+
+        ``newest``: [epoch, step] of the newest committed state, or None; ``persisted`` likewise.
+        ``reserved_bytes`` and ``populated_bytes`` of memory; ``hash_s``: seconds of the last state
+        from the last seal to its commit. ``votes``: how many states were looked at for replicas
+        that differ; ``votes_missed``: their slots were granted meanwhile; ``vote_s`` of a core.
+        """
         self._handle_late_reply()
-        return self._connection.call_within("stats", wait_s=STATS_CALL_S).values
+        return self._connection.call_within(dict, "stats", wait_s=STATS_CALL_S)
 
     def close(self) -> None:
+        """Take leave; what is committed stays with the keeper. Never raises."""
         self._connection.close()
 
     def _handle_late_reply(self) -> None:
@@ -194,9 +209,9 @@ class RankKeeperClient:
             KeeperTimeoutError: It has not come yet.
             KeeperError: The keeper is gone.
         """
-        late_reply = self._connection.late_reply()
-        if late_reply is not None and late_reply[0] == "begin" and "slot" in late_reply[1]:
-            self._connection.notify("abandon", state=state_to_json(late_reply[1].state()))
+        late = self._connection.late_reply(SaveDecision, "begin")
+        if late is not None and late.lease is not None:
+            self._connection.notify("abandon", state=late.lease.state)
 
     def _end_lease(self, lease: Lease) -> None:
         """Take note that the copy is over; the keeper is not asked whether there was one."""
@@ -210,11 +225,3 @@ def _attach(fd: int, nbytes: int, *, writable: bool) -> SharedBuffer:
         return SharedBuffer.attach(fd, nbytes=nbytes, writable=writable)
     except CheckpointError as exc:
         raise as_keeper_error(exc) from exc
-
-
-def _size_bytes(fields: MessageFields) -> int:
-    return fields.integer("nbytes", 1, ID_MAX)
-
-
-def _close(fd: int) -> None:
-    os.close(fd)

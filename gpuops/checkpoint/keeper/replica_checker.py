@@ -31,9 +31,8 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
 from gpuops.checkpoint.image import ImageLayout, read_layout
-from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import Jobs
-from gpuops.checkpoint.keeper.messages import state_to_json
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.types import Shard, StateId
@@ -190,7 +189,7 @@ class ReplicaChecker:
                 self._groups |= {
                     shard_view.layout: () for shard_view in shard_views
                 }  # once is enough
-                self._events.add("vote_failed", state=state_to_json(state), why=str(error))
+                self._events.add("vote_failed", state=state, why=str(error))
             else:
                 self._n_missed_in_row = 0
                 self._record(state, done)
@@ -334,7 +333,7 @@ class ReplicaChecker:
         self.notice = f"replicas of the training state differ: {found.summary}"
         self._events.add(
             "replicas_differ",
-            state=state_to_json(found.state),
+            state=found.state,
             ranks=format_spans(found.ranks),
             suspects=list(suspects) if len(suspects) <= NAMED_MAX else [],
             is_here=is_current and self._local_ranks >= set(suspects),
@@ -342,7 +341,7 @@ class ReplicaChecker:
             outcome=found.verdict.outcome.value,
             tensors=list(found.tensors),
             n_tensors=found.n_tensors,
-            alike=None if found.last_equal is None else state_to_json(found.last_equal),
+            alike=None if found.last_equal is None else found.last_equal,
             why=found.summary,
         )
 
@@ -355,13 +354,11 @@ class ReplicaChecker:
             "replicas have not: the program trains them apart, and they are not compared"
         )
         self.notice = why
-        self._events.add("replicas_apart", state=state_to_json(state), why=why)
+        self._events.add("replicas_apart", state=state, why=why)
 
     def _report_equal(self, state: StateId, ranks: Sequence[int]) -> None:
         why = f"{format_ranks(ranks)} are equal again at step {state.step}"
-        self._events.add(
-            "replicas_alike", state=state_to_json(state), ranks=format_spans(ranks), why=why
-        )
+        self._events.add("replicas_alike", state=state, ranks=format_spans(ranks), why=why)
 
 
 def _digest_shards(shard_views: Sequence[_ShardView], cpu_s: Callable[[], float]) -> _DigestResult:

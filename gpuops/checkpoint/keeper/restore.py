@@ -5,16 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gpuops.checkpoint.agreement.local_recovery import (
-    WHY_MAX,
-    RestoreUndecidedError,
     SelectedState,
+    ShardLocation,
     StateSearchCriteria,
     StateSearchResult,
     find_restorable,
 )
-from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import Jobs
-from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.keeper.messages import WHY_MAX, RankInfo
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.peers.fetch import PeerShards
@@ -25,6 +24,7 @@ from gpuops.checkpoint.types import (
     CheckpointError,
     KeeperError,
     RestorePoint,
+    RestoreUndecidedError,
     Shard,
     StateId,
 )
@@ -42,16 +42,6 @@ class ClientConnection(Protocol):
     def close(self) -> None:
         """End the connection; nothing that comes on it counts any more."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Where a rank stands: its shard, its number on this node, and which start it is of."""
-
-    shard: Shard
-    local_rank: int
-    n_ranks: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +132,20 @@ class RankGroup:
         if len(self.restored) >= self.n_ranks:
             self.release_fetched()
 
+    def shard_location(self, state: StateId, shard: Shard) -> ShardLocation:
+        """Return where a shard of the state to load is read; raises KeeperError for another."""
+        selected = None if self.result is None else self.result.selected
+        if selected is None or selected.state != state or shard not in selected.sources:
+            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not on offer")
+        return selected.sources[shard]
+
+    def close(self) -> None:
+        """Cut the ranks off: others take their place."""
+        for member in list(self.connections.values()):
+            member.close()
+        self.is_replaced = True
+        self.release_fetched()
+
     def release_fetched(self) -> None:
         """Give back memory that was made for the offer alone."""
         if self.result is not None and self.result.selected is not None:
@@ -172,6 +176,19 @@ class AgentInstructions:
     is_taken_over: bool = False
     why: tuple[str, ...] = ()
     peers: PeerShards | None = None
+
+    def check(self, rank_info: RankInfo) -> None:
+        """Raise KeeperError where the rank is of another generation, or cannot be of this node."""
+        if rank_info.generation != self.generation:
+            what = "is over" if rank_info.generation < self.generation else "was not begun"
+            raise KeeperError(
+                f"generation {rank_info.generation} {what}: the agent runs {self.generation}"
+            )
+        if self.n_nodes == 1 and rank_info.shard.world != rank_info.n_ranks:
+            raise KeeperError(
+                f"{rank_info.n_ranks} of {rank_info.shard.world} ranks are on this node, but the "
+                "agent says that there is no other"
+            )
 
     def close(self) -> None:
         """End what is being fetched, and give back what was."""
@@ -334,7 +351,7 @@ class RestoreFinder:
         group.result = GroupRestore(offer, selected)
         self.events.add(
             "offered" if offer else "fresh_start",
-            state=state_to_json(offer.state) if offer else None,
+            state=offer.state if offer else None,
             tier=offer.tier.value if offer else None,
             epoch=epoch,
             why=list(why),
@@ -377,7 +394,7 @@ class RestoreFinder:
         for problem in result.problems:
             self.events.add(
                 "corrupt",
-                state=state_to_json(problem.state),
+                state=problem.state,
                 rank=problem.shard.rank,
                 tier=problem.tier.value,
                 why=problem.why,

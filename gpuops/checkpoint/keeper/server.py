@@ -7,25 +7,19 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpuops.checkpoint.keeper import messages
 from gpuops.checkpoint.keeper.connection import short_path
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import Waker
 from gpuops.checkpoint.keeper.messages import MessageError
-from gpuops.checkpoint.keeper.requests import (
-    ClientSession,
-    KeeperReply,
-    KeeperRequest,
-    error_kind,
-    handle_request,
-    wait_s_max,
-)
-from gpuops.checkpoint.types import CheckpointError
+from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, NotReadyError
+from gpuops.checkpoint.types import CheckpointError, RestoreUndecidedError
 
 CONNECTIONS_MAX = 1024
 # Those that have not said who they are, or only look.
@@ -68,13 +62,13 @@ class KeeperServerConnection:
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    def send(self, message_id: object, reply: KeeperReply | CheckpointError) -> None:
+    def send(self, message_id: object, reply: object) -> None:
         """Send an answer; a peer that takes none of it is cut off. Number 0 wants none."""
-        fds = reply.fds if isinstance(reply, KeeperReply) else ()
+        fds, self.session.fds = self.session.fds, []
         try:
             if message_id != 0:
                 socket.send_fds(self.sock, [_message(message_id, reply)], fds)
-            elif not isinstance(reply, KeeperReply):
+            elif isinstance(reply, CheckpointError):
                 _log.warning("pid %d: %s", self.pid, reply)
         except (OSError, MessageError) as exc:
             _log.warning("pid %d cannot be answered: %s", self.pid, exc)
@@ -84,19 +78,21 @@ class KeeperServerConnection:
                 os.close(fd)
 
 
-def _message(message_id: object, reply: KeeperReply | CheckpointError) -> bytes:
+def _message(message_id: object, reply: object) -> bytes:
     message: dict[str, object] = {"v": messages.VERSION, "id": message_id}
-    if isinstance(reply, KeeperReply):
-        message["ok"] = reply.ok
+    if isinstance(reply, CheckpointError):
+        kind = messages.UNDECIDED if isinstance(reply, RestoreUndecidedError) else "refused"
+        message |= {"error": str(reply)[:4000], "kind": kind}
     else:
-        message |= {"error": str(reply)[:4000], "kind": error_kind(reply)}
+        message["ok"] = {} if reply is None else reply
     return messages.to_bytes(message)
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingRequest:
-    message_id: object
-    request: KeeperRequest
+    message_id: int
+    command: str
+    fields: Mapping[str, Any]
     since_s: float
     wait_s: float
 
@@ -121,6 +117,7 @@ class KeeperServer:
         self.core = core
         self.lease_s = lease_s
         self.is_shutting_down = False
+        self._requests = KeeperRequests(core)
         self._clock_s = clock_s
         self._run_callbacks = run_callbacks
         self._selector = selectors.DefaultSelector()
@@ -223,9 +220,7 @@ class KeeperServer:
                 self._drop(connection)
                 return
             fields = messages.from_bytes(data)
-            message_id = fields.integer("id", 0, messages.ID_MAX)
-            request = KeeperRequest(connection.session, fields.text("what", 40), fields)
-            wait_s = wait_s_max(request)
+            message_id, command = messages.number_and_command(fields)
         except BlockingIOError:
             return
         except OSError:
@@ -235,26 +230,27 @@ class KeeperServer:
             connection.send(None, exc)
             self._drop(connection)
             return
-        if not self._try_reply(connection, message_id, request):
-            connection.pending = _PendingRequest(message_id, request, self._clock_s(), wait_s)
+        wait_s = self._requests.wait_s_max(command, fields)
+        request = _PendingRequest(message_id, command, fields, self._clock_s(), wait_s)
+        self._reply_or_wait(connection, request, 0.0)
 
-    def _try_reply(
-        self, connection: KeeperServerConnection, message_id: object, request: KeeperRequest
-    ) -> bool:
-        """Answer *request* where it can be answered by now; say whether it was."""
+    def _reply_or_wait(
+        self, connection: KeeperServerConnection, request: _PendingRequest, waited_s: float
+    ) -> None:
+        """Answer *request* where it can be answered by now."""
+        connection.pending, reply = None, None
+        session, command = connection.session, request.command
         try:
-            found = handle_request(self.core, request)
+            reply = self._requests.handle(session, command, request.fields, waited_s)
+        except NotReadyError:
+            connection.pending = request
+            return
         except CheckpointError as exc:
-            connection.send(message_id, exc)
-            return True
+            reply = exc
         except Exception as exc:  # noqa: BLE001 boundary: a bug must not cost the node its states
-            _log.error("%s of pid %d failed", request.command, connection.pid, exc_info=exc)
-            connection.send(message_id, CheckpointError(f"the keeper failed: {exc!r}"))
-            return True
-        if found is None:
-            return False
-        connection.send(message_id, found)
-        return True
+            _log.error("%s of pid %d failed", command, connection.pid, exc_info=exc)
+            reply = CheckpointError(f"the keeper failed: {exc!r}")
+        connection.send(request.message_id, reply)
 
     def _poll_connections(self) -> None:
         """Answer what can be answered by now; drop who is gone or has said nothing for too long."""
@@ -279,15 +275,12 @@ class KeeperServer:
         self, connection: KeeperServerConnection, pending: _PendingRequest, now_s: float
     ) -> None:
         waited_s = now_s - pending.since_s
-        old = pending.request
-        connection.pending = None
         if waited_s > pending.wait_s:
-            why = f"{old.command} was not done within {pending.wait_s:g} s"
+            connection.pending = None
+            why = f"{pending.command} was not done within {pending.wait_s:g} s"
             connection.send(pending.message_id, CheckpointError(why))
-            return
-        request = KeeperRequest(old.session, old.command, old.fields, waited_s)
-        if not self._try_reply(connection, pending.message_id, request):
-            connection.pending = pending
+        else:
+            self._reply_or_wait(connection, pending, waited_s)
 
     def _drop(self, connection: KeeperServerConnection) -> None:
         fd = connection.sock.fileno()

@@ -12,7 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from gpuops.checkpoint.digest import compute_digest
-from gpuops.checkpoint.keeper.api import SLOTS_MAX, SLOTS_MIN
+from gpuops.checkpoint.keeper.messages import SLOTS_MAX, SLOTS_MIN
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.buffer_table import BufferTable, SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpuops.checkpoint.image import read_layout
-from gpuops.checkpoint.keeper.messages import shard_to_json, state_to_json
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.transfer.client import FetchResult, fetch, fetch_digest
 from gpuops.checkpoint.transfer.connection import TransferLimits
@@ -18,6 +17,7 @@ from gpuops.checkpoint.types import (
     KeeperError,
     Shard,
     ShardCopy,
+    ShardHolders,
     StateId,
     Tier,
 )
@@ -31,18 +31,6 @@ _LIMITS = TransferLimits(stall_s=5.0)
 
 # Called by any thread with the kind of an event and its fields.
 OnEvent = Callable[[str, Mapping[str, object]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardHolders:
-    """Who has a shard, in the order in which they are asked.
-
-    ``root`` is that of the digest which the bytes must have, "" where any will do that a holder has
-    verified.
-    """
-
-    peers: tuple[KeeperAddress, ...]
-    root: str = ""
 
 
 @dataclass(slots=True)
@@ -202,8 +190,8 @@ class PeerShards:
         self._on_event(
             "fetched",
             {
-                "state": state_to_json(self.state),
-                "shard": shard_to_json(shard),
+                "state": self.state,
+                "shard": shard,
                 "holder": done.served[-1][0] if done.served else "",
                 "seconds": done.seconds,
                 "bytes": done.received_bytes,
@@ -212,5 +200,5 @@ class PeerShards:
 
     def _report_failed(self, shard: Shard, holder: str, why: str) -> None:
         if not self.is_closed:
-            fields = {"state": state_to_json(self.state), "shard": shard_to_json(shard)}
+            fields = {"state": self.state, "shard": shard}
             self._on_event("fetch_failed", {**fields, "holder": holder, "why": why})

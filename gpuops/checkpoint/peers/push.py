@@ -15,9 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import Jobs
-from gpuops.checkpoint.keeper.messages import shard_to_json, state_to_json
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import PushResult, push
@@ -357,8 +356,8 @@ class ReplicaPusher:
     def _report(self, kind: str, holder: _Holder, task: _PushTask, **fields: object) -> None:
         self.events.add(
             kind,
-            state=state_to_json(task.state),
-            shard=shard_to_json(task.shard),
+            state=task.state,
+            shard=task.shard,
             holder=holder.peer.name,
             **fields,
         )

@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gpuops.checkpoint.keeper.agent_messages import EventQueue
+from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import NICE_PUSH, Jobs, lower_priority
-from gpuops.checkpoint.keeper.messages import shard_to_json, state_to_json
 from gpuops.checkpoint.memory.buffer_table import SlotKey
 from gpuops.checkpoint.memory.node_memory import (
     HeldShard,
@@ -23,7 +22,7 @@ from gpuops.checkpoint.memory.node_memory import (
     open_read_only,
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.peers.fetch import PeerShards, ShardHolders
+from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.push import HOLDERS_MAX, ReplicaPusher
 from gpuops.checkpoint.peers.source import ReplicaSource
 from gpuops.checkpoint.peers.store import ReplicaStore
@@ -37,6 +36,7 @@ from gpuops.checkpoint.types import (
     KeeperError,
     Shard,
     ShardCopy,
+    ShardHolders,
     StateId,
 )
 from gpuops.host.clock import SystemClock
@@ -280,7 +280,7 @@ class PeerService:
         for copy, number in self._running.replicas.take_damaged() if self._running else ():
             self._events.add(
                 "corrupt",
-                state=state_to_json(copy.state),
+                state=copy.state,
                 rank=copy.shard.rank,
                 tier=copy.tier.value,
                 why=f"piece {number} of the replica that is held here",
@@ -293,7 +293,7 @@ class PeerService:
             **self.pusher.counts(),
             "peer_port": running.server.port if running else None,
             "held_for_others_bytes": running.replicas.held_bytes if running else 0,
-            "keeps": sorted(shard_to_json(shard) for shard in self._held_for_peers)[:64],
+            "keeps": sorted(shard for shard in self._held_for_peers)[:64],
         }
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ class PeerService:
     def _on_own_damage(self, state: StateId, shard: Shard, number: int) -> None:
         self._events.add(
             "corrupt",
-            state=state_to_json(state),
+            state=state,
             rank=shard.rank,
             tier="memory",
             why=f"piece {number} of it is not what was sealed",

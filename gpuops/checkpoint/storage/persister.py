@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuops.checkpoint.keeper.agent_messages import EventQueue
-from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import Jobs
-from gpuops.checkpoint.keeper.messages import state_to_json
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
@@ -253,14 +252,10 @@ class Persister:
         """Return what there is to know in a glance, by name."""
         schedule = self.schedule
         return {
-            "persisted": None
-            if schedule.last_persisted is None
-            else state_to_json(schedule.last_persisted),
-            "persisting": None if not schedule.in_progress else state_to_json(schedule.in_progress),
+            "persisted": None if schedule.last_persisted is None else schedule.last_persisted,
+            "persisting": None if not schedule.in_progress else schedule.in_progress,
             "persist_failures": schedule.failures,
-            "persist_failed": None
-            if self.failed_state is None
-            else state_to_json(self.failed_state),
+            "persist_failed": None if self.failed_state is None else self.failed_state,
             "persist_trouble": self.failure,
             "directory": self.policy.directory if self.policy else None,
             "persist_s": self.seconds,
@@ -374,7 +369,7 @@ class Persister:
                 self._on_success(outcome, policy)
                 return
             why = str(error) or repr(error)
-            self.events.add("persist_failed", state=state_to_json(state), why=why)
+            self.events.add("persist_failed", state=state, why=why)
 
         self.jobs.persist(lambda: run_commit(task, self.open_store), then)
 
@@ -397,11 +392,11 @@ class Persister:
             self.is_flushing = False
         self.events.add(
             "persisted" if result.is_complete else "persisted_part",
-            state=state_to_json(persisted.state),
+            state=persisted.state,
             seconds=persisted.seconds,
             bytes=persisted.nbytes,
             directory=policy.directory,
-            removed=[state_to_json(state) for state in result.pruned],
+            removed=list(result.pruned),
             trouble=result.warning,
         )
 
@@ -413,5 +408,5 @@ class Persister:
             state,
         )
         wait_s = self.schedule.on_failure(self.clock_s())
-        fields = {"state": state_to_json(state), "why": why, "again_s": wait_s}
+        fields = {"state": state, "why": why, "again_s": wait_s}
         self.events.add("persist_failed", **fields)

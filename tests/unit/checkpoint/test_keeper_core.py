@@ -5,9 +5,9 @@ from collections import deque
 import pytest
 from support.keeper_ranks import fill, layout_of
 
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
 from gpuops.checkpoint.keeper.core import KeeperCore
-from gpuops.checkpoint.keeper.restore import FENCE_S, RankInfo
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skipped
+from gpuops.checkpoint.keeper.restore import FENCE_S
 from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
 from gpuops.checkpoint.storage.factory import open_store as open_any_store

@@ -6,11 +6,7 @@ from dataclasses import replace
 import pytest
 from support.keeper_ranks import fill, holds, layout_of
 
-from gpuops.checkpoint.agreement.local_recovery import (
-    RestoreUndecidedError,
-    StateSearchCriteria,
-    find_restorable,
-)
+from gpuops.checkpoint.agreement.local_recovery import StateSearchCriteria, find_restorable
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.buffer_table import SlotKey
 from gpuops.checkpoint.memory.node_memory import HeldShard
@@ -21,6 +17,7 @@ from gpuops.checkpoint.storage.persist import StateOrigin, persist
 from gpuops.checkpoint.types import (
     CheckpointError,
     KeeperError,
+    RestoreUndecidedError,
     Shard,
     ShardCopy,
     StateId,

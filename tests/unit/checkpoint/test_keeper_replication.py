@@ -8,14 +8,17 @@ import pytest
 from support.keeper_ranks import fill, layout_of, until
 
 from gpuops.checkpoint.agreement.progress import KeeperProgress
-from gpuops.checkpoint.keeper.agent_messages import (
-    holder_pages,
-    holders_from_json,
-)
-from gpuops.checkpoint.keeper.api import CheckpointPolicy, Skipped
 from gpuops.checkpoint.keeper.core import KeeperCore
-from gpuops.checkpoint.keeper.messages import MessageError, MessageFields
-from gpuops.checkpoint.keeper.restore import RankInfo
+from gpuops.checkpoint.keeper.messages import (
+    VERSION,
+    CheckpointPolicy,
+    RankInfo,
+    Skipped,
+    from_bytes,
+    holder_pages,
+    to_bytes,
+)
+from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests
 from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory, ReplicaAllocator
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
@@ -35,6 +38,7 @@ from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.client import PushResult
 from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
 from gpuops.checkpoint.types import (
+    CheckpointError,
     CorruptError,
     KeeperAddress,
     KeeperError,
@@ -277,20 +281,20 @@ def test_what_is_no_progress_is_refused():
             KeeperProgress.from_json({**good, "whole": [bad]})
 
 
-def test_holders_of_a_large_world_are_said_in_pages():
+def test_holders_of_a_large_world_are_said_in_pages(node):
     sources = {Shard(rank, 250): [NEAR, FAR][: rank % 2 + 1] for rank in range(250)}
     roots = {Shard(7, 250): "ab" * 32}
     pages = list(holder_pages(sources, roots))
-    found = {}
+    requests, session = KeeperRequests(node.core), ClientSession(None, role="agent")
     for page in pages:
-        found |= holders_from_json(MessageFields(page))
-    assert [page["begin"] for page in pages] == [True, False, False]
-    assert {shard: list(it.peers) for shard, it in found.items()} == sources
-    assert found[Shard(7, 250)].root == "ab" * 32
-    with pytest.raises(MessageError, match="names peers"):
-        holders_from_json(MessageFields({"peers": [], "shards": [[[0, 1], "", [0]]]}))
-    with pytest.raises(MessageError, match="no root"):
-        holders_from_json(MessageFields({"peers": [], "shards": [[[0, 1], "zz", []]]}))
+        requests.handle(session, "sources", from_bytes(to_bytes({"v": VERSION, **page})), 0.0)
+    assert [page["is_first"] for page in pages] == [True, False, False]
+    assert {shard: list(it.peers) for shard, it in session.holders.items()} == sources
+    assert session.holders[Shard(7, 250)].root == "ab" * 32
+    for root, numbers, words in (("", [0], "names peers"), ("zz", [], "no root")):
+        page = {"is_first": True, "peers": [], "shards": [[[0, 1], root, numbers]]}
+        with pytest.raises(CheckpointError, match=words):
+            requests.handle(session, "sources", page, 0.0)
 
 
 def test_replicas_are_refused_with_figures_where_the_ranks_need_the_memory():

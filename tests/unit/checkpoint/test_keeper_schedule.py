@@ -1,6 +1,6 @@
 """When a state is persisted."""
 
-from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.storage.persister import BACKOFF_MAX_S, BACKOFF_MIN_S, PersistSchedule
 from gpuops.checkpoint.types import StateId
 

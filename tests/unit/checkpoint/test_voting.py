@@ -17,9 +17,8 @@ from gpuops.checkpoint.agreement.replica_check import (
     replica_report_to_json,
 )
 from gpuops.checkpoint.image import TensorSpec, plan_image
-from gpuops.checkpoint.keeper.api import Lease
-from gpuops.checkpoint.keeper.messages import MessageError, MessageFields
-from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequest, handle_request
+from gpuops.checkpoint.keeper.messages import Lease, MessageError
+from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests
 from gpuops.checkpoint.types import Shard, StateId
 
 N_FLOATS = 1000
@@ -274,10 +273,8 @@ def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
 
 def asked(node, told):
     """Have the agent tell what nodes found out together."""
-    request = KeeperRequest(
-        ClientSession(None, role="agent"), "differ", MessageFields({"told": told})
-    )
-    return handle_request(node.node.core, request)
+    requests, session = KeeperRequests(node.node.core), ClientSession(None, role="agent")
+    return requests.handle(session, "differ", {"report": told}, 0.0)
 
 
 def test_what_nodes_found_out_together_is_told_with_the_name_of_the_tensor(nodes):

@@ -14,7 +14,7 @@ from support.same_state import same
 from torch import nn
 
 from gpuops.checkpoint.image import read_layout, read_metadata_blob
-from gpuops.checkpoint.keeper.api import Skipped
+from gpuops.checkpoint.keeper.messages import Skipped
 from gpuops.checkpoint.storage.chosen_interval import AUTO, ChosenInterval
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.plan.failure_rate import FailureRate

@@ -11,7 +11,7 @@ from support.in_process_keeper import InProcessNode
 from support.keeper_ranks import until
 from torch import nn
 
-from gpuops.checkpoint.keeper.api import CheckpointPolicy
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier

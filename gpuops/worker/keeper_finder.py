@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.connection import (
     KeeperConnection,
     KeeperGoneError,
@@ -93,7 +93,7 @@ class StandaloneKeeper:
             self.release_directory()
 
     def _persist(self, step: int | None, end_s: float, *, is_over: bool) -> None:
-        client = AgentKeeperClient.connect(self._socket_path)
+        client = KeeperClient.connect(self._socket_path)
         try:
             if _wait_committed(client, step, self._shards_wait_s) and is_over:
                 _wait_ranks_left(client, min(_LEAVE_S, self._shards_wait_s))
@@ -161,7 +161,7 @@ class StandaloneKeeper:
             os.close(lock)
 
 
-def _wait_committed(client: AgentKeeperClient, step: int | None, timeout_s: float) -> bool:
+def _wait_committed(client: KeeperClient, step: int | None, timeout_s: float) -> bool:
     """Wait a little for the other ranks' parts of the last state; say whether they came."""
     end_s = time.monotonic() + timeout_s
     while step is not None and time.monotonic() < end_s:
@@ -172,7 +172,7 @@ def _wait_committed(client: AgentKeeperClient, step: int | None, timeout_s: floa
     return step is None
 
 
-def _wait_ranks_left(client: AgentKeeperClient, timeout_s: float) -> None:
+def _wait_ranks_left(client: KeeperClient, timeout_s: float) -> None:
     """Wait a little until no rank is connected: mostly all leave at the same time."""
     end_s = time.monotonic() + timeout_s
     while client.stats().get("ranks") and time.monotonic() < end_s:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.image import TensorSpec, plan_image
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.factory import open_store
@@ -134,7 +134,7 @@ class _HeldImage:
         self.memory = slots[lease.slot]
         self.memory.view[:] = image.bytes
         keeper.seal(lease)
-        link = AgentKeeperClient.connect(self._socket)
+        link = KeeperClient.connect(self._socket)
         wait_until(lambda: link.stats()["persisted"], _DEADLINE_S, "the state on disk")
         link.close()
         keeper.close()

@@ -13,6 +13,7 @@ from gpuops.agent.checkpoint import keeper_folder
 from gpuops.agent.checkpoint.keeper_client import start_keeper
 from gpuops.agent.checkpoint.keeper_events import pair, read_events
 from gpuops.checkpoint.keeper import connection, serve
+from gpuops.checkpoint.keeper.messages import NO_DIRECTORY
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.types import KeeperError, StateId
 
@@ -107,7 +108,7 @@ def test_a_new_keeper_has_nothing(node):
     assert newest(client) is None
     assert pair(client.stats()["persisted"]) is None
     assert read_events(client.events()) == []
-    assert not client.flush_newest(5.0).fitted
+    assert client.flush(5.0).state is None
     with contextlib.closing(client):
         client.shut_down()
 
@@ -133,10 +134,9 @@ def test_a_flush_without_a_directory_says_so_at_once(node):
     node.workers(0)
     node.save(3)
 
-    done = client.flush_newest(5.0)
+    done = client.flush(5.0)
 
-    assert (done.state, done.fitted, done.has_place) == (None, False, False)
-    assert "directory" in done.why
+    assert (done.state, done.why, done.directory) == (None, NO_DIRECTORY, None)
 
 
 def test_a_flush_persists_the_newest_state(node, tmp_path):
@@ -146,10 +146,9 @@ def test_a_flush_persists_the_newest_state(node, tmp_path):
     node.save(3)
     node.save(5)
 
-    done = client.flush_newest(100.0)
+    done = client.flush(100.0)
 
-    assert (done.fitted, done.has_place, done.why) == (True, True, None)
-    assert done.state.step == 5
+    assert (done.state.step, done.why, done.directory) == (5, "", str(tmp_path / "ckpt"))
     assert pair(client.stats()["persisted"]) == done.state
 
 
@@ -199,7 +198,7 @@ def test_a_keeper_that_was_killed_says_so_in_no_time(node):
         lambda: client.begin_generation(0, 1, None),
         client.stats,
         client.events,
-        lambda: client.flush_newest(5.0),
+        lambda: client.flush(5.0),
         client.shut_down,
     ):
         with pytest.raises(KeeperError):

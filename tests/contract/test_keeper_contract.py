@@ -6,7 +6,7 @@ import pytest
 from support.in_process_keeper import InProcessNode
 from support.keeper_ranks import Rank, fill, holds, layout_of, newest, ready, save_all, until
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, Skipped
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
@@ -75,7 +75,7 @@ class OwnProcess:
         self.lines.clear()
 
     def exclude(self, step):
-        self.agent = self.agent or AgentKeeperClient.connect(self.process.socket_path)
+        self.agent = self.agent or KeeperClient.connect(self.process.socket_path)
         self.generation += 1
         self.agent.begin_generation(self.generation, 1, step)
 

@@ -25,7 +25,7 @@ from support import mortal_ranks
 from support.keeper_ranks import until
 from support.mortal_ranks import COPIES, PHASES, SEALED, Board, lines_of
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.checkpoint.storage.inspection import verify_state
@@ -102,7 +102,7 @@ class Node:
         """Start what is not there: a keeper, an agent; and a generation of ranks."""
         if self.agent is None:
             self.keeper = until(self._keeper, what="a keeper without an agent")
-            self.agent = AgentKeeperClient.connect(self.keeper.socket_path)
+            self.agent = KeeperClient.connect(self.keeper.socket_path)
         self.look()
         self.generation += 1
         self.agent.begin_generation(self.generation, 1, None, job="soak")
@@ -247,7 +247,7 @@ class Node:
         self._end_keeper()
         self.floor = self.store.list_states()[0].state
         self.keeper = until(self._keeper, what="a keeper without an agent")
-        self.agent = AgentKeeperClient.connect(self.keeper.socket_path)
+        self.agent = KeeperClient.connect(self.keeper.socket_path)
         self.pause(0.5)  # the ranks may find it before it knows of what its agent wants
         until(lambda: self._is_taken_over(epoch), what="a keeper that takes over")
         self.cut_off = self._leases()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpuops import Checkpointer
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.connection import KeeperConnection, keeper_socket_path
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.worker.keeper_finder import standalone_folder
@@ -32,7 +32,7 @@ class Node:
 
     def start(self, epoch=None, generation=0):
         self.process = start_or_adopt(self.folder, lease_s=30.0)
-        self.agent = AgentKeeperClient.connect(self.process.socket_path)
+        self.agent = KeeperClient.connect(self.process.socket_path)
         self.agent.begin_generation(generation, 1, None)
         if epoch is not None:
             self.agent.take_over(epoch)

@@ -12,7 +12,7 @@ from support.gloo_ranks import run_ranks, run_script, said
 from support.runs import JOBS
 from support.same_state import same
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
 
@@ -34,7 +34,7 @@ def home(tmp_path):
     yield {"XDG_RUNTIME_DIR": str(runtime)}
     for socket in sockets_below(runtime):
         try:
-            link = AgentKeeperClient.connect(socket)
+            link = KeeperClient.connect(socket)
         except Exception:  # noqa: BLE001 it ended by itself
             continue
         link.shut_down()

@@ -7,7 +7,7 @@ import time
 import pytest
 from support.keeper_ranks import newest, ready, until
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.process import start_or_adopt
@@ -99,7 +99,7 @@ def test_a_state_that_was_committed_after_the_last_flush_ends_no_keeper(job):
     for rank in job.ranks:
         rank.save(6)
     until(lambda: newest(job.ranks[1].keeper) == [0, 6], what="the commit")
-    link = AgentKeeperClient.connect(job.process.socket_path)
+    link = KeeperClient.connect(job.process.socket_path)
     link.flush(10.0)
     for rank in job.ranks:
         rank.save(7)

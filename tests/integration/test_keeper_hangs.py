@@ -99,7 +99,7 @@ def test_one_that_answers_in_the_end_is_slow_and_keeps_what_it_holds(tmp_path, s
         return seen[-1]
 
     with contextlib.closing(KeeperConnection(keeper.socket_path)) as line:
-        assert "agent" not in probe_or_kill(line, look)
+        assert probe_or_kill(line, look).agent is None
 
     assert [one.state for one in seen[:3]] == ["T"] * 3
     found = start_or_adopt(tmp_path / "k", lease_s=30.0)

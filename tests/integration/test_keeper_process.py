@@ -28,7 +28,7 @@ from support.keeper_ranks import (
     until,
 )
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
 from gpuops.checkpoint.keeper.messages import MESSAGE_BYTES_MAX, CheckpointPolicy, Lease, Skipped
 from gpuops.checkpoint.keeper.process import start_or_adopt
@@ -66,7 +66,7 @@ def line_of(stack, keeper, rank=0, world=1, generation=0, **kwargs):
 
 
 def agent_of(stack, keeper):
-    link = AgentKeeperClient.connect(keeper.socket_path)
+    link = KeeperClient.connect(keeper.socket_path)
     stack.callback(link.close)
     return link
 
@@ -145,9 +145,9 @@ AGENT = """
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
     from gpuops.checkpoint.keeper.process import start_or_adopt
-    from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+    from gpuops.checkpoint.keeper.agent_client import KeeperClient
     process = start_or_adopt(Path(sys.argv[2]), lease_s=60.0)
-    link = AgentKeeperClient.connect(process.socket_path)
+    link = KeeperClient.connect(process.socket_path)
     link.begin_generation(3, 1, None, job="run")
     print(process.pid, flush=True)
     sys.stdin.read()
@@ -186,7 +186,7 @@ def test_a_new_agent_adopts_the_keeper_of_a_killed_one_with_all_it_holds(tmp_pat
     with pytest.raises(KeeperError, match=f"pid {pid}.*agent with pid {agent.pid}"):
         start_or_adopt(tmp_path / "keeper", lease_s=60.0)
     with pytest.raises(KeeperError, match="two agents"):
-        AgentKeeperClient.connect(path)
+        KeeperClient.connect(path)
     # The whole session, as a launcher that is killed takes its group with it.
     os.killpg(agent.pid, signal.SIGKILL)
     agent.wait()
@@ -194,7 +194,7 @@ def test_a_new_agent_adopts_the_keeper_of_a_killed_one_with_all_it_holds(tmp_pat
 
     adopted = start_or_adopt(tmp_path / "keeper", lease_s=60.0)
     assert (adopted.pid, adopted.is_adopted, adopted.is_running()) == (pid, True, True)
-    link = AgentKeeperClient.connect(adopted.socket_path)
+    link = KeeperClient.connect(adopted.socket_path)
     stack.callback(link.close)
     copies = link.inventory()
     assert sorted({copy.state for copy in copies}) == states

@@ -2,7 +2,8 @@
 
 import threading
 
-from gpuops.agent.checkpoint.api import FinalFlush, StartedKeeper
+from gpuops.agent.checkpoint.api import StartedKeeper
+from gpuops.checkpoint.keeper.messages import NO_DIRECTORY, FlushResult
 from gpuops.checkpoint.types import KeeperError, StateId
 
 
@@ -92,23 +93,18 @@ class FakeKeeperClient:
         told, keeper.told = keeper.told, []
         return told
 
-    def flush_newest(self, deadline_s):
+    def flush(self, deadline_s):
         keeper = self._check()
         keeper.flushing.set()
         assert keeper.flush_may_go_on.wait(30)
         if not keeper.committed:
-            return FinalFlush(why="there is no committed state")
-        fits = keeper.directory is not None and keeper.flush_s <= deadline_s
-        if fits:
-            keeper.persisted = keeper.committed[-1]
-        why = "nobody named a directory" if keeper.directory is None else "it takes longer"
-        return FinalFlush(
-            state=keeper.persisted if fits else None,
-            fitted=fits,
-            has_place=keeper.directory is not None,
-            directory=keeper.directory,
-            why=None if fits else why,
-        )
+            return FlushResult(None, why="there is no committed state")
+        if keeper.directory is None:
+            return FlushResult(None, why=NO_DIRECTORY)
+        if keeper.flush_s > deadline_s:
+            return FlushResult(None, why="it takes longer", directory=keeper.directory)
+        keeper.persisted = keeper.committed[-1]
+        return FlushResult(keeper.persisted, directory=keeper.directory)
 
     def shut_down(self):
         self._check().has_ended = True

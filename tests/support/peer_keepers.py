@@ -3,7 +3,7 @@
 import itertools
 import threading
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.connection import keeper_socket_path
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import Jobs, Waker
@@ -38,7 +38,7 @@ class Node:
         if self.agent is not None:
             self.agent.close()
         self.process = start_or_adopt(self._folder, lease_s=60.0, node=self.name)
-        self.agent = AgentKeeperClient.connect(self.process.socket_path)
+        self.agent = KeeperClient.connect(self.process.socket_path)
         self.port = self.agent.serve_peers(
             self.address, node=self.name, port=self.port, **self._pass
         )
@@ -127,7 +127,7 @@ class SmallNode(Node):
         self._thread.start()
         self.process = self
         self.socket_path = keeper_socket_path(folder)
-        self.agent = AgentKeeperClient.connect(self.socket_path)
+        self.agent = KeeperClient.connect(self.socket_path)
         self.port = self.agent.serve_peers(self.address, node=self.name, **self._pass)
 
     def kill(self):

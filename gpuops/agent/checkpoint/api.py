@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from gpuops.agent.checkpoint.keeper_events import KeeperEvent
 from gpuops.agent.status.state import CheckpointState
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.types import StateId
 from gpuops.control.record import Roster
 from gpuops.model import Json
-
-if TYPE_CHECKING:  # it needs what hashes, which not every agent has
-    from gpuops.agent.checkpoint.keeper_client import KeeperClient
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
 Refusal = Callable[[int | None, Callable[[float], object]], str | None]
@@ -45,7 +43,7 @@ class StartedKeeper:
     ``ended``: how one before it hung that was ended for that, "" where there was none.
     """
 
-    client: "KeeperClient"
+    client: KeeperClient
     socket: str
     pid: int | None = None
     adopted: bool = False

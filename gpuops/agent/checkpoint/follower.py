@@ -8,7 +8,7 @@ does not answer delays commits, and nothing else.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuops.agent.checkpoint.keeper_events import pair, whole
 from gpuops.agent.checkpoint.leader import notes_of, restore_in, watermark_of
@@ -24,6 +24,7 @@ from gpuops.agent.checkpoint.messages import (
 from gpuops.agent.checkpoint.replica_check import ReplicaDifferenceReporter
 from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
 from gpuops.checkpoint.agreement.progress import KeeperProgress
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.types import KeeperAddress, Shard, ShardCopy, StateId
 from gpuops.control.keys import ControlKeys
@@ -31,9 +32,6 @@ from gpuops.control.record import Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
 from gpuops.model import Json
 from gpuops.wire.messages import MessageFormatError
-
-if TYPE_CHECKING:  # it needs what hashes, which not every agent has
-    from gpuops.agent.checkpoint.keeper_client import KeeperClient
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +161,7 @@ class CommitFollower:
         """Return what goes with the next heartbeat, None where no script saves; never waits."""
         return self._said
 
-    def holding(self, client: "KeeperClient") -> Json:
+    def holding(self, client: KeeperClient) -> Json:
         """Return what goes with the wish for a seat.
 
         Raises:
@@ -195,7 +193,7 @@ class CommitFollower:
         """Go on with the keeper that was given up: it answers again."""
         self._now, self._port = self._before
 
-    def begin_again(self, client: "KeeperClient", roster: Roster, epoch: int | None) -> bool:
+    def begin_again(self, client: KeeperClient, roster: Roster, epoch: int | None) -> bool:
         """Do as `begin` with a keeper in place of one that died under these workers.
 
         *epoch*: of the states that they have saved, None where they may still ask what to load.
@@ -219,7 +217,7 @@ class CommitFollower:
             self._now = replace(left, is_chosen=True, committed=None, aimed=None, seal_looks=0)
         return True
 
-    def begin(self, client: "KeeperClient", roster: Roster) -> bool:
+    def begin(self, client: KeeperClient, roster: Roster) -> bool:
         """Prepare the keeper for the workers of *roster*; say whether they are to save.
 
         Raises:
@@ -257,7 +255,7 @@ class CommitFollower:
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
             log.debug("what was agreed on of checkpoints cannot be read: %s", exc)
 
-    def look(self, client: "KeeperClient", stats: Mapping[str, Any]) -> None:
+    def look(self, client: KeeperClient, stats: Mapping[str, Any]) -> None:
         """Do with the keeper what was agreed on, and take in how far it is.
 
         Raises:
@@ -320,7 +318,7 @@ class CommitFollower:
         )
 
     def _follow(
-        self, client: "KeeperClient", now: _Generation, epoch: int, progress: KeeperProgress
+        self, client: KeeperClient, now: _Generation, epoch: int, progress: KeeperProgress
     ) -> None:
         mark = self._mark
         aim, committed, persist = mark.aim, mark.committed, mark.persist
@@ -356,7 +354,7 @@ class CommitFollower:
         return True
 
     def _seal(
-        self, client: "KeeperClient", now: _Generation, mark: CommitRecord, progress: KeeperProgress
+        self, client: KeeperClient, now: _Generation, mark: CommitRecord, progress: KeeperProgress
     ) -> None:
         sealed = mark.sealed
         if sealed is None or mark.sealer != self._place.me.node or sealed not in progress.parts:
@@ -368,7 +366,7 @@ class CommitFollower:
             client.try_seal(sealed, now.roster.world_size)
         now.seal_looks += 1
 
-    def _choose(self, client: "KeeperClient", now: _Generation, restore: RestoreOrder) -> None:
+    def _choose(self, client: KeeperClient, now: _Generation, restore: RestoreOrder) -> None:
         peers = _peers(now.notes)
         me, world = self._place.me, restore.world
         wanted = set(range(world))

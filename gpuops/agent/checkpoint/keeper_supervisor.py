@@ -29,6 +29,7 @@ from gpuops.agent.checkpoint.held_states import held_by_it, held_by_none
 from gpuops.agent.checkpoint.keeper_events import KeeperEvent, pair, read_events, whole
 from gpuops.agent.checkpoint.keeper_restarts import KeeperGeneration, KeeperRestarts, PollRequest
 from gpuops.agent.status.state import CheckpointState
+from gpuops.checkpoint.keeper.messages import NO_DIRECTORY
 from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.control.record import Roster
 from gpuops.host.clock import Clock
@@ -268,15 +269,21 @@ class KeeperSupervisor:
             within_s -= self._seconds_since(began_ns)
         newest = self._newest
         try:
-            done = client.flush_newest(max(0.0, within_s))
+            result = client.flush(max(0.0, within_s))
         except KeeperError as exc:
             self._lost("persisting the newest checkpoint", exc)
             return FinalFlush(newest=newest, why=str(exc))
         self._look()
-        persisted = self._persisted if done.state is None else done.state
-        # A state may have been committed meanwhile: what was sealed before is waited for.
-        newest = newest if done.state is None else max(done.state, newest or done.state)
-        return replace(done, state=persisted, newest=newest)
+        state = result.state
+        return FinalFlush(
+            state=self._persisted if state is None else state,
+            # A state may have been committed meanwhile: what was sealed before is waited for.
+            newest=newest if state is None else max(state, newest or state),
+            fitted=state is not None,
+            has_place=result.why != NO_DIRECTORY,
+            directory=result.directory,
+            why=result.why or None,
+        )
 
     def settle(self, within_s: float) -> None:
         """Wait until what was saved last is committed, and persistent, on all nodes."""

@@ -1,7 +1,8 @@
 """The agent's line to the keeper of its node."""
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from gpuops.checkpoint.types import (
     StateId,
 )
 
+log = logging.getLogger(__name__)
+
 _EVENTS_MAX = 2000
 _COPIES_MAX = 100_000
 
@@ -46,19 +49,28 @@ def open_agent_connection(socket_path: Path, *, deadline_s: float = DEADLINE_S) 
     return connection
 
 
-class AgentKeeperClient:
-    """A keeper has one agent at a time; a lost one may be followed by another within the lease.
+class KeeperClient:
+    """The agent's side of its keeper; *job* names the run in what is persisted.
+
+    A keeper has one agent at a time; a lost one may be followed by another within the lease.
 
     Safe from several threads, which take turns. All calls raise `KeeperError` where the keeper is
     gone, does not answer within the deadline, or refuses.
     """
 
-    def __init__(self, connection: KeeperConnection) -> None:
+    def __init__(
+        self,
+        connection: KeeperConnection,
+        job: str = "",
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
         self._connection = connection
+        self._job = job
+        self._on_close = on_close
         self._restore_lock = threading.Lock()
 
     @classmethod
-    def connect(cls, socket_path: Path, *, deadline_s: float = DEADLINE_S) -> "AgentKeeperClient":
+    def connect(cls, socket_path: Path, *, deadline_s: float = DEADLINE_S) -> "KeeperClient":
         """Return the client of the keeper at *socket_path*; see `open_agent_connection`."""
         return cls(open_agent_connection(socket_path, deadline_s=deadline_s))
 
@@ -67,8 +79,7 @@ class AgentKeeperClient:
     ) -> None:
         """Cut off the workers before, and let only those of *generation* in.
 
-        *excluded_step* is offered to none of them. *job* names the run in what is persisted; it
-        has to be the same on all nodes.
+        *excluded_step* is offered to none of them. *job* has to be the same on all nodes.
         """
         self._connection.call(
             Done,
@@ -76,7 +87,7 @@ class AgentKeeperClient:
             generation=generation,
             n_nodes=n_nodes,
             excluded_step=excluded_step,
-            job=job,
+            job=job or self._job,
         )
 
     def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
@@ -161,6 +172,24 @@ class AgentKeeperClient:
         """
         return self._connection.call(bool, "commit", state=state, persist=persist)
 
+    def try_persist(self, state: StateId) -> bool:
+        """Commit *state*, and begin to write this node's shards; False: not just now."""
+        return self._is_taken(lambda: self.commit(state, persist=True))
+
+    def try_seal(self, state: StateId, world: int) -> bool:
+        """Write the manifest of a state whose shards are all written; False: not just now."""
+        return self._is_taken(lambda: self.seal_persisted(state, world))
+
+    def _is_taken(self, ask: Callable[[], object]) -> bool:
+        try:
+            ask()
+        except KeeperError as exc:
+            if not self._connection.is_open:
+                raise
+            log.debug("the keeper of the checkpoints refuses just now: %s", exc)
+            return False
+        return True
+
     def set_next_step(self, step: int) -> None:
         """Save nothing before *step*, the first that all nodes can save together."""
         self._connection.call(Done, "aim", step=step)
@@ -221,3 +250,4 @@ class AgentKeeperClient:
     def close(self) -> None:
         """Hang up; the keeper waits for another agent, for as long as its lease."""
         self._connection.close()
+        self._on_close()

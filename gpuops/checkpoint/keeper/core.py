@@ -6,7 +6,7 @@ from typing import Any
 
 from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, KeeperProgress
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import (
     CheckpointPolicy,
     Epoch,
@@ -195,20 +195,18 @@ class KeeperCore:
             raise
         for slot in self.memory.unpopulated():
             if id(slot) not in self._populating:
-                self._populate(slot)
+                run_task(self._populate(slot))
         return arena
 
-    def _populate(self, slot: SharedBuffer) -> None:
+    async def _populate(self, slot: SharedBuffer) -> None:
         self._populating.add(id(slot))
-
-        def then(is_done: bool | None, error: BaseException | None) -> None:
-            self._populating.discard(id(slot))
-            if error is not None:
-                self.events.add("not_populated", why=str(error))
-            elif is_done:
+        try:
+            if await JobResult(self.jobs.populate, lambda: slot.populate(lambda: self.is_ending)):
                 self.memory.mark_populated(slot)
-
-        self.jobs.populate(lambda: slot.populate(lambda: self.is_ending), then)
+        except Exception as exc:  # noqa: BLE001 boundary: memory is taken on the first copy then
+            self.events.add("not_populated", why=str(exc))
+        finally:
+            self._populating.discard(id(slot))
 
     def acquire(
         self, rank_info: RankInfo, step: int, *, is_last: bool = False
@@ -235,21 +233,22 @@ class KeeperCore:
     def seal(self, rank_info: RankInfo, state: StateId) -> None:
         """Have the image hashed."""
         sealed = self.memory.seal(rank_info.local_rank, state)
-        if sealed is None:
-            return
-        self._sealed_s = self.clock_s()
+        if sealed is not None:
+            self._sealed_s = self.clock_s()
+            run_task(self._hash(rank_info, sealed))
+
+    async def _hash(self, rank_info: RankInfo, sealed: SealedSlot) -> None:
         self.n_hashing += 1
-
-        def then(digest: Digest | None, error: BaseException | None) -> None:
+        try:
+            digest = await JobResult(self.jobs.hash, sealed.hash)
+        except Exception as exc:  # noqa: BLE001 boundary: without a digest there is no state
+            self.memory.buffer_table.give_up(sealed.state)
+            rank = rank_info.shard.rank
+            self.events.add("corrupt", state=sealed.state, rank=rank, why=str(exc))
+            return
+        finally:
             self.n_hashing -= 1
-            if digest is None:
-                self.memory.buffer_table.give_up(state)
-                rank, why = rank_info.shard.rank, str(error)
-                self.events.add("corrupt", state=state, rank=rank, why=why)
-            else:
-                self._on_hashed(sealed, digest)
-
-        self.jobs.hash(sealed.hash, then)
+        self._on_hashed(sealed, digest)
 
     def abandon(self, rank_info: RankInfo, state: StateId) -> None:
         """Give the state up."""

@@ -8,17 +8,21 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 A = TypeVar("A")
 T = TypeVar("T")
 Work = Callable[[], T]
 # Called in the thread of the messages with the result, or with what was raised.
 OnDone = Callable[[T | None, BaseException | None], None]
+Start = Callable[[Work[Any], OnDone[Any]], None]  # a method of `Jobs`
+Task = Coroutine[Callable[[OnDone[Any]], None], Any, None]
+
 
 # Hashing follows each save and is over in a moment; it gives way to the training beside it.
 NICE_HASH = 5
@@ -36,6 +40,31 @@ PUSHES_MAX = 16
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_IDLE = 3 << 13
+
+
+class JobResult(Generic[T]):
+    """``await JobResult(jobs.hash, work)``: what *work* returns in a thread, or its error."""
+
+    def __init__(self, start: Start, work: Work[T]) -> None:
+        self._start = partial(start, work)
+
+    def __await__(self) -> Generator[Callable[[OnDone[T]], None], T, T]:
+        return (yield self._start)
+
+
+def run_task(task: Task) -> None:
+    """Run *task* up to its end or what it awaits; it goes on in the thread of the messages."""
+    _resume(task, partial(task.send, None))
+
+
+def _resume(task: Task, resume: Callable[[], Callable[[OnDone[Any]], None]]) -> None:
+    with suppress(StopIteration):
+        start = resume()
+        start(
+            lambda result, error: _resume(
+                task, partial(task.send, result) if error is None else partial(task.throw, error)
+            )
+        )
 
 
 class Waker:

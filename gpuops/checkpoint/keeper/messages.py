@@ -32,6 +32,7 @@ from gpuops.wire.messages import Limit, Message, plain
 VERSION = 1
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 8
+NO_DIRECTORY = "no directory for checkpoints is set"  # why nothing is persisted
 UNDECIDED = "cannot_tell"  # the kind of an error: whether there is a state to load
 ID_MAX = 2**53
 WHY_MAX = 16
@@ -248,13 +249,15 @@ class OpenedShard(Message):
 class FlushResult(Message):
     """What came of a flush: *state* is persisted; None where none is, *why* says why.
 
-    ``seconds`` and ``nbytes`` are of the last writing, which may have been earlier.
+    ``seconds`` and ``nbytes`` are of the last writing, which may have been earlier. ``directory``
+    None: nobody has named one.
     """
 
     state: StateId | None
     seconds: Seconds = 0.0
     nbytes: Count = 0
     why: Annotated[str, Limit(4000, is_cut=True)] = ""
+    directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import xxhash
 
@@ -32,7 +33,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
 from gpuops.checkpoint.image import ImageLayout, read_layout
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.types import Shard, StateId
@@ -173,29 +174,30 @@ class ReplicaChecker:
             self._memory.buffer_table.pin(state, _PIN_OWNER)
         self._is_busy = True
         self._local_ranks = frozenset(shard.rank for shard in held)
+        run_task(self._check(state, held))
+
+    async def _check(self, state: StateId, held: Mapping[Shard, HeldShard]) -> None:
         shard_views = [
-            _ShardView(
-                shard, item.copy.layout, item.memory.view, self._groups.get(item.copy.layout)
-            )
-            for shard, item in held.items()
+            _ShardView(shard, it.copy.layout, it.memory.view, self._groups.get(it.copy.layout))
+            for shard, it in held.items()
         ]
-
-        def then(done: _DigestResult | None, error: BaseException | None) -> None:
-            self._is_busy = False
-            if not self._is_unchanged(state, held):
-                self._n_missed += 1
-                self._n_missed_in_row += 1
-            elif done is None:
-                self._groups |= {
-                    shard_view.layout: () for shard_view in shard_views
-                }  # once is enough
-                self._events.add("vote_failed", state=state, why=str(error))
-            else:
-                self._n_missed_in_row = 0
-                self._record(state, done)
-            self._memory.buffer_table.unpin(_PIN_OWNER)
-
-        self._jobs.check_replicas(lambda: _digest_shards(shard_views, self._cpu_s), then)
+        done, why = None, ""
+        try:
+            work = partial(_digest_shards, shard_views, self._cpu_s)
+            done = await JobResult(self._jobs.check_replicas, work)
+        except Exception as exc:  # noqa: BLE001 boundary: what is saved does not depend on it
+            why = str(exc)
+        self._is_busy = False
+        if not self._is_unchanged(state, held):
+            self._n_missed += 1
+            self._n_missed_in_row += 1
+        elif done is None:
+            self._groups |= {view.layout: () for view in shard_views}  # once is enough
+            self._events.add("vote_failed", state=state, why=why)
+        else:
+            self._n_missed_in_row = 0
+            self._record(state, done)
+        self._memory.buffer_table.unpin(_PIN_OWNER)
 
     def begin(self, origin: StateOrigin, *, has_agent: bool) -> None:
         """Take in that workers begin; another run is told anew of ranks that differ.

@@ -18,6 +18,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.messages import (
+    NO_DIRECTORY,
     WHY_MAX,
     Count,
     Epoch,
@@ -288,7 +289,7 @@ class KeeperRequests:
         if newest is None:
             why = "there is no committed state"
         elif policy is None or policy.directory is None:
-            why = "no directory for checkpoints is set"
+            why = NO_DIRECTORY
         elif not persister.schedule.has_persisted(newest):
             if waited_s > 0 and not persister.is_flushing and persister.failure:
                 why = persister.failure
@@ -297,7 +298,9 @@ class KeeperRequests:
                 persister.persist_if_due()
                 raise NotReadyError
         persister.is_flushing = False
-        return FlushResult(None if why else newest, persister.seconds, persister.nbytes, why)
+        directory = None if policy is None else policy.directory
+        state = None if why else newest
+        return FlushResult(state, persister.seconds, persister.nbytes, why, directory)
 
     def _inventory(self, after: Count) -> InventoryPage:
         """Return a page of the verified copies, of this node's ranks and for others.

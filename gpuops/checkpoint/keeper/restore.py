@@ -12,7 +12,7 @@ from gpuops.checkpoint.agreement.local_recovery import (
     find_restorable,
 )
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import WHY_MAX, RankInfo
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
@@ -221,27 +221,27 @@ class RestoreFinder:
             return
         if table.is_verifying or not _is_decidable(group, instructions):
             return
-        criteria = _search_criteria(group, instructions)
+        run_task(self._search(group, instructions, directory))
+
+    async def _search(
+        self, group: RankGroup, instructions: AgentInstructions | None, directory: str | None
+    ) -> None:
+        table, criteria = self.memory.buffer_table, _search_criteria(group, instructions)
         group.is_searching = True
         self._n_searches += 1
         pin = f"look-{self._n_searches}"
-        states = self.memory.complete_states()
-        held = {state: self.memory.held_shards(state) for state in states}
-        for state in states:
+        held = {state: self.memory.held_shards(state) for state in self.memory.complete_states()}
+        for state in held:
             table.pin(state, pin)
         borrowed, peers = self._from_peers(instructions)
         for state, replicas in borrowed.held.items():
             own = held.get(state, {})
             # A state of another world that has the same name is not to be mixed with ours.
             worlds = {shard.world for shard in own}
-            fitting = {
-                s: held_shard
-                for s, held_shard in replicas.items()
-                if not worlds or s.world in worlds
-            }
+            fitting = {s: found for s, found in replicas.items() if not worlds or s.world in worlds}
             held[state] = {**fitting, **own}
 
-        def work() -> StateSearchResult:
+        def find() -> StateSearchResult:
             store = self.open_store(directory) if directory else None
             return find_restorable(
                 held,
@@ -252,20 +252,22 @@ class RestoreFinder:
                 peers=peers,
             )
 
-        def then(result: StateSearchResult | None, error: BaseException | None) -> None:
-            table.unpin(pin)
-            group.is_searching = False
-            if result is not None and result.selected is not None:
-                selected = result.selected
-                result.selected = replace(selected, fetched=(*selected.fetched, borrowed))
-            else:
-                borrowed.close()
-            if group.is_replaced:
-                _release(result)
-            else:
-                self._on_searched(group, instructions, result, error)
-
-        self.jobs.search(work, then)
+        result, error = None, None
+        try:
+            result = await JobResult(self.jobs.search, find)
+        except Exception as exc:  # noqa: BLE001 boundary: the ranks are told that it failed
+            error = exc
+        table.unpin(pin)
+        group.is_searching = False
+        if result is not None and result.selected is not None:
+            selected = result.selected
+            result.selected = replace(selected, fetched=(*selected.fetched, borrowed))
+        else:
+            borrowed.close()
+        if group.is_replaced:
+            _release(result)
+        else:
+            self._on_searched(group, instructions, result, error)
 
     def _take_over(self, group: RankGroup, epoch: int) -> None:
         """Let the ranks save: they were told where to go on by a keeper that is gone."""

@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import PushResult, push
@@ -278,21 +279,30 @@ class ReplicaPusher:
         def moved() -> None:
             task.moved_s, task.has_moved = self.clock_s(), True
 
-        def work() -> PushResult:
-            return push(holder.peer, job, offer, pinned, terms, _ObservedPace(self.pace, moved))
+        pace = _ObservedPace(self.pace, moved)
+        run_task(
+            self._run(
+                holder, task, owner, partial(push, holder.peer, job, offer, pinned, terms, pace)
+            )
+        )
 
-        def then(done: PushResult | None, error: BaseException | None) -> None:
-            table.unpin(owner)
-            self.memory.release()
-            if holder.task is task:
-                holder.task = None
-            if done is not None:
-                self._on_arrived(holder, task, done)
-            elif not task.is_cancelled:
-                self._on_failed(holder, task, error)
-            self.push_next()
-
-        self.jobs.push(work, then)
+    async def _run(
+        self, holder: _Holder, task: _PushTask, owner: str, work: Callable[[], PushResult]
+    ) -> None:
+        done, error = None, None
+        try:
+            done = await JobResult(self.jobs.push, work)
+        except Exception as exc:  # noqa: BLE001 boundary: whatever it is, the holder has no copy
+            error = exc
+        self.memory.buffer_table.unpin(owner)
+        self.memory.release()
+        if holder.task is task:
+            holder.task = None
+        if done is not None:
+            self._on_arrived(holder, task, done)
+        elif not task.is_cancelled:
+            self._on_failed(holder, task, error)
+        self.push_next()
 
     def _update_deadline(self, now_s: float) -> None:
         """Tell the pace what is still to be sent, and by when."""

@@ -6,10 +6,11 @@ A failure is told and tried again later, ever more rarely; it never ends anythin
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import Jobs
+from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
@@ -325,16 +326,21 @@ class Persister:
         shards = self.memory.held_shards(state)
         task = PersistTask(state, shards, policy, self.origin, session, is_final=self.is_flushing)
         self.schedule.on_start(state, self.clock_s())
+        run_task(self._run_persist(task))
 
-        def then(outcome: PersistOutcome | None, error: BaseException | None) -> None:
-            gate.unpin(_PIN)
-            if outcome is None:
-                self._on_failure(state, str(error) or repr(error))
-            else:
-                self._on_success(outcome, policy)
-            self.persist_if_due()
-
-        self.jobs.persist(lambda: run_persist(task, self.open_store, self._should_stop), then)
+    async def _run_persist(self, task: PersistTask) -> None:
+        work = partial(run_persist, task, self.open_store, self._should_stop)
+        why = ""
+        try:
+            outcome = await JobResult(self.jobs.persist, work)
+        except Exception as exc:  # noqa: BLE001 boundary: whatever a file system raises
+            why = str(exc) or repr(exc)
+        self.memory.buffer_table.unpin(_PIN)
+        if why:
+            self._on_failure(task.state, why)
+        else:
+            self._on_success(outcome, task.policy)
+        self.persist_if_due()
 
     def _should_stop(self) -> bool:
         """Say whether to end; asked with each piece that is written, by which others see that."""
@@ -361,17 +367,17 @@ class Persister:
         ):
             return
         self._committing = state
-        task = CommitTask(state, world, policy, self.origin)
+        run_task(self._run_commit(CommitTask(state, world, policy, self.origin)))
 
-        def then(outcome: PersistOutcome | None, error: BaseException | None) -> None:
+    async def _run_commit(self, task: CommitTask) -> None:
+        try:
+            outcome = await JobResult(self.jobs.persist, partial(run_commit, task, self.open_store))
+        except Exception as exc:  # noqa: BLE001 boundary: whatever a file system raises
+            self.events.add("persist_failed", state=task.state, why=str(exc) or repr(exc))
+            return
+        finally:
             self._committing = None
-            if outcome is not None:
-                self._on_success(outcome, policy)
-                return
-            why = str(error) or repr(error)
-            self.events.add("persist_failed", state=state, why=why)
-
-        self.jobs.persist(lambda: run_commit(task, self.open_store), then)
+        self._on_success(outcome, task.policy)
 
     def _on_success(self, result: PersistOutcome, policy: CheckpointPolicy) -> None:
         persisted = result.persisted

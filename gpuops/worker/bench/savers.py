@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gpuops.checkpoint.keeper.agent_client import AgentKeeperClient
+from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient, connect_rank
 from gpuops.checkpoint.types import CheckpointError
@@ -115,7 +115,7 @@ class GpuopsSaver(BenchSaver):
     def __init__(self, job: BenchJob, folder: Path) -> None:
         self.socket_path, self._end_keeper = start_keeper(folder / "keeper")
         self.directory = folder / "gpuops"
-        self._agent_client = AgentKeeperClient.connect(self.socket_path)
+        self._agent_client = KeeperClient.connect(self.socket_path)
         # Old states are removed between the measurements, by `clean`.
         self.checkpointer = Checkpointer(
             model=job.model,

@@ -315,8 +315,8 @@ def test_a_state_that_nobody_had_heard_of_is_flushed_as_well(bench):
 def test_the_only_state_that_is_still_hashed_when_the_run_ends_is_persisted(bench):
     bench.keeping.begin(0, 1, None)
     client = bench.keeper.clients[0]
-    flush = client.flush_newest
-    client.flush_newest = lambda within_s: bench.keeper.commit(12) or flush(within_s)
+    flush = client.flush
+    client.flush = lambda within_s: bench.keeper.commit(12) or flush(within_s)
     bench.keeping.end(5.0)
 
     assert bench.keeper.persisted == StateId(0, 12)
@@ -429,7 +429,7 @@ def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     bench.keeper.commit(12)
     bench.keeping.look()
     client = bench.keeper.clients[0]
-    client.flush_newest = lambda _s: client.close() or client.stats()
+    client.flush = lambda _s: client.close() or client.stats()
 
     done = bench.keeping.flush(5.0)
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
+from zlib import crc32
 
 from gpuops.control.keys import ControlKeys
 from gpuops.control.own_record import read_own_record
@@ -246,12 +247,14 @@ class ControlClient:
         self.update_record(lambda now: now)
 
     def file_report(self, report: NodeReport) -> None:
-        """File *report*, the last word of this agent on a generation.
+        """File *report*, the last word of this agent on a generation, or on another node in it.
 
         Raises:
             ControlStoreError: See `ControlStore`.
         """
-        key = self.keys.report(report.generation, self.me.agent)
+        me = self.me
+        other = "" if report.node == me.node else f"+{crc32(report.node.encode()):08x}"
+        key = self.keys.report(report.generation, f"{me.agent}{other}")
         self.store.put(key, pack(report.to_json()))
 
     def file_report_for(self, agent: str, report: NodeReport) -> None:

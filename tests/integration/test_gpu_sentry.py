@@ -13,6 +13,7 @@ import pytest
 from support import mock_nvml
 from support.kernel_log import gpu_information, write_kmsg
 from support.mock_nvml import UUIDS, addresses, shape
+from support.monitors import report_of
 
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.gpu import (
@@ -25,6 +26,7 @@ from gpuops.host.clock import SystemClock
 from gpuops.host.process.inspect import descendants
 from gpuops.host.process.watcher import WatchingChild, module_command
 from gpuops.host.xid_watch import XidSource
+from gpuops.incident.suspicion import SuspicionLevel
 from gpuops.model import Entity, EntityKind, FailureClass
 
 pytestmark = pytest.mark.cc
@@ -91,11 +93,11 @@ def test_an_xid_79_while_workers_run_is_reported_at_once(mock, root):
     sentry, env = opened(mock, root)
     with closing(sentry):
         ready(sentry)
-        assert sentry.poll() is None
+        assert report_of(sentry) is None
         assert sentry.rank_gpus(range(4)) == dict(enumerate(UUIDS[:4]))
         started_s = time.monotonic()
         mock_nvml.change(env, HEALTHY + "\nxid 1 79")
-        report = until(sentry.poll)
+        report = until(lambda: report_of(sentry))
 
         assert time.monotonic() - started_s < 10  # a fraction of a second on a quiet machine
         assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
@@ -110,7 +112,7 @@ def test_the_log_tells_where_nvml_hangs(mock, root):
     with closing(sentry):
         ready(sentry)
         write(root, BUS.format(addresses(4)[2][:-2]))
-        report = until(sentry.poll)
+        report = until(lambda: report_of(sentry))
 
         assert report.culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
         assert "seen by the kernel's log" in report.how
@@ -124,12 +126,13 @@ def test_a_fault_of_an_application_is_kept_and_ends_nothing(mock, root):
         write(root, f"NVRM: Xid (PCI:{addresses(4)[3][:-2]}): 31, pid=103, name=python, Ch 1")
 
         def both():
-            assert sentry.poll() is None
-            return [sign for sign in sentry.recent() if len(sign.sources) == 2]
+            assert report_of(sentry) is None
+            return [s for s in sentry.poll() if "by NVML and the kernel's log" in s.why]
 
-        (sign,) = until(both)
-        assert sign.failure_class is FailureClass.GPU_ILLEGAL_ACCESS
-        assert (sign.local_rank, sign.blames_node, sign.count) == (3, False, 1)
+        (suspicion,) = until(both)
+        assert suspicion.failure_class is FailureClass.GPU_ILLEGAL_ACCESS
+        assert (suspicion.level, suspicion.node) == (SuspicionLevel.NOTE, None)
+        assert " times" not in suspicion.why
         (evidence,) = sentry.evidence(1.0)
         assert evidence.entity == Entity(EntityKind.GPU, UUIDS[3])
 
@@ -139,7 +142,7 @@ def test_a_gpu_of_another_job_is_not_ours(mock, root):
     with closing(sentry):
         ready(sentry)
         mock_nvml.change(env, HEALTHY + "\nxid 3 79\nxid 0 48")
-        report = until(sentry.poll)
+        report = until(lambda: report_of(sentry))
 
         assert report.culprits[0] == Entity(EntityKind.GPU, UUIDS[0])
         assert sentry.evidence(1.0)[0].entity == Entity(EntityKind.GPU, UUIDS[0])
@@ -157,7 +160,7 @@ def test_a_storm_hides_nothing(mock, root):
         def look():
             nonlocal slowest_s
             started_s = time.thread_time()
-            report = sentry.poll()
+            report = report_of(sentry)
             slowest_s = max(slowest_s, time.thread_time() - started_s)
             return report
 
@@ -165,7 +168,7 @@ def test_a_storm_hides_nothing(mock, root):
         assert slowest_s < 0.25  # of this thread's own time; the agent's loop has 10 ms
 
         def all_counted():
-            return sum(sign.count for sign in sentry.recent() if sign.code == 31) == 170_000
+            return any(", 170000 times" in suspicion.why for suspicion in sentry.poll())
 
         until(all_counted)
 
@@ -193,7 +196,7 @@ def test_a_driver_that_recovers_is_watched_again(mock, root):
         until(lambda: child.restarts > 1)
         mock_nvml.change(env, f"{HEALTHY}\nxid 2 79")
 
-        assert until(sentry.poll).culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
+        assert until(lambda: report_of(sentry)).culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
 
 
 def test_a_gpu_that_nvml_calls_lost_is_found(mock, root):
@@ -202,7 +205,7 @@ def test_a_gpu_that_nvml_calls_lost_is_found(mock, root):
         ready(sentry)
         lost = f"{HEALTHY}\nreturn * nvmlEventSetWait 15\nreturn 2 nvmlDeviceGetPciInfo 15"
         mock_nvml.change(env, lost)
-        report = until(sentry.poll)
+        report = until(lambda: report_of(sentry))
 
         assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
         assert report.culprits[0] == Entity(EntityKind.GPU, UUIDS[2])
@@ -212,7 +215,7 @@ def test_a_slow_driver_delays_nothing(mock, root):
     sentry, _env = opened(mock, root, HEALTHY + "\ndelay * nvmlInit 60000")
     started_s = time.monotonic()
     for _ in range(10):
-        assert sentry.poll() is None
+        assert report_of(sentry) is None
     sentry.close()
 
     assert time.monotonic() - started_s < 30
@@ -275,6 +278,6 @@ def test_a_machine_without_a_gpu_is_not_watched(tmp_path):
         sentry.begin(watched())
         until(sentry._sources[XidSource.KERNEL].given_up.is_set)
 
-        assert sentry.poll() is None
+        assert report_of(sentry) is None
         assert sentry._sources[XidSource.KERNEL].restarts == 0
-        assert (sentry.evidence(1.0), sentry.recent()) == ((), ())
+        assert (sentry.evidence(1.0), sentry.poll()) == ((), [])

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.monitors import evidence_of, report_of
 from support.runs import is_alive, wait_until
 
 import gpuops.worker.shim
@@ -118,7 +119,7 @@ class Job:
 
         def look():
             self.sentry.feed({worker.rank: worker.ring.poll() for worker in self.workers})
-            return self.sentry.poll()
+            return report_of(self.sentry)
 
         return wait_until(look, limit_s=90, what="a report")
 
@@ -144,9 +145,10 @@ def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
 ):
     with Job(tmp_path, how) as job:
         report = job.report()
-        evidence = job.sentry.evidence(5.0)
+        evidence = evidence_of(job.sentry, SystemClock(), 5.0)
 
-    assert report.culprits == (Entity(EntityKind.RANK, "1"),), report.how
+    node = (Entity(EntityKind.NODE, "n1"),) if blames else ()
+    assert report.culprits == (Entity(EntityKind.RANK, "1"), *node), report.how
     assert (report.failure_class, report.blames_node) == (failure_class, blames)
     assert report.how.startswith("rank 1 (last step 8): ")
     assert says in report.how
@@ -162,7 +164,7 @@ def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp
     eyes = SystemEvidenceReader("", beside=tmp_path)
     with Job(tmp_path, how, eyes) as job:
         report = job.report()
-        evidence = job.sentry.evidence(5.0)
+        evidence = evidence_of(job.sentry, SystemClock(), 5.0)
 
     assert report.culprits == (Entity(EntityKind.RANK, "1"),)
     assert report.failure_class is FailureClass.HANG_NO_PROGRESS

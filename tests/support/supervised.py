@@ -15,6 +15,7 @@ from gpuops.agent.journal.session import NodeContext, RunSession
 from gpuops.agent.launch.identity import RunIdentity
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan, LaunchPlan
 from gpuops.agent.launch.services import Services
+from gpuops.agent.monitors.group import MonitorGroup
 from gpuops.agent.monitors.preflight import NoPreflight
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.control.client import ControlClient
@@ -223,7 +224,6 @@ class Agent:
         self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
         self.workers.on_look = self.run_once
         self.monitors = []
-        self.suspects = []
         self.job_xids = lambda _since_ns: None
         self.step_tracker = StepTracker()
         self.checkpoints = NoCheckpointService()
@@ -264,8 +264,7 @@ class Agent:
             failure_grace_s=3.0,
             cancel_grace_s=20.0,
             drain_grace_s=lambda _name: 25.0,
-            monitors=tuple(self.monitors),
-            suspects=lambda: self.suspects,
+            monitors=MonitorGroup(self.monitors, self.clock, self.session.safely),
             job_xids=self.job_xids,
             step_tracker=self.step_tracker,
             checkpoints=self.checkpoints,

@@ -6,7 +6,6 @@ on the board what it saw here, and does what was decided.
 """
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -86,7 +85,7 @@ class GpuopsAgent(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
             except WorkerStartError as exc:
                 reason = self._not_started(exc)
-                self._attempt().end(reason)
+                self._attempt().end((reason,))
                 continue
             ended = self._attempt().run()
             if ended is not None:
@@ -235,8 +234,7 @@ class GpuopsAgent(LocalElasticAgent):
         watched = MonitoredAttempt(
             generation=self.generation, node=self._services.node, workers=workers, folder=folder
         )
-        for monitor in self._services.monitors:
-            session.safely("watching the workers", partial(monitor.begin, watched))
+        self._services.monitors.begin(watched)
         return pids
 
     def _left_out(self) -> int | None:

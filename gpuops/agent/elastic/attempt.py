@@ -6,14 +6,15 @@ from neither (the board is out of reach, and this node fences itself).
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from signal import Signals
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
 from gpuops.agent.elastic.drain import Draining
-from gpuops.agent.elastic.finish import AttemptFinish, has_moved_on
+from gpuops.agent.elastic.finish import AttemptFinish, EndTrigger, has_moved_on
 from gpuops.agent.elastic.rendezvous import Assignment, ControlStoreLostError, RunOverError
 from gpuops.agent.elastic.workers import Workers
 from gpuops.agent.launch.plan import LOOK_S_MAX
@@ -22,7 +23,7 @@ from gpuops.agent.monitors.suspects import SuspectReporter
 from gpuops.agent.status.published import PublishedSnapshot
 from gpuops.control.drain import request_drain
 from gpuops.control.record import ControlRecord, RunPhase
-from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.decision import ReportKind
 from gpuops.wire.ring import Beat, WorkerFlag
 from gpuops.wire.ring import WorkerPhase as RankPhase
 
@@ -114,11 +115,12 @@ class AttemptRunner:
                 if self._result is not None or self._workers.has_failed:
                     self.end(ReportKind.WORKERS_FAILED)
                     return None
-            report = self._poll_monitors()
-            if report is not None:
-                self.end(report)
+            suspicions = self._services.monitors.poll()
+            reports = self._finish.reports_of(suspicions)
+            if reports:
+                self.end(reports)
                 return None
-            self._session.safely("telling a doubt", self._suspects.report_new)
+            self._session.safely("telling a doubt", partial(self._suspects.report_new, suspicions))
 
     def _check_exits(self) -> RunResult | None:
         """Return torch's result once all workers here are done; note one that says otherwise."""
@@ -128,17 +130,6 @@ class AttemptRunner:
         if result.state is WorkerState.SUCCEEDED:
             return result
         self._result = None if result.state is WorkerState.HEALTHY else result
-        return None
-
-    def _poll_monitors(self) -> NodeReport | None:
-        for monitor in self._services.monitors:
-            try:
-                report = monitor.poll()
-            except Exception as exc:  # noqa: BLE001 boundary: our bug must not stop the training
-                self._session.safely("watching the workers", _raise(exc))
-                continue
-            if report is not None:
-                return report
         return None
 
     def _done(self, result: RunResult) -> RunResult | None:
@@ -160,7 +151,7 @@ class AttemptRunner:
             raise RunOverError(record)
         return None
 
-    def end(self, trigger: NodeReport | ReportKind | None) -> None:
+    def end(self, trigger: EndTrigger) -> None:
         """End this generation here, report it, and wait for what is decided.
 
         Raises:
@@ -169,6 +160,7 @@ class AttemptRunner:
         ending = self._finish
         ending.announce(trigger)
         ending.collect_evidence(trigger)
+        trigger = ending.reconsider(trigger)
         self._services.preflight.begin()
         ending.wind_down()
         self._read_heartbeats()
@@ -274,12 +266,4 @@ class AttemptRunner:
             self._services.checkpoints.look()
         self._session.journal.beats(beats)
         self._services.step_tracker.feed(beats)
-        if self._services.hang is not None:
-            self._services.hang.feed(beats)
-
-
-def _raise(error: Exception) -> Any:  # noqa: ANN401
-    def act() -> None:
-        raise error
-
-    return act
+        self._services.monitors.feed(beats)

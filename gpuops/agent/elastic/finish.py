@@ -6,18 +6,14 @@ away for some seconds delays a restart, and ends nothing.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from signal import SIGTERM
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
 from gpuops.agent.elastic.rendezvous import Assignment
 from gpuops.agent.elastic.workers import Workers
 from gpuops.agent.launch.services import Services
-from gpuops.agent.monitors.api import Monitor
-from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.agent.monitors.gpu_events import RECENT_S, GpuEvent
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
 from gpuops.errors import EXIT_REQUEUE
@@ -25,6 +21,7 @@ from gpuops.incident.budget import count_failures
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import JobXidFilter, job_lines
 from gpuops.incident.report import build_node_report
+from gpuops.incident.suspicion import RECENT_S, Suspicion, explain, reports_of
 from gpuops.model import (
     Confidence,
     Entity,
@@ -45,8 +42,9 @@ COLLECT_S = 0.1
 RETRY_S = 0.2
 # `grace.MARGIN_S` is more: a small state still persists when the workers took all of their time.
 LAST_SAVE_S_MIN = 1.0
-# Nothing to decide over: the first of a node's reports says all.
-_LOOK_FIRST = frozenset({ReportKind.HANG})
+# Why a generation ends here: what monitors report, one for each node they blame, the one with the
+# cause first; what became of the workers; None: because of another node.
+EndTrigger = tuple[NodeReport, ...] | ReportKind | None
 
 
 def has_moved_on(now: ControlRecord, generation: int) -> bool:
@@ -73,7 +71,7 @@ class AttemptFinish:
         self._workers = workers
         self._waiting = waiting
         self._trigger: tuple[ReportKind, str] | None = None
-        self._unfiled: NodeReport | None = None
+        self._unfiled: list[NodeReport] = []
         self._evidence: tuple[Evidence, ...] = ()
         self._drain_ns: int | None = None
 
@@ -81,26 +79,44 @@ class AttemptFinish:
         """Hear that the run drains, and that all of it has to be over after *grace_s*."""
         self._drain_ns = self._services.clock.mono_ns() + round(grace_s * NS_PER_S)
 
-    def announce(self, trigger: NodeReport | ReportKind | None) -> None:
+    def reports_of(self, suspicions: Iterable[Suspicion]) -> tuple[NodeReport, ...]:
+        """Return the reports of what ends this generation among *suspicions*."""
+        return reports_of(suspicions, here=self._services.node, generation=self._generation)
+
+    def announce(self, trigger: EndTrigger) -> None:
         """Take the generation out of RUN for everybody, because of what was seen here."""
         if trigger is None:
             return
-        kind = trigger.kind if isinstance(trigger, NodeReport) else trigger
-        reason = trigger.how if isinstance(trigger, NodeReport) else _REASONS[kind]
+        if isinstance(trigger, tuple):
+            kind, reason = trigger[0].kind, trigger[0].how
+            self._unfiled += [each for each in trigger if each.node != self._services.node]
+        else:
+            kind, reason = trigger, _REASONS[trigger]
         self._trigger = (kind, f"{self._services.node}: {reason}")
         self._try_again()
 
-    def collect_evidence(self, trigger: NodeReport | ReportKind | None) -> None:
+    def collect_evidence(self, trigger: EndTrigger) -> None:
         """Ask the monitors what the workers are doing, where they do not simply fail."""
-        kind = trigger.kind if isinstance(trigger, NodeReport) else trigger
-        if (kind or self._services.control.record.trigger) not in _LOOK_FIRST:
-            return
-        session = self._services.session
-        for monitor in self._services.monitors:
-            session.safely("collecting evidence", partial(self._collect, monitor))
+        if self._is_hang(trigger):
+            self._evidence += tuple(self._services.monitors.evidence())
 
-    def _collect(self, monitor: Monitor) -> None:
-        self._evidence += monitor.evidence(EVIDENCE_S)
+    def reconsider(self, trigger: EndTrigger) -> EndTrigger:
+        """Return *trigger*, or what was seen here since that explains the hang that it is.
+
+        A GPU that failed may be noticed just after the ranks that wait for it. Called before the
+        workers are ended: what that causes explains nothing.
+        """
+        if not self._is_hang(trigger):
+            return trigger
+        now_ns = self._services.clock.mono_ns()
+        suspicions = self._services.monitors.poll()
+        found = self.reports_of(s for s in suspicions if s.explains_failures(now_ns))
+        return tuple(each for each in found if each.node == self._services.node) or trigger
+
+    def _is_hang(self, trigger: EndTrigger) -> bool:
+        if isinstance(trigger, tuple):
+            return any(report.kind is ReportKind.HANG for report in trigger)
+        return (trigger or self._services.control.record.trigger) is ReportKind.HANG
 
     def wind_down(self) -> None:
         """End the workers that are left.
@@ -114,7 +130,7 @@ class AttemptFinish:
         urgent = self._services.cancellation
         self._workers.end(SIGTERM, self._services.failure_grace_s, lambda: urgent.is_urgent)
 
-    def report(self, trigger: NodeReport | ReportKind | None, codes: Mapping[int, int]) -> None:
+    def report(self, trigger: EndTrigger, codes: Mapping[int, int]) -> None:
         """Record what happened here and file it for whoever decides."""
         session = self._services.session
         chronicle = session.journal
@@ -122,8 +138,10 @@ class AttemptFinish:
         xids = self._job_xids(exits)
         kernel_lines = job_lines(session.kernel_log.since_mark(), xids)
         report = self._node_report(exits, kernel_lines, xids)
-        if isinstance(trigger, NodeReport):
-            report = merge_reports(trigger, report)
+        reports = trigger if isinstance(trigger, tuple) else ()
+        own = next((each for each in reports if each.node == report.node), None)
+        if own is not None:
+            report = merge_reports(own, report)
         report = with_stuck(report, self._workers.stuck_ranks)
         self._evidence += exiting_evidence(self._workers.exiting_ranks)
         self._file(report)
@@ -185,7 +203,7 @@ class AttemptFinish:
                 own_gpus=() if xids is None else xids.addresses,
                 checkpoint_step=parts.step_tracker.base_step,
             )
-            found = with_gpu_events(found, parts.gpu_events())
+            found = explain(found, parts.monitors.poll(), parts.clock.mono_ns())
 
         parts.session.safely("judging the workers' ends", judge)
         return found
@@ -283,16 +301,16 @@ class AttemptFinish:
         return link.record
 
     def _file(self, report: NodeReport) -> None:
-        self._unfiled = report
+        self._unfiled.append(report)
         self._try_again()
 
     def _try_again(self) -> None:
         """Do on the board what could not be done yet."""
         link = self._services.control
         try:
-            if self._unfiled is not None:
-                link.file_report(self._unfiled)
-                self._unfiled = None
+            while self._unfiled:
+                link.file_report(self._unfiled[0])
+                del self._unfiled[0]
             if self._trigger is not None:
                 link.update_record(self._gathering)
                 self._trigger = None
@@ -335,30 +353,9 @@ def merge_reports(trigger: NodeReport, ends: NodeReport) -> NodeReport:
     """Return what a monitor saw, with what became of the workers that were then ended."""
     return replace(
         trigger,
-        has_stepped=trigger.has_stepped or ends.has_stepped,
+        has_stepped=ends.has_stepped,
         last_step=ends.last_step if trigger.last_step is None else trigger.last_step,
         ends=trigger.ends or ends.ends,
-    )
-
-
-def with_gpu_events(report: NodeReport, events: Sequence[GpuEvent]) -> NodeReport:
-    """Return *report* with what a GPU of this node told just before, which explains a failure.
-
-    An exception of the program's own explains itself.
-    """
-    sign = next((sign for sign in events if sign.failure_class is not None), None)
-    is_open = report.kind is ReportKind.WORKERS_FAILED and report.side is not Side.USER
-    if sign is None or sign.failure_class is None or not is_open:
-        return report
-    node = (Entity(EntityKind.NODE, report.node),) if sign.blames_node else ()
-    return replace(
-        report,
-        failure_class=sign.failure_class,
-        side=sign.side,
-        confidence=Confidence.PROBABLE,
-        how=sign.words,
-        culprits=(sign.gpu, *node, *report.culprits),
-        blames_node=report.blames_node or sign.blames_node,
     )
 
 

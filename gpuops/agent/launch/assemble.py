@@ -37,6 +37,7 @@ from gpuops.agent.launch.slurm import drain_grace
 from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.gpu import GpuMonitor
 from gpuops.agent.monitors.gpu_memory import open_memory
+from gpuops.agent.monitors.group import MonitorGroup
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.preflight import (
     HealthPreflight,
@@ -90,8 +91,7 @@ class AssembledAgent:
     def close(self) -> None:
         """End the preflight gate and the monitors."""
         self.session.safely("ending the gate", self.services.preflight.close)
-        for monitor in self.services.monitors:
-            self.session.safely("ending a monitor", monitor.close)
+        self.services.monitors.close()
 
 
 def assemble(
@@ -142,14 +142,12 @@ def assemble(
         failure_grace_s=launch.failure_grace_s,
         cancel_grace_s=launch.cancel_grace_s,
         drain_grace_s=partial(_drain_grace_s, launch),
-        monitors=monitors.all,
+        monitors=MonitorGroup(monitors.all, clock, session.safely),
         hang=monitors.hang,
         step_tracker=step_tracker,
         checkpoints=_checkpoint_service(launch, endpoint, session, step_tracker, control),
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
-        gpu_events=gpus.recent,
         job_xids=gpus.job_xids,
-        suspects=monitors.suspects,
         worker_env=lambda folder: {
             **collective_env(launch.env, folder, hang_timeout_s=plan.hang_timeout_s),
             **failures.env(),

@@ -1,6 +1,6 @@
 """What one agent is made of, and the exceptions that end its run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,24 +11,17 @@ from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.journal.decision_log import DecisionLog
 from gpuops.agent.journal.session import RunSession
 from gpuops.agent.launch.plan import LaunchPlan
-from gpuops.agent.monitors.api import Monitor
-from gpuops.agent.monitors.gpu_events import GpuEvent
+from gpuops.agent.monitors.group import MonitorGroup
 from gpuops.agent.monitors.preflight import PreflightGate
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.control.client import ControlClient
 from gpuops.control.leader import Leader
 from gpuops.host.clock import Clock
-from gpuops.incident.decision import NodeReport
 from gpuops.incident.kernel import JobXidFilter
-from gpuops.wire.ring import Beat
 
 
 class HangService(Protocol):
     """What the agent asks of who watches for hangs, beside its being a monitor."""
-
-    def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
-        """Take in the beats since the last call, by global rank."""
-        ...
 
     @property
     def is_suspicious(self) -> bool:
@@ -66,6 +59,7 @@ class Services:
     logs: GenerationLogs
     cancellation: Cancellation
     preflight: PreflightGate
+    monitors: MonitorGroup
     say: Callable[[str], None]
     agent_pid: int
     slurm_job_id: str | None
@@ -73,14 +67,11 @@ class Services:
     failure_grace_s: float
     cancel_grace_s: float
     drain_grace_s: Callable[[str], float]
-    monitors: Sequence[Monitor] = ()
     hang: HangService | None = None
     step_tracker: StepTracker = field(default_factory=StepTracker)
     gpu_uuids: Callable[[], Mapping[int, str]] = dict
     worker_env: Callable[[Path], Mapping[str, str]] = _no_env
-    gpu_events: Callable[[], Sequence[GpuEvent]] = tuple
     job_xids: Callable[[int | None], JobXidFilter | None] = (
         _not_known  # given until when all was well
     )
-    suspects: Callable[[], Sequence[NodeReport]] = tuple  # of this node; they have ended nothing
     checkpoints: CheckpointService = field(default_factory=NoCheckpointService)

@@ -1,17 +1,17 @@
-"""Monitors of running workers, apart from their exits: hangs, GPU errors, site detectors.
+"""What a monitor of running workers is: of hangs, GPU errors, a site's detectors, apart from exits.
 
-The agent polls each ten times a second from its main thread; a monitor returns a report once
-something ends the generation. It must not raise for what it cannot read.
+The agent calls each from its main thread, ten times a second. A new monitor is a subclass of
+`Monitor` and a line in `gpuops.agent.monitors.registry`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from gpuops.agent.elastic.workers import Worker
-from gpuops.incident.decision import NodeReport
+from gpuops.incident.suspicion import Suspicion
 from gpuops.model import Evidence
+from gpuops.wire.ring import Beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,28 +24,31 @@ class MonitoredAttempt:
     folder: Path  # logs and evidence of this generation
 
 
-class Monitor(Protocol):
-    """Watches one generation after another."""
+class Monitor:
+    """Watches one generation after another; each method does nothing unless overridden.
+
+    No method waits, but `evidence`. What one raises is recorded as a failure of ours; neither the
+    other monitors nor the training notice it.
+    """
 
     def begin(self, watched: MonitoredAttempt) -> None:
-        """Watch a generation whose workers have just been started."""
-        ...
+        """Watch a generation whose workers have just been started; the one before is over."""
 
-    def poll(self) -> NodeReport | None:
-        """Return the report that ends this generation, or None; takes at most 10 ms."""
-        ...
+    def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
+        """Take in the heartbeats since the last call, by global rank."""
 
-    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:
-        """Return evidence on the workers that still live, at most *deadline_s* later.
+    def poll(self) -> Sequence[Suspicion]:
+        """Return all that is suspected now, in this generation; takes at most 10 ms."""
+        return ()
 
-        Called once, before they are ended, on every node of the run.
+    def evidence(self, deadline_ns: int) -> Sequence[Evidence]:  # noqa: ARG002 an interface
+        """Return evidence on the workers that still live.
+
+        Called once, before they are ended, on every node of a run that makes no progress. All
+        monitors share *deadline_ns* of the host's monotonic clock; past it, what is there is
+        returned at once.
         """
-        ...
-
-    def suspects(self) -> tuple[NodeReport, ...]:
-        """Return the suspicions of this generation that do not end it."""
-        ...
+        return ()
 
     def close(self) -> None:
         """End its threads and processes."""
-        ...

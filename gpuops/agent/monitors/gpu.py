@@ -2,7 +2,7 @@
 
 A worker whose GPU fell off the bus often hangs instead of failing, and its peers wait for it. What
 the hardware or the driver does ends the generation here; what applications cause is kept, and says
-what a worker's failure was that follows it (`GpuMonitor.recent`). See
+what a worker's failure was that follows it. See
 `gpuops.agent.monitors.gpu_events`.
 """
 
@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.gpu_events import (
-    RECENT_S,
     GpuEvent,
     GpuEvents,
     evidence_of,
     judge_xid,
-    ranks_by_gpu,
 )
 from gpuops.agent.monitors.gpu_ranks import job_gpus, rank_gpus
 from gpuops.checks.core.xid_catalogue import XidKind, load_xids
@@ -29,9 +27,9 @@ from gpuops.host.gpu_names import GpuName
 from gpuops.host.process.watcher import WatchingChild, module_command
 from gpuops.host.trust import check_folders, current_uid
 from gpuops.host.xid_watch import XidEvent, XidSource, XidSourceEnded, parse_message
-from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import JobXidFilter
-from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Side
+from gpuops.incident.suspicion import Suspicion
+from gpuops.model import Entity, Evidence
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,6 @@ WAITING_MAX = 1000
 # then it cannot be told whether a line of the kernel's log is about one of them.
 NVML_S = 30.0
 CLOSE_S = 0.5
-_SHOWN = 3
 
 
 class GpuEventSource(Protocol):
@@ -85,11 +82,8 @@ def xid_catalogue(site_dir: Path | None) -> Mapping[int, XidKind]:
     return {}
 
 
-class GpuMonitor:
-    """Implements `gpuops.agent.monitors.api.Monitor`; inert where there is neither NVML nor a GPU.
-
-    *sources* are let go of by `close`.
-    """
+class GpuMonitor(Monitor):
+    """Inert where there is neither NVML nor a GPU. *sources* are let go of by `close`."""
 
     def __init__(
         self,
@@ -111,7 +105,6 @@ class GpuMonitor:
         self._begun_ns = self._opened_ns
         self._watched: MonitoredAttempt | None = None
         self._signs = GpuEvents()
-        self._reported: set[Entity] = set()
 
     @property
     def gpus(self) -> tuple[GpuName, ...]:
@@ -135,38 +128,27 @@ class GpuMonitor:
         self._drain()
         self._watched = watched
         self._signs = GpuEvents()
-        self._reported = set()
         self._begun_ns = self._clock.mono_ns()
 
-    def poll(self) -> NodeReport | None:
-        """Return a report once a GPU has had a fault that ends the generation, once for each GPU.
+    def poll(self) -> list[Suspicion]:
+        """Return this generation's signs that explain a failure, the gravest first; never waits.
 
-        See `gpuops.agent.monitors.gpu_events` for which do; never waits.
+        See `gpuops.agent.monitors.gpu_events` for which end the generation. What came first of a
+        GPU is its fault; what else would end the generation follows from that.
         """
         self._drain()
-        # What came first of a GPU is its fault; what follows within the second follows from it.
-        first: dict[Entity, GpuEvent] = {}
-        for sign in self._signs.all():
-            if sign.fault.ends and sign.gpu not in self._reported:
-                first.setdefault(sign.gpu, sign)
-        if self._watched is None or not first:
-            return None
-        self._reported |= set(first)
-        return _report(list(first.values()), self._watched)
+        if self._watched is None:
+            return []
+        found: dict[tuple[Entity, int], GpuEvent] = {}
+        for number, sign in enumerate(self._signs.all()):
+            found.setdefault((sign.gpu, -1 if sign.fault.ends else number), sign)
+        suspicions = (sign.to_suspicion(self._watched.node) for sign in found.values())
+        return [suspicion for suspicion in suspicions if suspicion is not None]
 
-    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
+    def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
         """Return what was seen of the job's GPUs in this generation."""
         self._drain()
         return evidence_of(self._signs.all())
-
-    def recent(self, within_s: float = RECENT_S) -> tuple[GpuEvent, ...]:
-        """Return this generation's signs of the last *within_s*, the gravest first.
-
-        They say what a failure was that came with them: `GpuEvent.failure_class`, of the worker
-        `GpuEvent.local_rank` where that is known, and whether the node is to blame.
-        """
-        self._drain()
-        return self._signs.since(self._clock.mono_ns() - round(within_s * 1e9))
 
     def job_xids(self, since_ns: int | None) -> JobXidFilter | None:
         """Return which Xids of the kernel's log are the job's; None: its GPUs are not known.
@@ -194,13 +176,6 @@ class GpuMonitor:
         if uuids is None or None in uuids:
             return None
         return frozenset(uuid for uuid in uuids if uuid is not None)
-
-    def suspects(self) -> tuple[NodeReport, ...]:
-        """Return what of this generation speaks against the node without having ended it."""
-        if self._watched is None:
-            return ()
-        mild = [sign for sign in self._signs.all() if sign.blames_node and not sign.fault.ends]
-        return tuple(_report([sign], self._watched) for sign in mild)
 
     def close(self) -> None:
         """End the watching processes."""
@@ -259,34 +234,9 @@ class GpuMonitor:
         if gpu is None or self._watched is None or event.mono_ns < self._begun_ns:
             return
         fault = judge_xid(event, self._catalogue)
-        self._signs.add(event, fault, gpu, self._local_rank(event, gpu))
-
-    def _local_rank(self, event: XidEvent, gpu: GpuName) -> int | None:
-        assert self._watched is not None
-        workers = {worker.pid: worker.local_rank for worker in self._watched.workers}
-        if event.process in workers:
-            return workers[event.process]
-        return ranks_by_gpu(self.rank_gpus(workers.values())).get(gpu.uuid or "")
+        self._signs.add(event, fault, gpu)
 
 
 def _is_of(event: XidEvent, gpu: GpuName) -> bool:
     same_uuid = gpu.uuid is not None and event.uuid == gpu.uuid
     return same_uuid or event.address == gpu.address
-
-
-def _report(fatal: Sequence[GpuEvent], watched: MonitoredAttempt) -> NodeReport:
-    first = min(fatal, key=lambda sign: sign.first_ns)
-    blamed = any(sign.blames_node for sign in fatal)
-    node = (Entity(EntityKind.NODE, watched.node),) if blamed else ()
-    more = f"; and {len(fatal) - _SHOWN} more GPUs" if len(fatal) > _SHOWN else ""
-    return NodeReport(
-        kind=ReportKind.GPU_FAULT,
-        node=watched.node,
-        generation=watched.generation,
-        failure_class=first.failure_class or FailureClass.GPU_DRIVER,
-        side=Side.INFRA,
-        confidence=Confidence.CONFIRMED,
-        how="; ".join(sign.words for sign in fatal[:_SHOWN]) + more,
-        culprits=(*(sign.gpu for sign in fatal), *node),
-        blames_node=blamed,
-    )

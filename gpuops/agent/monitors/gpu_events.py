@@ -25,8 +25,19 @@ from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.xid import NVLINK5
 from gpuops.host.xid_watch import LOST, XidEvent, XidSource
+from gpuops.incident.decision import ReportKind
+from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.log import printable
-from gpuops.model import Entity, EntityKind, Evidence, FailureClass, Role, Side, Status
+from gpuops.model import (
+    Confidence,
+    Entity,
+    EntityKind,
+    Evidence,
+    FailureClass,
+    Role,
+    Side,
+    Status,
+)
 
 _MILD_ACTIONS = frozenset({"IGNORE", "RESTART_APP"})
 _NOTHING_WANTED = "None"
@@ -101,17 +112,13 @@ def _recovery(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
 
 
 SIGNS_MAX = 256
-RECENT_S = 60.0
 LINE_CHARS_MAX = 300
 _SAID_BY = {XidSource.NVML: "NVML", XidSource.KERNEL: "the kernel's log"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEvent:
-    """One kind of fault of one GPU in this generation; times are of the host's monotonic clock.
-
-    ``local_rank``: of the worker on that GPU, where it can be told.
-    """
+    """One kind of fault of one GPU in this generation; times are of the host's monotonic clock."""
 
     gpu: Entity
     code: int
@@ -123,7 +130,6 @@ class GpuEvent:
     count: int = 1
     index: int | None = None
     address: str | None = None  # on PCI
-    local_rank: int | None = None
     line: str = ""
 
     @property
@@ -155,6 +161,25 @@ class GpuEvent:
             lines=(self.line,) if self.line else (),
         )
 
+    def to_suspicion(self, node: str) -> Suspicion | None:
+        """Return it as a suspicion on *node*, None where it explains no failure."""
+        if self.failure_class is None and not (self.fault.ends or self.blames_node):
+            return None
+        mild = SuspicionLevel.SUSPECT if self.blames_node else SuspicionLevel.NOTE
+        return Suspicion(
+            entity=self.gpu,
+            failure_class=self.failure_class or FailureClass.GPU_DRIVER,
+            confidence=Confidence.CONFIRMED,
+            level=SuspicionLevel.END if self.fault.ends else mild,
+            source="gpu",
+            why=self.words,
+            node=node if self.blames_node else None,
+            side=self.side,
+            kind=ReportKind.GPU_FAULT,
+            since_ns=self.first_ns,
+            last_ns=self.last_ns,
+        )
+
 
 class GpuEvents:
     """The signs of one generation, in bounded memory."""
@@ -162,9 +187,7 @@ class GpuEvents:
     def __init__(self) -> None:
         self._signs: dict[tuple[Entity, int, str], GpuEvent] = {}
 
-    def add(
-        self, event: XidEvent, fault: GpuFault, gpu: GpuName | None, local_rank: int | None
-    ) -> GpuEvent:
+    def add(self, event: XidEvent, fault: GpuFault, gpu: GpuName | None) -> GpuEvent:
         """Return the sign that *event* is, or is one more of."""
         entity = entity_of(event, gpu)
         key = entity, event.code, event.recovery or ""
@@ -181,11 +204,10 @@ class GpuEvents:
                 count=event.count,
                 index=event.index if gpu is None else gpu.index,
                 address=event.address if gpu is None else gpu.address,
-                local_rank=local_rank,
                 line=printable(event.line)[:LINE_CHARS_MAX],
             )
         else:
-            known = _joined(known, event, fault, local_rank)
+            known = _joined(known, event, fault)
         if key in self._signs or len(self._signs) < SIGNS_MAX:
             self._signs[key] = known
         return known
@@ -193,10 +215,6 @@ class GpuEvents:
     def all(self) -> tuple[GpuEvent, ...]:
         """Return the signs, the gravest first, of equals the first seen."""
         return tuple(sorted(self._signs.values(), key=_gravity))
-
-    def since(self, from_ns: int) -> tuple[GpuEvent, ...]:
-        """Return those that were last seen since *from_ns*."""
-        return tuple(sign for sign in self.all() if sign.last_ns >= from_ns)
 
 
 def entity_of(event: XidEvent, gpu: GpuName | None) -> Entity:
@@ -210,13 +228,7 @@ def evidence_of(signs: Iterable[GpuEvent]) -> tuple[Evidence, ...]:
     return tuple(sign.to_evidence() for sign in signs)
 
 
-def ranks_by_gpu(rank_gpus: Mapping[int, str]) -> dict[str, int]:
-    """Return the local rank on each GPU that has only one."""
-    uuids = list(rank_gpus.values())
-    return {uuid: rank for rank, uuid in rank_gpus.items() if uuids.count(uuid) == 1}
-
-
-def _joined(known: GpuEvent, event: XidEvent, fault: GpuFault, local_rank: int | None) -> GpuEvent:
+def _joined(known: GpuEvent, event: XidEvent, fault: GpuFault) -> GpuEvent:
     """Return *known* with *event* in it; NVML and the log each tell of the same lines."""
     same_source = event.source in known.sources
     graver = fault if _weight(fault) > _weight(known.fault) else known.fault
@@ -226,7 +238,6 @@ def _joined(known: GpuEvent, event: XidEvent, fault: GpuFault, local_rank: int |
         sources=known.sources | {event.source},
         last_ns=max(known.last_ns, event.mono_ns),
         count=known.count + event.count if same_source else max(known.count, event.count),
-        local_rank=local_rank if known.local_rank is None else known.local_rank,
         line=known.line or printable(event.line)[:LINE_CHARS_MAX],
     )
 

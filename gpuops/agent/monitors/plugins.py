@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.plugin_process import GROUP
 from gpuops.host.process.watcher import WatchingChild, module_command
-from gpuops.incident.decision import TEXT_CHARS_MAX, NodeReport, ReportKind
+from gpuops.incident.decision import TEXT_CHARS_MAX
+from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side
 from gpuops.scrub import scrub
 
@@ -77,8 +78,8 @@ def open_detectors(env: Mapping[str, str]) -> "PluginMonitor":
     return PluginMonitor(find_detectors(), start)
 
 
-class PluginMonitor:
-    """Implements `gpuops.agent.monitors.api.Monitor`. *start* starts a plug-in by name."""
+class PluginMonitor(Monitor):
+    """The detectors of a site. *start* starts one by name."""
 
     def __init__(self, names: Sequence[str], start: Callable[[str, str], PluginOutput]) -> None:
         self._names = tuple(names)
@@ -103,25 +104,18 @@ class PluginMonitor:
         for name in self._names:
             self._running[name] = _Detector(self._start(name, told))
 
-    def poll(self) -> NodeReport | None:
-        """Return a report once a detector wants the generation to end; never waits."""
+    def poll(self) -> list[Suspicion]:
+        """Return all that the detectors have said of this generation."""
         for name, verdict in self._new():
-            if verdict.ends and self._watched is not None:
-                return _report(name, verdict, self._watched)
-            log.warning("detector %s: %s", name, verdict.why)
-        return None
+            if not verdict.ends:
+                log.warning("detector %s: %s", name, verdict.why)
+        node = "" if self._watched is None else self._watched.node
+        return [_suspicion(name, verdict, node) for name, verdict in self._heard]
 
-    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
+    def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
         """Return what the detectors have said of this generation."""
         self._new()
         return tuple(_evidence(name, verdict) for name, verdict in self._heard)
-
-    def suspects(self) -> tuple[NodeReport, ...]:
-        """Return what of this generation speaks against the node without having ended it."""
-        if self._watched is None:
-            return ()
-        mild = [(name, said) for name, said in self._heard if said.blames_node and not said.ends]
-        return tuple(_report(name, said, self._watched) for name, said in mild)
 
     def close(self) -> None:
         """End the detectors."""
@@ -203,28 +197,29 @@ def _blamed(named: object, ranks: set[int]) -> tuple[int, ...]:
     return tuple(sorted(set(named)))
 
 
-def _culprits(verdict: PluginVerdict, node: str) -> tuple[Entity, ...]:
-    ranks = tuple(Entity(EntityKind.RANK, str(rank)) for rank in verdict.ranks)
-    return (*ranks, Entity(EntityKind.NODE, node)) if verdict.blames_node else ranks
-
-
-def _report(name: str, verdict: PluginVerdict, watched: MonitoredAttempt) -> NodeReport:
-    return NodeReport(
-        kind=ReportKind.VERDICT,
-        node=watched.node,
-        generation=watched.generation,
+def _suspicion(name: str, verdict: PluginVerdict, node: str) -> Suspicion:
+    level = SuspicionLevel.SUSPECT if verdict.blames_node else SuspicionLevel.NOTE
+    entity, *also = _entities(verdict) or [Entity(EntityKind.NODE, node)]
+    return Suspicion(
+        entity=entity,
+        also=tuple(also),
         failure_class=verdict.failure_class,
-        side=Side.INFRA if verdict.blames_node else Side.AMBIGUOUS,
         confidence=Confidence.PROBABLE,
-        how=f"{name}: {verdict.why}",
-        culprits=_culprits(verdict, watched.node),
-        blames_node=verdict.blames_node,
+        level=SuspicionLevel.END if verdict.ends else level,
+        source=name,
+        why=f"{name}: {verdict.why}",
+        node=node if verdict.blames_node else None,
+        side=Side.INFRA if verdict.blames_node else Side.AMBIGUOUS,
     )
+
+
+def _entities(verdict: PluginVerdict) -> list[Entity]:
+    return [Entity(EntityKind.RANK, str(rank)) for rank in verdict.ranks]
 
 
 def _evidence(name: str, verdict: PluginVerdict) -> Evidence:
     return Evidence(
         role=Role.SYMPTOM,
         text=f"detector {name}: {verdict.why}",
-        entity=next(iter(_culprits(verdict, "")), None),
+        entity=next(iter(_entities(verdict)), None),
     )

@@ -9,7 +9,6 @@ from gpuops.agent.monitors.gpu import GpuMonitorContext, open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.plugins import open_detectors
 from gpuops.host.clock import Clock
-from gpuops.incident.decision import NodeReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,3 @@ class MonitorRegistry:
         )
         self.gpu = open_gpu_monitor(gpu, context.clock)
         self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
-
-    def suspects(self) -> tuple[NodeReport, ...]:
-        """Return the suspicions of all monitors that do not end the generation."""
-        return tuple(report for monitor in self.all for report in monitor.suspects())

@@ -1,10 +1,11 @@
-"""Writes the first suspicion against this node that ends nothing into the control record.
+"""Writes the first suspicion against each node that ends nothing into the control record.
 
 The record outlives this agent: the leader of the next restart leaves the node out
 (`gpuops.incident.suspects`).
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from gpuops.agent.launch.services import Services
@@ -12,6 +13,7 @@ from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
 from gpuops.incident.decision import NodeReport
 from gpuops.incident.incidents.cluster import suspect_incident
+from gpuops.incident.suspicion import Suspicion, SuspicionLevel, suspect_report
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
@@ -21,25 +23,26 @@ RETRY_S = 5.0
 
 
 class SuspectReporter:
-    """Reports the first suspicion against this node in a run; later ones are only logged."""
+    """Reports the first suspicion against a node in a run; later ones are only logged."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._again_ns = 0
 
-    def report_new(self) -> None:
-        """Write a new suspicion against this node into the control record."""
+    def report_new(self, suspicions: Iterable[Suspicion]) -> None:
+        """Write a suspicion against a node that is not suspected yet into the control record."""
         services, now_ns = self._services, self._services.clock.mono_ns()
-        if services.node in services.control.record.suspected or now_ns < self._again_ns:
+        known = services.control.record.suspected
+        suspects = (s for s in suspicions if s.level is SuspicionLevel.SUSPECT)
+        suspect = next((s for s in suspects if s.node is not None and s.node not in known), None)
+        if suspect is None or now_ns < self._again_ns:
             return
-        report = next(iter(services.suspects()), None)
-        if report is None:
-            return
+        report = suspect_report(suspect, services.control.record.generation)
 
         def change(now: ControlRecord) -> ControlRecord | None:
-            if services.node in now.suspected or now.phase is RunPhase.STOP:
+            if report.node in now.suspected or now.phase is RunPhase.STOP:
                 return None
-            return replace(now, suspected={**now.suspected, services.node: report.how})
+            return replace(now, suspected={**now.suspected, report.node: report.how})
 
         try:
             is_written = services.control.update_record(change)

@@ -6,11 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.monitors import report_of, suspects_of
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.plugins import LINES_A_LOOK, LINES_MAX, PluginMonitor, read_verdict
 from gpuops.incident.decision import ReportKind
-from gpuops.model import Entity, EntityKind, FailureClass, Side
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 
 RANK, NODE = Entity(EntityKind.RANK, "3"), Entity(EntityKind.NODE, "n1")
 
@@ -56,7 +57,7 @@ def test_a_verdict_that_ends_is_a_report_with_its_culprits():
     stand = Stand()
     stand.one.say(why="sums\n differ", ranks=[3], blames_node=True, ends=True)
 
-    report = stand.sentry.poll()
+    report = report_of(stand.sentry)
 
     assert (report.kind, report.node, report.generation) == (ReportKind.VERDICT, "n1", 0)
     assert (report.failure_class, report.side) == (FailureClass.SITE_CHECK, Side.INFRA)
@@ -68,25 +69,26 @@ def test_a_verdict_that_ends_nothing_is_told_and_is_evidence(caplog):
     stand = Stand()
     stand.two.say(why="slower than the others", ranks=[3], failure_class="host_sw.config")
     with caplog.at_level(logging.WARNING):
-        assert stand.sentry.poll() is None
+        assert report_of(stand.sentry) is None
 
     assert caplog.messages == ["detector two: slower than the others"]
-    (evidence,) = stand.sentry.evidence(1.0)
+    (evidence,) = stand.sentry.evidence(0)
     assert (evidence.text, evidence.entity) == ("detector two: slower than the others", RANK)
 
 
 def test_what_blames_the_node_without_ending_anything_is_a_doubt():
     stand = Stand()
-    assert stand.sentry.suspects() == ()
+    assert suspects_of(stand.sentry) == []
     stand.one.say(why="rank 3 is slow", ranks=[3])
     stand.two.say(why="its sums differ", ranks=[3], blames_node=True)
-    assert stand.sentry.poll() is None
+    assert report_of(stand.sentry) is None
 
-    (doubt,) = stand.sentry.suspects()
-    assert (doubt.kind, doubt.how) == (ReportKind.VERDICT, "two: its sums differ")
-    assert (doubt.culprits, doubt.blames_node) == ((RANK, NODE), True)
+    (doubt,) = suspects_of(stand.sentry)
+    assert (doubt.kind, doubt.why) == (ReportKind.VERDICT, "two: its sums differ")
+    assert (doubt.culprits, doubt.node) == ((RANK, NODE), "n1")
+    assert (doubt.source, doubt.confidence) == ("two", Confidence.PROBABLE)
     stand.begin(1)
-    assert stand.sentry.suspects() == ()
+    assert stand.sentry.poll() == []
 
 
 def test_each_generation_is_watched_anew():
@@ -96,7 +98,7 @@ def test_each_generation_is_watched_anew():
     stand.begin(1)
 
     assert before.is_closed
-    assert stand.sentry.poll() is None
+    assert report_of(stand.sentry) is None
     assert stand.started[-1][1] == {**told, "generation": 1}
     stand.sentry.close()
     assert stand.one.is_closed
@@ -121,7 +123,7 @@ def test_what_is_no_verdict_is_told_once_and_does_nothing(line, caplog):
     stand = Stand()
     stand.one.lines += [line, line]
     with caplog.at_level(logging.WARNING):
-        assert stand.sentry.poll() is None
+        assert report_of(stand.sentry) is None
 
     (told,) = caplog.messages
     assert told.startswith("detector one is of no use: ")
@@ -133,8 +135,8 @@ def test_one_that_says_too_much_is_ended_and_the_other_is_heard():
     for _ in range(LINES_MAX + 10):
         stand.one.say(nonsense=True)
     for _ in range(LINES_MAX // LINES_A_LOOK):
-        assert stand.sentry.poll() is None
+        assert report_of(stand.sentry) is None
 
     assert stand.one.is_closed
     stand.two.say(why="x", ends=True)
-    assert stand.sentry.poll().how == "two: x"
+    assert report_of(stand.sentry).how == "two: x"

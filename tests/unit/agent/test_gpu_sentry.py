@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.monitors import report_of, suspects_of
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.gpu import NVML_S, GpuMonitor, GpuMonitorContext, xid_catalogue
@@ -14,6 +15,7 @@ from gpuops.host.records import to_json
 from gpuops.host.xid_watch import LOST, XidEvent, XidSource
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import JobXidFilter
+from gpuops.incident.suspicion import SuspicionLevel, explain
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
 CATALOGUE = xid_catalogue(None)
@@ -66,7 +68,16 @@ class Stand:
             self.lines[source].say(gpus=[to_json(gpu) for gpu in gpus()])
         self.begin()
 
+    def report(self):
+        return report_of(self.sentry, generation=self.generation)
+
+    def failure_class(self):
+        """Return the class of a failure of workers that is noticed now."""
+        failed = NodeReport(kind=ReportKind.WORKERS_FAILED, node="n1", generation=0)
+        return explain(failed, self.sentry.poll(), self.clock.mono_ns()).failure_class
+
     def begin(self, generation=0, pids=(100, 101)):
+        self.generation = generation
         self.clock.advance(0.1)
         workers = [SimpleNamespace(pid=pid, local_rank=n) for n, pid in enumerate(pids)]
         self.sentry.begin(
@@ -90,9 +101,9 @@ class Stand:
 
 def test_a_gpu_off_the_bus_ends_the_generation_and_names_gpu_and_node():
     stand = Stand()
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
     stand.event(79)
-    report = stand.sentry.poll()
+    report = stand.report()
 
     assert report == NodeReport(
         kind=ReportKind.GPU_FAULT,
@@ -111,9 +122,10 @@ def test_a_gpu_off_the_bus_ends_the_generation_and_names_gpu_and_node():
 def test_one_fault_told_by_both_sources_is_one_report_and_one_piece_of_evidence():
     stand = Stand()
     stand.event(79)
-    assert stand.sentry.poll() is not None
+    assert stand.report() is not None
     stand.event(79, source=KERNEL, process=1234)
-    assert stand.sentry.poll() is None
+    (suspicion,) = stand.sentry.poll()
+    assert stand.report().how == suspicion.why
 
     (evidence,) = stand.sentry.evidence(1.0)
     assert evidence.role is Role.ROOT
@@ -130,27 +142,30 @@ def test_what_follows_on_the_same_gpu_is_not_the_cause():
     stand.event(79, source=KERNEL)
     stand.event(154, source=KERNEL, recovery="Node Reboot Required")
     stand.event(119, source=KERNEL)
-    report = stand.sentry.poll()
+    report = stand.report()
 
     assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
     assert report.culprits == (entity(1), NODE)
 
 
-def test_another_gpu_is_another_report():
+def test_another_gpu_is_another_suspicion():
     stand = Stand()
     stand.event(79, 1)
-    assert stand.sentry.poll().culprits == (entity(1), NODE)
+    assert stand.report().culprits == (entity(1), NODE)
+    stand.clock.advance(1)
     stand.event(48, 2)
-    assert stand.sentry.poll().culprits == (entity(2), NODE)
+    assert [suspicion.entity for suspicion in stand.sentry.poll()] == [entity(1), entity(2)]
+    assert stand.report().culprits == (entity(1), NODE, entity(2))
 
 
 def test_two_at_once_are_one_report():
     stand = Stand()
     stand.event(79, 1)
     stand.event(LOST, 2)
-    report = stand.sentry.poll()
+    report = stand.report()
 
-    assert report.culprits == (entity(1), entity(2), NODE)
+    assert set(report.culprits) == {entity(1), entity(2), NODE}
+    assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
     assert "the driver calls the GPU lost on GPU 2" in report.how
 
 
@@ -158,64 +173,52 @@ def test_two_at_once_are_one_report():
 def test_the_rest_is_kept_and_says_what_a_failure_was(code):
     stand = Stand()
     stand.event(code)
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
 
-    (sign,) = stand.sentry.recent()
     (evidence,) = stand.sentry.evidence(1.0)
     assert evidence.role is Role.SYMPTOM
-    assert sign.failure_class is (None if code in {63, 154, 999} else CATALOGUE[code].failure_class)
-    assert (sign.local_rank, sign.blames_node) == (1, False)
+    explains = code not in {63, 154, 999}
+    failure_class = CATALOGUE[code].failure_class if explains else FailureClass.UNRESOLVED
+    assert stand.failure_class() is failure_class
+    found = [(suspicion.level, suspicion.node) for suspicion in stand.sentry.poll()]
+    assert found == [(SuspicionLevel.NOTE, None)] * explains
 
 
 def test_what_is_to_be_drained_works_on_and_its_node_is_doubted():
     stand = Stand()
     stand.event(31)
     stand.event(154, source=KERNEL, recovery="Drain and Reset")
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
 
-    (doubt,) = stand.sentry.suspects()
-    assert doubt.how.startswith("the driver wants: Drain and Reset (Xid 154")
-    assert (doubt.culprits, doubt.blames_node) == ((entity(1), NODE), True)
+    (doubt,) = suspects_of(stand.sentry)
+    assert doubt.why.startswith("the driver wants: Drain and Reset (Xid 154")
+    assert (doubt.culprits, doubt.node) == ((entity(1), NODE), "n1")
     stand.event(79, 2)
-    assert stand.sentry.poll().culprits == (entity(2), NODE)
-    assert len(stand.sentry.suspects()) == 1, "what has ended the generation is no doubt"
+    assert stand.report().culprits == (entity(2), NODE)
+    assert len(suspects_of(stand.sentry)) == 1, "what has ended the generation is no doubt"
 
 
-def test_recent_signs_are_recent_and_the_gravest_comes_first():
+def test_only_what_is_recent_explains_a_failure_and_the_gravest_does():
     stand = Stand()
     stand.event(31, 0)
-    stand.sentry.poll()
+    assert stand.failure_class() is FailureClass.GPU_ILLEGAL_ACCESS
     stand.clock.advance(61)
-    stand.event(13, 1)
+    assert stand.failure_class() is FailureClass.UNRESOLVED
+    stand.event(31, 0)
+    assert stand.failure_class() is FailureClass.GPU_ILLEGAL_ACCESS, "seen again"
     stand.event(48, 2)
-
-    assert [sign.code for sign in stand.sentry.recent()] == [48, 13]
-    assert [sign.code for sign in stand.sentry.recent(600)] == [48, 31, 13]
-
-
-def test_who_asked_for_signs_first_takes_no_report_away():
-    stand = Stand()
-    stand.event(79)
-    assert stand.sentry.recent()[0].blames_node
-    assert stand.sentry.evidence(1.0)
-    assert stand.sentry.poll() is not None
-    assert stand.sentry.poll() is None
-
-
-def test_a_process_that_the_kernel_names_is_the_rank():
-    stand = Stand()
-    stand.event(31, 3, KERNEL, process=100)
-
-    assert stand.sentry.recent()[0].local_rank == 0
+    assert stand.failure_class() is CATALOGUE[48].failure_class
+    first = next(iter(stand.sentry.poll()))
+    assert (first.entity, first.level) == (entity(2), SuspicionLevel.END)
 
 
 def test_a_gpu_of_another_job_does_not_count():
     stand = Stand({"CUDA_VISIBLE_DEVICES": "2,3"})
     stand.event(79, 1)
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
     assert stand.sentry.evidence(1.0) == ()
     stand.event(79, 3)
-    assert stand.sentry.poll().culprits == (entity(3), NODE)
+    assert stand.report().culprits == (entity(3), NODE)
     assert stand.sentry.rank_gpus([0, 1]) == {0: uuid(2), 1: uuid(3)}
     assert [gpu.index for gpu in stand.sentry.gpus] == [2, 3]
 
@@ -273,17 +276,17 @@ def test_what_was_before_the_generation_does_not_end_it():
     stand.event(79)
     stand.begin(1)
     stand.event(48, mono_ns=stand.clock.mono_ns() - 10**9)
-    assert stand.sentry.poll() is None
-    assert stand.sentry.recent() == ()
+    assert stand.sentry.poll() == []
 
 
 def test_each_generation_reports_a_gpu_anew():
     stand = Stand()
     stand.event(48)
-    assert stand.sentry.poll().generation == 0
+    assert stand.report().generation == 0
     stand.begin(1)
+    assert stand.report() is None
     stand.event(48)
-    assert stand.sentry.poll().generation == 1
+    assert stand.report().generation == 1
 
 
 def test_the_kernels_log_alone_does_where_there_is_no_nvml():
@@ -291,26 +294,26 @@ def test_the_kernels_log_alone_does_where_there_is_no_nvml():
     stand.lines[NVML].say(over="absent", text="no library")
     stand.event(79, source=KERNEL)
 
-    assert stand.sentry.poll().culprits == (entity(1), NODE)
+    assert stand.report().culprits == (entity(1), NODE)
 
 
 def test_a_line_waits_until_nvml_says_whose_gpus_they_are():
     stand = Stand(begun=[KERNEL])
     stand.event(79, source=KERNEL)
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
     stand.lines[NVML].say(gpus=[to_json(gpus()[2])])
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
 
     stand.event(79, 2, KERNEL)
-    assert stand.sentry.poll().culprits == (entity(2), NODE)
+    assert stand.report().culprits == (entity(2), NODE)
 
 
 def test_an_nvml_that_hangs_is_not_waited_for_for_ever():
     stand = Stand(begun=[KERNEL])
     stand.event(79, source=KERNEL)
-    assert stand.sentry.poll() is None
+    assert stand.report() is None
     stand.clock.advance(NVML_S)
-    assert stand.sentry.poll().failure_class is FailureClass.GPU_FELL_OFF_BUS
+    assert stand.report().failure_class is FailureClass.GPU_FELL_OFF_BUS
 
 
 def test_lines_that_are_none_are_left_out():
@@ -320,7 +323,7 @@ def test_lines_that_are_none_are_left_out():
     stand.lines[KERNEL].say(xid={"source": "kernel", "code": "79", "mono_ns": 1, "now_us": 1})
     stand.event(79)
 
-    assert stand.sentry.poll() is not None
+    assert stand.report() is not None
 
 
 def test_a_flood_takes_no_look_long_and_little_memory():
@@ -328,7 +331,7 @@ def test_a_flood_takes_no_look_long_and_little_memory():
     for number in range(5000):
         stand.event(1000 + number)
     stand.event(79, source=KERNEL)
-    assert stand.sentry.poll().failure_class is FailureClass.GPU_FELL_OFF_BUS
+    assert stand.report().failure_class is FailureClass.GPU_FELL_OFF_BUS
     assert len(stand.lines[NVML].waiting) > 4000
     while stand.lines[NVML].waiting:
         stand.sentry.poll()

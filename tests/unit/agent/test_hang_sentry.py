@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from support.monitors import evidence_of, report_of
 from support.runs import wait_until
 
 from gpuops.agent.elastic.exits import RankFiles
@@ -97,14 +98,17 @@ class Node:
             now_ns = self.clock.mono_ns()
             beat = Beat(self.seq, self.seq, now_ns, phase, StepSource.REPORTED, 0)
             self.sentry.feed({rank: [beat] for rank in ranks})
-            assert self.sentry.poll() is None
+            assert self.look() is None
         return self
+
+    def look(self):
+        return report_of(self.sentry, "n041", 4)
 
     def silence(self, seconds):
         """Look each second for so long; return the first report."""
         for _ in range(round(seconds)):
             self.clock.advance(1)
-            if (report := self.sentry.poll()) is not None:
+            if (report := self.look()) is not None:
                 return report
         return None
 
@@ -137,7 +141,7 @@ def test_a_hang_is_reported_once_with_the_rank_the_others_wait_for(tmp_path):
         "rank 1 (last step 8): is in lost (/job/train.py:40);"
         " silent for 12 s, the limit for this phase (step) is 10 s"
     )
-    assert (report.has_stepped, report.last_step, report.blames_node) == (True, 8, False)
+    assert (report.last_step, report.blames_node) == (8, False)
     said = {end.rank: end.summary for end in report.ends}
     assert said[1] == "rank 1 made no progress for 12 s, is in lost (/job/train.py:40)"
     assert said[0].startswith("rank 0 waits for other ranks")
@@ -146,7 +150,9 @@ def test_a_hang_is_reported_once_with_the_rank_the_others_wait_for(tmp_path):
         (1, Role.ROOT, FailureClass.HANG_NO_PROGRESS, 8),
     ]
     assert NodeReport.from_json(report.to_json()) == report
-    assert node.silence(100) is None
+    (suspicion,) = node.sentry.poll()
+    assert (suspicion.value, suspicion.threshold, suspicion.source) == (12.0, "10 s (step)", "hang")
+    assert node.silence(100) == report, "it is judged once"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,8 @@ def test_the_systems_word_decides_the_class(tmp_path, state, failure_class, blam
     report = node.silence(11) or node.report()
 
     assert (report.failure_class, report.blames_node, report.side) == (failure_class, blames, side)
-    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+    node_too = (Entity(EntityKind.NODE, "n041"),) if blames else ()
+    assert report.culprits == (Entity(EntityKind.RANK, "1"), *node_too)
 
 
 def test_a_stopped_rank_has_the_limit_of_a_step_whatever_it_said_it_was_doing(tmp_path):
@@ -202,7 +209,7 @@ def test_evidence_that_does_not_come_holds_nothing_up(tmp_path):
     node.silence(11)
     assert node.silence(EVIDENCE_S - 1) is None
     report = node.silence(HOLD_S + 2)
-    late = node.sentry.evidence(0.0)
+    late = evidence_of(node.sentry, node.clock, 0.0)
     eyes.blocked.set()
     node.gathered()
 
@@ -282,6 +289,7 @@ def test_what_was_learned_lasts_and_what_was_reported_does_not(tmp_path):
     node.silence(11)
     assert node.report() is not None
     node.sentry.begin(node.watched)
+    assert node.look() is None
     node.steps(3)
     node.silence(11)
 
@@ -302,7 +310,7 @@ def test_evidence_tells_what_every_rank_does_and_where_more_is(tmp_path):
     node = Node(tmp_path, eyes, TORCH_FR_DUMP_TEMP_FILE="/dumps/nccl_").steps(8)
     node.silence(11)
     node.report()
-    first, second = node.sentry.evidence(5.0)
+    first, second = evidence_of(node.sentry, node.clock, 5.0)
 
     assert (first.role, first.entity) == (Role.ROOT, Entity(EntityKind.RANK, "1"))
     assert first.text.startswith("rank 1 (pid 101; last step 8, silent for 1")
@@ -315,12 +323,12 @@ def test_evidence_tells_what_every_rank_does_and_where_more_is(tmp_path):
 def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
     node = Node(tmp_path, stuck()).steps(8)
 
-    evidence = node.sentry.evidence(30.0)
+    evidence = evidence_of(node.sentry, node.clock, 30.0)
 
     assert [item.role for item in evidence] == [Role.SYMPTOM, Role.SYMPTOM]
     assert "is in lost" in evidence[1].text
     node.sentry.close()
-    assert node.sentry.evidence(1.0) == ()
+    assert evidence_of(node.sentry, node.clock, 1.0) == ()
 
 
 def test_a_witness_is_asked_with_the_facts(tmp_path):

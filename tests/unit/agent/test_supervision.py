@@ -11,9 +11,12 @@ from support.supervised import Agent, FakeWorkers
 
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor
 from gpuops.agent.checkpoint.record import CheckpointRecord
+from gpuops.agent.monitors.api import Monitor
+from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.control.record import RunPhase, unpack
 from gpuops.incident.decision import NodeReport, ReportKind, RestartPolicy
 from gpuops.incident.kernel import JobXidFilter
+from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.wire.ring import Beat, StepSource, WorkerFlag
 from gpuops.wire.ring import WorkerPhase as BeatPhase
@@ -21,21 +24,23 @@ from gpuops.wire.ring import WorkerPhase as BeatPhase
 pytestmark = pytest.mark.torch
 
 
-class Sentry:
-    """Reports what a test gives it."""
+class Sentry(Monitor):
+    """Suspects what a test gives it, one word at each poll; a word of END is kept."""
 
-    def __init__(self, *reports):
-        self.reports = list(reports)
-        self.collected = 0
+    def __init__(self, *words):
+        self.words = list(words)
+        self.deadlines_ns = []
 
     def poll(self):
-        report = self.reports.pop(0) if self.reports else None
-        if isinstance(report, Exception):
-            raise report
-        return report
+        word = self.words.pop(0) if self.words else None
+        if isinstance(word, Exception):
+            raise word
+        if word is not None and word.level is not SuspicionLevel.NOTE:
+            self.words.insert(0, word)
+        return () if word is None else (word,)
 
-    def evidence(self, deadline_s):
-        self.collected += 1
+    def evidence(self, deadline_ns):
+        self.deadlines_ns.append(deadline_ns)
         return ()
 
 
@@ -180,15 +185,27 @@ def test_done_here_it_goes_on_when_others_fail(tmp_path):
     assert [culprit.id for culprit in cause.culprits] == ["0", "1"]
 
 
-def fault():
-    return NodeReport(
+def fault(**changes):
+    xid = Suspicion(
         kind=ReportKind.GPU_FAULT,
-        node="n1",
-        generation=0,
+        entity=Entity(EntityKind.GPU, "GPU-3"),
         failure_class=FailureClass.GPU_FELL_OFF_BUS,
         side=Side.INFRA,
         confidence=Confidence.CONFIRMED,
-        how="Xid 79 on GPU 3",
+        level=SuspicionLevel.END,
+        source="gpu",
+        why="Xid 79 on GPU 3",
+    )
+    return replace(xid, **changes)
+
+
+def hang():
+    return fault(
+        kind=ReportKind.HANG,
+        entity=Entity(EntityKind.RANK, "1"),
+        failure_class=FailureClass.HANG_NO_PROGRESS,
+        confidence=Confidence.PROBABLE,
+        why="no progress for 10 s",
     )
 
 
@@ -199,20 +216,18 @@ def test_what_a_sentry_reports_ends_the_generation_under_its_words(node):
     report = node.file_report()
     assert (report.kind, report.how) == (ReportKind.GPU_FAULT, "Xid 79 on GPU 3")
     assert len(report.ends) == 2, "with what became of the workers"
-    assert node.agent.monitors[0].collected == 0, "only a standstill is looked into"
+    assert node.agent.monitors[0].deadlines_ns == [], "only a standstill is looked into"
 
 
 def doubt(node="n1", how="sums: its sums differ"):
-    return NodeReport(
+    return fault(
         kind=ReportKind.VERDICT,
-        node=node,
-        generation=0,
+        entity=Entity(EntityKind.RANK, "1"),
         failure_class=FailureClass.SITE_CHECK,
-        side=Side.INFRA,
         confidence=Confidence.PROBABLE,
-        how=how,
-        culprits=(Entity(EntityKind.RANK, "1"),),
-        blames_node=True,
+        level=SuspicionLevel.SUSPECT,
+        node=node,
+        why=how,
     )
 
 
@@ -220,7 +235,7 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
     terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     agent = node.agent
-    agent.suspects = [doubt(), doubt(how="chatter: more of it")]
+    agent.monitors = [Sentry(doubt()), Sentry(doubt(how="chatter: more of it"))]
     other = Agent(tmp_path, terms=terms, board=agent.shared, clock=agent.clock, number=2)
     seen = []
 
@@ -260,7 +275,7 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
 
 def test_a_doubt_waits_for_a_board_that_is_away(node):
     agent = node.agent
-    agent.suspects = [doubt()]
+    agent.monitors = [Sentry(doubt())]
     tries = []
 
     def away():
@@ -279,11 +294,67 @@ def test_a_doubt_waits_for_a_board_that_is_away(node):
 
 
 def test_before_workers_that_stand_still_are_ended_they_are_looked_at(node):
-    hang = replace(fault(), kind=ReportKind.HANG, how="no progress for 10 s")
-    node.agent.monitors = [Sentry(hang), Sentry()]
+    node.agent.monitors = [Sentry(hang()), Sentry()]
     assert node.watch().run() is None
 
-    assert [sentry.collected for sentry in node.agent.monitors] == [1, 1]
+    (first,), (second,) = (sentry.deadlines_ns for sentry in node.agent.monitors)
+    assert first == second
+    assert 0 < first - node.agent.clock.mono_ns() <= EVIDENCE_S * 1e9
+    assert node.file_report().kind is ReportKind.HANG
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_gpu_that_fails_in_the_same_second_explains_a_hang_whoever_speaks_first(node, turn):
+    node.agent.monitors = [Sentry(hang()), Sentry(fault(node="n1"))][::turn]
+    over(node.watch())
+
+    report = node.file_report()
+    assert (report.kind, report.failure_class) == (
+        ReportKind.GPU_FAULT,
+        FailureClass.GPU_FELL_OFF_BUS,
+    )
+    assert (report.blames_node, len(report.ends)) == (True, 2)
+
+
+class Late(Sentry):
+    """Has something to say once the workers have been looked at."""
+
+    def poll(self):
+        return super().poll() if self.deadlines_ns else ()
+
+
+def test_a_gpu_that_fails_while_a_hang_is_looked_at_explains_it(node):
+    node.agent.monitors = [Sentry(hang()), Late(fault(node="n1"))]
+    record = over(node.watch())
+
+    assert (record.trigger, record.decision.cause.kind) == (ReportKind.HANG, ReportKind.GPU_FAULT)
+    assert list(record.excluded) == ["n1"]
+
+
+def test_a_gpu_of_this_node_explains_the_hang_of_another(tmp_path):
+    terms = RestartPolicy(nodes_min=1, nodes_max=2)
+    node = Node(tmp_path, terms=terms)
+    node.agent.monitors = [Late(fault(node="n1"))]
+    other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
+
+    def hangs_there():
+        other.run_once()
+        other.control.file_report(NodeReport(kind=ReportKind.HANG, node="n2", generation=0))
+        other.control.update_record(
+            lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.HANG)
+        )
+
+    assert node.then(hangs_there).watch(other).run() is None
+    decision = node.agent.control.record.decision
+    assert (decision.cause.node, decision.cause.kind) == ("n1", ReportKind.GPU_FAULT)
+    assert list(decision.exclude) == ["n1"]
+
+
+def test_what_is_only_probable_does_not_explain_a_hang_that_came_first(node):
+    node.agent.monitors = [Sentry(hang()), Late(fault(confidence=Confidence.PROBABLE))]
+    assert node.watch().run() is None
+
+    assert node.file_report().kind is ReportKind.HANG
 
 
 def test_a_sentry_that_fails_is_recorded_as_ours_and_the_training_goes_on(node):
@@ -367,11 +438,16 @@ def test_a_board_that_is_away_delays_the_end_and_loses_nothing(node):
 
 def test_workers_that_were_never_started_are_reported_without_asking_torch(node):
     node.agent.workers = FakeWorkers(0)
-    refused = replace(
-        fault(), kind=ReportKind.START_FAILED, how="no such program", is_infrastructure=True
+    refused = NodeReport(
+        kind=ReportKind.START_FAILED,
+        node="n1",
+        generation=0,
+        failure_class=FailureClass.START_FAILED,
+        how="no such program",
+        is_infrastructure=True,
     )
     watching = node.watch()
-    watching.end(refused)
+    watching.end((refused,))
 
     assert node.reaped == 0
     assert node.file_report().how == "no such program"

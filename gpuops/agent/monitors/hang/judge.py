@@ -145,11 +145,6 @@ class HangJudge:
         """Return for how long each rank has been silent."""
         return {rank: self._silent_s(watch, now_ns) for rank, watch in self._ranks.items()}
 
-    @property
-    def has_stepped(self) -> bool:
-        """Say whether a rank made a step in this generation."""
-        return any(watch.steps_made for watch in self._ranks.values())
-
     def busy_for_s(self, now_ns: int) -> float:
         """Return for how long this node still has a reason to be silent beyond a step's limit.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuops.agent.elastic.workers import Worker
-from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.evidence import (
     EVIDENCE_S,
     LONG_LOOKS_S,
@@ -22,7 +22,7 @@ from gpuops.agent.monitors.evidence import (
 )
 from gpuops.agent.monitors.hang.culprits import HangCulprits, HangObservation, blame
 from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
-from gpuops.agent.monitors.hang.report import NodeHangView, evidence_of, to_report
+from gpuops.agent.monitors.hang.report import NodeHangView, evidence_of, to_suspicion
 from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S, STEP_FLOOR_S, limits_for
 from gpuops.agent.monitors.rank_state import (
     RankDiagnosis,
@@ -32,7 +32,7 @@ from gpuops.agent.monitors.rank_state import (
     state_of,
 )
 from gpuops.host.clock import Clock
-from gpuops.incident.decision import NodeReport
+from gpuops.incident.suspicion import Suspicion
 from gpuops.model import Evidence
 from gpuops.wire.ring import Beat, WorkerFlag
 
@@ -47,7 +47,7 @@ LOOK_AGAIN_S = 30.0
 
 
 @dataclass(slots=True)
-class _Suspicion:
+class _OpenHang:
     hang: HangFinding
     since_ns: int
     gathering: EvidenceCollector
@@ -55,10 +55,10 @@ class _Suspicion:
     done_ns: int | None = None
 
 
-class HangMonitor:
+class HangMonitor(Monitor):
     """One for the whole run: what it learns of the job lasts over restarts.
 
-    *timeout_s* is ``--hang-timeout``: None to learn, 0 for off. Beats are given to it by `feed`.
+    *timeout_s* is ``--hang-timeout``: None to learn, 0 for off.
     """
 
     def __init__(  # noqa: PLR0913 what it sees with is another thing in tests
@@ -85,12 +85,14 @@ class HangMonitor:
         self._states: Mapping[int, str | None] = {}
         self._has_said_lingering = False
         self._watched: MonitoredAttempt | None = None
-        self._suspicion: _Suspicion | None = None
-        self._has_reported = False
+        self._open_hang: _OpenHang | None = None
+        self._found: Suspicion | None = None
+        self._has_failed = False
 
     def begin(self, watched: MonitoredAttempt) -> None:
         """Watch a generation whose workers have just been started."""
-        self._watched, self._suspicion, self._has_reported = watched, None, False
+        self._watched, self._open_hang, self._found = watched, None, None
+        self._has_failed = False
         self._stopped, self._states, self._has_said_lingering = StoppedRanks(), {}, False
         self._judge.begin([worker.rank for worker in watched.workers], self._clock.mono_ns())
 
@@ -99,40 +101,35 @@ class HangMonitor:
         self._judge.feed(beats, self._clock.mono_ns())
         self._stopped.heard(rank for rank, new in beats.items() if new)
 
-    def poll(self) -> NodeReport | None:
-        """Return the hang there is, once, with its evidence or after `EVIDENCE_S` without."""
-        if not self._is_on or self._watched is None or self._has_reported:
-            return None
-        try:
-            return self._poll(self._watched, self._clock.mono_ns())
-        except Exception:  # boundary: our bug must not end a run that trains
-            log.exception("watching for hangs failed; it is off for this generation")
-            self._has_reported = True
-            return None
+    def poll(self) -> tuple[Suspicion, ...]:
+        """Return the hang there is, with its evidence or after `EVIDENCE_S` without."""
+        if self._is_on and self._watched is not None and not (self._found or self._has_failed):
+            try:
+                self._found = self._poll(self._watched, self._clock.mono_ns())
+            except Exception:  # boundary: our bug must not end a run that trains
+                log.exception("watching for hangs failed; it is off for this generation")
+                self._has_failed = True
+        return () if self._found is None else (self._found,)
 
-    def evidence(self, deadline_s: float) -> tuple[Evidence, ...]:
+    def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:
         """Return what the workers here do, gathered now unless it has been."""
-        watched, suspicion = self._watched, self._suspicion
+        watched, open_hang = self._watched, self._open_hang
         if watched is None:
             return ()
-        if suspicion is not None:
-            gathering = suspicion.gathering
+        if open_hang is not None:
+            gathering = open_hang.gathering
         else:
             gathering = self._gathering(watched, LOOKS_S)
             gathering.start()
-        gathering.wait(deadline_s)
+        gathering.wait(max(0.0, (deadline_ns - self._clock.mono_ns()) / NS))
         verdicts = _verdicts(gathering)
-        blamed = self._blame(suspicion, verdicts).ranks if suspicion is not None else ()
+        blamed = self._blame(open_hang, verdicts).ranks if open_hang is not None else ()
         view = self._view(watched, self._clock.mono_ns())
         return evidence_of(view, gathering.facts, verdicts, blamed)
 
-    def suspects(self) -> tuple[NodeReport, ...]:
-        """Return nothing: a hang ends the generation."""
-        return ()
-
     def close(self) -> None:
         """Forget the workers; a thread that still gathers ends by itself."""
-        self._watched = self._suspicion = None
+        self._watched = self._open_hang = None
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -142,7 +139,7 @@ class HangMonitor:
     @property
     def is_suspicious(self) -> bool:
         """Say whether something is being looked into; from any thread."""
-        return self._suspicion is not None
+        return self._open_hang is not None
 
     def busy_for_s(self) -> float:
         """Return for how long ranks of other nodes may have to wait for ours, beyond a step.
@@ -156,12 +153,12 @@ class HangMonitor:
         if seconds > 0:
             self._judge.excuse_until(self._clock.mono_ns() + round(seconds * NS))
 
-    def _poll(self, watched: MonitoredAttempt, now_ns: int) -> NodeReport | None:
+    def _poll(self, watched: MonitoredAttempt, now_ns: int) -> Suspicion | None:
         hang = self._judge.look(now_ns) or self._stop(watched, now_ns)
         if hang is None:
-            if self._suspicion is not None:
+            if self._open_hang is not None:
                 log.info("a suspected hang is none: the ranks go on")
-                self._suspicion = None
+                self._open_hang = None
             if self._judge.is_beatless(now_ns):
                 log.warning(
                     "hangs cannot be judged: no rank has made an optimizer step that can be seen;"
@@ -169,11 +166,11 @@ class HangMonitor:
                 )
             self._tell_of_lingering(watched, now_ns)
             return None
-        if self._suspicion is None:
+        if self._open_hang is None:
             self._suspect(watched, hang, now_ns)
             return None
-        self._suspicion.hang = hang
-        return self._conclude(watched, self._suspicion, now_ns)
+        self._open_hang.hang = hang
+        return self._conclude(watched, self._open_hang, now_ns)
 
     def _stop(self, watched: MonitoredAttempt, now_ns: int) -> HangFinding | None:
         """Return the hang that stopped workers make, whatever phase they are in."""
@@ -208,10 +205,10 @@ class HangMonitor:
     def _suspect(self, watched: MonitoredAttempt, hang: HangFinding, now_ns: int) -> None:
         def ask(facts: Mapping[int, RankFacts]) -> None:
             said = (witness.testify(hang, facts) for witness in self._witnesses)
-            doubt.testimony = next((blamed for blamed in said if blamed is not None), None)
+            open_hang.testimony = next((blamed for blamed in said if blamed is not None), None)
 
         gathering = self._gathering(watched, LONG_LOOKS_S if self._is_learned else LOOKS_S, ask)
-        self._suspicion = doubt = _Suspicion(hang, now_ns, gathering)
+        self._open_hang = open_hang = _OpenHang(hang, now_ns, gathering)
         gathering.start()
 
     def _gathering(
@@ -224,22 +221,21 @@ class HangMonitor:
         return EvidenceCollector(targets, self._eyes, self._env, looks_s, then, pause=self._pause)
 
     def _conclude(
-        self, watched: MonitoredAttempt, doubt: _Suspicion, now_ns: int
-    ) -> NodeReport | None:
-        if not doubt.gathering.is_done and now_ns - doubt.since_ns < EVIDENCE_S * NS:
+        self, watched: MonitoredAttempt, open_hang: _OpenHang, now_ns: int
+    ) -> Suspicion | None:
+        if not open_hang.gathering.is_done and now_ns - open_hang.since_ns < EVIDENCE_S * NS:
             return None
-        doubt.done_ns = doubt.done_ns or now_ns
-        verdicts = _verdicts(doubt.gathering)
-        found = self._blame(doubt, verdicts)
+        open_hang.done_ns = open_hang.done_ns or now_ns
+        verdicts = _verdicts(open_hang.gathering)
+        found = self._blame(open_hang, verdicts)
         if all(verdict.state is RankState.EXITED for verdict in verdicts.values()):
             return None  # an end, not a hang; the agent sees to those
-        if self._acquits(doubt.hang, found, verdicts, now_ns):
-            self._suspicion = None
+        if self._acquits(open_hang.hang, found, verdicts, now_ns):
+            self._open_hang = None
             return None
-        if not found.ranks and now_ns - doubt.done_ns < HOLD_S * NS:
+        if not found.ranks and now_ns - open_hang.done_ns < HOLD_S * NS:
             return None
-        self._has_reported = True
-        return to_report(self._view(watched, now_ns), doubt.hang, found, verdicts)
+        return to_suspicion(self._view(watched, now_ns), open_hang.hang, found, verdicts)
 
     def _acquits(
         self,
@@ -267,17 +263,16 @@ class HangMonitor:
         )
         return True
 
-    def _blame(self, doubt: _Suspicion, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits:
+    def _blame(self, open_hang: _OpenHang, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits:
         finished = [rank for rank in self._judge.finished if rank in verdicts]
         running = {rank: v for rank, v in verdicts.items() if rank not in finished}
-        return blame(doubt.hang, running, doubt.testimony, finished)
+        return blame(open_hang.hang, running, open_hang.testimony, finished)
 
     def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
         return NodeHangView(
             watched=watched,
             steps=self._judge.steps,
             silences_s=self._judge.silences_s(now_ns),
-            has_stepped=self._judge.has_stepped,
         )
 
 

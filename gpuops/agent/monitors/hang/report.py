@@ -9,7 +9,8 @@ from gpuops.agent.monitors.evidence import RankFacts
 from gpuops.agent.monitors.hang.culprits import HangCulprits, class_of, sentence
 from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
-from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
+from gpuops.incident.decision import RankEnd, ReportKind
+from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.log import printable
 from gpuops.model import Entity, EntityKind, Evidence, FailureClass, Role, Side
 from gpuops.scrub import scrub, scrub_lines
@@ -25,33 +26,30 @@ class NodeHangView:
     watched: MonitoredAttempt
     steps: Mapping[int, int | None]
     silences_s: Mapping[int, float]
-    has_stepped: bool
-
-    @property
-    def last_step(self) -> int | None:
-        """Return the highest step known here."""
-        return max((step for step in self.steps.values() if step is not None), default=None)
 
 
-def to_report(
+def to_suspicion(
     view: NodeHangView,
     hang: HangFinding,
     found: HangCulprits,
     verdicts: Mapping[int, RankDiagnosis],
-) -> NodeReport:
-    """Return the report of *hang*, for which *found* says who is to blame."""
-    return NodeReport(
-        kind=ReportKind.HANG,
-        node=view.watched.node,
-        generation=view.watched.generation,
+) -> Suspicion:
+    """Return *hang* as what ends the generation; *found* says who is to blame."""
+    node = view.watched.node
+    entity, *also = [_rank(rank) for rank in found.ranks] or [Entity(EntityKind.NODE, node)]
+    return Suspicion(
+        entity=entity,
+        also=tuple(also),
         failure_class=found.failure_class,
-        side=found.side,
         confidence=found.confidence,
-        how=_clean(sentence(hang, found)),
-        culprits=tuple(_rank(rank) for rank in found.ranks),
-        blames_node=found.failure_class is FailureClass.HANG_D_STATE,
-        has_stepped=view.has_stepped,
-        last_step=view.last_step,
+        level=SuspicionLevel.END,
+        source="hang",
+        why=_clean(sentence(hang, found)),
+        value=round(hang.silent_s, 1),
+        threshold=f"{hang.limit_s:.0f} s ({hang.phase})",
+        node=node if found.failure_class is FailureClass.HANG_D_STATE else None,
+        side=found.side,
+        kind=ReportKind.HANG,
         ends=tuple(
             _end(view, worker, verdicts[worker.rank], found)
             for worker in sorted(view.watched.workers, key=lambda w: w.rank)

@@ -1,0 +1,142 @@
+"""What a monitor holds against one thing of a run, and what follows for a restart; pure.
+
+A suspicion is to a run what a `gpuops.model.Finding` is to a node. Which of several is the cause
+follows from failure class, level and confidence; never from which monitor spoke first.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from gpuops.incident.correlate import causal_rank_of
+from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
+from gpuops.units import NS_PER_S
+
+# A GPU error that explains a failure comes at most so long before it.
+RECENT_S = 60.0
+_SHOWN = 3
+
+
+class SuspicionLevel(StrEnum):
+    """What follows from a suspicion, the gravest last."""
+
+    NOTE = "note"  # nothing by itself; a confirmed one may explain a failure that follows
+    SUSPECT = "suspect"  # the next restart leaves its node out, if the node can be spared
+    END = "end"  # ends the generation
+
+
+_LEVELS = tuple(SuspicionLevel)
+_CONFIDENCES = tuple(Confidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion:
+    """What *source* (a monitor, a detector) holds against *entity*, of this node or another.
+
+    ``node``: the node to blame, which a restart should do without; None where none is. ``value``
+    was compared with ``threshold``. ``also``: other entities that belong to it; ``ends``: what is
+    known of the ranks. Times are of this host's monotonic clock; ``last_ns`` None: it still holds.
+    """
+
+    entity: Entity
+    failure_class: FailureClass
+    confidence: Confidence
+    level: SuspicionLevel
+    source: str
+    why: str
+    value: float | None = None
+    threshold: str | None = None
+    node: str | None = None
+    side: Side = Side.AMBIGUOUS
+    kind: ReportKind = ReportKind.VERDICT
+    also: tuple[Entity, ...] = ()
+    ends: tuple[RankEnd, ...] = ()
+    since_ns: int = 0
+    last_ns: int | None = None
+
+    @property
+    def culprits(self) -> tuple[Entity, ...]:
+        """Return what is blamed; a node only if it is to be left out."""
+        parts = (item for item in (self.entity, *self.also) if item.kind is not EntityKind.NODE)
+        node = () if self.node is None else (Entity(EntityKind.NODE, self.node),)
+        return (*dict.fromkeys(parts), *node)
+
+    def explains_failures(self, now_ns: int) -> bool:
+        """Say whether it explains a hang, or a failure of workers, that is noticed at *now_ns*."""
+        if self.confidence is not Confidence.CONFIRMED or self.kind is ReportKind.HANG:
+            return False
+        return self.last_ns is None or now_ns - self.last_ns <= RECENT_S * NS_PER_S
+
+
+def reports_of(
+    suspicions: Iterable[Suspicion], *, here: str, generation: int
+) -> tuple[NodeReport, ...]:
+    """Return the reports that end *generation*, one for each node, the one with the cause first.
+
+    Suspicions that blame no node are reported by *here*, the node of their monitor. Of several
+    kinds on one node only the strongest is reported: a hang follows from a GPU that failed.
+    """
+    ending = sorted((s for s in suspicions if s.level is SuspicionLevel.END), key=_strongest_first)
+    by_node: dict[str, list[Suspicion]] = {}
+    for suspicion in ending:
+        by_node.setdefault(suspicion.node or here, []).append(suspicion)
+    return tuple(_report(found, node, generation) for node, found in by_node.items())
+
+
+def suspect_report(suspicion: Suspicion, generation: int) -> NodeReport:
+    """Return *suspicion* as a report of the node that it blames."""
+    assert suspicion.node is not None
+    return _report([suspicion], suspicion.node, generation)
+
+
+def explain(report: NodeReport, suspicions: Iterable[Suspicion], now_ns: int) -> NodeReport:
+    """Return *report* of workers' ends with what a monitor saw just before, if that explains them.
+
+    An exception of the program's own explains itself.
+    """
+    found = [s for s in suspicions if s.explains_failures(now_ns) and s.node in {None, report.node}]
+    if report.kind is not ReportKind.WORKERS_FAILED or report.side is Side.USER or not found:
+        return report
+    cause = min(found, key=lambda s: (-_LEVELS.index(s.level), *_strongest_first(s)))
+    return replace(
+        report,
+        failure_class=cause.failure_class,
+        side=cause.side,
+        confidence=Confidence.PROBABLE,
+        how=cause.why,
+        culprits=(*cause.culprits, *report.culprits),
+        blames_node=report.blames_node or cause.node is not None,
+    )
+
+
+def _strongest_first(suspicion: Suspicion) -> tuple[int, bool, int, int, str, Entity]:
+    """Return a total order of suspicions that does not depend on who spoke first."""
+    return (
+        causal_rank_of(_report([suspicion], "", 0)),
+        suspicion.kind is ReportKind.HANG,
+        _CONFIDENCES.index(suspicion.confidence),
+        suspicion.since_ns,
+        suspicion.failure_class.value,
+        suspicion.entity,
+    )
+
+
+def _report(suspicions: Sequence[Suspicion], node: str, generation: int) -> NodeReport:
+    """Return the first of *suspicions*, which is the cause, with the others of its kind."""
+    cause = suspicions[0]
+    alike = [s for s in suspicions if s.kind is cause.kind]
+    more = f"; and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+    return NodeReport(
+        kind=cause.kind,
+        node=node,
+        generation=generation,
+        failure_class=cause.failure_class,
+        side=cause.side,
+        confidence=cause.confidence,
+        how="; ".join(s.why for s in alike[:_SHOWN]) + more,
+        culprits=tuple(dict.fromkeys(item for s in alike for item in s.culprits)),
+        blames_node=any(s.node is not None for s in alike),
+        last_step=max((end.step for end in cause.ends if end.step is not None), default=None),
+        ends=cause.ends,
+    )

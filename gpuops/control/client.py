@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
-from zlib import crc32
 
 from gpuops.control.keys import ControlKeys
 from gpuops.control.own_record import read_own_record
@@ -246,15 +245,15 @@ class ControlClient:
         """
         self.update_record(lambda now: now)
 
-    def file_report(self, report: NodeReport) -> None:
-        """File *report*, the last word of this agent on a generation, or on another node in it.
+    def file_report(self, report: NodeReport, suffix: str = "") -> None:
+        """File *report*, the last word of this agent on a generation.
+
+        With a *suffix* it is filed beside that: on another node, or by the leader on any.
 
         Raises:
             ControlStoreError: See `ControlStore`.
         """
-        me = self.me
-        other = "" if report.node == me.node else f"+{crc32(report.node.encode()):08x}"
-        key = self.keys.report(report.generation, f"{me.agent}{other}")
+        key = self.keys.report(report.generation, f"{self.me.agent}{suffix}")
         self.store.put(key, pack(report.to_json()))
 
     def file_report_for(self, agent: str, report: NodeReport) -> None:

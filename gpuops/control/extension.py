@@ -5,7 +5,8 @@ more that way. The words are mappings that the control plane does not understand
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol
 
@@ -59,6 +60,34 @@ class NoExtension:
         self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
     ) -> None:
         """Do nothing."""
+
+
+class ExtensionGroup:
+    """Several extensions as one. Each hears the heartbeats, whatever another raises."""
+
+    def __init__(self, extensions: Iterable[LeaderExtension]) -> None:
+        self._extensions = tuple(extensions)
+
+    def roster_metadata(
+        self,
+        record: ControlRecord,
+        roster: Roster,
+        previous: Roster | None,
+        ready: Mapping[str, Entry],
+    ) -> Json:
+        """Return the notes of all of them."""
+        notes: Json = {}
+        for extension in self._extensions:
+            notes |= extension.roster_metadata(record, roster, previous, ready)
+        return notes
+
+    def on_heartbeats(
+        self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
+    ) -> None:
+        """Let each of them take in *heartbeats*."""
+        with ExitStack() as stack:
+            for extension in self._extensions:
+                stack.callback(extension.on_heartbeats, record, roster, heartbeats)
 
 
 class ExtensionRunner:

@@ -36,6 +36,9 @@ class ControlKeys:
     def roster(self, generation: int) -> str:
         return f"{self.generation(generation)}roster"
 
+    def published(self, monitor: str = "", agent: str = "") -> str:
+        return f"{self.prefix}/monitor/{monitor and f'{monitor}/{agent}'}"
+
     def commit_record(self) -> str:
         return f"{self.prefix}/ckpt/watermark"
 

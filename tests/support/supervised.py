@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
 
+import pytest
+
 from gpuops.agent.checkpoint.api import NoCheckpointService
 from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.rendezvous import Assignment
@@ -22,11 +24,11 @@ from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.leader import Leader, LeaderTimeouts
 from gpuops.control.memory import MemoryControlStore
-from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack, unpack
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
-from gpuops.incident.decision import RestartPolicy
+from gpuops.incident.decision import NodeReport, RestartPolicy
 from gpuops.model import WorkerExit
 from gpuops.wire.ring import STEP_UNKNOWN, WorkerFlag
 from support.exits import RULES
@@ -264,7 +266,7 @@ class Agent:
             failure_grace_s=3.0,
             cancel_grace_s=20.0,
             drain_grace_s=lambda _name: 25.0,
-            monitors=MonitorGroup(self.monitors, self.clock, self.session.safely),
+            monitors=MonitorGroup(self.monitors, self.control, self.clock, self.session.safely),
             job_xids=self.job_xids,
             step_tracker=self.step_tracker,
             checkpoints=self.checkpoints,
@@ -317,3 +319,54 @@ class Agent:
 
     def snapshot(self):
         return SimpleNamespace(main_ns=0, fences=0)
+
+
+class Node:
+    """An agent with a seat and a generation to watch."""
+
+    def __init__(self, folder, **options):
+        self.agent = Agent(folder, **options)
+        self.reaped = 0
+        self.left = []
+
+    def watch(self, *others):
+        from gpuops.agent.elastic.attempt import AttemptRunner, TorchHooks
+
+        seat = self.agent.take_seats(*others)
+        self.agent.control.heartbeat_payload = dict
+        torch = TorchHooks(
+            interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
+        )
+        return AttemptRunner(
+            self.agent.parts, seat, self.agent.workers, torch, self.agent, self.agent.snapshot()
+        )
+
+    def reap(self):
+        from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+        self.reaped += 1
+        codes = self.agent.workers.codes
+        if self.agent.workers.has_failed:
+            failures = {i: SimpleNamespace(exitcode=code) for i, code in codes.items() if code}
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        done = self.agent.workers.all_ended
+        return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY)
+
+    def then(self, *story):
+        self.agent.workers.story = list(story)
+        return self
+
+    def codes(self, **codes):
+        return lambda: self.agent.workers.codes.update({int(k[1:]): v for k, v in codes.items()})
+
+    def file_report(self, agent=None, generation=0):
+        key = self.agent.control.keys.report(generation, (agent or self.agent).me.agent)
+        return NodeReport.from_json(unpack(self.agent.shared.get(key).value))
+
+
+def over(watching):
+    from gpuops.agent.elastic.rendezvous import RunOverError
+
+    with pytest.raises(RunOverError) as raised:
+        watching.run()
+    return raised.value.record

@@ -77,7 +77,9 @@ class AttemptRunner:
         self._write_state = agent.write_state
         self._snapshot = snapshot
         self._finish = AttemptFinish(services, assignment, workers, agent.waiting)
-        self._suspects = SuspectReporter(services)
+        self._suspects = SuspectReporter(
+            services.control, services.clock, services.session, services.say
+        )
         self._draining: Draining | None = None
         self._has_stepped = False
         self._result: RunResult | None = None
@@ -115,6 +117,7 @@ class AttemptRunner:
                 if self._result is not None or self._workers.has_failed:
                     self.end(ReportKind.WORKERS_FAILED)
                     return None
+            self._services.monitors.publish(self._generation)
             suspicions = self._services.monitors.poll()
             reports = self._finish.reports_of(suspicions)
             if reports:

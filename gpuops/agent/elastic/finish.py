@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from signal import SIGTERM
+from zlib import crc32
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
 from gpuops.agent.elastic.rendezvous import Assignment
@@ -309,13 +310,17 @@ class AttemptFinish:
         link = self._services.control
         try:
             while self._unfiled:
-                link.file_report(self._unfiled[0])
+                link.file_report(self._unfiled[0], self._suffix(self._unfiled[0]))
                 del self._unfiled[0]
             if self._trigger is not None:
                 link.update_record(self._gathering)
                 self._trigger = None
         except ControlStoreError as exc:
             log.debug("not on the board yet: %s", exc)
+
+    def _suffix(self, report: NodeReport) -> str:
+        is_own = report.node == self._services.node
+        return "" if is_own else f"+{crc32(report.node.encode()):08x}"
 
     def _gathering(self, now: ControlRecord) -> ControlRecord | None:
         if (now.generation, now.phase) != (self._generation, RunPhase.RUN):

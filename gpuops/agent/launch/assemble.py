@@ -35,6 +35,7 @@ from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.services import Services
 from gpuops.agent.launch.slurm import drain_grace
 from gpuops.agent.monitors.evidence import EVIDENCE_S
+from gpuops.agent.monitors.fleet import FleetJudge
 from gpuops.agent.monitors.gpu import GpuMonitor
 from gpuops.agent.monitors.gpu_memory import open_memory
 from gpuops.agent.monitors.group import MonitorGroup
@@ -48,9 +49,11 @@ from gpuops.agent.monitors.preflight import (
 )
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.agent.monitors.registry import MonitorContext, MonitorRegistry
+from gpuops.agent.monitors.suspects import SuspectReporter
 from gpuops.agent.status.published import busy_for_s
 from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
+from gpuops.control.extension import ExtensionGroup, LeaderExtension
 from gpuops.control.join import join
 from gpuops.control.leader import Leader, LeaderTimeouts
 from gpuops.control.record import ControlRecord, Member, RecordView, RunPhase
@@ -119,8 +122,12 @@ def assemble(
     decide, timeouts = decider(plan.decide, launch.env), _leader_timeouts(launch)
     leader = Leader(control, clock, plan.restart_policy, timeouts, decide)
     control.coordinator = leader
+    extensions: list[LeaderExtension] = []
     if endpoint.is_shared:
-        leader.extension.extension = _commit_leader(launch, endpoint, session, control)
+        extensions.append(_commit_leader(launch, endpoint, session, control))
+    suspects = SuspectReporter(control, clock, session, log.warning)
+    extensions.append(FleetJudge(control, monitors.fleet, clock, suspects, session.safely))
+    leader.extension.extension = ExtensionGroup(extensions)
     job, restarts = slurm_job(launch.env)
     step_tracker = StepTracker()
     failures = _failure_record(settings, clock)
@@ -142,7 +149,7 @@ def assemble(
         failure_grace_s=launch.failure_grace_s,
         cancel_grace_s=launch.cancel_grace_s,
         drain_grace_s=partial(_drain_grace_s, launch),
-        monitors=MonitorGroup(monitors.all, clock, session.safely),
+        monitors=MonitorGroup(monitors.all, control, clock, session.safely),
         hang=monitors.hang,
         step_tracker=step_tracker,
         checkpoints=_checkpoint_service(launch, endpoint, session, step_tracker, control),

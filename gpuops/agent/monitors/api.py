@@ -1,16 +1,18 @@
 """What a monitor of running workers is: of hangs, GPU errors, a site's detectors, apart from exits.
 
-The agent calls each from its main thread, ten times a second. A new monitor is a subclass of
-`Monitor` and a line in `gpuops.agent.monitors.registry`.
+The agent calls each `Monitor` from its main thread, ten times a second; the leader calls each
+`FleetMonitor` from its control thread. A new one is a class and a line in
+`gpuops.agent.monitors.registry`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from gpuops.agent.elastic.workers import Worker
 from gpuops.incident.suspicion import Suspicion
-from gpuops.model import Evidence
+from gpuops.model import Evidence, Json
 from gpuops.wire.ring import Beat
 
 
@@ -27,9 +29,13 @@ class MonitoredAttempt:
 class Monitor:
     """Watches one generation after another; each method does nothing unless overridden.
 
+    ``name`` is of its key in the control store; ASCII without spaces or slashes.
+
     No method waits, but `evidence`. What one raises is recorded as a failure of ours; neither the
     other monitors nor the training notice it.
     """
+
+    name = ""
 
     def begin(self, watched: MonitoredAttempt) -> None:
         """Watch a generation whose workers have just been started; the one before is over."""
@@ -50,5 +56,26 @@ class Monitor:
         """
         return ()
 
+    def publish(self) -> Json | None:
+        """Return what the leader is to know of this node, in 4 KiB of JSON; asked every 5 s."""
+        return None
+
     def close(self) -> None:
         """End its threads and processes."""
+
+
+class FleetMonitor(Protocol):
+    """Judges on the leader what the monitor of its ``name`` publishes on all nodes; pure.
+
+    It may keep history, which is lost when another agent leads.
+    """
+
+    name: str
+
+    def judge(self, published: Mapping[str, Json], now_s: float) -> Sequence[Suspicion]:
+        """Return what is suspected now, by what each node has *published* in this generation.
+
+        A suspicion that ends the generation does; one of SUSPECT takes its node out at the next
+        restart; nothing follows from a note.
+        """
+        ...

@@ -85,6 +85,8 @@ def xid_catalogue(site_dir: Path | None) -> Mapping[int, XidKind]:
 class GpuMonitor(Monitor):
     """Inert where there is neither NVML nor a GPU. *sources* are let go of by `close`."""
 
+    name = "gpu"
+
     def __init__(
         self,
         place: GpuMonitorContext,

@@ -81,6 +81,8 @@ def open_detectors(env: Mapping[str, str]) -> "PluginMonitor":
 class PluginMonitor(Monitor):
     """The detectors of a site. *start* starts one by name."""
 
+    name = "detectors"
+
     def __init__(self, names: Sequence[str], start: Callable[[str, str], PluginOutput]) -> None:
         self._names = tuple(names)
         self._start = start

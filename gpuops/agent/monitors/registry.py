@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.agent.monitors.api import Monitor
+from gpuops.agent.monitors.api import FleetMonitor, Monitor
 from gpuops.agent.monitors.gpu import GpuMonitorContext, open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.plugins import open_detectors
@@ -33,3 +33,4 @@ class MonitorRegistry:
         )
         self.gpu = open_gpu_monitor(gpu, context.clock)
         self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
+        self.fleet: tuple[FleetMonitor, ...] = ()  # on the leader

@@ -2,18 +2,17 @@
 
 import signal
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from support.keepers import FakeKeeper, Heard
 from support.kernel_log import write_kmsg
-from support.supervised import Agent, FakeWorkers
+from support.supervised import Agent, FakeWorkers, Node, over
 
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor
 from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.monitors.api import Monitor
 from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.control.record import RunPhase, unpack
+from gpuops.control.record import RunPhase
 from gpuops.incident.decision import NodeReport, ReportKind, RestartPolicy
 from gpuops.incident.kernel import JobXidFilter
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
@@ -44,60 +43,9 @@ class Sentry(Monitor):
         return ()
 
 
-class Node:
-    """An agent with a seat and a generation to watch."""
-
-    def __init__(self, folder, **options):
-        self.agent = Agent(folder, **options)
-        self.reaped = 0
-        self.left = []
-
-    def watch(self, *others):
-        from gpuops.agent.elastic.attempt import AttemptRunner, TorchHooks
-
-        seat = self.agent.take_seats(*others)
-        self.agent.control.heartbeat_payload = dict
-        torch = TorchHooks(
-            interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
-        )
-        return AttemptRunner(
-            self.agent.parts, seat, self.agent.workers, torch, self.agent, self.agent.snapshot()
-        )
-
-    def reap(self):
-        from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-
-        self.reaped += 1
-        codes = self.agent.workers.codes
-        if self.agent.workers.has_failed:
-            failures = {i: SimpleNamespace(exitcode=code) for i, code in codes.items() if code}
-            return RunResult(state=WorkerState.FAILED, failures=failures)
-        done = self.agent.workers.all_ended
-        return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY)
-
-    def then(self, *story):
-        self.agent.workers.story = list(story)
-        return self
-
-    def codes(self, **codes):
-        return lambda: self.agent.workers.codes.update({int(k[1:]): v for k, v in codes.items()})
-
-    def file_report(self, agent=None, generation=0):
-        key = self.agent.control.keys.report(generation, (agent or self.agent).me.agent)
-        return NodeReport.from_json(unpack(self.agent.shared.get(key).value))
-
-
 @pytest.fixture
 def node(tmp_path):
     return Node(tmp_path)
-
-
-def over(watching):
-    from gpuops.agent.elastic.rendezvous import RunOverError
-
-    with pytest.raises(RunOverError) as raised:
-        watching.run()
-    return raised.value.record
 
 
 def test_when_every_worker_is_done_the_run_is_over(node):

@@ -61,6 +61,8 @@ class HangMonitor(Monitor):
     *timeout_s* is ``--hang-timeout``: None to learn, 0 for off.
     """
 
+    name = "hang"
+
     def __init__(  # noqa: PLR0913 what it sees with is another thing in tests
         self,
         clock: Clock,

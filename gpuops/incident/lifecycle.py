@@ -33,11 +33,6 @@ def replicas_incident_id(run_id: str, ranks: str, epoch: int, step: int) -> str:
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/replicas {ranks}/{epoch}.{step}"))
 
 
-def with_restart(incident: Incident) -> Incident:
-    """Return *incident* with the restart that the agent has begun."""
-    return with_action(incident, ActionKind.RESTART)
-
-
 def with_action(incident: Incident, action: ActionKind) -> Incident:
     """Return *incident* with *action* taken; the same action is listed once."""
     if incident.state is IncidentState.CLOSED or action in incident.actions:

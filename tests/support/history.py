@@ -1,6 +1,7 @@
 """Runs, attempts and incidents as the store gives them, built by hand."""
 
-from gpuops.incident.lifecycle import close, mitigate, with_restart
+from gpuops.incident.lifecycle import close, mitigate, with_action
+from gpuops.model import ActionKind
 from gpuops.store.events import new_event
 from gpuops.store.queries.run_queries import AttemptRow, RunRow
 from support.exits import NODE, RUN, incident_of, killed, terminated
@@ -64,7 +65,11 @@ def a_killed_run():
         attempt_row(1, (41, 45, 70, 95, 96), (1, 120)),
     ]
     opened = incident_of(killed(1, at_s=40.1), terminated(0, at_s=40.3), detected_s=40.4)
-    again = mitigate(with_restart(opened), at_us=us(45), lost_s={"detect": 0.4, "restart": 4.6})
+    again = mitigate(
+        with_action(opened, ActionKind.RESTART),
+        at_us=us(45),
+        lost_s={"detect": 0.4, "restart": 4.6},
+    )
     done = close(
         again, at_us=us(70), lost_s={"redo": 25.0}, resolution="past the step where it had failed"
     )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from gpuops.agent.checkpoint.api import CheckpointService, NoCheckpointService
 from gpuops.agent.elastic.logs import GenerationLogs
@@ -12,29 +11,13 @@ from gpuops.agent.journal.decision_log import DecisionLog
 from gpuops.agent.journal.session import RunSession
 from gpuops.agent.launch.plan import LaunchPlan
 from gpuops.agent.monitors.group import MonitorGroup
+from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.preflight import PreflightGate
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.control.client import ControlClient
 from gpuops.control.leader import Leader
 from gpuops.host.clock import Clock
 from gpuops.incident.kernel import JobXidFilter
-
-
-class HangService(Protocol):
-    """What the agent asks of who watches for hangs, beside its being a monitor."""
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Say whether something is being looked into."""
-        ...
-
-    def busy_for_s(self) -> float:
-        """Return for how long other nodes may have to wait for ours."""
-        ...
-
-    def others_are_busy_for(self, seconds: float) -> None:
-        """Accept silence here for so long."""
-        ...
 
 
 def _no_env(_folder: Path) -> Mapping[str, str]:
@@ -67,7 +50,7 @@ class Services:
     failure_grace_s: float
     cancel_grace_s: float
     drain_grace_s: Callable[[str], float]
-    hang: HangService | None = None
+    hang: HangMonitor | None = None
     step_tracker: StepTracker = field(default_factory=StepTracker)
     gpu_uuids: Callable[[], Mapping[int, str]] = dict
     worker_env: Callable[[Path], Mapping[str, str]] = _no_env

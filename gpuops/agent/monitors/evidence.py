@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from gpuops.agent.monitors.stacks import Stacks, parse_faulthandler, parse_pyspy
 from gpuops.host.process.inspect import ProcessLook, look_at
@@ -72,40 +71,18 @@ class RankFacts:
     recorder_path: str | None = None
 
 
-class EvidenceReader(Protocol):
-    """How a worker can be seen."""
-
-    def look(self, pid: int) -> ProcessLook | None:
-        """Return what the system says of *pid*, None where it is gone."""
-        ...
-
-    def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
-        """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
-        ...
-
-    def spy(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
-        """Return by rank the stacks that were read from outside within *wait_s*."""
-        ...
-
-    def source_line(self, path: str, line: int) -> str | None:
-        """Return one line of a source file, None where it cannot be read."""
-        ...
-
-    def is_there(self, path: str) -> bool:
-        """Say whether there is a file."""
-        ...
-
-
 class SystemEvidenceReader:
-    """This machine's; py-spy is looked for as `find_pyspy` says."""
+    """How the workers of this machine can be seen; py-spy is looked for as `find_pyspy` says."""
 
     def __init__(self, search_path: str | None, beside: Path | None = None) -> None:
         self._pyspy = find_pyspy(search_path, beside)
 
     def look(self, pid: int) -> ProcessLook | None:
+        """Return what the system says of *pid*, None where it is gone."""
         return look_at(pid)
 
     def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
+        """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
         # The size is taken before asking: a worker may have answered when the signal is sent.
         sizes_before = [(t, t.stacks, _size(t.stacks)) for t in targets if t.stacks]
         begun = {t.rank: (path, before) for t, path, before in sizes_before if _ask(t)}
@@ -124,6 +101,7 @@ class SystemEvidenceReader:
         return found
 
     def spy(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
+        """Return by rank the stacks that were read from outside within *wait_s*."""
         if self._pyspy is None:
             return {}
         pids = {target.rank: target.pid for target in targets}
@@ -132,6 +110,7 @@ class SystemEvidenceReader:
         return {rank: stacks for rank, stacks in read.items() if stacks is not None}
 
     def source_line(self, path: str, line: int) -> str | None:
+        """Return one line of a source file, None where it cannot be read."""
         try:
             with Path(path).open("rb") as file:
                 lines = file.read(_SOURCE_BYTES_MAX).decode("utf-8", errors="replace").split("\n")
@@ -140,6 +119,7 @@ class SystemEvidenceReader:
         return lines[line - 1].strip() if 0 < line <= len(lines) else None
 
     def is_there(self, path: str) -> bool:
+        """Say whether there is a file."""
         return Path(path).is_file()
 
 
@@ -148,10 +128,9 @@ class EvidenceCollector:
     """The facts on one node's workers, as they come in; `start` returns at once."""
 
     targets: Sequence[EvidenceTarget]
-    eyes: EvidenceReader
+    eyes: SystemEvidenceReader
     env: Mapping[str, str]
     looks_s: Sequence[float] = LOOKS_S
-    then: Callable[[Mapping[int, RankFacts]], None] | None = None  # in the same thread
     clock_s: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     _facts: dict[int, RankFacts] = field(default_factory=dict)
@@ -183,8 +162,6 @@ class EvidenceCollector:
                 self.pause(max(0.0, begun_s + at_s - self.clock_s()))
                 self._sample(is_last=number == len(self.looks_s) - 1)
             self._complete()
-            if self.then is not None:
-                self.then(self.facts)
         except Exception:  # boundary: less evidence, said by the verdicts
             log.exception("gathering evidence failed")
         finally:

@@ -10,13 +10,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.gpu_events import (
     GpuEvent,
     GpuEvents,
-    evidence_of,
     judge_xid,
 )
 from gpuops.agent.monitors.gpu_ranks import job_gpus, rank_gpus
@@ -39,14 +37,6 @@ WAITING_MAX = 1000
 # then it cannot be told whether a line of the kernel's log is about one of them.
 NVML_S = 30.0
 CLOSE_S = 0.5
-
-
-class GpuEventSource(Protocol):
-    """A source of lines; see `WatchingChild`."""
-
-    def take(self, lines_max: int) -> list[bytes]: ...
-
-    def close(self, wait_s: float = 0.0) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +82,7 @@ class GpuMonitor(Monitor):
         place: GpuMonitorContext,
         catalogue: Mapping[int, XidKind],
         clock: Clock,
-        sources: Mapping[XidSource, GpuEventSource],
+        sources: Mapping[XidSource, WatchingChild],
     ) -> None:
         self._place = place
         self._catalogue = catalogue
@@ -150,7 +140,7 @@ class GpuMonitor(Monitor):
     def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
         """Return what was seen of the job's GPUs in this generation."""
         self._drain()
-        return evidence_of(self._signs.all())
+        return tuple(sign.to_evidence() for sign in self._signs.all())
 
     def job_xids(self, since_ns: int | None) -> JobXidFilter | None:
         """Return which Xids of the kernel's log are the job's; None: its GPUs are not known.

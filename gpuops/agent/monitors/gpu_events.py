@@ -18,7 +18,7 @@ What only the kernel's line tells (is it fatal, what does the driver want) canno
 NVML's event: such a code alone ends nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
@@ -126,7 +126,6 @@ class GpuEvent:
     sources: frozenset[XidSource]
     first_ns: int
     last_ns: int
-    first_us: int
     count: int = 1
     index: int | None = None
     address: str | None = None  # on PCI
@@ -200,7 +199,6 @@ class GpuEvents:
                 sources=frozenset({event.source}),
                 first_ns=event.mono_ns,
                 last_ns=event.mono_ns,
-                first_us=event.now_us,
                 count=event.count,
                 index=event.index if gpu is None else gpu.index,
                 address=event.address if gpu is None else gpu.address,
@@ -221,11 +219,6 @@ def entity_of(event: XidEvent, gpu: GpuName | None) -> Entity:
     """Return the GPU that *event* is about, by UUID where that is known."""
     uuid = event.uuid or (gpu and gpu.uuid)
     return Entity(EntityKind.GPU, uuid or f"PCI:{event.address or 'unknown'}")
-
-
-def evidence_of(signs: Iterable[GpuEvent]) -> tuple[Evidence, ...]:
-    """Return *signs* as evidence."""
-    return tuple(sign.to_evidence() for sign in signs)
 
 
 def _joined(known: GpuEvent, event: XidEvent, fault: GpuFault) -> GpuEvent:

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Protocol
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.plugin_process import GROUP
@@ -34,14 +33,6 @@ _KEYS = frozenset({"why", "ranks", "blames_node", "failure_class", "ends", "erro
 _NOT_THEIRS = frozenset({"launcher", "node", "scheduler", "tool", "unresolved", "user_code"})
 
 
-class PluginOutput(Protocol):
-    """A detector's process; see `WatchingChild`."""
-
-    def take(self, lines_max: int) -> list[bytes]: ...
-
-    def close(self, wait_s: float = 0.0) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginVerdict:
     """What a detector says. ``ends``: the generation is to end because of it."""
@@ -55,7 +46,7 @@ class PluginVerdict:
 
 @dataclass(slots=True)
 class _Detector:
-    lines: PluginOutput
+    lines: WatchingChild
     n_lines: int = 0
 
 
@@ -71,7 +62,7 @@ def find_detectors() -> tuple[str, ...]:
 def open_detectors(env: Mapping[str, str]) -> "PluginMonitor":
     """Return a monitor over what is installed; each gets a process with *env* at each start."""
 
-    def start(name: str, told: str) -> PluginOutput:
+    def start(name: str, told: str) -> WatchingChild:
         command = module_command("gpuops.agent.monitors.plugin_process", name, told)
         return WatchingChild(f"detector-{name}", command, env)
 
@@ -83,7 +74,7 @@ class PluginMonitor(Monitor):
 
     name = "detectors"
 
-    def __init__(self, names: Sequence[str], start: Callable[[str, str], PluginOutput]) -> None:
+    def __init__(self, names: Sequence[str], start: Callable[[str, str], WatchingChild]) -> None:
         self._names = tuple(names)
         self._start = start
         self._watched: MonitoredAttempt | None = None

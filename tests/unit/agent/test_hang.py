@@ -282,20 +282,17 @@ def test_other_nodes_learn_for_how_long_ours_are_busy():
     assert Job().judge.busy_for_s(1000 * S) == 600
 
 
-def test_the_limits_can_be_listed():
+def test_each_phase_has_a_limit_of_its_own():
     job = Job().steps(20, gap_s=20.0).beat(phase=WorkerPhase.EVAL, name="eval")
     job.wait(300)
     job.beat(phase=WorkerPhase.RESUMED)
+    limits = job.judge.limits
 
-    assert job.judge.limits.ladder() == {
-        "first step": 600,
-        "step": 100,
-        "eval": 900,
-        "checkpoint": 600,
-        "restore": 600,
-        "other": 600,
-    }
-    assert HangTimeouts(asked_s=10.0).ladder()["step"] == 10
+    assert (limits.first_step(), limits.step(0, 20)) == (600, 100)
+    assert limits.phase(WorkerPhase.EVAL, "eval") == 900
+    for phase in (WorkerPhase.EVAL, WorkerPhase.CHECKPOINT, WorkerPhase.RESTORE):
+        assert limits.phase(phase, "another") == 600
+    assert HangTimeouts(asked_s=10.0).step(0, 0) == 10
 
 
 def test_a_rank_that_has_made_few_steps_may_be_compiling_still():

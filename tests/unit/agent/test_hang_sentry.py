@@ -11,7 +11,6 @@ from gpuops.agent.elastic.rings import RingReader
 from gpuops.agent.elastic.workers import Worker
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.agent.monitors.hang.culprits import HangCulprits
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
 from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.clock import FakeClock
@@ -62,7 +61,7 @@ class FakeEyes:
 class Node:
     """A node with two workers and a sentry."""
 
-    def __init__(self, tmp_path, eyes, timeout_s=10.0, witnesses=(), **env):
+    def __init__(self, tmp_path, eyes, timeout_s=10.0, **env):
         self.clock = FakeClock()
         self.seq = 0
         self.sentry = HangMonitor(
@@ -70,7 +69,6 @@ class Node:
             timeout_s,
             env,
             eyes=eyes,
-            witnesses=witnesses,
             pause=lambda _s: None,
             state=lambda pid: eyes.ranks[pid - 100][0],
         )
@@ -329,25 +327,6 @@ def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
     assert "is in lost" in evidence[1].text
     node.sentry.close()
     assert evidence_of(node.sentry, node.clock, 1.0) == ()
-
-
-def test_a_witness_is_asked_with_the_facts(tmp_path):
-    class Recorder:
-        def testify(self, hang, facts):
-            return HangCulprits(
-                ranks=(0,),
-                failure_class=FailureClass.GPU_DRIVER_HANG,
-                side=Side.INFRA,
-                confidence=Confidence.PROBABLE,
-                why=f"never came to all_reduce 812, {len(facts[0].samples)} looks",
-            )
-
-    node = Node(tmp_path, stuck(), witnesses=[Recorder()]).steps(8)
-    node.silence(11)
-    report = node.report()
-
-    assert report.culprits == (Entity(EntityKind.RANK, "0"),)
-    assert "never came to all_reduce 812, 2 looks" in report.how
 
 
 def test_only_workers_that_said_so_are_asked_for_a_dump(tmp_path):

@@ -17,13 +17,13 @@ from support.exits import (
 from support.history import us
 
 from gpuops.incident.incidents.cancelled import incident_from_cancel
-from gpuops.incident.lifecycle import close, mitigate, with_restart
+from gpuops.incident.lifecycle import close, mitigate, with_action
 from gpuops.model import ActionKind, FailureClass, IncidentState, Role, Side
 
 
 def test_a_recovery_goes_through_restart_mitigated_and_closed():
     opened = incident_of(killed(0), terminated(1))
-    restarted = with_restart(opened)
+    restarted = with_action(opened, ActionKind.RESTART)
     again = mitigate(restarted, at_us=5, lost_s={"detect": 0.1, "restart": 2.0})
     done = close(again, at_us=9, lost_s={"redo": 4.0}, resolution="past the highest step")
 
@@ -38,15 +38,15 @@ def test_a_recovery_goes_through_restart_mitigated_and_closed():
 def test_a_closed_incident_stays_as_it_is():
     done = close(incident_of(killed(0)), at_us=9, lost_s={}, resolution="budget spent")
 
-    assert with_restart(done) is done
+    assert with_action(done, ActionKind.RESTART) is done
     assert mitigate(done, at_us=10, lost_s={"redo": 1.0}) is done
     assert close(done, at_us=10, lost_s={}, resolution="again") is done
 
 
 def test_the_same_action_is_listed_once():
-    once = with_restart(incident_of(killed(0)))
+    once = with_action(incident_of(killed(0)), ActionKind.RESTART)
 
-    assert with_restart(once) is once
+    assert with_action(once, ActionKind.RESTART) is once
 
 
 def cancelled(*exits, signal="SIGINT", seen_s=None):

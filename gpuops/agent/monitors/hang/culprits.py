@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from gpuops.agent.monitors.evidence import RankFacts
 from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
 from gpuops.incident.evidence import format_ranks
@@ -20,18 +18,6 @@ class HangCulprits:
     side: Side
     confidence: Confidence
     why: str
-
-
-class HangObservation(Protocol):
-    """Deeper knowledge of a hang than stacks give: of the collectives, of the network.
-
-    Asked in the thread that gathers evidence, so it may read files and take a second; what it
-    names goes before the order of steps and places in code, and after what the kernel says.
-    """
-
-    def testify(self, hang: HangFinding, facts: Mapping[int, RankFacts]) -> HangCulprits | None:
-        """Return who is to blame, None where this witness has nothing to say. Must not raise."""
-        ...
 
 
 # Which state names its ranks before any other, and what it is then.
@@ -74,7 +60,6 @@ def class_of(state: RankState) -> FailureClass:
 def blame(
     hang: HangFinding,
     verdicts: Mapping[int, RankDiagnosis],
-    testimony: HangCulprits | None = None,
     finished: Sequence[int] = (),
 ) -> HangCulprits:
     """Return who is to blame for *hang*.
@@ -92,7 +77,7 @@ def blame(
                 confidence=confidence,
                 why=verdicts[ranks[0]].how,
             )
-    return testimony or _by_progress(hang, verdicts) or _by_absence(finished)
+    return _by_progress(hang, verdicts) or _by_absence(finished)
 
 
 def _by_progress(hang: HangFinding, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits | None:

@@ -15,12 +15,10 @@ from gpuops.agent.monitors.evidence import (
     LONG_LOOKS_S,
     LOOKS_S,
     EvidenceCollector,
-    EvidenceReader,
     EvidenceTarget,
-    RankFacts,
     SystemEvidenceReader,
 )
-from gpuops.agent.monitors.hang.culprits import HangCulprits, HangObservation, blame
+from gpuops.agent.monitors.hang.culprits import HangCulprits, blame
 from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
 from gpuops.agent.monitors.hang.report import NodeHangView, evidence_of, to_suspicion
 from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S, STEP_FLOOR_S, limits_for
@@ -51,7 +49,6 @@ class _OpenHang:
     hang: HangFinding
     since_ns: int
     gathering: EvidenceCollector
-    testimony: HangCulprits | None = None
     done_ns: int | None = None
 
 
@@ -63,14 +60,13 @@ class HangMonitor(Monitor):
 
     name = "hang"
 
-    def __init__(  # noqa: PLR0913 what it sees with is another thing in tests
+    def __init__(
         self,
         clock: Clock,
         timeout_s: float | None,
         env: Mapping[str, str],
         *,
-        eyes: EvidenceReader | None = None,
-        witnesses: Sequence[HangObservation] = (),
+        eyes: SystemEvidenceReader | None = None,
         pause: Callable[[float], object] = time.sleep,
         state: Callable[[int], str | None] = state_of,
     ) -> None:
@@ -80,7 +76,6 @@ class HangMonitor(Monitor):
         self._is_learned = timeout_s is None
         self._judge = HangJudge(limits_for(timeout_s or None, env))
         self._eyes = eyes or SystemEvidenceReader(env.get("PATH"))
-        self._witnesses = tuple(witnesses)
         self._pause = pause
         self._state_of = state
         self._stopped = StoppedRanks()
@@ -132,11 +127,6 @@ class HangMonitor(Monitor):
     def close(self) -> None:
         """Forget the workers; a thread that still gathers ends by itself."""
         self._watched = self._open_hang = None
-
-    @property
-    def limits_s(self) -> dict[str, float]:
-        """Return the limits as they are now, by name."""
-        return self._judge.limits.ladder()
 
     @property
     def is_suspicious(self) -> bool:
@@ -205,22 +195,13 @@ class HangMonitor(Monitor):
         )
 
     def _suspect(self, watched: MonitoredAttempt, hang: HangFinding, now_ns: int) -> None:
-        def ask(facts: Mapping[int, RankFacts]) -> None:
-            said = (witness.testify(hang, facts) for witness in self._witnesses)
-            open_hang.testimony = next((blamed for blamed in said if blamed is not None), None)
-
-        gathering = self._gathering(watched, LONG_LOOKS_S if self._is_learned else LOOKS_S, ask)
-        self._open_hang = open_hang = _OpenHang(hang, now_ns, gathering)
+        gathering = self._gathering(watched, LONG_LOOKS_S if self._is_learned else LOOKS_S)
+        self._open_hang = _OpenHang(hang, now_ns, gathering)
         gathering.start()
 
-    def _gathering(
-        self,
-        watched: MonitoredAttempt,
-        looks_s: Sequence[float],
-        then: Callable[[Mapping[int, RankFacts]], None] | None = None,
-    ) -> EvidenceCollector:
+    def _gathering(self, watched: MonitoredAttempt, looks_s: Sequence[float]) -> EvidenceCollector:
         targets = [_target(worker) for worker in watched.workers]
-        return EvidenceCollector(targets, self._eyes, self._env, looks_s, then, pause=self._pause)
+        return EvidenceCollector(targets, self._eyes, self._env, looks_s, pause=self._pause)
 
     def _conclude(
         self, watched: MonitoredAttempt, open_hang: _OpenHang, now_ns: int
@@ -268,7 +249,7 @@ class HangMonitor(Monitor):
     def _blame(self, open_hang: _OpenHang, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits:
         finished = [rank for rank in self._judge.finished if rank in verdicts]
         running = {rank: v for rank, v in verdicts.items() if rank not in finished}
-        return blame(open_hang.hang, running, open_hang.testimony, finished)
+        return blame(open_hang.hang, running, finished)
 
     def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
         return NodeHangView(

@@ -131,25 +131,6 @@ class HangTimeouts:
         """Return how long a worker may take to end once its program has raised."""
         return max(self.factor * STEP_FLOOR_S, self.asked_s or 0.0)
 
-    def ladder(self) -> dict[str, float]:
-        """Return the limits as they are now, seconds, by name: first step, step, the phases."""
-        rungs = {FIRST_STEP: self.first_step(), STEP: self._widest_step()}
-        for phase in (
-            WorkerPhase.EVAL,
-            WorkerPhase.CHECKPOINT,
-            WorkerPhase.RESTORE,
-            WorkerPhase.OTHER,
-        ):
-            names = [name for known, name in self._phases if known is phase] or [""]
-            rungs[phase.name.lower()] = max(self.phase(phase, name) for name in names)
-        return rungs
-
-    def _widest_step(self) -> float:
-        return max(
-            (self.step(rank, STEPS_MIN) for rank in self._steps),
-            default=self.asked_s or self.first_step(),
-        )
-
     def _others(self) -> list[BeatGaps]:
         return [gaps for gaps in self._steps.values() if gaps.suffice]
 

@@ -8,9 +8,10 @@ fails.
 * `store.ControlStore`: put, compare_and_set, heartbeat, list, delete. Three implementations, one
   contract test: `memory` (one node), `tcp` (a process on the head node), `postgres` (survives any
   node).
-* `join`: an agent enters; `client.ControlClient`: its threads; `leader.Leader`: notice the dead,
-  gather reports, decide, give out seats.
-* `membership`: who is alive and who gets a seat; pure.
+* `join`: an agent enters; `client.ControlClient`: its threads.
+* `leader.Leader`: reads what all agents wrote, calls `step.next_change`, writes what it returns.
+* `step.next_change`: what changes next: collect reports, decide, form a roster, stop; pure.
+* `membership`: who is alive and who gets a place in the roster.
 * `extension`: how checkpoints take part (`gpuops.agent.checkpoint.leader`).
 * `drain`: the orderly end; `signing`: the job's token; `kv_map`, `fair_lock`, `keys`: parts.
 """

@@ -91,10 +91,10 @@ class ExtensionGroup:
 
 
 class ExtensionRunner:
-    """The leader's side of it. ``extension`` may be set once the agent is put together."""
+    """Calls the leader's extension; a failure there keeps no node out of a roster."""
 
-    def __init__(self, membership: MembershipView) -> None:
-        self.extension: LeaderExtension = NoExtension()
+    def __init__(self, membership: MembershipView, extension: LeaderExtension) -> None:
+        self._extension = extension
         self._membership = membership
         self._has_failed = False
 
@@ -104,7 +104,7 @@ class ExtensionRunner:
         is_on = record.phase in {RunPhase.RUN, RunPhase.DRAIN}
         if is_on and roster is not None and roster.generation == record.generation:
             self._run_safely(
-                lambda: self.extension.on_heartbeats(record, roster, membership.heartbeats)
+                lambda: self._extension.on_heartbeats(record, roster, membership.heartbeats)
             )
 
     def with_metadata(self, record: ControlRecord, roster: Roster) -> Roster:
@@ -115,7 +115,7 @@ class ExtensionRunner:
             nonlocal found
             noted = replace(
                 roster,
-                metadata=self.extension.roster_metadata(
+                metadata=self._extension.roster_metadata(
                     record, roster, membership.roster, membership.ready_entries
                 ),
             )

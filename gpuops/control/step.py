@@ -1,16 +1,361 @@
-"""The steps of the control record, as pure functions; the leader writes them by compare-and-swap.
+"""What changes next in a run: pure functions; the leader reads, calls `next_change` and writes.
 
-Each gets the record as it is *now* and as the leader had *seen* it when it decided, and returns the
-changed record; None where the generation or the phase is another by now: somebody else was faster.
+`next_change` says from one `Observation` what the leader writes now. The transitions of the control
+record (`collect`, `stop`, `decide`, `run`, `grow`) get the record as it is *now* and as the leader
+had *seen* it when it decided, and return the changed record; None where the generation or the phase
+has changed since: another agent was faster.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from gpuops.control.record import ControlRecord, RunPhase
-from gpuops.errors import EXIT_FAIL
-from gpuops.incident.budget import history_after
-from gpuops.incident.decision import HISTORY_MAX, ReportKind, RestartDecision, RunAction
+from gpuops.control.membership import Liveness, trainable_count
+from gpuops.control.record import ControlRecord, Member, Roster, RunPhase
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_REQUEUE
+from gpuops.incident.budget import GROWTH_SETTLE_S, check_growth, history_after
+from gpuops.incident.decision import (
+    HISTORY_MAX,
+    ClusterState,
+    NodeReport,
+    OnExhausted,
+    PastFailure,
+    ReportKind,
+    RestartDecision,
+    RestartPolicy,
+    RunAction,
+)
 from gpuops.incident.repeats import checkpoint_to_exclude
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
+
+FIRST_CALL_TIMEOUT_S = 30.0  # torchrun's last call: nodes of one job start at different times
+
+# The decision and a note on how it was made; None while a decision service is still being asked.
+Decide = Callable[
+    [Sequence[NodeReport], ClusterState, Sequence[PastFailure], float],
+    tuple[RestartDecision, str | None] | None,
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderTimeouts:
+    """How long the leader waits, in seconds; see `gpuops.agent.launch.plan.LaunchPlan`."""
+
+    suspect_s: float = 6.0
+    dead_s: float = 15.0
+    end_s: float = 15.0  # for a live agent to end its workers and report; then it kills them
+    last_call_s: float = 5.0
+    first_call_s: float = FIRST_CALL_TIMEOUT_S
+    join_timeout_s: float = 600.0
+    grow_after_s: float | None = 300.0
+
+    @property
+    def workers_end_s(self) -> float:
+        """Return after how long no worker of an ended generation lives, on any node.
+
+        An agent that is cut off or frozen has ended its workers by the time it counts as dead; one
+        whose main thread hangs, `end_s` after it learned that the generation is over.
+        """
+        return self.dead_s + self.end_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderPolicy:
+    """What the leader acts by."""
+
+    restart: RestartPolicy
+    timeouts: LeaderTimeouts
+    decide: Decide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the leader reads and measures at one moment. Times are in seconds.
+
+    Attributes:
+        record: The control record.
+        roster: The newest roster; None before the first.
+        reports: The reports on the roster's generation, by agent, in order of arrival.
+        filed: Those for whom the leader has filed a report since it began to look.
+        ready: The agents that would train in the record's generation, as they came; none is dead.
+        candidate: The roster that could be formed of them now; None where they are too few.
+        live: The nodes whose agents are not dead, but for the excluded ones.
+        liveness: What the leader thinks of each agent of the roster.
+        silence_s: For how long each has sent no heartbeat; infinite for one that never did.
+        phase_s: For how long the record has been in its phase.
+        workers_ended_s: How long ago the last generation's workers were asked to end.
+        enough_s: For how long there has been a candidate.
+        waiting_s: For how long the nodes that wait for a place have been the same.
+        checkpoint_step: The newest checkpoint that any agent has reported.
+        has_saved: Whether there is a newer one than when the leader last looked.
+        now_s: The control store's time.
+    """
+
+    record: ControlRecord
+    roster: Roster | None
+    live: tuple[str, ...]
+    liveness: Mapping[str, Liveness]
+    silence_s: Mapping[str, float]
+    now_s: float
+    phase_s: float
+    workers_ended_s: float
+    reports: Mapping[str, NodeReport]
+    filed: frozenset[str] = frozenset()
+    ready: tuple[Member, ...] = ()
+    candidate: Roster | None = None
+    enough_s: float = 0.0
+    waiting_s: float = 0.0
+    checkpoint_step: int | None = None
+    has_saved: bool = False
+
+    @property
+    def trains(self) -> Roster | None:
+        """Return the roster of the record's own generation; None where it is of an earlier one."""
+        is_own = self.roster is not None and self.roster.generation == self.record.generation
+        return self.roster if is_own else None
+
+    @property
+    def missing(self) -> tuple[Member, ...]:
+        """Return the members of the roster that have not reported."""
+        members = self.roster.members if self.roster is not None else ()
+        done = self.reports.keys() | self.filed
+        return tuple(member for member in members if member.agent not in done)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Return the live nodes that have no place in the roster."""
+        members = self.roster.members if self.roster is not None else ()
+        return frozenset(self.live) - {member.node for member in members}
+
+    def cluster(self, roster: Roster, policy: RestartPolicy) -> ClusterState:
+        """Return what a decision is made on."""
+        return ClusterState(
+            policy=policy,
+            generation=self.record.generation,
+            members=tuple(member.node for member in roster.members),
+            live=self.live,
+            excluded=self.record.excluded,
+            suspected=self.record.suspected,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """A decision and all that it rests on."""
+
+    decision: RestartDecision
+    reports: tuple[NodeReport, ...]
+    cluster: ClusterState
+    history: tuple[PastFailure, ...]
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileReports:
+    """Report for agents that are dead, then look again."""
+
+    reports: Mapping[str, NodeReport]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """Change the record; *decided* is the decision that the change writes, if it writes one."""
+
+    update: Callable[[ControlRecord], ControlRecord | None]
+    decided: DecisionRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FormRoster:
+    """Write the roster, then change the record."""
+
+    roster: Roster
+    update: Callable[[ControlRecord], ControlRecord | None]
+
+
+Change = FileReports | UpdateRecord | FormRoster
+
+
+def next_change(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    """Return what the leader *by* writes now; None where it waits."""
+    phase = seen.record.phase
+    if phase is RunPhase.RUN:
+        return _while_running(seen, policy, by)
+    if phase is RunPhase.COLLECT:
+        return _while_collecting(seen, policy, by)
+    if phase is RunPhase.RENDEZVOUS:
+        return _while_forming(seen, policy, by)
+    return _while_draining(seen, by) if phase is RunPhase.DRAIN else None
+
+
+def _while_running(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    roster = seen.trains
+    if roster is None:
+        return None
+    finished = {a for a, report in seen.reports.items() if report.kind is ReportKind.DONE}
+    unfinished = [member for member in roster.members if member.agent not in finished]
+    if not unfinished:
+        return _stopping(seen, EXIT_OK, "every rank exited with code 0", by)
+    lost = [m for m in unfinished if seen.liveness[m.agent] is Liveness.DEAD]
+    if not lost:
+        # Nodes that join now would have the whole job begin again.
+        return None if finished else _growing(seen, roster, policy, by)
+    unreported = {m.agent for m in seen.missing}.intersection(m.agent for m in lost)
+    if unreported:
+        return FileReports(_lost_reports(seen, [m for m in lost if m.agent in unreported]))
+    names = ", ".join(member.node for member in lost[:4])
+    return UpdateRecord(
+        partial(
+            collect,
+            seen=seen.record,
+            trigger=ReportKind.NODE_LOST,
+            reason=f"no heartbeat of {names}",
+            by=by,
+        )
+    )
+
+
+def _lost_reports(seen: Observation, members: Sequence[Member]) -> dict[str, NodeReport]:
+    return {
+        member.agent: _lost_report(member, seen.record.generation, seen.silence_s[member.agent])
+        for member in members
+    }
+
+
+def _lost_report(member: Member, generation: int, silence_s: float) -> NodeReport:
+    since = f"for {silence_s:.0f} s" if silence_s < 1e6 else "since we look"
+    return NodeReport(
+        kind=ReportKind.NODE_LOST,
+        node=member.node,
+        generation=generation,
+        failure_class=FailureClass.NODE_LOST,
+        side=Side.INFRA,
+        confidence=Confidence.PROBABLE,
+        how=f"its agent has not been heard of {since}",
+        culprits=(Entity(EntityKind.NODE, member.node),),
+    )
+
+
+def _growing(seen: Observation, roster: Roster, policy: LeaderPolicy, by: str) -> Change | None:
+    """Restart with more nodes where some wait and there is room; see `check_growth`.
+
+    The least is lost right after a checkpoint. A job that reports none has no known good moment: it
+    grows once nodes have waited for ``grow_after_s``.
+    """
+    after_s = policy.timeouts.grow_after_s
+    if after_s is None or not seen.waiting:
+        return None
+    has_waited = seen.checkpoint_step is None and seen.waiting_s >= after_s
+    growth = check_growth(
+        seen.cluster(roster, policy.restart),
+        grown_at_s=seen.record.grown_at_s,
+        now_s=seen.now_s,
+        waiting_since_s=seen.now_s - seen.waiting_s,
+        at_checkpoint=seen.has_saved or has_waited,
+        settle_s=min(GROWTH_SETTLE_S, after_s),
+    )
+    if growth.n_nodes == 0:
+        return None
+    return UpdateRecord(partial(grow, seen=seen.record, reason=growth.why, by=by, now_s=seen.now_s))
+
+
+def _while_collecting(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    roster = seen.trains
+    if roster is None:
+        return None
+    dead = [m for m in seen.missing if seen.liveness[m.agent] is Liveness.DEAD]
+    if dead:
+        return FileReports(_lost_reports(seen, dead))
+    # One that is cut off has stopped its workers by the time it counts as dead.
+    if any(
+        seen.liveness[m.agent] is Liveness.SUSPECT or seen.phase_s < policy.timeouts.end_s
+        for m in seen.missing
+    ):
+        return None
+    cluster = seen.cluster(roster, policy.restart)
+    reports = tuple(sorted(seen.reports.values(), key=lambda report: report.arrival))
+    outcome = policy.decide(reports, cluster, seen.record.history, seen.now_s)
+    if outcome is None:
+        return None
+    decision, note = outcome
+    return UpdateRecord(
+        partial(decide, seen=seen.record, decision=decision, by=by, now_s=seen.now_s),
+        DecisionRecord(
+            decision=decision,
+            reports=reports,
+            cluster=cluster,
+            history=seen.record.history,
+            note=note,
+        ),
+    )
+
+
+def is_held_back(seen: Observation, timeouts: LeaderTimeouts) -> bool:
+    """Say whether no roster may be formed yet: in the back-off, or with workers still alive.
+
+    A control store whose clock jumps back does not make the back-off longer. No two generations
+    train at once: a member's report says that its workers are gone, and so does its being ready.
+    """
+    record = seen.record
+    backoff_s = record.decision.backoff_s if record.decision is not None else 0.0
+    if seen.phase_s < backoff_s and seen.now_s < record.not_before_s:
+        return True
+    if seen.workers_ended_s >= timeouts.workers_end_s:
+        return False
+    ready = {member.agent for member in seen.ready}
+    return any(
+        m.agent not in ready and seen.liveness[m.agent] is not Liveness.DEAD for m in seen.missing
+    )
+
+
+def _while_forming(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    if is_held_back(seen, policy.timeouts):
+        return None
+    if seen.candidate is None:
+        return _stop_if_too_late(seen, policy, by)
+    if not _is_complete(seen, seen.candidate, policy):
+        return None
+    return FormRoster(seen.candidate, partial(run, seen=seen.record, by=by))
+
+
+def _is_complete(seen: Observation, candidate: Roster, policy: LeaderPolicy) -> bool:
+    """Say whether no other node is worth waiting for."""
+    ready = {member.node for member in seen.ready}
+    coming = [node for node in seen.live if node not in ready]
+    has_all = len(candidate.members) == trainable_count(policy.restart.nodes_max, policy.restart)
+    if seen.record.generation == 0 and seen.roster is None:
+        # A node that has not started is not known: only the full number needs no last call.
+        return has_all or seen.enough_s >= policy.timeouts.first_call_s
+    if not coming:
+        return True
+    # A survivor that is not ready yet would lose its place; a late spare loses nothing.
+    old = {member.node for member in seen.roster.members} if seen.roster else set()
+    if has_all and not old.intersection(coming):
+        return True
+    return seen.enough_s >= policy.timeouts.last_call_s
+
+
+def _stop_if_too_late(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    limit_s = policy.timeouts.join_timeout_s
+    if seen.phase_s < limit_s:
+        return None
+    must_be_full = policy.restart.on_exhausted is OnExhausted.REQUEUE
+    least = policy.restart.nodes_max if must_be_full else policy.restart.nodes_min
+    came = f"{len(seen.live)} of at least {least} nodes came within {limit_s:g} s"
+    code = EXIT_FAIL if seen.roster is None else EXIT_REQUEUE
+    return _stopping(seen, code, f"{came}: {', '.join(seen.live)}", by)
+
+
+def _while_draining(seen: Observation, by: str) -> Change | None:
+    if seen.trains is not None and any(
+        seen.liveness[member.agent] is not Liveness.DEAD for member in seen.missing
+    ):
+        return None
+    return _stopping(seen, EXIT_REQUEUE, seen.record.reason, by)
+
+
+def _stopping(seen: Observation, exit_code: int, reason: str, by: str) -> UpdateRecord:
+    return UpdateRecord(partial(stop, seen=seen.record, exit_code=exit_code, reason=reason, by=by))
 
 
 def _is_overtaken(now: ControlRecord, seen: ControlRecord, phase: RunPhase) -> bool:

@@ -12,9 +12,10 @@ from uuid import UUID
 from gpuops.control.client import ControlClient
 from gpuops.control.drain import request_drain
 from gpuops.control.join import join
-from gpuops.control.leader import Leader, LeaderTimeouts
+from gpuops.control.leader import Leader
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.errors import EXIT_NODE_UNHEALTHY, EXIT_REQUEUE
 from gpuops.host.clock import FakeClock
@@ -99,7 +100,14 @@ class Player:
         view = join(self.store, self.me, fresh, world.clock, world.pass_time)
         self.link = ControlClient(self.store, self.me, view, world.clock, fence_timeout_s=10.0)
         self.link.running_generation = lambda: self.running
-        self.leader = Leader(self.link, world.clock, world.policy, world.timing, world.decide)
+        self.decided = []
+        self.leader = Leader(
+            self.link,
+            world.clock,
+            LeaderPolicy(restart=world.policy, timeouts=world.timing, decide=world.decide),
+            on_decision=self.decided.append,
+            extension=world.extension(self),
+        )
         self.link.coordinator = self.leader
         self.link.on_fence = lambda _s: self._killed()
         self.running = None  # the generation whose workers live here
@@ -280,6 +288,10 @@ class World:
     def player(self, number, order=None):
         """Return another agent."""
         return Player(self, number, order=order)
+
+    def extension(self, _player):
+        """Return what a player's leader has beside its duties."""
+        return
 
     def next_agent(self):
         self._agents += 1

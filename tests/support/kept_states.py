@@ -268,14 +268,6 @@ class Saver(Player):
             is_led=lambda: self.link.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
         )
         self.link.heartbeat_payload = self._payload
-        self.leader.extension.extension = CommitLeader(
-            self.store,
-            keys,
-            self.me,
-            world.clock,
-            world.replicas,
-            gave_up=lambda state, why: world.gave_up.append((state, why)),
-        )
         self.looked_s = world.rng.uniform(-1, 0)
 
     def _payload(self):
@@ -331,6 +323,17 @@ class SavingWorld(World):
         super().__init__(terms, n_players, n_workers=1, **more)
         self.after_each.append(SavingWorld.train)
         self.after_each.append(SavingWorld.check)
+
+    def extension(self, player):
+        """Return the leader of the agreement on states."""
+        return CommitLeader(
+            player.store,
+            player.link.keys,
+            player.me,
+            self.clock,
+            self.replicas,
+            gave_up=lambda state, why: self.gave_up.append((state, why)),
+        )
 
     def player(self, number, order=None):
         return Saver(self, number, order)

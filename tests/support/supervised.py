@@ -22,9 +22,10 @@ from gpuops.agent.monitors.preflight import NoPreflight
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.control.client import ControlClient
 from gpuops.control.join import join
-from gpuops.control.leader import Leader, LeaderTimeouts
+from gpuops.control.leader import Leader
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack, unpack
+from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
@@ -209,9 +210,12 @@ class Agent:
         self.leader = Leader(
             self.control,
             self.clock,
-            self.restart_policy,
-            LeaderTimeouts(),
-            lambda *a: (decide(*a), None),
+            LeaderPolicy(
+                restart=self.restart_policy,
+                timeouts=LeaderTimeouts(),
+                decide=lambda *a: (decide(*a), None),
+            ),
+            on_decision=lambda decided: self.decisions.propose(decided),  # noqa: PLW0108 made below
         )
         self.control.coordinator = self.leader
         self.recorder = ListRecorder()
@@ -223,6 +227,7 @@ class Agent:
             **plan,
         )
         self.session = self._session(folder / self.node)
+        self.decisions = DecisionLog(self.session.journal)
         self.workers = FakeWorkers(n_workers, first=(number - 1) * n_workers)
         self.workers.on_look = self.run_once
         self.monitors = []
@@ -254,7 +259,7 @@ class Agent:
             plan=self.plan,
             control=self.control,
             leader=self.leader,
-            decisions=DecisionLog(self.leader, self.session.journal),
+            decisions=self.decisions,
             session=self.session,
             logs=None,
             cancellation=self.cancellation,

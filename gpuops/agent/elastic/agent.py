@@ -287,7 +287,7 @@ class GpuopsAgent(LocalElasticAgent):
         """
         self.snapshot.main_ns = self._services.clock.mono_ns()
         self._session.safely(
-            "recording a decision", lambda: self._services.decisions.hear(record, None)
+            "recording a decision", lambda: self._services.decisions.record(record, None)
         )
         self._services.cancellation.check()
         if self._services.control.reset_error is not None:

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from gpuops.control.leader import Decide
+from gpuops.control.step import Decide
 from gpuops.errors import EXIT_FAIL
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import (

@@ -292,7 +292,7 @@ class AttemptFinish:
             self._services.say(
                 f"attempt {record.generation} follows ({budget}): {record.decision.reason}"
             )
-        self._services.decisions.hear(record, self._generation)
+        self._services.decisions.record(record, self._generation)
 
     def _wait(self, until: Callable[[ControlRecord], bool]) -> ControlRecord:
         link = self._services.control

@@ -1,31 +1,39 @@
-"""Decisions as they come to this agent's ears, each recorded once.
+"""Writes each decision on the run to the journal, once.
 
-One that it made itself has to be recorded by it, wherever it was when it made it: a spare that
-leads because all others are gone has no workers whose end it could be waiting at.
+The agent that made it does so wherever it is: a spare that leads because all others are gone has no
+workers to wait for.
 """
 
+import threading
+
 from gpuops.agent.journal.run_journal import RunJournal
-from gpuops.control.leader import DecisionRecord, Leader
 from gpuops.control.record import ControlRecord
+from gpuops.control.step import DecisionRecord
 from gpuops.incident.decision import RestartDecision
 
 
 class DecisionLog:
-    """What was decided on this run, told to *chronicle*."""
+    """The decisions on this run."""
 
-    def __init__(self, leader: Leader, chronicle: RunJournal) -> None:
-        self._leader = leader
-        self._chronicle = chronicle
-        self._heard: tuple[int, float] | None = None
+    def __init__(self, journal: RunJournal) -> None:
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._proposed: DecisionRecord | None = None
+        self._recorded: tuple[int, float] | None = None
 
-    def hear(self, record: ControlRecord, generation: int | None) -> None:
-        """Record the decision in *record* if it was ours, or is on *generation*, which ran here."""
+    def propose(self, decided: DecisionRecord) -> None:
+        """Keep what this agent's own decision rests on; `record` writes it once it is valid."""
+        with self._lock:
+            self._proposed = decided
+
+    def record(self, record: ControlRecord, generation: int | None) -> None:
+        """Write the decision in *record* if it is ours, or is on *generation*, which ran here."""
         decision = record.decision
-        if decision is None or _key(decision) == self._heard:
+        if decision is None or _key(decision) == self._recorded:
             return
         ours = self._ours(decision)
         if ours is not None:
-            self._chronicle.decided(
+            self._journal.decided(
                 ours.decision,
                 ours.reports,
                 ours.cluster,
@@ -35,14 +43,15 @@ class DecisionLog:
             )
         elif decision.failure.generation == generation:
             by = record.decided_by
-            self._chronicle.decided(decision, (), None, by_us=False, decided_by=by)
+            self._journal.decided(decision, (), None, by_us=False, decided_by=by)
         else:
             return
-        self._heard = _key(decision)
+        self._recorded = _key(decision)
 
     def _ours(self, decision: RestartDecision) -> DecisionRecord | None:
-        """Return what *decision* rests on; None where another agent's became the record."""
-        ours = self._leader.last_decision
+        """Return what *decision* rests on; None where it is another agent's."""
+        with self._lock:
+            ours = self._proposed
         return ours if ours is not None and _key(ours.decision) == _key(decision) else None
 
 

@@ -55,8 +55,9 @@ from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
 from gpuops.control.extension import ExtensionGroup, LeaderExtension
 from gpuops.control.join import join
-from gpuops.control.leader import Leader, LeaderTimeouts
+from gpuops.control.leader import Leader
 from gpuops.control.record import ControlRecord, Member, RecordView, RunPhase
+from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.host.clock import Clock
 from gpuops.log import log_notice
 from gpuops.model import Json
@@ -119,15 +120,14 @@ def assemble(
     monitors = _monitors(launch, context, settings)
     gpus = monitors.gpu
     control = _control_client(launch, endpoint, me, view, session, monitors.hang)
-    decide, timeouts = decider(plan.decide, launch.env), _leader_timeouts(launch)
-    leader = Leader(control, clock, plan.restart_policy, timeouts, decide)
-    control.coordinator = leader
+    suspects = SuspectReporter(control, clock, session, log.warning)
     extensions: list[LeaderExtension] = []
     if endpoint.is_shared:
         extensions.append(_commit_leader(launch, endpoint, session, control))
-    suspects = SuspectReporter(control, clock, session, log.warning)
     extensions.append(FleetJudge(control, monitors.fleet, clock, suspects, session.safely))
-    leader.extension.extension = ExtensionGroup(extensions)
+    decisions = DecisionLog(session.journal)
+    leader = _leader(launch, control, decisions, ExtensionGroup(extensions))
+    control.coordinator = leader
     job, restarts = slurm_job(launch.env)
     step_tracker = StepTracker()
     failures = _failure_record(settings, clock)
@@ -137,7 +137,7 @@ def assemble(
         plan=plan,
         control=control,
         leader=leader,
-        decisions=DecisionLog(leader, session.journal),
+        decisions=decisions,
         session=session,
         logs=logs,
         cancellation=launch.cancellation,

@@ -1,7 +1,6 @@
 """Each decision is recorded once, by whom it was made and by whom it was about."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
@@ -9,8 +8,8 @@ from support.decisions import cluster, decision, report
 
 from gpuops.agent.journal.decision_log import DecisionLog
 from gpuops.agent.journal.run_journal import RunJournal
-from gpuops.control.leader import DecisionRecord
 from gpuops.control.record import ControlRecord, RunPhase
+from gpuops.control.step import DecisionRecord
 from gpuops.host.clock import FakeClock
 
 MADE = decision(report())
@@ -30,10 +29,11 @@ class World:
 
     def __init__(self, decided=None):
         self.events = []
-        self.leader = SimpleNamespace(last_decision=decided)
         clock = FakeClock()
-        chronicle = RunJournal(self.emit, clock, run_id="run-1", node="n1", rules=())
-        self.decisions = DecisionLog(self.leader, chronicle)
+        journal = RunJournal(self.emit, clock, run_id="run-1", node="n1", rules=())
+        self.decisions = DecisionLog(journal)
+        if decided is not None:
+            self.decisions.propose(decided)
 
     def emit(self, *news):
         self.events += [item.kind for item in news]
@@ -48,7 +48,7 @@ def by_us(made):
 def test_a_decision_of_ours_is_recorded_whether_or_not_workers_ran_here():
     world = World(by_us(MADE))
 
-    world.decisions.hear(FORM, None)
+    world.decisions.record(FORM, None)
 
     assert world.events.count("decision.made") == 1
 
@@ -56,9 +56,9 @@ def test_a_decision_of_ours_is_recorded_whether_or_not_workers_ran_here():
 def test_it_is_recorded_once_wherever_it_is_heard_of():
     world = World(by_us(MADE))
 
-    world.decisions.hear(FORM, None)
-    world.decisions.hear(replace(FORM, phase=RunPhase.RUN, decided_by="n7"), 0)
-    world.decisions.hear(FORM, 0)
+    world.decisions.record(FORM, None)
+    world.decisions.record(replace(FORM, phase=RunPhase.RUN, decided_by="n7"), 0)
+    world.decisions.record(FORM, 0)
 
     assert world.events.count("decision.made") == 1
 
@@ -67,7 +67,7 @@ def test_one_that_lost_against_another_leaders_is_not_recorded_as_made():
     other = replace(MADE, failure=replace(MADE.failure, at_s=100.5))
     world = World(by_us(other))
 
-    world.decisions.hear(FORM, 0)
+    world.decisions.record(FORM, 0)
 
     assert "decision.made" not in world.events
     assert world.events  # what was decided instead
@@ -77,7 +77,7 @@ def test_one_that_lost_against_another_leaders_is_not_recorded_as_made():
 def test_one_of_others_on_a_generation_that_did_not_run_here_is_theirs_to_tell(generation):
     world = World()
 
-    world.decisions.hear(FORM, generation)
+    world.decisions.record(FORM, generation)
 
     assert world.events == []
 
@@ -85,6 +85,6 @@ def test_one_of_others_on_a_generation_that_did_not_run_here_is_theirs_to_tell(g
 def test_a_record_without_a_decision_says_nothing():
     world = World(by_us(MADE))
 
-    world.decisions.hear(replace(FORM, decision=None), 0)
+    world.decisions.record(replace(FORM, decision=None), 0)
 
     assert world.events == []

@@ -29,9 +29,12 @@ class Witness:
 
 
 def world_with(witness, n_players=2):
-    world = World(RestartPolicy(nodes_min=1, nodes_max=n_players, restarts_max=3), n_players)
-    for player in world.players:
-        player.leader.extension.extension = witness
+    class WitnessedWorld(World):
+        def extension(self, _player):
+            return witness
+
+    policy = RestartPolicy(nodes_min=1, nodes_max=n_players, restarts_max=3)
+    world = WitnessedWorld(policy, n_players)
     world.run_until(lambda w: w.all_run(0, n_players))
     return world
 

@@ -121,12 +121,9 @@ def assemble(
     gpus = monitors.gpu
     control = _control_client(launch, endpoint, me, view, session, monitors.hang)
     suspects = SuspectReporter(control, clock, session, log.warning)
-    extensions: list[LeaderExtension] = []
-    if endpoint.is_shared:
-        extensions.append(_commit_leader(launch, endpoint, session, control))
-    extensions.append(FleetJudge(control, monitors.fleet, clock, suspects, session.safely))
+    fleet = FleetJudge(control, monitors.fleet, clock, suspects, session.safely)
     decisions = DecisionLog(session.journal)
-    leader = _leader(launch, control, decisions, ExtensionGroup(extensions))
+    leader = _leader(launch, endpoint, session, control, fleet, decisions)
     control.coordinator = leader
     job, restarts = slurm_job(launch.env)
     step_tracker = StepTracker()
@@ -164,6 +161,32 @@ def assemble(
     rendezvous.join_payload = lambda: _join_payload(services.checkpoints)
     return AssembledAgent(
         launch=launch, endpoint=endpoint, session=session, services=services, rendezvous=rendezvous
+    )
+
+
+def _leader(
+    launch: LaunchContext,
+    endpoint: ControlEndpoint,
+    session: RunSession,
+    control: ControlClient,
+    fleet: FleetJudge,
+    decisions: DecisionLog,
+) -> Leader:
+    plan = launch.request.plan
+    extensions: list[LeaderExtension] = [fleet]
+    policy = LeaderPolicy(
+        restart=plan.restart_policy,
+        timeouts=_leader_timeouts(launch),
+        decide=decider(plan.decide, launch.env),
+    )
+    if endpoint.is_shared:
+        extensions.insert(0, _commit_leader(launch, endpoint, session, control))
+    return Leader(
+        control,
+        launch.clock,
+        policy,
+        on_decision=decisions.propose,
+        extension=ExtensionGroup(extensions),
     )
 
 

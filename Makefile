@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Most tests wait for processes and time limits more than they compute.
 WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
+# Hundreds of processes would compile all of gpuops anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick lint pytest services bench mutation interface soak clean

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from support.in_process_keeper import InProcessNode
 from gpuops.errors import UsageError
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from gpuops.worker.adapters.huggingface import GpuopsCallback  # noqa: E402 after the skip
 
-N_SAMPLES, BATCH = 22, 2  # 11 batches an epoch
+@pytest.fixture(scope="module")
+def hf():
+    """Return the module of the trainings: Transformers takes seconds to import."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return importlib.import_module("support.huggingface_train")
 
 
 @pytest.fixture(autouse=True)
@@ -31,80 +34,6 @@ def node():
         yield node
 
 
-class KilledError(Exception):
-    """What ends a run in the middle."""
-
-
-class Recorder(transformers.TrainerCallback):
-    """Notes what each step was, and ends the run after *dies_at* steps."""
-
-    def __init__(self, dies_at=None):
-        self.dies_at = dies_at
-        self.steps = []
-        self.batches = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append((state.global_step, state.epoch))
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.steps[-1] += (logs["loss"], logs["learning_rate"])
-        if state.global_step == self.dies_at:
-            raise KilledError
-
-
-class Samples(torch.utils.data.Dataset):
-    """Tokens; notes which were asked for."""
-
-    def __init__(self):
-        torch.manual_seed(11)
-        self.tokens = torch.randint(0, 50, (N_SAMPLES, 8))
-        self.asked = []
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, index):
-        self.asked.append(int(index))
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-def trainer(tmp_path, callbacks, samples=None, **options):
-    torch.manual_seed(3)
-    config = transformers.GPT2Config(
-        vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.2
-    )
-    arguments = {
-        "num_train_epochs": 3,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 7,
-    }
-    return transformers.Trainer(
-        model=transformers.GPT2LMHeadModel(config),
-        args=transformers.TrainingArguments(str(tmp_path / "out"), **(arguments | options)),
-        train_dataset=samples or Samples(),
-        callbacks=callbacks,
-    )
-
-
-def run(tmp_path, callbacks, recorder, **options):
-    made = trainer(tmp_path, [*callbacks, recorder], **options)
-    with contextlib.suppress(KilledError):
-        made.train()
-    return made
-
-
-def same_weights(a, b):
-    one, other = a.model.state_dict(), b.model.state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
 @pytest.mark.parametrize(
     ("dies_at", "options"),
     [
@@ -119,19 +48,19 @@ def same_weights(a, b):
     ],
     ids=str,
 )
-def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, node):
-    whole = Recorder()
-    undisturbed = run(tmp_path, [], whole, **options)
-    first, second = Recorder(dies_at), Recorder()
-    run(tmp_path, [GpuopsCallback(keeper=node.connect(generation=0), every=1)], first, **options)
+def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, node, hf):
+    whole = hf.Recorder()
+    undisturbed = hf.run(tmp_path, [], whole, **options)
+    first, second = hf.Recorder(dies_at), hf.Recorder()
+    hf.run(tmp_path, [hf.saving(keeper=node.connect(generation=0), every=1)], first, **options)
     gc.collect()
-    resumed = run(
-        tmp_path, [GpuopsCallback(keeper=node.connect(generation=1), every=1)], second, **options
+    resumed = hf.run(
+        tmp_path, [hf.saving(keeper=node.connect(generation=1), every=1)], second, **options
     )
 
     assert first.steps == whole.steps[:dies_at]
     assert second.steps == whole.steps[dies_at:]
-    assert same_weights(resumed, undisturbed)
+    assert hf.same_weights(resumed, undisturbed)
     assert resumed.state.global_step == undisturbed.state.global_step
     assert resumed.args.gradient_accumulation_steps == options.get("gradient_accumulation_steps", 1)
     logged = [entry["loss"] for entry in undisturbed.state.log_history if "loss" in entry]
@@ -139,40 +68,40 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, no
     assert again[dies_at - 1 :] == logged[dies_at:]  # the last log came after the last state
 
 
-def test_the_same_callback_serves_the_training_after_one_that_broke_off(tmp_path):
-    whole, first, second = Recorder(), Recorder(4), Recorder()
-    undisturbed = run(tmp_path, [], whole)
-    callback = GpuopsCallback(directory=str(tmp_path / "states"), every=1)
-    run(tmp_path, [callback], first)
-    resumed = run(tmp_path, [callback], second)
+def test_the_same_callback_serves_the_training_after_one_that_broke_off(tmp_path, hf):
+    whole, first, second = hf.Recorder(), hf.Recorder(4), hf.Recorder()
+    undisturbed = hf.run(tmp_path, [], whole)
+    callback = hf.saving(directory=str(tmp_path / "states"), every=1)
+    hf.run(tmp_path, [callback], first)
+    resumed = hf.run(tmp_path, [callback], second)
 
     # Of which step the newest state is depends on how fast the keeper took the ones before.
     n_steps = len(second.steps)
     assert first.steps == whole.steps[:4]
     assert len(whole.steps) - 4 <= n_steps < len(whole.steps)
     assert second.steps == whole.steps[-n_steps:]
-    assert same_weights(resumed, undisturbed)
+    assert hf.same_weights(resumed, undisturbed)
 
 
-def test_what_was_seen_is_not_read_again(tmp_path, node):
-    run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(15))
-    samples = Samples()
-    run(
+def test_what_was_seen_is_not_read_again(tmp_path, node, hf):
+    hf.run(tmp_path, [hf.saving(keeper=node.connect(), every=1)], hf.Recorder(15))
+    samples = hf.Samples()
+    hf.run(
         tmp_path,
-        [GpuopsCallback(keeper=node.connect(generation=1), every=1)],
-        Recorder(),
+        [hf.saving(keeper=node.connect(generation=1), every=1)],
+        hf.Recorder(),
         samples=samples,
     )
 
-    assert len(samples.asked) == 3 * N_SAMPLES - 15 * BATCH
+    assert len(samples.asked) == 3 * hf.N_SAMPLES - 15 * hf.BATCH
 
 
-def test_epochs_that_are_over_evaluate_and_save_nothing(tmp_path, node):
-    run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(15))
-    resumed = run(
+def test_epochs_that_are_over_evaluate_and_save_nothing(tmp_path, node, hf):
+    hf.run(tmp_path, [hf.saving(keeper=node.connect(), every=1)], hf.Recorder(15))
+    resumed = hf.run(
         tmp_path,
-        [GpuopsCallback(keeper=node.connect(generation=1), every=1)],
-        Recorder(),
+        [hf.saving(keeper=node.connect(generation=1), every=1)],
+        hf.Recorder(),
         save_strategy="epoch",
         save_only_model=True,
     )
@@ -182,15 +111,15 @@ def test_epochs_that_are_over_evaluate_and_save_nothing(tmp_path, node):
     assert resumed.state.global_step == 33
 
 
-def test_the_loss_of_the_first_log_is_over_the_steps_made_here(tmp_path, node):
-    whole = Recorder()
-    run(tmp_path, [], whole, logging_steps=11)
-    ended = Recorder(11)
-    run(tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], ended, logging_steps=11)
-    second = Recorder()
-    made = run(
+def test_the_loss_of_the_first_log_is_over_the_steps_made_here(tmp_path, node, hf):
+    whole = hf.Recorder()
+    hf.run(tmp_path, [], whole, logging_steps=11)
+    ended = hf.Recorder(11)
+    hf.run(tmp_path, [hf.saving(keeper=node.connect(), every=1)], ended, logging_steps=11)
+    second = hf.Recorder()
+    made = hf.run(
         tmp_path,
-        [GpuopsCallback(keeper=node.connect(generation=1), every=1)],
+        [hf.saving(keeper=node.connect(generation=1), every=1)],
         second,
         logging_steps=11,
     )
@@ -203,45 +132,50 @@ def test_the_loss_of_the_first_log_is_over_the_steps_made_here(tmp_path, node):
 
 
 @pytest.mark.parametrize("n_steps", [11, 4])
-def test_a_training_that_is_done_makes_no_step(tmp_path, n_steps, node):
-    done = run(
-        tmp_path, [GpuopsCallback(keeper=node.connect(), every=1)], Recorder(), max_steps=n_steps
-    )
-    again = Recorder()
-    made = run(
+def test_a_training_that_is_done_makes_no_step(tmp_path, n_steps, node, hf):
+    done = hf.run(
         tmp_path,
-        [GpuopsCallback(keeper=node.connect(generation=1), every=1)],
+        [hf.saving(keeper=node.connect(), every=1)],
+        hf.Recorder(),
+        max_steps=n_steps,
+    )
+    again = hf.Recorder()
+    made = hf.run(
+        tmp_path,
+        [hf.saving(keeper=node.connect(generation=1), every=1)],
         again,
         max_steps=n_steps,
     )
 
     assert again.steps == []
     assert made.state.global_step == n_steps
-    assert same_weights(made, done)
+    assert hf.same_weights(made, done)
 
 
-def test_no_state_is_a_fresh_start_and_two_sources_are_refused(tmp_path, node):
-    callback = GpuopsCallback(keeper=node.connect(), every=2)
-    made = run(tmp_path, [callback], Recorder(), max_steps=4, save_strategy="steps", save_steps=2)
+def test_no_state_is_a_fresh_start_and_two_sources_are_refused(tmp_path, node, hf):
+    callback = hf.saving(keeper=node.connect(), every=2)
+    made = hf.run(
+        tmp_path, [callback], hf.Recorder(), max_steps=4, save_strategy="steps", save_steps=2
+    )
     assert callback.checkpointer is None
     assert made.state.global_step == 4
 
-    other = trainer(
-        tmp_path, [GpuopsCallback(keeper=node.connect(generation=1), every=2)], max_steps=6
+    other = hf.trainer(
+        tmp_path, [hf.saving(keeper=node.connect(generation=1), every=2)], max_steps=6
     )
     with pytest.raises(UsageError, match="resume_from_checkpoint"):
         other.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
-def test_other_options_of_the_checkpointer_are_passed_on(tmp_path, node):
+def test_other_options_of_the_checkpointer_are_passed_on(tmp_path, node, hf):
     seen = {"tokens": 5}
-    callback = GpuopsCallback(keeper=node.connect(), every=1, extra=seen)
-    run(tmp_path, [callback], Recorder(), max_steps=2)
+    callback = hf.saving(keeper=node.connect(), every=1, extra=seen)
+    hf.run(tmp_path, [callback], hf.Recorder(), max_steps=2)
     seen["tokens"] = 0
-    run(
+    hf.run(
         tmp_path,
-        [GpuopsCallback(keeper=node.connect(generation=1), every=1, extra=seen)],
-        Recorder(),
+        [hf.saving(keeper=node.connect(generation=1), every=1, extra=seen)],
+        hf.Recorder(),
         max_steps=3,
     )
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from support.warm_python import warm_popen
+
 JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "checkpointed_train.py"
 LIMIT_S = 150.0
 
@@ -46,7 +48,7 @@ def run_script(folder, world, script, name, *, env):
         }
         with (folder / f"log-{rank}-{name}").open("w") as log:
             processes.append(
-                subprocess.Popen(
+                warm_popen(
                     [sys.executable, "-W", "error::ResourceWarning", str(script)],
                     env=common | own,
                     stdout=log,

@@ -20,6 +20,7 @@ import pytest
 
 from gpuops.host.procfs import process
 from support.services import unavailable
+from support.warm_python import warm_popen
 
 PREFIX = "gob"  # names of links have at most 15 characters
 SUBNETS = 4096
@@ -95,7 +96,7 @@ class Host:
     def popen(self, command, env=None, **options):
         """Start *command* on this host, in a process group of its own."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        child = subprocess.Popen(
+        child = warm_popen(
             self.words(command),
             env=self.environment(env),
             start_new_session=True,

@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from support.warm_python import warm_popen
+
 JOBS = Path(__file__).parents[1] / "fixtures" / "jobs"
 LIMIT_S = 100.0
 
@@ -47,7 +49,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         flags = [f"--nproc-per-node={nproc}"] if nproc else []
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(
+            self.process = warm_popen(
                 [sys.executable, "-m", "gpuops", "run", *flags, *map(str, words)],
                 env=self._environment() | (env or {}),
                 cwd=cwd,

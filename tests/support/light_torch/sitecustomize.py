@@ -1,9 +1,14 @@
-"""Spare test processes torch's compiler, which the first optimizer imports: 821 modules, 1.4 CPU-s.
+"""Spare test processes torch's compiler, 821 modules: optimizers and DDP import it, 1.3 CPU-s.
 
 On the path of the processes that tests start (`conftest`). Whoever asks for more than optimizers do
 gets the real ``torch._dynamo``; tests that set PYTHONPATH themselves have it from the start.
+
+It also makes the garbage collector rare and has it skip what was imported: at its end a process
+with torch would search a million objects twice, and another 0.3 CPU-s are gone.
 """
 
+import atexit
+import gc
 import importlib
 import importlib.machinery
 import sys
@@ -12,11 +17,23 @@ import types
 NAME = "torch._dynamo"
 
 
+class _LightUtils:
+    """``torch._dynamo.utils`` as far as DistributedDataParallel's constructor needs it."""
+
+    @staticmethod
+    def get_optimize_ddp_mode():
+        return "ddp_optimizer"  # of a process that has not set torch._dynamo.config.optimize_ddp
+
+    def __getattr__(self, name):
+        return getattr(_real().utils, name)
+
+
 class _LightDynamo(types.ModuleType):
-    """``torch._dynamo`` as far as optimizers need it."""
+    """``torch._dynamo`` as far as optimizers and DistributedDataParallel need it."""
 
     # Where somebody imports a module below it, the import system wants a path to look for it.
     __path__ = ()
+    utils = _LightUtils()
 
     @staticmethod
     def disable(fn=None, recursive=True, **_options):
@@ -65,3 +82,6 @@ def _real():
 
 
 sys.meta_path.insert(0, _Finder)
+if __name__ == "sitecustomize":  # pytest's own processes import it from its package
+    gc.set_threshold(50_000, 20, 50)
+    atexit.register(gc.freeze)

@@ -130,6 +130,10 @@ def test_the_gravest_explains_a_failure(order):
     assert report.blames_node
 
 
+def test_what_ends_a_generation_explains_more_than_a_note_on_the_node():
+    assert explain(FAILED, [replace(VERDICT, level=NOTE), MILD], NOW_NS).how == "Xid 31"
+
+
 @pytest.mark.parametrize(
     ("report", "suspicion"),
     [

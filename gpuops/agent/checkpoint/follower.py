@@ -18,12 +18,12 @@ from gpuops.agent.checkpoint.messages import (
     GenerationPlan,
     Inventory,
     NodeStatus,
-    RestoreOrder,
     StoredStates,
 )
 from gpuops.agent.checkpoint.replica_check import ReplicaDifferenceReporter
 from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
 from gpuops.checkpoint.agreement.progress import KeeperProgress
+from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.types import KeeperAddress, Shard, ShardCopy, StateId
@@ -48,7 +48,7 @@ class _Generation:
     number: int
     roster: Roster
     notes: GenerationPlan
-    restore: RestoreOrder | None
+    restore: RestorePlan | None
     is_chosen: bool = False
     committed: StateId | None = None
     persisted: StateId | None = None  # the newest that the keeper agreed to persist
@@ -98,7 +98,7 @@ class CommitFollower:
         self._differing = ReplicaDifferenceReporter(place.me)
         self._said: Json | None = None
         self._mark = CommitRecord()
-        self._found: RestoreOrder | None = None
+        self._found: RestorePlan | None = None
         self._epoch_max = -1
         self._port: int | None = None
         self._has_said = False
@@ -366,7 +366,7 @@ class CommitFollower:
             client.try_seal(sealed, now.roster.world_size)
         now.seal_looks += 1
 
-    def _choose(self, client: KeeperClient, now: _Generation, restore: RestoreOrder) -> None:
+    def _choose(self, client: KeeperClient, now: _Generation, restore: RestorePlan) -> None:
         peers = _peers(now.notes)
         me, world = self._place.me, restore.world
         wanted = set(range(world))

@@ -14,10 +14,10 @@ from gpuops.agent.checkpoint.messages import (
     GenerationPlan,
     Inventory,
     NodeStatus,
-    RestoreOrder,
 )
 from gpuops.agent.checkpoint.replica_check import ReplicaCheck
 from gpuops.agent.checkpoint.restore_rule import notes_for, restore_of
+from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.agreement.replica_check import NAMED_MAX, ReplicaReport
 from gpuops.checkpoint.types import StateId
 from gpuops.control.keys import ControlKeys
@@ -55,7 +55,7 @@ class CommitLeader:
         self._gave_up = gave_up
         self._generation = -1
         self._notes: GenerationPlan | None = None
-        self._restore: RestoreOrder | None = None
+        self._restore: RestorePlan | None = None
         self._mark: tuple[int, CommitRecord] | None = None
         self._pacer = SavePacer()
         self._polls = ReplicaCheck()
@@ -111,7 +111,7 @@ class CommitLeader:
         self,
         roster: Roster,
         notes: GenerationPlan,
-        restore: RestoreOrder,
+        restore: RestorePlan,
         said: Mapping[str, NodeStatus],
     ) -> None:
         now_s = self._clock.mono_ns() / NS_PER_S
@@ -155,7 +155,7 @@ class CommitLeader:
         roster: Roster,
         notes: GenerationPlan,
         said: Mapping[str, NodeStatus],
-    ) -> RestoreOrder | None:
+    ) -> RestorePlan | None:
         """Return where the ranks go on from, once the first node has looked at the directory."""
         first = said.get(roster.members[0].agent)
         if first is None or not first.wants or first.stored is None:
@@ -211,13 +211,13 @@ def watermark_of(entry: Entry) -> tuple[int, CommitRecord]:
     return entry.version, CommitRecord.from_json(unpack(entry.value))
 
 
-def restore_in(entry: Entry) -> RestoreOrder:
+def restore_in(entry: Entry) -> RestorePlan:
     """Return the decision in *entry*.
 
     Raises:
         MessageFormatError, RecordError: It is none.
     """
-    return RestoreOrder.from_json(unpack(entry.value))
+    return RestorePlan.from_json(unpack(entry.value))
 
 
 def _said(roster: Roster, beats: Mapping[str, Entry]) -> dict[str, NodeStatus]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from gpuops.checkpoint.agreement.progress import KeeperProgress
+from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.agreement.replica_check import (
     ReplicaReport,
     last_equal_from_json,
@@ -18,7 +19,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.placement.domains import LEVELS_MAX
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement
-from gpuops.checkpoint.types import EPOCH_MAX, WORLD_MAX, ShardCopy, StateId, Tier
+from gpuops.checkpoint.types import EPOCH_MAX, WORLD_MAX, ShardCopy, StateId
 from gpuops.control.record import GENERATION_MAX, NAME_CHARS_MAX, PORT_MAX
 from gpuops.wire.messages import LENIENT, Limit, Message, Using
 
@@ -28,15 +29,12 @@ STORED_MAX = 16
 COPIES_MAX = 1024
 HOLDERS_MAX = 16
 NODES_MAX = 8192
-WHY_MAX = 8
 WHY_CHARS_MAX = 200
 BEHIND_MAX = 4
 Generation = Annotated[int, Limit(GENERATION_MAX)]
-Epoch = Annotated[int, Limit(EPOCH_MAX)]
 EpochOrNone = Annotated[int, Limit(EPOCH_MAX, low=-1)]
 Name = Annotated[str, Limit(NAME_CHARS_MAX, low=1)]
 Port = Annotated[int, Limit(PORT_MAX)]
-Root = Annotated[str, Limit(64, low=64)]
 Why = Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)]
 
 
@@ -105,25 +103,6 @@ class Inventory(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOrder(Message):
-    """Where all ranks go on from. ``state`` None: from the start.
-
-    ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal;
-    ``roots`` are of the digests of these shards.
-    """
-
-    state: StateId | None
-    epoch: Epoch
-    world: Annotated[int, Limit(WORLD_MAX)] = 0
-    tier: Tier = Tier.MEMORY
-    why: Annotated[tuple[Why, ...], Limit(WHY_MAX, is_cut=True)] = ()
-    sources: Annotated[
-        Mapping[int, Annotated[tuple[Name, ...], Limit(HOLDERS_MAX)]], Limit(WORLD_MAX)
-    ] = field(default_factory=dict)
-    roots: Annotated[Mapping[int, Root], Limit(WORLD_MAX)] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan(Message):
     """What all who are seated know alike. ``peers``: where the keeper of each node is.
 
@@ -138,7 +117,7 @@ class GenerationPlan(Message):
     peers: Annotated[Mapping[Name, tuple[Name, Port]], Limit(NODES_MAX)] = field(
         default_factory=dict
     )
-    restore: RestoreOrder | None = None
+    restore: RestorePlan | None = None
     epoch_max: EpochOrNone = -1  # that anybody told of
     n_domains: Annotated[int | None, Limit(NODES_MAX)] = None
     together: Annotated[int, Limit(NODES_MAX)] = 0

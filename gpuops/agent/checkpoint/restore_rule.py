@@ -7,18 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gpuops.agent.checkpoint.messages import (
-    WHY_MAX,
     GenerationPlan,
     Inventory,
-    RestoreOrder,
     StoredStates,
 )
-from gpuops.checkpoint.agreement.recovery import RestoreInputs, plan_restore
+from gpuops.checkpoint.agreement.recovery import RestoreInputs, RestorePlan, plan_restore
 from gpuops.checkpoint.placement.domains import DomainPath, align_paths
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place, rebalance
 from gpuops.checkpoint.placement.survival import n_colocated
 from gpuops.checkpoint.types import (
-    EPOCH_MAX,
     CheckpointError,
     Digest,
     Shard,
@@ -85,52 +82,27 @@ def restore_of(
     stored: StoredStates | None,
     epoch_max: int,
     excluded_step: int | None,
-) -> RestoreOrder:
+) -> RestorePlan:
     """Return the newest state of which every shard can be had, and from whom.
 
     *stored* is what the directory has, as far as anybody looked; *epoch_max* the greatest epoch
     that anybody told of.
     """
     agents = {m.agent: m.node for m in (*roster.members, *roster.spares)}
-    copies = {
-        agents[agent]: [replace(copy, holder=agents[agent]) for copy in holding.copies]
-        for agent, holding in held.items()
-        if agent in agents
-    }
+    copies = {agents[agent]: list(it.copies) for agent, it in held.items() if agent in agents}
     ranks: dict[str, tuple[int, ...]] = {m.node: () for m in roster.spares if m.agent in held}
-    for place_of, member in enumerate(roster.members):
-        first = roster.first_rank(place_of)
+    for position, member in enumerate(roster.members):
+        first = roster.first_rank(position)
         ranks[member.node] = tuple(range(first, first + member.n_workers))
     copies, persistent = _with_stored(copies, stored)
-    plan = plan_restore(
+    return plan_restore(
         RestoreInputs(
             inventories=copies,
             ranks=ranks,
             persistent=persistent,
             excluded_steps=() if excluded_step is None else (excluded_step,),
+            epoch_max=max(epoch_max, -1 if stored is None else stored.epoch_max),
         )
-    )
-    seen = max(epoch_max, -1 if stored is None else stored.epoch_max)
-    epoch = min(max(plan.epoch, seen + 1), EPOCH_MAX)
-    if plan.offer is None:
-        return RestoreOrder(state=None, epoch=epoch, why=plan.why[:WHY_MAX])
-    sources: dict[int, dict[str, None]] = {}
-    roots: dict[int, str] = {}
-    for of_node in plan.sources.values():
-        for source in of_node:
-            holders = sources.setdefault(source.shard.rank, {})
-            in_memory = [copy for copy in source.copies if copy.tier is not Tier.PERSISTENT]
-            holders.update(dict.fromkeys(copy.holder for copy in in_memory))
-            if in_memory:
-                roots[source.shard.rank] = in_memory[0].digest.root
-    return RestoreOrder(
-        state=plan.offer.state,
-        epoch=epoch,
-        world=plan.offer.world,
-        tier=plan.offer.tier,
-        why=plan.why[:WHY_MAX],
-        sources={rank: tuple(sorted(nodes)) for rank, nodes in sorted(sources.items()) if nodes},
-        roots=dict(sorted(roots.items())),
     )
 
 

@@ -15,10 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Annotated
 
-from gpuops.checkpoint.types import RestorePoint, Shard, ShardCopy, StateId, Tier
+from gpuops.checkpoint.types import EPOCH_MAX, WORLD_MAX, ShardCopy, StateId, Tier
+from gpuops.wire.messages import Limit, Message
 
-REASONS_MAX = 32
+REASONS_MAX = 8
+_REASON_CHARS_MAX = 200
+_HOLDERS_MAX = 16
+_NAME_CHARS_MAX = 255
 _NAMED_MAX = 4
 _TIER_ORDER = {tier: place for place, tier in enumerate(Tier)}
 
@@ -30,41 +35,40 @@ class RestoreInputs:
     ``inventories`` has what each node holds in memory; what a node that is not in ``ranks`` holds
     is out of reach. ``ranks`` has the live nodes, each with the ranks that will run on it (none: it
     only serves); together they are 0 to the next world's size. ``persistent`` has copies with the
-    directory as their holder, whole states or parts of them. ``domains`` says which nodes are near
-    to each other.
+    directory as their holder, whole states or parts of them. ``epoch_max`` is the greatest epoch
+    that anybody knows of.
     """
 
     inventories: Mapping[str, Collection[ShardCopy]]
     ranks: Mapping[str, Collection[int]]
     persistent: Collection[ShardCopy] = ()
-    excluded: Collection[StateId] = ()
     excluded_steps: Collection[int] = ()
-    domains: Mapping[str, str] = field(default_factory=dict)
+    epoch_max: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSource:
-    """Where a node gets one shard: equal copies, in the order in which they are to be tried.
-
-    The tier of each is as that node sees it: its own memory, a peer's, a directory.
-    """
-
-    shard: Shard
-    copies: tuple[ShardCopy, ...]
+_Name = Annotated[str, Limit(_NAME_CHARS_MAX, low=1)]
+_Names = Annotated[tuple[_Name, ...], Limit(_HOLDERS_MAX, is_cut=True)]
+_Reason = Annotated[str, Limit(_REASON_CHARS_MAX, is_cut=True)]
+_Root = Annotated[str, Limit(64, low=64)]
 
 
-@dataclass(frozen=True, slots=True)
-class RestorePlan:
-    """What all nodes are to do. ``offer`` None: nothing can be loaded, they start afresh.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePlan(Message):
+    """Where all ranks go on from. ``state`` None: nothing can be loaded, they start afresh.
 
     ``epoch`` is that of the states saved from now on: greater than any seen, loaded or not.
     ``why`` has a sentence for each newer state that was passed over, the newest first.
+    ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal;
+    ``roots`` are of the digests of these shards. ``tier``: the slowest that any node loads from.
     """
 
-    offer: RestorePoint | None
-    epoch: int
-    why: tuple[str, ...]
-    sources: Mapping[str, tuple[ShardSource, ...]]
+    state: StateId | None
+    epoch: Annotated[int, Limit(EPOCH_MAX)]
+    world: Annotated[int, Limit(WORLD_MAX)] = 0
+    tier: Tier = Tier.MEMORY
+    why: Annotated[tuple[_Reason, ...], Limit(REASONS_MAX, is_cut=True)] = ()
+    sources: Annotated[Mapping[int, _Names], Limit(WORLD_MAX)] = field(default_factory=dict)
+    roots: Annotated[Mapping[int, _Root], Limit(WORLD_MAX)] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -121,20 +125,32 @@ def plan_restore(inputs: RestoreInputs) -> RestorePlan:
     seen = {copy.state for copies in inputs.inventories.values() for copy in copies}
     seen |= {copy.state for copy in inputs.persistent}
     epoch = 1 + max((state.epoch for state in seen), default=-1)
+    epoch = min(max(epoch, inputs.epoch_max + 1), EPOCH_MAX)
     why: list[str] = []
     for candidate in sorted({*reachable, *lost}, reverse=True):
         state, state_world = candidate
         shards = reachable.get(candidate, {})
         reason = _why_rejected(candidate, inputs, shards, lost.get(candidate, {}))
         if reason is None:
-            trusted = {rank: copies.trusted() for rank, copies in shards.items()}
-            sources = _sources(inputs, world, state_world, trusted)
-            tier = _slowest_tier(sources, trusted)
-            offer = RestorePoint(state, state_world, tier, epoch, tuple(why))
-            return RestorePlan(offer, epoch, tuple(why), sources)
+            trusted = {rank: copies.trusted() for rank, copies in sorted(shards.items())}
+            near = {
+                rank: [copy for copy in copies if copy.tier is Tier.MEMORY]
+                for rank, copies in trusted.items()
+            }
+            return RestorePlan(
+                state=state,
+                epoch=epoch,
+                world=state_world,
+                tier=_slowest_tier(inputs, near, is_same_world=world == state_world),
+                why=tuple(why),
+                sources={
+                    r: tuple(copy.holder for copy in found) for r, found in near.items() if found
+                },
+                roots={rank: found[0].digest.root for rank, found in near.items() if found},
+            )
         if len(why) < REASONS_MAX:
-            why.append(f"{state}, world {state_world}: {reason}")
-    return RestorePlan(None, epoch, tuple(why), dict.fromkeys(sorted(inputs.ranks), ()))
+            why.append(f"{state}, world {state_world}: {reason}"[:_REASON_CHARS_MAX])
+    return RestorePlan(state=None, epoch=epoch, why=tuple(why))
 
 
 def _world_of(ranks: Mapping[str, Collection[int]]) -> int:
@@ -181,7 +197,7 @@ def _why_rejected(
 ) -> str | None:
     """Return what speaks against a state, None where it can be loaded."""
     state, world = candidate
-    if state in inputs.excluded or state.step in inputs.excluded_steps:
+    if state.step in inputs.excluded_steps:
         return "it is excluded"
     for rank in sorted(shards):
         if not shards[rank].trusted():
@@ -199,69 +215,22 @@ def _why_rejected(
     return f"{text}; lost with {_format_names(lost_nodes, len(lost_nodes))}" if lost_nodes else text
 
 
-def _sources(
-    inputs: RestoreInputs, world: int, state_world: int, trusted: Mapping[int, list[ShardCopy]]
-) -> dict[str, tuple[ShardSource, ...]]:
-    """Return what each node needs and where it gets it.
+def _slowest_tier(
+    inputs: RestoreInputs, near: Mapping[int, Collection[ShardCopy]], *, is_same_world: bool
+) -> Tier:
+    """Return the slowest tier from which any node loads what it needs.
 
     In an unchanged world a node needs the shards of its ranks. In another one all of them: which
     parts of which shards a rank then reads is known only to whoever reshards.
     """
-    ranks = inputs.ranks
-    every = range(state_world)
-    needed_shards: dict[str, Collection[int]] = {
-        node: sorted(ranks[node]) if world == state_world else every if ranks[node] else ()
-        for node in sorted(ranks)
-    }
-    load_bytes: Counter[str] = Counter()
-    found: dict[str, dict[int, ShardSource]] = {node: {} for node in needed_shards}
-    needs = [(node, rank) for node, shards in needed_shards.items() for rank in shards]
-    # Who has no choice goes first, so that those who have one can avoid the same holder.
-    for node, rank in sorted(needs, key=lambda need: (len(trusted[need[1]]), need)):
-        copies = _in_preferred_order(node, trusted[rank], inputs.domains, load_bytes)
-        if copies[0].tier is Tier.PEER:
-            load_bytes[copies[0].holder] += copies[0].digest.nbytes
-        found[node][rank] = ShardSource(copies[0].shard, copies)
-    return {
-        node: tuple(by_rank[rank] for rank in sorted(by_rank)) for node, by_rank in found.items()
-    }
-
-
-def _in_preferred_order(
-    node: str,
-    copies: Iterable[ShardCopy],
-    domains: Mapping[str, str],
-    load_bytes: Mapping[str, int],
-) -> tuple[ShardCopy, ...]:
-    """Return *copies* as *node* sees them: its own, near peers, far ones, directories."""
-
-    def far(copy: ShardCopy) -> bool:
-        return node not in domains or domains.get(copy.holder) != domains[node]
-
-    seen = [
-        replace(copy, tier=Tier.PEER) if copy.tier is Tier.MEMORY and copy.holder != node else copy
-        for copy in copies
-    ]
-    return tuple(
-        sorted(
-            seen,
-            key=lambda copy: (
-                _TIER_ORDER[copy.tier],
-                copy.tier is Tier.PEER and far(copy),
-                load_bytes.get(copy.holder, 0),
-                copy.holder,
-            ),
-        )
-    )
-
-
-def _slowest_tier(
-    sources: Mapping[str, tuple[ShardSource, ...]], trusted: Mapping[int, list[ShardCopy]]
-) -> Tier:
-    used = [source.copies[0].tier for of_node in sources.values() for source in of_node]
-    # Where no rank runs yet, what all shards could be had from.
-    used = used or [copies[0].tier for copies in trusted.values()]
-    return max(used, key=lambda tier: _TIER_ORDER[tier])
+    found = Tier.MEMORY
+    for node, ranks in inputs.ranks.items():
+        for rank in ranks if is_same_world or not ranks else near:
+            if not near[rank]:
+                return Tier.PERSISTENT
+            if all(copy.holder != node for copy in near[rank]):
+                found = Tier.PEER
+    return found
 
 
 def _content(copy: ShardCopy) -> tuple[str, str, int]:

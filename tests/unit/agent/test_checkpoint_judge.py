@@ -23,9 +23,9 @@ from gpuops.agent.checkpoint.messages import (
     GenerationPlan,
     Inventory,
     NodeStatus,
-    RestoreOrder,
     StoredStates,
 )
+from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.placement.replica_placement import place
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 from gpuops.wire.messages import MessageFormatError
@@ -232,7 +232,7 @@ def test_words_come_back_as_they_were_said(word):
 def test_notes_and_holdings_come_back_as_they_were():
     copy = ShardCopy(StateId(1, 2), Shard(0, 2), "ab", Digest(9, b"", "f" * 64), Tier.MEMORY, "n0")
     holding = Inventory(port=70, copies=(copy,), epoch_max=1)
-    restore = RestoreOrder(
+    restore = RestorePlan(
         state=StateId(1, 2),
         epoch=2,
         world=2,
@@ -279,7 +279,7 @@ json_values = st.recursive(
         Inventory.from_json,
         GenerationPlan.from_json,
         CommitRecord.from_json,
-        RestoreOrder.from_json,
+        RestorePlan.from_json,
     ],
     ids=["said", "holding", "notes", "watermark", "restore"],
 )

@@ -11,7 +11,7 @@ from support.keepers import FakeKeeper
 
 from gpuops.agent.checkpoint import keeper_folder
 from gpuops.agent.checkpoint.keeper_client import start_keeper
-from gpuops.agent.checkpoint.keeper_events import pair, read_events
+from gpuops.agent.checkpoint.keeper_events import read_events
 from gpuops.checkpoint.keeper import connection, serve
 from gpuops.checkpoint.keeper.messages import NO_DIRECTORY
 from gpuops.checkpoint.keeper.rank_client import connect_rank
@@ -98,7 +98,7 @@ def node(request, tmp_path):
 
 
 def newest(client):
-    return pair(client.stats()["newest"])
+    return client.status().progress.newest
 
 
 def test_a_new_keeper_has_nothing(node):
@@ -106,7 +106,7 @@ def test_a_new_keeper_has_nothing(node):
 
     assert not node.started.adopted
     assert newest(client) is None
-    assert pair(client.stats()["persisted"]) is None
+    assert client.status().progress.persisted is None
     assert read_events(client.events()) == []
     assert client.flush(5.0).state is None
     with contextlib.closing(client):
@@ -124,7 +124,7 @@ def test_what_is_committed_is_told_with_its_bytes(node):
     assert newest(client).step == 3
     assert [event.state.step for event in events] == [3]
     assert events[0].nbytes > 0
-    assert client.stats()["committed"] == 1
+    assert client.status().n_committed == 1
     assert [e for e in read_events(client.events()) if e.kind == "committed"] == []
 
 
@@ -149,7 +149,7 @@ def test_a_flush_persists_the_newest_state(node, tmp_path):
     done = client.flush(100.0)
 
     assert (done.state.step, done.why, done.directory) == (5, "", str(tmp_path / "ckpt"))
-    assert pair(client.stats()["persisted"]) == done.state
+    assert client.status().progress.persisted == done.state
 
 
 def test_the_next_workers_go_on_and_what_they_loaded_is_told(node):
@@ -196,7 +196,7 @@ def test_a_keeper_that_was_killed_says_so_in_no_time(node):
 
     for ask in (
         lambda: client.begin_generation(0, 1, None),
-        client.stats,
+        client.status,
         client.events,
         lambda: client.flush(5.0),
         client.shut_down,
@@ -211,7 +211,7 @@ def test_a_closed_tie_is_of_no_use_and_may_be_closed_again(node):
     client.close()
 
     with pytest.raises(KeeperError):
-        client.stats()
+        client.status()
 
 
 def test_both_sides_name_the_files_of_the_folder_alike():

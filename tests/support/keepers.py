@@ -3,7 +3,8 @@
 import threading
 
 from gpuops.agent.checkpoint.api import StartedKeeper
-from gpuops.checkpoint.keeper.messages import NO_DIRECTORY, FlushResult
+from gpuops.checkpoint.agreement.progress import KeeperProgress
+from gpuops.checkpoint.keeper.messages import NO_DIRECTORY, FlushResult, KeeperStatus
 from gpuops.checkpoint.types import KeeperError, StateId
 
 
@@ -76,17 +77,18 @@ class FakeKeeperClient:
     def take_over(self, epoch):
         self._check().taken_over.append(epoch)
 
-    def stats(self):
+    def status(self):
         keeper = self._check()
         assert keeper.answers.wait(30)
-        newest = keeper.committed[-1] if keeper.committed else None
-        return {
-            "newest": newest and [newest.epoch, newest.step],
-            "persisted": keeper.persisted and [keeper.persisted.epoch, keeper.persisted.step],
-            "committed": len(keeper.committed),
-            "epoch": keeper.epoch,
-            "skipped": keeper.skipped,
-        }
+        return KeeperStatus(
+            progress=KeeperProgress(
+                newest=keeper.committed[-1] if keeper.committed else None,
+                persisted=keeper.persisted,
+            ),
+            epoch=keeper.epoch,
+            n_committed=len(keeper.committed),
+            skipped=keeper.skipped,
+        )
 
     def events(self):
         keeper = self._check()
@@ -120,7 +122,7 @@ class FakeKeeperClient:
 
 
 class Heard:
-    """A `KeeperEventSink` that only remembers."""
+    """A `CheckpointRecord` that only remembers."""
 
     def __init__(self):
         self.adopted = []

@@ -11,6 +11,7 @@ from gpuops.agent.checkpoint.leader import CommitLeader, watermark_of
 from gpuops.agent.checkpoint.messages import FIELD, StoredStates
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import GroupDigest
+from gpuops.checkpoint.keeper.messages import KeeperStatus
 from gpuops.checkpoint.keeper.replica_checker import rank_digest_of
 from gpuops.checkpoint.memory.buffer_table import BufferTable, SkipReason, SlotLease
 from gpuops.checkpoint.types import Digest, KeeperError, Shard, ShardCopy, StateId, Tier
@@ -204,13 +205,14 @@ class Keeper:
         self.buffer_table.remove_rank(0)
         self.ranks, self.is_copying = 0, False
 
-    def stats(self):
-        return {
-            "ranks": self.ranks,
-            "persist_failures": self.failures,
-            "persist_failed": self.failed and [self.failed.epoch, self.failed.step],
-            "persist_trouble": "no space",
-        }
+    def status(self):
+        return KeeperStatus(
+            progress=self.progress(),
+            n_ranks=self.ranks,
+            n_persist_failed=self.failures,
+            persist_failed=self.failed,
+            persist_trouble="no space",
+        )
 
     def _seal(self, granted):
         if not self.is_copying:
@@ -292,7 +294,7 @@ class Saver(Player):
         if self.running is not None and now_s - self.looked_s >= 1.0:
             self.looked_s = now_s
             self.agreement.fetch()
-            self.agreement.look(self.keeper, self.keeper.stats())
+            self.agreement.look(self.keeper, self.keeper.status())
 
 
 class SavingWorld(World):

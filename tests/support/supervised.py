@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from gpuops.agent.checkpoint.api import NoCheckpointService
+from gpuops.agent.checkpoint.api import CheckpointService
 from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.rendezvous import Assignment
 from gpuops.agent.elastic.workers import Worker
@@ -233,7 +233,7 @@ class Agent:
         self.monitors = []
         self.job_xids = lambda _since_ns: None
         self.step_tracker = StepTracker()
-        self.checkpoints = NoCheckpointService()
+        self.checkpoints = CheckpointService()
         self.while_waiting = []  # done one by one, each time that the agent waits
 
     def _session(self, folder):

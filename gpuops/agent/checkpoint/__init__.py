@@ -5,7 +5,7 @@ or adopts it and lets the nodes of a run agree on two questions: is a state save
 (*commit*), and which state does the next generation load (*restore*).
 
 * `start`: which kind of checkpointing this run has; returns a `CheckpointService`.
-* `api`: `CheckpointService`, which the agent calls, and `NoCheckpointService`.
+* `api`: `CheckpointService`, which the agent calls; this one keeps nothing.
 * `keeper_supervisor`, `keeper_client`, `keeper_folder`, `keeper_restarts`: the keeper process.
 * `follower`: this node's part in the agreement; `leader`: the part of the node that leads.
 * `commit_rule`, `restore_rule`, `replica_check`: the rules, as pure functions.

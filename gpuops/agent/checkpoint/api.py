@@ -1,10 +1,8 @@
 """What an agent asks of what keeps its checkpoints, and what that asks of a keeper."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from gpuops.agent.checkpoint.keeper_events import KeeperEvent
 from gpuops.agent.status.state import CheckpointState
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.types import StateId
@@ -50,46 +48,19 @@ class StartedKeeper:
     ended: str = ""
 
 
-class KeeperEventSink(Protocol):
-    """Who writes down what a keeper tells; called by one thread at a time."""
+class CheckpointService:
+    """What the other parts of an agent ask; none of it raises. This one keeps nothing in memory."""
 
-    def began(
-        self, started: StartedKeeper, newest: StateId | None, *, lost: StateId | None = None
-    ) -> None:
-        """Hear that there is a keeper now, what it holds, and what one that died had held."""
-        ...
-
-    def heard(self, events: Sequence[KeeperEvent]) -> None:
-        """Hear what happened in it."""
-        ...
-
-    def newest(self, state: StateId, *, is_new: bool) -> None:
-        """Hear of a newer state than before; *is_new*: this generation saved it."""
-        ...
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Hear that the keeper failed at *what*, or is gone."""
-        ...
-
-    def flushed(self, done: FinalFlush) -> None:
-        """Hear what became of a flush."""
-        ...
-
-    def over(self) -> None:
-        """Hear that a generation has ended: what was counted is told."""
-        ...
-
-
-class CheckpointService(Protocol):
-    """What the other parts of an agent ask; none of it raises."""
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
 
     def env(self) -> Mapping[str, str]:
         """Return what the workers of the next generation find in their environment."""
-        ...
+        return {KEEPER: OFF, **place_of(self._directory)}
 
     def holding(self) -> Json | None:
         """Return what goes with this node's wish for a seat, None where it keeps nothing."""
-        ...
+        return None
 
     def begin(
         self,
@@ -99,97 +70,40 @@ class CheckpointService(Protocol):
         roster: Roster | None = None,
     ) -> None:
         """Prepare for the workers of a generation, which start next; *roster* has their seats."""
-        ...
 
-    def refusal(self, pause: Callable[[float], object]) -> str | None:
+    def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 nobody is asked
         """Return why another job keeps this one from its directory, None where none does.
 
         Ask once `begin` has been called. *pause* is called while that one may still leave.
         """
-        ...
+        return None
 
     def said(self) -> Json | None:
         """Return what goes with a heartbeat, None where no script saves; never waits."""
-        ...
+        return None
 
     def settle(self, within_s: float) -> None:
         """Wait until what was saved last is committed, and persistent, on all nodes.
 
         For as long as there is somebody to agree with; a node alone has nothing to wait for.
         """
-        ...
 
     def look(self) -> None:
         """Take in what there is to hear; waits for less than a second."""
-        ...
 
     def state(self) -> CheckpointState | None:
         """Return what is held, None where nothing is kept; from any thread, never waits."""
-        ...
+        return None
 
-    def flush(self, within_s: float) -> FinalFlush | None:
+    def flush(self, within_s: float) -> FinalFlush | None:  # noqa: ARG002 nothing is written
         """Persist the newest state within *within_s*; None where there is nothing to persist."""
-        ...
+        return None
 
     def end(self, save_s: float) -> None:
         """End the keeper; what is newest is persisted before, within *save_s* (0: at once)."""
-        ...
 
     def leave(self) -> None:
         """Let go of the keeper, which waits for the next agent of this job."""
-        ...
-
-
-class NoCheckpointService:
-    """A run that keeps nothing in memory."""
-
-    def __init__(self, directory: str | None = None) -> None:
-        self._directory = directory
-
-    def env(self) -> Mapping[str, str]:
-        """Return that there is no keeper, and that none is to be started."""
-        return {KEEPER: OFF, **place_of(self._directory)}
-
-    def holding(self) -> Json | None:
-        """Return that nothing is kept."""
-        return None
-
-    def begin(
-        self,
-        generation: int,
-        n_nodes: int,
-        excluded_step: int | None,
-        roster: Roster | None = None,
-    ) -> None:
-        """Do nothing."""
-
-    def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 the protocol's
-        """Return that none does, as far as is known here."""
-        return None
-
-    def said(self) -> Json | None:
-        """Return that there is nothing to say."""
-        return None
-
-    def settle(self, within_s: float) -> None:
-        """Do nothing."""
-
-    def look(self) -> None:
-        """Do nothing."""
-
-    def state(self) -> CheckpointState | None:
-        """Return that nothing is kept."""
-        return None
-
-    def flush(self, within_s: float) -> FinalFlush | None:  # noqa: ARG002 the protocol's
-        """Return that there is nothing to persist."""
-        return None
-
-    def end(self, save_s: float) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
 
 
 def place_of(directory: str | None) -> dict[str, str]:

@@ -6,11 +6,9 @@ does not answer delays commits, and nothing else.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
-from gpuops.agent.checkpoint.keeper_events import pair, whole
 from gpuops.agent.checkpoint.leader import notes_of, restore_in, watermark_of
 from gpuops.agent.checkpoint.messages import (
     CommitRecord,
@@ -25,6 +23,7 @@ from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
+from gpuops.checkpoint.keeper.messages import KeeperStatus
 from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.types import KeeperAddress, Shard, ShardCopy, StateId
 from gpuops.control.keys import ControlKeys
@@ -255,7 +254,7 @@ class CommitFollower:
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
             log.debug("what was agreed on of checkpoints cannot be read: %s", exc)
 
-    def look(self, client: KeeperClient, stats: Mapping[str, Any]) -> None:
+    def look(self, client: KeeperClient, status: KeeperStatus) -> None:
         """Do with the keeper what was agreed on, and take in how far it is.
 
         Raises:
@@ -264,11 +263,10 @@ class CommitFollower:
         now = self._now
         if now is None:
             return
-        progress = client.progress()
+        progress = status.progress
         self.last = progress.final_state
-        self._see_trouble(stats, progress)
-        n_ranks = whole(stats.get("ranks")) or 0
-        if self._said is None and not n_ranks and not progress.whole:
+        self._see_trouble(status)
+        if self._said is None and not status.n_ranks and not progress.whole:
             return  # nobody saves
         if now.restore is None and self._found is not None:
             now.restore = self._found
@@ -276,24 +274,22 @@ class CommitFollower:
             self._choose(client, now, now.restore)
         if now.restore is not None:
             self._follow(client, now, now.restore.epoch, progress)
-        named = stats.get("directory")
-        self.directory = named if isinstance(named, str) and named else self._place.directory
-        wants = not now.is_chosen and n_ranks >= self._place.me.n_workers
+        self.directory = status.directory or self._place.directory
+        wants = not now.is_chosen and status.n_ranks >= self._place.me.n_workers
         flying = {progress.in_flight, *progress.whole} - {None, progress.newest}
         newest = progress.newest or _NONE
         self.is_uncommitted = any(state is not None and state > newest for state in flying)
-        pieces = whole(stats.get("persist_pieces")) or 0
-        self._said = self._word(now, progress, pieces, wants=wants).to_json()
+        self._said = self._word(now, progress, status.persist_pieces, wants=wants).to_json()
 
-    def _see_trouble(self, stats: Mapping[str, Any], progress: KeeperProgress) -> None:
-        failed = pair(stats.get("persist_failed"))
-        tries = (whole(stats.get("persist_failures")) or 0, failed)
+    def _see_trouble(self, status: KeeperStatus) -> None:
+        failed = status.persist_failed
+        tries = (status.n_persist_failed, failed)
         if not self.must_persist:
-            self._tries, self._wanted = tries, progress.newest or _NONE
+            self._tries, self._wanted = tries, status.progress.newest or _NONE
         wanted = max(self._wanted, self._mark.persist or _NONE)
         is_new = tries[0] > 0 and tries != self._tries
         is_trouble = is_new and (failed is None or failed >= wanted)
-        self.trouble = str(stats.get("persist_trouble")) if is_trouble else ""
+        self.trouble = status.persist_trouble if is_trouble else ""
         self._failed = failed if is_trouble else None
 
     def _word(

@@ -6,13 +6,15 @@ the record and nothing else.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from gpuops.checkpoint.types import EPOCH_MAX, STEP_MAX, StateId, Tier
+from gpuops.checkpoint.types import StateId, Tier
 from gpuops.incident.incidents.replicas import NAMED_RANKS_MAX, ReplicaMismatch
 from gpuops.model import Json, Severity
 from gpuops.units import format_bytes, format_seconds
+from gpuops.wire.messages import LENIENT, Limit, Message, MessageFormatError
 
 TEXT_CHARS_MAX = 600
 COUNT_MAX = 2**62
@@ -39,24 +41,42 @@ _SINGLE = {
 }
 
 
+_Text = Annotated[str | None, Limit(TEXT_CHARS_MAX), LENIENT]
+_Number = Annotated[int | None, Limit(COUNT_MAX), LENIENT]
+_State = Annotated[StateId | None, LENIENT]
+_Names = Annotated[tuple[Annotated[str, Limit(TEXT_CHARS_MAX)], ...], LENIENT]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperEvent:
-    """One thing that happened in a keeper; unknown values are None."""
+class KeeperEvent(Message):
+    """One thing that happened in a keeper; unknown values are None.
 
-    kind: str
-    state: StateId | None = None
-    tier: str | None = None
-    rank: int | None = None
-    nbytes: int | None = None
-    seconds: float | None = None
-    why: str | None = None
-    reason: str | None = None
-    directory: str | None = None
-    count: int = 1
-    ranks: str | None = None
-    differing: ReplicaMismatch | None = None
+    The last fields are of replicas that differ; ``alike`` is the last state in which they did not.
+    """
 
-    def to_json(self) -> Json:
+    kind: Annotated[str, Limit(40, low=1)]
+    state: _State = None
+    tier: Annotated[Tier | None, LENIENT] = None
+    rank: _Number = None
+    nbytes: _Number = None
+    seconds: Annotated[float | None, Limit(SECONDS_MAX), LENIENT] = None
+    why: _Text = None
+    reason: _Text = None
+    directory: _Text = None
+    count: Annotated[int, Limit(COUNT_MAX, low=1), LENIENT] = 1
+    ranks: _Text = None
+    outcome: _Text = None
+    is_here: Annotated[bool, LENIENT] = False
+    suspects: Annotated[tuple[int, ...], Limit(NAMED_RANKS_MAX), LENIENT] = ()
+    tensors: _Names = ()
+    nodes: _Names = ()
+    alike: _State = None
+
+    def __post_init__(self) -> None:
+        if not self.kind.isidentifier():
+            raise ValueError("the kind of an event is no word")
+
+    def payload(self) -> Json:
         """Return the payload of its event in the record."""
         return {
             "step": None if self.state is None else self.state.step,
@@ -64,77 +84,38 @@ class KeeperEvent:
             "tier": self.tier,
             "rank": self.rank,
             "bytes": self.nbytes,
-            "seconds": self.seconds,
-            "why": self.why,
-            "directory": self.directory,
+            "seconds": None if self.seconds is None else round(self.seconds, 6),
+            "why": self.why or None,
+            "directory": self.directory or None,
         }
+
+    @property
+    def differing(self) -> ReplicaMismatch | None:
+        """Return which replicas differ, None where none do."""
+        if self.kind != DIFFER or self.state is None or not self.why or not self.ranks:
+            return None
+        return ReplicaMismatch(
+            description=self.why,
+            step=self.state.step,
+            epoch=self.state.epoch,
+            last_equal_step=None if self.alike is None else self.alike.step,
+            ranks=self.ranks,
+            suspects=self.suspects,
+            by_majority=self.outcome == "minority",
+            is_local=self.is_here,
+            tensors=self.tensors,
+            nodes=self.nodes,
+        )
 
 
 def read_events(told: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
     """Return what a keeper *told*, without what is not of an event's form."""
     found = []
     for item in told:
-        kind = item.get("kind") if isinstance(item, Mapping) else None
-        if not isinstance(kind, str) or not 0 < len(kind) <= 40 or not kind.isidentifier():
-            continue
-        rank = whole(item.get("rank"))
-        tier = _text(item.get("tier"))
-        found.append(
-            KeeperEvent(
-                kind=kind,
-                state=pair(item.get("state")) or state_of(item),
-                tier=tier if tier in list(Tier) else None,
-                rank=rank,
-                nbytes=whole(item.get("bytes")),
-                seconds=_seconds(item.get("seconds")),
-                why=_text(item.get("why")),
-                reason=_text(item.get("reason")),
-                directory=_text(item.get("directory")),
-                count=max(1, whole(item.get("n")) or 1),
-                ranks=_text(item.get("ranks")),
-                differing=_differing(item) if kind == DIFFER else None,
-            )
-        )
+        with suppress(MessageFormatError, AttributeError):
+            named = {"nbytes": item.get("bytes"), "count": item.get("n", 1)}
+            found.append(KeeperEvent.from_json({**item, **named}))
     return found
-
-
-def _differing(item: Mapping[str, Any]) -> ReplicaMismatch | None:
-    state, why, ranks = pair(item.get("state")), _text(item.get("why")), _text(item.get("ranks"))
-    suspects, tensors, nodes = item.get("suspects"), item.get("tensors"), item.get("nodes")
-    if state is None or why is None or ranks is None:
-        return None
-    alike = pair(item.get("alike"))
-    return ReplicaMismatch(
-        description=why,
-        step=state.step,
-        epoch=state.epoch,
-        last_equal_step=None if alike is None else alike.step,
-        ranks=ranks,
-        suspects=tuple(n for each in _few(suspects) if (n := whole(each)) is not None),
-        by_majority=item.get("outcome") == "minority",
-        is_local=item.get("is_here") is True,
-        tensors=tuple(name for each in _few(tensors) if (name := _text(each)) is not None),
-        nodes=tuple(name for each in _few(nodes) if (name := _text(each)) is not None),
-    )
-
-
-def _few(value: object) -> list[Any]:
-    return value[:NAMED_RANKS_MAX] if isinstance(value, list) else []
-
-
-def state_of(item: Mapping[str, Any]) -> StateId | None:
-    """Return the state that ``epoch`` and ``step`` of *item* name, None where they name none."""
-    epoch, step = whole(item.get("epoch")), whole(item.get("step"))
-    if epoch is None or step is None or epoch > EPOCH_MAX or step > STEP_MAX:
-        return None
-    return StateId(epoch, step)
-
-
-def pair(value: object) -> StateId | None:
-    """Return the state in ``[epoch, step]``, None where it is none."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        return None
-    return state_of({"epoch": value[0], "step": value[1]})
 
 
 @dataclass(slots=True)
@@ -198,7 +179,7 @@ class SaveCounter:
 def single(event: KeeperEvent) -> tuple[str, Json, Severity]:
     """Return *event* as one for the record."""
     severity = _SINGLE.get(event.kind, Severity.INFO)
-    return f"checkpoint.{event.kind}", event.to_json(), severity
+    return f"checkpoint.{event.kind}", event.payload(), severity
 
 
 def is_counted(event: KeeperEvent) -> bool:
@@ -254,19 +235,3 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"ranks {ranks[0]}-{ranks[-1]}"
     more = "" if len(ranks) <= RANKS_NAMED_MAX else f" and {len(ranks) - RANKS_NAMED_MAX} more"
     return f"ranks {', '.join(map(str, ranks[:RANKS_NAMED_MAX]))}{more}"
-
-
-def whole(value: object) -> int | None:
-    """Return *value* if it is a whole number that is not negative."""
-    is_one = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= COUNT_MAX
-    return value if is_one and isinstance(value, int) else None
-
-
-def _seconds(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return round(float(value), 6) if 0 <= value < SECONDS_MAX else None
-
-
-def _text(value: object) -> str | None:
-    return value[:TEXT_CHARS_MAX] if isinstance(value, str) and value else None

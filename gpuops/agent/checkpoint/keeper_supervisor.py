@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpuops.agent.checkpoint.api import (
     KEEPER,
     OFF,
+    CheckpointService,
     FinalFlush,
-    KeeperEventSink,
     Refusal,
     StartedKeeper,
     place_of,
@@ -26,10 +25,11 @@ from gpuops.agent.checkpoint.api import (
 from gpuops.agent.checkpoint.final_commit import FinalCommit
 from gpuops.agent.checkpoint.follower import CommitFollower
 from gpuops.agent.checkpoint.held_states import held_by_it, held_by_none
-from gpuops.agent.checkpoint.keeper_events import KeeperEvent, pair, read_events, whole
+from gpuops.agent.checkpoint.keeper_events import KeeperEvent, read_events
 from gpuops.agent.checkpoint.keeper_restarts import KeeperGeneration, KeeperRestarts, PollRequest
+from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.status.state import CheckpointState
-from gpuops.checkpoint.keeper.messages import NO_DIRECTORY
+from gpuops.checkpoint.keeper.messages import NO_DIRECTORY, KeeperStatus
 from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.control.record import Roster
 from gpuops.host.clock import Clock
@@ -54,7 +54,7 @@ class KeeperTimeouts:
 TIMES = KeeperTimeouts()
 
 
-class KeeperSupervisor:
+class KeeperSupervisor(CheckpointService):
     """The keeper of this node and job.
 
     *start* starts or adopts it; it raises KeeperError within a time of its own. *release* is called
@@ -66,7 +66,7 @@ class KeeperSupervisor:
     def __init__(  # noqa: PLR0913 what it is made of, and its times
         self,
         start: Callable[[], StartedKeeper],
-        record: KeeperEventSink,
+        record: CheckpointRecord,
         clock: Clock,
         *,
         directory: str | None = None,
@@ -76,10 +76,10 @@ class KeeperSupervisor:
         agreement: CommitFollower | None = None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
+        super().__init__(directory)
         self._start = start
         self._record = record
         self._clock = clock
-        self._directory = directory
         self._release = release
         self._refusal = refusal
         self._times = times
@@ -402,19 +402,19 @@ class KeeperSupervisor:
         try:
             try:
                 events = read_events(keeper.client.events())
-                stats = keeper.client.stats()
+                status = keeper.client.status()
                 if self._agreement is not None:
-                    self._agreement.look(keeper.client, stats)
+                    self._agreement.look(keeper.client, status)
             finally:
                 if events:  # whatever came after: they are not told twice
                     self._record.heard(events)
         except KeeperError as exc:
             self._lost("hearing the keeper of the checkpoints", exc)
             return
-        self._take_in(stats, is_first=is_first)
+        self._take_in(status, is_first=is_first)
 
-    def _take_in(self, stats: Mapping[str, Any], *, is_first: bool) -> None:
-        newest, persisted = pair(stats.get("newest")), pair(stats.get("persisted"))
+    def _take_in(self, status: KeeperStatus, *, is_first: bool) -> None:
+        newest, persisted = status.progress.newest, status.progress.persisted
         if self._agreement is not None and self._agreement.is_on:
             persisted = self._agreement.persisted
         has_changed = newest is not None and newest != self._newest
@@ -423,11 +423,10 @@ class KeeperSupervisor:
             self._record.newest(newest, is_new=is_new)
         self._newest, self._persisted = newest, persisted
         if self._begun is not None and newest is not None:
-            epoch = whole(stats.get("epoch"))
-            saved = epoch if epoch == newest.epoch else self._begun.epoch
+            saved = newest.epoch if status.epoch == newest.epoch else self._begun.epoch
             self._begun = replace(self._begun, epoch=saved, newest=newest)
         now_ns, used = self._clock.mono_ns(), self._is_shared
-        self._state = held_by_it(self._state, stats, newest, persisted, now_ns, is_used=used)
+        self._state = held_by_it(self._state, status, persisted, now_ns, is_used=used)
 
     def _lost(self, what: str, error: KeeperError) -> None:
         """Give the keeper up; another one takes its place."""

@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpuops.agent.checkpoint.api import CheckpointService, KeeperEventSink, NoCheckpointService
+from gpuops.agent.checkpoint.api import CheckpointService
 from gpuops.agent.checkpoint.follower import CommitFollower
 from gpuops.agent.checkpoint.keeper_folder import (
     FolderError,
@@ -17,6 +17,7 @@ from gpuops.agent.checkpoint.keeper_folder import (
     take_folder,
 )
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor
+from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.launch.options import RunRequest
 from gpuops.checkpoint.placement.domains import DomainPath, read_domains
 from gpuops.config.schema import is_domain_file
@@ -43,7 +44,7 @@ class CheckpointJob:
 
 def checkpoints_of(
     job: CheckpointJob,
-    record: KeeperEventSink,
+    record: CheckpointRecord,
     clock: Clock,
     agreement: CommitFollower | None = None,
 ) -> CheckpointService:
@@ -53,7 +54,7 @@ def checkpoints_of(
     """
     plan = job.request.plan.checkpoints
     if not plan.in_memory or any(find_spec(name) is None for name in NEEDED):
-        return NoCheckpointService(plan.directory)
+        return CheckpointService(plan.directory)
     key = keeper_key(job.request, job.env, node=job.node, cwd=job.cwd)
     parents = runtime_parents(job.env, Path(tempfile.gettempdir()), job.uid)
     sweep(parents, job.uid, clock.now_us() / US_PER_S)
@@ -61,7 +62,7 @@ def checkpoints_of(
         folder = take_folder(parents, key, job.uid)
     except FolderError as exc:
         record.failed("making a folder for the keeper of the checkpoints", exc)
-        return NoCheckpointService(plan.directory)
+        return CheckpointService(plan.directory)
     from gpuops.agent.checkpoint.keeper_client import start_keeper
 
     return KeeperSupervisor(

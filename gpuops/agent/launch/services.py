@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.agent.checkpoint.api import CheckpointService, NoCheckpointService
+from gpuops.agent.checkpoint.api import CheckpointService
 from gpuops.agent.elastic.logs import GenerationLogs
 from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.journal.decision_log import DecisionLog
@@ -57,4 +57,4 @@ class Services:
     job_xids: Callable[[int | None], JobXidFilter | None] = (
         _not_known  # given until when all was well
     )
-    checkpoints: CheckpointService = field(default_factory=NoCheckpointService)
+    checkpoints: CheckpointService = field(default_factory=CheckpointService)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import ReplicaReport, replica_report_to_json
 from gpuops.checkpoint.keeper.connection import DEADLINE_S, SLACK_S, KeeperConnection
 from gpuops.checkpoint.keeper.messages import (
@@ -17,6 +16,7 @@ from gpuops.checkpoint.keeper.messages import (
     HandOver,
     HelloReply,
     InventoryPage,
+    KeeperStatus,
     holder_pages,
 )
 from gpuops.checkpoint.types import (
@@ -150,9 +150,9 @@ class KeeperClient:
         """
         self._connection.call(Done, "take_over", epoch=epoch)
 
-    def progress(self) -> KeeperProgress:
+    def status(self) -> KeeperStatus:
         """Return how far this node is; cheap enough for once a second."""
-        return self._connection.call(KeeperProgress, "progress")
+        return self._connection.call(KeeperStatus, "status")
 
     def seal_persisted(self, state: StateId, world: int) -> None:
         """Make *state* appear in the shared directory: all nodes have written their parts.

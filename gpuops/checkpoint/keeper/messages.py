@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.types import (
     EPOCH_MAX,
     IMAGE_BYTES_MAX,
@@ -274,6 +275,29 @@ class EventsPage(Message):
 
     events: tuple[dict[str, Any], ...] = ()
     is_all: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperStatus(Message):
+    """What an agent asks for once a second.
+
+    ``epoch`` is of the states that are saved now. ``n_persist_failed``: tries in a row, the last of
+    which was of ``persist_failed``; ``persist_trouble`` says why. ``persist_pieces`` were written
+    so far.
+    """
+
+    progress: KeeperProgress
+    epoch: Epoch | None = None
+    n_ranks: Count = 0
+    n_committed: Count = 0
+    skipped: Mapping[str, Count] = field(default_factory=dict)
+    n_holders: Count = 0
+    n_holders_gone: Count = 0
+    directory: str | None = None
+    n_persist_failed: Count = 0
+    persist_failed: StateId | None = None
+    persist_trouble: str = ""
+    persist_pieces: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from gpuops.checkpoint.keeper.messages import (
     HolderRows,
     ImageBytes,
     InventoryPage,
+    KeeperStatus,
     Lease,
     MessageError,
     Name,
@@ -129,7 +130,7 @@ class KeeperRequests:
                 "inventory": self._inventory,
                 "serve_peers": self._serve_peers,
                 "replicate": self._replicate,
-                "progress": core.progress,
+                "status": self._status,
                 "seal_persisted": persister.commit_shards,
                 "differ": self._report_difference,
                 "stats": core.counts,
@@ -331,6 +332,26 @@ class KeeperRequests:
         bytes_per_s: Annotated[float | None, Limit(1e15, low=1)] = None,
     ) -> None:
         self._peers.replicate(holders, keep, bytes_per_s)
+
+    def _status(self) -> KeeperStatus:
+        """Return what the agent asks for once a second."""
+        core = self._core
+        table, persister = core.memory.buffer_table, core.persister
+        n_holders, n_gone = core.peers.pusher.n_holders()
+        return KeeperStatus(
+            progress=core.progress(),
+            epoch=table.epoch,
+            n_ranks=len(core.group.connections) if core.group else 0,
+            n_committed=table.n_committed,
+            skipped={reason.value: n for reason, n in table.skipped.items()},
+            n_holders=n_holders,
+            n_holders_gone=n_gone,
+            directory=persister.policy.directory if persister.policy else None,
+            n_persist_failed=persister.schedule.failures,
+            persist_failed=persister.failed_state,
+            persist_trouble=persister.failure,
+            persist_pieces=persister.n_writes,
+        )
 
     def _report_difference(self, report: _Report) -> None:
         self._core.replica_checker.on_report(report)

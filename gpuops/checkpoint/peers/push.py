@@ -214,6 +214,10 @@ class ReplicaPusher:
                 why = f"{holder.peer} has taken nothing for {now_s - task.moved_s:.0f} s"
                 self._mark_gone(holder, task, f"{why}: {holder.why}" if holder.why else why)
 
+    def n_holders(self) -> tuple[int, int]:
+        """Return how many holders there are, and how many of them are gone."""
+        return len(self._holders), sum(holder.is_gone for holder in self._holders.values())
+
     def counts(self) -> dict[str, object]:
         """Return what was counted so far, by name, and who is gone and why."""
         return {

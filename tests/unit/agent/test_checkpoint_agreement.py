@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from support.agreement import World
@@ -116,13 +117,13 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
 
 def test_only_what_failed_since_all_were_asked_to_persist_is_trouble():
     player = started(2, 2, 2).players[0]
-    agreement, stats = player.agreement, {"ranks": 1, "persist_failures": 2, "persist_trouble": "x"}
-    agreement.look(player.keeper, stats)
+    agreement, status = player.agreement, replace(player.keeper.status(), n_persist_failed=2)
+    agreement.look(player.keeper, status)
     agreement.must_persist = True
-    agreement.look(player.keeper, stats)
+    agreement.look(player.keeper, status)
     assert agreement.trouble == ""
 
-    agreement.look(player.keeper, {**stats, "persist_failures": 3, "persist_trouble": "no space"})
+    agreement.look(player.keeper, replace(status, n_persist_failed=3))
     assert agreement.trouble == "no space"
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.keepers import FakeKeeper, Heard
 from support.runs import wait_until
 
-from gpuops.agent.checkpoint.api import FinalFlush, NoCheckpointService
+from gpuops.agent.checkpoint.api import CheckpointService, FinalFlush
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
 from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.host.clock import FakeClock
@@ -157,7 +157,7 @@ def test_what_a_keeper_told_before_it_failed_in_the_same_look_is_on_record(bench
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(9)
     client = bench.keeper.clients[0]
-    client.stats = lambda: client.close() or client.events()
+    client.status = lambda: client.close() or client.events()
     bench.keeping.look()
 
     assert [(event.kind, event.state) for event in bench.heard.events] == [
@@ -429,7 +429,7 @@ def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     bench.keeper.commit(12)
     bench.keeping.look()
     client = bench.keeper.clients[0]
-    client.flush = lambda _s: client.close() or client.stats()
+    client.flush = lambda _s: client.close() or client.status()
 
     done = bench.keeping.flush(5.0)
 
@@ -505,7 +505,7 @@ def test_one_that_does_not_end_is_left_to_its_lease(bench):
 
 
 def test_without_a_keeper_the_workers_hear_that_none_is_to_be_started():
-    nothing = NoCheckpointService("/ckpt")
+    nothing = CheckpointService("/ckpt")
     nothing.begin(0, 1, None)
     nothing.look()
     nothing.end(1.0)

@@ -8,7 +8,6 @@ from gpuops.agent.checkpoint.keeper_events import (
     KeeperEvent,
     SaveCounter,
     is_counted,
-    pair,
     read_events,
     resumed,
     single,
@@ -30,19 +29,15 @@ def test_an_event_is_read_by_type():
         "tier": "peer",
         "bytes": 1000,
         "seconds": 0.5,
-        "why": "x" * 5000,
+        "why": "x" * 600,
     }
 
     (found,) = read_events([told])
 
     assert (found.state, found.rank, found.tier) == (StateId(2, 41), 3, "peer")
     assert (found.nbytes, found.seconds, len(found.why)) == (1000, 0.5, 600)
-    payload = found.to_json()
+    payload = found.payload()
     assert (payload["step"], payload["epoch"], payload["bytes"]) == (41, 2, 1000)
-
-
-def test_a_state_may_also_stand_in_two_fields():
-    assert event("persisted", epoch=1, step=7).state == StateId(1, 7)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +70,7 @@ def test_what_is_no_event_is_left_out(told):
         ("seconds", float("nan")),
         ("seconds", -1),
         ("why", 7),
+        ("why", "x" * 601),
         ("directory", ["/x"]),
     ],
 )
@@ -90,19 +86,20 @@ JSON = st.recursive(
     max_leaves=12,
 )
 FIELDS = st.dictionaries(
-    st.sampled_from(["kind", "state", "epoch", "step", "rank", "tier", "bytes", "seconds", "n"]),
+    st.sampled_from(
+        ["kind", "state", "rank", "suspects", "tensors", "tier", "bytes", "seconds", "n"]
+    ),
     JSON,
 )
 
 
-@given(st.lists(FIELDS, max_size=4), JSON)
-def test_no_nonsense_raises(told, value):
+@given(st.lists(FIELDS, max_size=4))
+def test_no_nonsense_raises(told):
     found = read_events(told)
     tally = SaveCounter()
     for item in found:
         tally.add(item) if is_counted(item) else single(item)
     tally.take()
-    pair(value)
     if (loaded := resumed(found)) is not None:
         assert loaded.words()
 

@@ -74,7 +74,6 @@ class KeeperCore:
         self._restore_finder = RestoreFinder(
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
-        self._leased_s: dict[StateId, float] = {}
         self._sealed_s = 0.0
         self._populating: set[int] = set()
 
@@ -224,7 +223,9 @@ class KeeperCore:
         table_s = now_s if table.is_single_node else self.wall_s()
         answer = table.acquire(rank_info.local_rank, step, table_s, is_last=is_last)
         if isinstance(answer, SlotLease):
-            self._leased_s.setdefault(answer.state, now_s)
+            saved = table.find(answer.state)
+            if saved is not None and saved.leased_s is None:
+                saved.leased_s = now_s
             return answer
         if sum(table.skipped.values()) > skipped and answer.reason is not SkipReason.NOT_DUE:
             self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
@@ -269,9 +270,9 @@ class KeeperCore:
 
     def _on_committed(self, state: StateId) -> None:
         """Act on a commit: tell it, free what it makes superfluous, persist it when it is time."""
-        now_s = self.clock_s()
-        seconds = now_s - self._leased_s.get(state, now_s)
-        self._leased_s = {s: at for s, at in self._leased_s.items() if s > state}
+        now_s, saved = self.clock_s(), self.memory.buffer_table.find(state)
+        leased_s = None if saved is None else saved.leased_s
+        seconds = 0.0 if leased_s is None else now_s - leased_s
         nbytes = self._size_bytes(state)
         self.events.add("committed", state=state, seconds=seconds, bytes=nbytes)
         self.peers.on_committed(state)
@@ -393,7 +394,6 @@ class KeeperCore:
 
     def _on_resumed(self, state: StateId | None) -> None:
         self.persister.rewind(state)
-        self._leased_s.clear()
         self.peers.tick()
 
     def done_reading(self, rank_info: RankInfo) -> None:

@@ -13,18 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gpuops.checkpoint.memory.saved_state import SavedState, SlotKey, SlotPhase
 from gpuops.checkpoint.types import CheckpointError, StateId
 
 _DECISIONS_KEPT = 256
 _REJECTED_KEPT = 8
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SlotKey:
-    """One slot: the arena (one rank's memory of one layout) and its number therein."""
-
-    pool: int
-    index: int
 
 
 class SkipReason(StrEnum):
@@ -58,32 +51,6 @@ class BufferTableError(CheckpointError):
     """The caller says what cannot have happened, such as a seal without a grant."""
 
 
-class _SlotPhase(StrEnum):
-    GRANTED = "granted"  # its rank has not asked yet
-    WRITING = "writing"
-    SEALED = "sealed"
-    VERIFIED = "verified"
-
-
-@dataclass(slots=True)
-class _PendingState:
-    """A state on its way; keys of both are local ranks."""
-
-    state: StateId
-    slots: dict[int, SlotKey]
-    phases: dict[int, _SlotPhase]
-
-    @property
-    def is_complete(self) -> bool:
-        return all(phase is _SlotPhase.VERIFIED for phase in self.phases.values())
-
-    @property
-    def is_sealed(self) -> bool:
-        return all(
-            phase in (_SlotPhase.SEALED, _SlotPhase.VERIFIED) for phase in self.phases.values()
-        )
-
-
 @dataclass(slots=True)
 class BufferTable:
     """The slots of one node.
@@ -109,8 +76,8 @@ class BufferTable:
     _n_ranks: int = 0
     _pools: dict[int, set[SlotKey]] = field(default_factory=dict)
     _pool_of_rank: dict[int, int] = field(default_factory=dict)
-    _complete: dict[StateId, dict[int, SlotKey]] = field(default_factory=dict)
-    _pending: _PendingState | None = None
+    _complete: dict[StateId, SavedState] = field(default_factory=dict)
+    _pending: SavedState | None = None
     _writers: set[tuple[int, StateId, SlotKey]] = field(default_factory=set)
     _pins: dict[str, set[SlotKey]] = field(default_factory=dict)
     _decisions: OrderedDict[int, SlotRefusal | None] = field(default_factory=OrderedDict)
@@ -210,9 +177,9 @@ class BufferTable:
         pending = self._pending
         if pending is None or pending.state.step != step or local_rank not in pending.phases:
             return _STEP_PASSED
-        if pending.phases[local_rank] not in (_SlotPhase.GRANTED, _SlotPhase.WRITING):
+        if pending.phases[local_rank] not in (SlotPhase.GRANTED, SlotPhase.WRITING):
             return _STEP_PASSED
-        pending.phases[local_rank] = _SlotPhase.WRITING
+        pending.phases[local_rank] = SlotPhase.WRITING
         slot = pending.slots[local_rank]
         self._writers.add((local_rank, pending.state, slot))
         return SlotLease(slot, pending.state)
@@ -223,7 +190,7 @@ class BufferTable:
         pending = self._pending
         if pending is None or pending.state != state:
             return None
-        pending.phases[local_rank] = _SlotPhase.SEALED
+        pending.phases[local_rank] = SlotPhase.SEALED
         return pending.slots[local_rank]
 
     def abandon(self, local_rank: int, state: StateId) -> None:
@@ -245,14 +212,14 @@ class BufferTable:
         if pending is None or pending.state != state:
             return False
         for local_rank, leased in pending.slots.items():
-            if leased == slot and pending.phases[local_rank] is _SlotPhase.SEALED:
-                pending.phases[local_rank] = _SlotPhase.VERIFIED
+            if leased == slot and pending.phases[local_rank] is SlotPhase.SEALED:
+                pending.phases[local_rank] = SlotPhase.VERIFIED
                 break
         else:
             return False
         if not pending.is_complete:
             return False
-        self._complete[state] = pending.slots
+        self._complete[state] = pending
         if self.is_single_node:
             self._commit(state)
         return True
@@ -284,8 +251,8 @@ class BufferTable:
         """
         if state not in self._complete:
             raise BufferTableError(f"memory does not hold {state}")
-        self._pins.setdefault(owner, set()).update(self._complete[state].values())
-        return dict(self._complete[state])
+        self._pins.setdefault(owner, set()).update(self._complete[state].slots.values())
+        return dict(self._complete[state].slots)
 
     def unpin(self, owner: str) -> None:
         """Take away all pins of *owner*; a slot that was pinned stays as it was until then."""
@@ -293,7 +260,17 @@ class BufferTable:
 
     def complete_states(self) -> Mapping[StateId, Mapping[int, SlotKey]]:
         """Return the states of which memory has what this node's ranks saved."""
-        return {state: dict(slots) for state, slots in self._complete.items()}
+        return {state: dict(saved.slots) for state, saved in self._complete.items()}
+
+    def find(self, state: StateId) -> SavedState | None:
+        """Return what is known of a state that is complete or on its way."""
+        is_pending = self._pending is not None and self._pending.state == state
+        return self._pending if is_pending else self._complete.get(state)
+
+    @property
+    def complete(self) -> Mapping[StateId, SavedState]:
+        """The states of which memory has what this node's ranks saved."""
+        return self._complete
 
     def release(self) -> tuple[SlotKey, ...]:
         """Return, and forget, slots that no rank will use again and that hold nothing of worth."""
@@ -302,11 +279,9 @@ class BufferTable:
         stale = set(self._pools) - set(self._pool_of_rank.values())
         keys = {key for pool in stale for key in self._pools[pool]}
         keys -= self._slots_in_use()
-        for state in [s for s, slots in self._complete.items() if not self._is_protected(s)]:
-            if keys & set(self._complete[state].values()):
-                self._complete.pop(state, None)
-        for slots in self._complete.values():
-            keys -= set(slots.values())
+        self._evict(keys, only_unprotected=True)
+        for saved in self._complete.values():
+            keys -= set(saved.slots.values())
         for key in keys:
             self._pools[key.pool].discard(key)
         for pool in stale:
@@ -320,7 +295,7 @@ class BufferTable:
         """Say whether the rank has saved *state*, as far as nobody gave it up."""
         pending = self._pending
         if pending is not None and pending.state == state:
-            return pending.phases.get(local_rank) in (_SlotPhase.SEALED, _SlotPhase.VERIFIED)
+            return pending.phases.get(local_rank) in (SlotPhase.SEALED, SlotPhase.VERIFIED)
         return state in self._complete or self.last_committed == state
 
     def _may_decide_again(self, step: int) -> bool:
@@ -334,7 +309,7 @@ class BufferTable:
         pending = self._pending
         if pending is None or self.epoch is None or step <= pending.state.step:
             return
-        if pending.phases.get(local_rank) is _SlotPhase.GRANTED:
+        if pending.phases.get(local_rank) is SlotPhase.GRANTED:
             self._give_up()
 
     def _decide(self, step: int, now_s: float, *, is_last: bool) -> None:
@@ -379,8 +354,8 @@ class BufferTable:
                 return SlotRefusal(SkipReason.NO_FREE_SLOT, why)
             slots[local_rank] = free
         self._evict(slots.values())
-        phases = dict.fromkeys(slots, _SlotPhase.GRANTED)
-        self._pending = _PendingState(StateId(self.epoch, step), slots, phases)
+        phases = dict.fromkeys(slots, SlotPhase.GRANTED)
+        self._pending = SavedState(StateId(self.epoch, step), slots, phases)
         return None
 
     def _why_early(self, step: int, now_s: float) -> str:
@@ -409,7 +384,7 @@ class BufferTable:
     def _find_free_slot(self, pool: int) -> SlotKey | None:
         """Return an empty slot, else the one of the oldest state that nobody needs."""
         busy = self._slots_in_use()
-        holds = {key: state for state, slots in self._complete.items() for key in slots.values()}
+        holds = {key: s for s, saved in self._complete.items() for key in saved.slots.values()}
         found: list[tuple[StateId, SlotKey]] = []
         for key in sorted(self._pools[pool] - busy):
             state = holds.get(key)
@@ -430,15 +405,17 @@ class BufferTable:
 
     def _is_protected(self, state: StateId) -> bool:
         is_newest = self.last_committed is None or state >= self.last_committed
-        return is_newest or not self._pinned_slots().isdisjoint(self._complete[state].values())
+        return is_newest or not self._pinned_slots().isdisjoint(
+            self._complete[state].slots.values()
+        )
 
-    def _evict(self, slots: Iterable[SlotKey]) -> None:
+    def _evict(self, slots: Iterable[SlotKey], *, only_unprotected: bool = False) -> None:
         """Let go of every state that loses one of *slots*."""
         taken = set(slots)
-        for state in [
-            s for s, held_slots in self._complete.items() if taken & set(held_slots.values())
-        ]:
-            self._complete.pop(state, None)
+        for state, saved in list(self._complete.items()):
+            is_kept = only_unprotected and self._is_protected(state)
+            if not is_kept and taken & set(saved.slots.values()):
+                del self._complete[state]
 
     def _commit(self, state: StateId) -> None:
         self.last_committed = state
@@ -458,7 +435,7 @@ class BufferTable:
         pending = self._pending
         if pending is None or self.epoch is None:
             return
-        if pending.phases.get(local_rank) in (_SlotPhase.GRANTED, _SlotPhase.WRITING):
+        if pending.phases.get(local_rank) in (SlotPhase.GRANTED, SlotPhase.WRITING):
             self._give_up()
 
     def _remove_writer(self, local_rank: int, state: StateId) -> None:

@@ -14,7 +14,8 @@ from blake3 import blake3
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.keeper.messages import SLOTS_MAX, SLOTS_MIN
 from gpuops.checkpoint.memory.available import available_bytes
-from gpuops.checkpoint.memory.buffer_table import BufferTable, SlotKey
+from gpuops.checkpoint.memory.buffer_table import BufferTable
+from gpuops.checkpoint.memory.saved_state import SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import (
     IMAGE_BYTES_MAX,
@@ -117,7 +118,6 @@ class NodeMemory:
     unpopulated_elsewhere: Callable[[], int] = lambda: 0
     buffer_table: BufferTable = field(default_factory=BufferTable)
     _pools: dict[int, BufferPool] = field(default_factory=dict)
-    _digests: dict[tuple[StateId, SlotKey], Digest] = field(default_factory=dict)
     _populated: set[int] = field(default_factory=set)
     _n_pools: int = 0
 
@@ -182,19 +182,20 @@ class NodeMemory:
 
     def record_digest(self, sealed: SealedSlot, digest: Digest) -> bool:
         """Take note of a slot's digest; say whether its state is whole by that."""
-        self._digests[sealed.state, sealed.key] = digest
-        is_whole = self.buffer_table.mark_verified(sealed.key, sealed.state)
-        kept_states = {*self.buffer_table.complete_states(), self.buffer_table.in_flight}
-        for key in [k for k in self._digests if k[0] not in kept_states]:
-            del self._digests[key]
-        return is_whole
+        saved = self.buffer_table.find(sealed.state)
+        if saved is None:
+            return False
+        saved.digests[sealed.key] = digest
+        return self.buffer_table.mark_verified(sealed.key, sealed.state)
 
     def held_shards(self, state: StateId) -> dict[Shard, HeldShard]:
         """Return the shards of *state*; empty where it is not whole."""
         found: dict[Shard, HeldShard] = {}
-        for key in self.buffer_table.complete_states().get(state, {}).values():
-            pool = self._pools[key.pool]
-            digest = self._digests[state, key]
+        saved = self.buffer_table.complete.get(state)
+        if saved is None:
+            return found
+        for key in saved.slots.values():
+            pool, digest = self._pools[key.pool], saved.digests[key]
             copy = ShardCopy(state, pool.shard, pool.layout, digest, Tier.MEMORY, self.node)
             found[pool.shard] = HeldShard(copy, key, pool.slots[key.index])
         return found

@@ -158,18 +158,16 @@ class ReplicaPusher:
     n_failed: int = 0
     pushed_bytes: int = 0
     _holders: dict[KeeperAddress, _Holder] = field(default_factory=dict)
-    _arrived: dict[StateId, set[tuple[Shard, KeeperAddress]]] = field(default_factory=dict)
     _n_pins: int = 0
     _cadence: SaveCadence = field(default_factory=SaveCadence)
-    _due_s: dict[StateId, float] = field(default_factory=dict)
 
     def set_holders(self, holders: Sequence[KeeperAddress]) -> None:
         """Push to *holders* from now on, and to no other."""
         for peer in set(self._holders) - set(holders):
             self._cancel(self._holders.pop(peer))
-            for arrived in self._arrived.values():
+            for saved in self.memory.buffer_table.complete.values():
                 # It may let go of it; should it be a holder again, it is asked.
-                arrived.difference_update([pair for pair in arrived if pair[1] == peer])
+                saved.arrived = {pair for pair in saved.arrived if pair[1] != peer}
         for peer in holders:
             self._holders.setdefault(peer, _Holder(peer))
         self.push_next()
@@ -184,7 +182,7 @@ class ReplicaPusher:
     def is_replicated(self, state: StateId) -> bool:
         """Say whether every holder that lives has all that this node saved of *state*, verified."""
         held = self.memory.held_shards(state)
-        arrived = self._arrived.get(state, set())
+        arrived = self._arrived(state)
         return bool(held) and all(
             holder.is_gone or (shard, holder.peer) in arrived
             for holder in self._holders.values()
@@ -195,11 +193,10 @@ class ReplicaPusher:
         """Begin what can be begun, end what is not wanted any more or does not move."""
         now_s, pushable = self.clock_s(), self._wanted()
         self._cadence.observe(now_s, self.memory.buffer_table.decided)
-        for state in [
-            s for s in self._arrived if s not in self.memory.buffer_table.complete_states()
-        ]:
-            del self._arrived[state]
-        self._due_s = {s: self._due_s.get(s, now_s + self._cadence.within_s) for s in pushable}
+        for state in pushable:
+            saved = self.memory.buffer_table.find(state)
+            if saved is not None and saved.due_s is None:
+                saved.due_s = now_s + self._cadence.within_s
         for holder in self._holders.values():
             task = holder.task
             if task is None:
@@ -229,6 +226,11 @@ class ReplicaPusher:
             "holders_gone": [h.peer.name for h in self._holders.values() if h.is_gone],
         }
 
+    def _arrived(self, state: StateId) -> set[tuple[Shard, KeeperAddress]]:
+        """Return which shards of *state* are at which holders."""
+        saved = self.memory.buffer_table.find(state)
+        return set() if saved is None else saved.arrived
+
     def _wanted(self) -> list[StateId]:
         table = self.memory.buffer_table
         if table.epoch is None:
@@ -241,7 +243,7 @@ class ReplicaPusher:
     ) -> None:
         own_shards = self.own_shards()
         for state in pushable:
-            arrived = self._arrived.get(state, set())
+            arrived = self._arrived(state)
             held = self.memory.held_shards(state)
             for shard in sorted(set(held).intersection(own_shards)):
                 if (shard, holder.peer) not in arrived:
@@ -310,15 +312,14 @@ class ReplicaPusher:
 
     def _update_deadline(self, now_s: float) -> None:
         """Tell the pace what is still to be sent, and by when."""
-        left_bytes = {state: self._left_bytes(state) for state in self._due_s}
-        due_s = min(
-            (self._due_s[state] for state, nbytes in left_bytes.items() if nbytes), default=now_s
-        )
-        self.pace.set_deadline(sum(left_bytes.values()), max(due_s - now_s, 0.0))
+        wanted = [self.memory.buffer_table.find(state) for state in self._wanted()]
+        left = [(self._left_bytes(it.state), it.due_s or now_s) for it in wanted if it is not None]
+        due_s = min((due_s for nbytes, due_s in left if nbytes), default=now_s)
+        self.pace.set_deadline(sum(nbytes for nbytes, _ in left), max(due_s - now_s, 0.0))
 
     def _left_bytes(self, state: StateId) -> int:
         """Return how much of *state* is still to be sent to holders that live."""
-        own_shards, arrived = self.own_shards(), self._arrived.get(state, set())
+        own_shards, arrived = self.own_shards(), self._arrived(state)
         return sum(
             held.copy.digest.nbytes
             for shard, held in self.memory.held_shards(state).items()
@@ -330,7 +331,7 @@ class ReplicaPusher:
     def _on_arrived(self, holder: _Holder, task: _PushTask, done: PushResult) -> None:
         if holder.peer not in self._holders:
             return
-        self._arrived.setdefault(task.state, set()).add((task.shard, holder.peer))
+        self._arrived(task.state).add((task.shard, holder.peer))
         holder.failing_since_s, holder.is_gone, holder.n_failures = None, False, 0
         holder.retry_at_s, holder.why, holder.n_broken = 0.0, "", 0
         self.n_pushed += 1

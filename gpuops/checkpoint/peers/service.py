@@ -13,7 +13,6 @@ from functools import partial
 
 from gpuops.checkpoint.keeper.events import EventQueue
 from gpuops.checkpoint.keeper.jobs import NICE_PUSH, Jobs, lower_priority
-from gpuops.checkpoint.memory.buffer_table import SlotKey
 from gpuops.checkpoint.memory.node_memory import (
     HeldShard,
     NodeMemory,
@@ -21,6 +20,7 @@ from gpuops.checkpoint.memory.node_memory import (
     duplicate_fd,
     open_read_only,
 )
+from gpuops.checkpoint.memory.saved_state import SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.push import HOLDERS_MAX, ReplicaPusher

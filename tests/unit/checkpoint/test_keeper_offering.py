@@ -8,8 +8,8 @@ from support.keeper_ranks import fill, holds, layout_of
 
 from gpuops.checkpoint.agreement.local_recovery import StateSearchCriteria, find_restorable
 from gpuops.checkpoint.digest import compute_digest
-from gpuops.checkpoint.memory.buffer_table import SlotKey
 from gpuops.checkpoint.memory.node_memory import HeldShard
+from gpuops.checkpoint.memory.saved_state import SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.api import DamagedState, StoreScan
 from gpuops.checkpoint.storage.factory import open_store

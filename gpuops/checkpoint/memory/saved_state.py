@@ -1,0 +1,51 @@
+"""The life of one saved state on its node: leased, sealed, verified, complete, replicated."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpuops.checkpoint.types import Digest, KeeperAddress, Shard, StateId
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlotKey:
+    """One slot: the arena (one rank's memory of one layout) and its number therein."""
+
+    pool: int
+    index: int
+
+
+class SlotPhase(StrEnum):
+    """How far one rank is."""
+
+    GRANTED = "granted"  # its rank has not asked yet
+    WRITING = "writing"
+    SEALED = "sealed"
+    VERIFIED = "verified"
+
+
+@dataclass(slots=True)
+class SavedState:
+    """One state of this node from the first lease on, for as long as memory may hold it.
+
+    ``slots`` and ``phases`` are by local rank, ``digests`` by slot: once all are verified the state
+    is complete here. ``arrived``: which shards are at which holders; all of them: it is replicated.
+    ``leased_s``: when the first slot was granted; ``due_s``: when all should be at their holders.
+    """
+
+    state: StateId
+    slots: dict[int, SlotKey]
+    phases: dict[int, SlotPhase]
+    digests: dict[SlotKey, Digest] = field(default_factory=dict)
+    arrived: set[tuple[Shard, KeeperAddress]] = field(default_factory=set)
+    leased_s: float | None = None
+    due_s: float | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return all(phase is SlotPhase.VERIFIED for phase in self.phases.values())
+
+    @property
+    def is_sealed(self) -> bool:
+        return all(
+            phase in (SlotPhase.SEALED, SlotPhase.VERIFIED) for phase in self.phases.values()
+        )

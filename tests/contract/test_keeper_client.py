@@ -9,10 +9,8 @@ import pytest
 from support.keeper_ranks import Rank, until
 from support.keepers import FakeKeeper
 
-from gpuops.agent.checkpoint import keeper_folder
 from gpuops.agent.checkpoint.keeper_client import start_keeper
 from gpuops.agent.checkpoint.keeper_events import read_events
-from gpuops.checkpoint.keeper import connection, serve
 from gpuops.checkpoint.keeper.messages import NO_DIRECTORY
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.types import KeeperError, StateId
@@ -212,8 +210,3 @@ def test_a_closed_tie_is_of_no_use_and_may_be_closed_again(node):
 
     with pytest.raises(KeeperError):
         client.status()
-
-
-def test_both_sides_name_the_files_of_the_folder_alike():
-    assert keeper_folder.SOCKET == connection.SOCKET_NAME
-    assert keeper_folder.KEEPER_LOCK == serve.LOCK

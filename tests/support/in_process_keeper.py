@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper.core import KeeperCore
-from gpuops.checkpoint.keeper.jobs import OnDone, Work
+from gpuops.checkpoint.keeper.jobs import JobKind, OnDone, Work
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, RankInfo, Skipped
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate_fd
@@ -44,26 +44,16 @@ class _InlineJobs:
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
 
-    def hash(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
+    def start(self, _kind: JobKind, work: Work[T], on_done: OnDone[T]) -> None:
+        def do() -> None:
+            try:
+                result = work()
+            except CheckpointError as exc:
+                on_done(None, exc)
+            else:
+                on_done(result, None)
 
-    def populate(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
-
-    def search(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
-
-    def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
-
-    def check_replicas(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
-
-    def push(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
-
-    def fetch(self, work: Work[T], on_done: OnDone[T]) -> None:
-        self._add(work, on_done)
+        self._waiting.append(do)
 
     def post(self, run: Callable[[], None]) -> None:
         self._waiting.append(run)
@@ -74,17 +64,6 @@ class _InlineJobs:
     def run_callbacks(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
-
-    def _add(self, work: Work[T], on_done: OnDone[T]) -> None:
-        def do() -> None:
-            try:
-                result = work()
-            except CheckpointError as exc:
-                on_done(None, exc)
-            else:
-                on_done(result, None)
-
-        self._waiting.append(do)
 
 
 class InProcessNode:

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from gpuops.agent.launch.identity import fingerprint
 from gpuops.agent.launch.options import RunRequest
+from gpuops.checkpoint.keeper.connection import LOCK_NAME, SOCKET_NAME
 from gpuops.errors import GpuopsError
 
-SOCKET = "keeper.sock"
 LOCK = "agent.lock"
-KEEPER_LOCK = "keeper.lock"
 # A keeper that was killed, or whose lease is over, leaves its log for so long.
 KEPT_S = 86_400.0
 DIGITS = 16
@@ -48,7 +47,7 @@ class KeeperFolder:
     @property
     def socket(self) -> Path:
         """Return where its keeper listens."""
-        return self.path / SOCKET
+        return self.path / SOCKET_NAME
 
     def leave(self, *, remove: bool) -> None:
         """Let go of it; *remove* it where nothing is in there for a next agent."""
@@ -93,7 +92,7 @@ def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
     for parent in parents:
         with suppress(OSError):
             for path in list((parent / "keepers").iterdir()):
-                if now_s - path.stat().st_mtime < KEPT_S or _is_held(path / KEEPER_LOCK):
+                if now_s - path.stat().st_mtime < KEPT_S or _is_held(path / LOCK_NAME):
                     continue
                 folder = _locked(path, uid, must_exist=False)
                 if folder is not None:
@@ -137,7 +136,7 @@ def _why_not(path: Path, uid: int, *, private: bool) -> str | None:
 
 def _locked(path: Path, uid: int, *, must_exist: bool) -> KeeperFolder | None:
     """Return the folder *path* if no living agent has it, and it is what is looked for."""
-    if must_exist and not (path / SOCKET).exists():
+    if must_exist and not (path / SOCKET_NAME).exists():
         return None
     if _why_not(path, uid, private=True) is not None:
         return None

@@ -116,11 +116,9 @@ class KeeperSupervisor(CheckpointService):
         return {KEEPER: socket, **place_of(self._directory)}
 
     def said(self) -> Json | None:
-        """Return what goes with a heartbeat."""
         return None if self._agreement is None else self._agreement.said()
 
     def holding(self) -> Json | None:
-        """Return what goes with this node's wish for a seat."""
         agreement, found = self._agreement, None
         if agreement is None:
             return None
@@ -172,7 +170,6 @@ class KeeperSupervisor(CheckpointService):
         return True
 
     def refusal(self, pause: Callable[[float], object]) -> str | None:
-        """Return why another job has the directory, None where none has."""
         return self._refusal(self._keeper.pid if self._keeper else None, pause)
 
     def look(self) -> None:
@@ -234,7 +231,6 @@ class KeeperSupervisor(CheckpointService):
         return self._clock.mono_ns() / NS_PER_S
 
     def state(self) -> CheckpointState | None:
-        """Return what is held."""
         return self._state
 
     def flush(self, within_s: float, *, is_told: bool = True) -> FinalFlush | None:
@@ -286,7 +282,6 @@ class KeeperSupervisor(CheckpointService):
         )
 
     def settle(self, within_s: float) -> None:
-        """Wait until what was saved last is committed, and persistent, on all nodes."""
         agreement, began_ns = self._agreement, self._clock.mono_ns()
         if agreement is None or self._together is None or not agreement.is_on:
             return
@@ -301,7 +296,6 @@ class KeeperSupervisor(CheckpointService):
         return (self._clock.mono_ns() - then_ns) / NS_PER_S
 
     def end(self, save_s: float) -> None:
-        """End the keeper; what is newest is persisted before."""
         self._stopping.set()
         self._looks.wake()
         if save_s > 0:
@@ -330,7 +324,6 @@ class KeeperSupervisor(CheckpointService):
         return True
 
     def leave(self) -> None:
-        """Let go of the keeper."""
         self._stopping.set()
         self._looks.wake()
         with self._called("leaving the keeper", LOOK_WAIT_S) as has_turn:

@@ -17,6 +17,7 @@ from gpuops.wire.messages import MessageFormatError, read
 
 T = TypeVar("T")
 SOCKET_NAME = "keeper.sock"
+LOCK_NAME = "keeper.lock"
 
 
 def keeper_socket_path(folder: Path) -> Path:

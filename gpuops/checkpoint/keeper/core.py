@@ -6,7 +6,7 @@ from typing import Any
 
 from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, KeeperProgress
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import (
     CheckpointPolicy,
     Epoch,
@@ -200,7 +200,9 @@ class KeeperCore:
     async def _populate(self, slot: SharedBuffer) -> None:
         self._populating.add(id(slot))
         try:
-            if await JobResult(self.jobs.populate, lambda: slot.populate(lambda: self.is_ending)):
+            if await JobResult(
+                self.jobs, JobKind.POPULATE, lambda: slot.populate(lambda: self.is_ending)
+            ):
                 self.memory.mark_populated(slot)
         except Exception as exc:  # noqa: BLE001 boundary: memory is taken on the first copy then
             self.events.add("not_populated", why=str(exc))
@@ -241,7 +243,7 @@ class KeeperCore:
     async def _hash(self, rank_info: RankInfo, sealed: SealedSlot) -> None:
         self.n_hashing += 1
         try:
-            digest = await JobResult(self.jobs.hash, sealed.hash)
+            digest = await JobResult(self.jobs, JobKind.HASH, sealed.hash)
         except Exception as exc:  # noqa: BLE001 boundary: without a digest there is no state
             self.memory.buffer_table.give_up(sealed.state)
             rank = rank_info.shard.rank

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -20,7 +21,6 @@ T = TypeVar("T")
 Work = Callable[[], T]
 # Called in the thread of the messages with the result, or with what was raised.
 OnDone = Callable[[T | None, BaseException | None], None]
-Start = Callable[[Work[Any], OnDone[Any]], None]  # a method of `Jobs`
 Task = Coroutine[Callable[[OnDone[Any]], None], Any, None]
 
 
@@ -42,11 +42,23 @@ _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_IDLE = 3 << 13
 
 
-class JobResult(Generic[T]):
-    """``await JobResult(jobs.hash, work)``: what *work* returns in a thread, or its error."""
+class JobKind(StrEnum):
+    """What is done, each in threads of its own."""
 
-    def __init__(self, start: Start, work: Work[T]) -> None:
-        self._start = partial(start, work)
+    HASH = "hash"  # read memory: a few at a time
+    POPULATE = "populate"  # take memory
+    SEARCH = "search"  # read a directory, which may take as long as it likes: one at a time
+    PERSIST = "persist"  # write to a directory, giving way to everything else: one at a time
+    CHECK_REPLICAS = "check_replicas"  # read memory, giving way to everything else: one at a time
+    PUSH = "push"  # send to another node, giving way to the training: `PUSHES_MAX` at a time
+    FETCH = "fetch"  # get from another node what ranks will wait for: a few at a time
+
+
+class JobResult(Generic[T]):
+    """``await JobResult(jobs, kind, work)``: what *work* returns in a thread, or its error."""
+
+    def __init__(self, jobs: "Jobs", kind: JobKind, work: Work[T]) -> None:
+        self._start = partial(jobs.start, kind, work)
 
     def __await__(self) -> Generator[Callable[[OnDone[T]], None], T, T]:
         return (yield self._start)
@@ -106,44 +118,29 @@ class Jobs:
         self._wake = wake
         n_cpus = len(os.sched_getaffinity(0))
         n_hash = n_hash or max(2, min(n_cpus // 2, _HASH_THREADS_MAX))
-        self._hashers = _pool(n_hash, "hash", NICE_HASH)
-        self._populator = _pool(
-            max(1, min(n_cpus // 4, _POPULATE_THREADS_MAX)), "populate", NICE_POPULATE
-        )
-        self._searcher = _pool(1, "look", 0)
-        self._persister = _pool(1, "persist", NICE_PERSIST, is_idle=True)
-        self._replica_checker = _pool(1, "vote", NICE_CHECK_REPLICAS)
-        self._pusher = _pool(PUSHES_MAX, "push", NICE_PUSH)
-        self._fetcher = _pool(_FETCH_THREADS, "fetch", 0)
+        n_populate = max(1, min(n_cpus // 4, _POPULATE_THREADS_MAX))
+        self._pools = {
+            JobKind.HASH: _pool(n_hash, "hash", NICE_HASH),
+            JobKind.POPULATE: _pool(n_populate, "populate", NICE_POPULATE),
+            JobKind.SEARCH: _pool(1, "look", 0),
+            JobKind.PERSIST: _pool(1, "persist", NICE_PERSIST, is_idle=True),
+            JobKind.CHECK_REPLICAS: _pool(1, "vote", NICE_CHECK_REPLICAS),
+            JobKind.PUSH: _pool(PUSHES_MAX, "push", NICE_PUSH),
+            JobKind.FETCH: _pool(_FETCH_THREADS, "fetch", 0),
+        }
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
-    def hash(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Read memory: a few at a time."""
-        self._submit(self._hashers, work, on_done)
+    def start(self, kind: JobKind, work: Work[T], on_done: OnDone[T]) -> None:
+        """Have *work* done in a thread of *kind*."""
 
-    def populate(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Take memory."""
-        self._submit(self._populator, work, on_done)
+        def over(future: Future[T]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            result = None if error is not None else future.result()
+            self.post(lambda: on_done(result, error))
 
-    def search(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Read a directory, which may take as long as it likes: one at a time."""
-        self._submit(self._searcher, work, on_done)
-
-    def persist(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Write to a directory, giving way to everything else: one at a time."""
-        self._submit(self._persister, work, on_done)
-
-    def check_replicas(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Read memory, giving way to everything else: one at a time."""
-        self._submit(self._replica_checker, work, on_done)
-
-    def push(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Send to another node, giving way to the training: `PUSHES_MAX` at a time."""
-        self._submit(self._pusher, work, on_done)
-
-    def fetch(self, work: Work[T], on_done: OnDone[T]) -> None:
-        """Get from another node what ranks will wait for: a few at a time."""
-        self._submit(self._fetcher, work, on_done)
+        self._pools[kind].submit(work).add_done_callback(over)
 
     def post(self, do: Callable[[], None]) -> None:
         """Have *do* called soon in the thread of the messages; for any thread."""
@@ -152,7 +149,7 @@ class Jobs:
 
     def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
         """Call *function* for each of *things* in the threads that hash; for use by `search`."""
-        return self._hashers.map(function, things)
+        return self._pools[JobKind.HASH].map(function, things)
 
     def run_callbacks(self) -> None:
         """Call the ``on_done`` of all that is done."""
@@ -162,20 +159,8 @@ class Jobs:
 
     def close(self) -> None:
         """Begin nothing new; what is being done is not waited for."""
-        pools = (self._hashers, self._populator, self._searcher, self._persister)
-        for pool in (*pools, self._replica_checker, self._pusher, self._fetcher):
+        for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, pool: ThreadPoolExecutor, work: Work[T], on_done: OnDone[T]) -> None:
-        def over(future: Future[T]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            result = None if error is not None else future.result()
-            self._done.put(lambda: on_done(result, error))
-            self._wake()
-
-        pool.submit(work).add_done_callback(over)
 
 
 def lower_priority(nice: int, *, is_idle: bool = False) -> None:

@@ -33,7 +33,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
 from gpuops.checkpoint.image import ImageLayout, read_layout
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.types import Shard, StateId
@@ -184,7 +184,7 @@ class ReplicaChecker:
         done, why = None, ""
         try:
             work = partial(_digest_shards, shard_views, self._cpu_s)
-            done = await JobResult(self._jobs.check_replicas, work)
+            done = await JobResult(self._jobs, JobKind.CHECK_REPLICAS, work)
         except Exception as exc:  # noqa: BLE001 boundary: what is saved does not depend on it
             why = str(exc)
         self._is_busy = False

@@ -12,7 +12,7 @@ from gpuops.checkpoint.agreement.local_recovery import (
     find_restorable,
 )
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import WHY_MAX, RankInfo
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
@@ -254,7 +254,7 @@ class RestoreFinder:
 
         result, error = None, None
         try:
-            result = await JobResult(self.jobs.search, find)
+            result = await JobResult(self.jobs, JobKind.SEARCH, find)
         except Exception as exc:  # noqa: BLE001 boundary: the ranks are told that it failed
             error = exc
         table.unpin(pin)

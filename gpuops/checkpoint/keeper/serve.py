@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from gpuops.checkpoint.keeper.connection import LOCK_NAME
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import Jobs, Waker
 from gpuops.checkpoint.keeper.server import KeeperServer
@@ -28,7 +29,6 @@ from gpuops.log import printable
 
 LEASE_S = 120.0
 LOG = "keeper.log"
-LOCK = "keeper.lock"
 EXIT_TAKEN = 75
 _LOG_BYTES_MAX = 2**20
 _FILES_LIMIT = 16_384
@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why is not None:
         return _fail(f"{options.folder}: {why}")
     try:
-        lock = os.open(options.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(options.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         say_and_let_go("taken")
         return EXIT_TAKEN
     except OSError as exc:
-        return _fail(f"{options.folder / LOCK}: {exc.strerror}")
+        return _fail(f"{options.folder / LOCK_NAME}: {exc.strerror}")
     try:
         return _serve(options)
     except OSError as exc:

@@ -17,7 +17,7 @@ from functools import partial
 from statistics import median
 
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import PushResult, push
@@ -297,7 +297,7 @@ class ReplicaPusher:
     ) -> None:
         done, error = None, None
         try:
-            done = await JobResult(self.jobs.push, work)
+            done = await JobResult(self.jobs, JobKind.PUSH, work)
         except Exception as exc:  # noqa: BLE001 boundary: whatever it is, the holder has no copy
             error = exc
         self.memory.buffer_table.unpin(owner)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import NICE_PUSH, Jobs, lower_priority
+from gpuops.checkpoint.keeper.jobs import NICE_PUSH, JobKind, Jobs, lower_priority
 from gpuops.checkpoint.memory.node_memory import (
     HeldShard,
     NodeMemory,
@@ -195,7 +195,7 @@ class PeerService:
         found = PeerShards(state, holders, self._running.job, make, told)
         here = {*self._memory.held_shards(state), *self._replicas_of(state)}
         for shard in sorted(set(holders) - here):
-            self._jobs.fetch(partial(found.get, shard), lambda _memory, _error: None)
+            self._jobs.start(JobKind.FETCH, partial(found.get, shard), lambda _memory, _error: None)
         return found
 
     def borrow(self, state: StateId | None) -> BorrowedReplicas:
@@ -311,7 +311,7 @@ class PeerService:
         self.pusher.job = None
         if running is not None:
             # Its threads may wait for ours.
-            self._jobs.fetch(running.close, lambda _none, _error: None)
+            self._jobs.start(JobKind.FETCH, running.close, lambda _none, _error: None)
 
     def _replicas_of(self, state: StateId) -> dict[Shard, ShardCopy]:
         return {copy.shard: copy for copy in self.copies() if copy.state == state}

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
@@ -332,7 +332,7 @@ class Persister:
         work = partial(run_persist, task, self.open_store, self._should_stop)
         why = ""
         try:
-            outcome = await JobResult(self.jobs.persist, work)
+            outcome = await JobResult(self.jobs, JobKind.PERSIST, work)
         except Exception as exc:  # noqa: BLE001 boundary: whatever a file system raises
             why = str(exc) or repr(exc)
         self.memory.buffer_table.unpin(_PIN)
@@ -371,7 +371,9 @@ class Persister:
 
     async def _run_commit(self, task: CommitTask) -> None:
         try:
-            outcome = await JobResult(self.jobs.persist, partial(run_commit, task, self.open_store))
+            outcome = await JobResult(
+                self.jobs, JobKind.PERSIST, partial(run_commit, task, self.open_store)
+            )
         except Exception as exc:  # noqa: BLE001 boundary: whatever a file system raises
             self.events.add("persist_failed", state=task.state, why=str(exc) or repr(exc))
             return

@@ -9,15 +9,14 @@ import pytest
 from support.launches import requested, slurm_env
 
 from gpuops.agent.checkpoint.keeper_folder import (
-    KEEPER_LOCK,
     KEPT_S,
-    SOCKET,
     FolderError,
     keeper_key,
     runtime_parents,
     sweep,
     take_folder,
 )
+from gpuops.checkpoint.keeper.connection import LOCK_NAME, SOCKET_NAME
 
 pytestmark = pytest.mark.torch
 UID = os.geteuid()
@@ -161,7 +160,7 @@ def test_folders_without_end_are_not_tried(tmp_path):
     with pytest.raises(FolderError, match="64 agents of this very command"):
         take_folder([tmp_path / "r"], "k", UID)
     assert len({folder.path for folder in held}) == 64
-    assert all(folder.socket.name == SOCKET for folder in held)
+    assert all(folder.socket.name == SOCKET_NAME for folder in held)
     for folder in held:
         folder.leave(remove=True)
 
@@ -172,7 +171,7 @@ def test_what_dead_keepers_leave_goes_after_a_day_and_nothing_else_does(tmp_path
     for folder in (dead, waiting, young):
         (folder.path / "keeper.log").touch()
         folder.leave(remove=False)
-    keeper = os.open(waiting.path / KEEPER_LOCK, os.O_RDWR | os.O_CREAT)
+    keeper = os.open(waiting.path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     fcntl.flock(keeper, fcntl.LOCK_EX)
     now_s = time.time()
     for folder in (dead, held, waiting):

@@ -23,8 +23,8 @@ class Jobs:
             name: deque() for name in ("hash", "populate", "search", "persist", "check_replicas")
         }
 
-    def __getattr__(self, name):
-        return lambda work, then: self.waiting[name].append((work, then))
+    def start(self, kind, work, then):
+        self.waiting[kind].append((work, then))
 
     def map(self, function, things):
         return map(function, things)

@@ -5,7 +5,14 @@ import os
 import selectors
 import threading
 
-from gpuops.checkpoint.keeper.jobs import NICE_HASH, NICE_PERSIST, NICE_POPULATE, Jobs, Waker
+from gpuops.checkpoint.keeper.jobs import (
+    NICE_HASH,
+    NICE_PERSIST,
+    NICE_POPULATE,
+    JobKind,
+    Jobs,
+    Waker,
+)
 
 
 def results(jobs, waker, n):
@@ -33,8 +40,8 @@ def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
         def then(result, error):
             jobs.found.append((result, error, threading.current_thread()))
 
-        for submit in (jobs.hash, jobs.populate, jobs.search, jobs.persist):
-            submit(nice, then)
+        for kind in (JobKind.HASH, JobKind.POPULATE, JobKind.SEARCH, JobKind.PERSIST):
+            jobs.start(kind, nice, then)
         found = results(jobs, waker, 4)
 
         assert sorted(result for result, _, _ in found) == sorted(
@@ -46,7 +53,9 @@ def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
 def test_what_work_raises_is_its_result():
     with contextlib.closing(Waker()) as waker, contextlib.closing(Jobs(waker.wake)) as jobs:
         jobs.found = []
-        jobs.search(lambda: 1 // 0, lambda result, error: jobs.found.append((result, error)))
+        jobs.start(
+            JobKind.SEARCH, lambda: 1 // 0, lambda result, error: jobs.found.append((result, error))
+        )
 
         ((result, error),) = results(jobs, waker, 1)
         assert result is None

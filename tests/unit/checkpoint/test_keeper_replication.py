@@ -60,8 +60,8 @@ class Jobs:
         }
         self.posted = deque()
 
-    def __getattr__(self, name):
-        return lambda work, then: self.waiting[name].append((work, then))
+    def start(self, kind, work, then):
+        self.waiting[kind].append((work, then))
 
     def post(self, do):
         self.posted.append(do)

@@ -17,6 +17,7 @@ from gpuops.checkpoint.agreement.replica_check import (
     replica_report_to_json,
 )
 from gpuops.checkpoint.image import TensorSpec, plan_image
+from gpuops.checkpoint.keeper.jobs import JobKind
 from gpuops.checkpoint.keeper.messages import Lease, MessageError
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests
 from gpuops.checkpoint.types import Shard, StateId
@@ -239,9 +240,15 @@ def test_a_slot_that_is_written_meanwhile_says_nothing(nodes):
     node = nodes()
     node.save(1)
     late, jobs = [], node.node.jobs
-    jobs.check_replicas = lambda work, then: late.append(
-        (work(), then)
-    )  # a thread that has to wait
+    begin = jobs.start
+
+    def start(kind, work, then):  # a thread that has to wait
+        if kind is JobKind.CHECK_REPLICAS:
+            late.append((work(), then))
+        else:
+            begin(kind, work, then)
+
+    jobs.start = start
     node.save(2, [(1, "a.weight")])
     node.save(3)
     node.save(4)

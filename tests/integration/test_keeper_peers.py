@@ -338,25 +338,25 @@ def test_a_shared_directory_has_a_state_once_it_is_sealed_and_not_before(nodes, 
     seat(nodes, 0, 3, n_floats=N_FLOATS, directory=str(place), persist_every_s=0.0)
     store = open_store(str(place))
     state = save(nodes, 3)
-    assert not any(node.agent.progress().is_due for node in nodes)
+    assert not any(node.agent.status().progress.is_due for node in nodes)
     commit(nodes, state)
-    assert all(node.agent.progress().is_due for node in nodes)
+    assert all(node.agent.status().progress.is_due for node in nodes)
     for node in nodes[:2]:
         node.agent.commit(state, persist=True)
-    until(lambda: all(state in node.agent.progress().parts for node in nodes[:2]))
+    until(lambda: all(state in node.agent.status().progress.parts for node in nodes[:2]))
     # Two of three: nobody sees it, and nobody can make it appear.
     assert store.list_states() == ()
     nodes[0].agent.seal_persisted(state, 3)
     until(lambda: nodes[0].heard_of("persist_failed"))
     assert "not all of its 3 shards" in nodes[0].heard_of("persist_failed")[0]["why"]
     assert store.list_states() == ()
-    assert nodes[0].agent.progress().persisted is None
+    assert nodes[0].agent.status().progress.persisted is None
 
     nodes[2].agent.commit(state, persist=True)
-    until(lambda: state in nodes[2].agent.progress().parts)
+    until(lambda: state in nodes[2].agent.status().progress.parts)
     assert store.list_states() == ()
     nodes[0].agent.seal_persisted(state, 3)
-    until(lambda: nodes[0].agent.progress().persisted == state)
+    until(lambda: nodes[0].agent.status().progress.persisted == state)
     nodes[0].agent.seal_persisted(state, 3)
     assert [stored.state for stored in store.list_states()] == [state]
     assert verify_state(store, state) == []
@@ -369,9 +369,9 @@ def test_with_no_peer_left_the_directory_serves(nodes, start, tmp_path):
     crew = nodes[:2]
     seat(crew, 0, 2, **options)
     state = commit(crew, save(crew, 3), persist=True)
-    until(lambda: all(state in node.agent.progress().parts for node in crew))
+    until(lambda: all(state in node.agent.status().progress.parts for node in crew))
     crew[1].agent.seal_persisted(state, 2)
-    until(lambda: crew[1].agent.progress().persisted == state)
+    until(lambda: crew[1].agent.status().progress.persisted == state)
     crew[1].kill()
     corrupt(crew[0], Shard(1, 2))
     spare = start("n4", 4)

@@ -90,7 +90,7 @@ class Node:
         return sorted(copy.shard for copy in self.agent.inventory() if copy.state == state)
 
     def is_replicated(self, state):
-        return state in self.agent.progress().replicated
+        return state in self.agent.status().progress.replicated
 
     def kill(self):
         """End it as a node ends that loses its power."""
@@ -189,7 +189,9 @@ def save(nodes, step):
         return None
 
     (state,) = until(granted, what="a grant on all nodes")
-    until(lambda: all(state in node.agent.progress().whole for node in nodes), what="all whole")
+    until(
+        lambda: all(state in node.agent.status().progress.whole for node in nodes), what="all whole"
+    )
     return state
 
 

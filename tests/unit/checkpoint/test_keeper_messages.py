@@ -184,3 +184,9 @@ def test_what_a_role_cannot_ask_for_is_refused():
     for role, command in (("", "stats"), ("rank", "end"), ("probe", "events"), ("agent", "hello")):
         with pytest.raises(MessageError):
             requests.handle(ClientSession(None, role=role), command, {}, 0.0)
+
+
+def test_a_state_of_which_not_all_holders_were_named_is_not_restored():
+    requests, session = KeeperRequests(InProcessNode().core), ClientSession(None, role="agent")
+    with pytest.raises(MessageError, match="2 shards"):
+        requests.handle(session, "choose", {"state": [1, 2], "epoch": 3, "n_sources": 2}, 0.0)

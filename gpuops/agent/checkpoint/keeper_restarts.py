@@ -51,7 +51,7 @@ class KeeperGeneration:
     n_nodes: int
     excluded_step: int | None
     roster: Roster | None
-    pid: int | None
+    pid: int | None = None
     epoch: int | None = None
     newest: StateId | None = None
     lost_s: float | None = None

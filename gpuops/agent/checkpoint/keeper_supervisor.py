@@ -147,26 +147,39 @@ class KeeperSupervisor(CheckpointService):
             self._record.over()
             # States of several nodes need all of them to agree on what is whole.
             self._is_shared = n_nodes == 1
-            if not self._began(generation, n_nodes, excluded_step, roster):
-                self._began(generation, n_nodes, excluded_step, roster)
+            begun = KeeperGeneration(generation, n_nodes, excluded_step, roster)
+            if not self._began(begun):
+                self._began(begun)
             self._look()
             self._at_begin = self._newest
 
-    def _began(
-        self, generation: int, n_nodes: int, excluded_step: int | None, roster: Roster | None
-    ) -> bool:
-        """Say whether a keeper waits for this generation now."""
-        keeper = self._keeper or self._opened()
+    def _began(self, begun: KeeperGeneration, *, is_again: bool = False) -> bool:
+        """Say whether a keeper serves this generation now.
+
+        *is_again*: its workers run, and the keeper before has died; what that held is gone.
+        """
+        keeper = self._keeper or self._opened(lost=begun.newest)
         if keeper is None:
             return False
+        client, agreement, roster = keeper.client, self._agreement, begun.roster
         try:
-            keeper.client.begin_generation(generation, n_nodes, excluded_step)
-            if self._agreement is not None and roster is not None:
-                self._is_shared = self._agreement.begin(keeper.client, roster)
+            if is_again and keeper.adopted and keeper.pid == begun.pid:
+                # It was only slow, and knows it all.
+                if agreement is not None:
+                    agreement.found_again()
+            else:
+                client.begin_generation(begun.generation, begun.n_nodes, begun.excluded_step)
+                if agreement is not None and roster is not None and is_again:
+                    self._is_shared = agreement.begin_again(client, roster, begun.epoch)
+                elif agreement is not None and roster is not None:
+                    self._is_shared = agreement.begin(client, roster)
+                elif begun.epoch is not None:
+                    client.take_over(begun.epoch)
         except KeeperError as exc:
-            self._lost("beginning a generation", exc)
+            what = "letting another keeper take over" if is_again else "beginning a generation"
+            self._lost(what, exc)
             return False
-        self._begun = KeeperGeneration(generation, n_nodes, excluded_step, roster, keeper.pid)
+        self._begun = replace(begun, pid=keeper.pid, newest=None, lost_s=None)
         return True
 
     def refusal(self, pause: Callable[[float], object]) -> str | None:
@@ -193,39 +206,15 @@ class KeeperSupervisor(CheckpointService):
         self._looks.end(number)
         if self._is_due_again():
             with self._called("starting another keeper", LOOK_WAIT_S) as has_turn:
-                if has_turn and self._is_due_again():
-                    self._begin_again()
+                if has_turn and self._begun is not None and self._is_due_again():
+                    self._restarts.tried(self._now_s())
+                    self._began(self._begun, is_again=True)
 
     def _is_due_again(self) -> bool:
         begun = self._begun
         if self._keeper is not None or begun is None or begun.lost_s is None or self._is_over:
             return False
         return self._is_shared and self._restarts.is_due(self._now_s(), begun.lost_s)
-
-    def _begin_again(self) -> None:
-        """Have another keeper go on where one died; what that held in memory is gone."""
-        begun = self._begun
-        assert begun is not None
-        self._restarts.tried(self._now_s())
-        keeper = self._opened(instead_of=begun)
-        if keeper is None:
-            return
-        try:
-            if keeper.adopted and keeper.pid == begun.pid:
-                # It was only slow, and knows it all.
-                if self._agreement is not None:
-                    self._agreement.found_again()
-            else:
-                client, epoch = keeper.client, begun.epoch
-                client.begin_generation(begun.generation, begun.n_nodes, begun.excluded_step)
-                if self._agreement is not None and begun.roster is not None:
-                    self._is_shared = self._agreement.begin_again(client, begun.roster, epoch)
-                elif epoch is not None:
-                    client.take_over(epoch)
-        except KeeperError as exc:
-            self._lost("letting another keeper take over", exc)
-            return
-        self._begun = replace(begun, pid=keeper.pid, newest=None, lost_s=None)
 
     def _now_s(self) -> float:
         return self._clock.mono_ns() / NS_PER_S
@@ -367,8 +356,11 @@ class KeeperSupervisor(CheckpointService):
             if has_turn:
                 self._turn.release()
 
-    def _opened(self, instead_of: KeeperGeneration | None = None) -> StartedKeeper | None:
-        """Return a keeper that was started or adopted just now, None where that failed."""
+    def _opened(self, lost: StateId | None = None) -> StartedKeeper | None:
+        """Return a keeper that was started or adopted just now, None where that failed.
+
+        *lost*: the newest state that one before it held.
+        """
         try:
             self._keeper = self._start()
         except KeeperError as exc:
@@ -378,7 +370,6 @@ class KeeperSupervisor(CheckpointService):
         self._look(is_first=True)
         if self._keeper is not None:
             self._at_begin = self._newest
-            lost = None if instead_of is None else instead_of.newest
             self._record.began(self._keeper, self._newest, lost=lost)
         return self._keeper
 

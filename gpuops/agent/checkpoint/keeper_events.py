@@ -81,7 +81,7 @@ class KeeperEvent(Message):
         return {
             "step": None if self.state is None else self.state.step,
             "epoch": None if self.state is None else self.state.epoch,
-            "tier": self.tier,
+            "tier": None if self.tier is None else self.tier.value,
             "rank": self.rank,
             "bytes": self.nbytes,
             "seconds": None if self.seconds is None else round(self.seconds, 6),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpuops.checkpoint.memory.saved_state import SavedState, SlotKey, SlotPhase
+from gpuops.checkpoint.memory.state_record import SlotKey, SlotPhase, StateRecord
 from gpuops.checkpoint.types import CheckpointError, StateId
 
 _DECISIONS_KEPT = 256
@@ -76,8 +76,8 @@ class BufferTable:
     _n_ranks: int = 0
     _pools: dict[int, set[SlotKey]] = field(default_factory=dict)
     _pool_of_rank: dict[int, int] = field(default_factory=dict)
-    _complete: dict[StateId, SavedState] = field(default_factory=dict)
-    _pending: SavedState | None = None
+    _complete: dict[StateId, StateRecord] = field(default_factory=dict)
+    _pending: StateRecord | None = None
     _writers: set[tuple[int, StateId, SlotKey]] = field(default_factory=set)
     _pins: dict[str, set[SlotKey]] = field(default_factory=dict)
     _decisions: OrderedDict[int, SlotRefusal | None] = field(default_factory=OrderedDict)
@@ -262,13 +262,13 @@ class BufferTable:
         """Return the states of which memory has what this node's ranks saved."""
         return {state: dict(saved.slots) for state, saved in self._complete.items()}
 
-    def find(self, state: StateId) -> SavedState | None:
+    def find(self, state: StateId) -> StateRecord | None:
         """Return what is known of a state that is complete or on its way."""
         is_pending = self._pending is not None and self._pending.state == state
         return self._pending if is_pending else self._complete.get(state)
 
     @property
-    def complete(self) -> Mapping[StateId, SavedState]:
+    def complete(self) -> Mapping[StateId, StateRecord]:
         """The states of which memory has what this node's ranks saved."""
         return self._complete
 
@@ -355,7 +355,7 @@ class BufferTable:
             slots[local_rank] = free
         self._evict(slots.values())
         phases = dict.fromkeys(slots, SlotPhase.GRANTED)
-        self._pending = SavedState(StateId(self.epoch, step), slots, phases)
+        self._pending = StateRecord(StateId(self.epoch, step), slots, phases)
         return None
 
     def _why_early(self, step: int, now_s: float) -> str:

@@ -15,8 +15,8 @@ from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.keeper.messages import SLOTS_MAX, SLOTS_MIN
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.buffer_table import BufferTable
-from gpuops.checkpoint.memory.saved_state import SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.memory.state_record import SlotKey
 from gpuops.checkpoint.types import (
     IMAGE_BYTES_MAX,
     CheckpointError,

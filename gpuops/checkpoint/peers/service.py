@@ -20,8 +20,8 @@ from gpuops.checkpoint.memory.node_memory import (
     duplicate_fd,
     open_read_only,
 )
-from gpuops.checkpoint.memory.saved_state import SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.memory.state_record import SlotKey
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.push import HOLDERS_MAX, ReplicaPusher
 from gpuops.checkpoint.peers.source import ReplicaSource

@@ -9,8 +9,8 @@ from support.keeper_ranks import fill, holds, layout_of
 from gpuops.checkpoint.agreement.local_recovery import StateSearchCriteria, find_restorable
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.node_memory import HeldShard
-from gpuops.checkpoint.memory.saved_state import SlotKey
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.memory.state_record import SlotKey
 from gpuops.checkpoint.storage.api import DamagedState, StoreScan
 from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.persist import StateOrigin, persist

@@ -24,7 +24,7 @@ class SlotPhase(StrEnum):
 
 
 @dataclass(slots=True)
-class SavedState:
+class StateRecord:
     """One state of this node from the first lease on, for as long as memory may hold it.
 
     ``slots`` and ``phases`` are by local rank, ``digests`` by slot: once all are verified the state

@@ -6,9 +6,8 @@ more that way. The words are mappings that the control plane does not understand
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
 from gpuops.control.membership import MembershipView
 from gpuops.control.record import ControlRecord, Roster, RunPhase
@@ -20,109 +19,61 @@ log = logging.getLogger(__name__)
 ROSTER_BYTES_MAX = 2**20  # with notes; without them it has as many bytes as there are agents
 
 
-class LeaderExtension(Protocol):
+class LeaderExtension:
     """Called by the leader, in its control thread; what it raises delays its own matters only."""
 
     def roster_metadata(
         self,
-        record: ControlRecord,
-        roster: Roster,
-        previous: Roster | None,
-        ready: Mapping[str, Entry],
+        record: ControlRecord,  # noqa: ARG002 an interface
+        roster: Roster,  # noqa: ARG002
+        previous: Roster | None,  # noqa: ARG002
+        ready: Mapping[str, Entry],  # noqa: ARG002
     ) -> Json:
         """Return the notes of *roster*, which is about to be written.
 
         *ready* has the entries of all who are ready, by agent; *previous* is the roster before.
         """
-        ...
-
-    def on_heartbeats(
-        self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
-    ) -> None:
-        """Take in the newest *heartbeats*, by agent, while the workers of *roster* run or drain."""
-        ...
-
-
-class NoExtension:
-    """A run that has nothing else to agree on."""
-
-    def roster_metadata(
-        self,
-        record: ControlRecord,  # noqa: ARG002 the protocol's
-        roster: Roster,  # noqa: ARG002
-        previous: Roster | None,  # noqa: ARG002
-        ready: Mapping[str, Entry],  # noqa: ARG002
-    ) -> Json:
-        """Return no notes."""
         return {}
 
     def on_heartbeats(
         self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
     ) -> None:
-        """Do nothing."""
-
-
-class ExtensionGroup:
-    """Several extensions as one. Each hears the heartbeats, whatever another raises."""
-
-    def __init__(self, extensions: Iterable[LeaderExtension]) -> None:
-        self._extensions = tuple(extensions)
-
-    def roster_metadata(
-        self,
-        record: ControlRecord,
-        roster: Roster,
-        previous: Roster | None,
-        ready: Mapping[str, Entry],
-    ) -> Json:
-        """Return the notes of all of them."""
-        notes: Json = {}
-        for extension in self._extensions:
-            notes |= extension.roster_metadata(record, roster, previous, ready)
-        return notes
-
-    def on_heartbeats(
-        self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
-    ) -> None:
-        """Let each of them take in *heartbeats*."""
-        with ExitStack() as stack:
-            for extension in self._extensions:
-                stack.callback(extension.on_heartbeats, record, roster, heartbeats)
+        """Take in the newest *heartbeats*, by agent, while the workers of *roster* run or drain."""
 
 
 class ExtensionRunner:
-    """Calls the leader's extension; a failure there keeps no node out of a roster."""
+    """Calls the leader's extensions; a failure there keeps no node out of a roster."""
 
-    def __init__(self, membership: MembershipView, extension: LeaderExtension) -> None:
-        self._extension = extension
+    def __init__(
+        self, membership: MembershipView, extensions: Iterable[LeaderExtension] = ()
+    ) -> None:
+        self._extensions = tuple(extensions)
         self._membership = membership
         self._has_failed = False
 
     def pass_heartbeats(self, record: ControlRecord) -> None:
-        """Let the witness hear the heartbeats of those who train."""
+        """Let the extensions hear the heartbeats of those who train."""
         membership, roster = self._membership, self._membership.roster
         is_on = record.phase in {RunPhase.RUN, RunPhase.DRAIN}
         if is_on and roster is not None and roster.generation == record.generation:
-            self._run_safely(
-                lambda: self._extension.on_heartbeats(record, roster, membership.heartbeats)
-            )
+            for each in self._extensions:
+                self._run_safely(partial(each.on_heartbeats, record, roster, membership.heartbeats))
 
     def with_metadata(self, record: ControlRecord, roster: Roster) -> Roster:
-        """Return *roster* with what the witness has to say to those who are seated."""
+        """Return *roster* with what the extensions have to say to those who are seated."""
         membership, found = self._membership, roster
 
-        def note() -> None:
+        def note(extension: LeaderExtension) -> None:
             nonlocal found
-            noted = replace(
-                roster,
-                metadata=self._extension.roster_metadata(
-                    record, roster, membership.roster, membership.ready_entries
-                ),
+            notes = extension.roster_metadata(
+                record, roster, membership.roster, membership.ready_entries
             )
+            noted = replace(found, metadata={**found.metadata, **notes})
             if len(noted.to_bytes()) <= ROSTER_BYTES_MAX:
                 found = noted
 
-        self._run_safely(note)
+        for each in self._extensions:
+            self._run_safely(partial(note, each))
         return found
 
     def _run_safely(self, call: Callable[[], None]) -> None:

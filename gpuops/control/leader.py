@@ -6,11 +6,11 @@ do no harm: every change is one compare-and-set, and the second follows the firs
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from gpuops.control.client import ControlClient
-from gpuops.control.extension import ExtensionRunner, LeaderExtension, NoExtension
+from gpuops.control.extension import ExtensionRunner, LeaderExtension
 from gpuops.control.keys import delete_old_generations
 from gpuops.control.membership import (
     N_STANDBYS,
@@ -46,7 +46,7 @@ class Leader:
     """The duties of the leader, as one agent sees them.
 
     *on_decision* gets each decision of this agent before it is written, in the control thread: the
-    write may still lose against another leader's. *extension* adds to rosters and follows the
+    write may still lose against another leader's. *extensions* add to rosters and follow the
     heartbeats.
     """
 
@@ -57,7 +57,7 @@ class Leader:
         policy: LeaderPolicy,
         *,
         on_decision: Callable[[DecisionRecord], None],
-        extension: LeaderExtension | None = None,
+        extensions: Iterable[LeaderExtension] = (),
     ) -> None:
         self._client = client
         self._clock = clock
@@ -65,7 +65,7 @@ class Leader:
         self._on_decision = on_decision
         liveness = LivenessTracker(policy.timeouts.suspect_s, policy.timeouts.dead_s)
         self._membership = MembershipView(client.store, client.keys, liveness)
-        self._extension = ExtensionRunner(self._membership, extension or NoExtension())
+        self._extensions = ExtensionRunner(self._membership, extensions)
         self._phase_since: tuple[int, RunPhase, int] | None = None
         self._workers_ended_ns = 0  # when the last generation's workers were to end
         self._enough_since_ns: int | None = None
@@ -117,7 +117,7 @@ class Leader:
         if not self.is_leader:
             return
         self._coordinate(view, now_ns)
-        self._extension.pass_heartbeats(record)
+        self._extensions.pass_heartbeats(record)
 
     def _coordinate(self, view: RecordView, now_ns: int) -> None:
         """Write what changes next."""
@@ -140,7 +140,7 @@ class Leader:
 
     def _write_roster(self, record: ControlRecord, change: FormRoster) -> None:
         keys, store = self._client.keys, self._client.store
-        roster = self._extension.with_metadata(record, change.roster)
+        roster = self._extensions.with_metadata(record, change.roster)
         done, entry = store.compare_and_set(
             keys.roster(record.generation), roster.to_bytes(), version=0
         )

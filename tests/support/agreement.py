@@ -106,7 +106,7 @@ class Player:
             world.clock,
             LeaderPolicy(restart=world.policy, timeouts=world.timing, decide=world.decide),
             on_decision=self.decided.append,
-            extension=world.extension(self),
+            extensions=[each for each in [world.extension(self)] if each],
         )
         self.link.coordinator = self.leader
         self.link.on_fence = lambda _s: self._killed()

@@ -20,6 +20,7 @@ from gpuops.agent.checkpoint.restore_rule import notes_for, restore_of
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.agreement.replica_check import NAMED_MAX, ReplicaReport
 from gpuops.checkpoint.types import StateId
+from gpuops.control.extension import LeaderExtension
 from gpuops.control.keys import ControlKeys
 from gpuops.control.record import ControlRecord, Member, RecordError, Roster, pack, unpack
 from gpuops.control.store import ControlStore, Entry
@@ -31,7 +32,7 @@ from gpuops.wire.messages import MessageFormatError
 log = logging.getLogger(__name__)
 
 
-class CommitLeader:
+class CommitLeader(LeaderExtension):
     """One agent's; it acts while that agent leads. *replicas*: how many nodes have each state.
 
     *gave_up* is told of each state that all gave up since it waited too long for some, and why.
@@ -65,7 +66,7 @@ class CommitLeader:
         self,
         record: ControlRecord,
         roster: Roster,
-        before: Roster | None,
+        previous: Roster | None,
         ready: Mapping[str, Entry],
     ) -> Json:
         """Return who keeps whose states, and where the ranks go on from if that is known."""
@@ -75,21 +76,21 @@ class CommitLeader:
         notes = notes_for(
             roster,
             held,
-            None if before is None else notes_of(before),
+            None if previous is None else notes_of(previous),
             replicas=self._replicas,
             excluded_step=record.excluded_checkpoint,
         )
         return {FIELD: notes.to_json()}
 
     def on_heartbeats(
-        self, record: ControlRecord, roster: Roster, beats: Mapping[str, Entry]
+        self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
     ) -> None:
         """Judge what all say of their states; costs nothing where nobody says anything.
 
         Raises:
             ControlStoreError: It is not written down.
         """
-        said = _said(roster, beats)
+        said = _said(roster, heartbeats)
         if len(roster.members) < 2 or not said:
             return
         if self._generation != roster.generation:

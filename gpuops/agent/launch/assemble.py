@@ -53,7 +53,7 @@ from gpuops.agent.monitors.suspects import SuspectReporter
 from gpuops.agent.status.published import busy_for_s
 from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
-from gpuops.control.extension import ExtensionGroup, LeaderExtension
+from gpuops.control.extension import LeaderExtension
 from gpuops.control.join import join
 from gpuops.control.leader import Leader
 from gpuops.control.record import ControlRecord, Member, RecordView, RunPhase
@@ -186,7 +186,7 @@ def _leader(
         launch.clock,
         policy,
         on_decision=decisions.propose,
-        extension=ExtensionGroup(extensions),
+        extensions=extensions,
     )
 
 

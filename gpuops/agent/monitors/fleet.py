@@ -6,7 +6,7 @@ from gpuops.agent.monitors.api import FleetMonitor
 from gpuops.agent.monitors.suspects import SuspectReporter
 from gpuops.control import step
 from gpuops.control.client import ControlClient
-from gpuops.control.extension import NoExtension
+from gpuops.control.extension import LeaderExtension
 from gpuops.control.record import ENTRY_ERRORS, ControlRecord, Roster, RunPhase, unpack
 from gpuops.control.store import Entry
 from gpuops.host.clock import Clock
@@ -17,7 +17,7 @@ from gpuops.units import NS_PER_S
 JUDGE_S = 5.0
 
 
-class FleetJudge(NoExtension):
+class FleetJudge(LeaderExtension):
     """A leader's extension: what *monitors* suspect, it writes down or ends the generation for.
 
     Called in the leader's control thread. What a monitor raises goes to *safely* and stops neither

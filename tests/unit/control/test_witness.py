@@ -1,10 +1,12 @@
 """Words beside the seats: who is seated reads them, and a witness that fails seats all the same."""
 
+from types import SimpleNamespace
+
 import pytest
 from support.agreement import World
 
-from gpuops.control.extension import ROSTER_BYTES_MAX
-from gpuops.control.record import Roster, unpack
+from gpuops.control.extension import ROSTER_BYTES_MAX, ExtensionRunner
+from gpuops.control.record import Roster, RunPhase, unpack
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.incident.decision import RestartPolicy
 
@@ -73,3 +75,17 @@ def test_what_is_no_mapping_is_no_note():
         Roster.from_bytes(b'{"v":1,"generation":0,"members":[],"spares":[],"notes":[1]}').metadata
         == {}
     )
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_several_are_heard_and_one_that_fails_stops_no_other(turn):
+    roster = Roster(generation=0, members=())
+    membership = SimpleNamespace(roster=roster, ready_entries={}, heartbeats={"a": "beat"})
+    well, other = Witness({"a": 1}), Witness({"b": 2})
+    extensions = [Witness(error=ValueError("a mistake")), well, other][::turn]
+    runner = ExtensionRunner(membership, extensions)
+
+    runner.pass_heartbeats(SimpleNamespace(phase=RunPhase.RUN, generation=0))
+
+    assert well.beats == other.beats == {"a": "beat"}
+    assert runner.with_metadata(None, roster).metadata == {"a": 1, "b": 2, "nodes": 0}

@@ -125,15 +125,14 @@ class Run:
 
     def kill_rank(self, rank, at_step, generation=0):
         """SIGKILL *rank* with the product's own injector."""
-        code = subprocess.run(
+        code = warm_popen(
             [
                 *(sys.executable, "-m", "gpuops.drill.kill_rank", "--run-dir", str(self.runs)),
                 *("--rank", str(rank), "--at-step", str(at_step)),
                 *("--generation", str(generation), "--deadline", str(LIMIT_S)),
             ],
-            check=False,
             stderr=subprocess.DEVNULL,
-        ).returncode
+        ).wait(LIMIT_S + 20)
         assert code == 0, self.said()
 
     def signal(self, number=signal.SIGTERM):

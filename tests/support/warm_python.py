@@ -18,6 +18,8 @@ import inspect
 import io
 import json
 import os
+import pkgutil
+import re
 import runpy
 import signal
 import socket
@@ -33,12 +35,13 @@ from pathlib import Path
 
 import psutil
 
+import gpuops
+
 # What the interpreter, the loader and the C library read when a process starts.
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "KMP_", "MKL_")
+# Besides all of gpuops.
 _IMPORTED = (
-    "gpuops.agent.launch.assemble",
-    "gpuops.cli.main",
-    "gpuops.worker.api",
+    "sqlalchemy.dialects.sqlite",
     "torch.distributed.run",
     "torch.nn.parallel",
     "torch.optim",
@@ -165,6 +168,18 @@ def warm_popen(words, **options):
             WarmPopen.server = WarmPython(listener.getsockname(), env, process)
         atexit.register(WarmPopen.server.end)
     return WarmPopen(words, **options)
+
+
+def warm_run(words, *, timeout, **options):
+    """Return what `subprocess.run` would, with both streams captured as text."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with warm_popen(words, text=True, **streams, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 _ENV = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -407,12 +422,18 @@ def _exit(code):
     os._exit(code)
 
 
+def _modules_of_gpuops():
+    found = pkgutil.walk_packages(gpuops.__path__, "gpuops.")
+    # Adapters import what not everybody has; the others are programs.
+    return [m.name for m in found if not re.search(r"__main__|adapters|migrations|\.shim$", m.name)]
+
+
 def main():
     """Import what tests use, and fork for whoever asks."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     listener = socket.socket(fileno=int(sys.argv[1]))
     sys.path.pop(0)
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *_modules_of_gpuops()):
         importlib.import_module(name)
     assert threading.active_count() == 1
     gc.collect()

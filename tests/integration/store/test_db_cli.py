@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.stories import Teller
+from support.warm_python import warm_run
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
 from gpuops.host.clock import SystemClock
@@ -18,16 +18,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def gpuops(*args, tmp_path, **env):
-    return subprocess.run(
+    return warm_run(
         [sys.executable, "-m", "gpuops", *args],
-        capture_output=True,
-        text=True,
         timeout=60,
-        check=False,
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
             "GPUOPS_SPOOL": str(tmp_path / "spool"),
             "GPUOPS_STORE": f"sqlite:///{tmp_path}/store.db",
             **env,

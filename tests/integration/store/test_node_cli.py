@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.stories import Teller, envelopes, node_incident
+from support.warm_python import warm_run
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
 from gpuops.gate.node_state import read_state
@@ -33,16 +33,12 @@ class Site:
         self.state.mkdir(mode=0o700)
 
     def gpuops(self, *args, node="login", **env):
-        return subprocess.run(
+        return warm_run(
             [sys.executable, "-m", "gpuops", *args],
-            capture_output=True,
-            text=True,
             timeout=60,
-            check=False,
             cwd=self.folder,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
                 "SLURMD_NODENAME": node,
                 "GPUOPS_SPOOL": str(self.folder / "spool"),
                 "GPUOPS_STATE": str(self.state),

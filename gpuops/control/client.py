@@ -1,9 +1,9 @@
-"""The control threads of one agent: one beats and follows the record, one lets its leader act.
+"""The control threads of one agent: one sends heartbeats, one runs the leader's duties.
 
-They are two, so that a leader whose questions are answered slowly still beats in time. A third,
-smaller one only watches the time since the last round trip: an agent that is cut off cannot learn
-that it was removed, so it ends its own workers before its peers count it dead. That thread waits
-for nothing, so no slow answer delays it.
+They are two, so that a leader whose calls are answered late still sends its heartbeat in time. A
+third thread only watches the time since the last round trip: an agent that is cut off cannot learn
+that it was removed, so it ends its own workers before its peers count it dead. That thread makes no
+call, so no slow answer delays it.
 """
 
 import logging
@@ -39,26 +39,26 @@ from gpuops.units import NS_PER_S
 log = logging.getLogger(__name__)
 
 HOLD_S = 1.0
-FAST_HOLD_S = 0.1  # while a generation is being ended or formed, for those who may decide
+FAST_HOLD_S = 0.1  # while a generation is being ended or formed, for agents that may lead
 RETRY_S = 0.25
-SLOW_S, SLOW_HEARTBEATS = 1.0, 4  # a round trip that so many beats in a row exceed
+SLOW_S, SLOW_HEARTBEATS = 1.0, 4  # slow: so many round trips in a row take so long
 WATCH_S = 0.25
 UNREACHABLE_S = 3 * HOLD_S
-# A leader that comes to no end must not look alive, or nobody takes its place: beyond this its
-# agent beats no more. It is a dozen calls that each take as long as a call may.
+# A leader that hangs must not look alive, or no other agent takes its place: after this its agent
+# sends no heartbeat. It is the time of a dozen calls that each take as long as a call may.
 COORDINATE_S_MAX = 60.0
-SILENT_S = 5.0  # so long without an answer is worth a line in the history
+SILENT_S = 5.0  # an outage this long is recorded
 END_TIMEOUT_S = 15.0
 _FAST_PHASES = frozenset({RunPhase.RENDEZVOUS, RunPhase.COLLECT, RunPhase.DRAIN})
-# For the workers that run.
+# Phases in which the workers of the record's generation must have ended.
 _ENDED_PHASES = frozenset({RunPhase.RENDEZVOUS, RunPhase.COLLECT, RunPhase.STOP})
 
 
 class Coordinator(Protocol):
-    """What an agent does for all, if it is the one to do it. Called in a thread of its own."""
+    """The leader's duties of an agent; called in a thread of their own."""
 
     def tick(self, view: RecordView) -> None:
-        """Look at the board and write what follows; raises what the board raises."""
+        """Read the store and write what changes next; raises what the store raises."""
         ...
 
     @property
@@ -68,16 +68,16 @@ class Coordinator(Protocol):
 
 
 class ControlClient:
-    """One agent's tie to the others of its run.
+    """One agent's client of the control store.
 
-    ``on_fence`` ends the workers; it is called in a thread of its own when the tie is lost for
-    *fence_timeout_s*, or when workers live *end_timeout_s* after their generation
-    (``running_generation`` says which lives). None: never (a board in this process is never far).
-    ``on_store_silent`` and ``on_store_back`` hear of a board that does not answer and answers
-    again. ``on_record_change`` hears each change of the record, in whichever thread learns of it,
-    ``on_heartbeats`` all heartbeats for as long as ``wants_heartbeats`` says so.
-    ``heartbeat_payload`` tells peers of this agent's workers; it is called with every beat and must
-    not block. ``is_slow`` says that its last beats were all answered late.
+    ``on_fence`` ends the workers; it is called in a thread of its own when the store is unreachable
+    for *fence_timeout_s*, or when workers live *end_timeout_s* after their generation has ended
+    (``running_generation`` returns the one that lives). None: never (a store in this process).
+    ``on_store_silent`` and ``on_store_back`` are called when the store stops answering and when it
+    answers again, ``on_record_change`` with each change of the record, in any thread, and
+    ``on_heartbeats`` with all heartbeats while ``wants_heartbeats`` returns true.
+    ``heartbeat_payload`` returns what peers are to know of this agent's workers; it is called with
+    every heartbeat and must not block.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class ControlClient:
         ]
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start to send heartbeats."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Beat no more. The board stays open; a call that waits for it ends by itself."""
+        """Stop the threads. The store stays open; a call that waits for it ends by itself."""
         self._stopping.set()
         self._heartbeat_done.set()
         with self._changed:
@@ -161,7 +161,7 @@ class ControlClient:
 
     @property
     def store_now_s(self) -> float:
-        """Return the board's time."""
+        """Return the store's time."""
         return self.view.store_now_s(self._clock.mono_ns())
 
     @property
@@ -171,40 +171,40 @@ class ControlClient:
 
     @property
     def since_heartbeat_s(self) -> float:
-        """Return for how long peers may have heard nothing of this agent.
+        """Return for how long peers may have seen no heartbeat of this agent.
 
-        It counts from the beginning of the last beat that was answered: that is what they saw,
-        however late the answer came.
+        It counts from the start of the last heartbeat that was answered: peers saw that one,
+        however late its answer came.
         """
         return (self._clock.mono_ns() - self._heartbeat_sent_ns) / NS_PER_S
 
     @property
     def is_slow(self) -> bool:
-        """Say whether the board takes its time to answer this agent, for several beats now."""
+        """Say whether the last heartbeats were all answered late."""
         trips_s = self._round_trips_s
         return len(trips_s) == SLOW_HEARTBEATS and min(trips_s) >= SLOW_S
 
     @property
     def unreachable_s(self) -> float:
-        """Return for how long the board has been asked in vain, 0 where it has not.
+        """Return for how long calls to the store have failed, 0 where the last one succeeded.
 
-        A host that was frozen did not ask: what it finds when it thaws is what counts.
+        A frozen host makes no calls: what counts is the result of the first one after it thaws.
         """
         since_ns = self._unanswered_since_ns
         return 0.0 if since_ns is None else (self._clock.mono_ns() - since_ns) / NS_PER_S
 
     @property
     def reset_error(self) -> ControlStoreResetError | None:
-        """Return what shows that the record of this run is gone for good, None where it is not."""
+        """Return the error that shows that the run's record is lost for good, None otherwise."""
         return self._reset_error
 
     def wait_until(self, predicate: Callable[[ControlRecord], bool], timeout_s: float) -> bool:
-        """Wait until the record is as *predicate* wants it; say whether it was in *timeout_s*."""
+        """Wait until *predicate* holds for the record; say whether it did within *timeout_s*."""
         with self._changed:
             return self._changed.wait_for(lambda: predicate(self._view.record), timeout_s)
 
     def clear_fence(self) -> bool:
-        """Forget the fence once peers hear of this agent again; say whether they do.
+        """Clear the fence once peers see this agent's heartbeats again; say whether they do.
 
         For an agent without workers.
         """
@@ -214,10 +214,10 @@ class ControlClient:
         return True
 
     def update_record(self, change: Callable[[ControlRecord], ControlRecord | None]) -> bool:
-        """Change the record by compare-and-swap; say whether our change was the one.
+        """Change the record by compare-and-set; say whether our change was written.
 
-        *change* gets the newest record each time and returns None where nothing is to be done any
-        more, because somebody else was first.
+        *change* gets the newest record at each try and returns None where nothing is left to do,
+        because another agent was first.
 
         Raises:
             ControlStoreError: See `ControlStore`.
@@ -246,7 +246,7 @@ class ControlClient:
         self.update_record(lambda now: now)
 
     def file_report(self, report: NodeReport, suffix: str = "") -> None:
-        """File *report*, the last word of this agent on a generation.
+        """File *report*, the final report of this agent on a generation.
 
         With a *suffix* it is filed beside that: on another node, or by the leader on any.
 
@@ -257,7 +257,7 @@ class ControlClient:
         self.store.put(key, pack(report.to_json()))
 
     def file_report_for(self, agent: str, report: NodeReport) -> None:
-        """File *report* on behalf of *agent*, which is silent; what it said itself stands.
+        """File *report* for *agent*, which is silent; a report of its own is kept.
 
         Raises:
             ControlStoreError: See `ControlStore`.
@@ -280,10 +280,10 @@ class ControlClient:
                     log.warning("the board of this run refuses this agent: %s", exc)
                 self._is_refused = True
                 self._stopping.wait(RETRY_S)
-            except Exception:  # boundary: a mistake of ours must not end the heartbeat
+            except Exception:  # boundary: a bug of ours must not end the heartbeat
                 log.exception("a control thread failed and goes on")
                 self._stopping.wait(RETRY_S)
-        self._heartbeat_done.set()  # whoever waits for a beat is to see that there is none any more
+        self._heartbeat_done.set()  # the other thread waits for it, and must end
 
     def _heartbeat_unless_stuck(self) -> None:
         since_ns = self._coordinating_since_ns
@@ -301,7 +301,7 @@ class ControlClient:
             self.coordinate()
 
     def run_once(self, hold_s: float) -> None:
-        """Beat once, and do what is this agent's to do for all; for who has but one thread.
+        """Send one heartbeat and run the leader's duties, in one thread.
 
         Raises:
             ControlStoreError: Nothing was done, or not all of it.
@@ -310,12 +310,12 @@ class ControlClient:
         self.coordinate()
 
     def send_heartbeat(self, hold_s: float) -> None:
-        """Say that this agent lives, and follow the record.
+        """Send a heartbeat, and read the record if it has changed.
 
         Raises:
-            ControlStoreError: Nobody heard of it, or nobody answers.
+            ControlStoreError: It was not written, or there was no answer.
         """
-        # A board that takes its time for each answer is not away, and asking it more is no help.
+        # A store that answers late is not unreachable, and more calls would not help.
         was_unreachable = self.since_reply_s > UNREACHABLE_S + 4 * self.round_trip_s
         try:
             self._send_heartbeat(hold_s)
@@ -326,7 +326,7 @@ class ControlClient:
         self._was_unreachable = self._was_unreachable or was_unreachable
 
     def coordinate(self) -> None:
-        """Do what is this agent's to do for all.
+        """Run the leader's duties, if this agent leads.
 
         Raises:
             ControlStoreError: Nothing was done, or not all of it.
@@ -334,7 +334,7 @@ class ControlClient:
         self._coordinating_since_ns = self._clock.mono_ns()
         try:
             if self._was_unreachable:
-                # The run may have ended meanwhile and been cleaned up: no beat would ever say so.
+                # The run may have ended and been cleaned up: no heartbeat would show that.
                 self._accept(self.store.get(RECORD_KEY))
                 self._was_unreachable = False
             if self.wants_heartbeats():
@@ -346,7 +346,7 @@ class ControlClient:
             self._is_candidate = self.coordinator is not None and self.coordinator.is_candidate
 
     def _send_heartbeat(self, hold_s: float) -> None:
-        self.check_fence()  # a beat now would hide that peers may have gone on without us
+        self.check_fence()  # a heartbeat now would hide that peers may have removed this agent
         view = self.view
         self._number += 1
         began_ns = self._clock.mono_ns()
@@ -363,7 +363,7 @@ class ControlClient:
         self._unanswered_since_ns = None
         self._is_refused = False
         self.round_trip_s = max(0.0, (now_ns - began_ns) / NS_PER_S - hold_s)
-        if reply.watched is None:  # else it was not held, nobody knows for how long
+        if reply.watched is None:  # otherwise the server held it for an unknown time
             self._round_trips_s.append(self.round_trip_s)
         with self._changed:
             self._view = replace(self._view, store_s=reply.store_s, received_ns=now_ns)
@@ -371,7 +371,7 @@ class ControlClient:
             self._accept(reply.watched)
 
     def _payload(self) -> Json:
-        """Return what goes with a heartbeat; our bug there must not silence this agent."""
+        """Return the payload of a heartbeat; a bug in it must not stop the heartbeat."""
         try:
             return self.heartbeat_payload()
         except Exception as exc:  # noqa: BLE001 boundary: see above
@@ -381,13 +381,13 @@ class ControlClient:
             return {}
 
     def _accept(self, entry: Entry) -> ControlRecord:
-        """Return the record in *entry*, which is the one to follow if it is newer."""
+        """Return the record in *entry*, and keep it if it is newer."""
         try:
             record = read_own_record(entry, self.keys.run_id)
         except ControlStoreResetError as exc:
             self._reset_error = exc
             raise
-        with self._record_lock:  # two threads learn of records; `on_record` hears them in order
+        with self._record_lock:  # two threads read records; the callback gets them in order
             with self._changed:
                 if entry.version <= self._view.version:
                     return record
@@ -403,7 +403,7 @@ class ControlClient:
                 self._run_safely(check)
 
     def _run_safely(self, check: Callable[[], None]) -> None:
-        """Do *check*; a mistake of ours must not leave the workers without their fence."""
+        """Run *check*; a bug of ours must not leave the workers without their fence."""
         try:
             check()
         except Exception:  # boundary: see above
@@ -421,7 +421,7 @@ class ControlClient:
             self._silence_s = silence_s
 
     def check_fence(self) -> None:
-        """End this agent's workers if it has been without the board for too long."""
+        """End this agent's workers if the store has been unreachable for too long."""
         since_heartbeat_s, timeout_s = self.since_heartbeat_s, self._fence_timeout_s
         if timeout_s is None or self.is_fenced or since_heartbeat_s < timeout_s:
             return
@@ -431,9 +431,9 @@ class ControlClient:
             self._changed.notify_all()
 
     def check_overdue_workers(self) -> None:
-        """End workers whose generation was over so long ago that others wait no more.
+        """End workers whose generation ended so long ago that others no longer wait for them.
 
-        Whoever should have ended them hangs, in a file system that does not answer for example.
+        The thread that should have ended them hangs, for example in a file system.
         """
         record, generation = self.record, self.running_generation()
         is_over = record.phase in _ENDED_PHASES or record.generation > (generation or 0)

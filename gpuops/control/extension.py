@@ -1,7 +1,7 @@
-"""Who reads what agents say beside their own matters, and adds a word where seats are given out.
+"""Extensions of the leader: they read all heartbeats and add metadata to each new roster.
 
-The leader reads all heartbeats anyway; what else a run wants to agree on costs the board nothing
-more that way. The words are mappings that the control plane does not understand.
+The leader reads all heartbeats anyway, so what else a run agrees on costs the control store no
+further call. The metadata are mappings that the control plane does not interpret.
 """
 
 import logging
@@ -16,11 +16,11 @@ from gpuops.model import Json
 
 log = logging.getLogger(__name__)
 
-ROSTER_BYTES_MAX = 2**20  # with notes; without them it has as many bytes as there are agents
+ROSTER_BYTES_MAX = 2**20  # with metadata
 
 
 class LeaderExtension:
-    """Called by the leader, in its control thread; what it raises delays its own matters only."""
+    """Called by the leader in its control thread; an error in it affects the extension only."""
 
     def roster_metadata(
         self,
@@ -29,16 +29,16 @@ class LeaderExtension:
         previous: Roster | None,  # noqa: ARG002
         ready: Mapping[str, Entry],  # noqa: ARG002
     ) -> Json:
-        """Return the notes of *roster*, which is about to be written.
+        """Return the metadata of *roster*, which is about to be written.
 
-        *ready* has the entries of all who are ready, by agent; *previous* is the roster before.
+        *ready* has the entries of all ready agents, by agent; *previous* is the roster before.
         """
         return {}
 
     def on_heartbeats(
         self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
     ) -> None:
-        """Take in the newest *heartbeats*, by agent, while the workers of *roster* run or drain."""
+        """Process the newest *heartbeats*, by agent, while the workers of *roster* run or drain."""
 
 
 class ExtensionRunner:
@@ -52,7 +52,7 @@ class ExtensionRunner:
         self._has_failed = False
 
     def pass_heartbeats(self, record: ControlRecord) -> None:
-        """Let the extensions hear the heartbeats of those who train."""
+        """Pass the heartbeats of the agents that train to the extensions."""
         membership, roster = self._membership, self._membership.roster
         is_on = record.phase in {RunPhase.RUN, RunPhase.DRAIN}
         if is_on and roster is not None and roster.generation == record.generation:
@@ -60,7 +60,7 @@ class ExtensionRunner:
                 self._run_safely(partial(each.on_heartbeats, record, roster, membership.heartbeats))
 
     def with_metadata(self, record: ControlRecord, roster: Roster) -> Roster:
-        """Return *roster* with what the extensions have to say to those who are seated."""
+        """Return *roster* with the metadata of all extensions."""
         membership, found = self._membership, roster
 
         def note(extension: LeaderExtension) -> None:
@@ -77,7 +77,7 @@ class ExtensionRunner:
         return found
 
     def _run_safely(self, call: Callable[[], None]) -> None:
-        """Do *call*; what fails there must not keep nodes from being seated, or replaced."""
+        """Call *call*; its failure must not keep nodes from joining or being replaced."""
         try:
             call()
         except ControlStoreError as exc:

@@ -1,15 +1,13 @@
-"""Who is alive: by how long a peer's heartbeat has not changed, on the reader's own clock.
+"""Which agents are alive, and which get a place in the next roster.
 
-Wall clocks of different hosts are never compared, so a skew or a jump kills nobody. A heartbeat is
-a number that grows; what counts is for how long *this* reader has watched it stand still. Time in
-which it did not look (frozen, cut off, a slow board) counts for little: it has seen nothing then.
+An agent is judged by how long its heartbeat has not changed, on the reader's own clock. Wall clocks
+of different hosts are never compared, so a skew or a jump declares nobody dead. A heartbeat is a
+growing number; what counts is how long *this* reader has seen it stand still. Time in which the
+reader could not read (frozen, cut off, a slow store) counts for little.
 
-What one agent sees of all: who there is, who beats, who sits where, what they report.
-
-Who gets which seat: pure functions over those who are ready.
-
-Survivors keep their group rank, so that their data, caches and checkpoints stay where they are; a
-newcomer takes the hole of the node that it replaces.
+Rosters are formed by pure functions over the ready agents. Survivors keep their group rank, so that
+their data, caches and checkpoints stay where they are; a new node takes the rank of the node that
+it replaces.
 """
 
 import logging
@@ -33,12 +31,12 @@ from gpuops.incident.decision import NodeReport, OnExhausted, RestartPolicy
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
-# Of the time between two looks, so much counts as watched: a peer beats once in it.
+# So much of the time between two reads counts as observed: a peer sends one heartbeat in it.
 OBSERVED_GAP_S_MAX = 3.0
 
 
 class Liveness(StrEnum):
-    """What a reader thinks of a peer."""
+    """How a reader judges a peer."""
 
     LIVE = "live"
     SUSPECT = "suspect"
@@ -47,16 +45,16 @@ class Liveness(StrEnum):
 
 @dataclass(slots=True)
 class LivenessTracker:
-    """What one reader has seen of its peers; *suspect_s* and *dead_s* since the last change."""
+    """One reader's view of its peers; *suspect_s* and *dead_s* count from the last change."""
 
     suspect_s: float
     dead_s: float
     _last_change: dict[str, tuple[int, int]] = field(default_factory=dict)
     _observed_ns: int | None = None
-    _unobserved_ns: int = 0  # in which nobody was watched, since the first look
+    _unobserved_ns: int = 0  # in which nothing was read, since the first read
 
     def observe(self, heartbeats: Mapping[str, int], now_ns: int) -> None:
-        """Take in the newest number of every peer that has a heartbeat at all."""
+        """Process the newest number of every peer that has a heartbeat."""
         previous_ns, self._observed_ns = self._observed_ns, now_ns
         if previous_ns is not None:
             self._unobserved_ns += max(
@@ -70,13 +68,13 @@ class LivenessTracker:
             del self._last_change[peer]
 
     def silence_s(self, peer: str, now_ns: int) -> float:
-        """Return for how long *peer* was seen not to beat; infinite for one that never did."""
+        """Return for how long *peer* has sent no heartbeat; infinite for one that never did."""
         last_change = self._last_change.get(peer)
         observed_ns = now_ns - self._unobserved_ns
         return float("inf") if last_change is None else (observed_ns - last_change[1]) / NS_PER_S
 
     def status_of(self, peer: str, now_ns: int) -> Liveness:
-        """Return what to think of *peer*."""
+        """Return how *peer* is judged."""
         silence_s = self.silence_s(peer, now_ns)
         if silence_s >= self.dead_s:
             return Liveness.DEAD
@@ -89,17 +87,17 @@ class LivenessTracker:
 
 log = logging.getLogger(__name__)
 
-# Beyond so many in line, an agent does not follow the heartbeats of all: what the board has to
-# answer for each agent must not grow with their number.
+# Agents further back in the succession do not read all heartbeats: the load on the store for each
+# agent must not grow with the number of agents.
 N_STANDBYS = 8
 
 
 class MembershipView:
-    """As read at the last `refresh`.
+    """The agents of the run, as read at the last `refresh`.
 
     ``roster`` is the newest one that was read, ``checkpoint_step`` the newest checkpoint that any
-    agent told of. ``heartbeats`` has the heartbeats, and ``ready_entries`` who was ready for the
-    generation that was asked for last, by agent.
+    agent has reported. ``heartbeats`` has the heartbeats, and ``ready_entries`` the ready agents of
+    the generation of the last `read_ready`, by agent.
     """
 
     def __init__(self, store: ControlStore, keys: ControlKeys, liveness: LivenessTracker) -> None:
@@ -116,7 +114,7 @@ class MembershipView:
         self._refreshed_ns: int | None = None
 
     def refresh(self, record: ControlRecord, now_ns: int) -> None:
-        """Read who there is, who beats, and who sits where.
+        """Read the agents, their heartbeats and the newest roster.
 
         Raises:
             ControlStoreError, RecordError: Not all of it was read.
@@ -151,7 +149,7 @@ class MembershipView:
             generation -= 1  # a generation that was given up before it had a roster
 
     def refreshed_within(self, seconds: float, now_ns: int) -> bool:
-        """Say whether the last look is less than *seconds* ago."""
+        """Say whether the last refresh is less than *seconds* ago."""
         return self._refreshed_ns is not None and now_ns - self._refreshed_ns < seconds * NS_PER_S
 
     def succession(self) -> list[str]:
@@ -166,9 +164,9 @@ class MembershipView:
         return succession.index(agent) if agent in succession else None
 
     def current_leader(self, now_ns: int) -> str | None:
-        """Return who leads: the first in line that is not dead.
+        """Return the leader: the first in the succession that is not dead.
 
-        One whose every call takes seconds comes after the deputies that are answered at once.
+        An agent whose calls all take seconds comes after the standbys that are answered at once.
         """
         succession = self.succession()
         living = self._liveness.not_dead(succession, now_ns)
@@ -177,7 +175,7 @@ class MembershipView:
 
     @property
     def dead_agents(self) -> tuple[str, ...]:
-        """Return the agents that were dead at the last look; none where there was none."""
+        """Return the agents that were dead at the last refresh; none before the first."""
         now_ns = self._refreshed_ns
         if now_ns is None:
             return ()
@@ -186,21 +184,21 @@ class MembershipView:
         )
 
     def liveness_of(self, agent: str, now_ns: int) -> Liveness:
-        """Return what to think of *agent*."""
+        """Return how *agent* is judged."""
         return self._liveness.status_of(agent, now_ns)
 
     def silence_s(self, agent: str, now_ns: int) -> float:
-        """Return for how long *agent* has not beaten; infinite for one that never did."""
+        """Return for how long *agent* has sent no heartbeat; infinite for one that never did."""
         return self._liveness.silence_s(agent, now_ns)
 
     def live_nodes(self, record: ControlRecord, now_ns: int) -> tuple[str, ...]:
-        """Return the nodes of all agents that are not dead, but those left out by *record*."""
+        """Return the nodes of all agents that are not dead, without the excluded ones."""
         agents = self._liveness.not_dead(self.succession(), now_ns)
         nodes = dict.fromkeys(self._agents[a].node for a in agents if a in self._agents)
         return tuple(node for node in nodes if node not in record.excluded)
 
     def read_ready(self, generation: int, now_ns: int) -> list[Member]:
-        """Return who would take a seat in *generation* and is not dead, as they came.
+        """Return the agents that are ready for *generation* and not dead, in order of arrival.
 
         Raises:
             ControlStoreError: See `ControlStore`.
@@ -250,7 +248,7 @@ def _read_member(entry: Entry) -> Member | None:
 
 
 def trainable_count(n_ready: int, policy: RestartPolicy) -> int:
-    """Return how many nodes may train when *n_ready* are there: 0 where they are too few."""
+    """Return how many nodes may train when *n_ready* are ready: 0 where they are too few."""
     allowed = allowed_nodes(n_ready, policy)
     must_be_full = policy.on_exhausted is OnExhausted.REQUEUE
     return 0 if must_be_full and allowed < allowed_nodes(policy.nodes_max, policy) else allowed
@@ -263,14 +261,14 @@ def form_roster(
     policy: RestartPolicy,
     excluded: Collection[str] = (),
 ) -> Roster | None:
-    """Return who sits where in *generation*, None where too few are ready.
+    """Return the roster of *generation*, None where too few are ready.
 
     Args:
         generation: Its number.
-        ready: Those who would take a seat, in the order in which they came.
-        previous: The last generation's roster: its members are seated first, at their old places.
+        ready: The agents that can join, in order of arrival.
+        previous: The last generation's roster: its members come first, with their old ranks.
         policy: How many nodes, and in what units.
-        excluded: Nodes that get none.
+        excluded: Nodes that do not join.
     """
     candidates = _newest_per_node([member for member in ready if member.node not in excluded])
     size = trainable_count(len(candidates), policy)
@@ -283,13 +281,13 @@ def form_roster(
 
 
 def _newest_per_node(ready: Sequence[Member]) -> list[Member]:
-    """Return the newest agent of each node: an older one is dead, or will find itself replaced."""
+    """Return the newest agent of each node: an older one is dead or has been replaced."""
     newest = {member.node: member for member in ready}
     return [member for member in ready if newest[member.node] is member]
 
 
 def _by_hint(candidates: Sequence[Member]) -> tuple[Member, ...]:
-    """Return *candidates* by the launcher's order, those without one behind, as they came."""
+    """Return *candidates* by the launcher's rank; those without one follow in order of arrival."""
     hinted = [member for member in candidates if member.node_rank_hint is not None]
     return (
         *sorted(hinted, key=lambda member: member.node_rank_hint or 0),

@@ -1,22 +1,20 @@
-"""The control record of a run: one JSON value on the board, changed only by compare-and-swap.
+"""The control record of a run: one JSON value in the control store, changed by compare-and-set.
 
-It says which generation there is and what its phase is, why, and who is left out. Any agent may
-take a generation from RUN to GATHER or DRAIN; the first writer wins, everybody else follows.
+It names the generation, its phase, the reason and the excluded nodes. Any agent may take a
+generation from RUN to COLLECT or DRAIN; the first writer wins, all others follow.
 
-Keys on the board::
+Keys in the store::
 
     control                    the record
     agent/<agent id>           who an agent is (`Member`), written once
     alive/<agent id>           its heartbeat: a sequence number, its progress
-    gen/<g>/ready/<agent id>   it would take a seat in generation g (`Member`, with a free port)
-    gen/<g>/roster             who sits where in generation g (`Roster`), written once
-    gen/<g>/report/<agent id>  what it has to say of generation g (`NodeReport`)
-    gen/<g>/restore            from which checkpoint generation g goes on; where there are any
-    ckpt/...                   what else the agents agree on of checkpoints
+    gen/<g>/ready/<agent id>   it can join generation g (`Member`, with a free port)
+    gen/<g>/roster             the members of generation g by rank (`Roster`), written once
+    gen/<g>/report/<agent id>  its report on generation g (`NodeReport`)
+    gen/<g>/restore            the checkpoint that generation g resumes from, if there is one
+    ckpt/...                   what else the agents agree on about checkpoints
 
-What is of a generation goes off the board once the next but one runs; see `gpuops.control.keys`.
-
-The control record as one agent knows it.
+The keys of a generation are deleted once the second next one runs; see `gpuops.control.keys`.
 """
 
 import json
@@ -46,7 +44,7 @@ WORKERS_MAX = 4096  # of one node
 PORT_MAX = 2**16 - 1
 EXIT_CODE_MAX = 255
 RECORD_KEY = "control"
-SLOW_FLAG = "slow"  # in the heartbeat of an agent that the board takes its time to answer
+SLOW_FLAG = "slow"  # in the heartbeat of an agent whose calls are answered late
 # A run's folder: one name, no way out of the directory of all runs.
 FOLDER_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")
 
@@ -55,14 +53,14 @@ class RecordError(ValueError):
     """The bytes are not a record of this version."""
 
 
-# What reading the entry of another agent may raise, whatever that agent wrote.
+# What parsing the entry of another agent may raise.
 ENTRY_ERRORS = (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 class RunPhase(StrEnum):
-    """What every agent should be doing."""
+    """What every agent does now."""
 
-    RENDEZVOUS = "form"  # the generation is being formed: take a seat
+    RENDEZVOUS = "form"  # the generation is being formed: join
     RUN = "run"  # its workers run
     COLLECT = "gather"  # something happened: stop the workers, report
     DRAIN = "drain"  # finish the step, save, stop; then exit 85
@@ -71,10 +69,10 @@ class RunPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One agent: its node's name, the address its peers reach it at, and its wish for a place.
+    """One agent: its node's name and the address at which its peers reach it.
 
-    ``node_rank_hint`` is what the launcher says (SLURM_PROCID, ``--node-rank``), None where it says
-    nothing. ``master_port`` is free for the workers' store, should this agent get group rank 0.
+    ``node_rank_hint`` is the launcher's rank (SLURM_PROCID, ``--node-rank``), None where it gives
+    none. ``master_port`` is free for the workers' store, should this agent get group rank 0.
     """
 
     agent: str
@@ -113,7 +111,7 @@ class Member:
 class Roster:
     """Who trains in a generation, by group rank; ``spares`` wait.
 
-    ``metadata`` are words of others than the control plane for all who are seated; see `Witness`.
+    ``metadata`` comes from the leader's extensions; see `gpuops.control.extension`.
     """
 
     generation: int

@@ -1,9 +1,8 @@
-"""The board: a small store that every agent of a run can reach, with compare-and-swap.
+"""The control store: a small key-value store with compare-and-set that every agent can reach.
 
-Implementations pass one contract suite: in memory (a run on one node, and simulations), a TCP
-server in a process of its own, a table in Postgres. Values are bytes of at most `VALUE_BYTES_MAX`;
-keys are ASCII paths (``alive/3f2a``). All times are the board's own, so agents need no common
-clock.
+Three implementations pass one contract suite: in memory (a run on one node, and simulations), a TCP
+server in its own process, and a Postgres table. Values are bytes of at most `VALUE_BYTES_MAX`; keys
+are ASCII paths (``alive/3f2a``). All times are the store's, so agents need no common clock.
 """
 
 from collections.abc import Mapping
@@ -17,26 +16,25 @@ KEY_CHARS_MAX = 200
 
 
 class ControlStoreError(GpuopsError):
-    """The board refuses, and would again: a wrong token, too large a value, a strange answer."""
+    """The store refuses, and would again: a wrong token, too large a value, an invalid answer."""
 
 
 class ControlStoreUnreachableError(ControlStoreError):
-    """No answer within the deadline; it may be there again in a moment."""
+    """No answer within the deadline; a retry may succeed."""
 
 
 class ControlStoreResetError(ControlStoreError):
-    """The board was started anew and knows nothing of before; a handle opened now would be of it.
+    """The store was restarted and has lost its entries.
 
-    Raised by every call of a handle that had met the one before.
+    Every call of a handle that was opened before the restart raises it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value, the version it has (1 when first written, 0 where there is none), its order.
+    """A value, its version (1 when first written, 0 where there is none) and its order.
 
-    ``arrival`` is the place of the key's first writing among all first writings on this board: the
-    order of arrival.
+    ``arrival`` numbers keys in the order in which they were first written to this store.
     """
 
     value: bytes
@@ -49,7 +47,7 @@ NO_ENTRY = Entry(b"", 0)
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What a heartbeat brings back: the watched entry if it is newer, and the board's time."""
+    """The reply to a heartbeat: the watched entry if it is newer, and the store's time."""
 
     watched: Entry | None
     store_s: float
@@ -64,7 +62,7 @@ class ControlStore(Protocol):
     """
 
     def get(self, key: str) -> Entry:
-        """Return the entry of *key*, `NOTHING` where there is none."""
+        """Return the entry of *key*, `NO_ENTRY` where there is none."""
         ...
 
     def list(self, prefix: str) -> Mapping[str, Entry]:
@@ -72,15 +70,15 @@ class ControlStore(Protocol):
         ...
 
     def put(self, key: str, value: bytes) -> None:
-        """Write *value* whatever is there."""
+        """Write *value* whatever the entry is."""
         ...
 
     def compare_and_set(self, key: str, value: bytes, *, version: int) -> tuple[bool, Entry]:
         """Write *value* if *key* still has *version* (0: is not there yet).
 
         Returns:
-            Whether it was written, and what is there now. Where the answer was lost and the call
-            repeated, an entry with *value* itself counts as written.
+            Whether it was written, and the entry now. Where an answer was lost and the call was
+            repeated, an entry that has *value* counts as written.
         """
         ...
 
@@ -89,7 +87,7 @@ class ControlStore(Protocol):
     ) -> HeartbeatReply:
         """Write the heartbeat *key*, then wait until *watch* has a version above *seen_version*.
 
-        It answers at once where it has one already, and after *hold_s* with None otherwise.
+        It returns at once where *watch* has one already, and after *hold_s* with None otherwise.
         """
         ...
 
@@ -98,5 +96,5 @@ class ControlStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections. Other calls afterwards raise `ControlStoreUnreachableError`."""
+        """Close the connections. Other calls afterwards raise `ControlStoreUnreachableError`."""
         ...

@@ -1,8 +1,8 @@
 """torch's elastic agent, which follows the control record of its run.
 
-torch starts, tees and reaps the workers, as under torchrun. When to start, to stop and to give up
-is the record's business: this loop looks ten times a second at its workers and at the record, says
-on the board what it saw here, and does what was decided.
+torch starts, tees and reaps the workers, as under torchrun. The record decides when to start, stop
+and give up: this loop reads its workers and the record ten times a second, reports what happened
+here to the control store, and carries out what was decided.
 """
 
 from collections.abc import Collection, Mapping
@@ -51,11 +51,11 @@ class WorkerStartError(Exception):
 
 
 class TakenDirectoryError(WorkerStartError):
-    """Another job saves its checkpoints where this one would; the message says which, and where."""
+    """Another job uses this checkpoint directory; the message names the job and the directory."""
 
 
 class GpuopsAgent(LocalElasticAgent):
-    """One node's agent; ``generation`` is the last one that it had workers of."""
+    """One node's agent; ``generation`` is the last one that had workers here."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class GpuopsAgent(LocalElasticAgent):
         )
 
     def _refuse_a_taken_directory(self) -> None:
-        """See, once, that no other job saves where this one will; it may be about to leave.
+        """Check, once, that no other job uses the checkpoint directory; wait for one that ends.
 
         Raises:
-            TakenDirectoryError: One does, and stays.
+            TakenDirectoryError: One does, and does not end.
         """
         if self._workers is not None:
             return
@@ -145,7 +145,7 @@ class GpuopsAgent(LocalElasticAgent):
         seats = worker_group.spec.rdzv_handler
         assert isinstance(seats, ControlRendezvous)
         with self._services.cancellation.interruptible():
-            # torch counts restarts down from the budget and tells workers the difference.
+            # torch counts restarts down from the budget and gives workers the difference.
             super()._rendezvous(worker_group)
         assert seats.assignment is not None
         self._assignment = seats.assignment
@@ -227,7 +227,7 @@ class GpuopsAgent(LocalElasticAgent):
         self.snapshot.world_size = worker_group.workers[0].world_size
         self._services.step_tracker.begin()
         session.safely("recording the start", lambda: self._started(worker_group, start_us))
-        # Whoever looks for rings reads of this generation's by now.
+        # By now every reader of rings has opened this generation's.
         session.safely(
             "giving rings back", lambda: session.directory.remove_rings_before(self.generation)
         )
@@ -238,7 +238,7 @@ class GpuopsAgent(LocalElasticAgent):
         return pids
 
     def _left_out(self) -> int | None:
-        """Return the step of the checkpoint that is not to be loaded, None where any may be."""
+        """Return the step of the checkpoint that must not be loaded, None where any may be."""
         assert self._assignment is not None
         return self._assignment.record.excluded_checkpoint
 
@@ -278,12 +278,12 @@ class GpuopsAgent(LocalElasticAgent):
             raise RunOverError(self._services.control.record)
 
     def waiting(self, record: ControlRecord) -> None:
-        """Look after signals and the board while this agent waits for others; see `WaitHooks`.
+        """Check signals and the control store while this agent waits; see `WaitHooks`.
 
         Raises:
             SignalException: See `Cancellation.check`.
             ControlStoreLostError: There has been no answer for too long.
-            RunOverError: The run is drained before it has begun.
+            RunOverError: The run is drained before its workers start.
         """
         self.snapshot.main_ns = self._services.clock.mono_ns()
         self._session.safely(
@@ -334,7 +334,7 @@ class GpuopsAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: Signals = SIGTERM, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         workers = self._workers
         if workers is not None and not workers.all_ended:
-            if not workers.left:  # a second time would not end them either
+            if not workers.left:  # a second attempt would not end them either
                 workers.end(death_sig, self._services.cancel_grace_s, self._is_urgent)
             self._leave(workers.left)
         super()._shutdown(death_sig, *args, **kwargs)
@@ -344,7 +344,7 @@ class GpuopsAgent(LocalElasticAgent):
             abandon_unkillable(self._pcontext, local_ranks)
 
     def cancelled(self, signal_name: str) -> None:
-        """Record that a signal ended the run; the workers, if any, are gone by now."""
+        """Record that a signal ended the run, after its workers have ended."""
         session, workers = self._session, self._workers
         exits: list[WorkerExit] = []
         if workers is not None:
@@ -364,7 +364,7 @@ class GpuopsAgent(LocalElasticAgent):
         return self._workers is not None and not self._workers.all_ended
 
     def close(self) -> None:
-        """Let go of the last generation."""
+        """Close the last generation's workers."""
         if self._workers is not None:
             self._workers.close()
 
@@ -381,11 +381,11 @@ class GpuopsAgent(LocalElasticAgent):
         return progress_of(self._services, self.generation, self._workers)
 
     def write_state(self, phase: str) -> None:
-        """Have ``state.json`` replaced."""
+        """Replace ``state.json``."""
         state = state_of(self._services, self.snapshot, phase)
         self._session.write_state(state, group_rank=self._worker_group.group_rank or 0)
 
 
 def _env_of(excluded_step: int | None) -> dict[str, str]:
-    """Return what tells the script which checkpoint not to load: by the step it is of."""
+    """Return the variable that names the step whose checkpoint must not be loaded."""
     return {} if excluded_step is None else {"GPUOPS_EXCLUDED_CHECKPOINT": str(excluded_step)}

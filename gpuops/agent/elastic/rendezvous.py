@@ -1,7 +1,7 @@
-"""torch's rendezvous interface over the control record: wait for a seat, take it.
+"""torch's rendezvous interface over the control record: join a generation and get a rank.
 
-Only the public `RendezvousHandler` is used. torch's own dynamic rendezvous unpickles what it finds,
-compares the wall clocks of hosts, waits 30 s for nodes that will not come and gives ranks anew.
+Only the public `RendezvousHandler` is used. torch's dynamic rendezvous unpickles what it reads,
+compares the wall clocks of hosts, waits 30 s for nodes that will not join and reassigns all ranks.
 """
 
 import logging
@@ -30,7 +30,7 @@ LOOK_S = 0.2
 
 
 class RunOverError(Exception):
-    """The run has come to its end, for all; ``record`` says how."""
+    """The run has ended on all nodes; ``record`` says how."""
 
     def __init__(self, record: ControlRecord) -> None:
         super().__init__(record.reason)
@@ -38,16 +38,16 @@ class RunOverError(Exception):
 
 
 class ExcludedError(Exception):
-    """This node is left out of the run."""
+    """This node is excluded from the run."""
 
 
 class ControlStoreLostError(Exception):
-    """The board has not answered for so long that the run cannot go on here."""
+    """The control store has not answered for so long that this agent gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Whether this node may join, and why not; what to report of a node and a generation."""
+    """Whether this node may join, and why not; what to report for a node and a generation."""
 
     passed: bool
     reason: str = ""
@@ -55,20 +55,20 @@ class Preflight:
 
 
 class WaitHooks(Protocol):
-    """What `ControlRendezvous` asks of the agent while it waits."""
+    """What `ControlRendezvous` calls on the agent while it waits."""
 
     def gate(self) -> Preflight:
-        """Return whether this node may take a seat; it may take as long as the gate's deadline."""
+        """Return whether this node may join; takes at most the preflight check's deadline."""
         ...
 
     def waiting(self, record: ControlRecord) -> None:
-        """Hear what is waited for, several times a second; may raise to end the wait."""
+        """Called several times a second during the wait; may raise to end it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A place in a generation."""
+    """This node's place in a generation."""
 
     record: ControlRecord
     roster: Roster
@@ -76,7 +76,7 @@ class Assignment:
 
 
 class ControlRendezvous(RendezvousHandler):
-    """One agent's way into each generation; ``seat`` is the one it has."""
+    """Joins each generation for one agent; ``assignment`` is its place in the newest one."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class ControlRendezvous(RendezvousHandler):
         pick_port: Callable[[], int] = free_port,
     ) -> None:
         self.assignment: Assignment | None = None
-        self.usher: WaitHooks | None = None  # the agent, once there is one
-        self.join_payload: Callable[[], Json] = dict  # what goes with a wish for a seat
+        self.usher: WaitHooks | None = None  # the agent, which is made later
+        self.join_payload: Callable[[], Json] = dict  # added to the entry of a ready agent
         self._link = link
         self._run_key = run_key
         self._pick_port = pick_port
-        self._left = -1  # the last generation that this agent had a part in
-        self._unseated = -1  # the last one whose roster is without it
+        self._left = -1  # the last generation that this agent was in
+        self._unseated = -1  # the last one whose roster does not have it
 
     def get_backend(self) -> str:
         return "gpuops"
@@ -102,7 +102,7 @@ class ControlRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this agent's seat in the next generation that it gets one in.
+        """Return this agent's place in the next generation that it joins.
 
         Raises:
             RunOverError, ExcludedError, ControlStoreLostError: See there.
@@ -110,7 +110,7 @@ class ControlRendezvous(RendezvousHandler):
         seat = self.assignment = self._take()
         self._left = seat.record.generation
         first = seat.roster.members[0]
-        # The store is empty and nobody's: ranks come from the roster, workers make their own.
+        # An empty store: ranks come from the roster, and the workers make their own store.
         return RendezvousInfo(
             HashStore(),
             seat.group_rank,
@@ -131,7 +131,7 @@ class ControlRendezvous(RendezvousHandler):
                 if record.phase is RunPhase.RENDEZVOUS:
                     if declared != record.generation and self._declare(record.generation):
                         declared = record.generation
-                # What was fenced had no workers; those of this seat must not pay for it.
+                # The fence hit an agent without workers; new workers must not be ended by it.
                 elif self._link.clear_fence() and (seat := self._find(record)) is not None:
                     if record.phase is RunPhase.RUN:
                         return seat
@@ -140,7 +140,7 @@ class ControlRendezvous(RendezvousHandler):
             self._link.wait_until(partial(ne, record), LOOK_S)
 
     def _declare(self, generation: int) -> bool:
-        """Say that this node would take a seat, or that it must not get one."""
+        """Write that this node is ready, or that it must be excluded."""
         assert self.usher is not None
         gate = self.usher.gate()
         me = replace(self._link.me, master_port=self._pick_port())
@@ -156,7 +156,7 @@ class ControlRendezvous(RendezvousHandler):
         return True
 
     def _pass_up(self, generation: int) -> None:
-        """Say that the seat in *generation*, which is over, was not taken: nobody waits for us."""
+        """Report that no workers were started in *generation*, which is over."""
         report = NodeReport(
             kind=ReportKind.STOPPED,
             node=self._link.me.node,
@@ -171,7 +171,7 @@ class ControlRendezvous(RendezvousHandler):
         self._left = generation
 
     def _find(self, record: ControlRecord) -> Assignment | None:
-        """Return our seat in the generation of *record*; a roster without one is read once."""
+        """Return our place in the record's generation; a roster without us is read once."""
         if record.generation == self._unseated:
             return None
         try:
@@ -190,7 +190,7 @@ class ControlRendezvous(RendezvousHandler):
         return self._link.record.phase is RunPhase.STOP
 
     def set_closed(self) -> None:
-        """Do nothing: an agent's own trouble ends nobody else's run."""
+        """Do nothing: a failure of one agent does not end the run of the others."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -48,7 +48,7 @@ _IMPORTED = (
 )
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LENGTH_BYTES = 8
-_REPLY_S = 30
+_REPLY_S = 120  # of one that is still importing on a busy machine, too
 
 # Numbers that Python has no names for: of prctl, clone, mount and umount2.
 _PDEATHSIG, _SET_SUBREAPER, _GET_SUBREAPER, _SET_MM, _MM_MAP = 1, 36, 37, 35, 14

@@ -1,5 +1,7 @@
 """Real workers over gloo: one dies or raises, the job ends as it should, one incident says why."""
 
+import subprocess
+
 import pytest
 from support.runs import JOBS, Run
 
@@ -9,7 +11,8 @@ TRAIN = JOBS / "train.py"
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_costs_one_incident_and_the_job_is_done(tmp_path, victim):
-    with Run(tmp_path, TRAIN, "--steps", "40") as run:
+    # Every process of this run is started anew, as on a user's machine.
+    with Run(tmp_path, TRAIN, "--steps", "40", popen=subprocess.Popen) as run:
         run.kill_rank(victim, at_step=8)
         code = run.finish()
 

@@ -42,14 +42,14 @@ def whole_lines(path):
 class Run:
     """One agent with its own store, spool and run directory below *folder*."""
 
-    def __init__(self, folder, *words, env=None, cwd=None, nproc=2, **streams):
+    def __init__(self, folder, *words, env=None, cwd=None, nproc=2, popen=warm_popen, **streams):
         self.folder = folder
         self.runs = folder / "runs"
         self.out, self.err = folder / "out", folder / "err"
         folder.mkdir(parents=True, exist_ok=True)
         flags = [f"--nproc-per-node={nproc}"] if nproc else []
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = warm_popen(
+            self.process = popen(
                 [sys.executable, "-m", "gpuops", "run", *flags, *map(str, words)],
                 env=self._environment() | (env or {}),
                 cwd=cwd,

@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Most tests wait for processes and time limits more than they compute.
-WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
+WORKERS ?= $(shell echo $$(( $$(nproc) * 2 )))
 # Hundreds of processes would compile all of gpuops anew.
 unexport PYTHONDONTWRITEBYTECODE
 

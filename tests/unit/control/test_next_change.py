@@ -106,7 +106,19 @@ WAITS = {
     ),
     "a live one drains": (RunPhase.DRAIN, {"reports": {"a1": report()}}),
     "nobody is ready": (RunPhase.RENDEZVOUS, {"phase_s": 599.0}),
-    "workers may live": (RunPhase.RENDEZVOUS, {**HALF, "workers_ended_s": 29.9}),
+    "workers may live": (
+        RunPhase.RENDEZVOUS,
+        {**HALF, "workers_ended_s": 29.9, "enough_s": 60.0},
+    ),
+    "a survivor comes whose place a spare would take": (
+        RunPhase.RENDEZVOUS,
+        {
+            "ready": (member(1), member(3)),
+            "candidate": roster(1, 3),
+            "live": ("n1", "n2", "n3"),
+            "enough_s": 4.9,
+        },
+    ),
     "in the back-off": (
         RunPhase.RENDEZVOUS,
         {

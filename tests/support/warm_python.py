@@ -4,7 +4,8 @@ Importing torch takes 1.3 CPU-s and ending such an interpreter 0.4; a test of ``
 ten. `WarmPopen` is `subprocess.Popen`: where the command is a Python program of this interpreter, a
 process that stands ready forks, and the fork becomes what the command would be, with its parent,
 session, command line and environment (in /proc as well), descriptors, signals and exit code. An
-agent that was started so starts its workers so.
+agent that was started so starts its workers so. A kernel without CONFIG_CHECKPOINT_RESTORE cannot
+show that command line: there every process is started anew.
 
 As a program, ``warm_python.py FD``, it is the process that stands ready and listens on socket FD.
 It has one thread and computes nothing. Each request has a connection of its own.
@@ -51,7 +52,8 @@ _LENGTH_BYTES = 8
 _REPLY_S = 120  # of one that is still importing on a busy machine, too
 
 # Numbers that Python has no names for: of prctl, clone, mount and umount2.
-_PDEATHSIG, _SET_SUBREAPER, _GET_SUBREAPER, _SET_MM, _MM_MAP = 1, 36, 37, 35, 14
+_PDEATHSIG, _SET_SUBREAPER, _GET_SUBREAPER, _SET_MM = 1, 36, 37, 35
+_MM_MAP, _MM_MAP_SIZE = 14, 15
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 1 << 14, 1 << 19, 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -159,7 +161,7 @@ class WarmPopen(subprocess.Popen):
 
 def warm_popen(words, **options):
     """Return `WarmPopen`; the first call of a process starts the one that stands ready."""
-    if WarmPopen.server is None:
+    if WarmPopen.server is None and _can_show():
         env = {**_ENV, "OMP_NUM_THREADS": "1"}
         with _listener() as listener:
             fd = listener.fileno()
@@ -183,6 +185,13 @@ def warm_run(words, *, timeout, **options):
 
 
 _ENV = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def _can_show():
+    """Say whether the kernel lets a process say what /proc shows of it: PR_SET_MM_MAP_SIZE."""
+    size = ctypes.c_uint()
+    words = (ctypes.c_ulong(_MM_MAP_SIZE), ctypes.byref(size), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    return _libc.prctl(_SET_MM, *words) == 0 and size.value == ctypes.sizeof(_MemoryMap)
 
 
 def _listener():
@@ -260,7 +269,7 @@ def _serve(listener):
 
 def _become(request, between, connection, streams, listener):
     """Turn this process, a fork, into what the request asks for; never returns."""
-    while os.getppid() == between:
+    while os.getppid() == between:  # nothing tells a process that it has another parent
         time.sleep(0.0002)
     if request["new_session"]:
         os.setsid()

@@ -127,6 +127,7 @@ LOOK_S = 0.02
 # A spare that has waited for longer since its check is checked again before it is seated.
 STALE_S = 60.0
 FIRST_LOOK_S = 3.0
+CANCEL_S = 1.0  # for `run_bounded` to end the check and all that it has started
 
 
 class PreflightGate(Protocol):
@@ -232,9 +233,10 @@ class HealthPreflight:
             wait(LOOK_S)
 
     def close(self) -> None:
-        """End what runs."""
+        """End what runs, and wait for it: a check that is being ended is stopped first."""
         if self._gate is not None:
             self._gate.cancel()
+            self._gate.result(CANCEL_S)
         self._memory.close()
 
     def _is_stale(self) -> bool:

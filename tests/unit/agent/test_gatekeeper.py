@@ -41,6 +41,8 @@ class Check:
         self.calls.append("start")
 
     def result(self, timeout_s=0.0):
+        if timeout_s:
+            self.calls.append("wait")
         return self.given
 
     def cancel(self):
@@ -173,12 +175,12 @@ def test_what_another_job_holds_on_its_own_gpu_keeps_nobody_out(uuids, passes):
     assert gate.passed is passes
 
 
-def test_who_closes_ends_the_check():
+def test_who_closes_ends_the_check_and_waits_for_its_end():
     stand = Stand()
     stand.keeper.begin()
     stand.keeper.close()
 
-    assert stand.checks[0].calls == ["start", "cancel"]
+    assert stand.checks[0].calls == ["start", "cancel", "wait"]
 
 
 def test_a_second_beginning_begins_nothing_unless_the_first_is_old():

@@ -4,8 +4,6 @@ The agent that made it does so wherever it is: a spare that leads because all ot
 workers to wait for.
 """
 
-import threading
-
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.control.record import ControlRecord
 from gpuops.control.step import DecisionRecord
@@ -17,21 +15,22 @@ class DecisionLog:
 
     def __init__(self, journal: RunJournal) -> None:
         self._journal = journal
-        self._lock = threading.Lock()
-        self._proposed: DecisionRecord | None = None
+        self._proposed: dict[tuple[int, float], DecisionRecord] = {}
         self._recorded: tuple[int, float] | None = None
 
     def propose(self, decided: DecisionRecord) -> None:
-        """Keep what this agent's own decision rests on; `record` writes it once it is valid."""
-        with self._lock:
-            self._proposed = decided
+        """Keep what this agent's own decision rests on; `record` writes it once it is valid.
+
+        From any thread. One that loses against another leader's hides no earlier one.
+        """
+        self._proposed[_key(decided.decision)] = decided
 
     def record(self, record: ControlRecord, generation: int | None) -> None:
         """Write the decision in *record* if it is ours, or is on *generation*, which ran here."""
         decision = record.decision
         if decision is None or _key(decision) == self._recorded:
             return
-        ours = self._ours(decision)
+        ours = self._proposed.get(_key(decision))
         if ours is not None:
             self._journal.decided(
                 ours.decision,
@@ -47,12 +46,6 @@ class DecisionLog:
         else:
             return
         self._recorded = _key(decision)
-
-    def _ours(self, decision: RestartDecision) -> DecisionRecord | None:
-        """Return what *decision* rests on; None where it is another agent's."""
-        with self._lock:
-            ours = self._proposed
-        return ours if ours is not None and _key(ours.decision) == _key(decision) else None
 
 
 def _key(decision: RestartDecision) -> tuple[int, float]:

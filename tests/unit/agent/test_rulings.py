@@ -73,6 +73,15 @@ def test_one_that_lost_against_another_leaders_is_not_recorded_as_made():
     assert world.events  # what was decided instead
 
 
+def test_one_that_lost_hides_none_of_ours_that_is_not_recorded_yet():
+    world = World(by_us(MADE))
+    world.decisions.propose(by_us(replace(MADE, failure=replace(MADE.failure, at_s=100.5))))
+
+    world.decisions.record(FORM, None)
+
+    assert world.events.count("decision.made") == 1
+
+
 @pytest.mark.parametrize("generation", [None, 1, 5])
 def test_one_of_others_on_a_generation_that_did_not_run_here_is_theirs_to_tell(generation):
     world = World()

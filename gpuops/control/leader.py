@@ -101,7 +101,7 @@ class Leader:
         if record.phase is RunPhase.STOP:
             self.is_leader = False
             return
-        # A deputy looks at every beat while something is happening, else now and then.
+        # A standby refreshes at each heartbeat in a passing phase, less often while workers run.
         is_steady = record.phase is RunPhase.RUN
         refresh_s = REFRESH_S if (self._position() or 0) <= 1 else STANDBY_REFRESH_S
         if is_steady and self._membership.refreshed_within(refresh_s, now_ns):
@@ -214,10 +214,10 @@ class Leader:
         return (now_ns - self._phase_since[2]) / NS_PER_S
 
     def _is_stuck(self, record: ControlRecord, now_ns: int) -> bool:
-        """Say whether those in line before us do not seem to act.
+        """Say whether the agents before this one in the succession seem not to act.
 
-        In a phase that passes, by how long it has lasted; while workers run, nobody's turn is
-        missed as long as one of the first in line lives: look once in a while.
+        A passing phase shows it by how long it has lasted. While workers run, this agent refreshes
+        once in `STUCK_S` to see whether one of the standbys lives.
         """
         if record.phase is not RunPhase.RUN:
             return self._phase_s(now_ns) >= STUCK_S

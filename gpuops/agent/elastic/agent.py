@@ -74,7 +74,7 @@ class GpuopsAgent(LocalElasticAgent):
         self._is_told_of_the_wait = False
         seats = spec.rdzv_handler
         assert isinstance(seats, ControlRendezvous)
-        seats.usher = self
+        seats.hooks = self
         services.control.on_fence = self._fence
         services.control.running_generation = self._training
         services.control.heartbeat_payload = self._progress

@@ -86,7 +86,7 @@ class ControlRendezvous(RendezvousHandler):
         pick_port: Callable[[], int] = free_port,
     ) -> None:
         self.assignment: Assignment | None = None
-        self.usher: WaitHooks | None = None  # the agent, which is made later
+        self.hooks: WaitHooks | None = None  # the agent, which is made later
         self.join_payload: Callable[[], Json] = dict  # added to the entry of a ready agent
         self._link = link
         self._run_key = run_key
@@ -119,8 +119,8 @@ class ControlRendezvous(RendezvousHandler):
         )
 
     def _take(self) -> Assignment:
-        usher, declared = self.usher, None
-        assert usher is not None
+        hooks, declared = self.hooks, None
+        assert hooks is not None
         while True:
             record = self._link.record
             if record.phase is RunPhase.STOP:
@@ -136,13 +136,13 @@ class ControlRendezvous(RendezvousHandler):
                     if record.phase is RunPhase.RUN:
                         return seat
                     self._pass_up(record.generation)
-            usher.waiting(record)
+            hooks.waiting(record)
             self._link.wait_until(partial(ne, record), LOOK_S)
 
     def _declare(self, generation: int) -> bool:
         """Write that this node is ready, or that it must be excluded."""
-        assert self.usher is not None
-        gate = self.usher.gate()
+        assert self.hooks is not None
+        gate = self.hooks.gate()
         me = replace(self._link.me, master_port=self._pick_port())
         try:
             if gate.passed:

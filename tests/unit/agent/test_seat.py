@@ -26,7 +26,7 @@ class GivenUpError(Exception):
     """The test has seen enough."""
 
 
-class Usher:
+class Hooks:
     """Does what the test has prepared, one thing for each wait; then gives up."""
 
     def __init__(self, *acts):
@@ -79,7 +79,7 @@ class Bench:
         self.shared.put(self.link.keys.roster(generation), roster.to_bytes())
 
     def ask(self, *acts):
-        self.rendezvous.usher = Usher(*acts)
+        self.rendezvous.hooks = Hooks(*acts)
         return self.rendezvous.next_rendezvous()
 
     def reports(self):
@@ -185,9 +185,9 @@ def test_nobody_waits_after_the_end_of_the_run(bench):
 
 
 def test_a_gate_that_does_not_let_the_node_in_excludes_it(bench):
-    usher = Usher()
-    usher.found = Preflight(passed=False, reason="two GPUs are missing")
-    bench.rendezvous.usher = usher
+    hooks = Hooks()
+    hooks.found = Preflight(passed=False, reason="two GPUs are missing")
+    bench.rendezvous.hooks = hooks
 
     with pytest.raises((ExcludedError, GivenUpError)):
         bench.rendezvous.next_rendezvous()

@@ -11,7 +11,7 @@ from gpuops.incident.decision import RestartPolicy
 pytestmark = pytest.mark.torch
 
 
-class Usher:
+class Hooks:
     """What the agent does meanwhile: lets time pass; it is healthy."""
 
     def __init__(self, agent):
@@ -30,7 +30,7 @@ def seats(agent):
     from gpuops.agent.elastic.rendezvous import ControlRendezvous
 
     found = ControlRendezvous(agent.control, "job", pick_port=lambda: 1234)
-    found.usher = Usher(agent)
+    found.hooks = Hooks(agent)
     return found
 
 
@@ -93,7 +93,7 @@ def test_a_word_that_does_not_reach_the_board_is_said_again(tmp_path):
     assert seats(agent).next_rendezvous().rank == 0
 
 
-def test_the_usher_may_end_the_wait(tmp_path):
+def test_the_hooks_may_end_the_wait(tmp_path):
     agent = Agent(tmp_path, terms=RestartPolicy(nodes_min=2, nodes_max=2))
     agent.while_waiting = [lambda: None, lambda: 1 // 0]
 

@@ -78,11 +78,16 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 # The hooks' HOOK_ENV: what is particular to each node of this one machine. A health check runs only
-# while a test asks for it: six nodes would start Python every two seconds.
+# while a test asks for it: six nodes would start Python every two seconds. One at a time, as where
+# the interval is minutes: slurmctld asks for the next one though the last has not ended.
 HOOK_ENV = """\
 . {home}/nodes/$SLURMD_NODENAME/env
 export SLURM_CONF={home}/slurm.conf
-if [ -z "$SLURM_JOB_ID" ] && ! [ -e {home}/nodes/$SLURMD_NODENAME/health ]; then exit 0; fi
+if [ -z "$SLURM_JOB_ID" ]; then
+    [ -e {home}/nodes/$SLURMD_NODENAME/health ] || exit 0
+    exec 9>{home}/nodes/$SLURMD_NODENAME/health.lock
+    flock --nonblock 9 || exit 0
+fi
 """
 
 

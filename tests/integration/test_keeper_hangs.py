@@ -104,3 +104,14 @@ def test_one_that_answers_in_the_end_is_slow_and_keeps_what_it_holds(tmp_path, s
     assert [one.state for one in seen[:3]] == ["T"] * 3
     found = start_or_adopt(tmp_path / "k", lease_s=30.0)
     assert (found.pid, found.is_adopted, found.killed_why) == (keeper.pid, True, "")
+
+
+def test_a_hang_is_named_where_the_keeper_after_it_cannot_begin(tmp_path, stack):
+    keeper = start_or_adopt(tmp_path / "k", lease_s=30.0)
+    stack.callback(keeper.kill)
+    os.kill(keeper.pid, signal.SIGSTOP)
+
+    with pytest.raises(KeeperError, match=r"did not begin within 0 s.* it was stopped by a signal"):
+        start_or_adopt(tmp_path / "k", lease_s=30.0, ready_s=0.0)
+
+    assert not is_alive(keeper.pid)

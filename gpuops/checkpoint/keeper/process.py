@@ -192,27 +192,20 @@ def start_or_adopt(
     if why is not None:
         raise KeeperError(f"the keeper cannot use {folder}: {why}")
     path = keeper_socket_path(folder.absolute())
-    end_s, ended = time.monotonic() + ready_s, ""
+    end_s, hung = time.monotonic() + ready_s, ""
     while True:
         try:
-            found = _adopt(path)
+            keeper = _adopt(path) or _start_new(path, lease_s, node, ready_s, end_s)
         except KeeperHungError as exc:
-            end_s, ended = time.monotonic() + ready_s, str(exc)
+            end_s, hung = time.monotonic() + ready_s, str(exc)
             continue
-        if found is not None:
-            found.killed_why = ended
-            return found
-        first_line, pid = _start(path.parent, lease_s, node, end_s)
-        if first_line == "ready":
-            return KeeperProcess(path, pid, is_adopted=False, killed_why=ended)
-        KeeperProcess(path, pid, is_adopted=False).kill()
-        if first_line.startswith("failed "):
-            raise KeeperError(f"the keeper cannot begin: {first_line.removeprefix('failed ')}")
-        if first_line != "taken" or time.monotonic() > end_s:
-            raise KeeperError(
-                f"the keeper in {folder} did not begin within {ready_s:g} s; its log is there"
-            )
-        # Another one has just begun, or is just ending.
+        except KeeperError as exc:
+            if not hung:
+                raise
+            raise KeeperError(f"{exc}. Before that, {hung}; it was ended") from exc
+        if keeper is not None:
+            keeper.killed_why = hung
+            return keeper
         time.sleep(_RETRY_S)
 
 
@@ -235,6 +228,28 @@ def _adopt(path: Path) -> KeeperProcess | None:
             "that agent first, or use another folder"
         )
     return KeeperProcess(path, pid, is_adopted=True)
+
+
+def _start_new(
+    path: Path, lease_s: float, node: str, ready_s: float, end_s: float
+) -> KeeperProcess | None:
+    """Return a new keeper that listens at *path*, None where another one begins or ends just now.
+
+    Raises:
+        KeeperError: It did not begin before *end_s*, *ready_s* from the first try.
+    """
+    first_line, pid = _start(path.parent, lease_s, node, end_s)
+    keeper = KeeperProcess(path, pid, is_adopted=False)
+    if first_line == "ready":
+        return keeper
+    keeper.kill()
+    if first_line.startswith("failed "):
+        raise KeeperError(f"the keeper cannot begin: {first_line.removeprefix('failed ')}")
+    if first_line == "taken" and time.monotonic() <= end_s:
+        return None
+    raise KeeperError(
+        f"the keeper in {path.parent} did not begin within {ready_s:g} s; its log is there"
+    )
 
 
 def _start(folder: Path, lease_s: float, node: str, end_s: float) -> tuple[str, int]:

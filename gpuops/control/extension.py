@@ -81,8 +81,8 @@ class ExtensionRunner:
         try:
             call()
         except ControlStoreError as exc:
-            log.debug("the board does not take the witness' word: %s", exc)
+            log.debug("the control store refuses what a leader extension writes: %s", exc)
         except Exception:  # boundary: see above
             if not self._has_failed:
-                log.exception("what is agreed on beside the seats is not looked after")
+                log.exception("a leader extension failed; membership is not affected")
             self._has_failed = True

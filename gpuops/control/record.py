@@ -125,7 +125,7 @@ class Roster:
         return sum(member.n_workers for member in self.members)
 
     def group_rank(self, agent: str) -> int | None:
-        """Return the place of *agent*, None for one without a seat."""
+        """Return the node rank of *agent*, None where it is not a member."""
         for rank, member in enumerate(self.members):
             if member.agent == agent:
                 return rank

@@ -223,7 +223,7 @@ def _lost_reports(seen: Observation, members: Sequence[Member]) -> dict[str, Nod
 
 
 def _lost_report(member: Member, generation: int, silence_s: float) -> NodeReport:
-    since = f"for {silence_s:.0f} s" if silence_s < 1e6 else "since we look"
+    since = f"for {silence_s:.0f} s" if silence_s < 1e6 else "since this leader started"
     return NodeReport(
         kind=ReportKind.NODE_LOST,
         node=member.node,

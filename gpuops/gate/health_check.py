@@ -207,7 +207,7 @@ def _publish(drain: DrainRecord, bench: HealthContext) -> NodeActionResult:
         return NodeActionResult(
             NodeAction.FORGOTTEN, "somebody else drained or resumed the node", drain
         )
-    return NodeActionResult(NodeAction.NOTHING, ended.trouble or "slurmctld was not told")
+    return NodeActionResult(NodeAction.NOTHING, ended.trouble or "slurmctld was not reached")
 
 
 HEALTH_PUBLISH_S = 6.0

@@ -91,7 +91,7 @@ class RunView:
         return replace(
             self,
             spares=tuple(name for name in self.spares if name not in dead),
-            notes=(*self.notes, f"has no seat and does not beat: {', '.join(dead)}"),
+            notes=(*self.notes, f"not in the run, and sends no heartbeat: {', '.join(dead)}"),
         )
 
     @property

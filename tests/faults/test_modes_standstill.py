@@ -157,7 +157,7 @@ def test_detectors_take_out_a_node_at_once_and_another_at_that_restart(tmp_path)
     assert made["decision"]["rule"] == "node.excluded"
     assert set(made["decision"]["exclude"]) == {"n1", "n2"}
     assert made["cluster"]["doubted"] == {"n2": doubt["payload"]["reason"]}
-    assert doubted["title"] == "n2 is doubted: pace: slower than the others"
+    assert doubted["title"] == "n2 is suspected: pace: slower than the others"
     assert culprits(doubted) == {("node", "n2")}
     assert (doubted["state"], doubted["actions"]) == ("closed", ["exclude-node"])
     assert "the run failed" not in run.said(), "it goes on"

@@ -270,7 +270,7 @@ def test_text_from_the_kernel_cannot_drive_the_terminal(node):
         (["--deadline", "nan"], "a number of seconds is wanted"),
         (["--explain", "mem*"], "there is no check 'mem*'"),
         (["--explain", "memroy"], "there is no check 'memroy'; did you mean 'memory'?"),
-        (["--facts", "x", "--deadline", "3"], "with --facts nothing is looked at"),
+        (["--facts", "x", "--deadline", "3"], "with --facts nothing is probed"),
         (["--trigger", "whim"], "is not one of"),
     ],
 )

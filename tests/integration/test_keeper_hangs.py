@@ -17,7 +17,7 @@ from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneErro
 from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.keeper.process import probe_or_kill, sample_process, start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
-from gpuops.checkpoint.types import StateId
+from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.host.clock import SystemClock
 
 NEVER_S = 3600.0

@@ -51,7 +51,7 @@ class StoredStatesLookup:
         except CheckpointError as exc:
             if str(exc) != self._told:
                 self._told = str(exc)
-                self.say(f"{exc}; the ranks wait until it can be told where they go on from")
+                self.say(f"{exc}; the ranks wait until it is known which state to load")
             return
         except Exception:  # boundary: whatever a file system raises, the ranks wait for word
             log.exception("the checkpoints in %s cannot be listed", directory)

@@ -1,7 +1,7 @@
 """One generation of workers on one node: start, watch, classify, stop.
 
 * `agent`: the subclass of torch's `LocalElasticAgent`; torch calls it.
-* `rendezvous`: torch's rendezvous interface over the control record: wait for a seat, take it.
+* `rendezvous`: torch's rendezvous interface over the control record: wait for a node rank, take it.
 * `workers`: starts the worker processes of a generation.
 * `attempt`: the loop that watches one generation, ten times a second.
 * `exit_watcher`, `exits`: when and how each worker ended.

@@ -81,7 +81,7 @@ class EventJournal:
 
     @in_turn
     def excluded(self, reason: str, at_us: int) -> None:
-        """Record that this node gets no seat any more since *at_us*."""
+        """Record that this node is excluded from the run since *at_us*."""
         news = [exclusion(self._node, reason, self._attempt)]
         if self._doubt is not None:
             left_out = with_action(self._doubt, ActionKind.EXCLUDE_NODE)
@@ -91,7 +91,7 @@ class EventJournal:
 
     @in_turn
     def gate_failed(self, report: NodeReport, incident: Incident) -> None:
-        """Record that this node did not pass its health check and gets no seat."""
+        """Record that this node did not pass its health check and does not join."""
         self._emit_event(reported(report), of_incident(incident, Severity.ERROR))
 
     @in_turn

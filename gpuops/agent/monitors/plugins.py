@@ -55,7 +55,7 @@ def find_detectors() -> tuple[str, ...]:
     try:
         return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
     except Exception as exc:  # noqa: BLE001 boundary: what others installed must not stop a launch
-        log.warning("detectors cannot be looked for: %r", exc)
+        log.warning("cannot list the detectors: %r", exc)
         return ()
 
 

@@ -68,7 +68,7 @@ class RankDiagnosis:
 def judge_rank(facts: RankFacts) -> RankDiagnosis:
     """Return what the rank of *facts* does."""
     if not facts.samples:
-        return RankDiagnosis(RankState.UNKNOWN, "could not be looked at")
+        return RankDiagnosis(RankState.UNKNOWN, "could not be inspected")
     return _by_the_system(facts.samples) or _by_the_lock(facts.samples) or _by_the_stack(facts)
 
 

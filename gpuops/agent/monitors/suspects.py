@@ -64,7 +64,7 @@ class SuspectReporter:
     def _record(self, report: NodeReport) -> None:
         session, journal = self._session, self._session.journal
         follows = "a restart does without it, if it can be spared"
-        self._say(f"{report.node} is doubted: {report.how}; {follows}")
+        self._say(f"{report.node} is suspected: {report.how}; {follows}")
         run_id, now_us = session.identity.run_id, self._clock.now_us()
         incident = suspect_incident(report, run_id=run_id, now_us=now_us)
         session.safely("recording a suspicion", lambda: journal.doubted(report, incident))

@@ -93,7 +93,7 @@ def probe_or_kill(
         process = os.pidfd_open(pid)
     except OSError as exc:
         # Of another namespace of processes, for example: it can be asked, but not looked at.
-        raise KeeperError(f"the keeper with pid {pid} cannot be looked at: {exc.strerror}") from exc
+        raise KeeperError(f"the keeper with pid {pid} cannot be inspected: {exc.strerror}") from exc
     try:
         with suppress(KeeperTimeoutError):
             return connection.call_within(HelloReply, "hello", wait_s=SAMPLE_S, role="probe")

@@ -156,7 +156,7 @@ def _reject_conflicting_options(ctx: click.Context) -> None:
     for group, text in (
         ({"as_json", "as_jsonl", "nagios"}, "--json, --jsonl and --nagios exclude each other"),
         ({"as_list", "explain"}, "--list and --explain exclude each other"),
-        ({"facts", "deadline"}, "--deadline is for looks, and with --facts nothing is looked at"),
+        ({"facts", "deadline"}, "--deadline limits probes, and with --facts nothing is probed"),
     ):
         if len(group & given) > 1:
             raise UsageError(text)

@@ -194,7 +194,7 @@ def suspect_incident(report: NodeReport, *, run_id: str, now_us: int) -> Inciden
         side=report.side,
         confidence=report.confidence,
         state=IncidentState.OPEN,
-        title=f"{report.node} is doubted: {description}"[:TITLE_CHARS_MAX],
+        title=f"{report.node} is suspected: {description}"[:TITLE_CHARS_MAX],
         first_us=now_us,
         detected_us=now_us,
         run_id=run_id,

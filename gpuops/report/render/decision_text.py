@@ -155,7 +155,7 @@ def _nodes(body: Mapping[str, Any]) -> str:
     live = {str(node) for node in _as_list(cluster.get("live"))}
     gone = [node for node in members if node not in live]
     spare = [node for node in sorted(live) if node not in members]
-    text = f"{len(members)} had seats, {len(live)} lived"
+    text = f"{len(members)} members, {len(live)} alive"
     text += f"; gone: {', '.join(gone[:8])}" if gone else ""
     return text + (f"; spare: {', '.join(spare[:8])}" if spare else "")
 

@@ -102,7 +102,7 @@ def _copies(checkpoint: CheckpointView) -> str:
 
 def _nodes(nodes: Sequence[RunNodeView], silent_s: dict[str, float]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("node", "seat", "ranks", "step", "last beat", "agent"):
+    for name in ("node", "node rank", "ranks", "step", "last beat", "agent"):
         table.add_column(name, justify="left", no_wrap=True)
     for node in nodes[:NODES_MAX]:
         table.add_row(

@@ -260,12 +260,12 @@ _PHASE_MEANING = {
     TimePhase.PRODUCTIVE: "steps made for the first time",
     TimePhase.DETECT: "last progress before a failure to the first notice of it",
     TimePhase.DECIDE: "stopping the workers, gathering reports, deciding",
-    TimePhase.RENDEZVOUS: "health gate, back-off, seats, until new workers start",
+    TimePhase.RENDEZVOUS: "preflight check, back-off, rendezvous, until new workers start",
     TimePhase.RESTORE: "reading the checkpoint",
-    TimePhase.RESTART: "from a failure to the next first step, not told apart",
+    TimePhase.RESTART: "from a failure to the next first step, not divided further",
     TimePhase.REDO: "steps made again, up to the highest step of earlier attempts",
     TimePhase.OTHER: "after the last step: saving, teardown, the launcher's own end",
-    TimePhase.UNKNOWN: "cannot be told: steps, their numbers or the end were not seen",
+    TimePhase.UNKNOWN: "unknown: steps, their numbers or the end were not recorded",
 }
 
 

@@ -111,7 +111,7 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
         pass
 
     assert world.said == [
-        "cannot list /states: no answer; the ranks wait until it can be told where they go on from"
+        "cannot list /states: no answer; the ranks wait until it is known which state to load"
     ]
 
 

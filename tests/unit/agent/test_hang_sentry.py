@@ -212,7 +212,7 @@ def test_evidence_that_does_not_come_holds_nothing_up(tmp_path):
     node.gathered()
 
     assert report.culprits == ()
-    assert [item.text.rpartition(") ")[2] for item in late] == ["could not be looked at"] * 2
+    assert [item.text.rpartition(") ")[2] for item in late] == ["could not be inspected"] * 2
 
 
 def test_ranks_that_go_on_after_all_are_no_hang(tmp_path):

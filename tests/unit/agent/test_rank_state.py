@@ -192,7 +192,7 @@ def test_who_writes_much_is_at_work(io, moving):
 
 
 def test_nothing_seen_is_said_to_be_unknown():
-    assert judge_rank(RankFacts(target=TARGET)).how == "could not be looked at"
+    assert judge_rank(RankFacts(target=TARGET)).how == "could not be inspected"
     silent = judge_rank(facts(sample(0.0, wchan="futex_wait")))
     assert silent.state is RankState.UNKNOWN
     assert silent.how == "did not show its stack; the kernel has it in futex_wait"

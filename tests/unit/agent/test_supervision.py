@@ -212,7 +212,7 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
     assert (told["doubted"], told["reason"]) == ("n1", "sums: its sums differ")
     (made,) = found["decision.made"]
     assert made["cluster"]["doubted"] == {"n1": "sums: its sums differ"}
-    incidents = [i for i in found["incident.recorded"] if "is doubted" in i["title"]]
+    incidents = [i for i in found["incident.recorded"] if "is suspected" in i["title"]]
     assert [(i["state"], i["actions"], i["attempt"]) for i in incidents] == [
         ("open", [], None),
         ("closed", ["exclude-node"], None),

@@ -169,7 +169,7 @@ def test_a_spare_whose_agent_does_not_beat_is_none(later, spares):
     )
 
     assert view.spares == spares
-    assert ("has no seat and does not beat: n3" in shown(view)) == (not spares)
+    assert ("not in the run, and sends no heartbeat: n3" in shown(view)) == (not spares)
 
 
 def test_while_seats_are_given_out_the_last_ones_are_shown():

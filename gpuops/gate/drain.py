@@ -1,4 +1,4 @@
-"""A drain that this node wants or has: recorded in a file, told to slurmctld.
+"""A drain that this node wants or has: recorded in a file, sent to slurmctld.
 
 slurmd drains a node whose prolog fails for the reason "Prolog error", which says nothing. This
 runs in its own session beside the hook, as slurmd kills the hook's process group, and outlasts a
@@ -108,7 +108,7 @@ PUBLISH_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRetry:
-    """How long to go on, and how to wait. ``settle_s``: to look again after slurmctld was told."""
+    """How long to go on, and how to wait. ``settle_s``: wait between a drain and its check."""
 
     limit_s: float = PUBLISH_S
     settle_s: float = SETTLE_S

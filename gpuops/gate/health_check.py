@@ -1,7 +1,7 @@
 """HealthCheckProgram: drain a node that fails, and take back our own drain once it passes again.
 
 slurmd runs it on idle nodes too, and before it has registered; it drains nothing by its exit code.
-So this one calls scontrol, but acts only on a node that slurmctld knows and hears from.
+So this one calls scontrol, but acts only on a node that is registered with slurmctld.
 
 What a health check does, and the helpers that hooks start in their own session: they may wait.
 
@@ -120,7 +120,7 @@ def act(
 def _counted(recorded: DrainRecord, bench: HealthContext, *, healthy: bool) -> NodeActionResult:
     """Count a pass of a node that our drain keeps out; take that back after enough in a row.
 
-    Not where that was done too often already: then somebody has to look at the node.
+    Not where that was done too often already: then an administrator must inspect the node.
     """
     passes, needed = recorded.passes + 1 if healthy else 0, bench.gate.passes_to_resume
     if passes < needed:
@@ -180,9 +180,9 @@ def _resumed(recorded: DrainRecord, bench: HealthContext) -> str | None:
 
 
 def _again(recorded: DrainRecord, view: SlurmNode, bench: HealthContext) -> NodeActionResult:
-    """Bring the reason of *recorded* to slurmctld, unless the node has got somebody else's.
+    """Send the reason of *recorded* to slurmctld, unless the node has another one.
 
-    Once slurmctld knew our reason, any other is one that somebody gave.
+    Once slurmctld had our reason, an administrator gave any other.
     """
     was_set = recorded.stage == DrainStage.SET
     replaces = () if was_set else recorded.replaces
@@ -230,9 +230,9 @@ def publish_drain(scene: HookContext, drain_id: str, find: FindScontrol) -> Drai
 
 
 def follow_up(scene: HookContext, find: FindScontrol) -> GateResult | None:
-    """Look once more at a driver that gave a hook no answer; drain where that fails the node.
+    """Check again a driver that gave a hook no answer; drain where that fails the node.
 
-    None: another one is at it.
+    None: another process does it already.
 
     Raises:
         SlurmError: There is no scontrol.

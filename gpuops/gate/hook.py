@@ -68,7 +68,7 @@ def write_verdict(path: Path) -> None:
 # tests/integration/test_slurm_files.py holds the sum of what a hook may take.
 WRITE_S = 0.3
 TELL_S = 0.5
-# A drain of ours that is older has been told to slurmctld, or given up.
+# A drain of ours that is older has been sent to slurmctld, or given up.
 EARLIER_S = 900.0
 # Of these a look without an answer is a hung driver, of which a second look has to decide.
 _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
@@ -136,7 +136,7 @@ def run_hook(scene: HookContext, verdict: Path) -> GateResult:
 
 
 def _looked_at(scene: HookContext) -> CheckRun:
-    """Return what was found, within the deadline of the suite, and looked at again in doubt."""
+    """Return what was found within the suite's deadline; doubtful results are checked again."""
     begun_ns = scene.clock.mono_ns()
     ran = check_node(scene.plan, scene.clock)
     left_s = scene.plan.suite.deadline_s - (scene.clock.mono_ns() - begun_ns) / 1e9
@@ -157,8 +157,8 @@ def bounded(plan: CheckPlan, name: str) -> CheckPlan:
 def settle(scene: HookContext, ran: CheckRun, left: str | None = None) -> GateResult:
     """Record *ran*, decide what becomes of the node, and keep the drain that it takes.
 
-    Nobody has told Slurm yet. *left*: see `gpuops.gate.policy.decide_drain`. The caller must have a
-    single thread.
+    Slurm does not know of it yet. *left*: see `gpuops.gate.policy.decide_drain`. The caller must
+    have a single thread.
     """
     gate = scene.gate
     runbooks = failing_runbooks(ran.findings, data_dir("runbooks"))
@@ -172,7 +172,7 @@ def settle(scene: HookContext, ran: CheckRun, left: str | None = None) -> GateRe
     if cause is not None:
         drain, amiss = _wanted(scene, cause, decision)
         trouble.append(amiss)
-        # Of a drain the helper tells, as there is no time to lose.
+        # The helper records a drain, as there is no time to lose.
         if not decision.drains and trouble[0] is None:
             trouble.append(tell_decision(scene.memory, drain, decision.outcome, scene.clock))
     return GateResult(

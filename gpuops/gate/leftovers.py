@@ -26,7 +26,7 @@ _JOB = re.compile(r"/job_(\d+)(?:/|$)", re.MULTILINE)
 def with_owners(
     ran: CheckRun, root: Path, job_uid: int | None, *, deadline_s: float = OWNERS_S
 ) -> CheckRun:
-    """Return *ran* with the owners of left-over processes in its findings, where they can be told.
+    """Return *ran* with the owners of left-over processes in its findings, where they are known.
 
     *job_uid*: the user of the job that the hook is for; *deadline_s*: how long to look for them.
     The caller must have a single thread.

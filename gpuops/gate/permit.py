@@ -129,6 +129,6 @@ def sync(
 def with_news(
     state: NodeState, repairs: tuple[Repair, ...], strikes: tuple[Strikes, ...]
 ) -> NodeState:
-    """Return *state* with what the store told; a repair that it has not heard of yet stays."""
+    """Return *state* with what the store has; a repair that it does not have yet stays."""
     known = reduce(with_repair, repairs, state.repairs)
     return replace(state, repairs=known, strikes=strikes)

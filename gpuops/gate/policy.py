@@ -53,7 +53,7 @@ class DrainCause:
 
     @property
     def hardware_reported(self) -> bool:
-        """Say whether the hardware, its driver or the kernel told of it, and no limit of ours."""
+        """Say whether the hardware, its driver or the kernel reported it, and no limit of ours."""
         return (
             self.failure_class in HARDWARE_REPORTED
             or self.finding.check in HARDWARE_REPORTED_CHECKS
@@ -72,7 +72,7 @@ def find_drain_cause(
 ) -> DrainCause | None:
     """Return the failure for which the node must run no jobs, None where there is none.
 
-    Of several, one that the hardware itself told goes first. *actions* are those of the runbooks;
+    Of several, one that the hardware reported goes first. *actions* are those of the runbooks;
     a class without a runbook takes no node out, as nobody has said what it means.
     """
     causes = [
@@ -166,13 +166,13 @@ class DrainStep(StrEnum):
 def next_drain_step(
     view: SlurmNode, reason: str, *, replaces: Collection[str], was_set: bool
 ) -> DrainStep:
-    """Return what to do so that *view* is drained for *reason*, and never over somebody else's.
+    """Return what to do so that *view* is drained for *reason*, and never over another's reason.
 
     Args:
         view: The node as slurmctld sees it now.
         reason: Ours.
         replaces: The reasons that ours may take the place of, to the letter.
-        was_set: It has been set before: where it is gone, somebody took it back.
+        was_set: It has been set before: where it is gone, an administrator removed it.
     """
     if view.drained:
         if view.reason == reason:
@@ -214,7 +214,7 @@ def resume_refusal(
 
     Args:
         resumed_us: When earlier drains for the same check were taken back.
-        repaired_us: When somebody repaired the node: what was before counts no longer.
+        repaired_us: When the node was repaired: what was before counts no longer.
         now_us: Now.
         limit: So many may be taken back within `RESUMES_WINDOW_S`.
     """

@@ -1,7 +1,7 @@
 """Record a check run: events in the spool, and a detached flusher that takes them to the store.
 
 No verdict waits for it: a spool that hangs costs `RECORD_S`. Where it is only slow, the run is
-recorded late, without what it makes of the node's incidents: a newer check may have looked.
+recorded late, without what it makes of the node's incidents: a newer check may have run.
 The node's file keeps its open incidents; it is changed in the child that records the run, so a file
 that hangs or cannot be written costs no verdict either.
 """
@@ -230,10 +230,10 @@ def changed_incidents(
     *,
     is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[Incident, ...]:
-    """Return the incidents to be told of, after *ran*; the file in *state_dir* keeps the open ones.
+    """Return the incidents to record after *ran*; the file in *state_dir* keeps the open ones.
 
     Where the file cannot be kept, what fails is one incident a day: it would be a new one at each
-    check. Where it *is_late*, another check may have looked meanwhile, and *ran* changes nothing.
+    check. Where it *is_late*, another check may have run meanwhile, and *ran* changes nothing.
     """
     told: list[Incident] = []
     about = NodeCheckContext(

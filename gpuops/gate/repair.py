@@ -1,7 +1,7 @@
-"""A repair that somebody acknowledges: what was before it no longer counts against its entity.
+"""A repair on record: what was before it no longer counts against its entity.
 
-On the node itself it needs no database: the node's file takes it, and the store hears of it when
-it can. Another node hears of it from the store, with its next health check.
+On the node itself it needs no database: the node's file takes it, and the store gets it when
+it can. Another node reads it from the store, with its next health check.
 """
 
 from collections.abc import Iterable

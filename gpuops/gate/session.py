@@ -46,7 +46,7 @@ from gpuops.model import Entity, EntityKind, Finding, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSelector:
-    """What is known of *node* before it is looked at; ``remembered`` is a profile's name."""
+    """What is known of *node* before it is probed; ``remembered`` is a profile's name."""
 
     profiles: Mapping[str, Profile]
     node: str
@@ -54,7 +54,7 @@ class ProfileSelector:
     remembered: str | None = None
 
     def first(self) -> Profile:
-        """Return the profile that holds as long as nothing was looked at.
+        """Return the profile that holds before any probe.
 
         Raises:
             ConfigError: There is no profile called ``named``.
@@ -252,7 +252,7 @@ def _of_state(known: StoredNodeState, node: Entity) -> Finding | None:
 def keep_state(plan: CheckPlan, ran: CheckRun) -> str | None:
     """Write what the node shall remember of *ran*; return what went wrong, None where nothing did.
 
-    Where the boot could not be told nothing is written: what is below the same root hangs. The
+    Where the boot id is unknown nothing is written: what is below the same root hangs. The
     caller must have a single thread.
     """
     return keeping(plan, ran)()

@@ -14,5 +14,5 @@ or adopts it and lets the nodes of a run agree on two questions: is a state save
 * `failure_history`: the failure rate that ``every="auto"`` uses.
 
 A node that reports goes through `follower` -> control record -> `leader` -> `commit_rule` ->
-control record -> `follower`, which tells the keeper.
+control record -> `follower`, which sends it to the keeper.
 """

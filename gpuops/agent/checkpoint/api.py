@@ -59,7 +59,7 @@ class CheckpointService:
         return {KEEPER: OFF, **place_of(self._directory)}
 
     def holding(self) -> Json | None:
-        """Return what goes with this node's wish for a seat, None where it keeps nothing."""
+        """Return what this node sends when it joins, None where it keeps nothing."""
         return None
 
     def begin(
@@ -69,7 +69,7 @@ class CheckpointService:
         excluded_step: int | None,
         roster: Roster | None = None,
     ) -> None:
-        """Prepare for the workers of a generation, which start next; *roster* has their seats."""
+        """Prepare for the workers of a generation, which start next; *roster* has their ranks."""
 
     def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 nobody is asked
         """Return why another job keeps this one from its directory, None where none does.
@@ -85,7 +85,7 @@ class CheckpointService:
     def settle(self, within_s: float) -> None:
         """Wait until what was saved last is committed, and persistent, on all nodes.
 
-        For as long as there is somebody to agree with; a node alone has nothing to wait for.
+        For as long as there are other nodes; a node alone has nothing to wait for.
         """
 
     def look(self) -> None:
@@ -107,5 +107,5 @@ class CheckpointService:
 
 
 def place_of(directory: str | None) -> dict[str, str]:
-    """Return what tells workers where states persist."""
+    """Return the environment that names where states persist."""
     return {} if directory is None else {DIRECTORY: directory}

@@ -34,7 +34,7 @@ _NAMED_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSummary:
-    """What all agents of a generation said last; ``seated`` are those that train.
+    """The last status of all agents of a generation; ``seated`` are those that train.
 
     States of another ``epoch`` are of former workers. ``overdue`` have waited for too long for some
     node. ``aim`` is the first step that all can save after what is now decided has reached them.
@@ -241,9 +241,9 @@ def _sealed(before: CommitRecord, heard: StatusSummary, words: list[NodeStatus])
 
 
 class SavePacer:
-    """Finds the step by which all nodes have heard what was decided, from the steps they ask for.
+    """Finds the step by which all nodes have a decision, from the steps that they ask for.
 
-    Nodes hear of a decision at different times, and each would take the next step it is asked for:
+    Nodes receive a decision at different times, and each would take the next step it is asked for:
     never the same. So a step is named that none has come to yet.
     """
 

@@ -33,7 +33,7 @@ class FailureRecord:
         self._begin()
 
     def env(self) -> Mapping[str, str]:
-        """Return what is told to workers that start now; never waits."""
+        """Return what workers that start now are given; never waits."""
         if (self._clock.mono_ns() - self._begun_ns) / NS_PER_S >= AGAIN_S:
             self._begin()
         rate = self._rate

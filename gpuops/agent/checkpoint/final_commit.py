@@ -15,7 +15,7 @@ from gpuops.units import NS_PER_S, format_seconds
 
 COMMIT_S = 45.0  # until all nodes have the state in memory
 STALLED_S = 60.0
-TELL_S = 10.0  # until the others have heard of trouble here
+TELL_S = 10.0  # until the others know of trouble here
 LOOK_S = 0.2
 
 

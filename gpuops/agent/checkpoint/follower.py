@@ -1,6 +1,6 @@
 """One node's part in the agreement on checkpoints between nodes.
 
-It tells what this node's keeper has with each heartbeat, and does there what was agreed on. The
+It sends what this node's keeper has with each heartbeat, and does there what was agreed on. The
 board is read once a second, in the keeper's thread, and only while a script saves. A board that
 does not answer delays commits, and nothing else.
 """
@@ -70,8 +70,8 @@ class KeeperLocation:
 class CommitFollower:
     """This node's part.
 
-    *survey* says what a directory has; it may take long, and raise. ``is_led`` says whether
-    somebody judges at present. ``must_persist`` asks all to persist their newest state, and
+    *survey* lists a directory; it may take long, and raise. ``is_led`` says whether there is
+    a leader at present. ``must_persist`` asks all to persist their newest state, and
     ``trouble`` says what has kept this node from that since, "" where nothing has: that an older
     state cannot be written does not keep it from anything. ``is_over``: the ranks here have ended.
     ``last`` is the state that one of them asked for as the last.
@@ -120,7 +120,7 @@ class CommitFollower:
 
     @property
     def is_waiting(self) -> bool:
-        """Say whether ranks wait for word of where to go on from."""
+        """Say whether ranks wait to know which state to load."""
         now = self._now
         return now is not None and not now.is_chosen and self._said is not None
 
@@ -161,7 +161,7 @@ class CommitFollower:
         return self._said
 
     def holding(self, client: KeeperClient) -> Json:
-        """Return what goes with the wish for a seat.
+        """Return what goes with a join request.
 
         Raises:
             KeeperError: The keeper does not answer.
@@ -242,7 +242,7 @@ class CommitFollower:
         return True
 
     def fetch(self) -> None:
-        """Read from the board what was agreed on, where somebody saves; never raises."""
+        """Read from the control store what was agreed on, where a rank saves; never raises."""
         now = self._now
         if now is None or self._said is None:
             return
@@ -333,7 +333,7 @@ class CommitFollower:
             now.committed = committed
         held = {*progress.whole, *progress.replicated, progress.in_flight}
         for state in mark.dropped:
-            # The last one is not dropped any more, as soon as the others have heard of it.
+            # The last one is not dropped any more, as soon as the others know of it.
             if state in held and state != progress.final_state:
                 client.give_up(state)
         self._seal(client, now, mark, progress)

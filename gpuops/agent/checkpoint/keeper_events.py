@@ -1,6 +1,6 @@
-"""What a keeper tells of its states, and what of that goes into the run's record; pure.
+"""What a keeper reports of its states, and what of that goes into the run's record; pure.
 
-What another process wrote is read by type and bounded: a keeper that tells nonsense costs a line of
+What another process wrote is read by type and bounded: a keeper that sends nonsense costs a line of
 the record and nothing else.
 """
 
@@ -24,7 +24,7 @@ COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "re
 WHOLE, REPLICATED = "whole", "replicated"
 DIFFER, ALIKE, APART = "replicas_differ", "replicas_alike", "replicas_apart"
 _PLACES = {Tier.PEER.value: "a peer's memory", Tier.PERSISTENT.value: "the directory"}
-# Those that are told one by one, and how grave they are; the rest is counted.
+# Those that are recorded one by one, and how grave they are; the rest is counted.
 _SINGLE = {
     RESTORED: Severity.INFO,
     "persisted": Severity.INFO,
@@ -109,7 +109,7 @@ class KeeperEvent(Message):
 
 
 def read_events(told: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
-    """Return what a keeper *told*, without what is not of an event's form."""
+    """Return the events in *told*, without what is not of an event's form."""
     found = []
     for item in told:
         with suppress(MessageFormatError, AttributeError):
@@ -183,7 +183,7 @@ def single(event: KeeperEvent) -> tuple[str, Json, Severity]:
 
 
 def is_counted(event: KeeperEvent) -> bool:
-    """Say whether *event* is one of many that are told together."""
+    """Say whether *event* is one of many that are recorded together."""
     return event.kind in {COMMITTED, SKIPPED, GIVEN_UP, WHOLE, REPLICATED}
 
 

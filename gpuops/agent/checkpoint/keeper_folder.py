@@ -135,7 +135,7 @@ def _why_not(path: Path, uid: int, *, private: bool) -> str | None:
 
 
 def _locked(path: Path, uid: int, *, must_exist: bool) -> KeeperFolder | None:
-    """Return the folder *path* if no living agent has it, and it is what is looked for."""
+    """Return the folder *path* if no living agent has it, and it is the one wanted."""
     if must_exist and not (path / SOCKET_NAME).exists():
         return None
     if _why_not(path, uid, private=True) is not None:

@@ -41,7 +41,7 @@ class KeeperRestarts:
 
 @dataclass(frozen=True, slots=True)
 class KeeperGeneration:
-    """The generation that the keeper ``pid`` was told of.
+    """The generation that the keeper ``pid`` knows.
 
     ``epoch``: of the states that its workers have saved in it, None while they have saved none and
     may still ask what to load. ``newest`` of them was lost with the keeper, at ``lost_s``.
@@ -58,9 +58,9 @@ class KeeperGeneration:
 
 
 class PollRequest:
-    """Between the thread that looks and those who want it to have looked.
+    """Lets other threads ask the polling thread for a poll, and wait for its end.
 
-    What is looked at may take its time to answer; who asks does not wait for that.
+    A keeper may be slow to answer; the wait is bounded all the same.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class PollRequest:
         self._n_asked = self._n_answered = 0
 
     def ask(self, wait_s: float) -> bool:
-        """Return once a look has been taken that began after this call; False after *wait_s*."""
+        """Return True after a poll that began after this call; False after *wait_s*."""
         with self._looked:
             self._n_asked += 1
             number = self._n_asked
@@ -77,20 +77,20 @@ class PollRequest:
             return self._looked.wait_for(lambda: self._n_answered >= number, wait_s)
 
     def wake(self) -> None:
-        """End the wait of the thread that looks."""
+        """End the wait of the polling thread."""
         self._wake.set()
 
     def wait(self, wait_s: float) -> None:
-        """Wait until somebody asks, *wait_s* seconds at most; for the thread that looks."""
+        """Wait for a request, *wait_s* seconds at most; for the polling thread."""
         self._wake.wait(wait_s)
         self._wake.clear()
 
     def begin(self) -> int:
-        """Return what to give to `end` after a look that begins now."""
+        """Return what to give to `end` after a poll that begins now."""
         return self._n_asked
 
     def end(self, number: int) -> None:
-        """Let those go on who asked before that look began."""
+        """Let those go on who asked before that poll began."""
         with self._looked:
             self._n_answered = max(self._n_answered, number)
             self._looked.notify_all()

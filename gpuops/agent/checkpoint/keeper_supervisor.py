@@ -1,4 +1,4 @@
-"""The keeper of this node's checkpoints, as its agent has it: started or adopted, asked, ended.
+"""The keeper of this node's checkpoints, seen from its agent: started or adopted, polled, ended.
 
 It is started with the agent, beside the health gate: a start on demand would put one that can fail
 into the middle of a training, and costs as much, some 15 MB and a tenth of a second of one core.
@@ -48,7 +48,7 @@ class KeeperTimeouts:
 
     every_s: float = 1.0
     ready_s: float = 30.0  # more than it takes to end one that hangs and to start another
-    hurried_s: float = 0.2  # while somebody waits for what all agree on
+    hurried_s: float = 0.2  # while a rank waits for what all agree on
 
 
 TIMES = KeeperTimeouts()
@@ -223,7 +223,7 @@ class KeeperSupervisor(CheckpointService):
         return self._state
 
     def flush(self, within_s: float, *, is_told: bool = True) -> FinalFlush | None:
-        """Persist the newest state; not *is_told*: that there is no directory is no news."""
+        """Persist the newest state; not *is_told*: say nothing where there is no directory."""
         began_ns, before, done = self._clock.mono_ns(), self._newest, None
         with self._called("persisting the newest checkpoint", within_s) as has_turn:
             if has_turn:
@@ -341,7 +341,7 @@ class KeeperSupervisor(CheckpointService):
 
     @contextmanager
     def _called(self, what: str, within_s: float) -> Iterator[bool]:
-        """Take the turn for the length of the block; the block hears whether it got it.
+        """Take the turn for the length of the block; the block gets whether it has it.
 
         A mistake in here is recorded, and no more.
         """
@@ -390,7 +390,7 @@ class KeeperSupervisor(CheckpointService):
                 if self._agreement is not None:
                     self._agreement.look(keeper.client, status)
             finally:
-                if events:  # whatever came after: they are not told twice
+                if events:  # whatever came after: they are not recorded twice
                     self._record.heard(events)
         except KeeperError as exc:
             self._lost("hearing the keeper of the checkpoints", exc)

@@ -1,4 +1,4 @@
-"""The leader's part in the agreement on checkpoints: it hears all, judges, and writes it down.
+"""The leader's part in the agreement on checkpoints: it reads all, judges, and writes.
 
 What fails in here delays commits, and nothing else: see `gpuops.control.extension.ExtensionRunner`.
 """
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class CommitLeader(LeaderExtension):
     """One agent's; it acts while that agent leads. *replicas*: how many nodes have each state.
 
-    *gave_up* is told of each state that all gave up since it waited too long for some, and why.
+    *gave_up* is called with each state that all gave up, as some took too long, and why.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class CommitLeader(LeaderExtension):
         notes: GenerationPlan,
         said: Mapping[str, NodeStatus],
     ) -> RestorePlan | None:
-        """Return where the ranks go on from, once the first node has looked at the directory."""
+        """Return which state the ranks load, once the first node has listed the directory."""
         first = said.get(roster.members[0].agent)
         if first is None or not first.wants or first.stored is None:
             return None

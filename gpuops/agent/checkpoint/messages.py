@@ -75,8 +75,8 @@ class FinalStatus(Message):
 class NodeStatus(KeeperProgress):
     """What a node says of its states with each heartbeat: how far its keeper is, and more.
 
-    ``told`` is the newest state that it knows is to persist. ``wants``: its ranks wait for word of
-    where to go on from, and ``stored`` is what its directory has.
+    ``told`` is the newest state that it knows is to persist. ``wants``: its ranks wait to know
+    which state to load, and ``stored`` is what its directory has.
     """
 
     generation: Generation
@@ -88,7 +88,7 @@ class NodeStatus(KeeperProgress):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(Message):
-    """What a node that would take a seat holds in memory, and the port where peers get it.
+    """What a node that joins holds in memory, and the port where peers get it.
 
     Digests are roots only: enough to see what is equal. ``domain``: what fails together with it,
     the widest first; () where it knows of nothing. ``stored_max`` is the greatest epoch in the
@@ -104,7 +104,7 @@ class Inventory(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan(Message):
-    """What all who are seated know alike. ``peers``: where the keeper of each node is.
+    """What all members know alike. ``peers``: where the keeper of each node is.
 
     ``is_kept`` False: some node has no keeper (``missing``), so that none saves. ``restore`` None:
     it is decided once the ranks have named their directory. ``n_domains``: of the nodes, None where
@@ -118,7 +118,7 @@ class GenerationPlan(Message):
         default_factory=dict
     )
     restore: RestorePlan | None = None
-    epoch_max: EpochOrNone = -1  # that anybody told of
+    epoch_max: EpochOrNone = -1  # that any node reported
     n_domains: Annotated[int | None, Limit(NODES_MAX)] = None
     together: Annotated[int, Limit(NODES_MAX)] = 0
 
@@ -127,8 +127,8 @@ class GenerationPlan(Message):
 class FinalCommitRecord(Message):
     """What is agreed on of the last state. ``missed`` will not be persistent, for ``why``.
 
-    While somebody waits, ``pieces`` says how much all have written and ``behind`` who has not
-    written its part: whoever sees neither change for long enough waits no more.
+    While a node waits, ``pieces`` says how much all have written and ``behind`` who has not
+    written its part: a node that sees neither change for long enough waits no more.
     """
 
     missed: StateId | None = None

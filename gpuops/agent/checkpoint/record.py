@@ -1,6 +1,6 @@
 """What of the keeper's events goes into the run's journal and to the user.
 
-States are committed with every step, so commits and skips are counted and told once a minute.
+States are committed with every step, so commits and skips are counted and recorded once a minute.
 """
 
 import logging
@@ -70,7 +70,7 @@ class CheckpointRecord:
     def began(
         self, started: StartedKeeper, newest: StateId | None, *, lost: StateId | None = None
     ) -> None:
-        """Record that there is a keeper; a user hears of one that was adopted with a state."""
+        """Record that there is a keeper; the user is shown one that was adopted with a state."""
         payload = {
             "adopted": started.adopted,
             "pid": started.pid,
@@ -183,7 +183,7 @@ class CheckpointRecord:
             self._chronicle.replicas_alike(event.ranks, event.state.step)
 
     def _trouble(self, event: KeeperEvent) -> None:
-        """Warn of what is wrong; of the same again, with each try, only the number is told."""
+        """Warn of what is wrong; of the same again, with each try, only the number is shown."""
         same = _NUMBERS.sub("#", event.why or "")
         if self._warned.get(event.kind) == same:
             self._repeats[event.kind] += 1

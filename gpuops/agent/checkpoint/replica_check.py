@@ -29,9 +29,9 @@ _KEYS_MAX = 1024
 
 @dataclass(slots=True)
 class _Poll:
-    """What ranks of one set have told, by state; ``is_over``: they are not compared any more.
+    """What ranks of one set reported, by state; ``is_over``: they are not compared any more.
 
-    ``open``: the difference that was told of and is not over.
+    ``open``: the difference that was reported and is not over.
     """
 
     course: ComparisonHistory = field(default_factory=ComparisonHistory)
@@ -41,7 +41,7 @@ class _Poll:
     open: ReplicaDifference | None = None
 
     def know(self, found: ReplicaDifference) -> None:
-        """Take in what was told of already, maybe by another leader; what is known is no news."""
+        """Take in what was reported already, maybe by another leader; what is known is skipped."""
         if found.verdict.outcome is ReplicaOutcome.APART:
             self.is_over = True
             return
@@ -56,7 +56,7 @@ class _Poll:
 
 
 class ReplicaCheck:
-    """The comparisons of one generation, as one leader hears of them.
+    """The comparisons of one generation, as one leader sees them.
 
     Of ranks that differ when all of them are heard for the first time it is said that they train
     apart, and no more: only what was equal once can become wrong. What was before this generation,
@@ -78,7 +78,7 @@ class ReplicaCheck:
         return {key: found[key] for key in newest}
 
     def know(self, told: Sequence[ReplicaReport], alike: Mapping[str, StateId]) -> None:
-        """Take in what is written down: what was *told*, the newest last, and `alike`."""
+        """Take in what is recorded: what was *told*, the newest last, and `alike`."""
         for each in told:
             if (poll := self._poll(each.key)) is not None:
                 poll.know(each.difference)
@@ -141,7 +141,7 @@ def _counted(
 
 
 def _over(poll: _Poll, ballot: GroupDigest, ranks: tuple[int, ...]) -> list[ReplicaReport]:
-    """Return that ranks are equal again, where it was told that they were not."""
+    """Return that ranks are equal again, where a difference was reported."""
     if poll.open is None or poll.course.first_different is not None:
         return []
     verdict, poll.open = ReplicaVerdict(ReplicaOutcome.ALIKE, poll.open.verdict.suspects), None
@@ -161,10 +161,10 @@ def _two_of(
 
 
 class ReplicaDifferenceReporter:
-    """What the node of *me* has told of.
+    """What the node of *me* has reported.
 
-    A difference is told where the first of its suspects is, once while it lasts. That the ranks are
-    equal again is told by who told of it, wherever they are by then: there its incident is open.
+    The node of its first suspect reports a difference, once while it lasts. The same agent reports
+    that the ranks are equal again, wherever they are by then: there its incident is open.
     """
 
     def __init__(self, me: Member) -> None:
@@ -182,7 +182,7 @@ class ReplicaDifferenceReporter:
         """Give *report*, of the keeper, what is new here of what was *found*, the newest last.
 
         Raises:
-            KeeperError: It does not answer; the rest is told when this is called again.
+            KeeperError: It does not answer; the rest is reported when this is called again.
         """
         for told in found:
             state, outcome = told.difference.state, told.difference.verdict.outcome

@@ -1,6 +1,6 @@
-"""Where a generation goes on from, who holds whose copies, and who knows of it; pure.
+"""Which state a generation loads, who holds whose copies, and who knows of it; pure.
 
-The leader works it out from what the agents hold when it gives out seats.
+The leader works it out from what the agents hold when it forms the roster.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ def notes_for(
     replicas: int,
     excluded_step: int | None,
 ) -> GenerationPlan:
-    """Return what all who are seated by *roster* know alike.
+    """Return what all members of *roster* know alike.
 
     Args:
         roster: Who trains, and who waits.
@@ -85,8 +85,8 @@ def restore_of(
 ) -> RestorePlan:
     """Return the newest state of which every shard can be had, and from whom.
 
-    *stored* is what the directory has, as far as anybody looked; *epoch_max* the greatest epoch
-    that anybody told of.
+    *stored* is what the directory has, as far as it was listed; *epoch_max* the greatest epoch
+    that any node reported.
     """
     agents = {m.agent: m.node for m in (*roster.members, *roster.spares)}
     copies = {agents[agent]: list(it.copies) for agent, it in held.items() if agent in agents}
@@ -117,7 +117,7 @@ def _placed(
         try:
             return rebalance(old, nodes, domains or None)
         except CheckpointError:
-            pass  # it was written by somebody else, and need not be one of ours
+            pass  # another program wrote it, and it need not be one of ours
     return place(nodes, replicas, domains or None)
 
 

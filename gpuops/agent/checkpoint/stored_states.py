@@ -1,4 +1,4 @@
-"""What the directory of a job's states has, looked up beside everything else."""
+"""Lists the directory of a job's states, in a thread."""
 
 import logging
 import threading

@@ -170,7 +170,7 @@ def of_incident(incident: Incident, severity: Severity = Severity.INFO) -> Event
 
 
 class CheckpointJournal(EventJournal):
-    """Records what the keeper of this node told, and what of it an incident has to say."""
+    """Records the events of this node's keeper, and what an incident shows of them."""
 
     _book: RunIncident
     _restoring: RestoreTime

@@ -274,5 +274,5 @@ class RunIncident:
 
 
 def _is_orphaned(ruling: RestartRecord | None) -> bool:
-    """Say whether whoever decided left its own node out, and so sees no more of the run."""
+    """Say whether the deciding node excluded itself, and so sees no more of the run."""
     return ruling is not None and not ruling.by_us and ruling.decided_by in ruling.decision.exclude

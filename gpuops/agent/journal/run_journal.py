@@ -1,7 +1,7 @@
 """The run's history as it happens: which events to record when, and what each incident cost.
 
-It hears what the agent did and saw and writes it down; it decides nothing and touches no worker.
-Every agent tells what its own node saw; whoever decided tells the incident for the run.
+It records what the agent did and saw; it decides nothing and touches no worker.
+Each agent records what its own node saw; the deciding agent records the run's incident.
 
 Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to the
 first notice of it, ``decide`` until there is a decision and the workers are gone, ``rendezvous``
@@ -70,7 +70,7 @@ class RunJournal(CheckpointJournal):
         self._sent: set[str] = set()
         self._highest: int | None = None
         self._book = RunIncident(run_id, node, self._wall_us)
-        self._noticed: dict[int, int] = {}  # generation -> when its end was first heard of
+        self._noticed: dict[int, int] = {}  # generation -> when its end was first known
         self._marks: dict[str, int] = {}
         self._phase: tuple[str, int] | None = None
         self._is_regrouping = False
@@ -133,7 +133,7 @@ class RunJournal(CheckpointJournal):
     def mark(self, phase: str) -> None:
         """Note that *phase* has ended just now: ``stopped``, ``gated``, ``seated``, ``started``.
 
-        ``stopped``: this node's workers are gone. The others are told with the next attempt.
+        ``stopped``: this node's workers are gone. The others are recorded with the next attempt.
         """
         now_ns = self._clock.mono_ns()
         if phase != "stopped":
@@ -146,7 +146,7 @@ class RunJournal(CheckpointJournal):
 
     @in_turn
     def phase_seen(self, phase: str, generation: int, reason: str) -> None:
-        """Record that the control record's phase is *phase* now; the same one is told once."""
+        """Record that the control record's phase is *phase* now; the same one is recorded once."""
         if self._phase == (phase, generation):
             return
         self._phase = (phase, generation)
@@ -174,7 +174,7 @@ class RunJournal(CheckpointJournal):
     ) -> Incident:
         """Record this node's account of a failure on it, and *report* as it was filed.
 
-        What becomes of the run is told by `decided`.
+        `decided` records what happens to the run.
         """
         generation = report.generation
         toll = self._toll(generation)
@@ -242,7 +242,7 @@ class RunJournal(CheckpointJournal):
             by_us: This agent decided.
             note: Of the site's own decision, where it had a say.
             history: The failures before this one.
-            decided_by: The node of whoever decided.
+            decided_by: The node that decided.
         """
         generation, now_ns = decision.failure.generation, self._clock.mono_ns()
         if not self._book.is_about(generation):
@@ -393,7 +393,7 @@ class RunJournal(CheckpointJournal):
             self._emit_event(of_incident(incident))
 
     def _end_of_attempt(self, outcome: str, exit_code: int | None) -> list[EventDraft]:
-        """Return the end of the running attempt; nothing where it has been told."""
+        """Return the end of the running attempt; nothing where it is recorded already."""
         if not self._is_new("ended"):
             return []
         last_ns = self._progress.last_mono_ns

@@ -1,4 +1,4 @@
-"""Standard output and error of a job that outlasts whoever reads them.
+"""Standard output and error of a job that outlives their reader.
 
 torch's threads that show the workers' lines each end in a traceback once a pipe is closed
 (``gpuops run … | head -1``). The lines are in the rank's files all the same, so what the console

@@ -52,7 +52,7 @@ def busy_for_s(beats: Mapping[str, Entry], me: str) -> float:
 
 
 class PublishedSnapshot:
-    """This agent's state for whoever asks; put together when asked, in the asker's thread."""
+    """This agent's state, built on request in the thread of the caller."""
 
     def __init__(self, parts: Services, board: Mapping[str, str | int]) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""What one agent knows of its run at one moment, for whoever asks: a snapshot, never changed.
+"""What one agent knows of its run at one moment: a snapshot, never changed.
 
 The agent replaces it as a whole; readers in other threads see one state or the next. Moments are
 this host's monotonic nanoseconds, so that a reader can tell how long ago they were.
@@ -59,8 +59,8 @@ class AgentState:
     """One agent's view. ``phase`` is the control record's, ``phase_ns`` when it was first seen.
 
     ``main_ns`` and ``control_ns`` are the last signs of life of the agent's main loop and of its
-    control thread. ``group_rank`` None: no seat in this generation. ``board`` says where the board
-    is, without secrets: ``kind`` (`EndpointKind`), ``host``, ``port``, ``run_key``.
+    control thread. ``group_rank`` None: not a member of this generation. ``board`` says where the
+    store is, without secrets: ``kind`` (`EndpointKind`), ``host``, ``port``, ``run_key``.
     """
 
     run_id: str
@@ -167,7 +167,7 @@ def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
 def run_state(state: AgentState) -> Json:
     """Return what the run folder's state file says beside what the agent's own part of it does.
 
-    It tells `gpuops run status` where to ask: the board, or this agent over HTTP.
+    `gpuops run status` reads in it where to ask: the control store, or this agent's HTTP.
     """
     return {
         "board": dict(state.board),

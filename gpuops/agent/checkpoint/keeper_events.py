@@ -108,10 +108,10 @@ class KeeperEvent(Message):
         )
 
 
-def read_events(told: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
-    """Return the events in *told*, without what is not of an event's form."""
+def read_events(items: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
+    """Return the events in *items*, without what is not of an event's form."""
     found = []
-    for item in told:
+    for item in items:
         with suppress(MessageFormatError, AttributeError):
             named = {"nbytes": item.get("bytes"), "count": item.get("n", 1)}
             found.append(KeeperEvent.from_json({**item, **named}))

@@ -222,8 +222,8 @@ class KeeperSupervisor(CheckpointService):
     def state(self) -> CheckpointState | None:
         return self._state
 
-    def flush(self, within_s: float, *, is_told: bool = True) -> FinalFlush | None:
-        """Persist the newest state; not *is_told*: say nothing where there is no directory."""
+    def flush(self, within_s: float, *, is_end: bool = False) -> FinalFlush | None:
+        """Persist the newest state; at the end of a run (*is_end*) a directory may be missing."""
         began_ns, before, done = self._clock.mono_ns(), self._newest, None
         with self._called("persisting the newest checkpoint", within_s) as has_turn:
             if has_turn:
@@ -239,8 +239,8 @@ class KeeperSupervisor(CheckpointService):
                 if done.newest is None and done.state is None:
                     return None
             seconds = self._seconds_since(began_ns)
-            done = replace(done, seconds=seconds, within_s=within_s, is_end=not is_told)
-            if is_told or done.has_place:
+            done = replace(done, seconds=seconds, within_s=within_s, is_end=is_end)
+            if done.has_place or not is_end:
                 self._record.flushed(done)
         return done
 
@@ -288,7 +288,7 @@ class KeeperSupervisor(CheckpointService):
         self._stopping.set()
         self._looks.wake()
         if save_s > 0:
-            self.flush(save_s, is_told=False)
+            self.flush(save_s, is_end=True)
         with self._called("ending the keeper", END_S) as has_turn:
             if self._is_over:
                 return

@@ -77,9 +77,9 @@ class ReplicaCheck:
         newest = sorted(found, key=lambda key: found[key], reverse=True)[:NAMED_MAX]
         return {key: found[key] for key in newest}
 
-    def know(self, told: Sequence[ReplicaReport], alike: Mapping[str, StateId]) -> None:
-        """Take in what is recorded: what was *told*, the newest last, and `alike`."""
-        for each in told:
+    def know(self, reports: Sequence[ReplicaReport], alike: Mapping[str, StateId]) -> None:
+        """Take in the recorded *reports*, the newest last, and *alike*."""
+        for each in reports:
             if (poll := self._poll(each.key)) is not None:
                 poll.know(each.difference)
         for key, state in alike.items():

@@ -84,7 +84,10 @@ def options():
     )
     parser.add_argument("--dir", type=Path, default=Path())
     parser.add_argument("--out", type=Path, help="write the figures to this file as JSON")
-    return parser.parse_args()
+    found = parser.parse_args()
+    if min(found.rounds, found.kills, found.flips) < 1:
+        parser.error("--rounds, --kills and --flips must be at least 1; --only leaves rows out")
+    return found
 
 
 def main():

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gpuops.checkpoint.storage.inspection import StoredTensor
 from gpuops.checkpoint.types import BadRequestError, CheckpointError, CorruptError
+from gpuops.convert.nested import NestedState, parse_metadata_blobs, to_nested
 from gpuops.convert.safetensors_files import (
     INDEX_FILE,
     METADATA_BYTES_MAX,
@@ -34,7 +35,6 @@ from gpuops.convert.safetensors_files import (
 )
 from gpuops.convert.state_reader import StateReader
 from gpuops.convert.tensors import DTYPES
-from gpuops.convert.to_nested import NestedState, parse_metadata_blobs, to_nested
 
 EXPORT_KEY = "gpuops"  # where an export keeps what an import needs to make the same state of it
 EXPORT_FORMAT = 1

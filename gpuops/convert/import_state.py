@@ -1,7 +1,9 @@
 """Make a state of what others saved: with digests and a manifest, as a job of one rank has it."""
 
 import mmap
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,19 @@ from gpuops.checkpoint.types import (
     Shard,
     StateId,
 )
-from gpuops.convert.export import ConvertFormat
-from gpuops.convert.from_nested import FlatState, from_nested
+from gpuops.convert.export import EXPORT_KEY, ConvertFormat
 from gpuops.convert.import_source import ImportSource
+from gpuops.convert.nested import (
+    FlatState,
+    NestedState,
+    from_nested,
+    parse_metadata_blobs,
+    to_nested,
+)
 from gpuops.convert.read_dcp import read_dcp
-from gpuops.convert.read_torch import read_torch
 from gpuops.convert.safetensors_files import read_safetensors
 from gpuops.convert.state_reader import scratch_file
 from gpuops.convert.tensors import DTYPE_NAMES, as_storable, check_storable, view_of
-from gpuops.convert.to_nested import NestedState, parse_metadata_blobs, to_nested
 
 _STEP_KEYS = ("step", "global_step", "iteration")
 _SHARD = Shard(0, 1)
@@ -195,3 +201,57 @@ def _write_image(
             target = target.view(source.dtype)
         import_source.fill(source, target)
         advance(placed.end - placed.begin)
+
+
+# ruff: noqa: ANN401 what is in such a file may be anything
+
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
+
+
+def read_torch(path: Path, *, trust: bool) -> ImportSource:
+    """Return what is in the file *path*, a dict; its tensors are mapped, not read.
+
+    Raises:
+        CheckpointError: torch loads it only by running code, and *trust* is false; it cannot be
+            read; or it is no dict.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty")
+    loaded = _load(path, trust=trust)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(loaded).__name__}, not a dict of states: save "
+            "model.state_dict(), or a dict of several"
+        )
+    tree = dict(loaded)
+    if tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
+        return ImportSource(tree=tree, is_flat=True)
+    gpuops_metadata = tree.pop(EXPORT_KEY, None)
+    return ImportSource(
+        tree=tree, gpuops_metadata=gpuops_metadata if isinstance(gpuops_metadata, Mapping) else None
+    )
+
+
+def _load(path: Path, *, trust: bool) -> Any:
+    for is_mapped in (True, False):  # files in the format before torch 1.6 cannot be mapped
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what torch may not support, it refuses
+                return torch.load(path, map_location="cpu", weights_only=not trust, mmap=is_mapped)
+        except Exception as exc:  # noqa: BLE001 boundary: whatever hostile bytes make torch raise
+            failed: Exception = exc
+    if trust:
+        raise CheckpointError(f"cannot load {path}: {failed!r:.300}") from failed
+    raise CheckpointError(
+        f"{path} is refused: torch loads it only by running what it contains, or not at all"
+        f"{_refusal_reason(failed)}. If you trust who wrote it, give --trust"
+    ) from failed
+
+
+def _refusal_reason(exc: Exception) -> str:
+    """Return what of torch's words is about the file: the rest is advice on how to give in."""
+    matched = _GLOBAL.search(str(exc))
+    return f": it names {matched[1]}" if matched else ""

@@ -20,8 +20,8 @@ import torch
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient
-from gpuops.checkpoint.storage.chosen_interval import AUTO
-from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.address import open_store
+from gpuops.checkpoint.storage.inspection import AUTO
 from gpuops.checkpoint.types import STEP_MAX, CheckpointError, KeeperError
 from gpuops.config.resolve import environ
 from gpuops.plan.failure_rate import FailureRate

@@ -18,7 +18,6 @@ import torch
 from gpuops.checkpoint.image import ImageLayout, plan_image, write_metadata_blob
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
-from gpuops.convert.state_encoder import STATE_FORMAT, StateEncoder
 from gpuops.convert.tensors import (
     TensorPlacements,
     check_storable,
@@ -27,7 +26,7 @@ from gpuops.convert.tensors import (
     needs_carrier,
     views_of,
 )
-from gpuops.convert.values import dumps
+from gpuops.convert.values import STATE_FORMAT, StateEncoder, dumps
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
 from gpuops.worker.state.optimizer import OptimizerAdapter
 from gpuops.worker.state.replicated import replicated_by_name

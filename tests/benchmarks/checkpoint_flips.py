@@ -24,7 +24,7 @@ from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch

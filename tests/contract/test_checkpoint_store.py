@@ -14,12 +14,13 @@ from gpuops.checkpoint.storage.inspection import FileProblemKind, verify_state
 from gpuops.checkpoint.storage.object_store import open_object_store
 from gpuops.checkpoint.storage.persist import (
     RateThrottle,
+    RetentionPolicy,
     StateOrigin,
     commit_node_shards,
     persist,
     persist_node_shards,
+    prune,
 )
-from gpuops.checkpoint.storage.retention import RetentionPolicy, prune
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,

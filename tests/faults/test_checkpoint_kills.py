@@ -28,8 +28,8 @@ from support.mortal_ranks import COPIES, PHASES, SEALED, Board, lines_of
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.directory_files import LeftoverKind, parse_leftover_name
 from gpuops.checkpoint.storage.inspection import verify_state
-from gpuops.checkpoint.storage.names import LeftoverKind, parse_leftover_name
 from gpuops.checkpoint.types import KeeperError, StateId
 
 WORLD = 3

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.made_states import checkpointer_state
 
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.directory import DirectoryStore
-from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.types import CheckpointError, Shard, StateId
 from gpuops.convert.export import ConvertFormat, export_state

@@ -13,7 +13,7 @@ from support.runs import JOBS
 from support.same_state import same
 
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
-from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]

@@ -12,7 +12,7 @@ from gpuops.checkpoint.keeper.connection import KeeperGoneError
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import connect_rank
-from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import KeeperError
 from gpuops.worker.keeper_finder import KeeperFinder, StandaloneKeeper, standalone_folder
 from gpuops.worker.ranks import RankContext

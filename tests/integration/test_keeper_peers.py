@@ -13,8 +13,8 @@ from support.peer_keepers import JOB, TOKEN, Node, SmallNode, commit, save, seat
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES
 from gpuops.checkpoint.peers.push import BACKOFF_MAX_S
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.directory_lock import LOCK_NAME
-from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.types import (
     KeeperAddress,

@@ -12,8 +12,8 @@ from support.s3_server import s3_server
 
 from gpuops.checkpoint.manifest import MANIFEST
 from gpuops.checkpoint.storage.inspection import verify_state
-from gpuops.checkpoint.storage.object_retry import ObjectStoreUnreachableError
 from gpuops.checkpoint.storage.object_store import ABANDONED_S, open_object_store
+from gpuops.checkpoint.storage.object_tree import ObjectStoreUnreachableError
 from gpuops.checkpoint.storage.persist import persist
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.host.clock import FakeClock, SystemClock

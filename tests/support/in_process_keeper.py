@@ -18,7 +18,7 @@ from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, RankInfo,
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate_fd
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.storage.factory import open_store as open_any_store
+from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persister import OpenStore
 from gpuops.checkpoint.types import (
     CheckpointError,

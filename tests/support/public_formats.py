@@ -15,7 +15,7 @@ from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.image import read_layout, read_metadata_blob
 from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, encode_manifest
 from gpuops.checkpoint.storage.directory import DirectoryStore
-from gpuops.checkpoint.storage.names import (
+from gpuops.checkpoint.storage.directory_files import (
     PINS,
     pin_name,
     quarantine_name,

@@ -19,7 +19,7 @@ import torch
 import gpuops
 from gpuops import Checkpointer, errors, phase, progress, should_stop
 from gpuops.agent.monitors.plugin_process import GROUP
-from gpuops.checkpoint.storage.names import LeftoverKind
+from gpuops.checkpoint.storage.directory_files import LeftoverKind
 from gpuops.checkpoint.types import BadRequestError, CheckpointError, CorruptError, Tier
 from gpuops.checks.core.xid_catalogue import SxidClass, XidClass
 from gpuops.cli.main import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED

@@ -6,7 +6,7 @@ from gpuops.agent.checkpoint.api import StartedKeeper
 from gpuops.agent.checkpoint.messages import STORED_MAX, StoredStates
 from gpuops.checkpoint.keeper.agent_client import KeeperClient, open_agent_connection
 from gpuops.checkpoint.keeper.process import start_or_adopt
-from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import CheckpointError, KeeperError
 
 # Of what the keeper knows by heart; a restart of the workers waits for it.

@@ -29,7 +29,7 @@ from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
 from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, SealedSlot
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.peers.service import PeerService
-from gpuops.checkpoint.storage.factory import open_store as open_any_store
+from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.storage.persister import OpenStore, Persister
 from gpuops.checkpoint.types import (

@@ -1,12 +1,12 @@
 """States in a directory or an object store.
 
-`factory.open_store` returns a store for an address; `api` is what both kinds do. A state becomes
+`address.open_store` returns a store for an address; `api` is what both kinds do. A state becomes
 visible when its manifest is written; a writer that dies leaves nothing that looks complete.
 
 * `directory`, `directory_writer`, `directory_lock`, `directory_files`: local disks and file systems
   that nodes share. Writers of several nodes complete one state together.
-* `object_store`, `object_tree`, `object_retry`: any URL that fsspec knows.
+* `object_store`, `object_tree`: any URL that fsspec knows.
 * `image_file`: an image to and from a file, with O_DIRECT where it helps.
-* `inspection`: a state as tensors instead of shards; `names`: file names.
-* `address`, `chosen_interval`: checks of an address; the interval that ``every="auto"`` chose.
+* `persist` writes a state and applies retention; `persister` decides when, in the keeper.
+* `inspection`: a state as tensors instead of shards, and its verification.
 """

@@ -1,15 +1,19 @@
-"""Whether states can be kept at an address, as far as can be told before anything is asked there.
+"""The store that an address names: a directory, or any URL that fsspec knows.
 
-Nothing here needs what the keeper needs: a launch is refused before anything is imported.
+`check_address` needs nothing that the keeper needs: a launch is refused before that is imported.
 """
 
 import re
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import EXIT_USAGE
 from gpuops.scrub import scrub
+
+if TYPE_CHECKING:  # needs what the keeper needs
+    from gpuops.checkpoint.storage.api import CheckpointStore
 
 # The kinds of store that people have; fsspec knows many more.
 COMMON_PROTOCOLS = (
@@ -35,6 +39,12 @@ class AddressError(CheckpointError):
     """No states can ever be kept there: the address itself is wrong, or a package is missing."""
 
     exit_code = EXIT_USAGE
+
+
+def local_directory(address: str) -> Path | None:
+    """Return the directory that *address* names; None for a URL."""
+    path = address.removeprefix("file://")
+    return None if "://" in path else Path(path)
 
 
 def check_address(address: str) -> None:
@@ -104,3 +114,26 @@ def _require_package(safe_address: str, protocol: str, implementation: dict[str,
         get_filesystem_class(protocol)
     except ImportError as exc:
         raise AddressError(f"{safe_address} cannot be used here: {exc}") from exc
+
+
+def open_store(address: str, *, first_response_timeout_s: float | None = None) -> "CheckpointStore":
+    """Return the store at *address*: a path, ``file:///path``, or a URL such as ``s3://bucket/run``.
+
+    Nothing is read yet. *first_response_timeout_s*: how long to wait for the first response of a
+    URL's server; None: as long as the start of a training can afford.
+
+    Raises:
+        AddressError: fsspec, or what it needs for this kind of URL, is not installed; or the URL
+            is not valid.
+        CheckpointError: fsspec rejects it.
+    """
+    check_address(address)
+    if (path := local_directory(address)) is not None:
+        from gpuops.checkpoint.storage.directory import DirectoryStore
+
+        return DirectoryStore(path)
+    from gpuops.checkpoint.storage.object_store import FIRST_RESPONSE_TIMEOUT_S, open_object_store
+
+    return open_object_store(
+        address, first_response_timeout_s=first_response_timeout_s or FIRST_RESPONSE_TIMEOUT_S
+    )

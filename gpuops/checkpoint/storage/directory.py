@@ -26,15 +26,27 @@ from gpuops.checkpoint.manifest import (
 )
 from gpuops.checkpoint.storage.api import DamagedState, NoStateError, StoredState, StoreScan
 from gpuops.checkpoint.storage.directory_files import (
+    PINS,
+    PINS_UNREADABLE,
+    Leftover,
+    LeftoverKind,
     close_quietly,
+    host_identity,
     is_directory,
+    is_valid_tag,
     list_names,
+    name_component,
     open_directory,
     open_regular_file,
+    parse_leftover_name,
+    parse_pin_name,
+    parse_state_name,
+    pin_name,
     read_bounded,
     regular_file_size,
     remove_tree,
     rename,
+    trash_name,
     wrap_os_errors,
     write_synced,
 )
@@ -44,20 +56,6 @@ from gpuops.checkpoint.storage.directory_writer import (
     contains_state,
 )
 from gpuops.checkpoint.storage.image_file import image_chunks, read_image
-from gpuops.checkpoint.storage.names import (
-    PINS,
-    PINS_UNREADABLE,
-    Leftover,
-    LeftoverKind,
-    host_identity,
-    is_valid_tag,
-    name_component,
-    parse_leftover_name,
-    parse_pin_name,
-    parse_state_name,
-    pin_name,
-    trash_name,
-)
 from gpuops.checkpoint.types import (
     BadRequestError,
     CheckpointError,

@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from gpuops.checkpoint.manifest import format_utc
+from gpuops.checkpoint.storage.address import local_directory, open_store
 from gpuops.checkpoint.storage.api import CheckpointStore
-from gpuops.checkpoint.storage.directory_files import make_directories
-from gpuops.checkpoint.storage.factory import open_store
-from gpuops.checkpoint.storage.names import host_identity
+from gpuops.checkpoint.storage.directory_files import host_identity, make_directories
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import ProbeError
 from gpuops.host.clock import Clock, SystemClock
@@ -296,12 +295,6 @@ def _nonce(state: _LockState) -> str | None:
     return None if state.owner is None else state.owner.nonce
 
 
-def local_directory(address: str) -> Path | None:
-    """Return the directory that *address* names; None for a URL, which nobody can claim."""
-    path = address.removeprefix("file://")
-    return None if "://" in path else Path(path)
-
-
 def lock_conflict(
     address: str,
     job: str,
@@ -339,7 +332,7 @@ class DirectoryLocks:
 
         Raises:
             DirectoryLockedError: Another job has it, and lives.
-            CheckpointError: See `gpuops.checkpoint.storage.factory.open_store`.
+            CheckpointError: See `gpuops.checkpoint.storage.address.open_store`.
         """
         store, path = open_store(address), local_directory(address)
         if path is not None:

@@ -33,28 +33,26 @@ from gpuops.checkpoint.storage.api import (
     unthrottled,
 )
 from gpuops.checkpoint.storage.directory_files import (
+    LeftoverKind,
     create,
     is_directory,
     list_names,
     make_directories,
     open_directory,
+    parse_leftover_name,
+    quarantine_name,
     read_bounded,
     regular_file_size,
     remove_tree,
     rename,
     require_free_space,
+    shared_name,
+    temporary_name,
+    trash_name,
     wrap_os_errors,
     write_synced,
 )
 from gpuops.checkpoint.storage.image_file import write_image
-from gpuops.checkpoint.storage.names import (
-    LeftoverKind,
-    parse_leftover_name,
-    quarantine_name,
-    shared_name,
-    temporary_name,
-    trash_name,
-)
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId
 
 _RENAMES_MAX = 8

@@ -36,16 +36,15 @@ from gpuops.checkpoint.storage.api import (
     require_shards,
     unthrottled,
 )
-from gpuops.checkpoint.storage.image_file import image_fd, verify_image
-from gpuops.checkpoint.storage.names import (
+from gpuops.checkpoint.storage.directory_files import (
     PINS,
     is_valid_tag,
     parse_pin_name,
     parse_state_name,
     pin_name,
 )
-from gpuops.checkpoint.storage.object_retry import Retrying
-from gpuops.checkpoint.storage.object_tree import SESSIONS_FOLDER, ObjectTree
+from gpuops.checkpoint.storage.image_file import image_fd, verify_image
+from gpuops.checkpoint.storage.object_tree import SESSIONS_FOLDER, ObjectTree, Retrying
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     BadRequestError,

@@ -17,12 +17,13 @@ from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
     PersistResult,
     RateThrottle,
+    RetentionPolicy,
     StateOrigin,
     commit_node_shards,
     persist,
     persist_node_shards,
+    prune,
 )
-from gpuops.checkpoint.storage.retention import RetentionPolicy, prune
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 BACKOFF_MIN_S = 5.0

@@ -74,7 +74,7 @@ def open_states(ctx: click.Context, address: str | None) -> "Iterator[Checkpoint
     path = Path(location.removeprefix("file://"))
     if "://" not in str(path) and path.is_file():
         raise UsageError(f"{printable(str(path))} is a file: a directory of states is wanted")
-    from gpuops.checkpoint.storage.factory import open_store
+    from gpuops.checkpoint.storage.address import open_store
 
     yield open_store(location, first_response_timeout_s=FIRST_ANSWER_TIMEOUT_S)
 

@@ -130,8 +130,11 @@ def show_command(
     STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
     """
     with needs_extra("gpuops ckpt show"), open_states(ctx, address) as store:
-        from gpuops.checkpoint.storage.chosen_interval import read_chosen_interval
-        from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts
+        from gpuops.checkpoint.storage.inspection import (
+            assemble_tensors,
+            read_chosen_interval,
+            read_layouts,
+        )
         from gpuops.cli.ckpt.view import state_json, state_text
 
         stored = find_state(store, state)

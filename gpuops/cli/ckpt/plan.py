@@ -9,8 +9,13 @@ from typing import Any
 import click
 
 from gpuops.checkpoint.placement.domains import FailureDomains, even_domains, read_domains
-from gpuops.checkpoint.placement.estimate import EstimateInput, estimate
-from gpuops.checkpoint.placement.ram import SLOTS_MIN, RamNeed, ram_refusal
+from gpuops.checkpoint.placement.estimate import (
+    SLOTS_MIN,
+    EstimateInput,
+    RamNeed,
+    estimate,
+    ram_refusal,
+)
 from gpuops.checkpoint.placement.replica_placement import NODES_MAX
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX
 from gpuops.cli.options import json_option

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from gpuops.checkpoint.placement.estimate import CheckpointEstimate
-from gpuops.checkpoint.placement.ram import describe_option, ram_options
+from gpuops.checkpoint.placement.estimate import CheckpointEstimate, describe_option, ram_options
 from gpuops.checkpoint.placement.survival import DomainLoss, DomainSpread
 from gpuops.hostlist import compress
 from gpuops.model import Json

@@ -18,7 +18,7 @@ from rich.progress import (
 
 from gpuops.checkpoint.storage.api import CheckpointStore, DamagedState, StoredState
 from gpuops.checkpoint.storage.inspection import FileProblem, FileProblemKind, verify_state
-from gpuops.checkpoint.storage.retention import (
+from gpuops.checkpoint.storage.persist import (
     DEFAULT_BUCKETS,
     RetentionBucket,
     RetentionDecision,

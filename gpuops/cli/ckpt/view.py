@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from gpuops.checkpoint.storage.api import CheckpointStore, DamagedState, StoredState, StoreScan
-from gpuops.checkpoint.storage.chosen_interval import ChosenInterval
-from gpuops.checkpoint.storage.inspection import FileProblem, StoredTensor, verify_state
+from gpuops.checkpoint.storage.inspection import (
+    ChosenInterval,
+    FileProblem,
+    StoredTensor,
+    verify_state,
+)
 from gpuops.cli.ckpt.address import missing_reason
 from gpuops.host.clock import SystemClock
 from gpuops.log import printable

@@ -29,12 +29,12 @@ from gpuops.checkpoint.digest import check_digest, is_chunk_intact
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, read_metadata_blob
 from gpuops.checkpoint.manifest import Manifest, ShardRecord
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
-from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard
+from gpuops.convert.nested import load_value
 from gpuops.convert.tensors import DTYPES, view_of
-from gpuops.convert.to_nested import load_value
 from gpuops.convert.values import loads
 
 _LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)

@@ -21,13 +21,17 @@ from torch.futures import Future
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.image import ImageLayout, TensorSpec, plan_image, write_metadata_blob
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.storage.factory import open_store
-from gpuops.checkpoint.storage.persist import StateOrigin, commit_node_shards, persist_node_shards
-from gpuops.checkpoint.storage.retention import RetentionPolicy, prune
+from gpuops.checkpoint.storage.address import open_store
+from gpuops.checkpoint.storage.persist import (
+    RetentionPolicy,
+    StateOrigin,
+    commit_node_shards,
+    persist_node_shards,
+    prune,
+)
 from gpuops.checkpoint.types import STEP_MAX, CheckpointError, Shard, StateId
-from gpuops.convert.state_encoder import STATE_FORMAT
 from gpuops.convert.tensors import DTYPE_NAMES, as_storable, needs_carrier, view_of
-from gpuops.convert.values import dumps
+from gpuops.convert.values import STATE_FORMAT, dumps
 from gpuops.errors import UsageError
 
 _LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)

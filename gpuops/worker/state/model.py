@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from gpuops.checkpoint.types import CheckpointError
-from gpuops.convert.state_encoder import StateEncoder
-from gpuops.convert.values import dumps
+from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
     FinishLoad,

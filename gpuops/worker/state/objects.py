@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from gpuops.checkpoint.types import CheckpointError, CorruptError
-from gpuops.convert.state_encoder import StateEncoder
-from gpuops.convert.values import dumps
+from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
     FinishLoad,

@@ -14,9 +14,8 @@ import torch
 
 from gpuops.checkpoint.image import TensorSpec
 from gpuops.checkpoint.types import CheckpointError, CorruptError
-from gpuops.convert.state_encoder import StateEncoder
 from gpuops.convert.tensors import DTYPES, is_dtensor, needs_carrier
-from gpuops.convert.values import dumps
+from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
     FinishLoad,

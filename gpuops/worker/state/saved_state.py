@@ -23,7 +23,6 @@ from gpuops.checkpoint.image import (
     read_metadata_blob,
 )
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
-from gpuops.convert.state_encoder import STATE_FORMAT
 from gpuops.convert.tensors import (
     DTYPE_NAMES,
     TensorPlacements,
@@ -33,7 +32,7 @@ from gpuops.convert.tensors import (
     local_tensor,
     view_of,
 )
-from gpuops.convert.values import loads
+from gpuops.convert.values import STATE_FORMAT, loads
 from gpuops.worker.state.adapter import logical_shape
 from gpuops.worker.state.parallel_copy import copy_parallel
 

@@ -18,11 +18,10 @@ from support.disk_order import DiskOrder
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.manifest import MANIFEST
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.api import CommitInProgressError
 from gpuops.checkpoint.storage.directory import ABANDONED_S, QUARANTINE_S, DirectoryStore
-from gpuops.checkpoint.storage.factory import open_store
-from gpuops.checkpoint.storage.inspection import verify_state
-from gpuops.checkpoint.storage.names import (
+from gpuops.checkpoint.storage.directory_files import (
     LeftoverKind,
     host_identity,
     is_valid_tag,
@@ -36,6 +35,7 @@ from gpuops.checkpoint.storage.names import (
     temporary_name,
     trash_name,
 )
+from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.storage.persist import (
     RateThrottle,
     StateOrigin,

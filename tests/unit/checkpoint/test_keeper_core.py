@@ -10,7 +10,7 @@ from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skippe
 from gpuops.checkpoint.keeper.restore import FENCE_S
 from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
-from gpuops.checkpoint.storage.factory import open_store as open_any_store
+from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 

@@ -11,8 +11,8 @@ from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.node_memory import HeldShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.memory.state_record import SlotKey
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.api import DamagedState, StoreScan
-from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.storage.persist import StateOrigin, persist
 from gpuops.checkpoint.types import (
     CheckpointError,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from gpuops.checkpoint.storage.object_retry import (
+from gpuops.checkpoint.storage.object_tree import (
     PAUSE_MAX_S,
     ObjectStoreUnreachableError,
     Retrying,

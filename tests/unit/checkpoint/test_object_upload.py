@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.checkpoint.storage.object_retry import Retrying
-from gpuops.checkpoint.storage.object_tree import ObjectTree
+from gpuops.checkpoint.storage.object_tree import ObjectTree, Retrying
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.host.clock import FakeClock
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpuops.checkpoint.placement.domains import even_domains
-from gpuops.checkpoint.placement.estimate import EstimateInput, estimate
-from gpuops.checkpoint.placement.ram import RamNeed
+from gpuops.checkpoint.placement.estimate import EstimateInput, RamNeed, estimate
 from gpuops.checkpoint.placement.replica_placement import place
 from gpuops.errors import ConfigError
 from gpuops.plan.interval import TierCost, two_tiers

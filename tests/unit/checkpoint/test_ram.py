@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.checkpoint.placement.ram import RamNeed, RamSaving, ram_options, ram_refusal
+from gpuops.checkpoint.placement.estimate import RamNeed, RamSaving, ram_options, ram_refusal
 from gpuops.checkpoint.types import CheckpointError
 
 GB = 10**9

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpuops.checkpoint.digest import digest_root
 from gpuops.checkpoint.manifest import Manifest, ShardRecord, format_utc
 from gpuops.checkpoint.storage.api import StoredState
-from gpuops.checkpoint.storage.retention import (
+from gpuops.checkpoint.storage.persist import (
     DAY_S,
     DEFAULT_BUCKETS,
     HOUR_S,

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpuops.checkpoint.image import read_layout, read_metadata_blob
 from gpuops.checkpoint.keeper.messages import Skipped
-from gpuops.checkpoint.storage.chosen_interval import AUTO, ChosenInterval
+from gpuops.checkpoint.storage.inspection import AUTO, ChosenInterval
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.plan.failure_rate import FailureRate
 from gpuops.wire.ring import RING_BYTES, RingHeader, WorkerPhase, read_beats, write_header

@@ -13,7 +13,7 @@ from torch import nn
 
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.storage.factory import open_store
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.keeper_finder import (

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gpuops.checkpoint.types import CheckpointError, CorruptError
-from gpuops.convert.dcp_metadata import parse_index, read_index
 from gpuops.convert.pickle_reader import RefusedPickleError
+from gpuops.convert.read_dcp import parse_index, read_index
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(3), "e": torch.zeros(0, 4)},

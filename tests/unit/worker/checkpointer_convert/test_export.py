@@ -14,8 +14,8 @@ from support.made_states import checkpointer_state, make_state, part, whole
 from support.small_disk import small_disk
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.directory import DirectoryStore
-from gpuops.checkpoint.storage.factory import open_store
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
 from gpuops.convert.export import (
     ConvertFormat,

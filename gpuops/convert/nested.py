@@ -1,4 +1,4 @@
-"""A saved state as nested dicts of tensors and values, named as torch's own functions do it.
+"""A state as nested dicts of tensors and values, named as torch's own functions do it, and back.
 
 A model is ``{name: tensor}``; an optimizer ``{"state": {name: {…}}, "param_groups": […]}`` by the
 names of its parameters, as ``torch.distributed.checkpoint.state_dict`` has it; all else is what its
@@ -10,19 +10,26 @@ names of its parameters, as ``torch.distributed.checkpoint.state_dict`` has it; 
 import base64
 import binascii
 import io
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gpuops.checkpoint.types import CheckpointError, CorruptError
-from gpuops.convert.values import ValueDecoder, loads
+from gpuops.convert.tensors import needs_carrier
+from gpuops.convert.values import STATE_FORMAT, StateEncoder, ValueDecoder, dumps, loads
+
 
 GetTensor = Callable[[str, str | None], torch.Tensor]
 RankMetadata = Mapping[str, Any]
 _DEPTH_MAX = 100
-_NOT_TENSOR = 0  # a field of an optimizer's state that is no tensor
+_MODEL = "model"  # the key that `gpuops.Checkpointer` gives to a module; of several "model.NAME"
+_OPTIMIZER = {"state", "param_groups"}
+# Of a field of an optimizer's state: not a tensor; where its parameter is; on the host.
+_NOT_TENSOR, _ON_PARAMETER_DEVICE, _ON_HOST = 0, 1, 2
 
 
 class NestedState(dict[str, Any]):
@@ -70,7 +77,7 @@ def to_nested(
     for key in keys:
         fragments = [_parts(extra)[key] for extra in rank_metadata if key in _parts(extra)]
         try:
-            nested[key] = _part(key, fragments, names_by_part[key], ValueDecoder(take), take)
+            nested[key] = _nested_part(key, fragments, names_by_part[key], ValueDecoder(take), take)
         except CorruptError:
             raise
         except CheckpointError as exc:
@@ -100,7 +107,7 @@ def _names_by_part(part_keys: Sequence[str], names: Sequence[str]) -> dict[str, 
     return owned
 
 
-def _part(
+def _nested_part(
     key: str,
     fragments: Sequence[Any],
     names: Sequence[str],
@@ -109,13 +116,13 @@ def _part(
 ) -> Any:
     first = fragments[0]
     if isinstance(first, dict) and first.keys() == {"aliases", "others"}:
-        return _model(key, fragments, names, decoder, get_tensor)
+        return _nested_model(key, fragments, names, decoder, get_tensor)
     if isinstance(first, dict) and first.keys() == {"fixed", "moving"}:
-        return _optimizer(key, fragments, decoder, get_tensor)
+        return _nested_optimizer(key, fragments, decoder, get_tensor)
     return to_plain(decoder.decode(first, key))
 
 
-def _model(
+def _nested_model(
     key: str,
     fragments: Sequence[Any],
     names: Sequence[str],
@@ -141,7 +148,7 @@ def _is_below(name: str, paths: Iterable[str]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
-def _optimizer(
+def _nested_optimizer(
     key: str,
     fragments: Sequence[Any],
     decoder: ValueDecoder,
@@ -152,7 +159,7 @@ def _optimizer(
     for fragment in fragments:
         values = iter(fragment["moving"]["values"])
         for name, fields in fragment["fixed"]["state"]:
-            entry = _entry(f"{key}.state.{name}", fields, values, decoder, get_tensor)
+            entry = _nested_entry(f"{key}.state.{name}", fields, values, decoder, get_tensor)
             state.setdefault(name, entry)
         saved = zip(fragment["moving"]["groups"], fragment["fixed"]["params"], strict=True)
         for index, (settings, params) in enumerate(saved):
@@ -164,7 +171,7 @@ def _optimizer(
     return {"state": state, "param_groups": groups}
 
 
-def _entry(
+def _nested_entry(
     root: str,
     fields: Any,
     values: Iterator[Any],
@@ -174,12 +181,12 @@ def _entry(
     if fields is None:
         return to_plain(decoder.decode(next(values), root))
     made: dict[str, Any] = {}
-    for field, kind, *more in fields:
-        path = f"{root}.{field}"
+    for name, kind, *more in fields:
+        path = f"{root}.{name}"
         if kind == _NOT_TENSOR:
-            made[field] = to_plain(decoder.decode(next(values), path))
+            made[name] = to_plain(decoder.decode(next(values), path))
         else:
-            made[field] = get_tensor([path, more[0]] if more and more[0] else path, path)
+            made[name] = get_tensor([path, more[0]] if more and more[0] else path, path)
     return made
 
 
@@ -278,3 +285,156 @@ def _plain_numpy(value: Any) -> Any:
         return torch.from_numpy(value.copy())
     except TypeError:  # text, dates, other byte orders
         return value.tolist()
+
+
+@dataclass(slots=True)
+class FlatState:
+    """The tensors of a state by name, what is saved beside them, and what to tell the user."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    metadata_blob: bytes = b""
+    notes: list[str] = field(default_factory=list)
+
+
+def from_nested(tree: Mapping[str, Any], step: int) -> FlatState:
+    """Return the state of one rank that *tree* is of, as `gpuops.Checkpointer` would save it.
+
+    The random generators are seeded with *step*: nobody knows what they were.
+
+    Raises:
+        CheckpointError: Something in it cannot be stored; says where it is.
+    """
+    flat = FlatState()
+    encoder = StateEncoder(allow_pickle=False)
+    parts: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = str(key)
+        if _is_model(name, value):
+            parts[name] = _flat_model(name, value, encoder)
+        elif _is_optimizer(value):
+            parts[name] = _flat_optimizer(name, value, encoder, flat.notes)
+        else:
+            parts[name] = encoder.encoder.encode(value, name)
+    flat.tensors = dict(zip(encoder.names, encoder.tensors, strict=True))
+    metadata = {
+        "format": STATE_FORMAT,
+        "step": step,
+        "rank": 0,
+        "world": 1,
+        "torch": str(torch.__version__),
+        "rng": encoder.encoder.encode(_seeded_rng(step), "rng"),
+        "parts": parts,
+    }
+    flat.metadata_blob = dumps(metadata)
+    return flat
+
+
+def _seeded_rng(step: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "python": random.Random(step).getstate(),  # noqa: S311 a training's randomness
+        "torch": generator.get_state().numpy().tobytes(),
+    }
+
+
+def _is_model(key: str, value: Any) -> bool:
+    named = key == _MODEL or key.startswith(f"{_MODEL}.")
+    return named and isinstance(value, dict) and all(type(fqn) is str for fqn in value)
+
+
+def _flat_model(key: str, value: Mapping[str, Any], encoder: StateEncoder) -> dict[str, Any]:
+    others = {}
+    for fqn, item in value.items():
+        if isinstance(item, torch.Tensor):
+            encoder.put(item, f"{key}.{fqn}")
+        else:
+            others[fqn] = encoder.encoder.encode(item, f"{key}.{fqn}")
+    return {"aliases": {}, "others": others}
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == _OPTIMIZER
+        and isinstance(value["state"], dict)
+        and isinstance(value["param_groups"], list)
+        and all(isinstance(group, dict) for group in value["param_groups"])
+    )
+
+
+def _flat_optimizer(
+    key: str, value: Mapping[str, Any], encoder: StateEncoder, notes: list[str]
+) -> Any:
+    names = _names_of_parameters(value)
+    if names is None:
+        notes.append(
+            f"{key} has its parameters by numbers, not by names: it is kept, but nothing can be "
+            "restored from it; save it by torch.distributed.checkpoint.state_dict's functions"
+        )
+        return encoder.encoder.encode(value, key)
+    state: list[list[Any]] = []
+    values: list[Any] = []
+    # Where torch's own load_state_dict puts the count of steps.
+    on_device = any(g.get("capturable") or g.get("fused") for g in value["param_groups"])
+    for number, entry in value["state"].items():
+        name = names.get(number, number)
+        fields = _flat_fields(
+            f"{key}.state.{name}", entry, encoder, values, step_on_device=on_device
+        )
+        state.append([name, fields])
+    params = [
+        [names.get(each, each) for each in group["params"]] for group in value["param_groups"]
+    ]
+    settings = [
+        {k: v for k, v in group.items() if k not in {"params", "param_names"}}
+        for group in value["param_groups"]
+    ]
+    groups = [
+        encoder.encoder.encode(item, f"{key}.param_groups.{index}")
+        for index, item in enumerate(settings)
+    ]
+    return {
+        "fixed": {"state": state, "params": params},
+        "moving": {"values": values, "groups": groups},
+    }
+
+
+def _flat_fields(
+    root: str, entry: Any, encoder: StateEncoder, values: list[Any], *, step_on_device: bool
+) -> list[list[Any]] | None:
+    if not isinstance(entry, dict) or not all(type(name) is str for name in entry):
+        values.append(encoder.encoder.encode(entry, root))
+        return None
+    fields: list[list[Any]] = []
+    for name, item in entry.items():
+        if not isinstance(item, torch.Tensor):
+            fields.append([name, _NOT_TENSOR])
+            values.append(encoder.encoder.encode(item, f"{root}.{name}"))
+            continue
+        encoder.put(item, f"{root}.{name}")
+        found: list[Any] = [
+            name,
+            _ON_HOST if name == "step" and not step_on_device else _ON_PARAMETER_DEVICE,
+        ]
+        if needs_carrier(item.dtype):
+            found += [str(item.dtype).removeprefix("torch."), None]
+        fields.append(found)
+    return fields
+
+
+def _names_of_parameters(value: Mapping[str, Any]) -> dict[Any, str] | None:
+    """Return the names by what stands for the parameters; None where there are numbers only."""
+    names: dict[Any, str] = {}
+    for group in value["param_groups"]:
+        params, known = group.get("params"), group.get("param_names")
+        if not isinstance(params, list):
+            return None
+        if isinstance(known, list) and len(known) == len(params):
+            names.update(zip(params, map(str, known), strict=True))
+        elif all(type(each) is str for each in params):
+            names.update({each: each for each in params})
+        else:
+            return None
+    if not all(type(each) is str or each in names for each in value["state"]):
+        return None
+    return names

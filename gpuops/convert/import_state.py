@@ -1,5 +1,7 @@
 """Make a state of what others saved: with digests and a manifest, as a job of one rank has it."""
 
+# ruff: noqa: ANN401 what others saved may be anything
+
 import mmap
 import re
 import warnings
@@ -201,9 +203,6 @@ def _write_image(
             target = target.view(source.dtype)
         import_source.fill(source, target)
         advance(placed.end - placed.begin)
-
-
-# ruff: noqa: ANN401 what is in such a file may be anything
 
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")

@@ -22,7 +22,6 @@ from gpuops.checkpoint.types import CheckpointError, CorruptError
 from gpuops.convert.tensors import needs_carrier
 from gpuops.convert.values import STATE_FORMAT, StateEncoder, ValueDecoder, dumps, loads
 
-
 GetTensor = Callable[[str, str | None], torch.Tensor]
 RankMetadata = Mapping[str, Any]
 _DEPTH_MAX = 100
@@ -237,7 +236,7 @@ def load_value(data: bytes, name: str, *, trust: bool = False) -> Any:
 
 
 def set_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    """Set ``tree[path[0]][path[1]]… = value``; numbers are keys for now, see `lists_of`."""
+    """Set ``tree[path[0]][path[1]]… = value``; numbers are keys for now, see `dicts_to_lists`."""
     if len(path) > _DEPTH_MAX:
         raise CorruptError(f"a name of {len(path)} parts: {path[:5]!r:.200} …")
     for key in path[:-1]:

@@ -1,5 +1,7 @@
 """Read what ``torch.distributed.checkpoint.save`` wrote, without running anything in it."""
 
+# ruff: noqa: ANN401 what others saved may be anything
+
 import io
 import math
 import os
@@ -18,9 +20,6 @@ from gpuops.convert.export import EXPORT_KEY
 from gpuops.convert.import_source import FillTensor, ImportSource, TensorRegion, combine_fills
 from gpuops.convert.nested import dicts_to_lists, load_value, set_nested
 from gpuops.convert.pickle_reader import PickleCall, PickleDict, PickleGlobal, read_pickle
-
-# ruff: noqa: ANN401 what a pickle holds may be anything
-
 
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 4 * 2**30

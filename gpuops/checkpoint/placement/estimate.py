@@ -153,7 +153,7 @@ class EstimateInput:
     ``stall_s`` is what a save to memory takes from training, ``slowdown`` the share of the
     training rate that is lost while a state is written to the persistent tier, ``restart_s`` from a
     failure until workers begin to read their state, ``missed`` the share of failures that memory
-    cannot serve; None for what `plan_of` derives.
+    cannot serve; None for what `estimate` derives.
     """
 
     nodes: Sequence[str]

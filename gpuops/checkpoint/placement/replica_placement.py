@@ -8,7 +8,7 @@ exactly m states.
 
 The paper groups neighbours. Here nodes are ordered by failure domain and dealt to the groups in
 turn, so that a domain of c nodes meets min(c, groups) groups, the most it can, on every level of
-domains at once. After a change of nodes, whole groups stay as they are (`place_again`).
+domains at once. After a change of nodes, whole groups stay as they are (`rebalance`).
 """
 
 import itertools

@@ -84,7 +84,7 @@ def parse_leftover_name(name: str) -> Leftover | None:
 
 
 def temporary_name(state: StateId, host: str, pid: int, nonce: bytes) -> str:
-    """Return the name under which a process of *host*, a `word`, writes *state*."""
+    """Return the name under which a process of *host*, a `name_component`, writes *state*."""
     return f"{state.name}.tmp.{host}.{pid}.{nonce.hex()}"
 
 

@@ -155,7 +155,7 @@ class DirectoryLock:
         """Return why *job* cannot have the directory; None where it can, or `acquire` will tell.
 
         Nothing is written. *own_pid*: a process of this host whose claim is that of the job. It
-        takes up to `LEAVING_S` where another one is there, for it may be about to leave.
+        takes up to `EXIT_GRACE_S` where another one is there, for it may be about to leave.
         """
         begin_ns, first = self._process.clock.mono_ns(), None
         while (state := self._read_or_none()) is not None:
@@ -304,7 +304,7 @@ def lock_conflict(
 ) -> str | None:
     """Return why *job* cannot save at *address*, as its agent sees it before its workers start.
 
-    *keeper_pid*: the job's own keeper on this node. See `Claim.refusal`.
+    *keeper_pid*: the job's own keeper on this node. See `DirectoryLock.conflict`.
     """
     path = local_directory(address)
     if path is None:

@@ -63,7 +63,7 @@ class DirectoryContext:
     """A directory and who writes into it. ``nonce`` returns 8 bytes that were never used before."""
 
     root: Path
-    host: str  # a `word`
+    host: str  # as `name_component` returns it
     pid: int
     nonce: Callable[[], bytes]
 

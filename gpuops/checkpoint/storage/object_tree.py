@@ -85,7 +85,7 @@ class Retrying:
         Raises:
             FileNotFoundError: There is no such object.
             ObjectStoreUnreachableError: Nothing has answered there yet, and did not within
-                *first_answer_s*.
+                *first_response_timeout_s*.
             CheckpointError: It failed for good, or until the time was up. One that *function*
                 raises is passed on.
         """

@@ -89,7 +89,7 @@ def persist_node_shards(
     throttle: Throttle = unthrottled,
     clock: Clock | None = None,
 ) -> PersistResult:
-    """Write one node's *shards* of *state*; `commit_parts` of any node makes the state appear.
+    """Write one node's *shards* of *state*; `commit_node_shards` of any node makes the state appear.
 
     All nodes give the same *session*, such as the name of the run.
 
@@ -122,8 +122,8 @@ def commit_node_shards(
 ) -> bool:
     """Make *state* appear where all nodes have put their parts; return whether it is there now.
 
-    Each node may call it after `put_part`: one of them finds all parts there and succeeds. One that
-    gets False may ask again.
+    Each node may call it after `persist_node_shards`: one of them finds all shards there and
+    succeeds. One that gets False may call it again.
 
     Raises:
         CheckpointError: The store cannot be written, or another run's state is there.
@@ -332,7 +332,7 @@ def prune(
     *,
     on_delete: Callable[[RetentionDecision], None] = lambda _verdict: None,
 ) -> list[RetentionDecision]:
-    """Remove from *store* what `doomed` says, the oldest first; return the verdicts carried out.
+    """Remove from *store* what `states_to_delete` returns, oldest first; return what was removed.
 
     *on_delete* is called before each.
 

@@ -1,4 +1,4 @@
-"""The objects below one prefix of a store, by short keys; failed calls are retried until a deadline."""
+"""The objects below one prefix of a store, by short keys; a failed call is retried for a while."""
 
 import os
 import random

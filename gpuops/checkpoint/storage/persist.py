@@ -89,7 +89,7 @@ def persist_node_shards(
     throttle: Throttle = unthrottled,
     clock: Clock | None = None,
 ) -> PersistResult:
-    """Write one node's *shards* of *state*; `commit_node_shards` of any node makes the state appear.
+    """Write one node's *shards* of *state*, which `commit_node_shards` of any node makes appear.
 
     All nodes give the same *session*, such as the name of the run.
 

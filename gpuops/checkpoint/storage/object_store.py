@@ -39,6 +39,7 @@ from gpuops.checkpoint.storage.api import (
 from gpuops.checkpoint.storage.directory_files import (
     PINS,
     is_valid_tag,
+    name_component,
     parse_pin_name,
     parse_state_name,
     pin_name,
@@ -70,7 +71,10 @@ class ObjectWriter:
         self._tree = tree
         self._state = state
         self._world = world
-        self._session_folder = None if session is None else tree.session_folder(state, session)
+        # Where the nodes of a session record what they put.
+        self._session_folder = (
+            None if session is None else f"{SESSIONS_FOLDER}/{state.name}.{name_component(session)}"
+        )
         self._records: dict[Shard, ShardRecord] = {}
         self._versions: dict[Shard, str] = {}
         self._is_finished = False

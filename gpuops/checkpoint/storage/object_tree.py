@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from gpuops.checkpoint.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, parse_manifest
 from gpuops.checkpoint.storage.api import NoStateError, Throttle
-from gpuops.checkpoint.storage.directory_files import name_component
 from gpuops.checkpoint.types import CheckpointError, CorruptError, StateId
 from gpuops.errors import EXIT_TRY_LATER
 from gpuops.host.clock import Clock
@@ -56,20 +55,13 @@ class ObjectStoreUnreachableError(CheckpointError):
 
 
 @dataclass(slots=True)
-class ServerContact:
-    """Whether a store has answered, if only that it will not."""
-
-    has_responded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Retrying:
-    """Makes calls again, with growing pauses, for *deadline_s* from the first attempt of each.
+    """Retries calls, with growing pauses, for *deadline_s* from the first attempt of each.
 
-    The deadline says when the last attempt may begin; how long one may take is a setting of the
-    library that speaks the store's protocol. Until the store has answered once, a call takes
-    *first_response_timeout_s* at most, whatever that library does meanwhile: an address at which
-    there is nothing is not waited for as long as a store that is busy.
+    The deadline limits when the last attempt may begin; how long one may take is a setting of the
+    library that implements the store's protocol. Until the store has responded once, if only with
+    an error (*has_responded*), a call takes *first_response_timeout_s* at most, whatever that
+    library does meanwhile: an address without a server is given up sooner than a busy one.
     """
 
     deadline_s: float
@@ -77,7 +69,7 @@ class Retrying:
     sleep: Callable[[float], object] = time.sleep
     random: Callable[[], float] = random.random
     first_response_timeout_s: float | None = None
-    contact: ServerContact = field(default_factory=ServerContact)
+    has_responded: bool = False
 
     def call(self, action: str, function: Callable[[], T]) -> T:
         """Return what *function* returns; *action* names it in errors.
@@ -95,7 +87,7 @@ class Retrying:
             try:
                 result = self._attempt(function, self._left_s(begin_ns))
             except FileNotFoundError:
-                self.contact.has_responded = True
+                self.has_responded = True
                 raise
             except _NoResponseError as exc:
                 raise self._unreachable(action, last) from exc
@@ -103,21 +95,23 @@ class Retrying:
                 raise
             except Exception as exc:  # boundary: each protocol's library has errors of its own
                 last = exc
-                self.contact.has_responded = (
-                    self.contact.has_responded or _status_of(exc) is not None
-                )
+                self.has_responded = self.has_responded or _status_of(exc) is not None
                 varied_s = pause_s * (0.5 + self.random())
                 if is_final(exc) or varied_s >= self._left_s(begin_ns):
                     raise self._failure(action, exc, n_attempts) from exc
             else:
-                self.contact.has_responded = True
+                self.has_responded = True
                 return result
             self.sleep(varied_s)
         raise AssertionError("pauses do not end")
 
     @property
+    def _is_known(self) -> bool:
+        return self.has_responded or self.first_response_timeout_s is None
+
+    @property
     def _limit_s(self) -> float:
-        if self.contact.has_responded or self.first_response_timeout_s is None:
+        if self.has_responded or self.first_response_timeout_s is None:
             return self.deadline_s
         return min(self.first_response_timeout_s, self.deadline_s)
 
@@ -125,8 +119,8 @@ class Retrying:
         return self._limit_s - (self.clock.mono_ns() - begin_ns) / 1e9
 
     def _attempt(self, function: Callable[[], T], left_s: float) -> T:
-        """Return what *function* returns; one that nobody has answered yet is given up in time."""
-        if self.contact.has_responded or self.first_response_timeout_s is None:
+        """Return what *function* returns; give up in time where the store has never responded."""
+        if self._is_known:
             return function()
         result: Future[T] = Future()
         # Not one of a pool: the process may end while it hangs.
@@ -139,8 +133,7 @@ class Retrying:
             raise _NoResponseError from exc
 
     def _failure(self, action: str, exc: Exception, n_attempts: int) -> CheckpointError:
-        is_known = self.contact.has_responded or self.first_response_timeout_s is None
-        if not is_known and not is_final(exc):
+        if not self._is_known and not is_final(exc):
             return self._unreachable(action, exc)
         times = f" ({n_attempts} attempts)" if n_attempts > 1 else ""
         return CheckpointError(f"cannot {action}: {_error_text(exc)}{times}")
@@ -425,10 +418,6 @@ class ObjectTree:
         return all(
             sizes.get(record.shard.file_name) == record.digest.nbytes for record in manifest.shards
         )
-
-    def session_folder(self, state: StateId, session: str) -> str:
-        """Return where the nodes of *session* record what they put of *state*."""
-        return f"{SESSIONS_FOLDER}/{state.name}.{name_component(session)}"
 
     def _list(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         def ask() -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ def test_a_wall_clock_that_jumps_by_a_day_ends_nothing(tmp_path, clock_shift, sh
     run.check_ledger(60)
 
 
+@pytest.mark.soak
 def test_a_store_whose_answers_take_two_seconds_is_not_lost(tmp_path):
     """One agent of two reaches the board through a slow way; a rank dies in the meantime."""
     port = free_port("127.0.0.1")

@@ -64,6 +64,7 @@ def test_a_rank_that_is_done_early_ends_nothing_where_nobody_needs_it(tmp_path):
     assert run.incidents() == []
 
 
+@pytest.mark.soak
 def test_an_agent_that_is_started_again_by_hand_rejoins(tmp_path):
     """Two agents on one machine; one is killed with SIGKILL in the middle."""
     words = ("none", "--steps", 300, "--pause", 0.1)

@@ -41,6 +41,7 @@ def tiers(run):
     return {event["payload"]["tier"] for event in run.events("checkpoint.restored")}
 
 
+@pytest.mark.soak
 def test_a_lost_node_is_replaced_by_a_spare_that_has_its_state_from_a_peers_memory(hosts, tmp_path):
     run = started(hosts, tmp_path, "--spares", "1", nnodes="2")
     run.wait_for_step(200, limit_s=150)
@@ -89,8 +90,8 @@ def digests(run):
         pytest.param("plain", 1, marks=pytest.mark.soak),
         pytest.param("ddp", 1, marks=pytest.mark.soak),
         pytest.param("ddp", 2, marks=pytest.mark.soak),
-        pytest.param("fsdp", 1, marks=pytest.mark.soak),
-        ("fsdp", 2),
+        ("fsdp", 1),
+        pytest.param("fsdp", 2, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_that_lost_a_node_ends_bit_for_bit_as_one_that_did_not(hosts, tmp_path, kind, nproc):

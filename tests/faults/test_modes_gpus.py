@@ -68,7 +68,9 @@ def test_an_xid_of_the_applications_names_the_failure_and_blames_no_node(mock, t
     ("sickness", "failure_class"),
     [
         ("lost 1", "gpu_hw.fell_off_bus"),
-        ("delay * nvmlDeviceGetPowerUsage 600000", "gpu_sw.driver_hang"),
+        pytest.param(
+            "delay * nvmlDeviceGetPowerUsage 600000", "gpu_sw.driver_hang", marks=pytest.mark.soak
+        ),
     ],
     ids=["fails", "hangs"],
 )
@@ -118,6 +120,7 @@ def test_a_restart_waits_for_the_memory_of_dead_workers(mock, tmp_path):
     assert run.generations() == [0, 1]
 
 
+@pytest.mark.soak
 def test_memory_that_is_never_released_takes_the_node_out(mock, tmp_path):
     """Mode 18: after 50 s, exit 86."""
     env = mock.env(HEALTHY)

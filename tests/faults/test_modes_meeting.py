@@ -43,6 +43,7 @@ def board_server(host):
 
 
 @pytest.mark.postgres
+@pytest.mark.soak
 def test_one_node_after_the_other_is_lost_beginning_with_rank_0(hosts, tmp_path):
     with running_server(address=hosts.address) as server, server.database() as url:
         run = started(hosts, tmp_path, nnodes="1:3", endpoint=postgres_endpoint(url, hosts.address))

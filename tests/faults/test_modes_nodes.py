@@ -31,6 +31,7 @@ def started(hosts, folder, *flags, env=LONG, first=None, **options):
     return run
 
 
+@pytest.mark.soak
 def test_a_lost_node_is_done_without(hosts, tmp_path):
     """Mode 6: all processes of a node that is not the store's are gone at once."""
     run = started(hosts, tmp_path, nnodes="2:3")
@@ -136,6 +137,7 @@ def test_a_spare_takes_the_hole_and_survivors_keep_their_ranks(hosts, tmp_path):
     run.check_ledger()
 
 
+@pytest.mark.soak
 def test_capacity_that_returns_is_taken_in_at_a_checkpoint(hosts, tmp_path):
     """Mode 14: a third node comes late."""
     flags = ("--grow-after", "2", SOON)

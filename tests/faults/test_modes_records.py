@@ -31,7 +31,7 @@ def fill(place):
                     break
 
 
-@pytest.mark.parametrize("what", ["all", "logs"])
+@pytest.mark.parametrize("what", ["all", pytest.param("logs", marks=pytest.mark.soak)])
 def test_a_disk_that_fills_up_during_a_run_costs_a_restart_at_most(tmp_path, disk, what):
     """Mode 19: run folder, journal, spool and store on it, or the ranks' logs alone."""
     ours = {"GPUOPS_RUN_DIR": "runs", "GPUOPS_SPOOL": "spool", "GPUOPS_STATE": "state"}

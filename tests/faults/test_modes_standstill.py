@@ -43,7 +43,11 @@ def test_a_hang_is_seen_in_time_and_everybody_was_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("deed", "failure_class"), [("asleep", "hang.no_progress"), ("interpreter", "hang.gil_held")]
+    ("deed", "failure_class"),
+    [
+        ("asleep", "hang.no_progress"),
+        pytest.param("interpreter", "hang.gil_held", marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_without_torch_that_hangs_is_named_by_what_it_does(tmp_path, deed, failure_class):
     """Modes 3 and 4: detected within the limit and some seconds to look; a restart follows."""
@@ -77,6 +81,7 @@ def test_a_worker_in_the_kernel_takes_its_node_out(tmp_path):
     assert run.orphans() == set()
 
 
+@pytest.mark.soak
 def test_a_worker_in_the_kernel_on_the_only_node_has_the_job_go_elsewhere(tmp_path):
     """Mode 5: exit 86."""
     words = ("kernel", "--rank", 1, "--at", 6, "--generation", 0)

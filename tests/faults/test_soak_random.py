@@ -180,6 +180,7 @@ def blown(folder, seed, n_faults):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [3])
+@pytest.mark.soak
 def test_a_few_random_faults_over_four_hosts(tmp_path, seed):
     blown(tmp_path, seed, 3)
 

@@ -89,7 +89,11 @@ def test_own_workers_that_are_just_ending_keep_nobody_out(mock):
     assert any("gpu_processes" in finding for finding in result.findings)
 
 
-@pytest.mark.parametrize("deaf", ["", "deaf\n"], ids=["", "and ignores SIGTERM"])
+@pytest.mark.parametrize(
+    "deaf",
+    [pytest.param("", marks=pytest.mark.soak), "deaf\n"],
+    ids=["", "and ignores SIGTERM"],
+)
 def test_a_driver_that_hangs_twice_keeps_the_node_out(mock, deaf):
     scenario = f"{deaf}{HEALTHY}\ndelay * nvmlDeviceGetPowerUsage 60000"
     with hung_driver():

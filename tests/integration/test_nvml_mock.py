@@ -439,7 +439,15 @@ def test_all_that_other_calls_tell_is_there_though_one_is_refused(ask):
     assert values(refused.power) == [None, 700, 700, 700]
 
 
-@pytest.mark.parametrize("manner", ["", "deaf\n"], ids=["", "and ignores SIGTERM"])
+# A program that obeys is ended as one that does not, only sooner.
+MANNERS = pytest.mark.parametrize(
+    "manner",
+    [pytest.param("", marks=pytest.mark.soak), "deaf\n"],
+    ids=["", "and ignores SIGTERM"],
+)
+
+
+@MANNERS
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount"])
 def test_an_nvml_that_takes_a_minute_to_start_is_left_in_time_and_named(ask, manner, call):
     started = time.monotonic()
@@ -452,7 +460,7 @@ def test_an_nvml_that_takes_a_minute_to_start_is_left_in_time_and_named(ask, man
     assert snapshot.gpus == ()
 
 
-@pytest.mark.parametrize("manner", ["", "deaf\n"], ids=["", "and ignores SIGTERM"])
+@MANNERS
 @pytest.mark.parametrize(
     ("how", "state"),
     [("block 3 nvmlDeviceGetPowerUsage", "D"), ("delay 3 nvmlDeviceGetPowerUsage 60000", "S")],

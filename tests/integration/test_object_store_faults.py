@@ -76,7 +76,9 @@ def every(n, *faults):
     return plan
 
 
-@pytest.mark.parametrize("fault", [500, 503, "reset", "reset late", "cut"])
+@pytest.mark.parametrize(
+    "fault", [500, pytest.param(503, marks=pytest.mark.soak), "reset", "reset late", "cut"]
+)
 def test_what_fails_now_and_then_is_done_again(store, behind, proxy, pair, fault):
     proxy.plan = every(3, fault)
     through = behind()
@@ -112,7 +114,7 @@ def test_large_shards_go_in_parts_and_survive_the_same(store, behind, proxy):
         assert into == content_of(source)
 
 
-@pytest.mark.parametrize("fault", ["reset late", "500 late"])
+@pytest.mark.parametrize("fault", ["reset late", pytest.param("500 late", marks=pytest.mark.soak)])
 def test_an_upload_in_parts_that_was_completed_unheard_is_there(store, behind, proxy, fault):
     """S3 answers the second request to complete it that there is no such upload."""
     posts = []
@@ -132,7 +134,9 @@ def test_an_upload_in_parts_that_was_completed_unheard_is_there(store, behind, p
     assert verify_state(store, STATE) == []
 
 
-@pytest.mark.parametrize("fault", [500, "reset", "cut"])
+@pytest.mark.parametrize(
+    "fault", [500, *(pytest.param(how, marks=pytest.mark.soak) for how in ("reset", "cut"))]
+)
 def test_a_store_that_only_fails_is_told_in_time_and_nothing_changes(
     store, behind, proxy, pair, fault
 ):

@@ -165,6 +165,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_adopts_the_keeper(tmp_p
     assert "in memory, of an agent of this job that was killed" in second.said()
 
 
+@pytest.mark.soak
 def test_an_agent_killed_in_a_later_generation_is_followed_as_well(tmp_path, undisturbed):
     with Training(tmp_path, CALM) as first:
         first.wait_for_step(6)

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 TRAIN = JOBS / "train.py"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_killed_rank_costs_one_incident_and_the_job_is_done(tmp_path, victim):
     # Every process of this run is started anew, as on a user's machine.
     with Run(tmp_path, TRAIN, "--steps", "40", popen=subprocess.Popen) as run:

@@ -25,9 +25,11 @@ def argv_of(run):
 @pytest.mark.parametrize(
     "front",
     [
-        ["torchrun", "--nproc-per-node=2"],
+        pytest.param(["torchrun", "--nproc-per-node=2"], marks=pytest.mark.soak),
         ["--", "torchrun", "--nproc-per-node=2"],
-        ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"],
+        pytest.param(
+            ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"], marks=pytest.mark.soak
+        ),
     ],
     ids=" ".join,
 )

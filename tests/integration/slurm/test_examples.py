@@ -71,7 +71,7 @@ def test_exit_85_starts_the_job_again_with_a_new_token(cluster, job, tmp_path):
     assert tokens[tasks[0]] != tokens[tasks[4]]
 
 
-@pytest.mark.parametrize("code", [93, 86, 1])
+@pytest.mark.parametrize("code", [pytest.param(93, marks=pytest.mark.soak), 86, 1])
 def test_what_is_not_85_ends_the_job_with_its_code(cluster, job, code):
     fields = cluster.finished(job("elastic.sbatch", f"exit {code}"), 120)
 
@@ -90,7 +90,9 @@ def test_the_notice_reaches_every_agent_and_not_the_shell(cluster, job, tmp_path
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1")
 
 
-@pytest.mark.parametrize(("last", "state"), [(93, "FAILED"), (0, "COMPLETED")])
+@pytest.mark.parametrize(
+    ("last", "state"), [(93, "FAILED"), pytest.param(0, "COMPLETED", marks=pytest.mark.soak)]
+)
 def test_a_chain_goes_on_after_85_and_ends_at_93_and_at_0(cluster, job, tmp_path, last, state):
     body = f'test "$SLURM_ARRAY_TASK_ID" = 1 && exit 85; exit {last}'
     array = job("chain.sbatch", body)
@@ -109,7 +111,9 @@ def test_a_chain_goes_on_after_85_and_ends_at_93_and_at_0(cluster, job, tmp_path
     assert second["JobState"] == state
 
 
-@pytest.mark.parametrize(("code", "state"), [(93, "CANCELLED"), (0, "COMPLETED")])
+@pytest.mark.parametrize(
+    ("code", "state"), [(93, "CANCELLED"), pytest.param(0, "COMPLETED", marks=pytest.mark.soak)]
+)
 def test_what_waits_for_success_does_not_run_after_93(cluster, job, tmp_path, code, state):
     job_id = job("elastic.sbatch", f"exit {code}")
     after = cluster.submit(

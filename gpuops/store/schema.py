@@ -26,7 +26,7 @@ from gpuops.store.columns import JsonText, Key
 from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
 from gpuops.store.coordination import drain_permits, fuses
 
-REVISION = "0003"
+REVISION = "0001"
 """The newest migration, which these tables are."""
 
 events = Table(

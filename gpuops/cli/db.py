@@ -12,9 +12,8 @@ from gpuops.host.clock import SystemClock
 from gpuops.log import printable
 from gpuops.model import Json, envelope
 from gpuops.store.backends import parse_url, redacted
-from gpuops.store.engine import SchemaFit
+from gpuops.store.engine import SchemaFit, StoreSummary, summarize_store
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.queries.summary import StoreSummary, summarize_store
 from gpuops.store.schema import REVISION
 from gpuops.store.spool.read import count_dropped, count_rejected
 from gpuops.store.spool.segments import SpoolBacklog, measure_spool

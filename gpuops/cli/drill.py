@@ -15,7 +15,7 @@ import click
 
 from gpuops.cli.options import json_option, settings_of
 from gpuops.config.resolve import Settings, environ
-from gpuops.config.values import to_size
+from gpuops.config.schema import to_size
 from gpuops.drill.catalogue import (
     BY_NAME,
     HOLD_RANGE_S,

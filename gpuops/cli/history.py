@@ -13,11 +13,15 @@ from gpuops.host.clock import SystemClock
 from gpuops.host.node import node_name
 from gpuops.log import printable
 from gpuops.model import IncidentState, envelope
-from gpuops.report.liveness import judge_liveness, observe_agent
-from gpuops.report.render.decision_text import decision_block, decision_json
-from gpuops.report.render.incident_text import incident_block, incident_list
+from gpuops.report.render.incident_text import (
+    decision_block,
+    decision_json,
+    incident_block,
+    incident_list,
+)
 from gpuops.report.render.json_bodies import report_json
 from gpuops.report.render.run_text import report_text
+from gpuops.report.run_status import judge_liveness, observe_agent
 from gpuops.report.time_breakdown import AgentLiveness, RunBreakdown, break_down_run
 from gpuops.store.engine import IncidentStore
 from gpuops.store.history import load_journal, store_for_reading

@@ -24,7 +24,7 @@ from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.node import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import envelope
-from gpuops.report.render.run_status_text import status_view
+from gpuops.report.render.run_text import status_view
 from gpuops.report.run_status import (
     find_run_folder,
     query_agent,

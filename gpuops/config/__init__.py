@@ -1,5 +1,5 @@
 """Settings: flag, then ``GPUOPS_*`` variable, then file, then default; each knows its origin.
 
-`values` says what a setting is and how text becomes a value, `schema` lists the settings, `resolve`
-reads them. Only `resolve` reads the environment.
+`schema` lists the settings and parses their values, `resolve` reads them. Only `resolve` reads the
+environment.
 """

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from gpuops.config.schema import CHECKPOINT_SETTINGS, RUN_SETTINGS
-from gpuops.config.values import (
+from gpuops.config.schema import (
+    CHECKPOINT_SETTINGS,
+    RUN_SETTINGS,
     Setting,
     SettingValue,
     seconds_up_to,

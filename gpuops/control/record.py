@@ -167,8 +167,8 @@ class Roster:
 class ControlRecord:
     """What the agents of a run have agreed on; ``*_s`` are times of the board.
 
-    ``excluded`` nodes get no seat; of ``suspected`` ones, in the order in which they came to be,
-    see `gpuops.incident.suspects`. ``not_before_s`` is the back-off of the generation that is being
+    ``excluded`` nodes are not assigned; ``suspected`` ones, oldest first: see
+    `gpuops.incident.suspicion`. ``not_before_s`` is the back-off of the generation that is being
     formed. ``decision`` is the last one, ``exit_code`` the run's once the phase is STOP.
     """
 

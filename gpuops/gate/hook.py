@@ -4,7 +4,10 @@ No command of Slurm is called here: a prolog that waits for slurmctld holds up e
 itself is slurmd's, which drains a node whose hook fails; its reason is written by a helper in its
 own session (`gpuops.gate.drain`).
 
-The verdict file: what a hook of Slurm needs besides exit code 1 before it fails.
+Findings about left-over processes name their job, by the cgroup that slurmstepd made for it
+(cgroup.conf(5), ``proctrack/cgroup``); elsewhere only the user is known. No process is ended.
+
+The verdict file: what a hook of Slurm needs in addition to exit code 1 before it fails.
 
 Python itself exits 1 where an import fails, so that exit code alone would drain every node with a
 broken environment. The hook names the file with a number that it just drew; only a command that
@@ -12,17 +15,18 @@ came to its own verdict in this very invocation writes it.
 """
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuops.checks.core.runner import CheckRun
+from gpuops.checks.gpu.gpus import entity_of
 from gpuops.config.resolve import GateMode, read_toml
 from gpuops.errors import ProbeError, UsageError
 from gpuops.gate.drain import DrainRecord, read_drain, write_drain
-from gpuops.gate.leftovers import with_owners
-from gpuops.gate.node_state import StateError, read_state
+from gpuops.gate.node_state import GPUS_LOOK, StateError, read_state
 from gpuops.gate.permit import DrainPermitClient, permission_of, start_asking
 from gpuops.gate.policy import (
     NOT_ASKED,
@@ -33,18 +37,18 @@ from gpuops.gate.policy import (
     find_drain_cause,
     replaceable_reasons,
 )
-from gpuops.gate.recheck import confirmed
 from gpuops.gate.record import CheckOccasion, RecordOptions, record, record_check_run
-from gpuops.gate.session import CheckPlan, check_node, keeping
+from gpuops.gate.session import CheckPlan, check_node, confirmed, keeping
 from gpuops.host.clock import Clock
 from gpuops.host.files import atomic_write, why_not_ours
+from gpuops.host.gpus import Gpus
 from gpuops.host.process import probe
 from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import spawn_detached
 from gpuops.host.records import from_json, to_json
 from gpuops.incident.incidents.node import incident_key
 from gpuops.incident.runbook import failing_runbooks
-from gpuops.model import Event, Json, Severity, UnknownReason, uuid7
+from gpuops.model import Event, FailureClass, Finding, Json, Severity, Status, UnknownReason, uuid7
 from gpuops.resources import data_dir
 
 REFUSE = "refuse"
@@ -308,3 +312,74 @@ def _decided(drain: DrainRecord, course: DrainOutcome, clock: Clock) -> Event:
     return new_event(
         "gate.decided", node=drain.node, clock=clock, severity=severity, payload=payload
     )
+
+
+OWNERS_S = 0.2
+_SHOWN = 8
+_JOB = re.compile(r"/job_(\d+)(?:/|$)", re.MULTILINE)
+
+
+def with_owners(
+    ran: CheckRun, root: Path, job_uid: int | None, *, deadline_s: float = OWNERS_S
+) -> CheckRun:
+    """Return *ran* with the owners of left-over processes in its findings, where they are known.
+
+    *job_uid*: the user of the job that the hook is for; *deadline_s*: how long to look for them.
+    The caller must have a single thread.
+    """
+    if not any(_is_leftover(finding) for finding in ran.findings):
+        return ran
+    pids = _pids(ran)
+    wanted = sorted({pid for item in pids.values() for pid in item})[:_SHOWN]
+    try:
+        owners = probe.ask(
+            lambda: _owners(root, wanted, job_uid),
+            deadline_s,
+            question=f"owners {root}",
+            left=abandoned(),
+        )
+    except ProbeError:
+        return ran
+
+    def told(finding: Finding) -> Finding:
+        mine = [str(pid) for pid in pids.get(finding.entity.id, ()) if str(pid) in owners]
+        if not mine or not _is_leftover(finding):
+            return finding
+        words = ", ".join(f"{pid} is {owners[pid]}" for pid in mine)
+        return replace(finding, message=f"{finding.message}; {words}")
+
+    return replace(ran, findings=tuple(told(item) for item in ran.findings))
+
+
+def _is_leftover(finding: Finding) -> bool:
+    bad = finding.status in {Status.FAIL, Status.WARN}
+    return bad and finding.failure_class is FailureClass.HOST_LEFTOVERS
+
+
+def _pids(ran: CheckRun) -> dict[str, tuple[int, ...]]:
+    """Return the processes on each GPU, by the id of its entity."""
+    gpus = ran.facts.get(GPUS_LOOK)
+    if not isinstance(gpus, Gpus):
+        return {}
+    found = {}
+    for gpu in gpus.nvml.gpus:
+        for finding in ran.findings:
+            if finding.entity == entity_of(gpu, finding.entity):
+                found[finding.entity.id] = tuple(item.pid for item in gpu.processes or ())
+    return found
+
+
+def _owners(root: Path, pids: Iterable[int], job_uid: int | None) -> dict[str, str]:
+    found = {}
+    for pid in pids:
+        folder = root / "proc" / str(pid)
+        try:
+            uid, cgroup = folder.stat().st_uid, (folder / "cgroup").read_text(errors="replace")
+        except OSError:
+            continue
+        job = _JOB.search(cgroup)
+        if job is not None:
+            found[str(pid)] = f"of job {job[1]}"
+        elif uid == job_uid:
+            found[str(pid)] = f"of the job's user, {uid}"
+    return found

@@ -106,7 +106,7 @@ def sync(
     now_us = clock.now_us()
 
     def ask() -> str | None:
-        from gpuops.store.queries.strikes import fetch_repairs_and_strikes
+        from gpuops.store.queries.node_queries import fetch_repairs_and_strikes
 
         try:
             repairs, strikes = fetch_repairs_and_strikes(

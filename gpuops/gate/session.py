@@ -1,16 +1,18 @@
-"""One check of this node: the suite, the profile, what the node remembers, and the run of it.
+"""One check of this node: the suite, the profile, the node's state file, and the run.
 
-The order: the state file is read (`gpuops.gate.node_state`); a first profile is chosen by what it
-says; all looks start, asked for what that profile names; when the GPUs have been seen the profile
-is settled (`gpuops.gate.session`), looks that it would have asked otherwise are asked again, and
-judging begins. `keep_state` writes the state file, after the verdict is out.
+The order: the state file is read (`gpuops.gate.node_state`) and names a first profile; all probes
+start for that profile; once the GPUs are known the profile is final, probes that it changes run
+again, and judging begins. `keep_state` writes the state file, after the result is out.
 
-Which hardware profile a node is held against.
+The hardware profile, in this order: the one that ``check.profile`` names; else the one that matches
+the GPUs that the check found; where none were found, or some are missing, the last one that matched
+on this node; else one that matches the node's name alone. So a node whose driver hangs or whose GPU
+fell off the bus is still compared with what it had.
 
-In this order: the one that ``check.profile`` names; else the one that the GPUs speak for, as the
-check itself sees them; where they tell nothing, or some are missing, the one that they last spoke
-for on this node; else one that matches by the node's name alone. So a node whose driver hangs or
-whose GPU fell off the bus is still held against what it had.
+`confirmed` repeats checks whose failure may pass by itself: when an epilog runs, a process of the
+ended job may still be exiting, and its memory is freed a moment later. gpuops ends no process: that
+is Slurm's part (``proctrack/cgroup``, ``KillWait``). `record_facts` and `judge_recording` are the
+two halves of a check on different machines: judging never reads the machine that it runs on.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,15 +21,17 @@ from functools import partial
 from pathlib import Path
 
 from gpuops.checks.core.check import ProbeContext
-from gpuops.checks.core.probes import ProbeResult, ProfileChooser
+from gpuops.checks.core.probes import ProbeResult, ProfileChooser, collect
 from gpuops.checks.core.profile import Profile
 from gpuops.checks.core.profile_files import fits, load_profiles, profile_for
-from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, run_suite
+from gpuops.checks.core.recording import Recording
+from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, judge, run_suite
 from gpuops.checks.core.silence import Silence, load_silences, silenced
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths
 from gpuops.errors import ConfigError
 from gpuops.gate.node_state import (
     GPUS_LOOK,
+    READ_S,
     StateUpdate,
     StoredNodeState,
     case_of,
@@ -35,13 +39,13 @@ from gpuops.gate.node_state import (
     save_state,
     state_after,
 )
-from gpuops.host.clock import Clock
+from gpuops.host.clock import Clock, FakeClock
 from gpuops.host.gpus import Gpus
 from gpuops.host.node_state import BootMoment
 from gpuops.host.process.abandoned import abandoned
 from gpuops.host.records import from_json
 from gpuops.host.trust import check_folders
-from gpuops.model import Entity, EntityKind, Finding, Status
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,3 +275,103 @@ def keeping(plan: CheckPlan, ran: CheckRun) -> Callable[[], str | None]:
         return text and f"gpuops: what this node remembers is not kept: {text}"
 
     return told
+
+
+AGAIN_AFTER_S = 1.5
+# A second look that has less is not begun.
+LEAST_S = 0.5
+
+Key = tuple[str, str, FailureClass | None]
+
+
+def confirmed(
+    plan: CheckPlan, ran: CheckRun, left_s: float, pause: Callable[[float], None], clock: Clock
+) -> CheckRun:
+    """Return *ran*, in which a failure that may pass by itself only warns unless it was seen twice.
+
+    Args:
+        plan: Of *ran*.
+        ran: What the first look found.
+        left_s: The seconds that are left for the pause and the second look.
+        pause: Waits.
+        clock: Dates the second run.
+    """
+    passing = {item.check.name for item in plan.suite.planned if item.check.passing}
+    doubtful = tuple({item.check for item in _failures(ran) if item.check in passing})
+    if not doubtful:
+        return ran
+    look_s = left_s - AGAIN_AFTER_S - READ_S
+    if look_s < LEAST_S:
+        return _settled(ran, doubtful, (), "no time was left for a second look")
+    pause(AGAIN_AFTER_S)
+    second = check_node(replace(plan, suite=plan.suite.only(doubtful).within(look_s)), clock)
+    words = f"at a second look {AGAIN_AFTER_S:g} s later"
+    return _settled(ran, doubtful, second.findings, words)
+
+
+def _failures(ran: CheckRun) -> list[Finding]:
+    return [item for item in ran.findings if item.status is Status.FAIL]
+
+
+def _key(finding: Finding) -> Key:
+    return finding.check, finding.entity.id, finding.failure_class
+
+
+def _settled(
+    ran: CheckRun, doubtful: tuple[str, ...], second: tuple[Finding, ...], words: str
+) -> CheckRun:
+    again = {_key(item): item for item in second if item.status is Status.FAIL}
+    silent = {item.check for item in second if item.status is Status.UNKNOWN}
+
+    def judged(first: Finding) -> Finding:
+        if first.status is not Status.FAIL or first.check not in doubtful:
+            return first
+        found = again.get(_key(first))
+        if found is not None:
+            return replace(found, message=f"{found.message}, {words} too")
+        if second and first.check not in silent:
+            text = f"{first.message}; not any more {words}"
+        else:
+            text = f"{first.message}; {words}" + (", without an answer" if second else "")
+        return replace(first, status=Status.WARN, message=text)
+
+    return replace(ran, findings=tuple(judged(item) for item in ran.findings))
+
+
+def record_facts(plan: CheckPlan, clock: Clock) -> tuple[Recording, str | None]:
+    """Return what the looks of *plan* give, and what is wrong with the node's state file.
+
+    The caller must have a single thread.
+    """
+    request, left = plan.request, abandoned()
+    known = load_state(request.state_dir, request.root, request.uid, left)
+    moment = BootMoment(boot_id=known.boot_id, since_boot_s=known.since_boot_s, t_us=clock.now_us())
+    chooser = plan.choice(known.state.profile).chooser()
+    recording = Recording(
+        node=request.node,
+        moment=moment,
+        looks={item.look: item for item in collect(plan.suite, plan.machine, chooser, left)},
+        state=known.state,
+        profile=request.profile,
+        gpus_expected=request.gpus_expected,
+    )
+    return recording, known.note
+
+
+def judge_recording(
+    plan: CheckPlan, recording: Recording, tell: OnFinding = lambda _findings: None
+) -> CheckRun:
+    """Return what the suite of *plan*, for the recorded node, makes of *recording*.
+
+    The run is dated when the recording was made.
+
+    Raises:
+        UsageError: Facts have another form than this gpuops knows.
+    """
+    moment, state = recording.moment, recording.state
+    known = StoredNodeState(state=state, boot_id=moment.boot_id, since_boot_s=moment.since_boot_s)
+    choice = plan.choice(state.profile)
+    terms = terms_of(plan, choice, known, moment, tell)
+    looks = list(recording.looked(plan.suite, GPUS_LOOK))
+    ran = judge(plan.suite, looks, terms, FakeClock(moment.t_us))
+    return with_notes(ran, choice, known, terms)

@@ -29,7 +29,7 @@ restart                     anything else, also what nobody understands         
 =========================== ==================================================== ==================
 
 A restart counts unless the row says otherwise, and does without nodes that are doubted, as far as
-they can be spared (`gpuops.incident.suspects`). Software faults need a signature (a root in user
+they can be spared (`gpuops.incident.suspicion`). Software faults need a signature (a root in user
 code, see `gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit
 code alone) needs three. A suspect node costs one attempt more: with stable ranks a bug of one rank
 and a fault of one device look alike, until the rank sits elsewhere.
@@ -59,7 +59,7 @@ from gpuops.incident.decision import (
     RunAction,
 )
 from gpuops.incident.repeats import RepeatedFault, find_bad_checkpoint, find_software_fault
-from gpuops.incident.suspects import suspects_to_exclude
+from gpuops.incident.suspicion import suspects_to_exclude
 from gpuops.model import FailureClass, Side
 
 _EXIT_CODES = {RunAction.REQUEUE: EXIT_REQUEUE, RunAction.FAIL: EXIT_FAIL}

@@ -1,15 +1,26 @@
-"""What a monitor holds against one thing of a run, and what follows for a restart; pure.
+"""What a monitor suspects about one entity of a run, and what follows for a restart; pure.
 
 A suspicion is to a run what a `gpuops.model.Finding` is to a node. Which of several is the cause
-follows from failure class, level and confidence; never from which monitor spoke first.
+follows from failure class, level and confidence; never from which monitor reported first.
+
+A suspicion may be false, and a false one costs more than a slow node. A node that is only suspected
+never ends a generation or the run: the next restart leaves it out, if it can be spared.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from gpuops.incident.budget import candidates, trainable_nodes
 from gpuops.incident.correlate import causal_rank_of
-from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
+from gpuops.incident.decision import (
+    TEXT_CHARS_MAX,
+    ClusterState,
+    NodeReport,
+    OnExhausted,
+    RankEnd,
+    ReportKind,
+)
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.units import NS_PER_S
 
@@ -140,3 +151,36 @@ def _report(suspicions: Sequence[Suspicion], node: str, generation: int) -> Node
         last_step=max((end.step for end in cause.ends if end.step is not None), default=None),
         ends=cause.ends,
     )
+
+
+def suspects_to_exclude(cluster: ClusterState, excluded: Collection[str]) -> dict[str, str]:
+    """Return the doubted nodes that the next generation does without, with the reasons.
+
+    In the order in which they came to be doubted, each as long as a spare takes its seat, or the
+    run may shrink (`OnExhausted.SHRINK`) and no node but this one loses its seat. None where more
+    than half of the nodes are doubted: that speaks against whoever doubts them.
+
+    Args:
+        cluster: Who there is, and who is doubted.
+        excluded: The nodes that are left out already.
+    """
+    remaining = candidates(cluster, excluded)
+    suspected = {node: why for node, why in cluster.suspected.items() if node in remaining}
+    chosen: dict[str, str] = {}
+    if 2 * len(suspected) > len(remaining):
+        return chosen
+    for node, why in suspected.items():
+        if _can_be_spared(node, cluster, {*excluded, *chosen}):
+            chosen[node] = f"doubted: {why}"[:TEXT_CHARS_MAX]
+    return chosen
+
+
+def _can_be_spared(node: str, cluster: ClusterState, excluded: Collection[str]) -> bool:
+    n_now, n_without = (
+        trainable_nodes(cluster, excluded),
+        trainable_nodes(cluster, {*excluded, node}),
+    )
+    if n_without == 0:
+        return False
+    may_shrink = cluster.policy.on_exhausted is OnExhausted.SHRINK
+    return n_without == n_now or (may_shrink and n_now - n_without == 1)

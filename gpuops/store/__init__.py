@@ -7,6 +7,6 @@ waits for the store: it appends to a spool on local disk (`spool`), and a flushe
 * `ingest`: each event once; `ingest.projections`: what an event adds to the derived tables.
 * `schema`, `columns`, `migrations`, `migrate`: tables and their upgrades.
 * `engine`, `backends`: store URLs and connections; `history`: a store opened for reading.
-* `queries`: what commands read; `permits`, `coordination`: leave to drain a node.
-* `events`: how events of now are made.
+* `queries`: what commands read; `permits`, `coordination`: permission to drain a node.
+* `events`: makes new events.
 """

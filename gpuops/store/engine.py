@@ -1,10 +1,11 @@
-"""Open a store: schema checked, every call bounded, one clear line where it fails.
+"""Open a store, or summarize it: schema checked, every call bounded, one clear line on failure.
 
 A server that is stopped, or behind a cut cable, never reports its own statement timeout. Shutting
 the socket down from this side makes the waiting call fail at once.
 """
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy import Connection, Engine, func, inspect, select, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 
@@ -23,11 +24,13 @@ from gpuops.store.backends import (
     CONNECT_TIMEOUT_S,
     STATEMENT_TIMEOUT_S,
     AccessMode,
+    check_can_create,
     connect_engine,
     is_data_error,
     memory_engine,
     parse_url,
     redacted,
+    sqlite_path,
     unreachable_error,
 )
 from gpuops.store.schema import REVISION, metadata
@@ -238,3 +241,60 @@ def _require_fit(store: IncidentStore, fit: SchemaFit, mode: AccessMode) -> Inci
             raise SchemaMismatchError(
                 f"the database {name} holds tables that are not gpuops': name another one"
             )
+
+
+COUNTED_TABLES = ("events", "nodes", "runs", "attempts", "incidents", "check_runs")
+STATUS_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSummary:
+    """What is in a store; ``revision`` is its schema's, None where it has none."""
+
+    url: str
+    backend: str
+    fit: SchemaFit
+    revision: str | None
+    rows: dict[str, int]
+
+    @property
+    def advice(self) -> str | None:
+        """Return what to do about the schema, or None where it fits."""
+        return {
+            SchemaFit.CURRENT: None,
+            SchemaFit.EMPTY: "it has no tables yet: "
+            + ("made on first use" if self.backend == "sqlite" else "run `gpuops db upgrade`"),
+            SchemaFit.OLDER: "it is of an older gpuops: run `gpuops db upgrade`",
+            SchemaFit.NEWER: "it is of a newer gpuops: upgrade gpuops here; until then only read",
+            SchemaFit.FOREIGN: "it holds tables that are not gpuops': name another database",
+        }[self.fit]
+
+
+def summarize_store(url: str, *, root: Path = Path("/")) -> StoreSummary:
+    """Return what the store at *url* holds; a SQLite file that is not there is empty.
+
+    Raises:
+        UsageError, NetworkFilesystemError, StoreUnreachableError: It cannot be read.
+    """
+    parsed = parse_url(url)
+    backend = parsed.get_backend_name()
+    if backend == "sqlite" and not os.path.lexists(sqlite_path(parsed)):
+        check_can_create(parsed)
+        return StoreSummary(redacted(parsed), backend, SchemaFit.EMPTY, None, {})
+    engine = connect_engine(parsed, mode="read", root=root)
+    with (
+        IncidentStore(engine, parsed, session_timeout_s=STATUS_TIMEOUT_S) as store,
+        store.begin() as connection,
+    ):
+        found, has_tables = read_revision(connection)
+        fit = compare_revision(found, has_tables=has_tables)
+        rows = _count(connection) if fit in (SchemaFit.CURRENT, SchemaFit.NEWER) else {}
+    return StoreSummary(redacted(parsed), backend, fit, found, rows)
+
+
+def _count(connection: Connection) -> dict[str, int]:
+    tables = metadata.tables
+    return {
+        name: connection.execute(select(func.count()).select_from(tables[name])).scalar_one()
+        for name in COUNTED_TABLES
+    }

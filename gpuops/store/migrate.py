@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
 from gpuops.store.backends import check_directory, connect_engine, parse_url, redacted, sqlite_path
 from gpuops.store.engine import IncidentStore, SchemaFit, compare_revision, read_revision
-from gpuops.store.ingest.rebuild import rebuild_projections
+from gpuops.store.ingest.batch import rebuild_projections
 from gpuops.store.schema import REVISION
 
 UPGRADE_TIMEOUT_S = 300.0

@@ -14,8 +14,7 @@ from gpuops.model import (
 )
 from gpuops.store import schema
 from gpuops.store.engine import open_store
-from gpuops.store.ingest.batch import ingest
-from gpuops.store.ingest.rebuild import rebuild_projections
+from gpuops.store.ingest.batch import ingest, rebuild_projections
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.queries import run_queries
 from gpuops.store.spool.format import SpoolLineError

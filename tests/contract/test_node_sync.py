@@ -9,7 +9,7 @@ from gpuops.model import Confidence, Entity, EntityKind
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.queries.strikes import STRIKE_DAYS, fetch_repairs_and_strikes
+from gpuops.store.queries.node_queries import STRIKE_DAYS, fetch_repairs_and_strikes
 
 DAY_US = 86_400_000_000
 NOW_US = START_US + 100 * DAY_US

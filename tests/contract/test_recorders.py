@@ -6,8 +6,7 @@ from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
 from gpuops.store.spool.format import decode_line
-from gpuops.store.spool.record import NullRecorder, spool_recorder
-from gpuops.store.spool.record_queue import QueuedRecorder
+from gpuops.store.spool.record import NullRecorder, QueuedRecorder, spool_recorder
 from gpuops.store.spool.segments import find_segments
 
 

@@ -14,8 +14,8 @@ from support.services import unavailable
 from gpuops.checks.core.suite import load_suite
 from gpuops.config.resolve import SETTINGS
 from gpuops.gate import health_check, hook, permit
+from gpuops.gate.hook import OWNERS_S
 from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, installation
-from gpuops.gate.leftovers import OWNERS_S
 from gpuops.gate.node_state import READ_S
 from gpuops.gate.permit import START_S
 from gpuops.gate.record import RECORD_S

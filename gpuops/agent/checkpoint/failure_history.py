@@ -73,7 +73,7 @@ def failures_on_record(url: str, cluster: str, root: Path, clock: Clock) -> Fail
         GpuopsError: There is no store, or it cannot be read.
     """
     from gpuops.store.engine import open_store
-    from gpuops.store.queries.exposure import read_exposure
+    from gpuops.store.queries.run_queries import read_exposure
 
     now_us = clock.now_us()
     with (

@@ -19,8 +19,7 @@ from gpuops.host.clock import Clock
 from gpuops.model import Event
 from gpuops.rules import LogRule
 from gpuops.store.events import new_event
-from gpuops.store.spool.record import Recorder
-from gpuops.store.spool.record_queue import QueuedRecorder
+from gpuops.store.spool.record import QueuedRecorder, Recorder
 
 log = logging.getLogger(__name__)
 RING_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 mkdtemp makes it private

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from gpuops.agent.launch.plan import LaunchPlan
 from gpuops.agent.launch.preconditions import check_program
-from gpuops.config.values import SettingValue
+from gpuops.config.schema import SettingValue
 from gpuops.errors import UsageError
 
 DEFAULT = "default"

@@ -1,7 +1,7 @@
 """Writes the first suspicion against each node that ends nothing into the control record.
 
 The record outlives this agent: the leader of the next restart leaves the node out
-(`gpuops.incident.suspects`).
+(`gpuops.incident.suspicion`).
 """
 
 import logging

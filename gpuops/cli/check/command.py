@@ -132,7 +132,7 @@ def check(
     if recording is None:
         check_run = check_node(plan, clock, on_finding)
     else:
-        from gpuops.gate.replay import judge_recording
+        from gpuops.gate.session import judge_recording
 
         check_run = judge_recording(plan, recording, on_finding)
     output.print_text(_format_result(check_run, as_json=as_json, as_jsonl=as_jsonl, nagios=nagios))

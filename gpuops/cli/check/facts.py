@@ -9,8 +9,7 @@ from gpuops.cli.check.request import build_request
 from gpuops.cli.options import settings_of
 from gpuops.config.resolve import environ
 from gpuops.errors import EXIT_OK, UsageError
-from gpuops.gate.replay import record_facts
-from gpuops.gate.session import plan_of
+from gpuops.gate.session import plan_of, record_facts
 from gpuops.host.clock import SystemClock
 from gpuops.host.files import atomic_write
 from gpuops.log import printable

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from gpuops.cli.ckpt.address import needs_extra
 from gpuops.cli.options import exit_on_ctrl_c, json_option
-from gpuops.config.values import to_size
+from gpuops.config.schema import to_size
 from gpuops.errors import UsageError
 from gpuops.model import envelope
 from gpuops.units import format_bytes, parse_seconds

@@ -19,7 +19,7 @@ from gpuops.checkpoint.placement.estimate import (
 from gpuops.checkpoint.placement.replica_placement import NODES_MAX
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX
 from gpuops.cli.options import json_option
-from gpuops.config.values import seconds_up_to, to_size
+from gpuops.config.schema import seconds_up_to, to_size
 from gpuops.errors import EXIT_FAIL, EXIT_OK, UsageError
 from gpuops.hostlist import expand
 from gpuops.model import envelope

@@ -5,7 +5,7 @@ from typing import Any
 
 from gpuops.model import Json
 from gpuops.report.advice import advice
-from gpuops.report.render.decision_text import decision_json, exclusion_json
+from gpuops.report.render.incident_text import decision_json, exclusion_json
 from gpuops.report.time_breakdown import AttemptBreakdown, RunBreakdown
 from gpuops.store.queries.node_queries import NodeHistory, NodeRow
 from gpuops.store.queries.run_queries import RunRow

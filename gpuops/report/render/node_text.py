@@ -7,14 +7,16 @@ from gpuops.model import Incident
 from gpuops.report.render.layout import date_time, one_line, short_id, table, truncate
 from gpuops.store.queries.node_queries import (
     FINDING_DAYS,
+    STRIKE_DAYS,
     ComponentRow,
     FailedAttemptRow,
     FindingRow,
     NodeHistory,
     NodeRow,
     StateRow,
+    Strike,
+    count_strikes,
 )
-from gpuops.store.queries.strikes import STRIKE_DAYS, Strike, count_strikes
 
 _INDENT = 2
 

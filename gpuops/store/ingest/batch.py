@@ -1,13 +1,15 @@
 """Events into the store: each is kept once, and the derived tables join what it says.
 
 Any permutation, duplication or splitting of the same lines leaves the same rows: an event is
-known by its id and by its (origin, boot_id, seq), and what it adds is joined by `merge`.
+known by its id and by its (origin, boot_id, seq), and what it adds is joined by `merge`. After an
+upgrade `rebuild_projections` reads the stored events once more, to fill new tables.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -16,7 +18,8 @@ from gpuops.store import schema
 from gpuops.store.ingest.envelope import EventEnvelope, ProjectedRow
 from gpuops.store.ingest.merge import MergeRule, Row, upsert
 from gpuops.store.ingest.projections.registry import TABLE_ORDER, project_event
-from gpuops.store.spool.format import SpoolLineError
+from gpuops.store.queries.run_queries import event_of
+from gpuops.store.spool.format import SpoolLine, SpoolLineError
 
 INGEST_LOG = MergeRule(
     table=schema.ingest_log,
@@ -142,3 +145,33 @@ def _find_conflicting(
     return [
         e for e in known if stored.get(e.event.id) != (e.line.origin, e.line.boot_id, e.line.seq)
     ]
+
+
+_BATCH = 500
+
+
+def rebuild_projections(connection: Connection) -> None:
+    """Join every stored event into the derived tables; what they hold already stays as it is."""
+    for batch in _batches(connection):
+        projected = []
+        for envelope in batch:
+            # It was stored by a release that did not read its kind.
+            with contextlib.suppress(SpoolLineError):
+                projected += project_event(envelope)
+        write_projected_rows(connection, projected)
+
+
+def _batches(connection: Connection) -> Iterator[Sequence[EventEnvelope]]:
+    table, last = schema.events, ""
+    while True:
+        query = select(table).where(table.c.id > last).order_by(table.c.id).limit(_BATCH)
+        rows = connection.execute(query).mappings().all()
+        if not rows:
+            return
+        yield [_envelope(row) for row in rows]
+        last = rows[-1]["id"]
+
+
+def _envelope(row: Mapping[Any, Any]) -> EventEnvelope:
+    line = SpoolLine(row["origin"], row["boot_id"], row["seq"], event_of(row), row["schema_v"])
+    return EventEnvelope(line, row["cluster"], row["origin_uid"])

@@ -2,6 +2,6 @@
 
 `write` appends (an event is on disk before `append` returns), `segments` names and bounds files,
 `read` treats every line as hostile, `send` delivers each event at least once and the store keeps it
-once. `record` is the run's own copy, which is never deleted; `record_queue` lets a thread record
-without waiting for the file system; `format` is one line.
+once. `record` adds the run's own copy, which is never deleted, and lets a thread record without
+waiting for the file system; `format` is one line.
 """

@@ -12,8 +12,7 @@ from support.stories import dump, envelopes, story
 
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
 from gpuops.store.engine import open_store
-from gpuops.store.ingest.batch import ingest
-from gpuops.store.ingest.rebuild import rebuild_projections
+from gpuops.store.ingest.batch import ingest, rebuild_projections
 from gpuops.store.migrate import alembic_config, upgrade_store
 from gpuops.store.schema import REVISION, metadata
 

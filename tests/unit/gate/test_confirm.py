@@ -8,8 +8,7 @@ from gpuops.checks.core.check import Check, NoParameters, Probe
 from gpuops.checks.core.suite import PlannedCheck
 from gpuops.errors import ProbeError
 from gpuops.gate.node_state import READ_S
-from gpuops.gate.recheck import AGAIN_AFTER_S, LEAST_S, confirmed
-from gpuops.gate.session import CheckRequest, check_node, plan_of
+from gpuops.gate.session import AGAIN_AFTER_S, LEAST_S, CheckRequest, check_node, confirmed, plan_of
 from gpuops.host.clock import SystemClock
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 

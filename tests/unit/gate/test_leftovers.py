@@ -7,7 +7,7 @@ from support.checks import NODE
 from support.gpus import gpu, node
 
 from gpuops.checks.core.runner import CheckRun
-from gpuops.gate.leftovers import with_owners
+from gpuops.gate.hook import with_owners
 from gpuops.host.nvml.facts import GpuProcess
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 

@@ -13,7 +13,7 @@ from gpuops.agent.journal.payloads import decision_made
 from gpuops.cli.main import run_command
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import RestartPolicy, RunAction
-from gpuops.report.render.decision_text import decision_block, decision_json, log_paths
+from gpuops.report.render.incident_text import decision_block, decision_json, log_paths
 from gpuops.report.render.layout import WIDTH
 from gpuops.report.render.run_text import report_text
 from gpuops.report.time_breakdown import break_down_run

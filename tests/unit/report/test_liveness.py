@@ -11,7 +11,7 @@ from support.exits import NODE, RUN
 from support.history import T0, run_row
 
 from gpuops.host.procfs import Process
-from gpuops.report.liveness import AgentObservation, judge_liveness, observe_agent
+from gpuops.report.run_status import AgentObservation, judge_liveness, observe_agent
 from gpuops.report.time_breakdown import AgentLiveness
 
 STATE = {"run_id": RUN, "node": NODE, "agent_pid": 7}

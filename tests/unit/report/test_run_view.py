@@ -25,7 +25,7 @@ from gpuops.control.keys import ControlKeys
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, pack
 from gpuops.host.clock import FakeClock
-from gpuops.report.render.run_status_text import status_view
+from gpuops.report.render.run_text import status_view
 from gpuops.report.run_status import find_run_folder, read_control_store, read_states
 from gpuops.report.run_view import RunNodeView, RunView, from_agent, from_files, from_store
 from gpuops.store.queries.run_queries import ExclusionRow

@@ -9,7 +9,7 @@ from support.recorders import ListRecorder
 from support.stories import Teller
 
 from gpuops.host.clock import FakeClock
-from gpuops.store.spool.record_queue import QueuedRecorder
+from gpuops.store.spool.record import QueuedRecorder
 
 LIMIT_S = 10
 

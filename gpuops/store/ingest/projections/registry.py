@@ -5,7 +5,6 @@ from collections.abc import Callable
 from gpuops.store.events import DRAINED, REPAIRED, RESUMED
 from gpuops.store.ingest.envelope import EventEnvelope, ProjectedRow
 from gpuops.store.ingest.merge import MergeRule
-from gpuops.store.ingest.projections.checks import CHECK_RESULTS, CHECK_RUNS, COMPONENTS, check_ran
 from gpuops.store.ingest.projections.incidents import (
     ACTIONS,
     CULPRITS,
@@ -21,11 +20,15 @@ from gpuops.store.ingest.projections.incidents import (
 from gpuops.store.ingest.projections.nodes import (
     ATTEMPTS,
     BOOTS,
+    CHECK_RESULTS,
+    CHECK_RUNS,
     CLUSTERS,
+    COMPONENTS,
     NODE_STATES,
     NODES,
     REPAIRS,
     RUNS,
+    check_ran,
     common_rows,
     node_drained,
     node_repaired,

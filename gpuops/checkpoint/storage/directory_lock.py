@@ -1,10 +1,10 @@
-"""One job at a time saves into a directory: a file there says which, and that it lives.
+"""A lease on a directory: one job at a time saves into it, and a file there names the owner.
 
-The file is made by `O_EXCL` and renamed when it is taken over, which network file systems do for
-one of several; its time is renewed by who holds it. Others never compare that time with a clock of
-their own: they look whether it changes. An owner on this host whose process is gone is dead at
-once, one elsewhere once its file has not changed for `STALE_S`. So a job that was requeued gets the
-directory, at the latest after that time; a second job while the first one lives does not.
+The file is created with `O_EXCL` and renamed before a takeover; network file systems let only one
+of several succeed. The owner renews its modification time. Others never compare that time with
+their own clock, they check whether it changes. An owner on this host whose process has ended is
+dead at once, one elsewhere once its file has not changed for `STALE_S`. So a requeued job gets the
+directory, at the latest after that time; a second job does not get it while the first one lives.
 """
 
 import contextlib
@@ -30,26 +30,24 @@ from gpuops.host.procfs import parse_stat, read_text
 LOCK_NAME = ".owner"
 RENEW_S = 5.0
 STALE_S = 40.0
-EXIT_GRACE_S = 15.0  # a job that was killed, and its data loaders, take a moment to be gone
+EXIT_GRACE_S = 15.0  # a job that was killed, and its data loaders, take a moment to end
 POLL_S = 1.0
-RENEWAL_TIMEOUT_S = (
-    8.0  # longer than between two renewals: whoever is silent for so long may be gone
-)
+RENEWAL_TIMEOUT_S = 8.0  # longer than between two renewals: a silent owner may have ended
 _BYTES_MAX = 4096
 _NAMESPACE = re.compile(r"-[0-9]{9,}\Z")  # see `this_host`
 _TEXT_MAX = 256
 
 
 class DirectoryLockedError(CheckpointError):
-    """Another job that lives saves into the directory."""
+    """Another running job saves into the directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
     """Who holds a directory. ``job`` is the same for all nodes of a run, "" where it has no name.
 
-    ``start_ticks`` tells the process from a later one with its number, ``nonce`` this owner from
-    all others; ``since`` is UTC.
+    ``start_ticks`` distinguishes the process from a later one with the same pid, ``nonce`` this
+    owner from all others; ``since`` is UTC.
     """
 
     job: str
@@ -69,7 +67,7 @@ class LockOwner:
 
 
 def parse_owner(content: bytes) -> LockOwner | None:
-    """Return the owner that *content* names; None where it names none, as while it is written."""
+    """Return the owner that *content* names; None where it is incomplete or invalid."""
     try:
         values = json.loads(content)
         texts = [values[name] for name in ("job", "host", "since", "nonce")]
@@ -87,10 +85,32 @@ class _LockState:
     owner: LockOwner | None
     changed_ns: int
 
+    @property
+    def nonce(self) -> str | None:
+        return None if self.owner is None else self.owner.nonce
+
+
+class _Watch:
+    """How long this process has waited for an owner, and whether that owner renews its lease."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begin_ns = clock.mono_ns()
+        self._first: _LockState | None = None
+
+    def is_renewed(self, state: _LockState) -> bool:
+        """Say whether the file of this owner has changed since it was first read."""
+        if self._first is None or self._first.nonce != state.nonce:
+            self._first = state
+        return state.changed_ns != self._first.changed_ns
+
+    def waited_s(self) -> float:
+        return (self._clock.mono_ns() - self._begin_ns) / 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class LockProcess:
-    """The process that claims; *is_alive* says whether another one of this host lives."""
+    """The process that takes the lock; *is_alive*: of a pid and its start ticks on this host."""
 
     host: str
     pid: int
@@ -106,7 +126,7 @@ def this_process() -> LockProcess:
 
 
 def is_alive(pid: int, start_ticks: int) -> bool:
-    """Return whether the process *pid* that began at *start_ticks* is there, and no zombie."""
+    """Return whether the process *pid* that began at *start_ticks* exists, and is no zombie."""
     try:
         found = parse_stat(read_text(Path(f"/proc/{pid}/stat")))
     except ProbeError:
@@ -115,59 +135,56 @@ def is_alive(pid: int, start_ticks: int) -> bool:
 
 
 class DirectoryLock:
-    """This process' claim on the directory *root*."""
+    """This process' lock on the directory *root*."""
 
     def __init__(self, root: Path, process: LockProcess) -> None:
         self._path = root / LOCK_NAME
         self._process = process
         self._own: LockOwner | None = None
-        self._peer_seen: tuple[str, int, int] | None = None  # of a peer: nonce, its time, when seen
+        self._peer_seen: tuple[str, int, int] | None = None  # nonce, file time, when seen
         self._mutex = threading.Lock()
 
     def acquire(self, job: str) -> None:
-        """Claim the directory for *job*, or see that a peer of that job, or this process, has it.
+        """Lock the directory for *job*, or see that this process or a peer of *job* has it.
 
-        It takes up to `STALE_S` where another one is there.
+        It takes up to `STALE_S` where there is another owner.
 
         Raises:
             DirectoryLockedError: Another job has it, and lives.
             OSError: Nothing can be written there.
         """
         with self._mutex:
-            begin_ns, first = self._process.clock.mono_ns(), None
+            watch = _Watch(self._process.clock)
             while (state := self._read()) is not None or not self._create(job):
                 if state is None:
                     continue
                 if self._is_shared_with_us(state, job):
                     return
-                waited_s = (self._process.clock.mono_ns() - begin_ns) / 1e9
-                if first is None or _nonce(first) != _nonce(state):
-                    first = state
-                is_moving = state.changed_ns != first.changed_ns
-                if self._is_dead(state.owner) or (not is_moving and waited_s >= STALE_S):
+                waited_s, is_renewed = watch.waited_s(), watch.is_renewed(state)
+                if self._is_dead(state.owner) or (not is_renewed and waited_s >= STALE_S):
                     self._break_stale(state)
-                elif waited_s >= EXIT_GRACE_S and (is_moving or self._is_on_this_host(state.owner)):
+                elif waited_s >= EXIT_GRACE_S and (
+                    is_renewed or self._is_on_this_host(state.owner)
+                ):
                     raise DirectoryLockedError(self._conflict_message(state.owner))
                 else:
                     self._process.sleep(POLL_S)
 
     def conflict(self, job: str, own_pid: int | None = None) -> str | None:
-        """Return why *job* cannot have the directory; None where it can, or `acquire` will tell.
+        """Return why *job* cannot have the directory; None where it can, or `acquire` decides.
 
-        Nothing is written. *own_pid*: a process of this host whose claim is that of the job. It
-        takes up to `EXIT_GRACE_S` where another one is there, for it may be about to leave.
+        Nothing is written. *own_pid*: a process of this host whose lock is that of the job. It
+        takes up to `EXIT_GRACE_S` where there is another owner, which may be about to end.
         """
-        begin_ns, first = self._process.clock.mono_ns(), None
+        watch = _Watch(self._process.clock)
         while (state := self._read_or_none()) is not None:
             owner, is_here = state.owner, self._is_on_this_host(state.owner)
             if self._is_dead(owner) or (owner is not None and owner.job == job):
                 return None
             if owner is not None and is_here and owner.pid == own_pid:
                 return None
-            if first is None or _nonce(first) != _nonce(state):
-                first = state
-            is_seen_alive = is_here or state.changed_ns != first.changed_ns
-            waited_s = (self._process.clock.mono_ns() - begin_ns) / 1e9
+            is_seen_alive = watch.is_renewed(state) or is_here
+            waited_s = watch.waited_s()
             if waited_s >= EXIT_GRACE_S and is_seen_alive:
                 return self._conflict_message(owner)
             if waited_s >= RENEWAL_TIMEOUT_S and not is_seen_alive:
@@ -176,18 +193,18 @@ class DirectoryLock:
         return None
 
     def renew(self) -> None:
-        """Show that the owner lives, where that is this process."""
+        """Renew the lease, where this process has it."""
         with contextlib.suppress(OSError):
             state = self._read()
-            if self._own is not None and state is not None and _nonce(state) == self._own.nonce:
+            if self._own is not None and state is not None and state.nonce == self._own.nonce:
                 os.utime(self._path)
 
     def release(self) -> None:
-        """Let others have it, where this process has it."""
+        """Remove the file, where this process has the lock."""
         with self._mutex, contextlib.suppress(OSError):
             own, self._own = self._own, None
             state = self._read()
-            if own is not None and state is not None and _nonce(state) == own.nonce:
+            if own is not None and state is not None and state.nonce == own.nonce:
                 self._path.unlink()
 
     def _is_shared_with_us(self, state: _LockState, job: str) -> bool:
@@ -215,14 +232,12 @@ class DirectoryLock:
         return owner is not None and owner.host == self._process.host
 
     def _is_dead(self, owner: LockOwner | None) -> bool:
-        return (
-            owner is not None
-            and owner.host == self._process.host
-            and not self._process.is_alive(owner.pid, owner.start_ticks)
-        )
+        if owner is None or not self._is_on_this_host(owner):
+            return False
+        return not self._process.is_alive(owner.pid, owner.start_ticks)
 
     def _read(self) -> _LockState | None:
-        """Return who is there; the file is opened anew, so that a file server is asked."""
+        """Return the current owner; the file is opened anew, so that a file server is asked."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -236,10 +251,10 @@ class DirectoryLock:
         try:
             return self._read()
         except OSError:
-            return None  # whoever writes there will tell
+            return None  # the write that follows reports it
 
     def _create(self, job: str) -> bool:
-        """Make the file; return False where somebody was faster."""
+        """Create the file; return False where another process was first."""
         make_directories(self._path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -268,16 +283,15 @@ class DirectoryLock:
             os.close(fd)
 
     def _break_stale(self, state: _LockState) -> None:
-        """Remove the file of an owner that is dead; one that was made meanwhile is put back."""
+        """Remove the file of a dead owner; one that was created meanwhile is put back."""
         moved_path = self._path.with_name(f"{LOCK_NAME}.{self._process.random_bytes(8).hex()}")
         try:
             self._path.rename(moved_path)
         except FileNotFoundError:
             return
         try:
-            if _nonce(state) != getattr(
-                parse_owner(moved_path.read_bytes()[:_BYTES_MAX]), "nonce", None
-            ):
+            moved = _LockState(parse_owner(moved_path.read_bytes()[:_BYTES_MAX]), 0)
+            if moved.nonce != state.nonce:
                 with contextlib.suppress(FileExistsError):
                     os.link(moved_path, self._path)
         finally:
@@ -291,16 +305,8 @@ class DirectoryLock:
         )
 
 
-def _nonce(state: _LockState) -> str | None:
-    return None if state.owner is None else state.owner.nonce
-
-
 def lock_conflict(
-    address: str,
-    job: str,
-    clock: Clock,
-    keeper_pid: int | None,
-    sleep: Callable[[float], object],
+    address: str, job: str, clock: Clock, keeper_pid: int | None, sleep: Callable[[float], object]
 ) -> str | None:
     """Return why *job* cannot save at *address*, as its agent sees it before its workers start.
 
@@ -325,10 +331,10 @@ class DirectoryLocks:
         self._locks: dict[Path, DirectoryLock] = {}
         self._stop = threading.Event()
         self._start_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="gpuops-claims", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gpuops-locks", daemon=True)
 
     def open_store(self, address: str) -> CheckpointStore:
-        """Return the store at *address*; a directory is claimed for the job first.
+        """Return the store at *address*; a directory is locked for the job first.
 
         Raises:
             DirectoryLockedError: Another job has it, and lives.
@@ -337,7 +343,7 @@ class DirectoryLocks:
         store, path = open_store(address), local_directory(address)
         if path is not None:
             lock = self._locks.setdefault(path, DirectoryLock(path, self._process))
-            # What cannot be written to, no other job can have written to because of us.
+            # A directory that cannot be written to needs no lock; the save reports why.
             with contextlib.suppress(OSError):
                 lock.acquire(self._job())
             with self._start_lock:
@@ -346,7 +352,7 @@ class DirectoryLocks:
         return store
 
     def close(self) -> None:
-        """Let all of them go."""
+        """Release all of them."""
         self._stop.set()
         self._release()
 

@@ -51,11 +51,7 @@ class _Mark:
 
 
 _MARK = _Mark()
-_CONSTANTS = {
-    "NONE": None,
-    "NEWTRUE": True,
-    "NEWFALSE": False,
-}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = {
     "BININT",
     "BININT1",

@@ -44,9 +44,7 @@ class SafetensorsFilePlan:
 
 
 def plan_files(
-    tensors: Mapping[str, StoredTensor],
-    metadata: Mapping[str, str],
-    max_shard_bytes: int | None,
+    tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], max_shard_bytes: int | None
 ) -> tuple[SafetensorsFilePlan, ...]:
     """Return the files for *tensors*: one, or as many as *max_shard_bytes* of data each need.
 

@@ -56,7 +56,7 @@ class StateReader:
         advance: OnBytes = lambda _nbytes: None,
     ) -> None:
         self._store = store
-        self._manifest = manifest
+        self.manifest = manifest
         self._scratch = scratch
         self._advance = advance
         self._views: dict[Shard, memoryview] = {}
@@ -71,13 +71,9 @@ class StateReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the mappings; those that somebody still uses end with their last user."""
+        """Release the mappings; those still in use end with their last user."""
         self._views.clear()
         self._open.close()
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
 
     def metadata_blob_of(self, layout: ImageLayout) -> bytes:
         """Return what the rank of *layout* saved beside tensors."""
@@ -113,11 +109,11 @@ class StateReader:
         return self._views[shard]
 
     def _verified(self, shard: Shard) -> memoryview:
-        record = self._manifest.record(shard)
-        path = self._store.local_shard_path(self._manifest.state, shard)
+        record = self.manifest.record(shard)
+        path = self._store.local_shard_path(self.manifest.state, shard)
         if path is None:
             view = scratch_memory(self._scratch, record.digest.nbytes)
-            self._store.fetch_shard(record, self._manifest.state, view)
+            self._store.fetch_shard(record, self.manifest.state, view)
         else:
             view = _map_file(path, record.digest.nbytes)
             damaged = find_damaged_chunks(view, record.digest)

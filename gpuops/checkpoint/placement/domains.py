@@ -182,9 +182,7 @@ def _slurm(lines: Iterable[tuple[int, str]], source: str) -> FailureDomains:
             )
         kinds.add(kind)
         entry = _Switch(
-            where,
-            _names(values.get("nodes", ""), where),
-            _names(values.get("switches", ""), where),
+            where, _names(values.get("nodes", ""), where), _names(values.get("switches", ""), where)
         )
         if entry.nodes and entry.children:
             raise ConfigError(f"{where}: {values[kind]} has both Nodes and Switches")
@@ -218,9 +216,7 @@ def _tree(switches: Mapping[str, _Switch], level_name: str, source: str) -> Fail
     if not paths:
         raise ConfigError(f"{source} names no node")
     depth = max(map(len, paths.values()))
-    # A leaf that hangs higher than others is alone under itself on the levels between.
-    padded = {node: (path[0],) * (depth - len(path)) + path for node, path in paths.items()}
-    return FailureDomains(_level_names(level_name, depth), padded)
+    return FailureDomains(_level_names(level_name, depth), align_paths(paths))
 
 
 def _parents(switches: Mapping[str, _Switch], source: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What the copies of a job's state survive, how much RAM they take, and what they cost in time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -26,7 +26,7 @@ WEIGHTS_ONLY_SHARE = 4 / 12
 
 
 class RamSaving(StrEnum):
-    """What is given up, in this order; each rung also has what those before it gave up."""
+    """What is given up, in this order; each option includes those before it."""
 
     NOTHING = "nothing"
     SPARSE_COPIES = "sparse_copies"  # peers get every k-th save, in two slots
@@ -87,19 +87,15 @@ class RamNeed:
 
 @dataclass(frozen=True, slots=True)
 class RamOption:
-    """One rung, and what is needed on it."""
+    """One option, and what is needed with it."""
 
     saving: RamSaving
     need: RamNeed
 
 
 def ram_options(need: RamNeed) -> tuple[RamOption, ...]:
-    """Return *need* as it is and what gives up ever more, without rungs that save nothing."""
-    return tuple(_ram_options(need))
-
-
-def _ram_options(need: RamNeed) -> Iterator[RamOption]:
-    yield RamOption(RamSaving.NOTHING, need)
+    """Return *need* as it is and with ever more given up, without options that save nothing."""
+    options = [RamOption(RamSaving.NOTHING, need)]
     least_bytes = need.total_bytes
     weights = max(1, round(need.bytes_per_rank * WEIGHTS_ONLY_SHARE))
     for saving, saving_fields in (
@@ -111,7 +107,8 @@ def _ram_options(need: RamNeed) -> Iterator[RamOption]:
         need = replace(need, **saving_fields)
         if need.total_bytes < least_bytes:
             least_bytes = need.total_bytes
-            yield RamOption(saving, need)
+            options.append(RamOption(saving, need))
+    return tuple(options)
 
 
 def ram_refusal(need: RamNeed, available_bytes: int) -> str | None:

@@ -4,11 +4,11 @@ Exact, by counting the sets of k lost nodes that leave each state a holder, over
 Nothing is assumed but that each set is as likely as any other; what falls together because it
 hangs together is in `domain_losses`.
 
-How well a placement keeps the copies of one state apart, beside the best that can be.
+And how far a placement keeps the copies of one state apart, compared with the best possible.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
@@ -132,10 +132,7 @@ def domain_losses(placement: ReplicaPlacement, domains: FailureDomains) -> tuple
     Raises:
         ConfigError: A node has no domain.
     """
-    return tuple(_domain_losses(placement, domains))
-
-
-def _domain_losses(placement: ReplicaPlacement, domains: FailureDomains) -> Iterator[DomainLoss]:
+    losses = []
     paths = domains.of(placement.nodes)
     for depth, level in enumerate(domains.levels, start=1):
         members: dict[DomainPath, list[str]] = {}
@@ -144,7 +141,8 @@ def _domain_losses(placement: ReplicaPlacement, domains: FailureDomains) -> Iter
         for domain, nodes in members.items():
             lost_nodes = set(nodes)
             alone = tuple(node for node in nodes if lost_nodes.issuperset(placement.holders(node)))
-            yield DomainLoss(level, domain, len(nodes), alone)
+            losses.append(DomainLoss(level, domain, len(nodes), alone))
+    return tuple(losses)
 
 
 def _group_sets(n_groups: int, m: int, lost: int) -> int:

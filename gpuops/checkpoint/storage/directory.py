@@ -30,7 +30,9 @@ from gpuops.checkpoint.storage.directory_files import (
     PINS_UNREADABLE,
     Leftover,
     LeftoverKind,
+    check_tag,
     close_quietly,
+    collect_pins,
     host_identity,
     is_directory,
     is_valid_tag,
@@ -39,7 +41,6 @@ from gpuops.checkpoint.storage.directory_files import (
     open_directory,
     open_regular_file,
     parse_leftover_name,
-    parse_pin_name,
     parse_state_name,
     pin_name,
     read_bounded,
@@ -56,13 +57,7 @@ from gpuops.checkpoint.storage.directory_writer import (
     contains_state,
 )
 from gpuops.checkpoint.storage.image_file import image_chunks, read_image
-from gpuops.checkpoint.types import (
-    BadRequestError,
-    CheckpointError,
-    CorruptError,
-    Shard,
-    StateId,
-)
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId
 
 ABANDONED_S = 86_400
 QUARANTINE_S = 7 * 86_400
@@ -285,10 +280,7 @@ class DirectoryStore:
             remove_tree(trash, root)
 
     def pin(self, state: StateId, tag: str) -> None:
-        if not is_valid_tag(tag):
-            raise BadRequestError(
-                f"{tag[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
-            )
+        check_tag(tag)
         with self._open_root("pin a state in") as root:
             if root is None or not is_directory(state.name, root):
                 raise CheckpointError(f"there is no {state} in {self._root}")
@@ -358,17 +350,13 @@ def _read_manifest(root: int, path: Path, state: StateId) -> Manifest:
 
 
 def _read_pins(root: int) -> Callable[[StateId], tuple[str, ...]]:
-    """Return what tells the tags of a state."""
-    pins: dict[StateId, tuple[str, ...]] = {}
+    """Return a function from a state to its tags."""
     try:
         with open_directory(PINS, dir_fd=root) as folder:
-            for name in list_names(folder):
-                if found := parse_pin_name(name):
-                    state, tag = found
-                    pins[state] = (*pins.get(state, ()), tag)
+            pins = collect_pins(list_names(folder))
     except FileNotFoundError:
-        pass
+        pins = {}
     except OSError:
-        # A state can be loaded all the same; but any may be pinned, so none may be deleted.
+        # States can still be loaded; but any may be pinned, so none may be deleted.
         return lambda _state: (PINS_UNREADABLE,)
     return lambda state: pins.get(state, ())

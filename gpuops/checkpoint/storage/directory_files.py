@@ -17,12 +17,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from gpuops.checkpoint.types import CheckpointError, StateId
+from gpuops.checkpoint.types import BadRequestError, CheckpointError, StateId
 
 PINS = ".pins"
 PINS_UNREADABLE = "pins-unreadable"  # the tag of every state while it cannot be known
@@ -108,15 +108,26 @@ def pin_name(state: StateId, tag: str) -> str:
     return f"{state.name}@{tag}"
 
 
-def parse_pin_name(name: str) -> tuple[StateId, str] | None:
-    """Return the state and the tag of a pin of this *name*, or None."""
-    found = _PIN.match(name)
-    return (_state_id(found), found["tag"]) if found else None
+def collect_pins(names: Iterable[str]) -> dict[StateId, tuple[str, ...]]:
+    """Return the tags of each state for which *names* has a pin."""
+    pins: dict[StateId, tuple[str, ...]] = {}
+    for found in filter(None, map(_PIN.match, names)):
+        state = _state_id(found)
+        pins[state] = (*pins.get(state, ()), found["tag"])
+    return pins
 
 
 def is_valid_tag(text: str) -> bool:
     """Return whether *text* can be a tag: letters, digits, dot, dash and underscore, 64 at most."""
     return _TAG.match(text) is not None
+
+
+def check_tag(text: str) -> None:
+    """Raise BadRequestError where *text* cannot be a tag."""
+    if not is_valid_tag(text):
+        raise BadRequestError(
+            f"{text[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
+        )
 
 
 def name_component(text: str) -> str:

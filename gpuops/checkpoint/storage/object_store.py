@@ -38,9 +38,10 @@ from gpuops.checkpoint.storage.api import (
 )
 from gpuops.checkpoint.storage.directory_files import (
     PINS,
+    check_tag,
+    collect_pins,
     is_valid_tag,
     name_component,
-    parse_pin_name,
     parse_state_name,
     pin_name,
 )
@@ -48,7 +49,6 @@ from gpuops.checkpoint.storage.image_file import image_fd, verify_image
 from gpuops.checkpoint.storage.object_tree import SESSIONS_FOLDER, ObjectTree, Retrying
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
-    BadRequestError,
     CheckpointError,
     CorruptError,
     Shard,
@@ -373,10 +373,7 @@ class ObjectStore:
             self._tree.remove_all(state.name)
 
     def pin(self, state: StateId, tag: str) -> None:
-        if not is_valid_tag(tag):
-            raise BadRequestError(
-                f"{tag[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
-            )
+        check_tag(tag)
         self.read_manifest(state)
         self._tree.write(f"{PINS}/{pin_name(state, tag)}", b"pinned\n")
 
@@ -415,12 +412,7 @@ class ObjectStore:
         raise CorruptError(f"the chunk at byte {at} is not what was saved")
 
     def _read_pins(self) -> dict[StateId, tuple[str, ...]]:
-        pins: dict[StateId, tuple[str, ...]] = {}
-        for name in sorted(self._tree.sizes(PINS)):
-            if found := parse_pin_name(name):
-                state, tag = found
-                pins[state] = (*pins.get(state, ()), tag)
-        return pins
+        return collect_pins(sorted(self._tree.sizes(PINS)))
 
     def _shard_url(self, state: StateId, shard: Shard) -> str:
         return f"{self.address}/{state.name}/{shard.file_name}"

@@ -156,6 +156,5 @@ def _raise_if_damaged(damaged: "tuple[DamagedState, ...]", name: str, step: int 
     for item in damaged:
         named = _NAME.fullmatch(item.name)
         if item.name == name or (step is not None and named and int(named[1]) == step):
-            if item.is_corrupt:
-                raise CorruptError(f"{printable(item.name)} is damaged: {printable(item.why)}")
-            raise CheckpointError(f"{printable(item.name)} cannot be read: {printable(item.why)}")
+            error = CorruptError if item.is_corrupt else CheckpointError
+            raise error(f"{printable(item.name)} {item.condition}: {printable(item.why)}")

@@ -19,10 +19,7 @@ from gpuops.model import envelope
 
 # Commands of other modules, imported when they are called.
 _LAZY_COMMANDS = {
-    "bench": (
-        "gpuops.cli.ckpt.bench:bench",
-        "Measure saving and restoring on this machine.",
-    ),
+    "bench": ("gpuops.cli.ckpt.bench:bench", "Measure saving and restoring on this machine."),
     "export": ("gpuops.cli.ckpt.convert:export", "Write a state as DCP, safetensors or torch."),
     "import": ("gpuops.cli.ckpt.convert:import_", "Make a state of DCP, safetensors or torch."),
     "plan": ("gpuops.cli.ckpt.plan:plan", "Say what copies survive, and what they cost."),

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import click
 
-from gpuops.cli.ckpt.address import (
-    address_of,
-    address_option,
-    find_state,
-    needs_extra,
-    open_states,
-)
+from gpuops.cli.ckpt.address import address_of, address_option, find_state, needs_extra, open_states
 from gpuops.cli.ckpt.verify_prune import bytes_progress
 from gpuops.cli.options import exit_on_ctrl_c, json_option
 from gpuops.errors import UsageError

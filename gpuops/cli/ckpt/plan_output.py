@@ -45,11 +45,7 @@ def plan_json(plan: CheckpointEstimate, ram_bytes: int | None, refusal_text: str
         ],
         "ram": _ram_json(plan, ram_bytes, refusal_text),
         "seconds": asdict(plan.times),
-        "failures": {
-            "mtbf_s": job.mtbf_s,
-            "missed": plan.missed,
-            "restart_s": job.restart_s,
-        },
+        "failures": {"mtbf_s": job.mtbf_s, "missed": plan.missed, "restart_s": job.restart_s},
         "stall_s": plan.stall_s,
         "slowdown": job.slowdown,
         "step_s": job.step_s,

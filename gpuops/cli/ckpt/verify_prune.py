@@ -64,9 +64,7 @@ def verify_with_progress(
     task = progress.add_task(str(stored.state), total=stored.manifest.nbytes)
     try:
         return verify_state(
-            store,
-            stored.state,
-            progress=lambda done, _all: progress.update(task, completed=done),
+            store, stored.state, progress=lambda done, _all: progress.update(task, completed=done)
         )
     finally:
         progress.remove_task(task)

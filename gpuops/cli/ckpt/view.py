@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from gpuops.checkpoint.storage.api import CheckpointStore, DamagedState, StoredState, StoreScan
+from gpuops.checkpoint.storage.api import CheckpointStore, StoredState, StoreScan
 from gpuops.checkpoint.storage.inspection import (
     ChosenInterval,
     FileProblem,
@@ -68,15 +68,12 @@ def listing_text(store: CheckpointStore, survey: StoreScan) -> str:
         lines += [SIZES_ONLY] if len(bad) < len(found) else []
     else:
         lines.append(f"no states in {store.address}{missing_reason(store)}")
-    lines += [f"{damage_text(item)}: {item.name}: {item.why}" for item in survey.damaged]
+    lines += [
+        f"{item.condition.removeprefix('is ')}: {item.name}: {item.why}" for item in survey.damaged
+    ]
     if survey.leftovers:
         lines.append(f"{len(survey.leftovers)} leftovers of writers that did not finish")
     return printable("\n".join(lines))
-
-
-def damage_text(item: DamagedState) -> str:
-    """Return what to call it."""
-    return "damaged" if item.is_corrupt else "cannot be read"
 
 
 def _summary(problems: Sequence[FileProblem]) -> str:

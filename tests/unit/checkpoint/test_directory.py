@@ -23,11 +23,11 @@ from gpuops.checkpoint.storage.api import CommitInProgressError
 from gpuops.checkpoint.storage.directory import ABANDONED_S, QUARANTINE_S, DirectoryStore
 from gpuops.checkpoint.storage.directory_files import (
     LeftoverKind,
+    collect_pins,
     host_identity,
     is_valid_tag,
     name_component,
     parse_leftover_name,
-    parse_pin_name,
     parse_state_name,
     pin_name,
     quarantine_name,
@@ -112,7 +112,7 @@ def test_each_name_of_ours_is_known_again(state, host, pid, nonce):
     assert parse_leftover_name(trash_name(state, nonce)).kind is LeftoverKind.TRASH
     assert parse_leftover_name(quarantine_name(state, nonce)).kind is LeftoverKind.QUARANTINED
     assert parse_state_name(state.name) == state
-    assert parse_pin_name(pin_name(state, "a.b-c")) == (state, "a.b-c")
+    assert collect_pins([pin_name(state, "a.b-c"), "a@b"]) == {state: ("a.b-c",)}
 
 
 @given(st.text(max_size=60) | st.from_regex(r"step-[0-9]{1,14}\.e[0-9]{1,7}(\.tmp.*)?"))

@@ -324,8 +324,8 @@ class Incident:
     """One root cause, its symptoms, its culprits and what it cost.
 
     ``authority`` orders accounts of the same incident by different agents: one that saw the root
-    (2) beats one that saw only symptoms or heard of it (1) beats one that saw nothing but an end
-    (0). The account of whoever decided over all nodes (3) stands above those of single nodes.
+    (2) beats one that saw only symptoms or got a report (1) beats one that saw only an end (0).
+    The account of the agent that decided over all nodes (3) beats those of single nodes.
     ``rev`` counts snapshots by one account; the store keeps the best account's newest snapshot.
     ``lost_s`` holds seconds by phase (``detect``, ``decide``, ``rendezvous``, ``init``,
     ``restore``, ``redo``; in old ones ``restart`` for all between detect and redo).

@@ -98,7 +98,7 @@ def _hidden(key: str, between: str, value: str) -> str:
 def scrub_value(value: object, depth: int = DEPTH_MAX) -> object:
     """Return *value* (JSON) scrubbed in every string, under secret keys and after secret flags.
 
-    ``{"api_key": "x"}`` and ``["--api-key", "x"]`` are secrets by what stands beside them. Below
+    ``{"api_key": "x"}`` and ``["--api-key", "x"]`` are secrets by what stands next to them. Below
     *depth* levels nothing is kept.
     """
     if isinstance(value, str):

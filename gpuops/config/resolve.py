@@ -57,7 +57,7 @@ def raise_error(error: ConfigError) -> None:
 
 
 def read_or_default(read: Callable[[], T], on_error: ErrorHandler, default: T) -> T:
-    """Return what *read* returns; *default*, once *on_error* was told of its mistake."""
+    """Return what *read* returns; *default*, once *on_error* has received its mistake."""
     try:
         return read()
     except ConfigError as exc:
@@ -251,7 +251,7 @@ def resolve(
         config_file: ``--config``; it must exist, as must the one in ``GPUOPS_CONFIG``.
         is_root: Root has system directories and trusts only system files.
         check_file: Is shown the file before it is read; raises where it may not be believed.
-        on_error: Is told of each mistake; where it raises nothing, the default takes its place.
+        on_error: Receives each mistake; where it raises nothing, the default takes its place.
 
     Raises:
         ConfigError: A file that is not there or not TOML, an unknown key, a bad value.

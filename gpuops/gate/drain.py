@@ -1,12 +1,11 @@
 """A drain that this node wants or has: recorded in a file, sent to slurmctld.
 
 slurmd drains a node whose prolog fails for the reason "Prolog error", which says nothing. This
-runs in its own session beside the hook, as slurmd kills the hook's process group, and outlasts a
-slurmctld that is down for some minutes. What it leaves undone, the next health check does.
+runs in its own session next to the hook, as slurmd kills the hook's process group, and retries
+while slurmctld is down for some minutes. The next health check does what is left undone.
 
-It is what makes a drain ours: a reason in Slurm is only text that anybody can type.
-
-One small file below the state folder, beside the drain record, which ends with its drain.
+The record makes a drain ours: a reason in Slurm is only text that anybody can type. A second small
+file lists the drains that were taken back; it outlives the drain record, which ends with its drain.
 """
 
 import json
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from gpuops.errors import ConfigError, ProbeError, SlurmError
 from gpuops.gate.policy import RESUMES_WINDOW_S, DrainStep, next_drain_step
@@ -23,6 +23,8 @@ from gpuops.host.records import from_json, to_json
 from gpuops.host.trust import refuse_foreign_file
 from gpuops.model import UnknownReason
 from gpuops.slurm.scontrol import Scontrol
+
+T = TypeVar("T")
 
 _NAME = "drain.json"
 _BYTES_MAX = 65536
@@ -63,39 +65,44 @@ class DrainRecord:
 
 
 def read_drain(state_dir: Path, *, uid: int) -> DrainRecord | None:
-    """Return what is recorded, None where nothing is.
+    """Return the recorded drain, None where there is none.
 
     Raises:
         ProbeError: The file cannot be read, is not such a record, or others can write it.
     """
-    path = state_dir / _NAME
-    try:
-        with path.open("rb") as file:
-            data = file.read(_BYTES_MAX)
-        refuse_foreign_file(path, uid=uid)
-        return from_json(DrainRecord, json.loads(data), f"the drain record {path}")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, ConfigError) as exc:
-        text = f"cannot use the drain record {path}: {exc}"
-        raise ProbeError(text, UnknownReason.CRASH) from exc
+    return _read(DrainRecord, state_dir / _NAME, "drain record", uid)
 
 
 def write_drain(state_dir: Path, record: DrainRecord | None) -> None:
-    """Keep *record* in place of what was there; None: there is no drain of ours any more.
+    """Replace the recorded drain by *record*; None: gpuops has no drain any more.
 
     Raises:
         ProbeError: It cannot be written.
     """
-    path = state_dir / _NAME
+    _write(record, state_dir / _NAME, "drain record")
+
+
+def _read(form: type[T], path: Path, noun: str, uid: int) -> T | None:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_BYTES_MAX)
+        refuse_foreign_file(path, uid=uid)
+        return from_json(form, json.loads(data), f"the {noun} {path}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ConfigError) as exc:
+        raise ProbeError(f"cannot use the {noun} {path}: {exc}", UnknownReason.CRASH) from exc
+
+
+def _write(record: object | None, path: Path, noun: str) -> None:
     try:
         if record is None:
             path.unlink(missing_ok=True)
             return
-        state_dir.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(to_json(record)).encode(), 0o600)
     except OSError as exc:
-        text = f"cannot write the drain record {path}: {exc.strerror}"
+        text = f"cannot write the {noun} {path}: {exc.strerror}"
         raise ProbeError(text, UnknownReason.CRASH) from exc
 
 
@@ -219,33 +226,19 @@ class ResumeHistory:
 
 
 def read_resumes(state_dir: Path, *, uid: int) -> ResumeHistory:
-    """Return what is on record.
+    """Return the recorded resumes.
 
     Raises:
         ProbeError: The file cannot be read, is not such a record, or others can write it.
     """
-    path = state_dir / _RESUMES_NAME
-    try:
-        with path.open("rb") as file:
-            data = file.read(_BYTES_MAX)
-        refuse_foreign_file(path, uid=uid)
-        return from_json(ResumeHistory, json.loads(data), f"the record {path}")
-    except FileNotFoundError:
-        return ResumeHistory()
-    except (OSError, ValueError, ConfigError) as exc:
-        text = f"cannot use the record of resumes {path}: {exc}"
-        raise ProbeError(text, UnknownReason.CRASH) from exc
+    found = _read(ResumeHistory, state_dir / _RESUMES_NAME, "record of resumes", uid)
+    return found or ResumeHistory()
 
 
 def write_resumes(state_dir: Path, resumes: ResumeHistory) -> None:
-    """Keep *resumes* in place of what was there.
+    """Replace the recorded resumes by *resumes*.
 
     Raises:
         ProbeError: It cannot be written.
     """
-    path = state_dir / _RESUMES_NAME
-    try:
-        atomic_write(path, json.dumps(to_json(resumes)).encode(), 0o600)
-    except OSError as exc:
-        text = f"cannot write the record of resumes {path}: {exc.strerror}"
-        raise ProbeError(text, UnknownReason.CRASH) from exc
+    _write(resumes, state_dir / _RESUMES_NAME, "record of resumes")

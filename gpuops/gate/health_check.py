@@ -81,7 +81,7 @@ def reason_to_leave(view: SlurmNode) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthContext:
-    """What acting needs besides the facts; ``write_s``: what a dead disk may cost each record."""
+    """What acting needs; ``write_s``: how long a dead disk may delay each record."""
 
     gate: DrainPermitClient
     scontrol: Scontrol
@@ -95,7 +95,7 @@ class HealthContext:
 
 
 def act(
-    settled: GateResult, recorded: DrainRecord | None, view: SlurmNode, bench: HealthContext
+    settled: GateResult, recorded: DrainRecord | None, view: SlurmNode, health: HealthContext
 ) -> NodeActionResult:
     """Do what *settled* asks for; *recorded* is the drain that this node had before.
 
@@ -103,45 +103,45 @@ def act(
         SlurmError: slurmctld does not answer or refuses; the next check tries again.
     """
     if settled.drain is not None:
-        return _publish(settled.drain, bench)
+        return _publish(settled.drain, health)
     if recorded is None or not view.registered:
         return NodeActionResult(NodeAction.NOTHING, settled.decision.why)
     healthy = proves_healthy(settled.ran.findings, recorded.check)
     if not view.drained and (recorded.stage == DrainStage.SET or healthy):
-        bench.keep(None)
+        health.keep(None)
         return NodeActionResult(
             NodeAction.FORGOTTEN, "the node is in use again, and not by us", recorded
         )
     if view.reason != recorded.reason:
-        return _again(recorded, view, bench)
-    return _counted(recorded, bench, healthy=healthy and may_resume(view, recorded.reason))
+        return _again(recorded, view, health)
+    return _counted(recorded, health, healthy=healthy and may_resume(view, recorded.reason))
 
 
-def _counted(recorded: DrainRecord, bench: HealthContext, *, healthy: bool) -> NodeActionResult:
+def _counted(recorded: DrainRecord, health: HealthContext, *, healthy: bool) -> NodeActionResult:
     """Count a pass of a node that our drain keeps out; take that back after enough in a row.
 
     Not where that was done too often already: then an administrator must inspect the node.
     """
-    passes, needed = recorded.passes + 1 if healthy else 0, bench.gate.passes_to_resume
+    passes, needed = recorded.passes + 1 if healthy else 0, health.gate.passes_to_resume
     if passes < needed:
-        bench.keep(replace(recorded, passes=passes, stage=DrainStage.SET.value))
+        health.keep(replace(recorded, passes=passes, stage=DrainStage.SET.value))
         return NodeActionResult(
             NodeAction.NOTHING, f"our drain stands: {passes} of {needed} passes in a row"
         )
-    why = _resumed(recorded, bench)
+    why = _resumed(recorded, health)
     if why is not None:
         kept = replace(recorded, passes=passes, stage=DrainStage.SET.value, kept=why)
-        bench.keep(kept)
+        health.keep(kept)
         return NodeActionResult(
             NodeAction.NOTHING if recorded.kept else NodeAction.KEPT,
             f"our drain stands: {why}",
             kept,
         )
-    bench.keep(None)
+    health.keep(None)
     return NodeActionResult(NodeAction.RESUMED, f"{passes} health checks passed in a row", recorded)
 
 
-def _resumed(recorded: DrainRecord, bench: HealthContext) -> str | None:
+def _resumed(recorded: DrainRecord, health: HealthContext) -> str | None:
     """Take the drain back and count that; return why not, where it was done too often already.
 
     What cannot be counted is not taken back.
@@ -149,7 +149,7 @@ def _resumed(recorded: DrainRecord, bench: HealthContext) -> str | None:
     Raises:
         SlurmError: slurmctld does not answer or refuses.
     """
-    gate, now_us = bench.gate, bench.clock.now_us()
+    gate, now_us = health.gate, health.clock.now_us()
     try:
         before = read_resumes(gate.state_dir, uid=gate.uid)
     except ProbeError as exc:
@@ -171,7 +171,7 @@ def _resumed(recorded: DrainRecord, bench: HealthContext) -> str | None:
     except ProbeError as exc:
         return str(exc)
     try:
-        bench.scontrol.resume(recorded.node)
+        health.scontrol.resume(recorded.node)
     except SlurmError:
         with contextlib.suppress(ProbeError):
             write_resumes(gate.state_dir, before)
@@ -179,7 +179,7 @@ def _resumed(recorded: DrainRecord, bench: HealthContext) -> str | None:
     return None
 
 
-def _again(recorded: DrainRecord, view: SlurmNode, bench: HealthContext) -> NodeActionResult:
+def _again(recorded: DrainRecord, view: SlurmNode, health: HealthContext) -> NodeActionResult:
     """Send the reason of *recorded* to slurmctld, unless the node has another one.
 
     Once slurmctld had our reason, an administrator gave any other.
@@ -188,22 +188,22 @@ def _again(recorded: DrainRecord, view: SlurmNode, bench: HealthContext) -> Node
     replaces = () if was_set else recorded.replaces
     step = next_drain_step(view, recorded.reason, replaces=replaces, was_set=was_set)
     if step is DrainStep.SET:
-        return _publish(recorded, bench)
+        return _publish(recorded, health)
     if step is DrainStep.YIELD:
-        bench.keep(None)
+        health.keep(None)
         return NodeActionResult(
             NodeAction.FORGOTTEN, f"somebody else drained the node: {view.reason}", recorded
         )
     return NodeActionResult(NodeAction.NOTHING, f"slurmctld says {view.reason}")
 
 
-def _publish(drain: DrainRecord, bench: HealthContext) -> NodeActionResult:
-    ended = drain_node(drain, bench.scontrol, lambda: drain, bench.patience, bench.clock)
+def _publish(drain: DrainRecord, health: HealthContext) -> NodeActionResult:
+    ended = drain_node(drain, health.scontrol, lambda: drain, health.patience, health.clock)
     if ended.step is DrainStep.DONE:
-        bench.keep(replace(drain, stage=DrainStage.SET.value))
+        health.keep(replace(drain, stage=DrainStage.SET.value))
         return NodeActionResult(NodeAction.DRAINED, drain.reason, drain)
     if ended.step in {DrainStep.YIELD, DrainStep.LIFTED}:
-        bench.keep(None)
+        health.keep(None)
         return NodeActionResult(
             NodeAction.FORGOTTEN, "somebody else drained or resumed the node", drain
         )
@@ -216,20 +216,20 @@ _JITTER_STEPS = 1000
 FindScontrol = Callable[[], Scontrol]
 
 
-def publish_drain(scene: HookContext, drain_id: str, find: FindScontrol) -> DrainPublication:
+def publish_drain(context: HookContext, drain_id: str, find: FindScontrol) -> DrainPublication:
     """Bring the recorded drain *drain_id* to slurmctld, for `gpuops.gate.drain.PUBLISH_S`.
 
     Raises:
         SlurmError: There is no scontrol.
     """
-    drain = recorded(scene.gate.state_dir, uid=scene.gate.uid)()
+    drain = recorded(context.gate.state_dir, uid=context.gate.uid)()
     if drain is None or drain.id != drain_id:
         return DrainPublication(None, f"no drain {drain_id} is recorded on this node")
-    tell_decision(scene.memory, drain, DrainOutcome.DRAIN, scene.clock)
-    return _publish_drain(scene, drain, find)
+    tell_decision(context.memory, drain, DrainOutcome.DRAIN, context.clock)
+    return _publish_drain(context, drain, find)
 
 
-def follow_up(scene: HookContext, find: FindScontrol) -> GateResult | None:
+def follow_up(context: HookContext, find: FindScontrol) -> GateResult | None:
     """Check again a driver that gave a hook no answer; drain where that fails the node.
 
     None: another process does it already.
@@ -237,57 +237,57 @@ def follow_up(scene: HookContext, find: FindScontrol) -> GateResult | None:
     Raises:
         SlurmError: There is no scontrol.
     """
-    with _alone(scene.gate.state_dir / "followup.lock") as alone:
+    with _alone(context.gate.state_dir / "followup.lock") as alone:
         if not alone:
             return None
-        ran = check_node(scene.plan, scene.clock)
-        kept = keeping(scene.plan, ran)
-        settled = settle(scene, ran)
+        ran = check_node(context.plan, context.clock)
+        kept = keeping(context.plan, ran)
+        settled = settle(context, ran)
         kept()
         if settled.drain is not None:
-            tell_decision(scene.memory, settled.drain, DrainOutcome.DRAIN, scene.clock)
-            _publish_drain(scene, settled.drain, find)
+            tell_decision(context.memory, settled.drain, DrainOutcome.DRAIN, context.clock)
+            _publish_drain(context, settled.drain, find)
         return settled
 
 
 def check_health(
-    scene: HookContext, find: FindScontrol, jitter_s: float
+    context: HookContext, find: FindScontrol, jitter_s: float
 ) -> tuple[GateResult, NodeActionResult]:
     """Check this node after its share of *jitter_s*, and do what that asks for.
 
     slurmd starts all nodes' health checks at the same instant: their shares differ.
     """
-    time.sleep(jitter_s * share(scene.gate.node))
-    gate = scene.gate
+    time.sleep(jitter_s * share(context.gate.node))
+    gate = context.gate
     amiss = sync(
         gate.store_url,
         cluster=gate.cluster,
         node=gate.node,
         state_dir=gate.state_dir,
         uid=gate.uid,
-        clock=scene.clock,
+        clock=context.clock,
     )
-    ran = check_node(scene.plan, scene.clock)
-    kept = keeping(scene.plan, ran)
-    settled, acted = _settled_and_acted(scene, ran, find)
+    ran = check_node(context.plan, context.clock)
+    kept = keeping(context.plan, ran)
+    settled, acted = _settled_and_acted(context, ran, find)
     trouble = (*settled.trouble, *filter(None, [amiss, kept()]))
     return replace(settled, trouble=trouble), acted
 
 
 def _settled_and_acted(
-    scene: HookContext, ran: CheckRun, find: FindScontrol
+    context: HookContext, ran: CheckRun, find: FindScontrol
 ) -> tuple[GateResult, NodeActionResult]:
-    if scene.gate.mode is GateMode.OBSERVE:
-        return settle(scene, ran), NodeActionResult(NodeAction.NOTHING, "gate.mode is observe")
+    if context.gate.mode is GateMode.OBSERVE:
+        return settle(context, ran), NodeActionResult(NodeAction.NOTHING, "gate.mode is observe")
     try:
         scontrol = find()
-        view = scontrol.node(scene.gate.node)
+        view = scontrol.node(context.gate.node)
     except SlurmError as exc:
-        return settle(scene, ran, str(exc)), NodeActionResult(NodeAction.NOTHING, str(exc))
-    settled = settle(scene, ran, reason_to_leave(view))
+        return settle(context, ran, str(exc)), NodeActionResult(NodeAction.NOTHING, str(exc))
+    settled = settle(context, ran, reason_to_leave(view))
     if settled.drain is not None:
-        tell_decision(scene.memory, settled.drain, DrainOutcome.DRAIN, scene.clock)
-    return settled, _act(scene, settled, view, scontrol)
+        tell_decision(context.memory, settled.drain, DrainOutcome.DRAIN, context.clock)
+    return settled, _act(context, settled, view, scontrol)
 
 
 def share(node: str) -> float:
@@ -296,51 +296,57 @@ def share(node: str) -> float:
 
 
 def _act(
-    scene: HookContext, settled: GateResult, view: SlurmNode, scontrol: Scontrol
+    context: HookContext, settled: GateResult, view: SlurmNode, scontrol: Scontrol
 ) -> NodeActionResult:
-    before = recorded(scene.gate.state_dir, uid=scene.gate.uid)()
+    before = recorded(context.gate.state_dir, uid=context.gate.uid)()
     patience = DrainRetry(limit_s=HEALTH_PUBLISH_S, pause=time.sleep)
-    bench = HealthContext(gate=scene.gate, scontrol=scontrol, patience=patience, clock=scene.clock)
+    health = HealthContext(
+        gate=context.gate, scontrol=scontrol, patience=patience, clock=context.clock
+    )
     try:
-        acted = act(settled, before, view, bench)
+        acted = act(settled, before, view, health)
     except SlurmError as exc:
         return NodeActionResult(NodeAction.NOTHING, str(exc))
     drain = acted.drain
     if drain is not None and acted.did is NodeAction.KEPT:
         told = replace(drain, why=acted.why)
-        tell_decision(scene.memory, told, DrainOutcome.KEPT, scene.clock)
+        tell_decision(context.memory, told, DrainOutcome.KEPT, context.clock)
     if drain is not None and acted.did in {NodeAction.DRAINED, NodeAction.RESUMED}:
         tell = _drained_event if acted.did is NodeAction.DRAINED else _resumed_event
-        record(lambda: [tell(scene, drain, acted.why)], drain.node, scene.memory, scene.clock)
+        record(lambda: [tell(context, drain, acted.why)], drain.node, context.memory, context.clock)
     return acted
 
 
-def _publish_drain(scene: HookContext, drain: DrainRecord, find: FindScontrol) -> DrainPublication:
-    read = recorded(scene.gate.state_dir, uid=scene.gate.uid)
-    ended = drain_node(drain, find(), read, DrainRetry(pause=time.sleep), scene.clock)
-    conclude(drain, ended, scene.gate.state_dir)
+def _publish_drain(
+    context: HookContext, drain: DrainRecord, find: FindScontrol
+) -> DrainPublication:
+    read = recorded(context.gate.state_dir, uid=context.gate.uid)
+    ended = drain_node(drain, find(), read, DrainRetry(pause=time.sleep), context.clock)
+    conclude(drain, ended, context.gate.state_dir)
     if ended.step is DrainStep.DONE:
-        record(lambda: [_drained_event(scene, drain, "")], drain.node, scene.memory, scene.clock)
+        record(
+            lambda: [_drained_event(context, drain, "")], drain.node, context.memory, context.clock
+        )
     return ended
 
 
-def _drained_event(scene: HookContext, drain: DrainRecord, _why: str) -> Event:
+def _drained_event(context: HookContext, drain: DrainRecord, _why: str) -> Event:
     from gpuops.store.events import drained_event
 
     return drained_event(
         drain.node,
         drain.reason,
-        clock=scene.clock,
+        clock=context.clock,
         check=drain.check,
         failure_class=FailureClass(drain.failure_class),
         job_id=drain.job_id,
     )
 
 
-def _resumed_event(scene: HookContext, drain: DrainRecord, why: str) -> Event:
+def _resumed_event(context: HookContext, drain: DrainRecord, why: str) -> Event:
     from gpuops.store.events import resumed_event
 
-    return resumed_event(drain.node, f"{why}; was {drain.reason}", clock=scene.clock)
+    return resumed_event(drain.node, f"{why}; was {drain.reason}", clock=context.clock)
 
 
 @contextmanager

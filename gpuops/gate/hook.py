@@ -74,7 +74,7 @@ WRITE_S = 0.3
 TELL_S = 0.5
 # A drain of ours that is older has been sent to slurmctld, or given up.
 EARLIER_S = 900.0
-# Of these a look without an answer is a hung driver, of which a second look has to decide.
+# Of these a probe without an answer is a hung driver; a second check has to decide.
 _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
 
@@ -118,7 +118,7 @@ class GateResult:
     trouble: tuple[str, ...] = ()
 
 
-def run_hook(scene: HookContext, verdict: Path) -> GateResult:
+def run_hook(context: HookContext, verdict: Path) -> GateResult:
     """Check the node; where it has to go out, write *verdict* and start the helper for the reason.
 
     The caller must have a single thread.
@@ -126,26 +126,26 @@ def run_hook(scene: HookContext, verdict: Path) -> GateResult:
     Raises:
         UsageError: The verdict cannot be written; the hook does not fail then.
     """
-    ran = _looked_at(scene)
-    kept = keeping(scene.plan, ran)
-    settled = settle(scene, ran)
+    ran = _looked_at(context)
+    kept = keeping(context.plan, ran)
+    settled = settle(context, ran)
     trouble = list(settled.trouble)
     if settled.drain is not None:
         write_verdict(verdict)
-        trouble.append(start_helper(scene.memory, ["publish", "--id", settled.drain.id]) or "")
+        trouble.append(start_helper(context.memory, ["publish", "--id", settled.drain.id]) or "")
     trouble.append(kept() or "")
     if settled.drain is None and hung(ran):
-        trouble.append(start_helper(scene.memory, ["followup"]) or "")
+        trouble.append(start_helper(context.memory, ["followup"]) or "")
     return replace(settled, trouble=tuple(filter(None, trouble)))
 
 
-def _looked_at(scene: HookContext) -> CheckRun:
+def _looked_at(context: HookContext) -> CheckRun:
     """Return what was found within the suite's deadline; doubtful results are checked again."""
-    begun_ns = scene.clock.mono_ns()
-    ran = check_node(scene.plan, scene.clock)
-    left_s = scene.plan.suite.deadline_s - (scene.clock.mono_ns() - begun_ns) / 1e9
-    ran = confirmed(scene.plan, ran, left_s, scene.pause, scene.clock)
-    return with_owners(ran, scene.plan.request.root, scene.job_uid)
+    begun_ns = context.clock.mono_ns()
+    ran = check_node(context.plan, context.clock)
+    left_s = context.plan.suite.deadline_s - (context.clock.mono_ns() - begun_ns) / 1e9
+    ran = confirmed(context.plan, ran, left_s, context.pause, context.clock)
+    return with_owners(ran, context.plan.request.root, context.job_uid)
 
 
 def bounded(plan: CheckPlan, name: str) -> CheckPlan:
@@ -158,27 +158,27 @@ def bounded(plan: CheckPlan, name: str) -> CheckPlan:
     return replace(plan, suite=plan.suite.within(deadline_s))
 
 
-def settle(scene: HookContext, ran: CheckRun, left: str | None = None) -> GateResult:
+def settle(context: HookContext, ran: CheckRun, left: str | None = None) -> GateResult:
     """Record *ran*, decide what becomes of the node, and keep the drain that it takes.
 
     Slurm does not know of it yet. *left*: see `gpuops.gate.policy.decide_drain`. The caller must
     have a single thread.
     """
-    gate = scene.gate
+    gate = context.gate
     runbooks = failing_runbooks(ran.findings, data_dir("runbooks"))
     cause = find_drain_cause(ran.findings, {kind: page.action for kind, page in runbooks.items()})
     asks = cause is not None and gate.mode is GateMode.ENFORCE and left is None
     # The store thinks about it while the findings are written down.
-    asked = start_asking(gate, cause, scene.clock) if cause is not None and asks else None
-    trouble = [record_check_run(ran, scene.occasion, scene.memory, scene.clock)]
+    asked = start_asking(gate, cause, context.clock) if cause is not None and asks else None
+    trouble = [record_check_run(ran, context.occasion, context.memory, context.clock)]
     decision = decide_drain(cause, gate.mode, permission_of(asked) if asks else NOT_ASKED, left)
     drain = None
     if cause is not None:
-        drain, amiss = _wanted(scene, cause, decision)
+        drain, amiss = _wanted(context, cause, decision)
         trouble.append(amiss)
         # The helper records a drain, as there is no time to lose.
         if not decision.drains and trouble[0] is None:
-            trouble.append(tell_decision(scene.memory, drain, decision.outcome, scene.clock))
+            trouble.append(tell_decision(context.memory, drain, decision.outcome, context.clock))
     return GateResult(
         ran=ran,
         decision=decision,
@@ -205,29 +205,29 @@ def keep(
 
 
 def _wanted(
-    scene: HookContext, cause: DrainCause, decision: DrainDecision
+    context: HookContext, cause: DrainCause, decision: DrainDecision
 ) -> tuple[DrainRecord, str | None]:
     """Return the drain for *cause*, kept where it is to be done, and what went wrong with that."""
-    gate, now_us = scene.gate, scene.clock.now_us()
+    gate, now_us = context.gate, context.clock.now_us()
     drain = DrainRecord(
         id=uuid7(now_us, os.urandom(10)),
         node=gate.node,
-        hook=scene.hook,
+        hook=context.hook,
         reason=cause.reason(None),
         check=cause.finding.check,
         failure_class=cause.failure_class.value,
         t_us=now_us,
         why=decision.why,
-        replaces=tuple(replaceable_reasons(scene.hook, None, ())),
-        job_id=scene.job_id,
+        replaces=tuple(replaceable_reasons(context.hook, None, ())),
+        job_id=context.job_id,
     )
 
     def completed() -> Json:
         incident, earlier = _incident(gate, cause), _earlier(gate, now_us)
         if earlier is not None:
-            words = replaceable_reasons(scene.hook, earlier.reason, earlier.replaces)
+            words = replaceable_reasons(context.hook, earlier.reason, earlier.replaces)
         else:
-            words = replaceable_reasons(scene.hook, None, ())
+            words = replaceable_reasons(context.hook, None, ())
         reason = cause.reason(incident)
         full = replace(drain, incident=incident, reason=reason, replaces=tuple(words))
         if decision.drains:
@@ -288,7 +288,7 @@ def start_helper(memory: RecordOptions, words: list[str]) -> str | None:
 
 
 def hung(ran: CheckRun) -> bool:
-    """Say whether a look at the GPU driver gave no answer."""
+    """Say whether a probe of the GPU driver gave no answer."""
     return any(
         finding.check in _DRIVER_CHECKS and finding.unknown_reason is UnknownReason.TIMEOUT
         for finding in ran.findings
@@ -341,14 +341,14 @@ def with_owners(
     except ProbeError:
         return ran
 
-    def told(finding: Finding) -> Finding:
+    def with_owner(finding: Finding) -> Finding:
         mine = [str(pid) for pid in pids.get(finding.entity.id, ()) if str(pid) in owners]
         if not mine or not _is_leftover(finding):
             return finding
         words = ", ".join(f"{pid} is {owners[pid]}" for pid in mine)
         return replace(finding, message=f"{finding.message}; {words}")
 
-    return replace(ran, findings=tuple(told(item) for item in ran.findings))
+    return replace(ran, findings=tuple(with_owner(item) for item in ran.findings))
 
 
 def _is_leftover(finding: Finding) -> bool:

@@ -287,14 +287,14 @@ def case_of(
     *,
     node: Entity,
     moment: BootMoment,
-    errand: StateUpdate,
+    purpose: StateUpdate,
     gpus: frozenset[str] | None = None,
 ) -> JudgeContext:
     """Return what judges know of *node* at *moment*.
 
     After a job the counters' baseline is what they were at that job's prolog, where that is known.
     """
-    own = None if errand.trigger == PROLOG else state.jobs.get(errand.job_id or "")
+    own = None if purpose.trigger == PROLOG else state.jobs.get(purpose.job_id or "")
     counters = Counters(
         boot_id=moment.boot_id,
         since_boot_s=moment.since_boot_s,
@@ -314,7 +314,7 @@ def case_of(
 
 
 def state_after(
-    state: NodeState, ran: CheckRun, *, moment: BootMoment, errand: StateUpdate
+    state: NodeState, ran: CheckRun, *, moment: BootMoment, purpose: StateUpdate
 ) -> NodeState:
     """Return what the node remembers once *ran*, begun at *moment*, is over."""
     if not moment.boot_id:
@@ -332,7 +332,7 @@ def state_after(
     return replace(
         state,
         samples=_samples(state.samples, sample, moment),
-        jobs=_jobs(state.jobs, sample, moment, errand),
+        jobs=_jobs(state.jobs, sample, moment, purpose),
     )
 
 
@@ -363,7 +363,7 @@ def _is_kept(sample: CounterSample, moment: BootMoment) -> bool:
 
 
 def _jobs(
-    jobs: Mapping[str, CounterSample], now: CounterSample, moment: BootMoment, errand: StateUpdate
+    jobs: Mapping[str, CounterSample], now: CounterSample, moment: BootMoment, purpose: StateUpdate
 ) -> Mapping[str, CounterSample]:
     """Return *jobs* with this prolog's or without this epilog's; no job outlives its boot."""
     kept = {
@@ -371,19 +371,19 @@ def _jobs(
         for job_id, sample in jobs.items()
         if sample.boot_id == moment.boot_id
         and 0 <= moment.age_s(sample) <= JOB_AGE_MAX_S
-        and not (errand.trigger == "epilog" and job_id == errand.job_id)
+        and not (purpose.trigger == "epilog" and job_id == purpose.job_id)
     }
-    if errand.trigger == PROLOG and errand.job_id:
-        kept.pop(errand.job_id, None)
-        kept[errand.job_id] = now
+    if purpose.trigger == PROLOG and purpose.job_id:
+        kept.pop(purpose.job_id, None)
+        kept[purpose.job_id] = now
     return dict(list(kept.items())[-JOBS_MAX:])
 
 
 def _after_nvml(state: NodeState, nvml: NvmlSnapshot, moment: BootMoment) -> NodeState:
     """Return *state* with one more hang of the driver, or with none: it answered."""
-    told = [gpu.modes.persistence for gpu in nvml.gpus if gpu.modes.persistence is not None]
-    if told:
-        state = replace(state, persistence=all(told))
+    reported = [gpu.modes.persistence for gpu in nvml.gpus if gpu.modes.persistence is not None]
+    if reported:
+        state = replace(state, persistence=all(reported))
     silent = [(nvml.hang, nvml.hung_s), *((gpu.hung_call, gpu.hung_s) for gpu in nvml.gpus)]
     calls = [(call, waited_s) for call, waited_s in silent if call is not None]
     hung = [call for call, waited_s in calls if waited_s is None or waited_s >= HANG_S]

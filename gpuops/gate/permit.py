@@ -1,8 +1,8 @@
-"""What a hook asks the store, in a child with a deadline: leave to drain, repairs, strikes.
+"""What a hook asks the store, in a child with a deadline: permission to drain, repairs, strikes.
 
 Here alone a hook loads SQLAlchemy and talks to the database.
 
-In a child with a deadline; what went wrong is said, and the file stays as it was.
+In a child with a deadline; what went wrong is reported, and the file stays as it was.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from gpuops.host.node_state import NodeState, Repair, Strikes
 from gpuops.host.process import probe
 from gpuops.host.process.abandoned import abandoned
 
-# To fork and to import SQLAlchemy, besides the time that the store has to answer.
+# To fork and to import SQLAlchemy, in addition to the time that the store has to answer.
 START_S = 0.5
 
 

@@ -1,6 +1,6 @@
 """What the gate does about a check run: whether the job may start here, and whose drain is whose.
 
-Pure: the findings, the mode, the fuse's answer and what slurmctld says are arguments.
+Pure: the findings, the mode, the fuse's answer and slurmctld's state are arguments.
 """
 
 from collections.abc import Collection, Iterable

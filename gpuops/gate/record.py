@@ -235,7 +235,7 @@ def changed_incidents(
     Where the file cannot be kept, what fails is one incident a day: it would be a new one at each
     check. Where it *is_late*, another check may have run meanwhile, and *ran* changes nothing.
     """
-    told: list[Incident] = []
+    changed: list[Incident] = []
     about = NodeCheckContext(
         runbooks=failing_runbooks(ran.findings, data_dir("runbooks")),
         new_id=lambda _key: uuid7(ran.start_us, os.urandom(10)),
@@ -248,7 +248,7 @@ def changed_incidents(
         if is_late():
             return state
         found = update_incidents(ran, state.incidents, replace(about, repairs=state.repairs))
-        told[:] = found.changed
+        changed[:] = found.changed
         return replace(state, incidents=found.open)
 
     try:
@@ -256,7 +256,7 @@ def changed_incidents(
     except StateError:
         daily = replace(about, new_id=lambda key: _daily_id(ran, key))
         return update_incidents(ran, {}, daily).changed
-    return tuple(told)
+    return tuple(changed)
 
 
 def acknowledge(state_dir: Path, uid: int, repair: Repair) -> tuple[Incident, ...]:
@@ -265,15 +265,15 @@ def acknowledge(state_dir: Path, uid: int, repair: Repair) -> tuple[Incident, ..
     Raises:
         StateError: The file cannot be written.
     """
-    told: list[Incident] = []
+    changed: list[Incident] = []
 
     def change(state: NodeState) -> NodeState:
         found = acknowledge_repairs(state.incidents, (repair,))
-        told[:] = found.changed
+        changed[:] = found.changed
         return replace(state, repairs=with_repair(state.repairs, repair), incidents=found.open)
 
     change_state(state_dir, uid, change)
-    return tuple(told)
+    return tuple(changed)
 
 
 def with_repair(repairs: tuple[Repair, ...], new: Repair) -> tuple[Repair, ...]:

@@ -80,11 +80,11 @@ def acknowledge_repair(
                     f"this repair is not recorded: this node's file: {exc}; {notes[0]}"
                 ) from exc
             notes.append(f"this node's file does not have it: {exc}")
-    told = incident_events(closed.values(), order.node, clock)
+    closed_events = incident_events(closed.values(), order.node, clock)
     return RepairSummary(
         repair=repair,
         closed=tuple(closed.values()),
-        events=(event, *told),
+        events=(event, *closed_events),
         notes=tuple(notes),
     )
 

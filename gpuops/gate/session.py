@@ -68,13 +68,13 @@ class ProfileSelector:
         return self._fitting((), 0)[0]
 
     def by(self, gpus: Gpus) -> Profile:
-        """Return the profile that *gpus* speak for."""
+        """Return the profile that matches *gpus*."""
         return self._speak_for(gpus)[0]
 
     def problem(self, gpus: object) -> Finding | None:
         """Return the finding about a choice that went wrong, given the facts of the GPUs.
 
-        Hardware that nobody described is judged by its own word; only a contradiction warns.
+        Hardware without a profile is judged by what it reports; only a contradiction warns.
         """
         text = self._speak_for(gpus)[1] if isinstance(gpus, Gpus) else None
         if text is None or not isinstance(gpus, Gpus):
@@ -146,7 +146,7 @@ class CheckRequest:
     job_id: str | None = None
 
     @property
-    def errand(self) -> StateUpdate:
+    def purpose(self) -> StateUpdate:
         """Return what the check is for."""
         return StateUpdate(trigger=self.trigger, job_id=self.job_id)
 
@@ -163,7 +163,7 @@ class CheckPlan:
     silences: tuple[Silence, ...] = ()
 
     def choice(self, remembered: str | None) -> ProfileSelector:
-        """Return how the profile is chosen where *remembered* is what the node last had.
+        """Return how the profile is chosen where *remembered* was the node's last one.
 
         Raises:
             ConfigError: The request names a profile that does not exist.
@@ -224,13 +224,13 @@ def terms_of(
     moment: BootMoment,
     tell: OnFinding,
 ) -> RunContext:
-    """Return what *plan* is judged by, given what the node remembered at *moment*."""
+    """Return what *plan* is judged by, given the node's state at *moment*."""
     request = plan.request
     case = case_of(
         known.state,
         node=Entity(EntityKind.NODE, request.node),
         moment=moment,
-        errand=request.errand,
+        purpose=request.purpose,
         gpus=request.gpus,
     )
     amend = partial(silenced, silences=plan.silences, node=request.node, now_us=moment.t_us)
@@ -240,7 +240,7 @@ def terms_of(
 def with_notes(
     ran: CheckRun, choice: ProfileSelector, known: StoredNodeState, terms: RunContext
 ) -> CheckRun:
-    """Return *ran* with what is to be said of its profile and of the state file."""
+    """Return *ran* with the notes about its profile and the state file."""
     notes = [choice.problem(ran.facts.get(GPUS_LOOK)), _of_state(known, terms.case.node)]
     found = terms.amend([note for note in notes if note is not None])
     terms.tell(found)
@@ -254,7 +254,7 @@ def _of_state(known: StoredNodeState, node: Entity) -> Finding | None:
 
 
 def keep_state(plan: CheckPlan, ran: CheckRun) -> str | None:
-    """Write what the node shall remember of *ran*; return what went wrong, None where nothing did.
+    """Write the node's state after *ran*; return what went wrong, None where nothing did.
 
     Where the boot id is unknown nothing is written: what is below the same root hangs. The
     caller must have a single thread.
@@ -267,18 +267,18 @@ def keeping(plan: CheckPlan, ran: CheckRun) -> Callable[[], str | None]:
     request, moment = plan.request, ran.moment
     if moment is None or not moment.boot_id:
         return lambda: None
-    change = partial(state_after, ran=ran, moment=moment, errand=request.errand)
+    change = partial(state_after, ran=ran, moment=moment, purpose=request.purpose)
     trouble = save_state(request.state_dir, request.uid, change, abandoned())
 
-    def told() -> str | None:
+    def wait() -> str | None:
         text = trouble()
         return text and f"gpuops: what this node remembers is not kept: {text}"
 
-    return told
+    return wait
 
 
 AGAIN_AFTER_S = 1.5
-# A second look that has less is not begun.
+# A second check that has less is not begun.
 LEAST_S = 0.5
 
 Key = tuple[str, str, FailureClass | None]
@@ -291,8 +291,8 @@ def confirmed(
 
     Args:
         plan: Of *ran*.
-        ran: What the first look found.
-        left_s: The seconds that are left for the pause and the second look.
+        ran: The first check.
+        left_s: The seconds that are left for the pause and the second check.
         pause: Waits.
         clock: Dates the second run.
     """
@@ -339,7 +339,7 @@ def _settled(
 
 
 def record_facts(plan: CheckPlan, clock: Clock) -> tuple[Recording, str | None]:
-    """Return what the looks of *plan* give, and what is wrong with the node's state file.
+    """Return what the probes of *plan* give, and what is wrong with the node's state file.
 
     The caller must have a single thread.
     """

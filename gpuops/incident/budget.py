@@ -1,4 +1,4 @@
-"""How often and how soon a run is restarted: the budget, the back-off, the seats, the growth.
+"""How often and how soon a run is restarted: budget, back-off, number of nodes, growth.
 
 The budget is the run's, not an agent's, and optionally of a window of time. Every failure counts,
 also a lost or excluded node, because a run whose nodes leave it one after the other does no work

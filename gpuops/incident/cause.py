@@ -108,7 +108,7 @@ def _earliest(roots: Sequence[ClassifiedExit]) -> ClassifiedExit:
 
 
 def _ended_together(first: ClassifiedExit, roots: Sequence[ClassifiedExit]) -> list[ClassifiedExit]:
-    """Return the workers that the signal of *first* ended at its time, as far as can be told.
+    """Return the workers that the signal of *first* ended at its time, as far as is known.
 
     Where a record explains some of these ends, only those are returned.
     """

@@ -46,7 +46,7 @@ class ClassifiedExit:
     def sort_key(self) -> tuple[int, bool, int, int]:
         """Return a total order of failures on one host: by time, then rank, then process.
 
-        Of two that were seen in one look the one ended by a signal comes first: a worker can exit
+        Of two that were seen in one poll the one ended by a signal comes first: a worker can exit
         because another was killed, but is not killed because another exited.
         """
         worker = self.worker

@@ -28,11 +28,11 @@ restart.benign              ended with a code by which a framework asks for it  
 restart                     anything else, also what nobody understands          restart
 =========================== ==================================================== ==================
 
-A restart counts unless the row says otherwise, and does without nodes that are doubted, as far as
-they can be spared (`gpuops.incident.suspicion`). Software faults need a signature (a root in user
+A restart counts unless the row says otherwise, and leaves out suspected nodes, as far as they can
+be spared (`gpuops.incident.suspicion`). Software faults need a signature (a root in user
 code, see `gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit
 code alone) needs three. A suspect node costs one attempt more: with stable ranks a bug of one rank
-and a fault of one device look alike, until the rank sits elsewhere.
+and a fault of one device look alike, until the rank runs elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ class _DecisionContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RuleResult:
-    """What one row of the table says."""
+    """The result of one row of the table."""
 
     action: RunAction
     rule: str
@@ -104,7 +104,7 @@ def decide(
         reports: Of all agents on the generation that ended; only ``arrival`` orders them.
         cluster: Who there is now.
         history: The earlier failures of this run, oldest first.
-        now_s: Now, by the board.
+        now_s: Now, by the control store's clock.
     """
     root = find_root(reports)
     context = _DecisionContext(
@@ -157,7 +157,7 @@ def _failure(
 
 
 def _nodes_at_fault(reports: Sequence[NodeReport], cluster: ClusterState) -> dict[str, str]:
-    """Return the nodes that evidence of their own speaks against; a lost node is not one."""
+    """Return the nodes with evidence against themselves; a lost node is not one."""
     known = {*cluster.members, *cluster.live} - set(cluster.excluded)
     blamed = (r for r in reports if r.blames_node or r.kind is ReportKind.GATE_FAILED)
     found = {}
@@ -358,7 +358,7 @@ def _build_decision(context: _DecisionContext, result: _RuleResult) -> RestartDe
 
 
 def _describe_failure(context: _DecisionContext) -> str:
-    """Return the failure in words."""
+    """Return the failure as text."""
     report, first = context.root.report, context.root.first
     if report is None:
         return "no agent reported anything"

@@ -1,6 +1,6 @@
-"""The nouns of a restart decision: what agents report, what the run looks like, what is decided.
+"""The types of a restart decision: agents' reports, the state of the run, the decision.
 
-All of it goes over the board as JSON, so each has `to_json` and `from_json`, bounded in size.
+The control store holds them as JSON, so each has `to_json` and `from_json`, bounded in size.
 """
 
 from collections.abc import Mapping
@@ -92,11 +92,11 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What one agent says of its node in one generation.
+    """What one agent reports of its node in one generation.
 
     ``blames_node`` says that evidence on the node itself (an Xid, a failed check, a D-state worker)
     speaks against it, so that a restart should do without it. ``arrival`` is the order in which
-    reports reached the board; only that orders reports of different hosts.
+    reports reached the control store; only that orders reports of different hosts.
     """
 
     kind: ReportKind
@@ -162,7 +162,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastFailure:
-    """One earlier failure of this run, as the control record keeps it; times are the board's.
+    """One earlier failure, as the control record keeps it; times are the control store's.
 
     ``counted_total`` counts those of the whole run up to and with this one: the record keeps only
     the last `HISTORY_MAX`. ``highest_step`` is the furthest that any rank had come by then.
@@ -247,10 +247,10 @@ class OnExhausted(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """What the user asked of restarts; the same on every agent.
+    """What the user configured about restarts; the same on every agent.
 
     ``nodes_max`` nodes train, ``nodes_min`` at least, always a multiple of ``node_unit``; agents
-    beyond that are spares. ``restarts_window_s`` None: the budget is for the whole run.
+    beyond that are spares. ``restarts_window_s`` None: the budget is for the entire run.
     ``benign_exit_codes`` are those with which a framework asks for a restart (Megatron's rerun
     machine), never a software fault.
     """
@@ -292,9 +292,9 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """Who there is: nodes by name. ``live`` have an agent that beats, spares among them.
+    """Who there is: nodes by name. ``live`` have an agent that sends heartbeats, spares among them.
 
-    ``suspected``: what speaks against nodes without having ended anything, first come first.
+    ``suspected``: suspicions against nodes that ended nothing, oldest first.
     """
 
     policy: RestartPolicy

@@ -27,7 +27,7 @@ _PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10}
 class KernelMatch:
     """One kernel line that means something, and what.
 
-    ``is_job_gpu``: it is known to be about the job, as a GPU of the job's own tells of a fault too.
+    ``is_job_gpu``: it is known to be about the job, as a GPU of the job's own reports a fault too.
     """
 
     failure_class: FailureClass
@@ -40,7 +40,7 @@ class JobXidFilter:
     """Which Xids of the node's log may have to do with a failure of this job.
 
     ``addresses``: the PCI addresses of the job's GPUs. ``stale``: address and code of what these
-    GPUs told long before the failure, and have not repeated since.
+    GPUs reported long before the failure, and have not repeated since.
     """
 
     addresses: frozenset[str]

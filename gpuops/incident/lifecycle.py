@@ -24,7 +24,7 @@ def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
 
 
 def suspect_incident_id(run_id: str, node: str) -> str:
-    """Return the id of the incident of *node* being doubted; there is one in a run."""
+    """Return the id of the incident of *node* as a suspect; there is one in a run."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/doubt {node}"))
 
 

@@ -154,14 +154,14 @@ def _report(suspicions: Sequence[Suspicion], node: str, generation: int) -> Node
 
 
 def suspects_to_exclude(cluster: ClusterState, excluded: Collection[str]) -> dict[str, str]:
-    """Return the doubted nodes that the next generation does without, with the reasons.
+    """Return the suspected nodes that the next generation leaves out, with the reasons.
 
-    In the order in which they came to be doubted, each as long as a spare takes its seat, or the
-    run may shrink (`OnExhausted.SHRINK`) and no node but this one loses its seat. None where more
-    than half of the nodes are doubted: that speaks against whoever doubts them.
+    Oldest suspicion first, each as long as a spare replaces it, or the run may shrink
+    (`OnExhausted.SHRINK`) and no other node leaves the run with it. None where more than half of
+    the nodes are suspected: then the monitor is at fault.
 
     Args:
-        cluster: Who there is, and who is doubted.
+        cluster: The nodes, and the suspected ones.
         excluded: The nodes that are left out already.
     """
     remaining = candidates(cluster, excluded)

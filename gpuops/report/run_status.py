@@ -35,8 +35,8 @@ from gpuops.store.queries.run_queries import RunRow
 from gpuops.units import US_PER_S
 
 STATE_BYTES_MAX = 2**20
-# An agent starts before its run does. The kernel tells of its boot in whole seconds, and reckons it
-# back from a clock that may have been set meanwhile.
+# An agent starts before its run does. The kernel reports its boot in whole seconds, computed
+# from a clock that may have been set meanwhile.
 CLOCK_SLACK_US = 10 * US_PER_S
 _DEAD_STATES = frozenset("ZX")
 
@@ -72,7 +72,7 @@ def observe_agent(run_dir: Path, root: Path = Path("/")) -> AgentObservation | N
 
 
 def judge_liveness(run: RunRow, node: str, observation: AgentObservation | None) -> AgentLiveness:
-    """Return what has become of the agent of *run*, as far as *observation* on *node* tells."""
+    """Return what has become of the agent of *run*, as far as *observation* on *node* shows."""
     if observation is None or not isinstance(observation.state.get("agent_pid"), int):
         return AgentLiveness.UNKNOWN
     if (observation.state.get("run_id"), observation.state.get("node")) != (run.id, node):
@@ -167,7 +167,7 @@ def read_control_store(store: ControlStore) -> RunView | None:
     except RecordError as exc:
         raise ControlStoreError(f"the board's record cannot be read: {exc}") from exc
     keys = ControlKeys(run_id=record.run_id)
-    # The only way to the board's time; the key is no agent's.
+    # The only way to read the control store's time; the key is no agent's.
     reply = store.heartbeat(
         f"{keys.prefix}/onlooker",
         pack({}),

@@ -1,4 +1,4 @@
-"""How a run stands now: one picture, from the board, an agent, its files or the store.
+"""The state of a run now: one view, from the control store, an agent, its files or the store.
 
 Pure: each function turns what was read into the same `RunView`; what a source does not know stays
 None. What other processes wrote is bounded and read by type.
@@ -51,8 +51,8 @@ class RunView:
     """One run. ``source`` says where from: ``board``, ``agent``, ``file`` or ``store``.
 
     ``phase`` is the control record's (``form``, ``run``, ``gather``, ``drain``, ``stop``), or what
-    a file says (``running``, ``restarting``, ``ended``). ``control_time_s`` dates a look at the
-    board.
+    a file says (``running``, ``restarting``, ``ended``). ``control_time_s``: when the
+    control store was read.
     """
 
     run_id: str
@@ -131,7 +131,7 @@ def from_control_store(
     heartbeats: Mapping[str, Mapping[str, Any]],
     control_time_s: float,
 ) -> RunView:
-    """Return the run as its board has it; *agents* and *heartbeats* are by agent id."""
+    """Return the run as its control store has it; *agents* and *heartbeats* are by agent id."""
     members = () if roster is None else roster.members
     assigned = {member.agent for member in members}
     nodes = []
@@ -171,7 +171,7 @@ def from_control_store(
 
 
 def from_agent(state: Mapping[str, Any]) -> RunView:
-    """Return the run as one agent tells it over HTTP (``gpuops.agent-state/1``)."""
+    """Return the run as one agent reports it over HTTP (``gpuops.agent-state/1``)."""
     ranks = [rank for rank in _as_list(state.get("ranks")) if isinstance(rank, Mapping)]
     numbers = [n for rank in ranks if (n := int_or_none(rank.get("rank"))) is not None]
     steps = [step for rank in ranks if (step := int_or_none(rank.get("step"))) is not None]
@@ -273,7 +273,7 @@ def _age_s(then_us: int | None, now_us: int) -> float | None:
 
 
 def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return who is left out, by *state*."""
+    """Return the excluded nodes, by *state*."""
     excluded = state.get("excluded")
     return (
         {text_or_empty(k): text_or_empty(v) for k, v in excluded.items()}
@@ -283,7 +283,7 @@ def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def suspected_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return who is doubted and has not been left out yet, by *state*."""
+    """Return the suspected nodes that are not excluded yet, by *state*."""
     excluded = excluded_of(state)
     suspected = excluded_of({"excluded": state.get("doubted")})
     return {node: why for node, why in suspected.items() if node not in excluded}

@@ -82,7 +82,7 @@ class PhaseSpan:
 class _Failure:
     """When the failure of an attempt was noticed, epoch µs, and what its incident says it cost.
 
-    The durations are µs; None: not told.
+    The durations are µs; None: not reported.
     """
 
     detected_us: int
@@ -286,7 +286,7 @@ def _spans(
 def _trailing_boundary(
     run: RunRow, rows: Sequence[AttemptRow], failures: Mapping[int, _Failure], end_us: int
 ) -> list[tuple[TimePhase, int, int]]:
-    """Return what comes after all that the attempts tell of."""
+    """Return what comes after the last attempt."""
     if not rows:
         return [(TimePhase.OTHER, 0, end_us)]
     last = rows[-1]

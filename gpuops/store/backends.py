@@ -170,8 +170,8 @@ def _sqlite_engine(path: Path, *, mode: AccessMode, busy_timeout_s: float) -> En
 
 
 def _read_flags(path: Path) -> str:
-    # A reader of a WAL file makes its index beside it; where it may not, and no writer has left
-    # one, the file alone is the whole database.
+    # A reader of a WAL file makes its index next to it; where it may not, and no writer has left
+    # one, the file alone is the complete database.
     has_no_wal = not path.with_name(path.name + "-wal").exists()
     if has_no_wal and not os.access(path.parent, os.W_OK):
         return "mode=ro&immutable=1"

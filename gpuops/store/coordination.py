@@ -1,4 +1,4 @@
-"""Tables that no event makes: what is asked for and answered while machines run."""
+"""Coordination tables, which no event makes: requests to drain and their answers."""
 
 from sqlalchemy import BigInteger, Boolean, Column, PrimaryKeyConstraint, Table, Text
 

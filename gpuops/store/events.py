@@ -1,6 +1,6 @@
-"""How events of now are made, and those of hooks and people about a node.
+"""Makes events dated now, also those of hooks and people about a node.
 
-Only root's count for a node's history (`gpuops.store.ingest.projections.nodes`).
+Only events written by root count for a node's history (`gpuops.store.ingest.projections.nodes`).
 """
 
 import os
@@ -44,7 +44,7 @@ def lost_events_event(
     clock: Clock,
     randomness: Callable[[int], bytes] = os.urandom,
 ) -> Event:
-    """Return the event that says that *count* events are lost, and why: nothing is lost in silence.
+    """Return the event that reports that *count* events are lost, and why.
 
     Args:
         what: The part that lost them (``spool``, ``recorder``).

@@ -86,7 +86,7 @@ def alembic_config(connection: Connection) -> Config:
 
 
 def _back_up_sqlite(path: Path, revision: str | None) -> None:
-    """Copy a SQLite store beside itself; the first copy of a revision is the one to keep."""
+    """Copy a SQLite store in its directory; the first copy of a revision is the one to keep."""
     target = path.with_name(f"{path.name}.before-upgrade-from-{revision}")
     if target.exists():
         return

@@ -1,4 +1,4 @@
-"""Leave to drain a node, and the fuse that stops a wrong rule from draining a cluster.
+"""Permission to drain a node, and the fuse that stops a wrong rule from draining a cluster.
 
 The fuse counts the nodes that ask for the same check within a window, those it refused among
 them: while as many nodes as the limit keep failing, not one more is drained.
@@ -125,7 +125,7 @@ def _decide(
 
 
 def _lock(connection: Connection, request: _PermitRequest) -> None:
-    """Make those who ask about one check take turns; SQLite's writers do anyway."""
+    """Serialize requests about one check; SQLite's writers do anyway."""
     if connection.dialect.name == "postgresql":
         key = canonical_json([request.cluster, request.check])
         connection.execute(

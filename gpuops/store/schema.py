@@ -233,7 +233,7 @@ incidents = Table(
     Index(None, "culprit_kind", "culprit_id", "first_us"),
 )
 
-# Every culprit that any account named; which of them stand, the incident's body says.
+# Every culprit that any writer named; the incident's body lists those that still apply.
 incident_culprits = Table(
     "incident_culprits",
     metadata,
@@ -384,7 +384,7 @@ decisions = Table(
     Index(None, "rule", "t_us"),
 )
 
-# Nodes that a run goes on without, by the name that the run knows them by.
+# Nodes that a run has excluded, by the name that the run has for them.
 exclusions = Table(
     "exclusions",
     metadata,
@@ -411,6 +411,6 @@ ingest_log = Table(
     PrimaryKeyConstraint("origin", "boot_id"),
 )
 
-# Not history but a lock's memory: who asked of late to drain, and the fuse that stops too many.
+# Not history but coordination: recent requests to drain, and the fuse that stops too many.
 COORDINATION_TABLES = (drain_permits, fuses)
 """The tables that no event makes: they cannot be built again, and need not be."""

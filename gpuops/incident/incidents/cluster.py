@@ -54,8 +54,8 @@ _TITLES = {
 def merge_report(incident: Incident, report: NodeReport) -> Incident:
     """Return the account *incident* of a node's exits with what its *report* knows better.
 
-    Exits tell of workers that failed. Of a hang, a sick GPU or a refused start they show only that
-    workers were ended; nor do they tell that a GPU had told of a fault just before.
+    Exits show workers that failed. Of a hang, a sick GPU or a refused start they show only that
+    workers were ended; nor do they show that a GPU had reported a fault just before.
     """
     if report.kind is ReportKind.WORKERS_FAILED and _names_gpu(report):
         title = f"{incident.title}, after {report.how}"
@@ -98,7 +98,7 @@ def decided_incident(  # noqa: PLR0913 all that there is to know of it
     own_incident: Incident | None = None,
     evidence: Sequence[Evidence] = (),
 ) -> Incident:
-    """Return the incident as whoever decided tells it.
+    """Return the incident as reported by the agent that decided.
 
     Args:
         decision: What was decided.
@@ -150,7 +150,7 @@ def decided_incident(  # noqa: PLR0913 all that there is to know of it
 
 
 def remote_incident(decision: RestartDecision, *, run_id: str, detected_us: int) -> Incident:
-    """Return the incident as an agent tells it whose own node saw nothing of it."""
+    """Return the incident as reported by an agent whose own node saw nothing of it."""
     return replace(_remote_incident(decision, run_id, detected_us), actions=actions_of(decision))
 
 

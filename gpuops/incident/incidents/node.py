@@ -1,6 +1,6 @@
 """Incidents of a node, from what its checks find: one for each entity and failure class.
 
-An incident keeps its id and stays open while a check that found it fails or cannot tell. It is
+An incident keeps its id and stays open while a check that found it fails or is unknown. It is
 closed when all of them pass again, or when somebody acknowledges a repair. What is found again
 and again is told once, and again only where another check finds it too. Pure.
 """
@@ -33,7 +33,7 @@ _VALUE_CHARS_MAX = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCheckContext:
-    """What the incidents of a check run depend on besides its findings.
+    """What the incidents of a check run depend on in addition to its findings.
 
     ``new_id`` makes the id of an incident from the name of what it is about. ``trigger`` and
     ``job_id``: the hook, and the Slurm job that it ran for. ``all_gpus_checked``: all GPUs of the

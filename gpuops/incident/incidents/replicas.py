@@ -24,7 +24,7 @@ class ReplicaMismatch:
     """What was found, *description* in a sentence; ``ranks``: all that must be equal, ``0-2, 5``.
 
     ``suspects`` may be wrong: outvoted ``by_majority``, else nobody knows which of them.
-    ``is_local``: all of them are on the node that tells; ``nodes`` has that of each, where it is
+    ``is_local``: all of them are on the node that reports; ``nodes`` has that of each, where it is
     known. ``last_equal_step``: of the last state that was compared before and equal.
     """
 
@@ -43,7 +43,7 @@ class ReplicaMismatch:
 def incident_from_replicas(
     mismatch: ReplicaMismatch, *, run_id: str, node: str, at_us: int
 ) -> Incident:
-    """Return the open incident of *mismatch*, as *node* tells it.
+    """Return the open incident of *mismatch*, as *node* reports it.
 
     The cause may be a device, memory, or a program that is not deterministic: nothing follows from
     it by itself, and it ends no attempt. A node is named where a fault of hardware must be on it;

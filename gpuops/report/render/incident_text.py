@@ -210,7 +210,7 @@ def decision_json(row: DecisionRow) -> Json:
 
 
 def exclusion_json(row: ExclusionRow) -> Json:
-    """Return a node that the run goes on without."""
+    """Return an excluded node of the run."""
     return {
         "node": row.excluded,
         "since": iso_utc(row.t_us),
@@ -221,7 +221,7 @@ def exclusion_json(row: ExclusionRow) -> Json:
 
 
 def exclusion_lines(rows: Sequence[ExclusionRow]) -> list[str]:
-    """Return a line for each node that the run goes on without."""
+    """Return a line for each excluded node."""
     lines = [
         f"{row.excluded} since {time_of_day(row.t_us)}"
         f"{'' if row.ordinal is None else f', after attempt {row.ordinal}'}: {row.reason}"
@@ -294,7 +294,7 @@ def _nodes(body: Mapping[str, Any]) -> str:
 
 
 def _suspected(row: DecisionRow) -> list[str]:
-    """Return the nodes that were doubted and are not left out; of the others `_excluded` tells."""
+    """Return the nodes that were suspected and are not excluded; for the others see `_excluded`."""
     cluster = row.body.get("cluster")
     if not isinstance(cluster, Mapping) or not isinstance(cluster.get("doubted"), Mapping):
         return []

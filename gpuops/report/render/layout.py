@@ -22,7 +22,7 @@ def truncate(text: str, width: int) -> str:
 
 
 def labelled(label: str, text: str, indent: int = 0) -> str:
-    """Return *text* wrapped beside *label*."""
+    """Return *text* wrapped to the right of *label*."""
     head = f"{' ' * indent}{label:<{LABEL_WIDTH}}"
     return textwrap.fill(
         one_line(text),

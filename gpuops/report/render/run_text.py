@@ -73,7 +73,7 @@ def headline(breakdown: RunBreakdown) -> str:
 
 
 def live_status(breakdown: RunBreakdown) -> str:
-    """Return how a run without an end on record stands, as far as can be told from here."""
+    """Return how a run without an end on record stands, as far as is known here."""
     last_event = date_time(breakdown.end_us)
     if breakdown.agent is AgentLiveness.GONE:
         return f"the agent is gone (killed?), last heard of at {last_event}"
@@ -109,7 +109,7 @@ def ettr_text(breakdown: RunBreakdown) -> str:
 
 
 def blame(breakdown: RunBreakdown) -> str:
-    """Return who was to blame; the same failure over and over is told once."""
+    """Return who was to blame; a repeated failure is listed once."""
     if not breakdown.incidents:
         if breakdown.is_live or breakdown.has_failed:
             return "not known: no incident on record"
@@ -256,7 +256,7 @@ def _lost_text(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds > 0 else "-"
 
 
-# A run that never failed is told without the phases of a recovery.
+# A run that never failed is shown without the phases of a recovery.
 _OPTIONAL_PHASES = frozenset(
     {
         TimePhase.DECIDE,
@@ -313,7 +313,7 @@ def status_view(
 
 
 def _labelled(lines: Sequence[str]) -> Table:
-    """Return *lines*, which begin with a label of `LABEL` characters: long ones go on behind it."""
+    """Return *lines* after their labels of `LABEL_WIDTH` characters, long ones wrapped."""
     table = Table.grid()
     table.add_column(width=LABEL_WIDTH, no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Events into the store: each is kept once, and the derived tables join what it says.
+"""Events into the store: each is kept once, and derived tables are updated from it.
 
 Any permutation, duplication or splitting of the same lines leaves the same rows: an event is
 known by its id and by its (origin, boot_id, seq), and what it adds is joined by `merge`. After an

@@ -1,4 +1,4 @@
-"""How a row that several writers tell about comes together, in any order of their telling.
+"""How the reports of several writers are merged into one row, in any order of arrival.
 
 A `MergeRule` declares for each column of a derived table how two accounts of it join; every way is
 commutative, associative and, but for sums, idempotent. The declaration is carried out twice: in

@@ -90,7 +90,7 @@ class ComponentRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootRow:
-    """One boot of a node; what nobody told is None."""
+    """One boot of a node; None: not reported."""
 
     boot_id: str
     boot_us: int | None

@@ -34,7 +34,7 @@ _PREFIX_MIN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """One run. ``created_us`` is its first sign of life where its start was never told."""
+    """One run. ``created_us`` is the time of its first event where its start was not reported."""
 
     id: str
     name: str
@@ -53,7 +53,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRow:
-    """One attempt of a run, as all its agents together tell it."""
+    """One attempt of a run, merged from the reports of all its agents."""
 
     run_id: str
     ordinal: int
@@ -90,7 +90,7 @@ class CheckRunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRow:
-    """What was decided after the failure of one attempt; ``body`` is the event's whole payload.
+    """What was decided after the failure of one attempt; ``body`` is the event's payload.
 
     It was written by an agent of the run's user: nothing in it is to be trusted.
     """
@@ -111,7 +111,7 @@ class DecisionRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExclusionRow:
-    """A node that a run goes on without; ``ordinal`` is the attempt after which, if any."""
+    """A node that a run has excluded; ``ordinal`` is the attempt after which, if any."""
 
     excluded: str
     t_us: int

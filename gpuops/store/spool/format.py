@@ -33,7 +33,7 @@ _SHRINK_TO = ((8192, 512), (1024, 64), (128, 8))
 
 
 class SpoolLineError(ValueError):
-    """A line that is not what a gpuops writer makes; says why."""
+    """A line that no gpuops writer makes, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _shorten(value: object, text_max: int, list_max: int) -> object:
     if isinstance(value, str) and len(value) > text_max:
         return value[:text_max] + "…"
     if isinstance(value, list):
-        # The last lines of a log are the ones that tell.
+        # The last lines of a log matter most.
         return [_shorten(item, text_max, list_max) for item in value[-list_max:]]
     if isinstance(value, dict):
         return {key: _shorten(item, text_max, list_max) for key, item in value.items()}

@@ -1,7 +1,7 @@
 """Read a spool: every line is treated as hostile, none can stop the others.
 
 A torn last line is what a crash leaves: skipped and counted. A bad line in the middle is damage
-or malice: reported with what it was, for `rejected` to keep aside.
+or malice: reported with what it was, for `quarantine`.
 
 Each is one JSON object: where it stood, why it was refused, its first bytes. The directory is
 bounded; lines above the bound are only counted, a byte for each in the file `DROPPED`.
@@ -146,7 +146,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def count_rejected(spool: Path) -> int:
-    """Return how many lines are kept aside below *spool*."""
+    """Return how many lines are quarantined below *spool*."""
     count = 0
     for path in _files(spool / REJECTED_DIR):
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """The files of a spool directory, how much waits in them, how far each was sent.
 
 Layout: ``<spool>/<origin>/<number>.open`` while its writer appends (it holds a flock on it),
-``.ready`` once complete, ``<number>.sent`` beside it for how much of it a store already has;
+``.ready`` once complete, ``<number>.sent`` next to it with the offset that a store already has;
 ``<spool>/rejected/`` for lines that no store can take.
 """
 
@@ -39,7 +39,7 @@ class SpoolSegment:
 
     @property
     def offset_path(self) -> Path:
-        """Return the file that says how much of it is sent."""
+        """Return the file with the offset up to which it is sent."""
         return self.directory / f"{self.number:08d}.sent"
 
 
@@ -140,7 +140,7 @@ def remove_segment(segment: SpoolSegment) -> None:
 
 
 def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int, int]:
-    """Delete whole segments, oldest first, until *spool* is within its bounds.
+    """Delete complete segments, oldest first, until *spool* is within its bounds.
 
     Segments whose writer lives stay. Returns the number of lines and of bytes dropped.
     """
@@ -246,7 +246,7 @@ def read_offset(segment: SpoolSegment, tag: str | None = None) -> int:
 
 
 def write_offset(segment: SpoolSegment, offset: int, tag: str) -> None:
-    """Remember that the store called *tag* has *segment* up to *offset*.
+    """Record that the store called *tag* has *segment* up to *offset*.
 
     Raises:
         OSError: It cannot be written; then it will be sent again.

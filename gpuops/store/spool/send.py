@@ -3,9 +3,8 @@
 Lines of many small segments share a batch. After the batch's commit, segments that are read to
 their end and have no living writer are deleted; of the others the offset is marked.
 
-What the store has taken is marked or deleted only after its commit; whatever goes wrong before
-that is sent again, and the store knows each event by its number. One flusher works on a spool at
-a time.
+Segments are marked or deleted only after the commit. Lines of a failed batch are sent again,
+and the store identifies each event by its number. One flusher works on a spool at a time.
 """
 
 import contextlib
@@ -54,13 +53,25 @@ BATCH_SEGMENTS = 200
 
 
 @dataclass(slots=True)
-class SendCounts:
-    """Lines counted so far."""
+class FlushReport:
+    """What a flush did so far. Everything but ``note`` counts lines.
+
+    Attributes:
+        sent: New in the store.
+        already_there: Sent before, and known by the store.
+        refused: Well-formed lines that the store cannot take; quarantined.
+        corrupt: Damaged lines; quarantined.
+        remaining: Left in the spool for the next time.
+        note: Why something remains, or None.
+        torn: Last lines cut short by a crash; skipped.
+    """
 
     sent: int = 0
     already_there: int = 0
     refused: int = 0
     corrupt: int = 0
+    remaining: int = 0
+    note: str | None = None
     torn: int = 0
 
 
@@ -93,7 +104,7 @@ class SpoolSender:
     def __init__(
         self, spool: Path, store: IncidentStore, *, cluster: str, clock: Clock, end_ns: int
     ) -> None:
-        self.counts = SendCounts()
+        self.counts = FlushReport()
         self._spool = spool
         self._store = store
         self._tag = store_tag(redacted(store.url))
@@ -112,7 +123,7 @@ class SpoolSender:
 
         Raises:
             StoreError: The store went away; what it has not committed stays.
-            SpoolError: Refused lines cannot be kept aside; their segments stay.
+            SpoolError: Refused lines cannot be quarantined; their segments stay.
         """
         try:
             return all(self._read_segment(segment) for segment in segments) and self._commit_batch()
@@ -157,7 +168,7 @@ class SpoolSender:
             self.counts.torn += 1
 
     def _commit_batch(self, keep_fd: int | None = None) -> bool:
-        """Send the batch, then let go of what is sent; *keep_fd* is still read from."""
+        """Send the batch, then release its segments; *keep_fd* is still read from."""
         if self.remaining_s <= 0:
             return False
         batch = self._batch
@@ -171,8 +182,8 @@ class SpoolSender:
     def _deliver(self, pending: Sequence[_PendingLine], *, retry: bool = True) -> None:
         """Ingest *pending*; refuse those that cannot be, however few they are among many.
 
-        What is refused is tried *retry* first: two writers that are the first to tell of one
-        thing at once can collide in an index that ``ON CONFLICT`` does not name.
+        What is refused is tried *retry* first: two writers that are the first to report
+        one thing at once can collide in an index that ``ON CONFLICT`` does not name.
         """
         if not pending:
             return
@@ -241,7 +252,7 @@ class SpoolSender:
             remove_segment(segment)
         for segment, offset in batch.marks.items():
             if segment not in batch.done:
-                # Not remembered is only sent again.
+                # An offset that is not recorded only means that lines are sent again.
                 with contextlib.suppress(OSError):
                     write_offset(segment, offset, self._tag)
 
@@ -249,29 +260,6 @@ class SpoolSender:
 FLUSH_DEADLINE_S = 10.0
 _LOCK = ".flush.lock"
 _LOCK_POLL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class FlushReport:
-    """What a flush did. Everything but ``note`` counts lines.
-
-    Attributes:
-        sent: New in the store.
-        already_there: Sent before, and known by the store.
-        refused: Well-formed lines that the store cannot take; kept aside.
-        corrupt: Damaged lines; kept aside.
-        remaining: Left in the spool for the next time.
-        note: Why something remains, or None.
-        torn: Last lines cut short by a crash; skipped.
-    """
-
-    sent: int = 0
-    already_there: int = 0
-    refused: int = 0
-    corrupt: int = 0
-    remaining: int = 0
-    note: str | None = None
-    torn: int = 0
 
 
 def flush(
@@ -296,9 +284,9 @@ def flush(
     end_ns = clock.mono_ns() + round(deadline_s * 1e9)
     with _flush_lock(spool_dir, deadline_s) as has_lock:
         segments = _with_backlog(find_segments(spool_dir))
-        counts, note = SendCounts(), None
+        report = FlushReport()
         if segments and not has_lock:
-            note = f"another flusher is at work on {spool_dir}"
+            report.note = f"another flusher is at work on {spool_dir}"
         elif segments:
             left_s = max((end_ns - clock.mono_ns()) / 1e9, 0.1)
             try:
@@ -306,25 +294,14 @@ def flush(
                     sender = SpoolSender(
                         spool_dir, store, cluster=cluster, clock=clock, end_ns=end_ns
                     )
-                    counts = sender.counts
+                    report = sender.counts
                     if not sender.send(segments):
-                        note = f"the deadline of {deadline_s:g} s came first"
+                        report.note = f"the deadline of {deadline_s:g} s came first"
             except (StoreError, SpoolError) as exc:
-                note = str(exc)
-        return _report(counts, note, spool_dir)
-
-
-def _report(counts: SendCounts, note: str | None, spool_dir: Path) -> FlushReport:
-    remaining = measure_segments(find_segments(spool_dir)).lines if note else 0
-    return FlushReport(
-        sent=counts.sent,
-        already_there=counts.already_there,
-        refused=counts.refused,
-        corrupt=counts.corrupt,
-        remaining=remaining,
-        note=note,
-        torn=counts.torn,
-    )
+                report.note = str(exc)
+        if report.note:
+            report.remaining = measure_segments(find_segments(spool_dir)).lines
+        return report
 
 
 def _with_backlog(segments: Sequence[SpoolSegment]) -> list[SpoolSegment]:

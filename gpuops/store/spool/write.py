@@ -2,7 +2,7 @@
 
 A writer never waits for a database. It appends checksummed lines (`gpuops.store.spool.format`) to a
 segment of its own and syncs it at error severity, on rotation and on close, so that a machine
-that dies keeps its last words.
+that dies keeps its last events.
 """
 
 import contextlib

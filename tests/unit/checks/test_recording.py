@@ -82,7 +82,7 @@ def again(made):
 
 
 def found(looks, state, names):
-    case = case_of(state, node=CASE.node, moment=MOMENT, errand=StateUpdate())
+    case = case_of(state, node=CASE.node, moment=MOMENT, purpose=StateUpdate())
     return judge(suite(*names), looks, RunContext(case), FakeClock(MOMENT.t_us))
 
 

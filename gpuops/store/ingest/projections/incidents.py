@@ -1,12 +1,12 @@
 """Incidents from their snapshots: the best account's newest one stands, all are kept.
 
 Accounts are ordered by authority, then revision, then event id (`gpuops.model.Incident`); root's
-account of an incident outweighs any user's. An incident of a node that root tells of is a strike
+account of an incident outweighs any user's. An incident of a node that root reports is a strike
 against what it blames.
 
 gpuops' own failures as incidents: one for each node, part that failed and day (UTC).
 
-They are nobody else's fault and over when they are told of: gpuops goes on without.
+They are gpuops' own fault and over when they are reported: gpuops continues without that part.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ STRIKES = MergeRule(
 )
 # How much an incident weighs; one without a known cause is no strike.
 _WEIGHTS = {Confidence.CONFIRMED: 1.0, Confidence.PROBABLE: 0.5}
-# What a person wrote down wrong, a job left behind or all nodes share says nothing about a part.
+# A configuration mistake, a job's left-over or a fault of all nodes is no evidence on a part.
 _NO_STRIKE = frozenset(
     {
         FailureClass.GPU_CONFIG,
@@ -284,7 +284,7 @@ _LINE_CHARS_MAX = 400
 
 
 def tool_failed(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the incident that a ``tool.failed`` belongs to, as its earliest event tells it."""
+    """Return the incident that a ``tool.failed`` belongs to, as its earliest event reports it."""
     event, payload = envelope.event, envelope.event.payload
     # Whatever an own failure looks like, refusing it would hide it.
     what = str(payload.get("what") or "gpuops")[:SHORT_TEXT_MAX]

@@ -86,7 +86,7 @@ def attempt_stub(run_id: str, ordinal: int) -> dict[str, object]:
 
 
 def node_seen(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the boot that a ``node.seen`` tells of."""
+    """Return the boot in a ``node.seen``."""
     fields = envelope.payload_reader()
     boot = {
         "node_id": envelope.node_id,
@@ -106,17 +106,17 @@ _KINDS = frozenset(kind.value for kind in EntityKind)
 
 
 def node_drained(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the drain that a ``node.drained`` tells of."""
+    """Return the drain in a ``node.drained``."""
     return _state(envelope, "drained")
 
 
 def node_resumed(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the end of a drain that a ``node.resumed`` tells of."""
+    """Return the end of a drain in a ``node.resumed``."""
     return _state(envelope, "resumed")
 
 
 def node_repaired(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the repair that a ``node.repaired`` tells of."""
+    """Return the repair in a ``node.repaired``."""
     fields = envelope.payload_reader()
     entity = envelope.event.payload.get("entity")
     if not isinstance(entity, dict) or entity.get("kind") not in _KINDS:
@@ -191,7 +191,7 @@ def _boot(envelope: EventEnvelope, fields: PayloadReader) -> Iterator[ProjectedR
         "node_id": envelope.node_id,
         "boot_id": envelope.line.boot_id,
         "boot_us": fields.integer("boot_us"),
-        # Below every key of a node.seen, which tells more; of check runs the first one's counts.
+        # Below every key of a node.seen, which holds more; of check runs the first one's counts.
         "seen_key": f"-{envelope.earliest_key}",
     }
     if envelope.is_from_root and boot["boot_us"] is not None:

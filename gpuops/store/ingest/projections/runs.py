@@ -1,6 +1,6 @@
 """Runs, their attempts, what each minute showed, and what was decided.
 
-Every agent of a run tells about the same attempt: it began when the first of them began, ended
+Every agent of a run reports the same attempt: it began when the first of them began, ended
 when the last of them ended, and failed if it failed anywhere.
 """
 
@@ -29,7 +29,7 @@ _OUTCOME_WEIGHT = {"completed": 1, "cancelled": 2, "failed": 3}
 
 
 def run_started(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the run as the first agent that started it tells it."""
+    """Return the run as reported by the first agent that started it."""
     fields, event = envelope.payload_reader(), envelope.event
     run = {
         **_run_stub(envelope),
@@ -75,7 +75,7 @@ def attempt_started(envelope: EventEnvelope) -> list[ProjectedRow]:
         "log_dir": fields.text("log_dir"),
         "slurm_job_id": fields.short_text("slurm_job_id"),
         "slurm_restart_count": fields.integer("slurm_restart_count"),
-        # The agent of group rank 0 speaks for all, then the earliest.
+        # The agent of group rank 0 takes precedence, then the earliest.
         "start_key": f"{10**10 - 1 - _group_rank_or_last(group_rank):010d}/{envelope.earliest_key}",
     }
     part = _attempt_node(envelope, group_rank=group_rank, from_us=fields.integer("start_us"))
@@ -188,7 +188,7 @@ EXCLUSIONS = MergeRule(
 
 
 def decision_made(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the decision that a ``decision.made`` tells of; the payload is kept whole."""
+    """Return the decision in a ``decision.made``; the payload is stored unchanged."""
     event, fields = envelope.event, envelope.payload_reader()
     if event.run_id is None or event.attempt is None:
         raise SpoolLineError("decision.made without a run and an attempt")
@@ -219,7 +219,7 @@ def decision_made(envelope: EventEnvelope) -> list[ProjectedRow]:
 
 
 def node_excluded(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the exclusion that a ``node.excluded`` tells of; of several the first stands."""
+    """Return the exclusion in a ``node.excluded``; of several the first counts."""
     event, fields = envelope.event, envelope.payload_reader()
     if event.run_id is None:
         raise SpoolLineError("node.excluded without a run")

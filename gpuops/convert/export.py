@@ -1,6 +1,6 @@
-"""Write a state in a format of others: a DCP directory, safetensors files, a torch.save file.
+"""Write a state in another format: a DCP directory, safetensors files, a torch.save file.
 
-The result appears whole or not at all: it is written beside its place and renamed.
+The result appears complete or not at all: it is written under a temporary name and renamed.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class ConvertFormat(StrEnum):
-    """The formats of others."""
+    """Formats of other tools."""
 
     DCP = "dcp"
     SAFETENSORS = "safetensors"
@@ -77,15 +77,15 @@ def export_state(
         output_format: The format.
         part: Only this part (``model``), its tensors by their names without the part's.
         max_shard_bytes: About so many bytes of tensors for each safetensors file.
-        advance: Is told the bytes of tensors written, for a progress bar.
+        advance: Called with the bytes of tensors written, for a progress bar.
 
     Raises:
         CorruptError: A shard is not what was saved.
-        BadRequestError: *to* is there, or has no place; the state has no such part.
+        BadRequestError: *to* exists, or its parent does not; the state has no such part.
         CheckpointError: *to* cannot be written.
     """
     if to.exists() or to.is_symlink():
-        raise BadRequestError(f"{to} is there already: name a place that is not")
+        raise BadRequestError(f"{to} exists already: give a path that does not")
     if not to.parent.is_dir():
         raise BadRequestError(f"there is no directory {to.parent} to write {to.name} into")
     if output_format is ConvertFormat.SAFETENSORS:
@@ -128,7 +128,7 @@ def _save_dcp(nested: Mapping[str, Any], folder: Path) -> None:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Say whether *error* came of Ctrl-C: what ends a file that is not all there raises as well."""
+    """Say whether Ctrl-C caused *error*: closing an incomplete file raises another one on top."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -144,7 +144,9 @@ def _build_nested(state: StateReader, part: str | None) -> NestedState:
     def tensor_of(name: str, dtype: str | None) -> torch.Tensor:
         if (name, dtype) not in cache:
             if name not in state.tensors:
-                raise CorruptError(f"the state tells of a tensor {name!r:.200} and has it not")
+                raise CorruptError(
+                    f"the state names a tensor {name!r:.200} and does not contain it"
+                )
             cache[name, dtype] = _as_torch(state, state.tensors[name], dtype)
         return cache[name, dtype]
 
@@ -302,7 +304,7 @@ def _temporary_path(to: Path) -> Path:
 
 
 def _publish(path: Path, to: Path) -> None:
-    """Give the file *path* the name *to* and sync it; never takes another file's place."""
+    """Give the file *path* the name *to* and sync it; never replaces another file."""
     try:
         os.link(path, to)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""What is to be imported, before a byte of its tensors is read: names, shapes, and places."""
+"""What is to be imported, before its tensors are read: names, shapes, and how to read them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class ImportSource:
     ``tree`` is nested as it was saved, with a tensor on the meta device for each tensor of
     ``fills``, which puts its data into a tensor of the same shape and dtype; keys are `id`s.
     ``is_flat``: the names of ``tree`` are those of the tensors in a state. ``gpuops_metadata`` is
-    what an export of gpuops said of the state.
+    what an export of gpuops recorded of the state.
     """
 
     tree: dict[Any, Any] = field(default_factory=dict)

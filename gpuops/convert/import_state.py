@@ -45,7 +45,7 @@ _SHARD = Shard(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """The state that was made, and what the user should know of it."""
+    """The state that was made, and notes for the user."""
 
     state: StateId
     nbytes: int
@@ -90,7 +90,7 @@ def import_state(  # noqa: PLR0913 what, where to, and what nobody else says
         step: The optimizer steps completed; None: what was saved with it says.
         epoch: None: newer than all states that are there.
         part: What a flat set of tensors is the state of, such as ``model``.
-        advance: Is told the bytes of tensors that were read.
+        advance: Called with the bytes of tensors that were read.
 
     Raises:
         CorruptError: What is read is not what its own index says.
@@ -143,7 +143,7 @@ def _flatten(source: ImportSource, step: int, part: str | None) -> FlatState:
         return from_nested({"model": source.tree} if source.is_flat else source.tree, step)
     blobs = gpuops_metadata.get("extra")
     if not isinstance(blobs, list) or not all(type(text) is str for text in blobs):
-        raise CorruptError("what gpuops exported with it is not whole: it has no extras")
+        raise CorruptError("what gpuops exported with it is incomplete: it has no extras")
     if source.is_flat:
         flat = FlatState(dict(source.tree))
         names = set(flat.tensors)
@@ -165,7 +165,7 @@ def _flatten(source: ImportSource, step: int, part: str | None) -> FlatState:
 def _build_nested(source: ImportSource, blobs: list[str]) -> NestedState:
     def tensor_of(name: str, _dtype: str | None) -> torch.Tensor:
         if name not in source.tree:
-            raise CorruptError(f"the extras tell of a tensor {name!r:.200}, which is not there")
+            raise CorruptError(f"the metadata names a tensor {name!r:.200}, which is not there")
         found: torch.Tensor = source.tree[name]
         return found
 
@@ -251,6 +251,6 @@ def _load(path: Path, *, trust: bool) -> Any:
 
 
 def _refusal_reason(exc: Exception) -> str:
-    """Return what of torch's words is about the file: the rest is advice on how to give in."""
+    """Return the part of torch's message about the file: the rest advises to disable the check."""
     matched = _GLOBAL.search(str(exc))
     return f": it names {matched[1]}" if matched else ""

@@ -38,7 +38,7 @@ class NestedState(dict[str, Any]):
 
 
 def parse_metadata_blobs(blobs: Sequence[bytes]) -> list[RankMetadata]:
-    """Return what each rank saved beside tensors; an empty mapping where that is not known to us.
+    """Return what each rank saved next to its tensors; empty where it is not of gpuops.
 
     Raises:
         CorruptError: It is no JSON.
@@ -288,7 +288,7 @@ def _plain_numpy(value: Any) -> Any:
 
 @dataclass(slots=True)
 class FlatState:
-    """The tensors of a state by name, what is saved beside them, and what to tell the user."""
+    """The tensors of a state by name, the metadata saved with them, and notes for the user."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     metadata_blob: bytes = b""
@@ -298,7 +298,7 @@ class FlatState:
 def from_nested(tree: Mapping[str, Any], step: int) -> FlatState:
     """Return the state of one rank that *tree* is of, as `gpuops.Checkpointer` would save it.
 
-    The random generators are seeded with *step*: nobody knows what they were.
+    The random generators are seeded with *step*: their states are not known.
 
     Raises:
         CheckpointError: Something in it cannot be stored; says where it is.

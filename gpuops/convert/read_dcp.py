@@ -297,14 +297,12 @@ def _check_sizes(directory: Path, name: str, tensor: DcpTensor, dtype: torch.dty
         if piece.file_range.offset + piece.file_range.nbytes > size:
             raise CorruptError(
                 f"{name!r:.200} ends at byte {piece.file_range.offset + piece.file_range.nbytes} "
-                "of "
-                f"{piece.file_range.file}, which has {size}"
+                f"of {piece.file_range.file}, which has {size}"
             )
         if prod(piece.shape) * dtype.itemsize > piece.file_range.nbytes:
             raise CorruptError(
                 f"{piece.file_range.nbytes} bytes of {piece.file_range.file} cannot be a "
-                f"{tensor.dtype} of "
-                f"shape {list(piece.shape)} ({name!r:.200})"
+                f"{tensor.dtype} of shape {list(piece.shape)} ({name!r:.200})"
             )
 
 

@@ -122,7 +122,7 @@ def encode_index(files: Sequence[SafetensorsFilePlan]) -> bytes:
 def write_file(
     plan: SafetensorsFilePlan, state: StateReader, folder: Path, advance: Callable[[int], object]
 ) -> None:
-    """Write one file into *folder* and sync it; *advance* is told the bytes of each tensor.
+    """Write one file into *folder* and sync it; *advance* is called with the bytes of each tensor.
 
     Raises:
         CorruptError: A shard is not what was saved.
@@ -134,7 +134,7 @@ def write_file(
             file.write(plan.header)
             file.flush()
             if plan.nbytes > len(plan.header):
-                # Without it a full disk would end us with SIGBUS while we write to the mapping.
+                # Without it a write to the mapping on a full disk would raise SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, plan.nbytes)
                 _write_tensors(
                     plan, state, memoryview(mmap.mmap(file.fileno(), plan.nbytes)), advance
@@ -164,8 +164,8 @@ _SHARDING = "DCP_SHARDING_INFO"
 def read_safetensors(path: Path) -> ImportSource:
     """Return what is in the file *path*, or in the directory: all files that its index names.
 
-    Without an index all ``*.safetensors`` of the directory belong together. Where they tell of
-    parts (``DCP_SHARDING_INFO``), the parts of a tensor are put together.
+    Without an index all ``*.safetensors`` of the directory belong together. Where they list
+    parts (``DCP_SHARDING_INFO``), the parts of a tensor are joined.
 
     Raises:
         CorruptError: A file is no safetensors file; parts are missing, or disagree.

@@ -40,8 +40,8 @@ class StateReader:
     Args:
         store: Where it lies.
         manifest: Its manifest.
-        scratch: The folder for scratch files; they have no name there and vanish with us.
-        advance: Is told the bytes that were verified, for a progress bar.
+        scratch: The folder for scratch files; they have no name and end with this process.
+        advance: Called with the bytes that were verified, for a progress bar.
 
     Raises:
         CorruptError: A shard is not what was saved.
@@ -76,7 +76,7 @@ class StateReader:
         self._open.close()
 
     def metadata_blob_of(self, layout: ImageLayout) -> bytes:
-        """Return what the rank of *layout* saved beside tensors."""
+        """Return what the rank of *layout* saved next to its tensors."""
         return read_metadata_blob(self._view(layout.shard), layout)
 
     def bytes_of(self, tensor: StoredTensor) -> memoryview:
@@ -120,10 +120,8 @@ class StateReader:
             if damaged:
                 raise CorruptError(
                     f"{path}: {len(damaged)} of {len(record.digest.table) // 8} chunks are not "
-                    "what "
-                    f"was saved, the first is number {damaged[0]}; take another state: `gpuops "
-                    "ckpt "
-                    "verify --all` says which are whole"
+                    f"what was saved, the first is number {damaged[0]}; use another state: "
+                    "`gpuops ckpt verify --all` says which are intact"
                 )
         self._advance(record.digest.nbytes)
         return view
@@ -171,6 +169,6 @@ def scratch_file(folder: Path, nbytes: int) -> Iterator[int]:
         with wrap_os_errors(f"put {nbytes} bytes of scratch into", folder):
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             if nbytes:
-                # Without it a full disk would end us with SIGBUS while we write to the mapping.
+                # Without it a write to the mapping on a full disk would raise SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         yield file.fileno()

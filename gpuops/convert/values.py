@@ -1,8 +1,8 @@
-"""What of a state is not a tensor, as JSON that keeps every type, and back.
+"""The values of a state that are not tensors, as JSON that keeps every type, and back.
 
 JSON's own types stand for themselves; all else is an object with the key ``$`` that names its type.
-Nothing that is read is executed or unpickled: what cannot be said in these terms is refused by the
-name of its place, unless the user allowed ``torch.save`` for it.
+Nothing that is read is executed or unpickled: what has no form here is refused with its path,
+unless the user allowed ``torch.save`` for it.
 """
 
 import base64

@@ -1,10 +1,10 @@
-"""The rate of failures that saving goes by: what is on record, and a published one beside it.
+"""The rate of failures that the save interval is based on: the record, weighed with a prior.
 
 With n failures in T node hours and a prior that weighs as much as one failure at the published
 rate, the rate is the mean of the Gamma posterior, (1 + n) / (T_prior + T): without a record it is
-the published one, and a long record is followed. The interval beside it is of the record alone, the
-exact one of a Poisson count (Garwood, Biometrika 28, 1936): [chi2(2.5 %; 2n) / 2T,
-chi2(97.5 %; 2n + 2) / 2T].
+the published one, and a long record is followed. The confidence interval is of the record alone,
+the exact one of a Poisson count (Garwood, Biometrika 28, 1936): [chi2(2.5 %; 2n) / 2T, chi2(97.5 %;
+2n + 2) / 2T].
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from gpuops.plan.interval import FAILURES_PER_1000_NODE_DAYS, failures_per_hour
 
-FAILURES_VARIABLE = "GPUOPS_CKPT_FAILURES"  # in which an agent tells its workers
+FAILURES_VARIABLE = "GPUOPS_CKPT_FAILURES"  # set by an agent for its workers
 HOURS_PER_1000_DAYS = 24_000.0
 N_MAX = 10**9
 HOURS_MAX = 1e12
@@ -50,7 +50,7 @@ class FailureRate:
 
     @property
     def per_1000_node_days(self) -> float:
-        """Return the rate that is gone by, the prior in it."""
+        """Return the rate used, with the prior."""
         return self.per_hour(1) * HOURS_PER_1000_DAYS
 
     @property
@@ -97,7 +97,7 @@ class FailureRate:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
-        """Return what an agent told in *env*; nothing on record where it told nothing, or wrong."""
+        """Return what an agent set in *env*; an empty record where that is unset or invalid."""
         match = _TEXT.fullmatch(env.get(FAILURES_VARIABLE, ""))
         try:
             return cls(int(match[1]), float(match[2])) if match else cls()

@@ -261,7 +261,7 @@ def steps_between_saves(
         restore_s: From a failure to the next new step, measured.
         failures_per_hour: Of the whole job; 0 where none are expected.
         step_s: The time of a step, measured.
-        interval_s_max: No more than this is ever lost, whatever the rate of failures is said to be.
+        interval_s_max: No more than this is ever lost, whatever the rate of failures.
 
     Raises:
         ValueError: A figure below zero or not finite, or a step that takes no time.

@@ -70,16 +70,14 @@ def check_address(address: str) -> None:
     if protocol in _READ_ONLY_PROTOCOLS:
         raise AddressError(
             f"{safe_address}: nothing can be written to {protocol}://; for a server that speaks "
-            "S3 give "
-            "s3://bucket/name and set AWS_ENDPOINT_URL"
+            "S3 give s3://bucket/name and set AWS_ENDPOINT_URL"
         )
     protocols = _known_protocols(safe_address)
     if protocol not in protocols:
         suggestions = ", ".join(name for name in COMMON_PROTOCOLS if name in protocols)
         raise AddressError(
             f"{safe_address}: no kind of store is called {protocol or 'nothing'}; a directory is "
-            "one, and "
-            f"URLs may begin with {suggestions}"
+            f"one, and URLs may begin with {suggestions}"
         )
     _require_package(safe_address, protocol, protocols[protocol])
 
@@ -91,8 +89,7 @@ def _known_protocols(safe_address: str) -> dict[str, Any]:
     except ImportError as exc:
         raise AddressError(
             f"{safe_address} needs fsspec, which is not installed: pip install 'gpuops[torch]', "
-            "or give a "
-            "directory"
+            "or give a directory"
         ) from exc
     return {
         name: known_implementations.get(name, {}) for name in (*registry, *known_implementations)

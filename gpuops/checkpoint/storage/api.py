@@ -1,7 +1,7 @@
 """Where states are kept beyond the nodes' memory: what a directory and an object store both do.
 
-A state is there when its manifest is: shards come first, the manifest last, and a reader never
-looks at shards without one. What a writer that died leaves behind is never taken for a state.
+A state exists when its manifest does: shards are written first, the manifest last, and readers
+ignore shards without one. What a dead writer leaves behind is never taken for a state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +13,10 @@ from gpuops.checkpoint.manifest import Manifest, ShardRecord
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError, Shard, StateId
 
-# An image: in a slot, or the descriptor of a file or of memory. A slot is mapped here already; to
-# map it again, page by page, takes as long as to hash it.
+# An image: in a slot, or the descriptor of a file or of memory. A slot is already mapped here;
+# mapping it again, page by page, takes as long as hashing it.
 ImageSource = SharedBuffer | int
-# Called with the number of bytes about to be moved. It may wait; what it raises ends the move.
+# Called with the number of bytes about to be moved. It may wait; what it raises ends the transfer.
 Throttle = Callable[[int], None]
 
 
@@ -43,9 +43,9 @@ class StoredState:
 
 @dataclass(frozen=True, slots=True)
 class DamagedState:
-    """What has the name of a state and cannot be taken for one: ``why`` is one sentence.
+    """What has the name of a state and cannot be used as one: ``why`` is one sentence.
 
-    Not ``is_corrupt``: it may be whole, for a later gpuops, or for who may read it.
+    Not ``is_corrupt``: it may be intact, but of a later gpuops or not readable for this user.
     """
 
     name: str
@@ -60,7 +60,7 @@ class DamagedState:
 
 @dataclass(frozen=True, slots=True)
 class StoreScan:
-    """What lies in a store: the states, newest first; the damaged; and writers' leftovers."""
+    """What is in a store: the states, newest first; the damaged; and writers' leftovers."""
 
     states: tuple[StoredState, ...]
     damaged: tuple[DamagedState, ...] = ()
@@ -79,7 +79,7 @@ def require_shards(records: Mapping[Shard, ShardRecord], manifest: Manifest) -> 
         for record in manifest.shards
         if records.get(record.shard, record) != record
     ]
-    for names, what in ((missing, "not there"), (mismatched, "not the same that was sealed")):
+    for names, what in ((missing, "not there"), (mismatched, "not the ones that were saved")):
         if names:
             raise CheckpointError(
                 f"{manifest.state} cannot be committed: {len(names)} of {manifest.world} shards "
@@ -88,7 +88,7 @@ def require_shards(records: Mapping[Shard, ShardRecord], manifest: Manifest) -> 
 
 
 class StateWriter(Protocol):
-    """One state being written. It is nowhere to be seen before `commit`."""
+    """One state being written. It is invisible before `commit`."""
 
     def put_shard(
         self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
@@ -112,7 +112,7 @@ class StateWriter(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> bool:
-        """Make the state appear, whole; return False where it was there already, bit for bit.
+        """Make the complete state visible; return False where the same one exists already.
 
         Raises:
             CommitInProgressError: Another node of the session does so at the moment.
@@ -124,8 +124,8 @@ class StateWriter(Protocol):
     def abort(self) -> None:
         """End without a commit; after one, do nothing.
 
-        What this writer put is removed as far as it can be; of a session the whole shards stay, for
-        another node to commit.
+        What this writer put is removed as far as it can be; of a session the complete shards stay,
+        for another node to commit.
         """
         ...
 
@@ -149,7 +149,7 @@ class CheckpointStore(Protocol):
         ...
 
     def contains(self, manifest: Manifest) -> bool:
-        """Return whether the state of *manifest* is there, with all its shards in their sizes.
+        """Return whether the state of *manifest* is there, with all its shards of the right size.
 
         Raises:
             CheckpointError: Another state has its name, or the store cannot be read.
@@ -183,7 +183,7 @@ class CheckpointStore(Protocol):
         ...
 
     def file_sizes(self, state: StateId) -> Mapping[str, int]:
-        """Return the names and sizes of all that lies beside the manifest of *state*; -1: no file.
+        """Return the names and sizes of all files next to the manifest of *state*; -1: not a file.
 
         Raises:
             CheckpointError: It cannot be listed.
@@ -226,7 +226,7 @@ class CheckpointStore(Protocol):
         ...
 
     def delete(self, state: StateId) -> None:
-        """Remove *state*: it is gone as a whole at once, its bytes follow. Gone before: nothing.
+        """Remove *state* atomically, its bytes follow; do nothing where there is none.
 
         Raises:
             CheckpointError: It is pinned, or cannot be removed.
@@ -250,7 +250,7 @@ class CheckpointStore(Protocol):
         ...
 
     def sweep(self) -> tuple[str, ...]:
-        """Remove what dead writers and broken-off deletions left; return what was removed.
+        """Remove what dead writers and interrupted deletions left; return what was removed.
 
         Raises:
             CheckpointError: It cannot be listed.

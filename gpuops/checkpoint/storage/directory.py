@@ -1,13 +1,12 @@
 """States in a directory: on a local disk, or on a file system that the nodes share.
 
-A state is written into a temporary directory beside its place, file by file, each synced; then the
-manifest, the directory; then it is renamed into place and the parent is synced. So a reader sees a
-state whole or not at all, at whatever moment a writer or the machine stops.
+A state is written into a temporary directory next to its final one, file by file, each synced;
+then the manifest and the directory are synced, it is renamed into place and the parent is synced.
+So a reader sees a complete state or none, at whatever moment a writer or the machine stops.
 
-Remove what is no state: the directories of writers that died, and deletions that broke off.
-
-A temporary directory is removed when the process that made it is known to be dead, or when nothing
-in it has changed for a day; its lock, where the file system has locks, says that it is not.
+A sweep removes the directories of dead writers and interrupted deletions. A temporary directory is
+removed when the process that made it is known to be dead, or when nothing in it has changed for a
+day, unless it is locked.
 """
 
 import contextlib
@@ -142,9 +141,9 @@ def _modified_s(name: str, root: int) -> float:
 
 
 def _filesystem_now_s(root: int, name: str) -> float:
-    """Return the time by the clock that dates the files: a file server's, not that of this host.
+    """Return the time of the file system's clock, which may be a file server's.
 
-    *name*: of a directory made to see it; it is one that a later sweep would remove.
+    *name*: of a directory that is created to read it; a later sweep would remove it.
     """
     os.mkdir(name, dir_fd=root)
     try:

@@ -99,7 +99,7 @@ def trash_name(state: StateId, nonce: bytes) -> str:
 
 
 def quarantine_name(state: StateId, nonce: bytes) -> str:
-    """Return the name of a damaged *state* that made room for a whole one."""
+    """Return the name of a damaged *state* that was replaced by a complete one."""
     return f".aside.{state.name}.{nonce.hex()}"
 
 
@@ -131,7 +131,7 @@ def check_tag(text: str) -> None:
 
 
 def name_component(text: str) -> str:
-    """Return *text* as a part of a name; two texts that differ have names that differ."""
+    """Return *text* as a part of a name; different texts give different names."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64]
     if plain == text and not _HASHED.search(plain):
         return plain
@@ -139,9 +139,9 @@ def name_component(text: str) -> str:
 
 
 def host_identity() -> str:
-    """Return a name of this host in which the numbers of processes mean what they mean to us.
+    """Return a name of this host and its pid namespace.
 
-    Containers often share the name of their host and number their processes anew.
+    Containers often share the name of their host and have their own pids.
     """
     try:
         namespace = f"-{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116 no path to build
@@ -155,7 +155,7 @@ def _state_id(found: re.Match[str]) -> StateId:
 
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocking: what has the name of a file may be a pipe that nobody writes to.
+# Not blocking: the name may be that of a pipe without a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_BYTES = 2**20
@@ -198,13 +198,13 @@ def open_directory(path: Path | str, *, dir_fd: int | None = None) -> Iterator[i
 
 
 def close_quietly(fd: int) -> None:
-    """Close *fd*, through which nothing was written: what closing it says is of no account."""
+    """Close *fd*, through which nothing was written, and ignore errors."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def make_directories(path: Path) -> None:
-    """Make the directory *path* and those above it where they are not there, on stable storage.
+    """Make the directory *path* and those above it that do not exist, on stable storage.
 
     Raises:
         OSError: One of them cannot be made.
@@ -277,7 +277,7 @@ def write_synced(name: str, content: bytes, dir_fd: int) -> None:
         write_all(fd, memoryview(content))
         os.fsync(fd)
     finally:
-        os.close(fd)  # file servers tell of a failed write here, too
+        os.close(fd)  # file servers may report a failed write only here
 
 
 def write_all(fd: int, data: memoryview) -> None:
@@ -294,10 +294,10 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def require_free_space(fd: int, nbytes: int) -> None:
-    """Say nothing where the file system of *fd* has room for *nbytes*, or does not tell.
+    """Say nothing where the file system of *fd* has room for *nbytes*, or reports no size.
 
     Raises:
-        OSError: With both figures, before half of it fills what others need.
+        OSError: There is too little space; names both figures.
     """
     filesystem = os.fstatvfs(fd)
     free_bytes = filesystem.f_bavail * filesystem.f_frsize

@@ -1,8 +1,8 @@
 """Write one state into a directory, alone or together with the writers of other nodes.
 
 Alone, the temporary directory is named after this process. Together, it is named after the session:
-each writer puts its shard under a name of its own, renames it, and leaves a small record of it
-beside. The one that commits makes the manifest of these records, and then removes them.
+each writer puts its shard under a name of its own, renames it, and writes a small record next to
+it. The one that commits builds the manifest from these records, and then removes them.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class DirectoryWriter:
             make_directories(context.root)
             self._root = opening.enter_context(open_directory(context.root))
             self._folder = self._open_temporary(opening)
-            # Tells sweepers that we live, where the file system has locks.
+            # Shows sweepers that this writer lives, where the file system has locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._open = opening.pop_all()
@@ -143,7 +143,7 @@ class DirectoryWriter:
             if self._shared_name is None:
                 remove_tree(self._name, self._root)
             elif self._name != self._shared_name:
-                # What the nodes put is whole; one of them may have better luck with it.
+                # What the nodes put is complete; another node may still commit it.
                 rename(self._name, self._shared_name, self._root)
             else:
                 os.rmdir(self._name, dir_fd=self._root)  # made by asking, and empty
@@ -161,7 +161,7 @@ class DirectoryWriter:
         raise CheckpointError(f"others keep taking {self._name}")
 
     def _take_session_folder(self) -> None:
-        """Take what the nodes put for this process alone: of two that commit, one goes on."""
+        """Take what the nodes put for this process alone: of two that commit, one continues."""
         if self._shared_name is None:
             return
         own_name = temporary_name(
@@ -192,8 +192,8 @@ class DirectoryWriter:
             try:
                 write_image(source, fd, record.digest, throttle=throttle)
             finally:
-                os.close(fd)  # file servers tell of a failed write here, too
-        except BaseException:  # boundary: whatever ends it, its bytes need not fill the disk
+                os.close(fd)  # file servers may report a failed write only here
+        except BaseException:  # boundary: whatever the error, free the disk
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self._folder)
             raise
@@ -219,7 +219,7 @@ class DirectoryWriter:
         rename(part, name, self._folder)
 
     def _finish_folder(self, manifest: Manifest) -> None:
-        """Bring the temporary directory to what it is to be, all on stable storage."""
+        """Write the manifest and remove the records, all on stable storage."""
         require_shards(self.records(), manifest)
         for record in manifest.shards:
             size_bytes = regular_file_size(record.shard.file_name, self._folder)
@@ -227,8 +227,8 @@ class DirectoryWriter:
                 raise CorruptError(
                     f"{record.shard.file_name} has {size_bytes} bytes, not {record.digest.nbytes}"
                 )
-        # First the manifest, then away with the records it is made of: at any moment one of the
-        # two says which shards are there.
+        # First write the manifest, then remove the records it is built from: at any moment one of
+        # the two lists the shards.
         self._write_renamed(MANIFEST, encode_manifest(manifest))
         os.fsync(self._folder)
         expected_names = {MANIFEST, *(record.shard.file_name for record in manifest.shards)}
@@ -254,7 +254,7 @@ class DirectoryWriter:
         raise CheckpointError(f"others keep writing {final} into {self._context.root}")
 
     def _remove_superseded(self) -> None:
-        """Remove what this session left of this state and older ones: all nodes are past them."""
+        """Remove what this session left of this state and older ones; no node needs it."""
         for name in list_names(self._root):
             leftover = parse_leftover_name(name)
             if (
@@ -270,13 +270,13 @@ class DirectoryWriter:
 
 
 def contains_state(root: int, path: Path, manifest: Manifest) -> bool:
-    """Return whether the directory *root* (called *path*) has the state of *manifest*, whole.
+    """Return whether the directory *root* (called *path*) has the complete state of *manifest*.
 
-    A damaged one is not held; of a whole one the sizes of the files are compared, not their bytes.
+    A damaged state does not count. The sizes of the files are compared, not their bytes.
 
     Raises:
-        OSError: It cannot be looked at.
-        CheckpointError: Another state of this name is there: of another run, or not to be read.
+        OSError: It cannot be read.
+        CheckpointError: Another state has this name: of another run, or unreadable.
     """
     name = manifest.state.name
     try:
@@ -315,7 +315,7 @@ def _read_records(folder: int, path: Path, shards: Iterable[Shard]) -> dict[Shar
     for shard in shards:
         with contextlib.suppress(FileNotFoundError):
             content = read_bounded(_record_name(shard), folder, MANIFEST_BYTES_MAX)
-            # A record that does not read is as good as none: its shard is written again.
+            # An unreadable record counts as none: its shard is written again.
             with contextlib.suppress(ValueError):
                 record = record_from_json(shard.file_name, parse_object(content))
                 if regular_file_size(shard.file_name, folder) == record.digest.nbytes:

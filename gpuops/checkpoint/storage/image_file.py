@@ -1,13 +1,10 @@
 """Write the image of a shard to a file: at the disk's rate, and hashed on the way.
 
 The bytes go from the mapping of the image to the disk without a copy in between, a chunk at a time.
-Each chunk is hashed after it was written: had anything changed the image meanwhile, the hash would
-show it.
+Each chunk is hashed after it was written, so the hash shows any change to the image meanwhile.
 
-Writing a long file past the page cache, where its file system lets one.
-
-The disk then takes the bytes from the memory that they are in: no core copies them, no page of the
-cache is taken for them and written back, and what training has in the cache stays there.
+Files are written with O_DIRECT where the file system supports it: no core copies the bytes, and
+what training has in the page cache stays there.
 """
 
 import contextlib
@@ -28,10 +25,10 @@ BLOCK_BYTES = 4096  # a multiple of the logical blocks of disks; open(2), O_DIRE
 
 
 class DirectWriter:
-    """Writes to the beginning of the new file *fd* and on, one piece after the other.
+    """Writes to the new file *fd* from its beginning, one piece after the other.
 
-    From the first piece on that is no whole number of blocks, or that the file system does not take
-    so (it is no page's begin in memory, or nothing may go past its cache), all goes by the cache.
+    From the first piece that is not a multiple of blocks, or that the file system refuses (not
+    aligned in memory, or no O_DIRECT support), all goes through the page cache.
     """
 
     def __init__(self, fd: int) -> None:
@@ -74,7 +71,7 @@ class DirectWriter:
 
 
 def _set_direct(fd: int, *, is_on: bool) -> bool:
-    """Have writes to *fd* go past the cache, or not; return whether they do."""
+    """Turn O_DIRECT of *fd* on or off; return whether it is on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_on else flags)
@@ -175,7 +172,7 @@ def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[in
     source_fd = image_fd(source)
     size_bytes = os.fstat(source_fd).st_size
     if size_bytes != nbytes:
-        raise CorruptError(f"the image has {size_bytes} bytes, {nbytes} were sealed")
+        raise CorruptError(f"the image has {size_bytes} bytes, {nbytes} were saved")
     if isinstance(source, SharedBuffer):
         yield _mapped_chunks(source.view[:])
     elif _cannot_shrink(source_fd):
@@ -204,7 +201,7 @@ def check_same_digest(written: Digest, expected: Digest) -> None:
         if written.table[8 * number : 8 * number + 8] != expected.table[8 * number : 8 * number + 8]
     ]
     raise CorruptError(
-        f"{len(bad)} of {len(expected.table) // 8} chunks are not what was sealed, "
+        f"{len(bad)} of {len(expected.table) // 8} chunks are not what was saved, "
         f"at bytes {', '.join(map(str, bad[:8]))}{'…' if len(bad) > 8 else ''}"
     )
 

@@ -184,7 +184,7 @@ def _assemble_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[TensorPart]) -> None:
-    """Disjoint parts inside of the whole that have its volume together leave no hole."""
+    """Check that the parts are disjoint and together as large as the tensor."""
     overlap = first_overlap([part.region for part in parts])
     if overlap is not None:
         first, second = (parts[place] for place in overlap)
@@ -265,7 +265,7 @@ class FileProblem:
 
 
 def ignore_progress(_done_bytes: int, _all_bytes: int) -> None:
-    """Tell nobody how far it is."""
+    """Report no progress."""
 
 
 def verify_state(
@@ -277,7 +277,7 @@ def verify_state(
 ) -> list[FileProblem]:
     """Return what is wrong with *state* in *store*: nothing where every bit is what was saved.
 
-    *sizes_only*: look at the names and sizes of the files, not into them.
+    *sizes_only*: check the names and sizes of the files, not their content.
 
     Raises:
         CheckpointError: The store cannot be listed. What is wrong with the state is returned.
@@ -358,7 +358,7 @@ def _printable(name: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in name)
 
 
-AUTO = "auto"  # its name in what is saved beside the parts
+AUTO = "auto"  # its key in the metadata saved with the parts
 SECONDS_MAX = 1e9
 STEPS_MAX = 10**9
 NODES_MAX = 10**6
@@ -408,7 +408,7 @@ class ChosenInterval:
 def read_chosen_interval(
     store: CheckpointStore, state: StateId, layout: ImageLayout
 ) -> ChosenInterval | None:
-    """Return what is said beside the shard with *layout*; None where nothing is, or not to be read.
+    """Return the interval saved with the shard of *layout*; None where there is none to be read.
 
     It is not verified: the shard is not read for it.
     """

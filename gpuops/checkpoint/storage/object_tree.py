@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.2
 PAUSE_MAX_S = 10.0
-# Asking again does not make these go away; of the other answers of the kind 4xx neither.
+# A retry does not help with these, nor with other 4xx responses.
 _FINAL = (
     FileNotFoundError,
     FileExistsError,
@@ -41,7 +41,7 @@ _TEXT_MAX = 300
 
 
 class ShortReadError(OSError):
-    """The store gave fewer bytes than it said, or than there are."""
+    """The store returned fewer bytes than it announced, or than there are."""
 
 
 class UploadLostError(OSError):
@@ -172,7 +172,7 @@ def is_final(error: BaseException) -> bool:
 
 
 def is_upload_gone(error: BaseException) -> bool:
-    """Return whether S3 has said of an upload in parts that there is none."""
+    """Return whether S3 has answered that a multipart upload does not exist."""
     response = getattr(error.__cause__, "response", None)
     return isinstance(response, dict) and response.get("Error", {}).get("Code") == "NoSuchUpload"
 
@@ -256,7 +256,7 @@ class ObjectTree:
         return None if info is None else int(info["size"])
 
     def version(self, key: str) -> str | None:
-        """Return a text that is another one after *key* was written again; None: there is none.
+        """Return a text that changes when *key* is written again; None: there is no such object.
 
         Raises:
             CheckpointError: It cannot be asked for.
@@ -289,7 +289,7 @@ class ObjectTree:
             raise CheckpointError(f"{self._url(key)} is not there") from exc
 
     def write(self, key: str, content: bytes) -> None:
-        """Make *key* an object of *content*, whole or not at all.
+        """Make *key* an object of *content*, atomically.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -400,7 +400,7 @@ class ObjectTree:
         return manifest
 
     def contains(self, manifest: Manifest) -> bool:
-        """Return whether the state of *manifest* is there, with all its shards in their sizes.
+        """Return whether the state of *manifest* is there, with all its shards of the right size.
 
         Raises:
             CheckpointError: Another state has its name, or the store cannot be read.

@@ -28,13 +28,13 @@ from gpuops.checkpoint.storage.image_file import read_layout_hash
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Digest, Shard, StateId
 from gpuops.host.clock import Clock, SystemClock
 
-# A shard in memory: its image, and what it was when it was sealed.
+# A shard in memory: its image, and the digest taken when it was complete.
 ShardInMemory = tuple[ImageSource, Digest]
 
 
 @dataclass(frozen=True, slots=True)
 class PersistResult:
-    """What came of persisting a state: ``nbytes`` were written; 0 where it was there already."""
+    """The result of persisting a state: ``nbytes`` were written; 0 where it existed already."""
 
     state: StateId
     seconds: float
@@ -43,7 +43,7 @@ class PersistResult:
 
 @dataclass(frozen=True, slots=True)
 class StateOrigin:
-    """Whose states these are: the name of the run, and the start of its workers that saved them."""
+    """Which run saved a state: its name, and the generation of its workers."""
 
     job: str
     generation: int
@@ -58,12 +58,12 @@ def persist(
     throttle: Throttle = unthrottled,
     clock: Clock | None = None,
 ) -> PersistResult:
-    """Write all *shards* of *state* to *store*; it is there, whole and durable, on return.
+    """Write all *shards* of *state* to *store*; it is complete and durable on return.
 
-    Call `CheckpointStore.sweep` before, now and then, to be rid of what died half-way.
+    Call `CheckpointStore.sweep` now and then to remove what interrupted writers left.
 
     Raises:
-        CorruptError: An image is not what was sealed; nothing was kept.
+        CorruptError: An image differs from its digest; nothing was kept.
         CheckpointError: The store cannot be written, or another run's state is there.
     """
     clock = clock or SystemClock()
@@ -94,7 +94,7 @@ def persist_node_shards(
     All nodes give the same *session*, such as the name of the run.
 
     Raises:
-        CorruptError: An image is not what was sealed; it was not kept.
+        CorruptError: An image differs from its digest; it was not kept.
         CheckpointError: The store cannot be written.
     """
     clock = clock or SystemClock()
@@ -120,7 +120,7 @@ def commit_node_shards(
     origin: StateOrigin,
     clock: Clock | None = None,
 ) -> bool:
-    """Make *state* appear where all nodes have put their parts; return whether it is there now.
+    """Make *state* appear where all nodes have put their shards; return whether it is there now.
 
     Each node may call it after `persist_node_shards`: one of them finds all shards there and
     succeeds. One that gets False may call it again.
@@ -144,7 +144,7 @@ def commit_node_shards(
 
 
 class RateThrottle:
-    """Holds a movement of bytes to *bytes_per_s*, and ends it when *stop* says so.
+    """Limits a transfer to *bytes_per_s*, and ends it when *stop* returns true.
 
     Raises, when called:
         CheckpointError: *stop* returned true.
@@ -281,7 +281,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """What happens to a state, and why: the reasons to keep it, or what speaks for none."""
+    """Whether a state is kept, and why."""
 
     state: StateId
     is_kept: bool
@@ -291,7 +291,7 @@ class RetentionDecision:
 def decide_retention(
     states: Sequence[StoredState], retention: RetentionPolicy, verified: Collection[StateId] = ()
 ) -> list[RetentionDecision]:
-    """Return a verdict on each of *states*, newest first.
+    """Return a decision on each of *states*, newest first.
 
     *verified*: those whose bytes are known to be good. The newest of them stays; where none is
     known to be good, each of the newest *keep_last* could be bad, and nothing is removed.
@@ -317,7 +317,7 @@ def decide_retention(
 def states_to_delete(
     states: Sequence[StoredState], retention: RetentionPolicy, verified: Collection[StateId] = ()
 ) -> list[RetentionDecision]:
-    """Return the verdicts on the states to be removed, oldest first."""
+    """Return the decisions on the states to be removed, oldest first."""
     return [
         decision
         for decision in reversed(decide_retention(states, retention, verified))
@@ -330,7 +330,7 @@ def prune(
     retention: RetentionPolicy,
     verified: Collection[StateId],
     *,
-    on_delete: Callable[[RetentionDecision], None] = lambda _verdict: None,
+    on_delete: Callable[[RetentionDecision], None] = lambda _decision: None,
 ) -> list[RetentionDecision]:
     """Remove from *store* what `states_to_delete` returns, oldest first; return what was removed.
 

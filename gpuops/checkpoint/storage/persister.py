@@ -1,6 +1,6 @@
 """Write the newest committed state to the directory when it is time.
 
-A failure is told and tried again later, ever more rarely; it never ends anything.
+A failure is reported and retried later, with a growing backoff; it never ends anything.
 """
 
 import time
@@ -36,7 +36,7 @@ OpenStore = Callable[[str], CheckpointStore]
 class PersistTask:
     """One state to be written; ``session`` is the session where other nodes write shards, too.
 
-    ``is_final``: there may be nobody left to seal it, so whoever comes last does.
+    ``is_final``: no other node may be left to commit it, so the last writer does.
     """
 
     state: StateId
@@ -59,11 +59,11 @@ class CommitTask:
 
 @dataclass(frozen=True, slots=True)
 class PersistOutcome:
-    """What came of a task.
+    """The result of a task.
 
     ``is_complete`` is false where shards of other nodes may be missing; ``has_written_shards``
-    where none of this node were written; ``pruned`` were removed; ``warning`` is what went wrong
-    beside it.
+    where none of this node were written; ``pruned`` were removed; ``warning`` is what else
+    went wrong.
     """
 
     persisted: PersistResult
@@ -122,7 +122,7 @@ def run_commit(
     )
     if not is_whole:
         raise CheckpointError(
-            f"{task.state} cannot be sealed in {store.address}: not all of its {task.world} "
+            f"{task.state} cannot be committed in {store.address}: not all of its {task.world} "
             "shards are there"
         )
     pruned, warning = _prune_old(store, task.policy, task.state)
@@ -136,7 +136,7 @@ def _prune_old(
     """Remove what is too old; return what was, and what went wrong."""
     retention = RetentionPolicy(keep_last=policy.keep_last, keep_every=policy.keep_every)
     try:
-        return tuple(verdict.state for verdict in prune(store, retention, {state})), ""
+        return tuple(decision.state for decision in prune(store, retention, {state})), ""
     except CheckpointError as exc:
         return (), str(exc)
 
@@ -160,7 +160,7 @@ class PersistSchedule:
         return is_time and now_s >= self._not_before_s
 
     def can_persist(self, newest: StateId | None, policy: CheckpointPolicy | None) -> bool:
-        """Say whether there is something to persist, somewhere to, and nothing in the way."""
+        """Say whether there is a new state and a directory, and no write is in progress."""
         if newest is None or policy is None or policy.directory is None:
             return False
         return self.in_progress is None and not self.has_persisted(newest)
@@ -170,12 +170,12 @@ class PersistSchedule:
         return self.last_persisted is not None and self.last_persisted >= state
 
     def on_start(self, state: StateId, now_s: float) -> None:
-        """Take note that *state* is being written."""
+        """Record that *state* is being written."""
         self.in_progress = state
         self._started_s = now_s
 
     def on_success(self, state: StateId) -> None:
-        """Take note that *state* is persisted."""
+        """Record that *state* is persisted."""
         self.in_progress = None
         self.failures = 0
         self._not_before_s = 0.0
@@ -184,7 +184,7 @@ class PersistSchedule:
         )
 
     def on_failure(self, now_s: float) -> float:
-        """Take note of a failure; return the seconds until the next try."""
+        """Record a failure; return the seconds until the next try."""
         self.in_progress = None
         self._started_s = None
         self.failures += 1
@@ -193,12 +193,12 @@ class PersistSchedule:
         return wait_s
 
     def rewind(self, state: StateId | None) -> None:
-        """Forget what is newer than the state the job goes on from: other steps follow it."""
+        """Forget what is newer than the state the job resumes from: other steps follow it."""
         if self.last_persisted is not None and (state is None or self.last_persisted > state):
             self.last_persisted = None
 
     def reset(self) -> None:
-        """Begin anew: nothing of this job is known to be in the directory."""
+        """Start over: nothing of this job is known to be in the directory."""
         self.last_persisted = None
         self.failures = 0
         self._started_s = None
@@ -217,8 +217,8 @@ class Persister:
     ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
     succeeded, and ``failed_state`` the state it was of. ``origin``: whose states these are.
     ``written_states``: states of several nodes of which this node's shards are written, the newest
-    first; ``last_complete`` is the newest of them known to be whole. ``n_writes`` were written so
-    far.
+    first; ``last_complete`` is the newest of them known to be complete. ``n_writes``: the
+    number of writes so far.
     """
 
     memory: NodeMemory
@@ -243,7 +243,7 @@ class Persister:
 
     @property
     def last_persisted(self) -> StateId | None:
-        """The newest state that is known to lie in the directory, whole."""
+        """The newest state that is known to be complete in the directory."""
         return (
             self.schedule.last_persisted
             if self.memory.buffer_table.is_single_node
@@ -251,7 +251,7 @@ class Persister:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return what there is to know in a glance, by name."""
+        """Return the status, by name."""
         schedule = self.schedule
         return {
             "persisted": None if schedule.last_persisted is None else schedule.last_persisted,
@@ -266,9 +266,9 @@ class Persister:
         }
 
     def take_warning(self) -> str | None:
-        """Return what whoever trains is to be told: once that it fails, once that it works again.
+        """Return a warning for the training script: once when it fails, once when it works again.
 
-        A disk may be full for days, and where no agent is nobody else says so.
+        A disk may be full for days, and without an agent nothing else reports it.
         """
         if bool(self.failure) == self._is_reported:
             return None
@@ -285,7 +285,7 @@ class Persister:
         self.policy = policy
 
     def rewind(self, state: StateId | None) -> None:
-        """Forget what is newer than the state the job goes on from."""
+        """Forget what is newer than the state the job resumes from."""
         self.schedule.rewind(state)
         self.written_states = [
             part for part in self.written_states if state is not None and part <= state
@@ -344,7 +344,7 @@ class Persister:
         self.persist_if_due()
 
     def _should_stop(self) -> bool:
-        """Say whether to end; asked with each piece that is written, by which others see that."""
+        """Say whether to end; called for each piece written, which counts progress."""
         self.n_writes += 1
         return self.is_ending()
 
@@ -354,7 +354,7 @@ class Persister:
         What comes of it is an event, and `last_complete`. To ask again for the same does no harm.
 
         Raises:
-            KeeperError: There is no directory, the run has no name, or another one is sealed now.
+            KeeperError: There is no directory, the run has no name, or another commit runs.
         """
         policy = self.policy
         if policy is None or policy.directory is None:
@@ -362,7 +362,7 @@ class Persister:
         if not self.origin.job:
             raise KeeperError("the run has no name, and several nodes are to write one state")
         if self._committing is not None and self._committing != state:
-            raise KeeperError(f"{self._committing} is being sealed just now")
+            raise KeeperError(f"{self._committing} is being committed just now")
         if self._committing == state or (
             self.last_complete is not None and self.last_complete >= state
         ):
@@ -411,7 +411,7 @@ class Persister:
 
     def _on_failure(self, state: StateId, why: str) -> None:
         self.failure, self.failed_state = why[:_FAILURE_CHARS_MAX], state
-        # What a flush is for is the newest: that an older one failed is not the answer.
+        # A flush wants the newest state: it continues where an older one failed.
         self.is_flushing = self.is_flushing and self.memory.buffer_table.last_committed not in (
             None,
             state,

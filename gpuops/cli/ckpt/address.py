@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # needs an extra that this command line may do without
     from gpuops.checkpoint.storage.api import CheckpointStore, DamagedState, StoredState, StoreScan
 
 SETTING = "checkpoint.directory"
-FIRST_ANSWER_TIMEOUT_S = 8.0  # somebody sits there and waits
+FIRST_ANSWER_TIMEOUT_S = 8.0  # a person waits for it
 NEWEST_WORDS = {"newest", "latest", "last"}
 _EXTRA = {"blake3", "xxhash", "torch", "numpy", "safetensors", "fsspec"}
 _NAME = re.compile(r"step-(\d{12})\.e(\d{5})", re.ASCII)
@@ -112,7 +112,7 @@ def find_state(store: "CheckpointStore", name: str) -> "StoredState":
 
 
 def missing_reason(store: "CheckpointStore") -> str:
-    """Return why *store* can have no states, as far as its address tells; "" else."""
+    """Return why *store* can have no states, as far as its address shows; "" else."""
     is_missing = "://" not in store.address and not Path(store.address).is_dir()
     return ": there is no such directory" if is_missing else ""
 
@@ -123,9 +123,9 @@ def _dir_hint(name: str) -> str:
 
 
 def find_damaged(survey: "StoreScan", name: str) -> "list[DamagedState]":
-    """Return what is no state and would be the one that *name* means: of the newest, the newest.
+    """Return the damaged states that *name* could mean; for ``newest`` those newer than any other.
 
-    A step that a whole state has as well means that one.
+    A step that a readable state has as well means that one.
     """
     newest = max((stored.state for stored in survey.states), default=None)
     found = []
@@ -141,10 +141,10 @@ def find_damaged(survey: "StoreScan", name: str) -> "list[DamagedState]":
 
 
 def _warn_skipped(survey: "StoreScan") -> None:
-    """Say on standard error that a newer state than the one that is taken cannot be read."""
+    """Warn on standard error of newer states than the selected one that cannot be read."""
     for item in find_damaged(survey, "newest"):
         click.echo(
-            f"gpuops: {printable(item.name)} {item.condition}, the newest before it is taken: "
+            f"gpuops: {printable(item.name)} {item.condition}, the newest before it is used: "
             f"{printable(item.why)}",
             err=True,
         )

@@ -1,4 +1,4 @@
-"""``gpuops ckpt bench``: what saving and restoring costs here, beside memory and disk."""
+"""``gpuops ckpt bench``: what saving and restoring costs, next to the limits of memory and disk."""
 
 import json
 import sys
@@ -148,7 +148,7 @@ def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -
     default="10ms",
     show_default=True,
     callback=_parse_step_time,
-    help="Of the training beside it; thirty such steps come before each save.",
+    help="Of the training next to it; thirty such steps come before each save.",
 )
 @click.option(
     "--kills",
@@ -199,10 +199,10 @@ def bench(
     directory: Path,
     as_json: bool,
 ) -> None:
-    """Measure saving and restoring on this machine, beside the limits of its memory and disk.
+    """Measure saving and restoring on this machine, next to the limits of its memory and disk.
 
     Needs about six times --size of memory, and twice --size of disk, and takes minutes;
-    nothing else should run meanwhile.
+    nothing else should run at the same time.
     """
     chosen = tuple(only.split(",")) if only else ROWS
     unknown = [row for row in chosen if row not in ROWS]
@@ -232,8 +232,8 @@ def _progress_printer() -> Callable[[str], None]:
     """Return what shows how far it is: one line on a terminal, nothing in a pipe."""
     is_terminal = sys.stderr.isatty()
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         if is_terminal:
             click.echo(f"\r\033[K{text}", nl=False, err=True)
 
-    return tell
+    return show

@@ -1,4 +1,4 @@
-"""``gpuops ckpt``: what is kept of jobs' states, and what one wants to know or do about it."""
+"""``gpuops ckpt``: list, show, verify, keep, remove and convert the states of jobs."""
 
 import importlib
 import importlib.util
@@ -26,7 +26,7 @@ _LAZY_COMMANDS = {
     "prune": ("gpuops.cli.ckpt.verify_prune:prune", "Remove the states that no rule keeps."),
     "verify": (
         "gpuops.cli.ckpt.verify_prune:verify",
-        "Read states and say whether they are whole.",
+        "Read states and say whether they are intact.",
     ),
 }
 

@@ -57,7 +57,7 @@ def export(
     if limit is not None and form != "safetensors":
         raise UsageError("--max-shard-size is for --format safetensors")
     if os.path.lexists(to):
-        raise UsageError(f"{to} is there already: name a place that is not")
+        raise UsageError(f"{to} exists already: give a path that does not")
     with needs_extra("gpuops ckpt export"), open_states(ctx, address) as store:
         with exit_on_ctrl_c():
             from gpuops.convert.export import ConvertFormat, export_state
@@ -186,7 +186,7 @@ def _parse_size(text: str | None) -> int | None:
 
 
 def _scratch_dir(address: str) -> Path:
-    """Return where a copy of the state can lie meanwhile: beside a directory, else in /tmp."""
+    """Return a folder for the temporary copy: the store's directory, else the temporary one."""
     path = Path(address.removeprefix("file://")).absolute()
     while "://" not in address and path != path.parent:
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""``gpuops ckpt verify`` and ``prune``: whether states are whole, and which of them stay."""
+"""``gpuops ckpt verify`` and ``prune``: whether states are intact, and which of them stay."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def verify(
 
     STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
 
-    Exit 0: all are whole; 1: at least one is not; 3: at least one could not be read.
+    Exit 0: all are intact; 1: at least one is not; 3: at least one could not be read.
     """
     if all_states and states:
         raise UsageError("--all and STATE exclude each other")
@@ -116,7 +116,7 @@ def _verify_states(
     if all_states:
         chosen, damaged = list(survey.states), list(survey.damaged)
     for text in () if all_states else names or ["newest"]:
-        # One that is damaged may be the very one that is meant: it is not passed over in silence.
+        # A damaged state may be the one that is meant: it is reported.
         bad = find_damaged(survey, text)
         damaged += bad
         chosen += [] if bad else [find_state(store, text)]
@@ -164,9 +164,9 @@ def _print_verified(body: Json) -> None:
 
 def _result_word(item: Json) -> str:
     if item["whole"]:
-        return "whole"
+        return "intact"
     kinds = {problem["kind"] for problem in item["problems"]}
-    return "COULD NOT BE READ" if kinds == {FileProblemKind.UNREADABLE.value} else "NOT WHOLE"
+    return "COULD NOT BE READ" if kinds == {FileProblemKind.UNREADABLE.value} else "DAMAGED"
 
 
 def _exit_code(results: Sequence[Json]) -> int:
@@ -183,10 +183,10 @@ def _exit_code(results: Sequence[Json]) -> int:
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="The newest so many.",
+    help="How many of the newest.",
 )
 @click.option(
-    "--keep-every", type=click.IntRange(min=0), default=0, metavar="N", help="Steps N divides."
+    "--keep-every", type=click.IntRange(min=0), default=0, metavar="N", help="Steps that N divides."
 )
 @click.option(
     "--ladder",
@@ -208,23 +208,23 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Remove the states that no rule keeps. The newest whole one, and pinned ones, always stay."""
+    """Remove the states that no rule keeps. The newest intact one, and pinned ones, always stay."""
     retention = RetentionPolicy(keep_last, keep_every, _parse_ladder(ladder))
     with needs_extra("gpuops ckpt prune"), open_states(ctx, address) as store:
         states = store.list_states()
         decisions = decide_retention(states, retention, [stored.state for stored in states])
-        if not all(verdict.is_kept for verdict in decisions):
+        if not all(decision.is_kept for decision in decisions):
             with bytes_progress(quiet=as_json) as progress:
                 decisions = decide_retention(
-                    states, retention, _newest_complete(store, states, progress)
+                    states, retention, _newest_intact(store, states, progress)
                 )
-        to_remove = [verdict for verdict in reversed(decisions) if not verdict.is_kept]
+        to_remove = [decision for decision in reversed(decisions) if not decision.is_kept]
         if not as_json:
             _print_decisions(decisions, states)
             _print_unjudged(store)
         if to_remove and not dry_run:
             _confirm(len(to_remove), yes=yes, as_json=as_json)
-        removed = [] if dry_run else [_remove(store, verdict) for verdict in to_remove]
+        removed = [] if dry_run else [_remove(store, decision) for decision in to_remove]
         leftovers = () if dry_run else store.sweep()
         if as_json:
             body = _prune_json(store, decisions, removed, leftovers, dry_run=dry_run)
@@ -234,10 +234,10 @@ def prune(
     return EXIT_OK
 
 
-def _newest_complete(
+def _newest_intact(
     store: CheckpointStore, states: Sequence[StoredState], progress: Progress
 ) -> set[StateId]:
-    """Return the newest state that is whole: nothing is removed before one is known."""
+    """Return the newest intact state: nothing is removed before one is known."""
     for stored in states:
         if not verify_with_progress(store, stored, progress):
             return {stored.state}
@@ -259,14 +259,14 @@ def _remove(store: CheckpointStore, decision: RetentionDecision) -> RetentionDec
 
 def _print_decisions(decisions: Sequence[RetentionDecision], states: Sequence[StoredState]) -> None:
     sizes = {stored.state: stored.manifest.nbytes for stored in states}
-    for verdict in decisions:
-        word = "keep  " if verdict.is_kept else "remove"
-        size = format_bytes(sizes[verdict.state])
-        click.echo(printable(f"{word}  {verdict.state.name}  {size:>9}  {verdict.why}"))
+    for decision in decisions:
+        word = "keep  " if decision.is_kept else "remove"
+        size = format_bytes(sizes[decision.state])
+        click.echo(printable(f"{word}  {decision.state.name}  {size:>9}  {decision.why}"))
 
 
 def _print_unjudged(store: CheckpointStore) -> None:
-    """Say what no verdict is on, and that there is nothing."""
+    """Print the damaged, which prune leaves, and that there is nothing."""
     survey = store.scan()
     for item in survey.damaged:
         click.echo(printable(f"left    {item.name}  {item.why}"))
@@ -282,20 +282,20 @@ def _prune_json(
     *,
     dry_run: bool,
 ) -> Json:
-    gone = {verdict.state for verdict in removed}
+    gone = {decision.state for decision in removed}
     return {
         "address": store.address,
         "dry_run": dry_run,
         "checkpoints": [
             {
-                "name": verdict.state.name,
-                "step": verdict.state.step,
-                "epoch": verdict.state.epoch,
-                "keep": verdict.is_kept,
-                "why": verdict.why,
-                "removed": verdict.state in gone,
+                "name": decision.state.name,
+                "step": decision.state.step,
+                "epoch": decision.state.epoch,
+                "keep": decision.is_kept,
+                "why": decision.why,
+                "removed": decision.state in gone,
             }
-            for verdict in decisions
+            for decision in decisions
         ],
         "leftovers_removed": list(leftovers),
     }
@@ -306,11 +306,11 @@ def _parse_ladder(text: str | None) -> tuple[RetentionBucket, ...]:
         return ()
     if text == "default":
         return DEFAULT_BUCKETS
-    rungs = []
+    buckets = []
     for item in text.split(","):
         every, _, age = item.partition(":")
         try:
-            rungs.append(RetentionBucket(round(parse_seconds(every)), round(parse_seconds(age))))
+            buckets.append(RetentionBucket(round(parse_seconds(every)), round(parse_seconds(age))))
         except (ValueError, OverflowError) as exc:
             raise UsageError(f"--ladder {item!r}: {exc}; as in 1h:24h,1d:7d") from exc
-    return tuple(rungs)
+    return tuple(buckets)

@@ -19,9 +19,7 @@ from gpuops.units import US_PER_S, format_bytes, format_seconds
 LIST_COLUMNS = ("step", "epoch", "age", "world", "size", "files", "pinned", "name")
 WIDTH_UNLIMITED = 10_000  # names are not cut: they are typed again
 TENSORS_SHOWN = 40
-SIZES_ONLY = (
-    "sizes ok: every file is there and as long as it was; what is in it, `gpuops ckpt verify` tells"
-)
+SIZES_ONLY = "sizes ok: every file exists with its size; `gpuops ckpt verify` checks the content"
 SHARDS_SHOWN = 16
 
 
@@ -61,10 +59,10 @@ def listing_text(store: CheckpointStore, survey: StoreScan) -> str:
         found = [
             (stored, verify_state(store, stored.state, sizes_only=True)) for stored in survey.states
         ]
-        rows = [_row(stored, is_whole=not problems) for stored, problems in found]
+        rows = [_row(stored, is_complete=not problems) for stored, problems in found]
         lines.append(table(LIST_COLUMNS, rows, right=(0, 1, 3), width=WIDTH_UNLIMITED))
         bad = [(stored.state.name, problems) for stored, problems in found if problems]
-        lines += [f"NOT WHOLE: {name}: {_summary(problems)}" for name, problems in bad]
+        lines += [f"DAMAGED: {name}: {_summary(problems)}" for name, problems in bad]
         lines += [SIZES_ONLY] if len(bad) < len(found) else []
     else:
         lines.append(f"no states in {store.address}{missing_reason(store)}")
@@ -81,7 +79,7 @@ def _summary(problems: Sequence[FileProblem]) -> str:
     return f"{problems[0]}{rest}"
 
 
-def _row(stored: StoredState, *, is_whole: bool) -> tuple[str, ...]:
+def _row(stored: StoredState, *, is_complete: bool) -> tuple[str, ...]:
     manifest = stored.manifest
     return (
         str(stored.state.step),
@@ -89,7 +87,7 @@ def _row(stored: StoredState, *, is_whole: bool) -> tuple[str, ...]:
         _age(manifest.created_s),
         str(manifest.world),
         format_bytes(manifest.nbytes),
-        "sizes ok" if is_whole else "NOT WHOLE",
+        "sizes ok" if is_complete else "DAMAGED",
         ", ".join(stored.tags) or "-",
         stored.state.name,
     )

@@ -594,7 +594,7 @@ def test_a_slot_is_written_from_where_it_is_mapped(store, root):
         slot.view[:] = content
         persist(store, STATE, {shard: (slot, digest)}, origin=ORIGIN)
         slot.view[-1] ^= 1
-        with pytest.raises(CorruptError, match="1 of 1 chunks are not what was sealed"):
+        with pytest.raises(CorruptError, match="1 of 1 chunks are not what was saved"):
             persist(store, LATER, {shard: (slot, digest)}, origin=ORIGIN)
 
     assert (root / STATE.name / shard.file_name).read_bytes() == content

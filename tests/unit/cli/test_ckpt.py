@@ -59,10 +59,10 @@ def test_ls_has_the_newest_first_and_marks_what_is_pinned_or_not_whole(store, ck
 
     assert code == 0
     assert [row[0] for row in rows[:3]] == ["15", "20", "10"]
-    assert "NOT WHOLE" in out.splitlines()[1]
+    assert "DAMAGED" in out.splitlines()[1]
     assert "sizes ok" in out.splitlines()[2]
-    assert "NOT WHOLE: step-000000000015.e00001: shard-00001-of-00002.safetensors: it is" in out
-    assert "what is in it, `gpuops ckpt verify` tells" in out
+    assert "DAMAGED: step-000000000015.e00001: shard-00001-of-00002.safetensors: it is" in out
+    assert "`gpuops ckpt verify` checks the content" in out
     assert "paper" in out.splitlines()[3]
 
 
@@ -266,8 +266,8 @@ def test_verify_is_0_for_whole_and_1_for_damaged(store, ckpt):
     assert ckpt("verify")[0] == 0
     code, out, _ = ckpt("verify", "12", "13")
     assert code == 1
-    assert "step-000000000012.e00000: NOT WHOLE" in out
-    assert "step-000000000013.e00000: whole" in out
+    assert "step-000000000012.e00000: DAMAGED" in out
+    assert "step-000000000013.e00000: intact" in out
     body = json.loads(ckpt("verify", "--all", "--json")[1])
     assert body["schema"] == "gpuops.checkpoint-verify/1"
     assert [item["whole"] for item in body["checkpoints"]] == [True, False]
@@ -282,7 +282,7 @@ def test_a_newest_state_that_is_damaged_is_not_passed_over_by_verify(store, ckpt
 
     for words in ([], ["13"], [state.name]):
         code, out, _ = ckpt("verify", *words)
-        assert (code, out.splitlines()[0]) == (1, f"{state.name}: NOT WHOLE")
+        assert (code, out.splitlines()[0]) == (1, f"{state.name}: DAMAGED")
     assert ckpt("verify", "12")[0] == 0
 
 
@@ -296,7 +296,7 @@ def test_who_takes_the_newest_is_told_that_a_newer_one_is_damaged(store, ckpt, t
         code, out, err = ckpt(*words)
         assert code == 0
         assert out.startswith("step 12 (epoch 0)")
-        assert f"gpuops: {state.name} is damaged, the newest before it is taken: " in err
+        assert f"gpuops: {state.name} is damaged, the newest before it is used: " in err
     assert ckpt("show", "12")[2] == ""
 
 

@@ -118,7 +118,7 @@ def test_what_is_there_is_not_written_over(tmp_path, store, ckpt):
     code, _, err = ckpt("export", "--to", tmp_path / "x")
 
     assert code == 64
-    assert "is there already" in err
+    assert "exists already" in err
     assert (tmp_path / "x").read_text() == "mine"
 
 

@@ -316,7 +316,7 @@ def test_nothing_is_overwritten(store, tmp_path, form):
     state = make_state(store, RANKS)
     (tmp_path / "out").write_text("mine")
 
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         export(store, state, tmp_path / "out", form)
     assert (tmp_path / "out").read_text() == "mine"
 

@@ -80,6 +80,7 @@ def stranger():
         yield server
 
 
+@pytest.mark.soak
 def test_a_board_port_that_somebody_else_has(tmp_path, stranger):
     port = stranger.getsockname()[1]
     flags = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--local-addr")

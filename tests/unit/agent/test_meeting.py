@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import socket
 
 import pytest
 from support.boards import RUN_KEY, TOKEN, server
@@ -106,6 +107,16 @@ def test_who_joins_a_requeued_job_waits_for_the_board_of_this_run():
 
         assert met.guard is None
         assert met.board.get("control").version == 0
+
+
+def test_a_port_that_some_other_service_has_is_refused():
+    """One that answers nothing, so it could still be the board of a run that ends."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        with pytest.raises(ControlStoreError, match=rf"taken.*127\.0\.0\.1:{port}") as got:
+            join(tcp_meeting(port, is_host=True), predecessor_s=0.0)
+
+    assert not isinstance(got.value, ControlStoreUnreachableError)
 
 
 @pytest.mark.parametrize("is_host", [True, False], ids=["host", "joins"])

@@ -101,7 +101,9 @@ def test_the_hooks_may_end_the_wait(tmp_path):
         seats(agent).next_rendezvous()
 
 
-def test_a_spare_waits_until_there_is_a_hole(tmp_path):
+def test_a_spare_waits_until_there_is_a_hole(tmp_path, monkeypatch):
+    # The time between two polls of the record: nothing changes while it passes.
+    monkeypatch.setattr("gpuops.agent.elastic.rendezvous.LOOK_S", 0.01)
     one = Agent(tmp_path, terms=RestartPolicy(nodes_min=1, nodes_max=1))
     spare = Agent(tmp_path, terms=one.restart_policy, board=one.shared, clock=one.clock, number=2)
     one.take_seats()

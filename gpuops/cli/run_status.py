@@ -201,7 +201,7 @@ class RunWatcher:
 
 
 def connect_control_store(address: Mapping[str, Any], settings: Settings) -> ControlStore | None:
-    """Return the board at *address*, None for one that is not reachable from another process.
+    """Return the control store at *address*, None if another process cannot reach it.
 
     Raises:
         GpuopsError: The token is none, or the driver is missing.

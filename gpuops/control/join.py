@@ -91,7 +91,7 @@ def _create_or_find(
             return new_record, entry
         version = entry.version
         if version == 0:
-            continue  # taken off the board by the last agent of the run before
+            continue  # taken off the control store by the last agent of the run before
         record = ControlRecord.from_bytes(entry.value)
         is_same_job = record.fingerprint == new_record.fingerprint
         if is_same_job and record.phase is not RunPhase.STOP:
@@ -150,10 +150,10 @@ def leave(
     has_server: bool,
     dead: Collection[str] = (),
 ) -> None:
-    """Take *own_member* off the board, so that nobody waits for it.
+    """Take *own_member* off the control store, so that nobody waits for it.
 
-    The last agent of a run that is over takes everything off; where the board *has_server* of its
-    own, that one is told to end. Agents that are *dead* do not count.
+    The last agent of a run that is over deletes everything; where the control store *has_server*
+    of its own, that server is asked to end. Agents that are *dead* do not count.
 
     Raises:
         ControlStoreError: See `ControlStore`.

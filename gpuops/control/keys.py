@@ -8,10 +8,10 @@ from gpuops.control.store import ControlStore, ControlStoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlKeys:
-    """Where things of one run lie on the board.
+    """Where things of one run lie on the control store.
 
-    A board outlives runs, so all but the record carry the run's id: a new run under the same key
-    does not find the seats of the one before.
+    A control store outlives runs, so all but the record carry the run's id: a new run under the
+    same key does not find the entries of the one before.
     """
 
     run_id: str

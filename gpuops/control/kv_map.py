@@ -1,4 +1,4 @@
-"""What a board in memory holds: the rules of versions, order and size, without threads or network.
+"""The contents of a control store in memory: versions, order and size, without threads or network.
 
 Not safe between threads: whoever owns it takes turns.
 """

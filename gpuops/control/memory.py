@@ -1,4 +1,4 @@
-"""The board of a run on one node: in this process, without a port.
+"""The control store of a run on one node: in this process, without a port.
 
 Several handles share one state, each for an agent of its own in simulations.
 """

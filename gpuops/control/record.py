@@ -165,7 +165,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRecord:
-    """What the agents of a run have agreed on; ``*_s`` are times of the board.
+    """What the agents of a run have agreed on; ``*_s`` are times of the control store.
 
     ``excluded`` nodes are not assigned; ``suspected`` ones, oldest first: see
     `gpuops.incident.suspicion`. ``not_before_s`` is the back-off of the generation that is being
@@ -253,7 +253,7 @@ class ControlRecord:
 
 
 def pack(body: Json) -> bytes:
-    """Return *body* as a value of the board."""
+    """Return *body* as a value of the control store."""
     return _pack(body)
 
 
@@ -326,7 +326,7 @@ class _decoding:  # noqa: N801 a context manager, read as a verb
 
 @dataclass(frozen=True, slots=True)
 class RecordView:
-    """The record as this agent knows it, and what time it is on the board."""
+    """The record as this agent knows it, and what time it is on the control store."""
 
     record: ControlRecord
     version: int
@@ -334,5 +334,5 @@ class RecordView:
     received_ns: int
 
     def store_now_s(self, now_ns: int) -> float:
-        """Return the board's time at this host's *now_ns*."""
+        """Return the control store's time at this host's *now_ns*."""
         return self.store_s + (now_ns - self.received_ns) / NS_PER_S

@@ -1,4 +1,4 @@
-"""What the job's token protects on a board: its connections, and values that others can reach."""
+"""What the job's token protects: connections to the control store, and values others can reach."""
 
 import struct
 

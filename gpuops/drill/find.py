@@ -142,7 +142,7 @@ def find_workers(state: AgentStateFile, agent: Victim) -> tuple[Victim, ...]:
 
 
 def find_control_store(state: AgentStateFile, agent: Victim) -> Victim:
-    """Return the process that serves the board of the run, started by *agent*.
+    """Return the process that serves the control store of the run, started by *agent*.
 
     Raises:
         DrillError: None runs on this node, or it is not one.

@@ -1,8 +1,8 @@
 """One node's part in the agreement on checkpoints between nodes.
 
 It sends what this node's keeper has with each heartbeat, and does there what was agreed on. The
-board is read once a second, in the keeper's thread, and only while a script saves. A board that
-does not answer delays commits, and nothing else.
+control store is read once a second, in the keeper's thread, and only while a script saves. A
+store that does not answer delays commits, and nothing else.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Watches one generation on one node, ten times a second, from its first beat to its end.
 
 What ends it may come from here (a worker, a monitor, a signal), from the others (the record), or
-from neither (the board is out of reach, and this node fences itself).
+from neither (the control store is out of reach, and this node fences itself).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The end of one generation on one node: say so, gather evidence, stop the workers, report, wait.
 
-What cannot reach the board is tried again while the decision is waited for: a board that is slow or
-away for some seconds delays a restart, and ends nothing.
+What cannot reach the control store is retried while this agent waits for the decision: a store
+that does not answer for some seconds delays a restart, and ends nothing.
 """
 
 import contextlib
@@ -306,7 +306,7 @@ class AttemptFinish:
         self._try_again()
 
     def _try_again(self) -> None:
-        """Do on the board what could not be done yet."""
+        """Do on the control store what could not be done yet."""
         link = self._services.control
         try:
             while self._unfiled:

@@ -101,12 +101,12 @@ class EventJournal:
 
     @in_turn
     def board_lost(self, why: str) -> None:
-        """Record that the board does not answer."""
+        """Record that the control store does not answer."""
         self._emit("board.lost", {"why": why}, severity=Severity.WARNING)
 
     @in_turn
     def board_back(self, silent_s: float) -> None:
-        """Record that the board answers again, after *silent_s*."""
+        """Record that the control store answers again, after *silent_s*."""
         self._emit("board.back", {"silent_s": silent_s})
 
     @in_turn

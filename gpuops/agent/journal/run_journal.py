@@ -325,7 +325,7 @@ class RunJournal(CheckpointJournal):
 
     @in_turn
     def board_gone(self, reason: str) -> None:
-        """Record that the run ends because its board is lost."""
+        """Record that the run ends because its control store is lost."""
         self._ended_by(incident_from_lost_store, reason, self._attempt or 0)
 
     def _ended_by(self, make: Callable[..., Incident], reason: str, attempt: int) -> None:

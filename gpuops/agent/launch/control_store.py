@@ -1,4 +1,4 @@
-"""The way to the board of a run: in this process, on the node of the endpoint, or in Postgres."""
+"""Opens the control store of a run: in this process, on the endpoint's node, or in Postgres."""
 
 import logging
 import socket
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.5
-# A requeued job meets where it met before: the board of its last run ends within this.
+# A requeued job meets where it met before: the control store of its last run ends within this.
 PREDECESSOR_S = RUN_OVER_LEASE_S + 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlEndpoint:
-    """A board, the address at which peers reach this node, and who watches a server of ours."""
+    """A control store, this node's address for its peers, and who watches a server of ours."""
 
     board: ControlStore
     address: str
@@ -42,7 +42,7 @@ class ControlEndpoint:
     guard: ServerGuard | None = None
 
     def told(self, meeting: EndpointPlan) -> dict[str, str | int]:
-        """Return where the board is, for `gpuops run status`; nothing of it is secret."""
+        """Return where the control store is, for `gpuops run status`; nothing of it is secret."""
         return {
             "kind": meeting.kind.value,
             "host": meeting.host,
@@ -62,11 +62,11 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
     predecessor_s: float = PREDECESSOR_S,
     deadline_s: float = DEADLINE_S,
 ) -> ControlEndpoint:
-    """Return the board of the run; start its server where this is the node for it.
+    """Return the control store of the run; start its server where this is the node for it.
 
-    The node of the endpoint may come up last, so a board that is not there yet is waited for. One
-    of another run is given *predecessor_s* to end: a run that is over leaves its port soon. Each
-    call to a server, now and later, is given *deadline_s*.
+    The node of the endpoint may come up last, so this waits for a control store that is not there
+    yet. One of another run is given *predecessor_s* to end: a run that is over leaves its port
+    soon. Each call to a server, now and later, is given *deadline_s*.
 
     Raises:
         ControlStoreUnreachableError: Not there within *limit_s*.

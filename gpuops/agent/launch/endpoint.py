@@ -2,10 +2,10 @@
 
 ==================================================  ==========================================
 one node, or ``--standalone``                       in this process, no port
-``--rdzv-backend=c10d --rdzv-endpoint=host:port``   a board on that host
-``--node-rank``, ``--master-addr``, …               a board on node 0, at the master's port
+``--rdzv-backend=c10d --rdzv-endpoint=host:port``   a control store on that host
+``--node-rank``, ``--master-addr``, …               a control store on node 0, at the master's port
 ``--rdzv-endpoint=postgresql+psycopg://…``          a table: any single node may be lost
-`srun`, none of these                               a board on the step's first node
+`srun`, none of these                               a control store on the step's first node
 ==================================================  ==========================================
 """
 

@@ -155,7 +155,7 @@ def _drain_signals(names: list[str]) -> tuple[str, ...]:
 def _join(
     prepared: LaunchContext, enter: Callable[[ControlEndpoint], AssembledAgent]
 ) -> AssembledAgent:
-    """Meet the others and enter the run; a board that stops answering in between is met again.
+    """Meet the others and join the run; retry if the control store stops answering in between.
 
     Raises:
         ControlStoreUnreachableError: It has not answered within the time to join.
@@ -362,7 +362,7 @@ def _wait_for_the_end(assembly: AssembledAgent) -> ControlRecord | None:
 
 
 def _leave(assembly: AssembledAgent) -> None:
-    """Let nobody wait for this agent; a board that does not answer is not waited for either."""
+    """Leave the run, so that no agent waits for this one; a silent control store delays nothing."""
 
     def go() -> None:
         with contextlib.suppress(ControlStoreError):

@@ -136,8 +136,8 @@ class RendezvousTimeouts:
     """What ``--rdzv-conf`` says; None where it is silent.
 
     ``dead_s`` is torch's keep_alive_interval times keep_alive_max_attempt: silence that is death.
-    ``store_lost_s`` has no key of torch's: without the board for so long, a run is given up.
-    ``ignored`` are keys that change nothing.
+    ``store_lost_s`` has no key of torch's: after so long without the control store
+    a run is given up. ``ignored`` are keys that change nothing.
     """
 
     join_timeout_s: float | None = None

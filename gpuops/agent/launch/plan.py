@@ -12,14 +12,14 @@ LOOK_S_MAX = 1.0
 class EndpointKind(StrEnum):
     """Where the agents of a run meet."""
 
-    PRIVATE = "private"  # one node: a board in this process, no port
-    TCP = "tcp"  # a board in a process of its own, on the node of the endpoint
+    PRIVATE = "private"  # one node: a control store in this process, no port
+    TCP = "tcp"  # a control store in a process of its own, on the node of the endpoint
     POSTGRES = "postgres"  # a table: any single node may be lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointPlan:
-    """How to reach the board. ``is_host`` None: find out whether the endpoint is this node."""
+    """How to reach the control store. ``is_host`` None: find out if the endpoint is this node."""
 
     kind: EndpointKind
     run_key: str  # --rdzv-id: agents with the same one are one run
@@ -69,7 +69,7 @@ class LaunchPlan:
     suspect_s: float = 6.0
     fence_s: float = 10.0
     dead_s: float = 15.0
-    store_lost_s: float = 60.0  # without the board for this long: exit 85
+    store_lost_s: float = 60.0  # without the control store for this long: exit 85
     gate: bool = True
     gate_deadline_s: float = 20.0
     grow_after_s: float | None = 300.0  # None: never

@@ -138,7 +138,7 @@ def _timed(plan: LaunchPlan, timing: RendezvousTimeouts) -> LaunchPlan:
             dead_s=dead_s,
             suspect_s=_SUSPECT * dead_s,
             fence_s=_FENCE * dead_s,
-            # Whoever bears longer silence of a peer bears it of the board.
+            # Whoever bears longer silence of a peer bears it of the control store.
             store_lost_s=max(plan.store_lost_s, 2 * dead_s),
         )
     if timing.store_lost_s is not None:

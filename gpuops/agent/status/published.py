@@ -1,4 +1,4 @@
-"""What an agent lets others know of its workers: on the board, and in the run's folder."""
+"""What an agent lets others know of its workers: on the control store, and in the run's folder."""
 
 import time
 from collections.abc import Mapping

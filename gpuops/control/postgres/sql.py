@@ -1,4 +1,4 @@
-"""The statements of a board in Postgres. Each is a transaction of its own, and safe to repeat.
+"""Statements of a control store in Postgres, each a transaction of its own and safe to repeat.
 
 Key ``''`` holds the instance of a run: no key of ours is empty.
 """

@@ -1,4 +1,4 @@
-"""A board in a Postgres table, so that any single node of a run may be lost.
+"""A control store in a Postgres table, so that any single node of a run may be lost.
 
 The table `gpuops_board` is made where it is not there. Compare-and-swap is an UPDATE of one row
 where its version is still the one seen. A waiting heartbeat looks every `POLL_S`: LISTEN would take

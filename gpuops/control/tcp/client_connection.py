@@ -1,4 +1,4 @@
-"""One line from a client to a board's server: opened when needed, dropped at the first doubt.
+"""A client's connection to a control store's server: opened when needed, dropped at any error.
 
 A line asks one thing at a time. After a deadline, a broken frame or an exception it is closed, so
 no late answer is ever taken for the next one's; the server forgets what such a line still held as
@@ -37,7 +37,7 @@ class WrongServerError(ControlStoreError):
 
 
 class OtherRunError(WrongServerError):
-    """What listens there is the board of another run, which may be at its end."""
+    """What listens there is the control store of another run, which may be at its end."""
 
 
 class ControlConnection:

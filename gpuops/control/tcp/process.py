@@ -1,6 +1,6 @@
-"""Starting the server of a board from an agent: whoever is first does, the others find it.
+"""Starting the server of a control store from an agent: whoever is first does, the others find it.
 
-Notices at once that the server of a board was killed, and puts an empty one in its place.
+Notices at once that the server of a control store was killed, and puts an empty one in its place.
 
 What the agents had agreed on is gone with it. The new server tells every agent so, as soon as it
 calls (`ControlStoreResetError`): they end their run within seconds, rather than wait a minute for a
@@ -30,12 +30,12 @@ START_TIMEOUT_S = 20.0
 
 
 class PortTakenError(ControlStoreError):
-    """The port is taken by the board of another run, or by one that has just ended."""
+    """The port is taken by the control store of another run, or by one that has just ended."""
 
 
 @dataclass(slots=True)
 class ServerProcess:
-    """A board's server. ``pid`` is None where another agent had started it."""
+    """A control store's server. ``pid`` is None where another agent had started it."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class ServerProcess:
             return None
 
     def kill(self) -> None:
-        """End the process that we started, with all that the board holds."""
+        """End the process that we started, with all that the control store holds."""
         if self.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def start_server(
 
 
 def _check_same_run(host: str, port: int, run_key: str, token: str) -> None:
-    """Raise unless the one who has the port is the board of this run."""
+    """Raise unless the one who has the port is the control store of this run."""
     store = TcpControlStore(host, port, run_key=run_key, token=token)
     try:
         store.get(RUN_OVER_KEY)

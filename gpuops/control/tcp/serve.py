@@ -1,4 +1,4 @@
-"""``python -m gpuops.control.tcp.serve``: the board of one run as a process of its own.
+"""``python -m gpuops.control.tcp.serve``: the control store of one run as a process of its own.
 
 It prints one line, ``ready PORT``, ``taken`` (the port) or ``failed WHY``, and then nothing. It
 outlives the agent that started it and ends by itself: when none who holds the token has sent

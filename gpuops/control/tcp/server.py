@@ -1,4 +1,4 @@
-"""The server of a board: one event loop, until nobody of the run is heard any more."""
+"""The server of a control store: one event loop, until nobody of the run is heard any more."""
 
 import asyncio
 import resource
@@ -39,14 +39,14 @@ class ControlStoreServer:
         )
 
     def begin_shutdown(self) -> None:
-        """End soon after the last agent: a signal to a whole job step must not take its board."""
+        """End soon after the last agent: a signal to a job step must not end its control store."""
         self.is_shutting_down = True
 
     @property
     def idle_timeout_s(self) -> float:
         """Return for how long silence is borne.
 
-        Shorter once `OVER` is on the board (its value: seconds), and once a signal came.
+        Shorter once `OVER` is on the control store (its value: seconds), and once a signal came.
         """
         lease_s = min(self.lease_s, SHUTDOWN_LEASE_S) if self.is_shutting_down else self.lease_s
         over_entry = self.state.kv_map.get(RUN_OVER_KEY)

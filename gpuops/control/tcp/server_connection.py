@@ -1,4 +1,4 @@
-"""One connection of a board's server: the opening, then request by request.
+"""One connection of a control store's server: the opening, then request by request.
 
 Nothing is read from a stranger but two short frames of fixed length; whoever has not proved the
 job's token within a few seconds is cut off. Nothing that a client sends is more than bytes to us.

@@ -1,4 +1,4 @@
-"""What all connections of one board's server share: the shelf, who waits for what, how many."""
+"""State shared by the connections of one server: the map, who waits for what, how many."""
 
 import secrets
 import time
@@ -73,7 +73,7 @@ class ServerState:
 
     @property
     def store_s(self) -> float:
-        """Return the board's time: seconds since this server began."""
+        """Return the control store's time: seconds since this server began."""
         return time.monotonic() - self.started_s
 
     def notify(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The client of a board's server."""
+"""The client of a control store's server."""
 
 import secrets
 import threading

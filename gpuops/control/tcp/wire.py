@@ -1,4 +1,4 @@
-"""The bytes between a board's server and its clients.
+"""The bytes between a control store's server and its clients.
 
 Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see `host.job_proof`);
 after them every frame is a tag and a message: a request or an answer, both with the request's

@@ -23,8 +23,8 @@ def incident_from_rendezvous(
 ) -> Incident:
     """Return the closed incident of the attempt that was to begin and did not, as *node* saw it.
 
-    *reason* says what was waited for and for how long, or what the board answered; who is to blame
-    for it (a node that never started, a wrong address, a network) does not follow from it.
+    *reason* says what was waited for and for how long, or what the control store answered; the
+    culprit (a node that never started, a wrong address, a network) does not follow from it.
     """
     return replace(
         _agent_incident(reason, run_id, attempt, node, at_us),
@@ -38,10 +38,10 @@ def incident_from_rendezvous(
 def incident_from_lost_store(
     reason: str, *, run_id: str, attempt: int, node: str, at_us: int
 ) -> Incident:
-    """Return the closed incident of a run that lost its board in *attempt*, as *node* saw it.
+    """Return the closed incident of a run that lost its control store in *attempt*, from *node*.
 
-    Every agent of the run has the same account; whether the board's host, its process or the way
-    there failed does not follow from it.
+    Every agent of the run has the same account; whether its host, its process or
+    the network failed does not follow from it.
     """
     return replace(
         _agent_incident(reason, run_id, attempt, node, at_us),

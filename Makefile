@@ -4,14 +4,14 @@
 # make bench   the numbers of the README, measured side by side; results in tests/benchmarks/results
 # make mutation  change the code in small ways: a test must fail each time
 # make interface  write down what users rely on, where it may change: flags, JSON keys, formats
-# make soak    long runs: many kills, storms, fuzzing, property tests with many random examples
+# make soak    many kills, storms, fuzzing, further variants of whole jobs, many random examples
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Most tests wait for processes and time limits more than they compute.
-WORKERS ?= $(shell echo $$(( $$(nproc) * 2 )))
+WORKERS ?= $(shell echo $$(( $$(nproc) * 3 )))
 # Hundreds of processes would compile all of gpuops anew.
 unexport PYTHONDONTWRITEBYTECODE
 

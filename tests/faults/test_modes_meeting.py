@@ -102,6 +102,7 @@ def test_a_store_that_stands_still_for_five_seconds_ends_nothing(hosts, tmp_path
     run.check_ledger()
 
 
+@pytest.mark.soak
 def test_the_same_id_can_be_used_at_once_again(hosts, tmp_path):
     """The server of the first run may still be there when the second one's agents come."""
     endpoint = f"{hosts[0].address}:29400"

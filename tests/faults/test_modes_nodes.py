@@ -137,7 +137,6 @@ def test_a_spare_takes_the_hole_and_survivors_keep_their_ranks(hosts, tmp_path):
     run.check_ledger()
 
 
-@pytest.mark.soak
 def test_capacity_that_returns_is_taken_in_at_a_checkpoint(hosts, tmp_path):
     """Mode 14: a third node comes late."""
     flags = ("--grow-after", "2", SOON)

@@ -38,11 +38,11 @@ def node():
     ("dies_at", "options"),
     [
         (4, {}),
-        (11, {}),
+        pytest.param(11, {}, marks=pytest.mark.soak),
         (17, {}),
         (22, {"dataloader_drop_last": True}),
         (3, {"gradient_accumulation_steps": 4}),
-        (5, {"gradient_accumulation_steps": 4}),
+        pytest.param(5, {"gradient_accumulation_steps": 4}, marks=pytest.mark.soak),
         (8, {"gradient_accumulation_steps": 4, "max_steps": 10}),
         (13, {"max_steps": 20, "lr_scheduler_type": "cosine", "warmup_steps": 5}),
     ],

@@ -10,7 +10,7 @@ import pytest
 from gpuops.demo.scenario import make_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
-STEPS, SEED = 80, 7  # the losses of each 40th step are printed
+STEPS, SEED = 40, 7  # the losses of each 40th step are printed
 
 
 def output_of(*command):

@@ -103,6 +103,7 @@ def frozen(server):
         server.signal(signal.SIGCONT)
 
 
+@pytest.mark.soak
 def test_a_pause_of_postgres_ends_nothing(hosts, tmp_path, frozen, url):
     run = started(hosts, tmp_path, url)
 

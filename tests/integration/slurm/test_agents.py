@@ -138,7 +138,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_task_is_gone(launch):
 
 def test_an_agent_that_is_killed_is_started_again_by_its_parent(launch):
     # A busy machine may take longer to start it than the 15 s after which its node is given up.
-    flags = "--rdzv-conf=keep_alive_interval=10"
+    flags = "--rdzv-conf=keep_alive_interval=7"
     job_id = launch.submit("elastic.sbatch", 3000, "--nodes=2", flags=flags)
     launch.has_stepped()
     os.kill(launch.victim(), signal.SIGKILL)

@@ -32,7 +32,7 @@ from gpuops.log import printable
 from gpuops.model import envelope
 
 if TYPE_CHECKING:
-    from gpuops.agent.journal.outcome import RunOutcome
+    from gpuops.agent.journal.session import RunOutcome
 
 STORE_LOOKUP_TIMEOUT_S = 3.0
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import pytest
 from support.keeper_ranks import Rank, until
 from support.keepers import FakeKeeper
 
-from gpuops.agent.checkpoint.keeper_client import start_keeper
 from gpuops.agent.checkpoint.keeper_events import read_events
+from gpuops.agent.checkpoint.start import start_keeper
 from gpuops.checkpoint.keeper.messages import NO_DIRECTORY
 from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.types import KeeperError, StateId

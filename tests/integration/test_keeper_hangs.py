@@ -11,8 +11,8 @@ from support.keepers import Heard
 from support.runs import is_alive
 
 from gpuops.agent.checkpoint.api import KEEPER
-from gpuops.agent.checkpoint.keeper_client import start_keeper
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
+from gpuops.agent.checkpoint.start import start_keeper
 from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
 from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.keeper.process import probe_or_kill, sample_process, start_or_adopt

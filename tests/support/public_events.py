@@ -5,7 +5,7 @@ from pathlib import Path
 from gpuops.agent.checkpoint.keeper_events import SaveCounter, read_events, single
 from gpuops.agent.journal.payloads import LastSave
 from gpuops.agent.journal.run_journal import RunJournal
-from gpuops.agent.status.metrics import metrics as agent_metrics
+from gpuops.agent.status.server import metrics as agent_metrics
 from gpuops.agent.status.state import RankStatus, state_json
 from gpuops.checks.core.runner import CheckFailure, CheckRun
 from gpuops.cli.check.prometheus import metrics as check_metrics

@@ -11,15 +11,14 @@ from gpuops.agent.checkpoint.api import CheckpointService
 from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.rendezvous import Assignment
 from gpuops.agent.elastic.workers import Worker
-from gpuops.agent.journal.decision_log import DecisionLog
 from gpuops.agent.journal.payloads import NodeFacts
-from gpuops.agent.journal.session import NodeContext, RunSession
+from gpuops.agent.journal.session import DecisionLog, NodeContext, RunSession
 from gpuops.agent.launch.identity import RunIdentity
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan, LaunchPlan
 from gpuops.agent.launch.services import Services
-from gpuops.agent.monitors.group import MonitorGroup
 from gpuops.agent.monitors.preflight import NoPreflight
 from gpuops.agent.monitors.progress import StepTracker
+from gpuops.agent.monitors.registry import MonitorGroup
 from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.leader import Leader

@@ -14,6 +14,7 @@ from gpuops.control.record import Roster
 
 WAITS_S = (0.0, 10.0, 60.0)
 WINDOW_S = 600.0
+LOOK_S = 0.1
 
 
 @dataclass(slots=True)
@@ -94,9 +95,6 @@ class PollRequest:
         with self._looked:
             self._n_answered = max(self._n_answered, number)
             self._looked.notify_all()
-
-
-LOOK_S = 0.1
 
 
 def awaited(act: Callable[[], object], waiting: Callable[[], None]) -> None:

@@ -24,8 +24,7 @@ from gpuops.agent.checkpoint.api import (
 )
 from gpuops.agent.checkpoint.final_commit import FinalCommit
 from gpuops.agent.checkpoint.follower import CommitFollower
-from gpuops.agent.checkpoint.held_states import held_by_it, held_by_none
-from gpuops.agent.checkpoint.keeper_events import KeeperEvent, read_events
+from gpuops.agent.checkpoint.keeper_events import KeeperEvent, held_by_it, held_by_none, read_events
 from gpuops.agent.checkpoint.keeper_restarts import KeeperGeneration, KeeperRestarts, PollRequest
 from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.status.state import CheckpointState

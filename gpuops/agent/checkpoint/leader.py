@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gpuops.agent.checkpoint.commit_rule import SavePacer, StatusSummary, judge, why_overdue
 from gpuops.agent.checkpoint.messages import (
     FIELD,
     CommitRecord,
@@ -16,7 +15,14 @@ from gpuops.agent.checkpoint.messages import (
     NodeStatus,
 )
 from gpuops.agent.checkpoint.replica_check import ReplicaCheck
-from gpuops.agent.checkpoint.restore_rule import notes_for, restore_of
+from gpuops.agent.checkpoint.rules import (
+    SavePacer,
+    StatusSummary,
+    judge,
+    notes_for,
+    restore_of,
+    why_overdue,
+)
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.agreement.replica_check import NAMED_MAX, ReplicaReport
 from gpuops.checkpoint.types import StateId

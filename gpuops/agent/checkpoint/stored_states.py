@@ -1,14 +1,31 @@
-"""Lists the directory of a job's states, in a thread."""
+"""Which states the persistent directory of a job has, listed in a thread."""
 
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpuops.agent.checkpoint.messages import StoredStates
+from gpuops.agent.checkpoint.messages import STORED_MAX, StoredStates
 from gpuops.checkpoint.types import CheckpointError
 
 log = logging.getLogger(__name__)
+
+
+def survey(directory: str) -> StoredStates:
+    """Return which states *directory* has whole, the newest first.
+
+    Raises:
+        CheckpointError: It cannot be read, or all that it has is damaged.
+    """
+    from gpuops.checkpoint.storage.address import open_store  # only where a run checkpoints
+
+    found = open_store(directory).scan()
+    if found.damaged and not found.states:
+        first = found.damaged[0]
+        raise CheckpointError(f"{first.name} {first.condition}: {first.why}")
+    newest = sorted(((one.state, one.manifest.world) for one in found.states), reverse=True)
+    epochs = [state.epoch for state, _world in newest]
+    return StoredStates(tuple(newest[:STORED_MAX]), max(epochs, default=-1))
 
 
 @dataclass(slots=True)

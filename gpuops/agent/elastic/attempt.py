@@ -19,7 +19,7 @@ from gpuops.agent.elastic.rendezvous import Assignment, ControlStoreLostError, R
 from gpuops.agent.elastic.workers import Workers
 from gpuops.agent.launch.plan import LOOK_S_MAX
 from gpuops.agent.launch.services import Services
-from gpuops.agent.monitors.suspects import SuspectReporter
+from gpuops.agent.monitors.fleet import SuspectReporter
 from gpuops.agent.status.published import PublishedSnapshot
 from gpuops.control.drain import request_drain
 from gpuops.control.record import ControlRecord, RunPhase

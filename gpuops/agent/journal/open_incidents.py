@@ -23,6 +23,9 @@ from gpuops.model import Evidence, Incident, IncidentState
 from gpuops.units import NS_PER_S
 from gpuops.wire.ring import Beat, WorkerPhase
 
+# Who goes on with the account of a decider that is out of the run outbids its snapshots.
+TAKEN_OVER_REV = 100
+
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryTime:
@@ -101,10 +104,6 @@ class RestoreTime:
     def longest_ns(self) -> int:
         """Return the time of the rank that took longest: the others waited for it."""
         return max(self._told_ns, *self._took.values(), 0)
-
-
-# Who goes on with the account of a decider that is out of the run outbids its snapshots.
-TAKEN_OVER_REV = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,28 +1,197 @@
-"""Everything that one agent keeps about its run: folder, journal, spool, chronicle."""
+"""Everything that one agent keeps about its run: folder, journal, spool, kernel log.
+
+A thread sends the spool to the store, so that training waits for no database.
+"""
 
 import logging
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from gpuops.agent.journal.event_drafts import EventDraft
-from gpuops.agent.journal.flusher import Flusher, FlushSummary
 from gpuops.agent.journal.payloads import NodeFacts, RunFacts
 from gpuops.agent.journal.run_dir import RunDirectory, create_rings
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.launch.identity import RunIdentity
-from gpuops.agent.monitors.kernel_log import AttemptKernelLog
+from gpuops.control.record import ControlRecord
+from gpuops.control.step import DecisionRecord
+from gpuops.errors import EXIT_OK, EXIT_REQUEUE, ProbeError, SpoolError
 from gpuops.host.clock import Clock
+from gpuops.host.kmsg import KernelRecord, kernel_records
+from gpuops.incident.decision import RestartDecision
 from gpuops.model import Event
 from gpuops.rules import LogRule
 from gpuops.store.events import new_event
 from gpuops.store.spool.record import QueuedRecorder, Recorder
 
 log = logging.getLogger(__name__)
+
+LINES_MAX = 2000
+FIRST_AFTER_S = 5.0
+EVERY_S = 15.0
+DEADLINE_S = 5.0
 RING_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 mkdtemp makes it private
+
+
+class AttemptKernelLog:
+    """This node's kernel log, from a mark on; empty where it may not be read. Never raises.
+
+    It is the proof of an OOM kill, or an Xid. Records are counted by their sequence number, not by
+    time: the kernel's clock for its log drifts from the monotonic clock that dates everything else.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._mark: int | None = None
+
+    def mark(self) -> None:
+        """Remember where the log ends now."""
+        records = self._read()
+        self._mark = None if records is None else max((r.sequence for r in records), default=-1)
+
+    def since_mark(self) -> tuple[str, ...]:
+        """Return the newest lines after the mark, oldest first; none without a mark."""
+        mark = self._mark
+        if mark is None:
+            return ()
+        lines = [record.text for record in self._read() or () if record.sequence > mark]
+        return tuple(lines[-LINES_MAX:])
+
+    def _read(self) -> list[KernelRecord] | None:
+        try:
+            return list(kernel_records(self._root))
+        except ProbeError:
+            return None
+
+
+class FlushSummary(Protocol):
+    """The part of the store's flush report that is used here."""
+
+    @property
+    def remaining(self) -> int: ...
+
+    @property
+    def note(self) -> str | None: ...
+
+
+Flush = Callable[[float], FlushSummary]
+
+
+class Flusher:
+    """Calls *flush* (with its deadline in seconds) now and then, and once more at the end."""
+
+    def __init__(
+        self, flush: Flush, *, first_after_s: float = FIRST_AFTER_S, every_s: float = EVERY_S
+    ) -> None:
+        self._flush = flush
+        self._first_after_s = first_after_s
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._last: FlushSummary | None = None
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="gpuops-flusher", daemon=True)
+        self._thread.start()
+
+    def close(self, within_s: float = 2 * DEADLINE_S) -> str | None:
+        """Flush a last time; return what the user should know of what stays in the spool.
+
+        Returns after *within_s* even if a file system or a server holds the thread.
+        """
+        self._stop.set()
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            return f"the store did not answer within {within_s:.0f} s"
+        if self._error is not None:
+            return self._error
+        if self._last is None or not self._last.remaining:
+            return None
+        return f"{self._last.remaining} events wait in the spool: {self._last.note}"
+
+    def _run(self) -> None:
+        wait_s = self._first_after_s
+        while not self._stop.wait(wait_s):
+            self._flush_once()
+            wait_s = self._every_s
+        self._flush_once()
+
+    def _flush_once(self) -> None:
+        try:
+            self._last = self._flush(DEADLINE_S)
+            self._error = None
+        except SpoolError:
+            # Whoever records has said, once, what is wrong with the spool.
+            log.debug("flush failed", exc_info=True)
+        except Exception as exc:  # boundary: a broken store must not end the run
+            self._error = f"sending events to the store failed: {exc}"
+            log.debug("flush failed", exc_info=True)
+
+
+class DecisionLog:
+    """The decisions on this run."""
+
+    def __init__(self, journal: RunJournal) -> None:
+        self._journal = journal
+        self._proposed: dict[tuple[int, float], DecisionRecord] = {}
+        self._recorded: tuple[int, float] | None = None
+
+    def propose(self, decided: DecisionRecord) -> None:
+        """Keep what this agent's own decision rests on; `record` writes it once it is valid.
+
+        From any thread. One that loses against another leader's hides no earlier one.
+        """
+        self._proposed[_key(decided.decision)] = decided
+
+    def record(self, record: ControlRecord, generation: int | None) -> None:
+        """Write the decision in *record* if it is ours, or is on *generation*, which ran here."""
+        decision = record.decision
+        if decision is None or _key(decision) == self._recorded:
+            return
+        ours = self._proposed.get(_key(decision))
+        if ours is not None:
+            self._journal.decided(
+                ours.decision,
+                ours.reports,
+                ours.cluster,
+                by_us=True,
+                note=ours.note,
+                history=ours.history,
+            )
+        elif decision.failure.generation == generation:
+            by = record.decided_by
+            self._journal.decided(decision, (), None, by_us=False, decided_by=by)
+        else:
+            return
+        self._recorded = _key(decision)
+
+
+def _key(decision: RestartDecision) -> tuple[int, float]:
+    """Return what no two decisions share, not even two on one generation by two leaders."""
+    return decision.failure.generation, decision.failure.at_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a run ended here, for the command to print."""
+
+    exit_code: int
+    outcome: str
+    reason: str
+    run_id: str | None = None
+    run_dir: Path | None = None
+    note: str | None = None
+    goes_on: bool = False  # without this node, for which it is over
+
+
+def ended_as(exit_code: int) -> str:
+    """Return the word of the store for a run that ended with *exit_code* by agreement."""
+    if exit_code == EXIT_OK:
+        return "completed"
+    return "preempted" if exit_code == EXIT_REQUEUE else "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

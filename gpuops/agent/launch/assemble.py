@@ -17,17 +17,17 @@ from gpuops.agent.checkpoint.failure_history import FailureRecord, failures_on_r
 from gpuops.agent.checkpoint.follower import CommitFollower
 from gpuops.agent.checkpoint.follower import KeeperLocation as PeerPlace
 from gpuops.agent.checkpoint.leader import CommitLeader
-from gpuops.agent.checkpoint.messages import FIELD, StoredStates
+from gpuops.agent.checkpoint.messages import FIELD
 from gpuops.agent.checkpoint.record import CheckpointRecord, OverdueReporter
 from gpuops.agent.checkpoint.start import CheckpointJob, checkpoints_of, domain_of
+from gpuops.agent.checkpoint.stored_states import survey
 from gpuops.agent.elastic.decider import decider
 from gpuops.agent.elastic.logs import GenerationLogs
 from gpuops.agent.elastic.rendezvous import ControlRendezvous
 from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.elastic.teardown import KILL_WAIT_S
-from gpuops.agent.journal.decision_log import DecisionLog
 from gpuops.agent.journal.payloads import slurm_job
-from gpuops.agent.journal.session import NodeContext, RunSession
+from gpuops.agent.journal.session import DecisionLog, NodeContext, RunSession
 from gpuops.agent.launch.collectives import collective_env
 from gpuops.agent.launch.control_store import ControlEndpoint
 from gpuops.agent.launch.identity import RunIdentity, fingerprint
@@ -35,10 +35,9 @@ from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.services import Services
 from gpuops.agent.launch.slurm import drain_grace
 from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.agent.monitors.fleet import FleetJudge
+from gpuops.agent.monitors.fleet import FleetJudge, SuspectReporter
 from gpuops.agent.monitors.gpu import GpuMonitor
 from gpuops.agent.monitors.gpu_memory import open_memory
-from gpuops.agent.monitors.group import MonitorGroup
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.preflight import (
     HealthPreflight,
@@ -48,8 +47,7 @@ from gpuops.agent.monitors.preflight import (
     PreflightPlan,
 )
 from gpuops.agent.monitors.progress import StepTracker
-from gpuops.agent.monitors.registry import MonitorContext, MonitorRegistry
-from gpuops.agent.monitors.suspects import SuspectReporter
+from gpuops.agent.monitors.registry import MonitorContext, MonitorGroup, MonitorRegistry
 from gpuops.agent.status.published import busy_for_s
 from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
@@ -285,7 +283,7 @@ def _commit_follower(
         endpoint.board,
         control.keys,
         place,
-        _stored_states,
+        survey,
         log.warning,
         is_led=lambda: control.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
     )
@@ -302,12 +300,6 @@ def _commit_leader(
         launch.request.plan.checkpoints.replicas,
         gave_up=OverdueReporter(session.journal, log.warning).gave_up,
     )
-
-
-def _stored_states(directory: str) -> StoredStates:
-    from gpuops.agent.checkpoint.keeper_client import survey
-
-    return survey(directory)
 
 
 def _join_run(

@@ -30,9 +30,8 @@ from gpuops.agent.checkpoint.keeper_restarts import awaited
 from gpuops.agent.elastic.agent import GpuopsAgent
 from gpuops.agent.elastic.rendezvous import ControlStoreLostError, ExcludedError, RunOverError
 from gpuops.agent.elastic.signals import Cancellation
-from gpuops.agent.journal.outcome import RunOutcome, ended_as
 from gpuops.agent.journal.run_dir import folder_name
-from gpuops.agent.journal.session import RunSession
+from gpuops.agent.journal.session import RunOutcome, RunSession, ended_as
 from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble
 from gpuops.agent.launch.control_store import ControlEndpoint, meet
 from gpuops.agent.launch.identity import RunIdentity

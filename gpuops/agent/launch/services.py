@@ -7,13 +7,12 @@ from pathlib import Path
 from gpuops.agent.checkpoint.api import CheckpointService
 from gpuops.agent.elastic.logs import GenerationLogs
 from gpuops.agent.elastic.signals import Cancellation
-from gpuops.agent.journal.decision_log import DecisionLog
-from gpuops.agent.journal.session import RunSession
+from gpuops.agent.journal.session import DecisionLog, RunSession
 from gpuops.agent.launch.plan import LaunchPlan
-from gpuops.agent.monitors.group import MonitorGroup
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.preflight import PreflightGate
 from gpuops.agent.monitors.progress import StepTracker
+from gpuops.agent.monitors.registry import MonitorGroup
 from gpuops.control.client import ControlClient
 from gpuops.control.leader import Leader
 from gpuops.host.clock import Clock

@@ -41,6 +41,9 @@ from gpuops.model import (
 
 _MILD_ACTIONS = frozenset({"IGNORE", "RESTART_APP"})
 _NOTHING_WANTED = "None"
+SIGNS_MAX = 256
+LINE_CHARS_MAX = 300
+_SAID_BY = {XidSource.NVML: "NVML", XidSource.KERNEL: "the kernel's log"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +112,6 @@ def _recovery(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
         suggests=kind.failure_class or FailureClass.GPU_DRIVER,
         side=Side.INFRA,
     )
-
-
-SIGNS_MAX = 256
-LINE_CHARS_MAX = 300
-_SAID_BY = {XidSource.NVML: "NVML", XidSource.KERNEL: "the kernel's log"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 # A request reaches every rank of the run in at most about this time.
 SPREAD_S = 1.5
 _KEPT = 32
+MINUTE_NS = 60 * 10**9
 
 
 class StepTracker:
@@ -110,9 +111,6 @@ class StepTracker:
         if self._highest is None or step_s is None:
             return None
         return self._highest + 1 + math.ceil(SPREAD_S / max(step_s, 1e-4))
-
-
-MINUTE_NS = 60 * 10**9
 
 
 @dataclass(frozen=True, slots=True)

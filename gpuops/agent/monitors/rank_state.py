@@ -13,8 +13,7 @@ from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 
-from gpuops.agent.monitors.evidence import RankFacts, WorkerSample
-from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
+from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, ThreadStack, WorkerSample
 from gpuops.host.files import text_of
 from gpuops.host.procfs import parse_stat
 
@@ -34,6 +33,8 @@ _WAITS = re.compile(
     r"|all_to_all\w*|broadcast\w*|recv|irecv|send)\("
 )
 _READS_DEVICE = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|\.to\([\"']cpu")
+STOPPED = "T"
+LOOK_S = 1.0
 
 
 class RankState(StrEnum):
@@ -177,10 +178,6 @@ def _cpu_share(first: WorkerSample, last: WorkerSample) -> float | None:
     if first.look is None or last.look is None or took_s <= 0:
         return None
     return (last.look.cpu_s - first.look.cpu_s) / took_s
-
-
-STOPPED = "T"
-LOOK_S = 1.0
 
 
 class StoppedRanks:

@@ -1,14 +1,36 @@
-"""The monitors of an agent: the one list. A new one is a class and its line here."""
+"""The monitors of an agent: the one list, and the group that calls them.
 
-from collections.abc import Mapping
+A new monitor is a class and its line here. What one of them raises stops neither the others nor
+the run.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from gpuops.agent.monitors.api import FleetMonitor, Monitor
+from gpuops.agent.monitors.api import FleetMonitor, Monitor, MonitoredAttempt
+from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.gpu import GpuMonitorContext, open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.plugins import open_detectors
+from gpuops.control.client import ControlClient
+from gpuops.control.record import pack
+from gpuops.control.store import ControlStoreError
 from gpuops.host.clock import Clock
+from gpuops.incident.suspicion import Suspicion
+from gpuops.model import Evidence
+from gpuops.units import NS_PER_S
+from gpuops.wire.ring import Beat
+
+log = logging.getLogger(__name__)
+PUBLISH_S = 5.0
+PUBLISHED_BYTES_MAX = 4096
+# Does a call and records what it raises under a name; see `RunSession.safely`.
+Safely = Callable[[str, Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +56,83 @@ class MonitorRegistry:
         self.gpu = open_gpu_monitor(gpu, context.clock)
         self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
         self.fleet: tuple[FleetMonitor, ...] = ()  # on the leader
+
+
+class MonitorGroup:
+    """Calls each of *monitors*; what they publish goes to the store of *control*."""
+
+    def __init__(
+        self, monitors: Iterable[Monitor], control: ControlClient, clock: Clock, safely: Safely
+    ) -> None:
+        self._monitors = tuple(monitors)
+        self._control = control
+        self._clock = clock
+        self._safely = safely
+        self._next_ns = 0
+        self._writer: threading.Thread | None = None
+
+    def begin(self, watched: MonitoredAttempt) -> None:
+        """Watch a generation."""
+        self._each("watching the workers", lambda monitor: monitor.begin(watched))
+
+    def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
+        """Take in the heartbeats since the last call, by global rank."""
+        self._each("reading heartbeats", lambda monitor: monitor.feed(beats))
+
+    def poll(self) -> list[Suspicion]:
+        """Return all that any of them suspects now."""
+        found: list[Suspicion] = []
+        self._each("watching the workers", lambda monitor: found.extend(monitor.poll()))
+        return found
+
+    def evidence(self) -> list[Evidence]:
+        """Return what all of them know of the workers, `EVIDENCE_S` from now at the latest."""
+        deadline_ns = self._clock.mono_ns() + round(EVIDENCE_S * NS_PER_S)
+        found: list[Evidence] = []
+        self._each(
+            "collecting evidence", lambda monitor: found.extend(monitor.evidence(deadline_ns))
+        )
+        return found
+
+    def publish(self, generation: int) -> None:
+        """Write what they publish of *generation*, every `PUBLISH_S`.
+
+        In a thread: a control store may take seconds to answer.
+        """
+        now_ns = self._clock.mono_ns()
+        is_writing = self._writer is not None and self._writer.is_alive()
+        if now_ns < self._next_ns or is_writing:
+            return
+        self._next_ns = now_ns + round(PUBLISH_S * NS_PER_S)
+        values: dict[str, bytes] = {}
+
+        def ask(monitor: Monitor) -> None:
+            body = monitor.publish()
+            if body is None:
+                return
+            value = pack({"generation": generation, "published": body})
+            if len(value) > PUBLISHED_BYTES_MAX:
+                raise ValueError(f"{monitor.name} publishes {len(value)} bytes")
+            values[self._control.keys.published(monitor.name, self._control.me.agent)] = value
+
+        self._each("publishing", ask)
+        if values:
+            self._writer = threading.Thread(
+                target=self._write, args=(values,), name="gpuops-publish", daemon=True
+            )
+            self._writer.start()
+
+    def _write(self, values: Mapping[str, bytes]) -> None:
+        try:
+            for key, value in values.items():
+                self._control.store.put(key, value)
+        except ControlStoreError as exc:
+            log.debug("what monitors publish is not in the control store: %s", exc)
+
+    def close(self) -> None:
+        """End their threads and processes."""
+        self._each("ending a monitor", lambda monitor: monitor.close())
+
+    def _each(self, what: str, call: Callable[[Monitor], object]) -> None:
+        for monitor in self._monitors:
+            self._safely(what, partial(call, monitor))

@@ -15,8 +15,7 @@ from support.decisions import decision, report
 from support.runs import wait_until
 from support.services import unavailable
 
-from gpuops.agent.status.metrics import metrics
-from gpuops.agent.status.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, AgentServer
+from gpuops.agent.status.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, AgentServer, metrics
 from gpuops.agent.status.state import (
     CheckpointState,
     RankStatus,

@@ -6,7 +6,7 @@ import pytest
 from support.placements import missing_copies
 
 from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory
-from gpuops.agent.checkpoint.restore_rule import notes_for
+from gpuops.agent.checkpoint.rules import notes_for
 from gpuops.agent.checkpoint.start import domain_of
 from gpuops.checkpoint.placement.domains import align_paths
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier

@@ -7,15 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.agent.checkpoint.commit_rule import (
-    COPIED_MAX_S,
-    LEAD_S,
-    OVERDUE_S,
-    SavePacer,
-    StatusSummary,
-    judge,
-    why_overdue,
-)
 from gpuops.agent.checkpoint.messages import (
     DROPPED_MAX,
     CommitRecord,
@@ -24,6 +15,15 @@ from gpuops.agent.checkpoint.messages import (
     Inventory,
     NodeStatus,
     StoredStates,
+)
+from gpuops.agent.checkpoint.rules import (
+    COPIED_MAX_S,
+    LEAD_S,
+    OVERDUE_S,
+    SavePacer,
+    StatusSummary,
+    judge,
+    why_overdue,
 )
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.placement.replica_placement import place

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from gpuops.agent.monitors.gpu_memory import WAIT_MAX_S, GpuMemoryGate
-from gpuops.agent.monitors.preflight import FIRST_LOOK_S, STALE_S, HealthPreflight
-from gpuops.agent.monitors.preflight_result import PreflightResult
+from gpuops.agent.monitors.preflight import FIRST_LOOK_S, STALE_S, HealthPreflight, PreflightResult
 from gpuops.host.clock import FakeClock
 
 GIB = 2**30

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuops.agent.monitors.gpu_ranks import job_gpus, rank_gpus
+from gpuops.agent.monitors.gpu import job_gpus, rank_gpus
 from gpuops.host.gpu_names import GpuName
 
 GPUS = tuple(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuops.agent.monitors.hang.culprits import blame, class_of, sentence
 from gpuops.agent.monitors.hang.judge import HangFinding
+from gpuops.agent.monitors.hang.report import blame, class_of, sentence
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
 from gpuops.model import Confidence, FailureClass
 

@@ -10,9 +10,8 @@ from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.rings import RingReader
 from gpuops.agent.elastic.workers import Worker
 from gpuops.agent.monitors.api import MonitoredAttempt
-from gpuops.agent.monitors.evidence import EVIDENCE_S
+from gpuops.agent.monitors.evidence import EVIDENCE_S, StackFrame, Stacks, ThreadStack
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
-from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import ProcessLook
 from gpuops.incident.decision import NodeReport, ReportKind

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpuops.agent.monitors.preflight_result import judge_check
+from gpuops.agent.monitors.preflight import judge_check
 from gpuops.host.process.bounded_command import CommandEnd
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.launches import requested, slurm_env
 
-from gpuops.agent.checkpoint.keeper_folder import (
+from gpuops.agent.checkpoint.start import (
     KEPT_S,
     FolderError,
     keeper_key,

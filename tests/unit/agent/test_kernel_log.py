@@ -1,6 +1,6 @@
 """The kernel's lines of one attempt: those after the mark, and never an error."""
 
-from gpuops.agent.monitors.kernel_log import LINES_MAX, AttemptKernelLog
+from gpuops.agent.journal.session import LINES_MAX, AttemptKernelLog
 
 
 def write(root, *texts, first=1):

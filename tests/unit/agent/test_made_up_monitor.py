@@ -13,9 +13,8 @@ from support.supervised import Agent, Node
 
 from gpuops.agent.monitors.api import FleetMonitor, Monitor, MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.agent.monitors.fleet import JUDGE_S, FleetJudge
-from gpuops.agent.monitors.group import PUBLISH_S, PUBLISHED_BYTES_MAX
-from gpuops.agent.monitors.suspects import SuspectReporter
+from gpuops.agent.monitors.fleet import JUDGE_S, FleetJudge, SuspectReporter
+from gpuops.agent.monitors.registry import PUBLISH_S, PUBLISHED_BYTES_MAX
 from gpuops.control.record import Roster, RunPhase
 from gpuops.incident.decision import NodeReport, ReportKind, RestartPolicy
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel

@@ -2,9 +2,15 @@
 
 import pytest
 
-from gpuops.agent.monitors.evidence import EvidenceTarget, RankFacts, WorkerSample
+from gpuops.agent.monitors.evidence import (
+    EvidenceTarget,
+    RankFacts,
+    StackFrame,
+    Stacks,
+    ThreadStack,
+    WorkerSample,
+)
 from gpuops.agent.monitors.rank_state import RankState, judge_rank
-from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.process.inspect import ProcessLook
 
 TARGET = EvidenceTarget(rank=1, local_rank=1, pid=77)

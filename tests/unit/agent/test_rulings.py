@@ -6,8 +6,8 @@ from uuid import UUID
 import pytest
 from support.decisions import cluster, decision, report
 
-from gpuops.agent.journal.decision_log import DecisionLog
 from gpuops.agent.journal.run_journal import RunJournal
+from gpuops.agent.journal.session import DecisionLog
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.control.step import DecisionRecord
 from gpuops.host.clock import FakeClock

@@ -18,9 +18,14 @@ from gpuops.agent.monitors.evidence import (
     EvidenceTarget,
     SystemEvidenceReader,
 )
-from gpuops.agent.monitors.hang.culprits import HangCulprits, blame
 from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
-from gpuops.agent.monitors.hang.report import NodeHangView, evidence_of, to_suspicion
+from gpuops.agent.monitors.hang.report import (
+    HangCulprits,
+    NodeHangView,
+    blame,
+    evidence_of,
+    to_suspicion,
+)
 from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S, STEP_FLOOR_S, limits_for
 from gpuops.agent.monitors.rank_state import (
     RankDiagnosis,

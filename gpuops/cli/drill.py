@@ -24,14 +24,14 @@ from gpuops.drill.catalogue import (
     draw_fault,
     needs_run,
 )
-from gpuops.drill.events import ended_event, fault_to_json, injected_event
 from gpuops.drill.fault import DrillOptions, DrillTarget, Fault, InjectionResult, Scenario
+from gpuops.drill.find import AgentStateFile, StepTrigger, has_reached, read_states
 from gpuops.drill.inject import inject
-from gpuops.drill.kill_rank import POLL_S
-from gpuops.drill.run_state import AgentStateFile, StepTrigger, has_reached, read_states
+from gpuops.drill.processes import POLL_S
+from gpuops.drill.undo import ended_event, fault_to_json, injected_event
 from gpuops.errors import EXIT_FAIL, EXIT_OK, DrillError, UsageError
 from gpuops.host.clock import SystemClock
-from gpuops.host.node import boot_id, node_name
+from gpuops.host.node_state import boot_id, node_name
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import envelope

@@ -10,7 +10,7 @@ from gpuops.cli.options import json_option, settings_of, store_option
 from gpuops.config.resolve import environ
 from gpuops.errors import UsageError
 from gpuops.host.clock import SystemClock
-from gpuops.host.node import node_name
+from gpuops.host.node_state import node_name
 from gpuops.log import printable
 from gpuops.model import IncidentState, envelope
 from gpuops.report.render.incident_text import (

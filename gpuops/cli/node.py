@@ -11,7 +11,7 @@ from gpuops.config.resolve import Settings, environ
 from gpuops.errors import GpuopsError, UsageError
 from gpuops.gate.repair import RepairRequest, RepairSummary, acknowledge_repair
 from gpuops.host.clock import SystemClock
-from gpuops.host.node import boot_id, node_name
+from gpuops.host.node_state import boot_id, node_name
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import Entity, EntityKind, Event, envelope

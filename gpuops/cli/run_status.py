@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from gpuops.agent.launch.job_token import token_of
+from gpuops.agent.launch.identity import token_of
 from gpuops.agent.launch.plan import EndpointKind
 from gpuops.cli.history import open_history
 from gpuops.cli.options import json_option, settings_of, store_option
@@ -21,7 +21,7 @@ from gpuops.control.store import ControlStore
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock, SystemClock
-from gpuops.host.node import node_name
+from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import envelope
 from gpuops.report.render.run_text import status_view

@@ -19,7 +19,7 @@ from gpuops.gate.permit import DrainPermitClient
 from gpuops.gate.record import RecordOptions
 from gpuops.gate.session import CheckRequest, plan_of
 from gpuops.host.clock import SystemClock
-from gpuops.host.node import node_name
+from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import Status
 from gpuops.resources import data_dir

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from gpuops.control.keys import ControlKeys
-from gpuops.control.own_record import read_own_record
 from gpuops.control.record import (
     RECORD_KEY,
     SLOW_FLAG,
+    ControlKeys,
     ControlRecord,
     Member,
     RecordView,
     RunPhase,
     pack,
+    read_own_record,
 )
 from gpuops.control.store import (
     ControlStore,

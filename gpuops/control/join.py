@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from gpuops.control.keys import ControlKeys
 from gpuops.control.record import (
     ENTRY_ERRORS,
     RECORD_KEY,
+    ControlKeys,
     ControlRecord,
     Member,
     RecordView,

@@ -15,21 +15,75 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from gpuops.control.keys import ControlKeys
+from gpuops.control.client import ControlClient
 from gpuops.control.record import (
     ENTRY_ERRORS,
     SLOW_FLAG,
+    ControlKeys,
     ControlRecord,
     Member,
     Roster,
     RunPhase,
     unpack,
 )
-from gpuops.control.store import ControlStore, Entry
+from gpuops.control.store import ControlStore, ControlStoreError, Entry
 from gpuops.incident.budget import allowed_nodes
 from gpuops.incident.decision import NodeReport, OnExhausted, RestartPolicy
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
+
+log = logging.getLogger(__name__)
+
+
+def request_drain(client: ControlClient, signal_name: str, stop_step: int | None) -> bool:
+    """Take a run that has workers from RUN to DRAIN; say whether that was done by this call.
+
+    Ranks that ask whether to stop leave their loops after *stop_step*.
+    """
+
+    def change(current: ControlRecord) -> ControlRecord | None:
+        if current.phase is not RunPhase.RUN:
+            return None
+        return replace(
+            current,
+            phase=RunPhase.DRAIN,
+            drain_signal=signal_name,
+            drain_step=stop_step,
+            reason=f"{signal_name} on {client.me.node}",
+            decided_by=client.me.node,
+        )
+
+    try:
+        return client.update_record(change)
+    except ControlStoreError as exc:
+        log.debug("the drain is not on the board yet: %s", exc)
+        return False
+
+
+def stop_without_workers(
+    client: ControlClient, signal_name: str, exit_code: int
+) -> ControlRecord | None:
+    """End a run that has no workers now; return its record once it has ended."""
+
+    def change(current: ControlRecord) -> ControlRecord | None:
+        if current.phase not in {RunPhase.RENDEZVOUS, RunPhase.COLLECT}:
+            return None
+        return replace(
+            current,
+            phase=RunPhase.STOP,
+            exit_code=exit_code,
+            drain_signal=signal_name,
+            reason=f"{signal_name} on {client.me.node}",
+            decided_by=client.me.node,
+        )
+
+    try:
+        client.update_record(change)
+    except ControlStoreError as exc:
+        log.debug("the run cannot be ended yet: %s", exc)
+    record = client.record
+    return record if record.phase is RunPhase.STOP else None
+
 
 # So much of the time between two reads counts as observed: a peer sends one heartbeat in it.
 OBSERVED_GAP_S_MAX = 3.0
@@ -84,8 +138,6 @@ class LivenessTracker:
         """Return those of *peers* that are live or suspect, in their order."""
         return [peer for peer in peers if self.status_of(peer, now_ns) is not Liveness.DEAD]
 
-
-log = logging.getLogger(__name__)
 
 # Agents further back in the succession do not read all heartbeats: the load on the store for each
 # agent must not grow with the number of agents.

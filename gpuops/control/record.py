@@ -14,10 +14,11 @@ Keys in the store::
     gen/<g>/restore            the checkpoint that generation g resumes from, if there is one
     ckpt/...                   what else the agents agree on about checkpoints
 
-The keys of a generation are deleted once the second next one runs; see `gpuops.control.keys`.
+The keys of a generation are deleted once the second next one runs; see `gpuops.control.record`.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from signal import Signals
 from typing import Any, Self
 from uuid import UUID
 
+from gpuops.control.store import ControlStore, ControlStoreError, ControlStoreResetError, Entry
 from gpuops.incident import fields
 from gpuops.incident.decision import (
     HISTORY_MAX,
@@ -111,7 +113,7 @@ class Member:
 class Roster:
     """Who trains in a generation, by group rank; ``spares`` wait.
 
-    ``metadata`` comes from the leader's extensions; see `gpuops.control.extension`.
+    ``metadata`` comes from the leader's extensions; see `gpuops.control.leader`.
     """
 
     generation: int
@@ -336,3 +338,86 @@ class RecordView:
     def store_now_s(self, now_ns: int) -> float:
         """Return the control store's time at this host's *now_ns*."""
         return self.store_s + (now_ns - self.received_ns) / NS_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlKeys:
+    """Where things of one run lie on the control store.
+
+    A control store outlives runs, so all but the record carry the run's id: a new run under the
+    same key does not find the entries of the one before.
+    """
+
+    run_id: str
+
+    @property
+    def prefix(self) -> str:
+        return self.run_id[-12:]
+
+    def agent(self, agent: str = "") -> str:
+        return f"{self.prefix}/agent/{agent}"
+
+    def heartbeat(self, agent: str = "") -> str:
+        return f"{self.prefix}/alive/{agent}"
+
+    def generation(self, generation: int) -> str:
+        """Return what all keys of *generation* begin with, and no other's."""
+        return f"{self.prefix}/gen/{generation}/"
+
+    def ready(self, generation: int, agent: str = "") -> str:
+        return f"{self.generation(generation)}ready/{agent}"
+
+    def roster(self, generation: int) -> str:
+        return f"{self.generation(generation)}roster"
+
+    def published(self, monitor: str = "", agent: str = "") -> str:
+        return f"{self.prefix}/monitor/{monitor and f'{monitor}/{agent}'}"
+
+    def commit_record(self) -> str:
+        return f"{self.prefix}/ckpt/watermark"
+
+    def restore(self, generation: int) -> str:
+        return f"{self.generation(generation)}restore"
+
+    def report(self, generation: int, agent: str = "") -> str:
+        return f"{self.generation(generation)}report/{agent}"
+
+
+log = logging.getLogger(__name__)
+
+# Of the one before, a slow agent may still read who sat where and what was reported.
+GENERATIONS_KEPT = 2
+
+
+def delete_old_generations(store: ControlStore, keys: ControlKeys, generation: int) -> None:
+    """Take off *store* what nobody needs while *generation* runs.
+
+    What it does not do now it is asked for once more with the next generation; what stays there
+    costs its space.
+    """
+    newest_deleted = generation - GENERATIONS_KEPT
+    for number in range(max(newest_deleted - 1, 0), newest_deleted + 1):
+        try:
+            store.delete(keys.generation(number))
+        except ControlStoreError as exc:
+            log.debug("generation %d stays on the board: %s", number, exc)
+
+
+def read_own_record(entry: Entry, run_id: str) -> ControlRecord:
+    """Return the record in *entry*.
+
+    Raises:
+        ControlStoreResetError: It is gone, or another run's that came after ours.
+        ControlStoreError: It is none.
+    """
+    if entry.version:
+        try:
+            record = ControlRecord.from_bytes(entry.value)
+        except RecordError as exc:
+            raise ControlStoreError(
+                f"the board does not hold a record of this version: {exc}"
+            ) from exc
+        if record.run_id == run_id:
+            return record
+    why = "holds the record of another run" if entry.version else "has no record"
+    raise ControlStoreResetError(f"the board {why}: this one is over, or was cleaned up")

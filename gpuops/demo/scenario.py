@@ -100,7 +100,7 @@ def _gpuops(args: list[str], env: Mapping[str, str], print_line: Callable[[str],
 def _start_injector(
     plan: DemoPlan, runs: Path, env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-m", "gpuops.drill.kill_rank", "--run-dir", str(runs)]
+    argv = [sys.executable, "-m", "gpuops.drill.processes", "--run-dir", str(runs)]
     argv += ["--rank", str(plan.victim_rank), "--at-step", str(plan.kill_at_step)]
     argv += ["--deadline", str(INJECTOR_TIMEOUT_S)]
     return subprocess.Popen(argv, env=env)

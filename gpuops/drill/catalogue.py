@@ -13,7 +13,7 @@ from gpuops.drill import (
     processes,
 )
 from gpuops.drill.fault import DrillOptions, Scenario
-from gpuops.drill.run_state import AgentStateFile
+from gpuops.drill.find import AgentStateFile
 from gpuops.errors import DrillError
 
 SCENARIOS: tuple[Scenario, ...] = (

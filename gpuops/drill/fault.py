@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpuops.drill.find import Victim, find_agent
-from gpuops.drill.run_state import AgentStateFile, choose_state
+from gpuops.drill.find import AgentStateFile, Victim, choose_state, find_agent
 from gpuops.drill.steps import SendSignal, Step
 from gpuops.errors import DrillError, UsageError
 from gpuops.model import Entity, EntityKind

@@ -19,7 +19,7 @@ from gpuops.drill.fault import (
 )
 from gpuops.drill.steps import RunProgram
 from gpuops.errors import DrillError, UsageError
-from gpuops.host.net.net_interfaces import (
+from gpuops.host.net.traffic import (
     global_addresses6,
     interfaces,
     may_change_links,

@@ -172,7 +172,7 @@ def _grow(fd: int, size_bytes: int) -> None:
 
 
 def _take_memory(step: TakeMemory) -> Release:
-    argv = [sys.executable, "-m", "gpuops.drill.hog", str(step.size_bytes)]
+    argv = [sys.executable, "-m", "gpuops.drill.machine", str(step.size_bytes)]
     try:
         hog = start_sidecar(argv, environ())
     except OSError as exc:

@@ -18,9 +18,8 @@ from typing import TypeVar
 from gpuops.errors import ConfigError, ProbeError, SlurmError
 from gpuops.gate.policy import RESUMES_WINDOW_S, DrainStep, next_drain_step
 from gpuops.host.clock import Clock
-from gpuops.host.files import atomic_write
 from gpuops.host.records import from_json, to_json
-from gpuops.host.trust import refuse_foreign_file
+from gpuops.host.trust import atomic_write, refuse_foreign_file
 from gpuops.model import UnknownReason
 from gpuops.slurm.scontrol import Scontrol
 

@@ -40,12 +40,12 @@ from gpuops.gate.policy import (
 from gpuops.gate.record import CheckOccasion, RecordOptions, record, record_check_run
 from gpuops.gate.session import CheckPlan, check_node, confirmed, keeping
 from gpuops.host.clock import Clock
-from gpuops.host.files import atomic_write, why_not_ours
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import spawn_detached
+from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import from_json, to_json
+from gpuops.host.trust import atomic_write, why_not_ours
 from gpuops.incident.incidents.node import incident_key
 from gpuops.incident.runbook import failing_runbooks
 from gpuops.model import Event, FailureClass, Finding, Json, Severity, Status, UnknownReason, uuid7

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import UsageError
-from gpuops.host.files import atomic_write
+from gpuops.host.trust import atomic_write
 
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 CONF = "slurm.conf.example"

@@ -20,15 +20,21 @@ from pathlib import Path
 from gpuops.checks.core.check import JudgeContext
 from gpuops.checks.core.runner import CheckRun
 from gpuops.errors import ConfigError, ProbeError
-from gpuops.host.files import atomic_write, why_not_ours
-from gpuops.host.gpus import Gpus
-from gpuops.host.node import boot_id, since_boot_s
-from gpuops.host.node_state import BootMoment, Counters, CounterSample, DriverHang, NodeState
+from gpuops.host.gpu_names import Gpus
+from gpuops.host.node_state import (
+    BootMoment,
+    Counters,
+    CounterSample,
+    DriverHang,
+    NodeState,
+    boot_id,
+    since_boot_s,
+)
 from gpuops.host.nvml.facts import HANG_S, NvmlSnapshot, NvmlStatus
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import AbandonedProcess
+from gpuops.host.process.run_with_deadline import AbandonedProcess
 from gpuops.host.records import from_json, to_json
-from gpuops.host.trust import refuse_foreign_file
+from gpuops.host.trust import atomic_write, refuse_foreign_file, why_not_ours
 from gpuops.model import Entity, Json
 
 READ_S = 0.5

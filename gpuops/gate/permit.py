@@ -17,7 +17,7 @@ from gpuops.gate.record import with_repair
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import NodeState, Repair, Strikes
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import abandoned
+from gpuops.host.process.run_with_deadline import abandoned
 
 # To fork and to import SQLAlchemy, in addition to the time that the store has to answer.
 START_S = 0.5

@@ -17,12 +17,11 @@ from gpuops.checks.core.runner import CheckRun
 from gpuops.errors import ProbeError
 from gpuops.gate.node_state import StateError, change_state
 from gpuops.host.clock import Clock
-from gpuops.host.node import boot_id
-from gpuops.host.node_state import NodeState, Repair
+from gpuops.host.node_state import NodeState, Repair, boot_id
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import spawn_detached
 from gpuops.host.process.inspect import process_state
+from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.incident.incidents.node import NodeCheckContext, acknowledge_repairs, update_incidents
 from gpuops.incident.runbook import failing_runbooks
 from gpuops.log import printable

@@ -40,9 +40,9 @@ from gpuops.gate.node_state import (
     state_after,
 )
 from gpuops.host.clock import Clock, FakeClock
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import BootMoment
-from gpuops.host.process.abandoned import abandoned
+from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import from_json
 from gpuops.host.trust import check_folders
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status

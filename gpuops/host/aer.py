@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.files import entries_of, number_of, text_of
 from gpuops.host.sysfs import NVIDIA
+from gpuops.host.trust import entries_of, number_of, text_of
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY, _BRIDGE_OTHER = 0x03, 0x0680

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.files import reason_of
 from gpuops.host.procfs import read_text
 from gpuops.host.records import from_json
+from gpuops.host.trust import reason_of
 from gpuops.model import UnknownReason
 
 STA_UNSYNC = 0x0040

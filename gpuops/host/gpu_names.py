@@ -9,7 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.sysfs import read_pci_gpus, sysfs_address
+from gpuops.host.nvml.facts import NvmlSnapshot
+from gpuops.host.nvml.session import read_nvml
+from gpuops.host.process.probe import STOP_S
+from gpuops.host.sysfs import PciGpu, read_pci_gpus, sysfs_address
+
+_MARGIN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The PCI view outlives an NVML that hangs."""
+
+    pci: tuple[PciGpu, ...]
+    nvml: NvmlSnapshot
+
+
+def read_gpus(root: Path, budget_s: float) -> Gpus:
+    """Return both views within *budget_s* seconds."""
+    pci = read_pci_gpus(root)
+    return Gpus(pci, read_nvml(max(budget_s - STOP_S - _MARGIN_S, 0.1), root))
+
 
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{8,40})\s*$", re.MULTILINE)
 _MINOR = re.compile(r"^Device Minor:\s*([0-9]{1,4})\s*$", re.MULTILINE)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.files import entries_of, number_of, text_of
+from gpuops.host.trust import entries_of, number_of, text_of
 
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 _BITS_PER_BYTE = 8

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.files import reason_of
 from gpuops.host.process.command import ask, find
+from gpuops.host.trust import reason_of
 from gpuops.model import UnknownReason
 
 RECORD_MAX = 16384

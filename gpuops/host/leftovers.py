@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.files import text_of
 from gpuops.host.procfs import parse_stat
+from gpuops.host.trust import text_of
 
 # login.defs: people have 1000 to 60000; above are nobody, containers' and systemd's dynamic ids.
 UID_MIN, UID_MAX = 1000, 60000

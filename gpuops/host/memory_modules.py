@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.files import entries_of, number_of, reason_of, text_of
+from gpuops.host.trust import entries_of, number_of, reason_of, text_of
 from gpuops.model import UnknownReason
 
 

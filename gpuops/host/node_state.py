@@ -4,10 +4,40 @@ It holds what judges need and the database must not be asked for: earlier counte
 that gave no answer, repairs that somebody acknowledged.
 """
 
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gpuops.model import Incident
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """Return the name Slurm has for this machine, else its short host name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0] or "localhost"
+
+
+def boot_id(root: Path = Path("/")) -> str:
+    """Return the kernel's id of this boot, or ``"unknown"`` where it has none to give."""
+    try:
+        return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return "unknown"
+
+
+def since_boot_s(root: Path = Path("/")) -> float:
+    """Return the seconds since boot, of sleep as well, as CLOCK_BOOTTIME counts them.
+
+    Under a fake root they are what its ``proc/uptime`` says, where it has one.
+    """
+    if root != Path("/"):
+        try:
+            return float((root / "proc/uptime").read_text(encoding="ascii").split()[0])
+        except (OSError, ValueError, IndexError):
+            pass
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 WINDOW_S = 86400.0
 _RATE_SPAN_MIN_S = 3600.0

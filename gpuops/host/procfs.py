@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.files import reason_of
+from gpuops.host.trust import reason_of
 from gpuops.model import UnknownReason
 
 _MEMINFO = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)

@@ -24,7 +24,7 @@ from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.gpu_names import GpuName, read_gpu_names
 from gpuops.host.kmsg import RECORD_MAX, open_kmsg, parse_kmsg
 from gpuops.host.nvml.facts import GPU_IS_LOST
-from gpuops.host.process.die_with_parent import die_with_parent
+from gpuops.host.process.sidecar import die_with_parent
 from gpuops.host.records import from_json, to_json
 from gpuops.host.sysfs import sysfs_address
 from gpuops.host.xid import KINDS_MAX, LINE_SHOWN_MAX, parse_xid

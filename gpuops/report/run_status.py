@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuops.control.keys import ControlKeys
 from gpuops.control.record import (
     ENTRY_ERRORS,
     RECORD_KEY,
+    ControlKeys,
     ControlRecord,
     Member,
     RecordError,

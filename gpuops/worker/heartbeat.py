@@ -32,7 +32,7 @@ from gpuops.wire.ring import (
     write_flags,
     write_header,
 )
-from gpuops.worker.steps import PATIENCE, StepReader
+from gpuops.worker.optimizer_hook import PATIENCE, StepReader
 
 # A script may install handlers of its own at any time; a look at ours costs a third of a beat.
 LOOK_EVERY = 16

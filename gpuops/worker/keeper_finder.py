@@ -28,7 +28,7 @@ from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient, connect_rank
 from gpuops.checkpoint.storage.address import check_address
 from gpuops.checkpoint.types import CheckpointError, KeeperError
-from gpuops.host.files import why_not_ours
+from gpuops.host.trust import why_not_ours
 from gpuops.worker.ranks import RankContext, has_process_group
 
 _log = logging.getLogger(__name__)

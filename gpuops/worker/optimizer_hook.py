@@ -5,11 +5,102 @@ usual finder load it. A program without torch never pays more than the finder's 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+from weakref import ref
+
+from gpuops.wire.ring import STEP_UNKNOWN
+
+# Reads without progress until the parameters are looked at again, all of them: first, and at most.
+# A look takes microseconds for each parameter; it doubles its distance while it finds nothing.
+PATIENCE = 16
+PATIENCE_MAX = 1024
+
+
+class StepReader:
+    """Reads one optimizer's step from the state of one of its parameters.
+
+    Of the parameters that have a step the first with the highest is chosen, because a parameter
+    without gradients stays behind. One that stays behind later (a layer that is frozen) is given
+    up for the highest of that time.
+    """
+
+    __slots__ = ("_accepted", "_chosen", "_highest", "_parameter", "_patience", "_stalled")
+
+    def __init__(self) -> None:
+        self._parameter: Callable[[], Any] = _nothing
+        self._accepted: Any = None
+        self._chosen = False
+        self._highest = STEP_UNKNOWN
+        self._stalled = 0
+        self._patience = PATIENCE
+
+    def read(self, optimizer: Any) -> int:  # noqa: ANN401 torch is not imported here
+        """Return the optimizer's step, `STEP_UNKNOWN` where it keeps none on the host."""
+        if not self._chosen:
+            self._choose(optimizer)
+        step = self._look(optimizer)
+        if step > self._highest:
+            self._highest = step
+            return step
+        self._stalled += 1
+        if self._stalled < self._patience:
+            return step
+        self._stalled = 0
+        self._choose(optimizer)
+        step = self._look(optimizer)
+        moved = step > self._highest
+        self._patience = PATIENCE if moved else min(2 * self._patience, PATIENCE_MAX)
+        self._highest = max(step, self._highest)
+        return step
+
+    def _look(self, optimizer: Any) -> int:  # noqa: ANN401
+        parameter = self._parameter()
+        if parameter is None:
+            return STEP_UNKNOWN
+        state = optimizer.state.get(parameter)
+        step = None if state is None else state.get("step")
+        if step is self._accepted and step is not None:
+            return int(step)
+        number = _as_int(step)
+        self._accepted = step if number != STEP_UNKNOWN else None
+        return number
+
+    def _choose(self, optimizer: Any) -> None:  # noqa: ANN401
+        highest, chosen = STEP_UNKNOWN, None
+        for parameter, state in optimizer.state.items():
+            self._chosen = True
+            step = _as_int(state.get("step")) if isinstance(state, Mapping) else STEP_UNKNOWN
+            if step > highest:
+                highest, chosen = step, parameter
+        self._parameter = _nothing if chosen is None else _weak(chosen)
+        self._accepted = None
+
+
+def _nothing() -> None:
+    return None
+
+
+def _weak(parameter: Any) -> Callable[[], Any]:  # noqa: ANN401
+    try:
+        return ref(parameter)
+    except TypeError:
+        return lambda: (
+            parameter
+        )  # a name or a number, as some optimizers use: no memory to speak of
+
+
+def _as_int(step: object) -> int:
+    if isinstance(step, int | float):
+        return int(step)
+    device = getattr(step, "device", None)
+    if step is None or device is None or device.type != "cpu":
+        return STEP_UNKNOWN
+    return int(step.item())  # type: ignore[attr-defined]  # a zero-dimensional CPU tensor
+
 
 MODULE = "torch.optim.optimizer"
 Hook = Callable[[Any, object, object], None]

@@ -41,8 +41,8 @@ from gpuops.worker.ranks import (
     has_process_group,
 )
 from gpuops.worker.state.adapter import FinishLoad, StateAdapter
+from gpuops.worker.state.objects import reseed, write_rng
 from gpuops.worker.state.parallel_copy import copy_threads
-from gpuops.worker.state.rng import reseed, write_rng
 from gpuops.worker.state.saved_state import SavedState
 
 AGREE_ATTEMPTS = 64

@@ -28,9 +28,9 @@ from gpuops.convert.tensors import (
 )
 from gpuops.convert.values import STATE_FORMAT, StateEncoder, dumps
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
+from gpuops.worker.state.objects import read_rng
 from gpuops.worker.state.optimizer import OptimizerAdapter
-from gpuops.worker.state.replicated import replicated_by_name
-from gpuops.worker.state.rng import read_rng
+from gpuops.worker.state.resharding import replicated_by_name
 
 METADATA_STEP_BYTES = 64 * 1024
 

@@ -26,8 +26,8 @@ from rich.table import Table
 from gpuops.cli.ckpt.bench import print_bench
 from gpuops.model import envelope
 from gpuops.units import parse_bytes, parse_seconds
-from gpuops.worker.bench.plan import ROWS, SCHEMA, BenchPlan
 from gpuops.worker.bench.run import summarize
+from gpuops.worker.bench.savers import ROWS, SCHEMA, BenchPlan
 
 CONNECTIONS = 4
 

@@ -29,10 +29,10 @@ from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch
 from gpuops.checkpoint.transfer.connection import TransferLimits
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import SendPace
 from gpuops.checkpoint.transfer.parallel import TransferOptions
 from gpuops.checkpoint.transfer.server import TransferServer
+from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.checkpoint.types import (
     KeeperAddress,
     Shard,

@@ -23,10 +23,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gpuops.config.resolve import environ
 from gpuops.host.process.sidecar import Sidecar, start_sidecar
-from gpuops.worker.bench.job import BenchJob, copy_into
-from gpuops.worker.bench.plan import BenchPlan
 from gpuops.worker.bench.run import restore, restore_figures, restore_limits, timed
-from gpuops.worker.bench.savers import GPUOPS, BenchError, start_keeper
+from gpuops.worker.bench.savers import (
+    GPUOPS,
+    BenchError,
+    BenchJob,
+    BenchPlan,
+    copy_into,
+    start_keeper,
+)
 
 KILL_S_MAX = 0.5
 

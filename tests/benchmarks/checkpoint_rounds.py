@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from gpuops.worker.bench.job import BenchJob
 from gpuops.worker.bench.run import SAVE_TIMEOUT_S, SaveSample, in_turns, measure_save
-from gpuops.worker.bench.savers import BenchSaver
+from gpuops.worker.bench.savers import BenchJob, BenchSaver
 
 PEER_TIMEOUT_S = 120.0  # that a way may take which is not needed
 

@@ -35,8 +35,6 @@ from gpuops.checkpoint.placement.survival import mixed_odds
 from gpuops.config.resolve import environ, update_environ
 from gpuops.host.process.sidecar import Sidecar
 from gpuops.units import format_bytes
-from gpuops.worker.bench.job import BenchJob, bytes_of
-from gpuops.worker.bench.plan import ROWS, BenchPlan
 from gpuops.worker.bench.run import (
     limit_savers,
     new_folder,
@@ -45,7 +43,17 @@ from gpuops.worker.bench.run import (
     summarize,
     timed,
 )
-from gpuops.worker.bench.savers import GPUOPS, MEMCPY, RAW, BenchError, BenchSaver
+from gpuops.worker.bench.savers import (
+    GPUOPS,
+    MEMCPY,
+    RAW,
+    ROWS,
+    BenchError,
+    BenchJob,
+    BenchPlan,
+    BenchSaver,
+    bytes_of,
+)
 
 OnMessage = Callable[[str], None]
 ExtraSavers = Callable[[BenchJob, Path], tuple[list[SaverFactory], dict[str, str]]]

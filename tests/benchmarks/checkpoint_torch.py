@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from gpuops.worker.bench.job import BenchJob
-from gpuops.worker.bench.savers import BenchError, BenchSaver
+from gpuops.worker.bench.savers import BenchError, BenchJob, BenchSaver
 
 DCP_SAVE, DCP_THREAD = "dcp.save", "dcp.async_save, thread"
 State = dict[str, Any]

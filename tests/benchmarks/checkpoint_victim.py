@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from gpuops.worker.bench.job import BenchJob
-from gpuops.worker.bench.savers import connect_only_rank
+from gpuops.worker.bench.savers import BenchJob, connect_only_rank
 from gpuops.worker.checkpointer import Checkpointer
 
 _PAUSE_S = 0.001

@@ -12,7 +12,7 @@ from gpuops.host.clock_state import read_clock_state
 from gpuops.host.kmsg import kernel_records
 from gpuops.host.procfs import boot_us, processes, read_load, read_memory
 from gpuops.host.records import from_json, to_json
-from gpuops.host.storage.filesystems import read_filesystems
+from gpuops.host.storage.mounts import read_filesystems
 from gpuops.host.sysfs import read_pci_gpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

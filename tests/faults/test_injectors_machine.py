@@ -64,7 +64,7 @@ def test_a_size_is_taken_for_its_time(disk):
 
 def test_memory_is_taken_by_a_child_that_ends_with_the_injector():
     injector = start_drill("memory-hog", "--size", "64MiB", "--for", "3600")
-    hog = wait_until(lambda: child_of(injector.pid, b"gpuops.drill.hog"))
+    hog = wait_until(lambda: child_of(injector.pid, b"gpuops.drill.machine"))
     wait_until(lambda: resident_bytes(hog) >= 64 * MIB)
     assert Path(f"/proc/{hog}/oom_score_adj").read_text().strip() == "1000"
 

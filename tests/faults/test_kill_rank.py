@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.drill.kill_rank import StepTrigger, kill_process, main, read_raw_states
+from gpuops.drill.processes import StepTrigger, kill_process, main, read_raw_states
 from gpuops.host.procfs import process
 from gpuops.wire.ring import (
     RING_BYTES,

@@ -14,8 +14,7 @@ from support.runs import is_alive, wait_until
 
 import gpuops.worker.shim
 from gpuops.agent.elastic.exits import RankFiles
-from gpuops.agent.elastic.rings import RingReader
-from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.elastic.workers import RingReader, Worker
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import (
     EvidenceCollector,

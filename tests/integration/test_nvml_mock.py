@@ -24,7 +24,7 @@ HANG_S = 4.0
 ASK = """
 import json, sys
 from pathlib import Path
-from gpuops.host.nvml.reader import read_nvml
+from gpuops.host.nvml.session import read_nvml
 from gpuops.host.records import to_json
 for line in sys.stdin:
     snapshot = read_nvml(float(line), Path(sys.argv[1]))
@@ -545,7 +545,7 @@ def test_a_machine_without_threads_to_give_is_asked_one_call_after_another(mock)
 import threading
 threading.stack_size(2**46)
 from pathlib import Path
-from gpuops.host.nvml.reader import read_nvml
+from gpuops.host.nvml.session import read_nvml
 snapshot = read_nvml(20.0, Path("/without-threads"))
 print(snapshot.status, len(snapshot.gpus), {gpu.power.limit_w for gpu in snapshot.gpus})
 """
@@ -554,7 +554,7 @@ print(snapshot.status, len(snapshot.gpus), {gpu.power.limit_w for gpu in snapsho
 
 def test_a_machine_without_the_library_has_no_nvml(tmp_path):
     """Where a driver is installed, this asks it instead."""
-    code = "from gpuops.host.nvml.reader import read_nvml; print(read_nvml(20.0).status)"
+    code = "from gpuops.host.nvml.session import read_nvml; print(read_nvml(20.0).status)"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, timeout=60, text=True
     )

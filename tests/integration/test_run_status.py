@@ -17,8 +17,15 @@ from gpuops.agent.status.server import AgentServer
 from gpuops.agent.status.state import run_state
 from gpuops.cli.main import run_command
 from gpuops.cli.run_status import StatusHistory
-from gpuops.control.keys import ControlKeys
-from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.record import (
+    RECORD_KEY,
+    ControlKeys,
+    ControlRecord,
+    Member,
+    Roster,
+    RunPhase,
+    pack,
+)
 from gpuops.control.tcp.process import start_server
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.clock import FakeClock

@@ -10,9 +10,9 @@ from dataclasses import replace
 from uuid import UUID
 
 from gpuops.control.client import ControlClient
-from gpuops.control.drain import request_drain
 from gpuops.control.join import join
 from gpuops.control.leader import Leader
+from gpuops.control.membership import request_drain
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts

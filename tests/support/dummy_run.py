@@ -56,7 +56,7 @@ class DummyRun:
 
 def scene(*runs, **options):
     """Return what *runs* publish, to be broken by this user."""
-    from gpuops.drill.run_state import read_states
+    from gpuops.drill.find import read_states
 
     states = [state for run in runs[:1] for state in read_states(run.folder)]
     return DrillTarget(states=states, uid=os.geteuid(), **options)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpuops.checks.core.profile_files import load_profiles
 from gpuops.checks.core.suite import load_suite
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
     Clocks,
     EccErrors,

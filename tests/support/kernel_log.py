@@ -1,7 +1,7 @@
 """A kernel's log as checks see it: records, facts, and files of records."""
 
 from gpuops.checks.core.check import ProbeContext
-from gpuops.checks.core.kernel_facts import KMSG, gather
+from gpuops.checks.core.kernel_rules import KMSG, gather
 from gpuops.host.kmsg import KernelRecord
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules

@@ -3,8 +3,7 @@
 import contextlib
 import time
 
-from gpuops.control.keys import ControlKeys
-from gpuops.control.record import RECORD_KEY, ControlRecord, RunPhase
+from gpuops.control.record import RECORD_KEY, ControlKeys, ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
 from gpuops.control.tcp.store import TcpControlStore
 from support.cluster_run import ClusterRun, free_port

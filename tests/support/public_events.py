@@ -8,9 +8,9 @@ from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.status.server import metrics as agent_metrics
 from gpuops.agent.status.state import RankStatus, state_json
 from gpuops.checks.core.runner import CheckFailure, CheckRun
-from gpuops.cli.check.prometheus import metrics as check_metrics
-from gpuops.drill.events import ended_event, injected_event
+from gpuops.cli.check.request import metrics as check_metrics
 from gpuops.drill.fault import Fault, InjectionResult
+from gpuops.drill.undo import ended_event, injected_event
 from gpuops.gate.record import CheckOccasion, events_of
 from gpuops.host.clock import FakeClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason

@@ -127,7 +127,7 @@ class Run:
         """SIGKILL *rank* with the product's own injector."""
         code = warm_popen(
             [
-                *(sys.executable, "-m", "gpuops.drill.kill_rank", "--run-dir", str(self.runs)),
+                *(sys.executable, "-m", "gpuops.drill.processes", "--run-dir", str(self.runs)),
                 *("--rank", str(rank), "--at-step", str(at_step)),
                 *("--generation", str(generation), "--deadline", str(LIMIT_S)),
             ],

@@ -12,11 +12,10 @@ from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import push
 from gpuops.checkpoint.transfer.connection import TransferLimits
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import SendPace
 from gpuops.checkpoint.transfer.parallel import TransferOptions
 from gpuops.checkpoint.transfer.server import TransferServer
-from gpuops.checkpoint.transfer.wire import PushOffer
+from gpuops.checkpoint.transfer.wire import JobCredentials, PushOffer
 from gpuops.checkpoint.types import (
     KeeperAddress,
     Shard,

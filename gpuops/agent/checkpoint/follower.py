@@ -26,8 +26,7 @@ from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.messages import KeeperStatus
 from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.types import KeeperAddress, Shard, ShardCopy, StateId
-from gpuops.control.keys import ControlKeys
-from gpuops.control.record import Member, RecordError, Roster
+from gpuops.control.record import ControlKeys, Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
 from gpuops.model import Json
 from gpuops.wire.messages import MessageFormatError

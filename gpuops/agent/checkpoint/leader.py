@@ -1,6 +1,6 @@
 """The leader's part in the agreement on checkpoints: it reads all, judges, and writes.
 
-What fails in here delays commits, and nothing else: see `gpuops.control.extension.ExtensionRunner`.
+What fails in here delays commits, and nothing else: see `gpuops.control.leader.ExtensionRunner`.
 """
 
 import logging
@@ -26,9 +26,16 @@ from gpuops.agent.checkpoint.rules import (
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.agreement.replica_check import NAMED_MAX, ReplicaReport
 from gpuops.checkpoint.types import StateId
-from gpuops.control.extension import LeaderExtension
-from gpuops.control.keys import ControlKeys
-from gpuops.control.record import ControlRecord, Member, RecordError, Roster, pack, unpack
+from gpuops.control.leader import LeaderExtension
+from gpuops.control.record import (
+    ControlKeys,
+    ControlRecord,
+    Member,
+    RecordError,
+    Roster,
+    pack,
+    unpack,
+)
 from gpuops.control.store import ControlStore, Entry
 from gpuops.host.clock import Clock
 from gpuops.model import Json

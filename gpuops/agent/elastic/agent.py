@@ -29,14 +29,13 @@ from gpuops.agent.elastic.rendezvous import (
     Preflight,
     RunOverError,
 )
-from gpuops.agent.elastic.rings import RingReader
 from gpuops.agent.elastic.teardown import abandon_unkillable
-from gpuops.agent.elastic.workers import Worker, Workers
+from gpuops.agent.elastic.workers import RingReader, Worker, Workers
 from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.launch.services import Services
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.status.published import PublishedSnapshot, progress_of, state_of
-from gpuops.control.drain import stop_without_workers
+from gpuops.control.membership import stop_without_workers
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.decision import NodeReport, ReportKind

@@ -21,7 +21,7 @@ from gpuops.agent.launch.plan import LOOK_S_MAX
 from gpuops.agent.launch.services import Services
 from gpuops.agent.monitors.fleet import SuspectReporter
 from gpuops.agent.status.published import PublishedSnapshot
-from gpuops.control.drain import request_drain
+from gpuops.control.membership import request_drain
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.incident.decision import ReportKind
 from gpuops.wire.ring import Beat, WorkerFlag

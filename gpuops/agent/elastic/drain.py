@@ -13,7 +13,7 @@ from pathlib import Path
 from gpuops.agent.elastic.workers import Workers
 from gpuops.agent.monitors.progress import SPREAD_S
 from gpuops.control.client import HOLD_S, ControlClient
-from gpuops.control.drain import request_drain
+from gpuops.control.membership import request_drain
 from gpuops.control.record import ENTRY_ERRORS, unpack
 from gpuops.control.store import ControlStoreError, Entry
 from gpuops.host.clock import Clock

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuops.agent.elastic.exit_watcher import ObservedExit, signal_name
-from gpuops.agent.elastic.teardown import SentSignal, was_ours
+from gpuops.agent.elastic.teardown import ObservedExit, SentSignal, signal_name, was_ours
 from gpuops.agent.monitors.progress import RankProgress
 from gpuops.log import printable
 from gpuops.model import WorkerExit

@@ -10,7 +10,9 @@ SIGKILL follows. Who was signalled, when and with what is kept: such an end is n
 
 import logging
 import os
+import select
 import signal
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from signal import SIGKILL
@@ -18,11 +20,110 @@ from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing.api import PContext
 
-from gpuops.agent.elastic.exit_watcher import ObservedExit
 from gpuops.agent.launch.preconditions import AGENT_PID
 from gpuops.host.clock import Clock
-from gpuops.host.process.env_tagged import kill_env_tagged
-from gpuops.host.process.inspect import KillOutcome, left_of
+from gpuops.host.process.inspect import KillOutcome, kill_env_tagged, left_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedExit:
+    """One end: ``code`` as in `subprocess` (negative: a signal), None where torch was faster."""
+
+    pid: int
+    code: int | None
+    seen_us: int
+    seen_mono_ns: int
+
+
+class ExitWatcher:
+    """Watches the workers of one generation by local rank."""
+
+    def __init__(self, pids: Mapping[int, int], clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[int, ObservedExit] = {}
+        self._changed = threading.Condition()
+        self._fds: dict[int, tuple[int, int]] = {}
+        self.sees_all = True
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        for local_rank, pid in pids.items():
+            self._open(local_rank, pid)
+        self._thread = threading.Thread(target=self._run, name="gpuops-exits", daemon=True)
+        self._thread.start()
+
+    def _open(self, local_rank: int, pid: int) -> None:
+        try:
+            self._fds[os.pidfd_open(pid)] = (local_rank, pid)
+        except ProcessLookupError:
+            self._note(local_rank, pid, None, self._clock.mono_ns(), self._clock.now_us())
+        except OSError as exc:
+            # Then only torch's own look, ten times a second, dates this worker's end.
+            self.sees_all = False
+            log.warning("cannot watch worker %d (pid %d): %s", local_rank, pid, exc)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        for fd in self._fds:
+            poll.register(fd, select.POLLIN)
+        while self._fds:
+            ready = poll.poll()
+            # One look, one time: what it finds together has no order that we know of.
+            now = self._clock.mono_ns(), self._clock.now_us()
+            for fd, _events in ready:
+                if fd == self._wake_read:
+                    return
+                local_rank, pid = self._fds.pop(fd)
+                self._note(local_rank, pid, fd, *now)
+                poll.unregister(fd)
+                os.close(fd)
+
+    def _note(self, local_rank: int, pid: int, fd: int | None, mono_ns: int, now_us: int) -> None:
+        code = None if fd is None else _status(fd)
+        with self._changed:
+            self._seen[local_rank] = ObservedExit(pid, code, now_us, mono_ns)
+            self._changed.notify_all()
+
+    def seen(self) -> dict[int, ObservedExit]:
+        """Return the ends so far by local rank."""
+        with self._changed:
+            return dict(self._seen)
+
+    def wait(self, enough: Callable[[Mapping[int, ObservedExit]], bool], timeout_s: float) -> bool:
+        """Wait until *enough* says so of what was seen; say whether it did within *timeout_s*."""
+        with self._changed:
+            return self._changed.wait_for(lambda: enough(self._seen), timeout_s)
+
+    def close(self) -> None:
+        """End the thread and close what it held."""
+        os.write(self._wake_write, b"x")
+        self._thread.join(timeout=1)
+        if self._thread.is_alive():
+            return
+        for fd in (*self._fds, self._wake_read, self._wake_write):
+            os.close(fd)
+        self._fds.clear()
+
+
+def _status(fd: int) -> int | None:
+    try:
+        result = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def signal_name(code: int | None) -> str | None:
+    """Return ``"SIGKILL"`` for -9, None where no signal ended the process."""
+    if code is None or code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 def abandon_unkillable(context: PContext, local_ranks: Iterable[int]) -> None:
@@ -32,8 +133,6 @@ def abandon_unkillable(context: PContext, local_ranks: Iterable[int]) -> None:
         handlers.pop(local_rank, None)
     context.close(SIGKILL)
 
-
-log = logging.getLogger(__name__)
 
 KILL_WAIT_S = 5.0  # a process without a device in its way is gone milliseconds after SIGKILL
 _LOOK_S = 0.05

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpuops.errors import UsageError
-from gpuops.host.files import why_not_ours
+from gpuops.host.trust import why_not_ours
 from gpuops.units import US_PER_S
 
 STATE_SCHEMA = "gpuops.run-state/1"

@@ -28,12 +28,12 @@ from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.elastic.teardown import KILL_WAIT_S
 from gpuops.agent.journal.payloads import slurm_job
 from gpuops.agent.journal.session import DecisionLog, NodeContext, RunSession
-from gpuops.agent.launch.collectives import collective_env
-from gpuops.agent.launch.control_store import ControlEndpoint
+from gpuops.agent.launch.endpoint import ControlEndpoint
 from gpuops.agent.launch.identity import RunIdentity, fingerprint
 from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.services import Services
 from gpuops.agent.launch.slurm import drain_grace
+from gpuops.agent.launch.torch_compat import collective_env
 from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.fleet import FleetJudge, SuspectReporter
 from gpuops.agent.monitors.gpu import GpuMonitor
@@ -51,9 +51,8 @@ from gpuops.agent.monitors.registry import MonitorContext, MonitorGroup, Monitor
 from gpuops.agent.status.published import busy_for_s
 from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
-from gpuops.control.extension import LeaderExtension
 from gpuops.control.join import join
-from gpuops.control.leader import Leader
+from gpuops.control.leader import Leader, LeaderExtension
 from gpuops.control.record import ControlRecord, Member, RecordView, RunPhase
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.host.clock import Clock

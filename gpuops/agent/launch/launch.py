@@ -33,7 +33,7 @@ from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.journal.run_dir import folder_name
 from gpuops.agent.journal.session import RunOutcome, RunSession, ended_as
 from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble
-from gpuops.agent.launch.control_store import ControlEndpoint, meet
+from gpuops.agent.launch.endpoint import ControlEndpoint, meet
 from gpuops.agent.launch.identity import RunIdentity
 from gpuops.agent.launch.node_context import describe_run, node_context_of
 from gpuops.agent.launch.option_values import check_startable

@@ -15,7 +15,7 @@ from gpuops.agent.journal.session import NodeContext
 from gpuops.config.resolve import Settings
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock
-from gpuops.host.node import boot_id, node_name
+from gpuops.host.node_state import boot_id, node_name
 from gpuops.host.procfs import boot_us
 from gpuops.host.sysfs import driver_version
 from gpuops.host.trust import check_folders, current_uid

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpuops.agent.launch.endpoint import Endpoint, fill_torch, resolve_endpoint, workers_master
-from gpuops.agent.launch.job_token import HOW, token_of
+from gpuops.agent.launch.identity import HOW, token_of
 from gpuops.agent.launch.option_values import RendezvousTimeouts, parse_conf
 from gpuops.agent.launch.options import (
     OUR_WISHES,

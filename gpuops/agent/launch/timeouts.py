@@ -7,10 +7,10 @@ peers call the node dead, a hang that is named before torch's own time-out kills
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.agent.launch.collectives import GLOO_TIMEOUT_S, HEARTBEAT, NCCL_TIMEOUT_S, heartbeat_s
 from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.plan import LOOK_S_MAX, EndpointKind, LaunchPlan
 from gpuops.agent.launch.slurm import seconds_left
+from gpuops.agent.launch.torch_compat import GLOO_TIMEOUT_S, HEARTBEAT, NCCL_TIMEOUT_S, heartbeat_s
 from gpuops.errors import UsageError
 from gpuops.model import Json
 from gpuops.units import format_seconds

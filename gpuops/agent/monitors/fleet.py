@@ -12,7 +12,7 @@ from gpuops.agent.journal.session import RunSession
 from gpuops.agent.monitors.api import FleetMonitor
 from gpuops.control import step
 from gpuops.control.client import ControlClient
-from gpuops.control.extension import LeaderExtension
+from gpuops.control.leader import LeaderExtension
 from gpuops.control.record import ENTRY_ERRORS, ControlRecord, Roster, RunPhase, unpack
 from gpuops.control.store import ControlStoreError, Entry
 from gpuops.host.clock import Clock

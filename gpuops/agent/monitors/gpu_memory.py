@@ -75,7 +75,7 @@ class GpuMemoryRelease:
 
 def open_memory(env: Mapping[str, str], agent_pid: int, clock: Clock) -> "GpuMemoryGate":
     """Return a watch over the GPUs' memory; to be opened before the first worker starts."""
-    command = module_command("gpuops.host.nvml.gpu_used", str(agent_pid), str(EVERY_S))
+    command = module_command("gpuops.host.nvml.facts", str(agent_pid), str(EVERY_S))
     return GpuMemoryGate(lambda: WatchingChild("gpu-memory", command, env, restarts_max=2), clock)
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gpuops.errors import EXIT_FAIL, EXIT_UNKNOWN
-from gpuops.host.process.die_with_parent import die_with_parent
+from gpuops.host.process.sidecar import die_with_parent
 
 GROUP = "gpuops.detectors"
 NICE = 10  # training comes first

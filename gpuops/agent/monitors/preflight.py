@@ -25,7 +25,7 @@ from gpuops.agent.elastic.rendezvous import Preflight
 from gpuops.agent.monitors.gpu_memory import GpuMemoryGate
 from gpuops.errors import EXIT_FAIL, EXIT_OK
 from gpuops.host.clock import Clock
-from gpuops.host.process.bounded_command import CommandEnd, run_bounded
+from gpuops.host.process.command import CommandEnd, run_bounded
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import (
     Confidence,

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, ThreadStack, WorkerSample
-from gpuops.host.files import text_of
 from gpuops.host.procfs import parse_stat
+from gpuops.host.trust import text_of
 
 # Frames that are compared between looks, and those in which the nature of a wait shows.
 _COMPARED = 40

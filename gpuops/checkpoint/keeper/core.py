@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, KeeperProgress
-from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import (
     CheckpointPolicy,
     Epoch,

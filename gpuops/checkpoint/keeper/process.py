@@ -25,8 +25,8 @@ from gpuops.checkpoint.keeper.messages import HelloReply
 from gpuops.checkpoint.keeper.serve import LEASE_S
 from gpuops.checkpoint.types import KeeperError
 from gpuops.config.resolve import environ
-from gpuops.host.files import why_not_ours
 from gpuops.host.process.sidecar import start_sidecar
+from gpuops.host.trust import why_not_ours
 
 SAMPLE_S = 1.0
 IDLE_SAMPLES = 6  # the first and the last are five seconds apart

@@ -32,8 +32,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
 from gpuops.checkpoint.image import ImageLayout, read_layout
-from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.types import Shard, StateId

@@ -11,8 +11,7 @@ from gpuops.checkpoint.agreement.local_recovery import (
     StateSearchResult,
     find_restorable,
 )
-from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import WHY_MAX, RankInfo
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer

@@ -23,8 +23,8 @@ from gpuops.checkpoint.keeper.jobs import Jobs, Waker
 from gpuops.checkpoint.keeper.server import KeeperServer
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.storage.directory_lock import DirectoryLocks, this_process
-from gpuops.host.files import why_not_ours
 from gpuops.host.process.sidecar import say_and_let_go
+from gpuops.host.trust import why_not_ours
 from gpuops.log import printable
 
 LEASE_S = 120.0

@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import ProbeError
-from gpuops.host.files import number_of, text_of
 from gpuops.host.procfs import parse_meminfo, read_text
 from gpuops.host.storage.mounts import Mount, parse_mountinfo
+from gpuops.host.trust import number_of, text_of
 
 _NEVER_OVERCOMMIT = 2  # vm.overcommit_memory, proc(5)
 _COMMIT = ("CommitLimit", "Committed_AS")

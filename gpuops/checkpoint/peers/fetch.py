@@ -8,8 +8,8 @@ from gpuops.checkpoint.image import read_layout
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.transfer.client import FetchResult, fetch, fetch_digest
 from gpuops.checkpoint.transfer.connection import TransferLimits
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.parallel import TransferOptions
+from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.checkpoint.types import (
     CheckpointError,
     Digest,

@@ -16,16 +16,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import JobKind, JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import PushResult, push
 from gpuops.checkpoint.transfer.connection import TransferLimits
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
 from gpuops.checkpoint.transfer.parallel import TransferOptions
-from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.transfer.wire import (
+    JobCredentials,
+    PushOffer,
+    TransferRefusal,
+    TransferRefusedError,
+)
 from gpuops.checkpoint.types import (
     CorruptError,
     KeeperAddress,

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gpuops.checkpoint.keeper.events import EventQueue
-from gpuops.checkpoint.keeper.jobs import NICE_PUSH, JobKind, Jobs, lower_priority
+from gpuops.checkpoint.keeper.jobs import NICE_PUSH, EventQueue, JobKind, Jobs, lower_priority
 from gpuops.checkpoint.memory.node_memory import (
     HeldShard,
     NodeMemory,
@@ -27,9 +26,9 @@ from gpuops.checkpoint.peers.push import HOLDERS_MAX, ReplicaPusher
 from gpuops.checkpoint.peers.source import ReplicaSource
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
 from gpuops.checkpoint.transfer.server import TransferServer
+from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.checkpoint.types import (
     CheckpointError,
     KeeperAddress,

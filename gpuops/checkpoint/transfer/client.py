@@ -14,10 +14,10 @@ from gpuops.checkpoint.digest import check_digest, chunk_count, digest_root
 from gpuops.checkpoint.transfer import wire
 from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy, request_chunks, serve_chunks
 from gpuops.checkpoint.transfer.connection import TransferConnection
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import SendPace
 from gpuops.checkpoint.transfer.parallel import ParallelConnections, TransferOptions
 from gpuops.checkpoint.transfer.wire import (
+    JobCredentials,
     OpenCopy,
     PushOffer,
     TransferError,

@@ -18,15 +18,18 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from gpuops.checkpoint.transfer import wire
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import RECHECK_S, SendPace, set_socket_pacing
-from gpuops.checkpoint.transfer.wire import TransferFrameKind, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.transfer.wire import (
+    JobCredentials,
+    TransferFrameKind,
+    TransferRefusal,
+    TransferRefusedError,
+)
 from gpuops.checkpoint.types import CHUNK_BYTES
 from gpuops.host.net import frames
 from gpuops.host.net import job_proof as proof
-from gpuops.host.net.frames import WireError
+from gpuops.host.net.frames import WireError, set_lasting
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
-from gpuops.host.net.tcp import set_lasting
 
 # Of image bytes: at most so many between two looks at the time, the pace and the hash.
 SLICE_BYTES = 2**18

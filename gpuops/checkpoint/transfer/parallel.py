@@ -15,8 +15,12 @@ from gpuops.checkpoint.transfer.connection import (
     TransferLimits,
     UnauthenticatedError,
 )
-from gpuops.checkpoint.transfer.credentials import JobCredentials
-from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.transfer.wire import (
+    JobCredentials,
+    TransferError,
+    TransferRefusal,
+    TransferRefusedError,
+)
 from gpuops.checkpoint.types import CorruptError, KeeperAddress
 from gpuops.host.net.frames import WireError
 

@@ -28,9 +28,9 @@ from gpuops.checkpoint.transfer.connection import (
     TransferConnection,
     TransferLimits,
 )
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.pacing import SendPace
 from gpuops.checkpoint.transfer.wire import (
+    JobCredentials,
     OpenCopy,
     PushOffer,
     TransferError,

@@ -10,15 +10,41 @@ is missing after a broken connection is always decided by the side that has the 
 """
 
 import struct
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
 
 from gpuops.checkpoint.digest import HASH_BYTES, chunk_count
-from gpuops.checkpoint.transfer.credentials import JOB_BYTES
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, Shard, StateId
 from gpuops.host.net.frames import FrameGreeting, WireError
-from gpuops.host.net.job_proof import NONCE_BYTES
+from gpuops.host.net.job_proof import NONCE_BYTES, derived
+
+JOB_BYTES = 16
+
+
+class JobCredentials:
+    """What a keeper shows and asks for: of which job it is, and which epoch it has reached.
+
+    One object for the server and every client of a keeper: `advance` fences them all at once.
+    """
+
+    def __init__(self, job: str, token: str, *, epoch: int = 0) -> None:
+        self.job = derived("gpuops transfer job", job)[:JOB_BYTES]
+        self.key = derived("gpuops transfer token", token)
+        self._epoch = epoch
+        self._lock = threading.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """Return the newest epoch that this keeper knows of."""
+        return self._epoch
+
+    def advance(self, epoch: int) -> None:
+        """Refuse, from now on, whatever is of an epoch older than *epoch*; never goes back."""
+        with self._lock:
+            self._epoch = max(self._epoch, epoch)
+
 
 MAGIC = b"gpuopst1"
 HEAD = struct.Struct(f">{JOB_BYTES}sIB")  # job, epoch, kind

@@ -14,7 +14,7 @@ from gpuops.checks.core.profile import NO_PROFILE, Profile
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import AbandonedProcess
+from gpuops.host.process.run_with_deadline import AbandonedProcess
 from gpuops.host.records import to_json
 from gpuops.model import UnknownReason
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from gpuops import hostlist
-from gpuops.checks.core.expected import ValueBounds
+from gpuops.checks.core.check import ValueBounds
 from gpuops.checks.core.profile import (
     NO_PROFILE,
     FlagExpectation,

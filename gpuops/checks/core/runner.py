@@ -17,7 +17,7 @@ from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import BootMoment
-from gpuops.host.process.abandoned import AbandonedProcess
+from gpuops.host.process.run_with_deadline import AbandonedProcess
 from gpuops.host.records import from_json
 from gpuops.model import Entity, Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc

@@ -15,8 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpuops.checks import NAMES, check_named, is_check
-from gpuops.checks.core.check import AnyCheck
-from gpuops.checks.core.expected import refuse_other_units
+from gpuops.checks.core.check import AnyCheck, refuse_other_units
 from gpuops.config.resolve import (
     ErrorHandler,
     raise_error,

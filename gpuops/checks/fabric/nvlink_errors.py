@@ -14,7 +14,7 @@ from gpuops.checks.gpu.gpus import (
     counter_name,
     judge_each,
 )
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import CounterGrowth
 from gpuops.host.nvml.facts import NvLink, NvmlGpu
 from gpuops.model import FailureClass, Finding

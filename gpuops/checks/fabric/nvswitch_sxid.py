@@ -7,7 +7,7 @@ not. An SXid is about the fabric of all GPUs of the node, so it counts for every
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.core.kernel_facts import LOOK, KernelFacts, repaired_us, since
+from gpuops.checks.core.kernel_rules import LOOK, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import SxidClass, SxidKind
 from gpuops.host.xid import Burst
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status

@@ -3,8 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, JudgeContext, Probe, ProbeContext
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    ProbeContext,
+    skipped,
+)
 from gpuops.checks.core.profile import Profile
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult, read_dcgm
 from gpuops.model import FailureClass, Finding, Status, UnknownReason

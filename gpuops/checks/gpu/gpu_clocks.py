@@ -13,7 +13,7 @@ from gpuops.checks.gpu.gpus import (
     peers_of,
     span,
 )
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, finding, not_found, unanswered
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlStatus
 from gpuops.model import FailureClass, Finding, Status
 

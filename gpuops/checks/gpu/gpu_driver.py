@@ -2,7 +2,7 @@
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, entity_of, finding
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
     GPU_IS_LOST,
     HANG_S,

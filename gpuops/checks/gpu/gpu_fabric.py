@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, alone, counted, judge_each
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import Fabric, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 

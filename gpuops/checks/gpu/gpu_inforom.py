@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import CORRUPTED_INFOROM, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 

@@ -2,7 +2,7 @@
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import LOOK
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlStatus
 from gpuops.host.sysfs import PciGpu
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status

@@ -12,7 +12,7 @@ from gpuops.checks.gpu.gpus import (
     judge_each,
     surely_selected,
 )
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import GpuMemory, GpuProcess, NvmlGpu
 from gpuops.host.procfs import is_named
 from gpuops.model import FailureClass, Finding, Status

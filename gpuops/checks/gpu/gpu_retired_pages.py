@@ -14,7 +14,7 @@ from gpuops.checks.gpu.gpus import (
     judge_each,
     span,
 )
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, RetiredPages
 from gpuops.model import FailureClass, Finding
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each, span
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, Temperatures
 from gpuops.model import FailureClass, Finding, Status
 

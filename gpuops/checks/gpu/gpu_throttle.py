@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
 from gpuops.errors import ConfigError
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 

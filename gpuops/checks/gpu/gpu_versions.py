@@ -14,7 +14,7 @@ from gpuops.checks.gpu.gpus import (
     peers_of,
     unanswered,
 )
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot
 from gpuops.model import FailureClass, Finding, Status
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.core.kernel_facts import LOOK, KernelFacts, repaired_us, since
+from gpuops.checks.core.kernel_rules import LOOK, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.sysfs import sysfs_address

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gpuops.checks.core.check import CheckLimit, JudgeContext, Probe
-from gpuops.host.gpus import Gpus, read_gpus
+from gpuops.host.gpu_names import Gpus, read_gpus
 from gpuops.host.nvml.facts import NO_PERMISSION, NvmlGpu, NvmlStatus
 from gpuops.host.sysfs import sysfs_address
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason

@@ -1,9 +1,15 @@
 """Which clock does the kernel read time from? A slow one taxes every time stamp."""
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.core.expected import ExpectedSubject, one_of, skipped
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    NoParameters,
+    one_of,
+    skipped,
+)
 from gpuops.checks.host.cpu_count import LOOK
-from gpuops.host.cpu import Cpu
+from gpuops.host.kernel_state import Cpu
 from gpuops.model import FailureClass, Finding, Status
 
 

@@ -3,8 +3,14 @@
 import json
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, JudgeContext, Probe, ProbeContext
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    ProbeContext,
+    skipped,
+)
 from gpuops.checks.core.profile import Profile
 from gpuops.host.systemd import RuntimeAnswer, read_runtime
 from gpuops.model import FailureClass, Finding, Status, UnknownReason

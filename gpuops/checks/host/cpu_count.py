@@ -1,8 +1,15 @@
 """Are all processors there and online?"""
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe
-from gpuops.checks.core.expected import ExpectedSubject, exactly, skipped
-from gpuops.host.cpu import Cpu, read_cpu
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    NoParameters,
+    Probe,
+    exactly,
+    skipped,
+)
+from gpuops.host.kernel_state import Cpu, read_cpu
 from gpuops.model import FailureClass, Finding
 
 LOOK = Probe(

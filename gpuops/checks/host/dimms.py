@@ -2,8 +2,17 @@
 
 from collections import Counter
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe
-from gpuops.checks.core.expected import ExpectedSubject, at_least, exactly, in_gb, skipped
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    NoParameters,
+    Probe,
+    at_least,
+    exactly,
+    in_gb,
+    skipped,
+)
 from gpuops.host.memory_modules import Dimms, read_dimms
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes

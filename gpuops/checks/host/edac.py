@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    CheckLimit,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    skipped,
+)
 from gpuops.host.memory_modules import Edac, MemoryController, read_edac
 from gpuops.model import EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds

@@ -4,8 +4,14 @@ Xids and SXids are judged by `gpu_xid` and `nvswitch_sxid`, which know more than
 """
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.core.kernel_facts import LOOK, KernelFacts, repaired_us, since
-from gpuops.checks.core.kernel_rules import SUBJECTS_MAX, RuleHits
+from gpuops.checks.core.kernel_rules import (
+    LOOK,
+    SUBJECTS_MAX,
+    KernelFacts,
+    RuleHits,
+    repaired_us,
+    since,
+)
 from gpuops.model import Entity, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 

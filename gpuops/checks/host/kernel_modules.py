@@ -1,7 +1,13 @@
 """Are the kernel modules there that the profile names?"""
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    NoParameters,
+    Probe,
+    skipped,
+)
 from gpuops.checks.core.profile import Profile
 from gpuops.host.kernel_state import Modules, read_modules
 from gpuops.model import FailureClass, Finding, Status

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.host.process.abandoned import is_probe
+from gpuops.host.process.run_with_deadline import is_probe
 from gpuops.host.procfs import Load, read_load
 from gpuops.model import Entity, FailureClass, Finding, Status
 

@@ -1,7 +1,13 @@
 """Does the kernel have all the memory that this machine was bought with?"""
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.core.expected import ExpectedSubject, at_least, in_gb
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    NoParameters,
+    at_least,
+    in_gb,
+)
 from gpuops.checks.host.memory import LOOK
 from gpuops.host.procfs import Memory
 from gpuops.model import FailureClass, Finding

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    CheckLimit,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    skipped,
+)
 from gpuops.host.munge import MungeTrip, read_munge
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_seconds

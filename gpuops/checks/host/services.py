@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import Check, ExpectedSubject, JudgeContext, Probe, skipped
 from gpuops.checks.core.profile import Profile
 from gpuops.host.systemd import Unit, Units, read_units
 from gpuops.model import FailureClass, Finding, Status, UnknownReason

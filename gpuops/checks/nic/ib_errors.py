@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import Check, CheckLimit, ExpectedSubject, JudgeContext, skipped
 from gpuops.checks.nic.ib_ports import LOOK, counter, nic
 from gpuops.errors import ConfigError
 from gpuops.host.infiniband import Port, RdmaPorts, is_full

@@ -4,8 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, at_least, one_of, skipped
+from gpuops.checks.core.check import (
+    Check,
+    CheckLimit,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    at_least,
+    one_of,
+    skipped,
+)
 from gpuops.checks.core.profile import NumberExpectation
 from gpuops.host.infiniband import Port, RdmaPorts, is_full, read_fabric
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status

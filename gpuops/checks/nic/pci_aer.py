@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    CheckLimit,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    skipped,
+)
 from gpuops.host.aer import SEVERITIES, AerBus, AerDevice, read_aer
 from gpuops.host.node_state import CounterGrowth
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.host.storage.filesystems import Filesystems, MountAnswer, Space, read_filesystems
+from gpuops.host.storage.mounts import Filesystems, MountAnswer, Space, read_filesystems
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_bytes
 

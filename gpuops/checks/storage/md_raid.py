@@ -1,8 +1,14 @@
 """Do the software RAID arrays run, and with all their members?"""
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
-from gpuops.host.storage.mdraid import Array, MdRaid, read_mdraid
+from gpuops.checks.core.check import (
+    Check,
+    ExpectedSubject,
+    JudgeContext,
+    NoParameters,
+    Probe,
+    skipped,
+)
+from gpuops.host.storage.nvme import Array, MdRaid, read_mdraid
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 

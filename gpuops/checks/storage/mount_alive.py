@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.storage.disk_space import LOOK, ignored
-from gpuops.host.storage.filesystems import Filesystems, MountAnswer
+from gpuops.host.storage.mounts import Filesystems, MountAnswer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
 

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, skipped
+from gpuops.checks.core.check import (
+    Check,
+    CheckLimit,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    skipped,
+)
 from gpuops.checks.core.profile import Profile
 from gpuops.host.storage.write_test import WriteAnswer, Writes, read_writes
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason

@@ -3,8 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
-from gpuops.checks.core.expected import ExpectedSubject, exactly, skipped
+from gpuops.checks.core.check import (
+    Check,
+    CheckLimit,
+    ExpectedSubject,
+    JudgeContext,
+    Probe,
+    exactly,
+    skipped,
+)
 from gpuops.host.storage.nvme import Nvme, NvmeDrive, read_nvme
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds

@@ -20,10 +20,9 @@ from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageErr
 from gpuops.gate.record import CheckOccasion, RecordOptions, record_check_run
 from gpuops.gate.session import CheckPlan, check_node, keeping, plan_of
 from gpuops.host.clock import Clock, SystemClock
-from gpuops.host.files import atomic_write
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import abandoned
-from gpuops.host.trust import current_uid
+from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.trust import atomic_write, current_uid
 from gpuops.model import Finding, Status, envelope
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
@@ -214,7 +213,7 @@ def _write_metrics(check_run: CheckRun, path: Path) -> str | None:
     """Return what went wrong; the folder may be on a disk that hangs."""
 
     def write() -> str | None:
-        from gpuops.cli.check.prometheus import metrics
+        from gpuops.cli.check.request import metrics
 
         try:
             atomic_write(path, metrics(check_run), 0o644)

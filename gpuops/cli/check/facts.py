@@ -11,7 +11,7 @@ from gpuops.config.resolve import environ
 from gpuops.errors import EXIT_OK, UsageError
 from gpuops.gate.session import plan_of, record_facts
 from gpuops.host.clock import SystemClock
-from gpuops.host.files import atomic_write
+from gpuops.host.trust import atomic_write
 from gpuops.log import printable
 
 

@@ -16,7 +16,7 @@ from gpuops.config.schema import to_size
 from gpuops.errors import UsageError
 from gpuops.model import envelope
 from gpuops.units import format_bytes, parse_seconds
-from gpuops.worker.bench.plan import ROWS, SCHEMA, BenchPlan
+from gpuops.worker.bench.savers import ROWS, SCHEMA, BenchPlan
 
 _MS = 1e3
 WIDTH_MIN = 150  # of the widest table: a terminal that wraps is better than cut names

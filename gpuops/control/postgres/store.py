@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpuops.control.kv_map import check_key, check_prefix, check_value, is_own_write
+from gpuops.control.memory import check_key, check_prefix, check_value, is_own_write
 from gpuops.control.postgres import sql
 from gpuops.control.postgres.session import PostgresSessions
 from gpuops.control.signing import SignatureError, ValueSigner

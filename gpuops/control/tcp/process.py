@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from gpuops.config.resolve import environ
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
-from gpuops.control.tcp.client_connection import OtherRunError, format_address
-from gpuops.control.tcp.local_address import listen_address
+from gpuops.control.tcp.client_connection import OtherRunError, format_address, listen_address
 from gpuops.control.tcp.server import LEASE_S, RUN_OVER_KEY
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.process.sidecar import start_sidecar

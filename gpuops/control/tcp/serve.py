@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from gpuops.config.resolve import environ
 from gpuops.control.tcp.server import LEASE_S, ControlStoreServer, raise_files_limit
-from gpuops.control.tcp.server_state import ServerLimits, ServerState
+from gpuops.control.tcp.server_connection import ServerLimits, ServerState
 from gpuops.host.process.sidecar import say_and_let_go
 
 TOKEN_BYTES_MAX = 4096

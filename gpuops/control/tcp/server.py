@@ -5,8 +5,11 @@ import resource
 import time
 from dataclasses import dataclass, field
 
-from gpuops.control.tcp.server_connection import ControlServerConnection
-from gpuops.control.tcp.server_state import CONNECTIONS_MAX, ServerState
+from gpuops.control.tcp.server_connection import (
+    CONNECTIONS_MAX,
+    ControlServerConnection,
+    ServerState,
+)
 
 LEASE_S = 120.0
 # An agent puts this key once the run is over: nobody will come back for long.

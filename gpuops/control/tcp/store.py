@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from gpuops.control import signing
-from gpuops.control.kv_map import check_key, check_prefix, check_value
+from gpuops.control.memory import check_key, check_prefix, check_value
 from gpuops.control.store import (
     ControlStoreError,
     ControlStoreResetError,

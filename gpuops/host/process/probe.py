@@ -26,8 +26,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from gpuops.errors import ProbeError
-from gpuops.host.process.abandoned import AbandonedProcess, name_of
 from gpuops.host.process.inspect import ThreadState, process_state
+from gpuops.host.process.run_with_deadline import AbandonedProcess, name_of
 from gpuops.model import UnknownReason
 
 TERM_GRACE_S = 0.2
@@ -205,8 +205,8 @@ def start_call(
     """Start *function* in a forked child; what it returns must be serialisable to JSON.
 
     The child is named after its *question*. Where one of the same name is among those *left*
-    behind (`gpuops.host.process.abandoned`) and should have ended long ago, it is taken as hung
-    still and no other is started. The caller must have a single thread. Read the result with
+    behind (`gpuops.host.process.run_with_deadline`) and should have ended long ago, it is taken as
+    hung still and no other is started. The caller must have a single thread. Read the result with
     `answer`.
 
     Raises:

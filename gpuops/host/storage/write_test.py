@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import abandoned
+from gpuops.host.process.run_with_deadline import abandoned
 
 ASKED_MAX = 64
 _MARGIN_S = 0.1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import SpoolError
-from gpuops.host.files import why_not_ours
+from gpuops.host.trust import why_not_ours
 from gpuops.store.spool.format import ORIGIN_PATTERN
 
 # A file takes at least one block, so that many tiny segments count too.

@@ -29,7 +29,7 @@ from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
 from gpuops.worker.adapters.data_resume import DataResume
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.state.rng import read_rng, write_rng
+from gpuops.worker.state.objects import read_rng, write_rng
 
 # What belongs to this start of the job and not to the training.
 _START_FIELDS = {

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.state.rng import read_rng, write_rng
+from gpuops.worker.state.objects import read_rng, write_rng
 
 
 class GpuopsCheckpoint(Callback):

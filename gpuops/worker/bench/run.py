@@ -15,19 +15,24 @@ import torch
 
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.worker.bench.job import HEAD_BYTES, BenchJob, bytes_of, copy_into, warm_copies
-from gpuops.worker.bench.plan import SOURCE_TREE_ROWS, BenchPlan
 from gpuops.worker.bench.savers import (
     GPUOPS,
+    HEAD_BYTES,
     MEMCPY,
     RAW,
     RAW_DIRECT,
+    SOURCE_TREE_ROWS,
     BenchError,
+    BenchJob,
+    BenchPlan,
     BenchSaver,
     GpuopsSaver,
     MemcpySaver,
     RawWriteSaver,
+    bytes_of,
     connect_only_rank,
+    copy_into,
+    warm_copies,
 )
 from gpuops.worker.checkpointer import Checkpointer
 

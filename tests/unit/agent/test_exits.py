@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from gpuops.agent.elastic.exit_watcher import ObservedExit, signal_name
 from gpuops.agent.elastic.exits import (
     ExceptionNote,
     ExitContext,
@@ -14,7 +13,7 @@ from gpuops.agent.elastic.exits import (
     read_tail,
     to_exit,
 )
-from gpuops.agent.elastic.teardown import SentSignal, was_ours
+from gpuops.agent.elastic.teardown import ObservedExit, SentSignal, signal_name, was_ours
 from gpuops.agent.monitors.progress import RankProgress
 from gpuops.scrub import scrub_lines
 

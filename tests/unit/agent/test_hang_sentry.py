@@ -7,8 +7,7 @@ from support.monitors import evidence_of, report_of
 from support.runs import wait_until
 
 from gpuops.agent.elastic.exits import RankFiles
-from gpuops.agent.elastic.rings import RingReader
-from gpuops.agent.elastic.workers import Worker
+from gpuops.agent.elastic.workers import RingReader, Worker
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S, StackFrame, Stacks, ThreadStack
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor

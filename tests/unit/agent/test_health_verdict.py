@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpuops.agent.monitors.preflight import judge_check
-from gpuops.host.process.bounded_command import CommandEnd
+from gpuops.host.process.command import CommandEnd
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 

@@ -6,8 +6,8 @@ import re
 import pytest
 from support.launches import requested, slurm_env
 
-from gpuops.agent.launch.collectives import HEARTBEAT
 from gpuops.agent.launch.timeouts import timeouts_of
+from gpuops.agent.launch.torch_compat import HEARTBEAT
 from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch

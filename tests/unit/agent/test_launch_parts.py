@@ -7,12 +7,10 @@ from signal import SIGTERM, SIGUSR1
 import pytest
 from support.launches import requested
 
-from gpuops.agent.launch.collectives import HEARTBEAT, collective_env, heartbeat_s
-from gpuops.agent.launch.exit_codes import leave, meaning
-from gpuops.agent.launch.identity import fingerprint
-from gpuops.agent.launch.job_token import token_of
+from gpuops.agent.launch.identity import fingerprint, leave, meaning, token_of
 from gpuops.agent.launch.preconditions import refuse_nested, why_not_python
 from gpuops.agent.launch.slurm import drain_grace
+from gpuops.agent.launch.torch_compat import HEARTBEAT, collective_env, heartbeat_s
 from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch

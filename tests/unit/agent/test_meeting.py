@@ -8,7 +8,7 @@ import pytest
 from support.boards import RUN_KEY, TOKEN, server
 
 from gpuops.agent.elastic.workers import free_port
-from gpuops.agent.launch.control_store import address_towards, meet
+from gpuops.agent.launch.endpoint import address_towards, meet
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.control.tcp.process import start_server

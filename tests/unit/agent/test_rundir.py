@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.agent.elastic.rings import RingReader
+from gpuops.agent.elastic.workers import RingReader
 from gpuops.agent.journal.run_dir import (
     RunDirectory,
     RunParent,

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.agent.elastic.exit_watcher import ExitWatcher, ObservedExit
 from gpuops.agent.elastic.exits import RankFiles
-from gpuops.agent.elastic.rings import RingReader
-from gpuops.agent.elastic.teardown import end_workers
-from gpuops.agent.elastic.workers import Worker, Workers
+from gpuops.agent.elastic.teardown import ExitWatcher, ObservedExit, end_workers
+from gpuops.agent.elastic.workers import RingReader, Worker, Workers
 from gpuops.host.clock import SystemClock
 from gpuops.host.process.inspect import KillOutcome
 

@@ -2,7 +2,7 @@
 
 import json
 
-from gpuops.checkpoint.keeper.events import EVENTS_MAX, EventQueue
+from gpuops.checkpoint.keeper.jobs import EVENTS_MAX, EventQueue
 
 
 def test_events_come_in_order_and_once():

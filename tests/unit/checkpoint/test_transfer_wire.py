@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.checkpoint.transfer import wire
-from gpuops.checkpoint.transfer.credentials import JobCredentials
 from gpuops.checkpoint.transfer.wire import (
     GetChunks,
+    JobCredentials,
     OpenCopy,
     PushOffer,
     TransferChallenge,

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpuops.checks.core.check import CheckLimit
-from gpuops.checks.core.expected import refuse_other_units
+from gpuops.checks.core.check import CheckLimit, refuse_other_units
 from gpuops.checks.core.suite import load_suite
 from gpuops.errors import ConfigError
 from gpuops.resources import data_dir

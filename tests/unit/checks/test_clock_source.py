@@ -6,7 +6,7 @@ from support.checks import CASE, NODE, said
 from gpuops.checks.core.check import JudgeContext, NoParameters
 from gpuops.checks.core.profile import Profile, WordsExpectation
 from gpuops.checks.host.clock_source import judge
-from gpuops.host.cpu import Cpu
+from gpuops.host.kernel_state import Cpu
 
 WITH = JudgeContext(
     node=NODE,

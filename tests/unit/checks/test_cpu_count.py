@@ -6,7 +6,7 @@ from support.checks import CASE, NODE, said
 from gpuops.checks.core.check import JudgeContext, NoParameters
 from gpuops.checks.core.profile import NumberExpectation, Profile
 from gpuops.checks.host.cpu_count import judge
-from gpuops.host.cpu import Cpu
+from gpuops.host.kernel_state import Cpu
 
 WITH = JudgeContext(
     node=NODE, profile=Profile(name="p", cpu_count=NumberExpectation(value=224, source="order 7"))

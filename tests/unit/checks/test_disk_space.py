@@ -5,8 +5,7 @@ from support.checks import CASE, limit, said
 from support.gpus import shipped
 
 from gpuops.checks.storage.disk_space import Parameters, judge
-from gpuops.host.storage.filesystems import Filesystems, MountAnswer, Space
-from gpuops.host.storage.mounts import Mount
+from gpuops.host.storage.mounts import Filesystems, Mount, MountAnswer, Space
 
 LIMITS = Parameters(
     space_percent=limit(warn=15, fail=0), inodes_percent=limit(warn=10, fail=0), ignore=("/snap/*",)

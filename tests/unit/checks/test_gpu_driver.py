@@ -8,7 +8,7 @@ from support.checks import CASE, said
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.core.profile import NumberExpectation, Profile
 from gpuops.checks.gpu.gpu_driver import judge
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import DriverHang
 from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu

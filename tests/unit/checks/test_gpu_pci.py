@@ -4,7 +4,7 @@ from support.checks import CASE, said
 
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.gpu.gpu_pci import judge
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu
 

@@ -9,7 +9,7 @@ from support import kernel_log as log
 from support.checks import CASE, NODE, limit, said
 
 from gpuops.checks.core.check import JudgeContext, ProbeContext
-from gpuops.checks.core.kernel_facts import KernelFacts
+from gpuops.checks.core.kernel_rules import KernelFacts
 from gpuops.checks.core.xid_catalogue import XidClass, load_xids
 from gpuops.checks.gpu.gpu_xid import CHECK, Parameters, judge
 from gpuops.errors import ConfigError

@@ -15,18 +15,16 @@ from gpuops.checks.core.profile import (
 )
 from gpuops.checks.core.suite import load_suite
 from gpuops.host.aer import AerBus, AerDevice
-from gpuops.host.cpu import Cpu
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
 from gpuops.host.infiniband import Port, RdmaPorts
-from gpuops.host.kernel_state import Modules, Swap, SwapArea, Taint
+from gpuops.host.kernel_state import Cpu, Modules, Swap, SwapArea, Taint
 from gpuops.host.leftovers import Leftovers, UserProcess
 from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
 from gpuops.host.munge import MungeTrip
 from gpuops.host.node_state import Counters, CounterSample
 from gpuops.host.procfs import Memory
-from gpuops.host.storage.mdraid import Array, MdRaid
 from gpuops.host.storage.mounts import MountTable
-from gpuops.host.storage.nvme import Nvme, NvmeDrive
+from gpuops.host.storage.nvme import Array, MdRaid, Nvme, NvmeDrive
 from gpuops.host.storage.write_test import WriteAnswer, Writes
 from gpuops.host.systemd import RuntimeAnswer, Unit, Units
 

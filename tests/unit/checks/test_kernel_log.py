@@ -13,8 +13,13 @@ from support.checks import CASE, NODE, said
 from support.kernel_log import records
 
 from gpuops.checks.core.check import JudgeContext, NoParameters
-from gpuops.checks.core.kernel_facts import KMSG, KernelFacts
-from gpuops.checks.core.kernel_rules import SUBJECTS_MAX, KernelLogMatches, search
+from gpuops.checks.core.kernel_rules import (
+    KMSG,
+    SUBJECTS_MAX,
+    KernelFacts,
+    KernelLogMatches,
+    search,
+)
 from gpuops.checks.core.xid_catalogue import XidClass, load_xids
 from gpuops.checks.host.kernel_log import judge
 from gpuops.host.kmsg import KernelRecord

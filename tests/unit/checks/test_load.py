@@ -4,7 +4,7 @@ import pytest
 from support.checks import CASE, limit, said
 
 from gpuops.checks.host.load import Parameters, judge, without_probes
-from gpuops.host.process.abandoned import name_of
+from gpuops.host.process.run_with_deadline import name_of
 from gpuops.host.procfs import Load, Process
 
 LIMITS = Parameters(per_cpu=limit(warn=1, fail=50), blocked=limit(warn=1, fail=8))

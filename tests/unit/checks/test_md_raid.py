@@ -5,7 +5,7 @@ from support.checks import CASE, said
 
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.storage.md_raid import judge
-from gpuops.host.storage.mdraid import Array, MdRaid
+from gpuops.host.storage.nvme import Array, MdRaid
 
 
 def findings(**changes):

@@ -7,8 +7,7 @@ from support.checks import CASE, limit, said
 
 from gpuops.checks.core.profile import NO_PROFILE, WordsExpectation
 from gpuops.checks.storage.mount_alive import Parameters, judge
-from gpuops.host.storage.filesystems import Filesystems, MountAnswer, Space
-from gpuops.host.storage.mounts import Mount
+from gpuops.host.storage.mounts import Filesystems, Mount, MountAnswer, Space
 
 LIMITS = Parameters(answer_s=limit(warn=2), ignore=("/ignored",))
 SPACE = Space(1, 1, 1, 1)

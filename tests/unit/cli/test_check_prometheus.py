@@ -11,7 +11,7 @@ from support.checks import NODE
 from support.services import unavailable
 
 from gpuops.checks.core.runner import CheckRun
-from gpuops.cli.check.prometheus import metrics
+from gpuops.cli.check.request import metrics
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 LABELS = ("suite", "check", "entity_kind", "entity_id")

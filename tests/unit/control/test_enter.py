@@ -6,9 +6,8 @@ from uuid import UUID
 import pytest
 
 from gpuops.control.join import RunIsOverError, join, leave
-from gpuops.control.keys import ControlKeys
 from gpuops.control.memory import MemoryControlStore
-from gpuops.control.record import RECORD_KEY, ControlRecord, Member, RunPhase, pack
+from gpuops.control.record import RECORD_KEY, ControlKeys, ControlRecord, Member, RunPhase, pack
 from gpuops.control.tcp.server import RUN_OVER_KEY
 from gpuops.errors import UsageError
 from gpuops.host.clock import SystemClock

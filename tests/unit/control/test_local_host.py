@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpuops.control.tcp.local_address import is_local, listen_address
+from gpuops.control.tcp.client_connection import is_local, listen_address
 
 
 def has_ipv6():
@@ -58,7 +58,7 @@ ip("addr", "add", "10.77.0.5/24", "dev", "v0")
 ip("link", "set", "v0", "up")
 if sys.argv[1] == "nonlocal":
     open("/proc/sys/net/ipv4/ip_nonlocal_bind", "w").write("1")
-from gpuops.control.tcp.local_address import is_local, listen_address
+from gpuops.control.tcp.client_connection import is_local, listen_address
 print([is_local(host) for host in ("10.77.0.5", "10.77.0.6", "192.0.2.1", "127.0.0.1")])
 print(listen_address("10.77.0.5"))
 """

@@ -2,8 +2,8 @@
 
 from support.agreement import CutBoard
 
-from gpuops.control.keys import ControlKeys, delete_old_generations
 from gpuops.control.memory import MemoryControlStore
+from gpuops.control.record import ControlKeys, delete_old_generations
 from gpuops.host.clock import FakeClock
 
 KEYS = ControlKeys(run_id="0123456789ab")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.control.kv_map import ENTRY_OVERHEAD_BYTES, KvMap, is_own_write
+from gpuops.control.memory import ENTRY_OVERHEAD_BYTES, KvMap, is_own_write
 from gpuops.control.store import NO_ENTRY, ControlStoreError
 
 

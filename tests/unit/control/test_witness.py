@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support.agreement import World
 
-from gpuops.control.extension import ROSTER_BYTES_MAX, ExtensionRunner
+from gpuops.control.leader import ROSTER_BYTES_MAX, ExtensionRunner
 from gpuops.control.record import Roster, RunPhase, unpack
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.incident.decision import RestartPolicy

@@ -14,14 +14,13 @@ from gpuops.drill.catalogue import (
     needs_run,
 )
 from gpuops.drill.fault import DrillOptions, DrillTarget
-from gpuops.drill.find import Victim
+from gpuops.drill.find import AgentStateFile, Victim
 from gpuops.drill.machine import size_to_take
 from gpuops.drill.network import discipline, host_prefix
-from gpuops.drill.run_state import AgentStateFile
 from gpuops.drill.steps import RunProgram, SendSignal, TakeSpace, from_json, to_json
 from gpuops.errors import DrillError, UsageError
 from gpuops.host.kmsg import parse_kmsg
-from gpuops.host.net.net_interfaces import parse_qdisc, parse_routes
+from gpuops.host.net.traffic import parse_qdisc, parse_routes
 from gpuops.host.xid import parse_xid
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.drill.run_state import AgentStateFile, choose_state, read_states
+from gpuops.drill.find import AgentStateFile, choose_state, read_states
 from gpuops.errors import DrillError
 
 BODY = {

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from gpuops.drill.find import (
+    AgentStateFile,
     ProcessSnapshot,
     Victim,
     why_not_agent,
     why_not_control_store,
     why_not_worker,
 )
-from gpuops.drill.run_state import AgentStateFile
 
 STATE = AgentStateFile(
     path=Path("/runs/a/state.json"),

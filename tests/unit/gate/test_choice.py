@@ -8,7 +8,7 @@ from gpuops.checks.core.probes import ProbeResult
 from gpuops.checks.core.profile import NO_PROFILE, Profile, ProfileMatch
 from gpuops.errors import ConfigError
 from gpuops.gate.session import ProfileSelector
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.records import to_json
 from gpuops.host.sysfs import PciGpu

@@ -17,7 +17,7 @@ from gpuops.gate.node_state import (
     case_of,
     state_after,
 )
-from gpuops.host.gpus import Gpus
+from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import BootMoment, CounterSample, DriverHang, NodeState
 from gpuops.host.nvml.facts import Modes, NvmlGpu, NvmlSnapshot, NvmlStatus
 

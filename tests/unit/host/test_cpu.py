@@ -3,7 +3,7 @@
 import pytest
 from support.fake_root import FakeRoot
 
-from gpuops.host.cpu import Cpu, count_cpus, read_cpu
+from gpuops.host.kernel_state import Cpu, count_cpus, read_cpu
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuops.host.files import why_not_ours
+from gpuops.host.trust import why_not_ours
 
 
 def test_a_directory_that_is_missing_is_made_for_us_alone(tmp_path):

@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
-from gpuops.host.storage.filesystems import parse_fstab, read_filesystems, worth_asking
-from gpuops.host.storage.mounts import Mount, parse_mountinfo
+from gpuops.host.storage.mounts import (
+    Mount,
+    parse_fstab,
+    parse_mountinfo,
+    read_filesystems,
+    worth_asking,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 

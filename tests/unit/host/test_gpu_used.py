@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from gpuops.host.nvml.gpu_used import held_bytes, is_anothers, main
+from gpuops.host.nvml.facts import held_bytes, is_anothers, main
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from support.checks import CASE, said
 from support.fake_root import FakeRoot
 
 from gpuops.checks.core.check import ProbeContext
-from gpuops.checks.core.kernel_facts import JOURNAL, KernelFacts
+from gpuops.checks.core.kernel_rules import JOURNAL, KernelFacts
 from gpuops.checks.gpu.gpu_xid import CHECK, Parameters
 from gpuops.errors import ProbeError
 from gpuops.host.kmsg import KernelRecord, journal_records, parse_journal

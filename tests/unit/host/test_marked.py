@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.host.process.env_tagged import kill_env_tagged
+from gpuops.host.process.inspect import kill_env_tagged
 
 FAR = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 NEAR = (
@@ -46,7 +46,7 @@ def test_an_orphan_in_a_session_of_its_own_is_ended_and_a_stranger_is_not(mark):
 
 def test_the_one_who_asks_is_spared_and_no_proc_is_no_error(mark, tmp_path):
     code = (
-        "import sys; from gpuops.host.process.env_tagged import kill_env_tagged as kill; "
+        "import sys; from gpuops.host.process.inspect import kill_env_tagged as kill; "
         "kill('M', sys.argv[1])"
     )
     env = {**os.environ, "M": mark}

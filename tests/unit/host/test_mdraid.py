@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.host.storage.mdraid import Array, MdRaid, parse_mdstat, read_mdraid
+from gpuops.host.storage.nvme import Array, MdRaid, parse_mdstat, read_mdraid
 
 MDSTAT = """Personalities : [raid1] [raid0] [raid6] [raid5] [raid4]
 md127 : active raid0 nvme3n1[3] nvme2n1[2] nvme1n1[1] nvme0n1[0]

@@ -10,8 +10,7 @@ import pytest
 from gpuops.host.nvml.caller import GpuLostError, NvmlCaller, NvmlRefused
 from gpuops.host.nvml.facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
 from gpuops.host.nvml.fields import IDS
-from gpuops.host.nvml.reader import snapshot_from
-from gpuops.host.nvml.session import NvmlSession
+from gpuops.host.nvml.session import NvmlSession, snapshot_from
 from gpuops.host.nvml.snapshot import snapshot_of
 from gpuops.host.process.probe import ProbeEnd, ProbeOutcome
 

@@ -19,10 +19,10 @@ from support.runs import wait_until
 
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
-from gpuops.host.process.abandoned import abandoned, name_of
 from gpuops.host.process.inspect import process_state
 from gpuops.host.process.probe import ProbeEnd, ProbeOutcome
-from gpuops.host.storage.filesystems import read_filesystems
+from gpuops.host.process.run_with_deadline import abandoned, name_of
+from gpuops.host.storage.mounts import read_filesystems
 
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -1,6 +1,6 @@
 """Files that are there one moment and gone the next."""
 
-from gpuops.host.files import entries_of, number_of, text_of
+from gpuops.host.trust import entries_of, number_of, text_of
 
 
 def test_what_cannot_be_read_is_none(tmp_path):

@@ -21,9 +21,16 @@ from gpuops.agent.status.state import (
     state_json,
 )
 from gpuops.cli.run_status import refresh_without_dead_spares
-from gpuops.control.keys import ControlKeys
 from gpuops.control.memory import MemoryControlStore
-from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.record import (
+    RECORD_KEY,
+    ControlKeys,
+    ControlRecord,
+    Member,
+    Roster,
+    RunPhase,
+    pack,
+)
 from gpuops.host.clock import FakeClock
 from gpuops.report.render.run_text import status_view
 from gpuops.report.run_status import find_run_folder, read_control_store, read_states

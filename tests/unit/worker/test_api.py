@@ -8,7 +8,7 @@ import pytest
 from support.runs import wait_until
 
 import gpuops.worker.shim
-from gpuops.agent.elastic.rings import RingReader
+from gpuops.agent.elastic.workers import RingReader
 from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, StepSource, WorkerFlag, WorkerPhase
 
 SHIM = gpuops.worker.shim.__file__

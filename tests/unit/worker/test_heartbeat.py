@@ -16,7 +16,7 @@ from gpuops.wire.ring import (
     write_header,
 )
 from gpuops.worker.heartbeat import Heart, create_ring
-from gpuops.worker.steps import PATIENCE, PATIENCE_MAX, StepReader
+from gpuops.worker.optimizer_hook import PATIENCE, PATIENCE_MAX, StepReader
 
 
 class Scalar:

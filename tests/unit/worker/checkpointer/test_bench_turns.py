@@ -3,8 +3,8 @@
 import pytest
 from checkpoint_rounds import BenchRounds
 
-from gpuops.worker.bench.job import HEAD_BYTES, BenchJob
 from gpuops.worker.bench.run import measure_save
+from gpuops.worker.bench.savers import HEAD_BYTES, BenchJob
 
 
 class Way:

@@ -17,6 +17,7 @@ from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.threads import AgentCallbacks, ControlThreads
 from gpuops.errors import EXIT_NODE_UNHEALTHY, EXIT_REQUEUE
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
@@ -99,7 +100,6 @@ class Player:
         )
         view = join(self.store, self.me, fresh, world.clock, world.pass_time)
         self.link = ControlClient(self.store, self.me, view, world.clock, fence_timeout_s=10.0)
-        self.link.running_generation = lambda: self.running
         self.decided = []
         self.leader = Leader(
             self.link,
@@ -108,8 +108,12 @@ class Player:
             on_decision=self.decided.append,
             extensions=[each for each in [world.extension(self)] if each],
         )
-        self.link.coordinator = self.leader
-        self.link.on_fence = lambda _s: self._killed()
+        callbacks = AgentCallbacks(
+            on_fence=lambda _s: self._killed(),
+            running_generation=lambda: self.running,
+            heartbeat_payload=self.heartbeat_payload,
+        )
+        self.threads = ControlThreads(self.link, callbacks, self.leader, world.clock)
         self.running = None  # the generation whose workers live here
         self.rank = None
         self.left = self.seated = -1
@@ -149,9 +153,9 @@ class Player:
         if self.is_dead or self.is_frozen or self.exit_code is not None:
             return
         with suppress(ControlStoreError):
-            self.link.run_once(hold_s=0.0)
-        self.link.check_fence()
-        self.link.check_overdue_workers()
+            self.threads.run_once(hold_s=0.0)
+        self.threads.check_fence()
+        self.threads.check_overdue_workers()
         if self.is_stuck:
             return
         with suppress(ControlStoreError):
@@ -246,6 +250,10 @@ class Player:
             elif self.rank is not None:
                 self.link.file_report(self._report(ReportKind.STOPPED, record.generation))
                 self.left = record.generation
+
+    def heartbeat_payload(self):
+        """Return what goes with each heartbeat."""
+        return {}
 
     def join_payload(self):
         """Return what goes with the wish for a seat."""

@@ -269,10 +269,9 @@ class Saver(Player):
             world.said.append,
             is_led=lambda: self.link.record.phase in {RunPhase.RUN, RunPhase.DRAIN},
         )
-        self.link.heartbeat_payload = self._payload
         self.looked_s = world.rng.uniform(-1, 0)
 
-    def _payload(self):
+    def heartbeat_payload(self):
         said = self.agreement.said()
         return {} if said is None else {FIELD: said}
 

@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 
 from gpuops.agent.checkpoint.api import CheckpointService
+from gpuops.agent.elastic.attempt import Attempt, CurrentAttempt
 from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.rendezvous import Assignment
 from gpuops.agent.elastic.workers import Worker
@@ -26,6 +27,7 @@ from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack, unpack
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.control.store import ControlStoreUnreachableError
+from gpuops.control.threads import AgentCallbacks, ControlThreads
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import NodeReport, RestartPolicy
@@ -216,10 +218,11 @@ class Agent:
             ),
             on_decision=lambda decided: self.decisions.propose(decided),  # noqa: PLW0108 made below
         )
-        self.control.coordinator = self.leader
+        self.threads = ControlThreads(self.control, AgentCallbacks(), self.leader, self.clock)
         self.recorder = ListRecorder()
         self.said, self.states = [], []
         self.cancellation = Cancellation()
+        self.current = CurrentAttempt(self.clock.mono_ns())
         self.plan = LaunchPlan(
             restart_policy=self.restart_policy,
             endpoint=EndpointPlan(kind=EndpointKind.PRIVATE, run_key="job"),
@@ -262,6 +265,7 @@ class Agent:
             session=self.session,
             logs=None,
             cancellation=self.cancellation,
+            current=self.current,
             preflight=NoPreflight(),
             say=self.said.append,
             agent_pid=1,
@@ -277,7 +281,7 @@ class Agent:
         )
 
     def waiting(self, record):
-        """Let time pass; see `WaitHooks` and `AttemptTimeouts`."""
+        """Let time pass; see `WaitHooks`."""
         if self.while_waiting:
             self.while_waiting.pop(0)()
         self.run_once()
@@ -288,7 +292,7 @@ class Agent:
     def run_once(self, seconds=0.25):
         self.clock.advance(seconds)
         try:
-            self.control.run_once(hold_s=0.0)
+            self.threads.run_once(hold_s=0.0)
         except ControlStoreUnreachableError:
             logging.getLogger(__name__).debug("cut")
 
@@ -321,8 +325,12 @@ class Agent:
         events = self.recorder.events
         return {kind: [event.payload for event in events if event.kind == kind] for kind in kinds}
 
-    def snapshot(self):
-        return SimpleNamespace(main_ns=0, fences=0)
+    def attempt(self, assignment):
+        """Return an attempt of this agent's workers, as its agent would begin it."""
+        self.current.attempt = Attempt(
+            assignment=assignment, workers=self.workers, folder=Path("/nonexistent")
+        )
+        return self.current.attempt
 
 
 class Node:
@@ -334,15 +342,18 @@ class Node:
         self.left = []
 
     def watch(self, *others):
-        from gpuops.agent.elastic.attempt import AttemptRunner, TorchHooks
+        from gpuops.agent.elastic.attempt_loop import AttemptRunner, TorchHooks
 
         seat = self.agent.take_seats(*others)
-        self.agent.control.heartbeat_payload = dict
         torch = TorchHooks(
             interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
         )
         return AttemptRunner(
-            self.agent.parts, seat, self.agent.workers, torch, self.agent, self.agent.snapshot()
+            self.agent.parts,
+            self.agent.attempt(seat),
+            torch,
+            waiting=self.agent.waiting,
+            write_state=self.agent.write_state,
         )
 
     def reap(self):

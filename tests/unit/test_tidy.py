@@ -144,6 +144,21 @@ def test_no_module_imports_a_private_name_of_another():
     assert private == []
 
 
+def test_callbacks_are_given_to_constructors():
+    """None is set on an object that already exists: its class says whom it calls."""
+    set_later = [
+        f"{name(path)}:{node.lineno} {ast.unparse(target)}"
+        for path in MODULES
+        for node in nodes(path, ast.Assign, ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Attribute)
+        and ast.unparse(target.value) != "self"
+        and (target.attr.startswith("on_") or isinstance(node.value, ast.Lambda))
+    ]
+
+    assert set_later == []
+
+
 def test_every_package_says_what_it_is_for():
     for package in sorted({path.parent for path in MODULES}):
         text = ast.get_docstring(tree(package / "__init__.py")) or ""

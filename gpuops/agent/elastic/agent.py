@@ -5,7 +5,7 @@ and give up: this loop reads its workers and the record ten times a second, repo
 here to the control store, and carries out what was decided.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -18,30 +18,23 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.api import Worker as TorchWorker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from gpuops.agent.checkpoint.keeper_restarts import awaited
-from gpuops.agent.elastic.attempt import AttemptRunner, TorchHooks
-from gpuops.agent.elastic.drain import drain_from_afar
+from gpuops.agent.elastic.attempt import Attempt
+from gpuops.agent.elastic.attempt_loop import AttemptRunner, TorchHooks
 from gpuops.agent.elastic.logs import RankLogFiles
 from gpuops.agent.elastic.rendezvous import (
     Assignment,
     ControlRendezvous,
-    ControlStoreLostError,
-    Preflight,
-    RunOverError,
 )
 from gpuops.agent.elastic.teardown import abandon_unkillable
 from gpuops.agent.elastic.workers import RingReader, Worker, Workers
 from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.launch.services import Services
 from gpuops.agent.monitors.api import MonitoredAttempt
-from gpuops.agent.status.published import PublishedSnapshot, progress_of, state_of
-from gpuops.control.membership import stop_without_workers
+from gpuops.agent.status.published import PublishedSnapshot, state_of
 from gpuops.control.record import ControlRecord, RunPhase
-from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.decision import NodeReport, ReportKind
-from gpuops.incident.incidents.cluster import preflight_incident
 from gpuops.incident.kernel import job_lines
-from gpuops.model import Confidence, FailureClass, Json, Side, WorkerExit
+from gpuops.model import Confidence, FailureClass, Side, WorkerExit
 from gpuops.scrub import scrub
 
 
@@ -54,29 +47,22 @@ class TakenDirectoryError(WorkerStartError):
 
 
 class GpuopsAgent(LocalElasticAgent):
-    """One node's agent; ``generation`` is the last one that had workers here."""
+    """One node's agent; *waiting* is called while it waits, see `WaitHooks`."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         services: Services,
-        board: Mapping[str, str | int],
+        snapshot: PublishedSnapshot,
+        waiting: Callable[[ControlRecord], None],
         **torch_options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(spec=spec, logs_specs=services.logs, **torch_options)
-        self.generation = -1
-        self.snapshot = PublishedSnapshot(services, board)
         self._services = services
         self._session = services.session
-        self._workers: Workers | None = None
-        self._assignment: Assignment | None = None
-        self._is_told_of_the_wait = False
-        seats = spec.rdzv_handler
-        assert isinstance(seats, ControlRendezvous)
-        seats.hooks = self
-        services.control.on_fence = self._fence
-        services.control.running_generation = self._training
-        services.control.heartbeat_payload = self._progress
+        self._snapshot = snapshot
+        self._waiting = waiting
+        self._has_reported_the_wait = False
 
     def _invoke_run(self, role: str = "default_role") -> RunResult:  # noqa: ARG002 torch's signature
         while True:
@@ -84,15 +70,15 @@ class GpuopsAgent(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
             except WorkerStartError as exc:
                 reason = self._not_started(exc)
-                self._attempt().end((reason,))
+                self._attempt_loop().end((reason,))
                 continue
-            ended = self._attempt().run()
+            ended = self._attempt_loop().run()
             if ended is not None:
                 return ended
 
-    def _attempt(self) -> AttemptRunner:
-        assert self._assignment is not None
-        assert self._workers is not None
+    def _attempt_loop(self) -> AttemptRunner:
+        attempt = self._services.current.attempt
+        assert attempt is not None
         torch = TorchHooks(
             interval_s=self._worker_group.spec.monitor_interval,
             reap=lambda: super(GpuopsAgent, self)._monitor_workers(self._worker_group),
@@ -100,17 +86,29 @@ class GpuopsAgent(LocalElasticAgent):
             looks_for_d_state=getattr(self, "_uninterruptible_state_timeout", 0.0) > 0,
         )
         return AttemptRunner(
-            self._services, self._assignment, self._workers, torch, self, self.snapshot
+            self._services, attempt, torch, waiting=self._waiting, write_state=self.write_state
         )
+
+    @property
+    def _assignment(self) -> Assignment:
+        rendezvous = self._worker_group.spec.rdzv_handler
+        assert isinstance(rendezvous, ControlRendezvous)
+        assert rendezvous.assignment is not None
+        return rendezvous.assignment
+
+    def _begin(self, workers: Workers) -> Attempt:
+        attempt = Attempt(assignment=self._assignment, workers=workers, folder=self._log_folder())
+        self._services.current.attempt = attempt
+        return attempt
 
     def _not_started(self, error: WorkerStartError) -> NodeReport:
         self.close()
-        self._workers = Workers([], self._services.clock)
+        attempt = self._begin(Workers([], self._services.clock))
         is_taken = isinstance(error, TakenDirectoryError)
         return NodeReport(
             kind=ReportKind.START_FAILED,
             node=self._services.node,
-            generation=self.generation,
+            generation=attempt.generation,
             failure_class=FailureClass.CHECKPOINT_DIR_TAKEN
             if is_taken
             else FailureClass.START_FAILED,
@@ -126,30 +124,26 @@ class GpuopsAgent(LocalElasticAgent):
         Raises:
             TakenDirectoryError: One does, and does not end.
         """
-        if self._workers is not None:
+        if self._services.current.attempt is not None:
             return
         why = self._services.checkpoints.refusal(self._wait_for_the_directory)
         if why is not None:
             raise TakenDirectoryError(why)
 
     def _wait_for_the_directory(self, seconds: float) -> None:
-        if not self._is_told_of_the_wait:
-            self._is_told_of_the_wait = True
-            self._services.say("another job has the directory of the checkpoints; is it leaving?")
-        self.waiting(self._services.control.record)
+        if not self._has_reported_the_wait:
+            self._has_reported_the_wait = True
+            self._services.say("another job uses the checkpoint directory; waiting for it to end")
+        self._waiting(self._services.control.record)
         self._services.control.wait_until(lambda now: now.phase is RunPhase.STOP, seconds)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._services.preflight.begin()
-        seats = worker_group.spec.rdzv_handler
-        assert isinstance(seats, ControlRendezvous)
         with self._services.cancellation.interruptible():
             # torch counts restarts down from the budget and gives workers the difference.
             super()._rendezvous(worker_group)
-        assert seats.assignment is not None
-        self._assignment = seats.assignment
-        self.generation = self._assignment.record.generation
-        self._remaining_restarts = worker_group.spec.max_restarts - self.generation
+        generation = self._assignment.record.generation
+        self._remaining_restarts = worker_group.spec.max_restarts - generation
         self._mark("seated")
 
     def _assign_worker_ranks(
@@ -160,10 +154,7 @@ class GpuopsAgent(LocalElasticAgent):
         spec: WorkerSpec,
     ) -> list[TorchWorker]:
         """Return this node's workers with the ranks that follow from the roster."""
-        seats = spec.rdzv_handler
-        assert isinstance(seats, ControlRendezvous)
-        assert seats.assignment is not None
-        roster = seats.assignment.roster
+        roster = self._assignment.roster
         first, world_size = roster.first_rank(group_rank), roster.world_size
         return [
             TorchWorker(
@@ -177,18 +168,18 @@ class GpuopsAgent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        session = self._session
+        session, record = self._session, self._assignment.record
+        generation, excluded = record.generation, record.excluded_checkpoint
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        rings = {rank: session.directory.ring(self.generation, rank) for rank in ranks.values()}
+        rings = {rank: session.directory.ring(generation, rank) for rank in ranks.values()}
         session.safely(
             "making the ring directory",
             lambda: rings[ranks[0]].parent.mkdir(mode=0o700, exist_ok=True),
         )
         folder = self._log_folder()
-        checkpoints, excluded = self._services.checkpoints, self._left_out()
-        assert self._assignment is not None
+        checkpoints = self._services.checkpoints
         n_nodes = worker_group.group_world_size or 1
-        checkpoints.begin(self.generation, n_nodes, excluded, self._assignment.roster)
+        checkpoints.begin(generation, n_nodes, excluded, self._assignment.roster)
         self._refuse_a_taken_directory()
         env = {
             local_rank: {
@@ -196,7 +187,7 @@ class GpuopsAgent(LocalElasticAgent):
                 **checkpoints.env(),
                 **_env_of(excluded),
                 "GPUOPS_AGENT_PID": str(self._services.agent_pid),
-                "GPUOPS_GENERATION": str(self.generation),
+                "GPUOPS_GENERATION": str(generation),
                 "GPUOPS_RING": str(rings[rank]),
             }
             for local_rank, rank in ranks.items()
@@ -220,26 +211,18 @@ class GpuopsAgent(LocalElasticAgent):
             )
             for local_rank, rank in ranks.items()
         ]
-        self._workers = self.snapshot.workers = Workers(workers, self._services.clock)
-        self.snapshot.generation = self.generation
-        self.snapshot.group_rank = worker_group.group_rank
-        self.snapshot.world_size = worker_group.workers[0].world_size
+        self._begin(Workers(workers, self._services.clock))
         self._services.step_tracker.begin()
         session.safely("recording the start", lambda: self._started(worker_group, start_us))
         # By now every reader of rings has opened this generation's.
         session.safely(
-            "giving rings back", lambda: session.directory.remove_rings_before(self.generation)
+            "giving rings back", lambda: session.directory.remove_rings_before(generation)
         )
         watched = MonitoredAttempt(
-            generation=self.generation, node=self._services.node, workers=workers, folder=folder
+            generation=generation, node=self._services.node, workers=workers, folder=folder
         )
         self._services.monitors.begin(watched)
         return pids
-
-    def _left_out(self) -> int | None:
-        """Return the step of the checkpoint that must not be loaded, None where any may be."""
-        assert self._assignment is not None
-        return self._assignment.record.excluded_checkpoint
 
     def _started(self, worker_group: WorkerGroup, start_us: int) -> None:
         facts = AttemptFacts(
@@ -252,87 +235,19 @@ class GpuopsAgent(LocalElasticAgent):
             slurm_job_id=self._services.slurm_job_id,
             slurm_restart_count=self._services.slurm_restart_count,
         )
-        self._session.journal.attempt_started(self.generation, facts)
+        self._session.journal.attempt_started(self._assignment.record.generation, facts)
         self._mark("started")
         self._session.kernel_log.mark()
         self.write_state("running")
-
-    def gate(self) -> Preflight:
-        """Return whether this node may join; see `WaitHooks`."""
-        found = self._services.preflight.result(self._wait_at_the_gate)
-        if found.to_report is not None and not found.passed:
-            session = self._session
-            report = found.to_report(self._services.node, self._services.control.record.generation)
-            incident = preflight_incident(
-                report, run_id=session.identity.run_id, now_us=self._services.clock.now_us()
-            )
-            session.safely(
-                "recording a check", lambda: session.journal.gate_failed(report, incident)
-            )
-        return found
-
-    def _wait_at_the_gate(self, seconds: float) -> None:
-        self.waiting(self._services.control.record)
-        if self._services.control.wait_until(lambda now: now.phase is RunPhase.STOP, seconds):
-            raise RunOverError(self._services.control.record)
-
-    def waiting(self, record: ControlRecord) -> None:
-        """Check signals and the control store while this agent waits; see `WaitHooks`.
-
-        Raises:
-            SignalException: See `Cancellation.check`.
-            ControlStoreLostError: There has been no answer for too long.
-            RunOverError: The run is drained before its workers start.
-        """
-        self.snapshot.main_ns = self._services.clock.mono_ns()
-        self._session.safely(
-            "recording a decision", lambda: self._services.decisions.record(record, None)
-        )
-        self._services.cancellation.check()
-        if self._services.control.reset_error is not None:
-            raise ControlStoreLostError(str(self._services.control.reset_error))
-        lost_s = self._services.plan.store_lost_s
-        if self._services.control.unreachable_s > lost_s:
-            raise ControlStoreLostError(f"the board of this run has not answered for {lost_s:g} s")
-        number = self._services.cancellation.drain
-        if number is None:
-            return
-        if record.phase is RunPhase.RUN:
-            was_there = self._workers is not None and record.generation == self.generation
-            step = self._services.step_tracker.common_step() if was_there else None
-            drain_from_afar(
-                self._services.control, number.name, was_there=was_there, stop_step=step
-            )
-        elif record.phase in {RunPhase.RENDEZVOUS, RunPhase.COLLECT}:
-            stopped = stop_without_workers(self._services.control, number.name, EXIT_REQUEUE)
-            if stopped is not None:
-                self._drained_before(number, stopped)
-                raise RunOverError(stopped)
-
-    def _drained_before(self, number: Signals, stopped: ControlRecord) -> None:
-        """Record the end of a run that had no workers when this node was asked to stop."""
-        checkpoints, grace_s = self._services.checkpoints, self._services.drain_grace_s(number.name)
-        awaited(lambda: checkpoints.flush(grace_s), self._services.cancellation.check)
-        if (stopped.drain_signal, stopped.decided_by) == (number.name, self._services.node):
-            chronicle = self._session.journal
-            self._session.safely(
-                "recording the drain", lambda: chronicle.drained(number.name, [], EXIT_REQUEUE)
-            )
-
-    def _training(self) -> int | None:
-        return self.generation if self.has_workers() else None
-
-    def _fence(self, _silent_s: float) -> None:
-        if self._workers is not None:
-            self._workers.kill()
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         self._shutdown(SIGTERM)
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: Signals = SIGTERM, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        workers = self._workers
-        if workers is not None and not workers.all_ended:
+        attempt = self._services.current.attempt
+        if attempt is not None and not attempt.workers.all_ended:
+            workers = attempt.workers
             if not workers.left:  # a second attempt would not end them either
                 workers.end(death_sig, self._services.cancel_grace_s, self._is_urgent)
             self._leave(workers.left)
@@ -344,9 +259,10 @@ class GpuopsAgent(LocalElasticAgent):
 
     def cancelled(self, signal_name: str) -> None:
         """Record that a signal ended the run, after its workers have ended."""
-        session, workers = self._session, self._workers
+        session, attempt = self._session, self._services.current.attempt
         exits: list[WorkerExit] = []
-        if workers is not None:
+        if attempt is not None:
+            workers = attempt.workers
             session.journal.beats(workers.beats())
             exits = workers.exits(self._services.node, session.journal.rank_progress, {})
         session.journal.cancelled(
@@ -355,20 +271,17 @@ class GpuopsAgent(LocalElasticAgent):
             seen_mono_ns=self._services.cancellation.seen_mono_ns,
             kernel_lines=job_lines(session.kernel_log.since_mark(), self._services.job_xids(None)),
         )
-        if workers is not None:
+        if attempt is not None:
             self.write_state("cancelled")
-
-    def has_workers(self) -> bool:
-        """Say whether a worker may still run; from any thread."""
-        return self._workers is not None and not self._workers.all_ended
 
     def close(self) -> None:
         """Close the last generation's workers."""
-        if self._workers is not None:
-            self._workers.close()
+        if (attempt := self._services.current.attempt) is not None:
+            attempt.workers.close()
 
     def _log_folder(self) -> Path:
-        return self._services.logs.directory(self._session.directory.generation(self.generation))
+        generation = self._assignment.record.generation
+        return self._services.logs.directory(self._session.directory.generation(generation))
 
     def _is_urgent(self) -> bool:
         return self._services.cancellation.is_urgent
@@ -376,12 +289,9 @@ class GpuopsAgent(LocalElasticAgent):
     def _mark(self, phase: str) -> None:
         self._session.safely("keeping the time", lambda: self._session.journal.mark(phase))
 
-    def _progress(self) -> Json:
-        return progress_of(self._services, self.generation, self._workers)
-
     def write_state(self, phase: str) -> None:
         """Replace ``state.json``."""
-        state = state_of(self._services, self.snapshot, phase)
+        state = state_of(self._services, self._snapshot, phase)
         self._session.write_state(state, group_rank=self._worker_group.group_rank or 0)
 
 

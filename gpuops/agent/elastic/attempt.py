@@ -1,272 +1,48 @@
-"""Watches one generation on one node, ten times a second, from its first beat to its end.
+"""One generation on one node: its place in the run, and its workers."""
 
-What ends it may come from here (a worker, a monitor, a signal), from the others (the record), or
-from neither (the control store is out of reach, and this node fences itself).
-"""
-
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from signal import Signals
-from typing import Protocol
+from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-
-from gpuops.agent.checkpoint.keeper_restarts import awaited
-from gpuops.agent.elastic.drain import Draining
-from gpuops.agent.elastic.finish import AttemptFinish, EndTrigger, has_moved_on
-from gpuops.agent.elastic.rendezvous import Assignment, ControlStoreLostError, RunOverError
+from gpuops.agent.elastic.rendezvous import Assignment
 from gpuops.agent.elastic.workers import Workers
-from gpuops.agent.launch.plan import LOOK_S_MAX
-from gpuops.agent.launch.services import Services
-from gpuops.agent.monitors.fleet import SuspectReporter
-from gpuops.agent.status.published import PublishedSnapshot
-from gpuops.control.membership import request_drain
-from gpuops.control.record import ControlRecord, RunPhase
-from gpuops.incident.decision import ReportKind
-from gpuops.wire.ring import Beat, WorkerFlag
-from gpuops.wire.ring import WorkerPhase as RankPhase
-
-_STEPPING = RankPhase.STEPPING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchHooks:
-    """What the loop asks of torch's agent.
+class Attempt:
+    """One generation on this node; ``folder`` is where its workers log."""
 
-    ``reap`` waits where a worker has failed and another one cannot be ended; ``leave`` lets go of
-    such, by local rank, and closes the generation.
+    assignment: Assignment
+    workers: Workers
+    folder: Path
+
+    @property
+    def generation(self) -> int:
+        """Return the number of the generation."""
+        return self.assignment.record.generation
+
+
+class CurrentAttempt:
+    """The attempt that has workers here, or had the last ones; None before the first.
+
+    The main thread writes it, any thread may read it. ``loop_ns`` is when the main thread was last
+    seen to run; ``fences`` counts how often this node was cut off.
     """
 
-    interval_s: float
-    reap: Callable[[], RunResult]
-    leave: Callable[[Collection[int]], None]
-    looks_for_d_state: bool
+    def __init__(self, now_ns: int) -> None:
+        self.attempt: Attempt | None = None
+        self.loop_ns = now_ns
+        self.fences = 0
 
+    def has_workers(self) -> bool:
+        """Say whether a worker may still run."""
+        return self.attempt is not None and not self.attempt.workers.all_ended
 
-class AttemptTimeouts(Protocol):
-    """What the loop asks of its own agent."""
+    def running_generation(self) -> int | None:
+        """Return the generation whose workers may still run, None where there are none."""
+        attempt = self.attempt
+        return None if attempt is None or attempt.workers.all_ended else attempt.generation
 
-    def waiting(self, record: ControlRecord) -> None:
-        """Hear that others are waited for; may raise to end the wait."""
-        ...
-
-    def write_state(self, phase: str) -> None:
-        """Tell the run's folder."""
-        ...
-
-
-class AttemptRunner:
-    """One generation."""
-
-    def __init__(
-        self,
-        services: Services,
-        assignment: Assignment,
-        workers: Workers,
-        torch: TorchHooks,
-        agent: AttemptTimeouts,
-        snapshot: PublishedSnapshot,
-    ) -> None:
-        self._services = services
-        self._session = services.session
-        self._generation = assignment.record.generation
-        self._workers = workers
-        self._torch = torch
-        self._waiting = agent.waiting
-        self._write_state = agent.write_state
-        self._snapshot = snapshot
-        self._finish = AttemptFinish(services, assignment, workers, agent.waiting)
-        self._suspects = SuspectReporter(
-            services.control, services.clock, services.session, services.say
-        )
-        self._draining: Draining | None = None
-        self._has_stepped = False
-        self._result: RunResult | None = None
-
-    def run(self) -> RunResult | None:
-        """Watch a generation to its end; return torch's result if that was the run's, too.
-
-        Raises:
-            RunOverError, ControlStoreLostError: See there.
-            SignalException: See `Cancellation.check`.
-        """
-        link, interval_s = self._services.control, min(self._torch.interval_s, LOOK_S_MAX)
-        while True:
-            link.wait_until(lambda now: has_moved_on(now, self._generation), interval_s)
-            self._services.cancellation.check()
-            self._snapshot.main_ns = self._services.clock.mono_ns()
-            self._read_heartbeats()
-            record = link.record
-            if link.is_fenced or link.reset_error is not None:
-                self._after_fence()
-                return None
-            if has_moved_on(record, self._generation):
-                self.end(None)
-                return None
-            if record.phase is RunPhase.DRAIN:
-                if self._has_drained(record):
-                    self.end(None)
-                    return None
-                continue
-            self._ask_for_drain()
-            if self._workers.calls_for_a_look or self._torch.looks_for_d_state:
-                result = self._check_exits()
-                if result is not None:
-                    return self._done(result)
-                if self._result is not None or self._workers.has_failed:
-                    self.end(ReportKind.WORKERS_FAILED)
-                    return None
-            self._services.monitors.publish(self._generation)
-            suspicions = self._services.monitors.poll()
-            reports = self._finish.reports_of(suspicions)
-            if reports:
-                self.end(reports)
-                return None
-            self._session.safely("telling a doubt", partial(self._suspects.report_new, suspicions))
-
-    def _check_exits(self) -> RunResult | None:
-        """Return torch's result once all workers here are done; note one that says otherwise."""
-        if self._workers.has_failed:
-            return None
-        result: RunResult = self._torch.reap()
-        if result.state is WorkerState.SUCCEEDED:
-            return result
-        self._result = None if result.state is WorkerState.HEALTHY else result
-        return None
-
-    def _done(self, result: RunResult) -> RunResult | None:
-        """Say that all is done here and wait for the others; None if the run goes on after all."""
-        self._session.safely("recording the success", self._session.journal.attempt_completed)
-        ending, checkpoints = self._finish, self._services.checkpoints
-        # Before the others may hear that all is done: what was saved last needs all of them.
-        save_s = self._services.plan.checkpoints.last_save_s
-        link = self._services.control
-        awaited(lambda: checkpoints.settle(save_s), lambda: self._waiting(link.record))
-        ending.file_done()
-        record = ending.wait_for_the_others()
-        if record.phase is RunPhase.STOP and record.exit_code == 0:
-            self._write_state("ended")
-            return result
-        # Others failed, or the run drains: they wait for no more from here than is filed.
-        record = ending.await_decision()
-        if record.phase is RunPhase.STOP:
-            raise RunOverError(record)
-        return None
-
-    def end(self, trigger: EndTrigger) -> None:
-        """End this generation here, report it, and wait for what is decided.
-
-        Raises:
-            RunOverError: The run ends with it.
-        """
-        ending = self._finish
-        ending.announce(trigger)
-        ending.collect_evidence(trigger)
-        trigger = ending.reconsider(trigger)
-        self._services.preflight.begin()
-        ending.wind_down()
-        self._read_heartbeats()
-        self._services.checkpoints.look()  # how far the job is safe is a part of the report
-        codes = self._codes()
-        self._result = None
-        chronicle = self._session.journal
-        self._session.safely("keeping the time", lambda: chronicle.mark("stopped"))
-        ending.report(trigger, codes)
-        record = ending.await_decision()
-        self._write_state("restarting" if record.phase is not RunPhase.STOP else "ended")
-        if record.phase is RunPhase.STOP:
-            raise RunOverError(record)
-
-    def _codes(self) -> dict[int, int]:
-        """Return the exit codes of the workers that torch reaped before us, by global rank."""
-        if not self._workers.all:
-            return {}  # they were never started: torch knows of none
-        if self._workers.left:
-            self._leave()
-            return {}
-        result = self._result or self._torch.reap()
-        return {rank: failure.exitcode for rank, failure in result.failures.items()}
-
-    def _leave(self) -> None:
-        left = self._workers.left
-        self._session.safely("leaving workers behind", lambda: self._torch.leave(left))
-
-    def _after_fence(self) -> None:
-        """End what the fence has killed, and come back as one who waits for a seat.
-
-        Raises:
-            ControlStoreLostError: There is nothing to come back to.
-            RunOverError: The run has ended without this node, or because of it.
-        """
-        silent_s = self._services.control.since_heartbeat_s
-        ending = self._finish
-        self._workers.kill()
-        ending.wind_down()
-        if self._workers.left:
-            self._leave()
-        else:
-            self._torch.reap()
-        if self._services.control.reset_error is not None:
-            self._read_heartbeats()
-            raise ControlStoreLostError(str(self._services.control.reset_error))
-        ending.fenced(silent_s)
-        self._snapshot.fences += 1
-        self._services.say(f"cut off from the board for {silent_s:.0f} s: the workers were ended")
-        self._write_state("fenced")
-        while not self._services.control.clear_fence():
-            self._waiting(self._services.control.record)
-            self._services.control.wait_until(lambda _now: False, 0.2)
-        chronicle = self._session.journal
-        self._session.safely("recording the return", lambda: chronicle.rejoined(silent_s))
-        if not has_moved_on(self._services.control.record, self._generation):
-            ending.announce(ReportKind.NODE_LOST)
-        ending.report_fence(silent_s)
-        record = ending.await_decision()
-        if record.phase is RunPhase.STOP:
-            raise RunOverError(record)
-
-    def _has_drained(self, record: ControlRecord) -> bool:
-        if self._draining is None:
-            name = record.drain_signal or "SIGTERM"
-            grace_s = self._services.drain_grace_s(name)
-            self._finish.drain_within(grace_s)
-            self._draining = Draining(
-                Signals[name],
-                self._workers,
-                self._services.clock,
-                grace_s=grace_s,
-                stop_step=record.drain_step,
-            )
-        return self._draining.is_over()
-
-    def _ask_for_drain(self) -> None:
-        """Turn a notice of preemption, to us or to a worker, into a drain of the whole run."""
-        number = self._services.cancellation.drain
-        if number is None and self._has_signalled_worker():
-            number = Signals.SIGUSR1
-        if number is None:
-            return
-        if request_drain(
-            self._services.control, number.name, self._services.step_tracker.common_step()
-        ):
-            grace_s, chronicle = self._services.drain_grace_s(number.name), self._session.journal
-            self._session.safely(
-                "recording the notice", lambda: chronicle.drain_requested(number.name, grace_s)
-            )
-
-    def _has_signalled_worker(self) -> bool:
-        return any(worker.ring.flags & WorkerFlag.SIGNALLED for worker in self._workers.all)
-
-    def _read_heartbeats(self) -> None:
-        beats = self._workers.beats()
-        self._session.safely("reading heartbeats", lambda: self._feed(beats))
-
-    def _feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
-        if not self._has_stepped and any(b.phase is _STEPPING for bs in beats.values() for b in bs):
-            # What the ranks have resumed from belongs to the incident that this step ends.
-            self._has_stepped = True
-            self._services.checkpoints.look()
-        self._session.journal.beats(beats)
-        self._services.step_tracker.feed(beats)
-        self._services.monitors.feed(beats)
+    def kill_workers(self) -> None:
+        """End the workers at once."""
+        if self.attempt is not None:
+            self.attempt.workers.kill()

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from gpuops.agent.elastic.workers import Workers
 from gpuops.agent.monitors.progress import SPREAD_S
-from gpuops.control.client import HOLD_S, ControlClient
+from gpuops.control.client import ControlClient
 from gpuops.control.membership import request_drain
 from gpuops.control.record import ENTRY_ERRORS, unpack
 from gpuops.control.store import ControlStoreError, Entry
+from gpuops.control.threads import HOLD_S
 from gpuops.host.clock import Clock
 from gpuops.incident import fields
 from gpuops.units import NS_PER_S

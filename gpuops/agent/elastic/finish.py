@@ -12,8 +12,7 @@ from signal import SIGTERM
 from zlib import crc32
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
-from gpuops.agent.elastic.rendezvous import Assignment
-from gpuops.agent.elastic.workers import Workers
+from gpuops.agent.elastic.attempt import Attempt
 from gpuops.agent.launch.services import Services
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
@@ -63,13 +62,12 @@ class AttemptFinish:
     def __init__(
         self,
         services: Services,
-        assignment: Assignment,
-        workers: Workers,
+        attempt: Attempt,
         waiting: Callable[[ControlRecord], None],
     ) -> None:
         self._services = services
-        self._generation = assignment.record.generation
-        self._workers = workers
+        self._attempt = attempt
+        self._workers = attempt.workers
         self._waiting = waiting
         self._trigger: tuple[ReportKind, str] | None = None
         self._unfiled: list[NodeReport] = []
@@ -82,7 +80,7 @@ class AttemptFinish:
 
     def reports_of(self, suspicions: Iterable[Suspicion]) -> tuple[NodeReport, ...]:
         """Return the reports of what ends this generation among *suspicions*."""
-        return reports_of(suspicions, here=self._services.node, generation=self._generation)
+        return reports_of(suspicions, here=self._services.node, generation=self._attempt.generation)
 
     def announce(self, trigger: EndTrigger) -> None:
         """Take the generation out of RUN for everybody, because of what was seen here."""
@@ -134,8 +132,8 @@ class AttemptFinish:
     def report(self, trigger: EndTrigger, codes: Mapping[int, int]) -> None:
         """Record what happened here and file it for whoever decides."""
         session = self._services.session
-        chronicle = session.journal
-        exits = self._workers.exits(self._services.node, chronicle.rank_progress, codes)
+        journal = session.journal
+        exits = self._workers.exits(self._services.node, journal.rank_progress, codes)
         xids = self._job_xids(exits)
         kernel_lines = job_lines(session.kernel_log.since_mark(), xids)
         report = self._node_report(exits, kernel_lines, xids)
@@ -150,12 +148,12 @@ class AttemptFinish:
             name = self._services.control.record.drain_signal or "SIGTERM"
             self._save_last(self._left_s(name))
             session.safely(
-                "recording the drain", lambda: chronicle.drained(name, exits, EXIT_REQUEUE)
+                "recording the drain", lambda: journal.drained(name, exits, EXIT_REQUEUE)
             )
         elif report.kind is ReportKind.STOPPED:
             session.safely(
                 "recording the restart",
-                lambda: chronicle.attempt_interrupted(report, self._evidence),
+                lambda: journal.attempt_interrupted(report, self._evidence),
             )
         else:
             session.safely(
@@ -189,7 +187,7 @@ class AttemptFinish:
         found = NodeReport(
             kind=ReportKind.WORKERS_FAILED if self._workers.has_failed else ReportKind.STOPPED,
             node=parts.node,
-            generation=self._generation,
+            generation=self._attempt.generation,
         )
 
         def judge() -> None:
@@ -197,7 +195,7 @@ class AttemptFinish:
             found = build_node_report(
                 exits,
                 node=parts.node,
-                generation=self._generation,
+                generation=self._attempt.generation,
                 rules=parts.session.rules,
                 kernel_lines=kernel_lines,
                 gpu_uuids=parts.gpu_uuids(),
@@ -231,7 +229,7 @@ class AttemptFinish:
             evidence=self._evidence,
         )
         if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
-            self._services.say(f"attempt {self._generation} failed: {incident.title}")
+            self._services.say(f"attempt {self._attempt.generation} failed: {incident.title}")
 
     def file_done(self) -> None:
         """Say that every worker here ended with exit code 0."""
@@ -264,7 +262,7 @@ class AttemptFinish:
         report = NodeReport(
             kind=ReportKind.NODE_LOST,
             node=self._services.node,
-            generation=self._generation,
+            generation=self._attempt.generation,
             failure_class=FailureClass.STORE_LOST,
             side=Side.INFRA,
             confidence=Confidence.CONFIRMED,
@@ -274,12 +272,12 @@ class AttemptFinish:
 
     def wait_for_the_others(self) -> ControlRecord:
         """Return the record once it says anything but that this generation runs."""
-        return self._wait(lambda now: has_moved_on(now, self._generation) or _drains(now))
+        return self._wait(lambda now: has_moved_on(now, self._attempt.generation) or _drains(now))
 
     def await_decision(self) -> ControlRecord:
         """Return the record once it is decided what comes after this generation."""
         record = self._wait(
-            lambda now: now.generation > self._generation or now.phase is RunPhase.STOP
+            lambda now: now.generation > self._attempt.generation or now.phase is RunPhase.STOP
         )
         self._services.session.safely("recording the decision", lambda: self._record(record))
         return record
@@ -292,7 +290,7 @@ class AttemptFinish:
             self._services.say(
                 f"attempt {record.generation} follows ({budget}): {record.decision.reason}"
             )
-        self._services.decisions.record(record, self._generation)
+        self._services.decisions.record(record, self._attempt.generation)
 
     def _wait(self, until: Callable[[ControlRecord], bool]) -> ControlRecord:
         link = self._services.control
@@ -323,7 +321,7 @@ class AttemptFinish:
         return "" if is_own else f"+{crc32(report.node.encode()):08x}"
 
     def _gathering(self, now: ControlRecord) -> ControlRecord | None:
-        if (now.generation, now.phase) != (self._generation, RunPhase.RUN):
+        if (now.generation, now.phase) != (self._attempt.generation, RunPhase.RUN):
             return None
         assert self._trigger is not None
         kind, reason = self._trigger

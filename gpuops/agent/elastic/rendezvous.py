@@ -76,18 +76,23 @@ class Assignment:
 
 
 class ControlRendezvous(RendezvousHandler):
-    """Joins each generation for one agent; ``assignment`` is its place in the newest one."""
+    """Joins each generation for one agent; ``assignment`` is its place in the newest one.
+
+    *join_payload* returns what is added to the entry of an agent that is ready.
+    """
 
     def __init__(
         self,
         link: ControlClient,
         run_key: str,
+        hooks: WaitHooks,
         *,
+        join_payload: Callable[[], Json] = dict,
         pick_port: Callable[[], int] = free_port,
     ) -> None:
         self.assignment: Assignment | None = None
-        self.hooks: WaitHooks | None = None  # the agent, which is made later
-        self.join_payload: Callable[[], Json] = dict  # added to the entry of a ready agent
+        self._hooks = hooks
+        self._join_payload = join_payload
         self._link = link
         self._run_key = run_key
         self._pick_port = pick_port
@@ -119,8 +124,7 @@ class ControlRendezvous(RendezvousHandler):
         )
 
     def _take(self) -> Assignment:
-        hooks, declared = self.hooks, None
-        assert hooks is not None
+        declared = None
         while True:
             record = self._link.record
             if record.phase is RunPhase.STOP:
@@ -136,22 +140,21 @@ class ControlRendezvous(RendezvousHandler):
                     if record.phase is RunPhase.RUN:
                         return seat
                     self._pass_up(record.generation)
-            hooks.waiting(record)
+            self._hooks.waiting(record)
             self._link.wait_until(partial(ne, record), LOOK_S)
 
     def _declare(self, generation: int) -> bool:
         """Write that this node is ready, or that it must be excluded."""
-        assert self.hooks is not None
-        gate = self.hooks.gate()
+        gate = self._hooks.gate()
         me = replace(self._link.me, master_port=self._pick_port())
         try:
             if gate.passed:
-                body = pack({**me.to_json(), **self.join_payload()})
+                body = pack({**me.to_json(), **self._join_payload()})
                 self._link.store.put(self._link.keys.ready(generation, me.agent), body)
             else:
                 self._link.update_record(lambda now: _without(now, me.node, gate.reason))
         except ControlStoreError as exc:
-            log.debug("the board does not take our word: %s", exc)
+            log.debug("the control store does not accept it: %s", exc)
             return False
         return True
 
@@ -166,7 +169,7 @@ class ControlRendezvous(RendezvousHandler):
         try:
             self._link.file_report(report)
         except ControlStoreError as exc:
-            log.debug("the board does not take our word: %s", exc)
+            log.debug("the control store does not accept it: %s", exc)
             return
         self._left = generation
 

@@ -2,7 +2,7 @@
 
 torch's own handler raises wherever the main thread happens to be, in the middle of starting
 workers too, which then nobody knows of. Ours raises only inside `Cancellation.interruptible`
-(waiting for other nodes) and at `Cancellation.check` (once per look at the workers).
+(waiting for other nodes) and at `Cancellation.check` (each time the workers are polled).
 
 Python runs a handler between two of the main thread's bytecodes; torch's connect to a host that
 does not answer is one call of a minute. So a thread reads the wakeup descriptor
@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,13 +27,28 @@ UNUSED_SIGNAL = "SIGRTMAX"  # what torch may handle in our place: nothing that a
 ANSWER_S = 1.0  # a main thread that runs Python at all takes a signal within milliseconds
 
 
+@dataclass(frozen=True, slots=True)
+class SignalActions:
+    """What a signal causes at once, in a thread of its own.
+
+    *on_signal* is called with the first signal, and with the one after a drain. *abandon* is called
+    when the main thread sits in `Cancellation.interruptible` and does not answer: it must end the
+    process. None: the main thread takes the signal once it runs Python again.
+    """
+
+    on_signal: Callable[[signal.Signals], None]
+    abandon: Callable[[signal.Signals], None] | None = None
+
+
+def _ignore(_number: signal.Signals) -> None:
+    return
+
+
 class Cancellation:
     """Whether, when and by which signal the user or the scheduler asked this agent to end.
 
     A signal of *drains* asks for an orderly end: it is noted in ``drain`` and raises nowhere. The
-    next signal, of any kind, is obeyed at once. *heard* is called at once, in a thread of its own,
-    with each of the two. *abandon* is called in that thread when the main thread sits in
-    `interruptible` and does not answer: it must end the process.
+    next signal, of any kind, is obeyed at once.
     """
 
     def __init__(self, names: Iterable[str], clock: Clock, drains: Iterable[str] = ()) -> None:
@@ -40,24 +56,26 @@ class Cancellation:
         self.drain: signal.Signals | None = None
         self.seen_mono_ns: int | None = None
         self.is_urgent = False
-        self.heard: Callable[[signal.Signals], None] = _ignore
-        self.abandon: Callable[[signal.Signals], None] = _ignore
         self._drains = frozenset(drains)
         self._names = tuple(dict.fromkeys((*names, *self._drains)))
         self._clock = clock
         self._raises = False
-        self._is_told = False
-        self._drain_told = False
+        self._actions = SignalActions(_ignore)
+        self._has_acted = False
+        self._has_acted_on_drain = False
         self._before: dict[signal.Signals, Any] = {}
         self._has_answered = threading.Event()
         self._turn = threading.Lock()  # taken once, by whoever acts on the signal
         self._watch: _Wakeup | None = None
 
-    def install(self) -> None:
-        """Take the signals over; again after torch has set its own handlers.
+    def install(self, actions: SignalActions | None = None) -> None:
+        """Take the signals over, from now on with *actions*; None: with those given last.
 
-        A SIGHUP that is ignored (nohup) stays ignored.
+        Called again after torch has set its own handlers. A SIGHUP that is ignored (nohup) stays
+        ignored.
         """
+        if actions is not None:
+            self._actions = actions
         for name in self._names:
             number = getattr(signal, name.strip(), None)
             if not isinstance(number, signal.Signals):
@@ -116,21 +134,22 @@ class Cancellation:
             self.check()
 
     def _on_wakeup(self, code: int) -> None:
-        if self._is_told or code not in self._before:
+        if self._has_acted or code not in self._before:
             return
         if self.seen_mono_ns is None:
             self.seen_mono_ns = self._clock.mono_ns()
         number = signal.Signals(code)
-        if number.name in self._drains and not self._drain_told:
-            self._drain_told = True
-            self.heard(number)
+        actions = self._actions
+        if number.name in self._drains and not self._has_acted_on_drain:
+            self._has_acted_on_drain = True
+            actions.on_signal(number)
             return
-        self._is_told = True
-        self.heard(number)
-        if self._has_answered.wait(ANSWER_S) or not self._raises:
+        self._has_acted = True
+        actions.on_signal(number)
+        if self._has_answered.wait(ANSWER_S) or not self._raises or actions.abandon is None:
             return
         if self._turn.acquire(blocking=False):
-            self.abandon(number)
+            actions.abandon(number)
 
 
 class _Wakeup:
@@ -158,7 +177,3 @@ class _Wakeup:
         if not self._thread.is_alive():
             os.close(self._read)
             os.close(self._write)
-
-
-def _ignore(_number: signal.Signals) -> None:
-    return

@@ -21,11 +21,13 @@ from gpuops.agent.checkpoint.messages import FIELD
 from gpuops.agent.checkpoint.record import CheckpointRecord, OverdueReporter
 from gpuops.agent.checkpoint.start import CheckpointJob, checkpoints_of, domain_of
 from gpuops.agent.checkpoint.stored_states import survey
+from gpuops.agent.elastic.attempt import CurrentAttempt
 from gpuops.agent.elastic.decider import decider
 from gpuops.agent.elastic.logs import GenerationLogs
 from gpuops.agent.elastic.rendezvous import ControlRendezvous
 from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.elastic.teardown import KILL_WAIT_S
+from gpuops.agent.elastic.waiting import AgentWait
 from gpuops.agent.journal.payloads import slurm_job
 from gpuops.agent.journal.session import DecisionLog, NodeContext, RunSession
 from gpuops.agent.launch.endpoint import ControlEndpoint
@@ -48,13 +50,14 @@ from gpuops.agent.monitors.preflight import (
 )
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.agent.monitors.registry import MonitorContext, MonitorGroup, MonitorRegistry
-from gpuops.agent.status.published import busy_for_s
+from gpuops.agent.status.published import PublishedSnapshot, busy_for_s, progress_of
 from gpuops.config.resolve import Settings
 from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.leader import Leader, LeaderExtension
 from gpuops.control.record import ControlRecord, Member, RecordView, RunPhase
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
+from gpuops.control.threads import AgentCallbacks, ControlThreads
 from gpuops.host.clock import Clock
 from gpuops.log import log_notice
 from gpuops.model import Json
@@ -81,13 +84,16 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssembledAgent:
-    """An agent's services before there is an agent."""
+    """All that an agent is made of; nothing has been started but the preflight check's monitors."""
 
     launch: LaunchContext
     endpoint: ControlEndpoint
     session: RunSession
     services: Services
+    waiting: AgentWait
     rendezvous: ControlRendezvous
+    snapshot: PublishedSnapshot
+    threads: ControlThreads
 
     def close(self) -> None:
         """End the preflight gate and the monitors."""
@@ -116,12 +122,11 @@ def assemble(
     )
     monitors = _monitors(launch, context, settings)
     gpus = monitors.gpu
-    control = _control_client(launch, endpoint, me, view, session, monitors.hang)
+    control = _control_client(launch, endpoint, me, view, session)
     suspects = SuspectReporter(control, clock, session, log.warning)
     fleet = FleetJudge(control, monitors.fleet, clock, suspects, session.safely)
     decisions = DecisionLog(session.journal)
     leader = _leader(launch, endpoint, session, control, fleet, decisions)
-    control.coordinator = leader
     job, restarts = slurm_job(launch.env)
     step_tracker = StepTracker()
     failures = _failure_record(settings, clock)
@@ -135,6 +140,7 @@ def assemble(
         session=session,
         logs=logs,
         cancellation=launch.cancellation,
+        current=CurrentAttempt(clock.mono_ns()),
         preflight=_preflight_gate(launch, gpus),
         say=log.warning,
         agent_pid=os.getpid(),
@@ -154,10 +160,30 @@ def assemble(
             **failures.env(),
         },
     )
-    rendezvous = ControlRendezvous(control, plan.endpoint.run_key)
-    rendezvous.join_payload = lambda: _join_payload(services.checkpoints)
+    return _with_callbacks(launch, endpoint, services, monitors.hang)
+
+
+def _with_callbacks(
+    launch: LaunchContext, endpoint: ControlEndpoint, services: Services, hang: HangMonitor
+) -> AssembledAgent:
+    """Return *services* with what calls them: the rendezvous, the status, the control threads."""
+    control, plan = services.control, launch.request.plan.endpoint
+    waiting = AgentWait(services)
+    rendezvous = ControlRendezvous(
+        control,
+        plan.run_key,
+        waiting,
+        join_payload=lambda: _join_payload(services.checkpoints),
+    )
     return AssembledAgent(
-        launch=launch, endpoint=endpoint, session=session, services=services, rendezvous=rendezvous
+        launch=launch,
+        endpoint=endpoint,
+        session=services.session,
+        services=services,
+        waiting=waiting,
+        rendezvous=rendezvous,
+        snapshot=PublishedSnapshot(services, endpoint.told(plan)),
+        threads=_control_threads(launch, services, hang),
     )
 
 
@@ -211,25 +237,45 @@ def _control_client(
     me: Member,
     view: RecordView,
     session: RunSession,
-    hang: HangMonitor,
 ) -> ControlClient:
-    """Return this agent's client of the control store, with what it calls."""
-    fence_s = launch.request.plan.fence_s if endpoint.is_shared else None
-    end_s = _end_timeout_s(launch)
-    control = ControlClient(
-        endpoint.board, me, view, launch.clock, fence_timeout_s=fence_s, end_timeout_s=end_s
+    def on_record_change(record: ControlRecord) -> None:
+        session.safely(
+            "recording a phase",
+            lambda: session.journal.phase_seen(
+                record.phase.value, record.generation, record.reason
+            ),
+        )
+
+    return ControlClient(
+        endpoint.board,
+        me,
+        view,
+        launch.clock,
+        fence_timeout_s=launch.request.plan.fence_s if endpoint.is_shared else None,
+        on_record_change=on_record_change,
     )
-    control.on_store_silent = lambda silent_s: session.journal.board_lost(
-        f"silent for {silent_s:.1f} s"
+
+
+def _control_threads(
+    launch: LaunchContext, services: Services, hang: HangMonitor
+) -> ControlThreads:
+    journal, me = services.session.journal, services.control.me
+    callbacks = AgentCallbacks(
+        on_fence=lambda _silent_s: services.current.kill_workers(),
+        running_generation=services.current.running_generation,
+        heartbeat_payload=lambda: progress_of(services),
+        on_store_silent=lambda silent_s: journal.board_lost(f"silent for {silent_s:.1f} s"),
+        on_store_back=journal.board_back,
+        wants_heartbeats=lambda: hang.is_suspicious,
+        on_heartbeats=lambda found: hang.others_are_busy_for(busy_for_s(found, me.agent)),
     )
-    control.on_store_back = session.journal.board_back
-    control.wants_heartbeats = lambda: hang.is_suspicious
-    control.on_heartbeats = lambda beats: hang.others_are_busy_for(busy_for_s(beats, me.agent))
-    control.on_record_change = lambda record: session.safely(
-        "recording a phase",
-        lambda: session.journal.phase_seen(record.phase.value, record.generation, record.reason),
+    return ControlThreads(
+        services.control,
+        callbacks,
+        services.leader,
+        launch.clock,
+        end_timeout_s=_end_timeout_s(launch),
     )
-    return control
 
 
 def _join_payload(checkpoints: CheckpointService) -> Json:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from gpuops.agent.checkpoint.keeper_restarts import awaited
 from gpuops.agent.elastic.agent import GpuopsAgent
 from gpuops.agent.elastic.rendezvous import ControlStoreLostError, ExcludedError, RunOverError
-from gpuops.agent.elastic.signals import Cancellation
+from gpuops.agent.elastic.signals import Cancellation, SignalActions
 from gpuops.agent.journal.run_dir import folder_name
 from gpuops.agent.journal.session import RunOutcome, RunSession, ended_as
 from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble
@@ -199,13 +199,13 @@ def _record_no_endpoint(session: RunSession, text: str) -> RunOutcome:
 
 def _stopped_before(session: RunSession, prepared: LaunchContext, number: Signals) -> RunOutcome:
     """Record a run that was asked to end before this agent was part of it."""
-    name, chronicle = number.name, session.journal
+    name, journal = number.name, session.journal
     reason = f"{name} to the agent, which waited for its run"
     if prepared.cancellation.drain is number:
-        session.safely("recording the drain", lambda: chronicle.drained(name, [], EXIT_REQUEUE))
+        session.safely("recording the drain", lambda: journal.drained(name, [], EXIT_REQUEUE))
         ended = RunOutcome(exit_code=EXIT_REQUEUE, outcome="preempted", reason=reason)
     else:
-        session.safely("recording the cancellation", lambda: chronicle.cancelled(name, []))
+        session.safely("recording the cancellation", lambda: journal.cancelled(name, []))
         ended = RunOutcome(exit_code=128 + number, outcome="cancelled", reason=reason)
     return _close(session, ended)
 
@@ -213,11 +213,14 @@ def _stopped_before(session: RunSession, prepared: LaunchContext, number: Signal
 def _run(prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
     session, parts, cancellation = assembly.session, assembly.services, prepared.cancellation
     agent = _make_agent(prepared, assembly)
-    cancellation.heard = lambda number: _log_exit(agent, assembly, number)
-    cancellation.abandon = lambda number: _abandon(agent, assembly, number)
-    cancellation.install()
-    parts.control.start()
-    server = _serve(agent, assembly)
+    cancellation.install(
+        SignalActions(
+            on_signal=lambda number: _log_exit(assembly, number),
+            abandon=lambda number: _abandon(agent, assembly, number),
+        )
+    )
+    assembly.threads.start()
+    server = _serve(assembly)
     try:
         ended = _supervise(agent, prepared, assembly)
         _end_checkpoints(prepared, assembly)
@@ -260,12 +263,12 @@ def _restart_check(prepared: LaunchContext, is_asked: object) -> None:
         raise SignalException("a signal while checkpoints persist", sigval=number)
 
 
-def _serve(agent: GpuopsAgent, assembly: AssembledAgent) -> AgentServer | None:
+def _serve(assembly: AssembledAgent) -> AgentServer | None:
     plan = assembly.services.plan
     if plan.http_port is None:
         return None
-    server = AgentServer(plan.http_address, plan.http_port, agent.snapshot.take).start()
-    agent.snapshot.http_port = server.port
+    server = AgentServer(plan.http_address, plan.http_port, assembly.snapshot.take).start()
+    assembly.snapshot.http_port = server.port
     return server
 
 
@@ -347,7 +350,7 @@ def _record_excluded(reason: str, prepared: LaunchContext, assembly: AssembledAg
             exit_code=128 + exc.sigval, outcome="cancelled", reason=f"{exc.sigval.name}"
         )
     code = EXIT_REQUEUE if record is None else record.exit_code or EXIT_OK
-    why = "the board was lost" if record is None else record.reason
+    why = "the control store was lost" if record is None else record.reason
     return RunOutcome(exit_code=code, outcome=ended_as(code), reason=f"{why} (left out: {reason})")
 
 
@@ -367,7 +370,7 @@ def _leave(assembly: AssembledAgent) -> None:
         with contextlib.suppress(ControlStoreError):
             if not assembly.endpoint.is_shared:
                 assembly.endpoint.board.close()  # wakes the control thread, which waits on it
-            assembly.services.control.stop()
+            assembly.threads.stop()
             if assembly.endpoint.guard is not None:
                 assembly.endpoint.guard.close()
             if assembly.endpoint.is_shared:
@@ -386,10 +389,10 @@ def _leave(assembly: AssembledAgent) -> None:
     going.join(LEAVE_S)
 
 
-def _log_exit(agent: GpuopsAgent, assembly: AssembledAgent, number: Signals) -> None:
-    if not agent.has_workers():
-        return
+def _log_exit(assembly: AssembledAgent, number: Signals) -> None:
     parts = assembly.services
+    if not parts.current.has_workers():
+        return
     if number.name in DRAIN_SIGNALS and assembly.launch.cancellation.received is None:
         limit_s = parts.drain_grace_s(number.name)
         parts.say(
@@ -443,7 +446,8 @@ def _make_agent(prepared: LaunchContext, assembly: AssembledAgent) -> GpuopsAgen
     return GpuopsAgent(
         spec,
         assembly.services,
-        assembly.endpoint.told(prepared.request.plan.endpoint),
+        assembly.snapshot,
+        assembly.waiting.waiting,
         **{name: given[name] for name in options if name in takes and name in given},
     )
 

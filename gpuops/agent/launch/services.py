@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpuops.agent.checkpoint.api import CheckpointService
+from gpuops.agent.elastic.attempt import CurrentAttempt
 from gpuops.agent.elastic.logs import GenerationLogs
 from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.journal.session import DecisionLog, RunSession
@@ -40,6 +41,7 @@ class Services:
     session: RunSession
     logs: GenerationLogs
     cancellation: Cancellation
+    current: CurrentAttempt
     preflight: PreflightGate
     monitors: MonitorGroup
     say: Callable[[str], None]

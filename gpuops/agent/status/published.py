@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 
 from gpuops.agent.checkpoint.messages import FIELD
-from gpuops.agent.elastic.workers import Workers
+from gpuops.agent.elastic.attempt import Attempt
 from gpuops.agent.launch.services import Services
 from gpuops.agent.status.state import AgentState, RankStatus, checkpoint_json, run_state
 from gpuops.control.record import RecordError, unpack
@@ -14,11 +14,12 @@ from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
 
-def progress_of(parts: Services, generation: int, workers: Workers | None) -> Json:
+def progress_of(parts: Services) -> Json:
     """Return what goes with every heartbeat; called in the control thread."""
-    if workers is None:
+    attempt = parts.current.attempt
+    if attempt is None:
         return {}
-    ranks = [worker.rank for worker in workers.all]
+    ranks = [worker.rank for worker in attempt.workers.all]
     known = [parts.session.journal.rank_progress(rank) for rank in ranks]
     steps = [progress.last_step for progress in known if progress.last_step is not None]
     beats_ns = [p.last_mono_ns for p in known if p.last_mono_ns is not None]
@@ -26,7 +27,7 @@ def progress_of(parts: Services, generation: int, workers: Workers | None) -> Js
     step_s, saved = parts.step_tracker.step_s(), parts.checkpoints.said()
     return {
         **({} if saved is None else {FIELD: saved}),
-        "generation": generation,
+        "generation": attempt.generation,
         "ranks": len(ranks),
         "first_rank": min(ranks, default=None),
         "step": min(steps, default=None),
@@ -58,58 +59,52 @@ class PublishedSnapshot:
         self._parts = parts
         self._board = dict(board)
         self._phase: tuple[str, int, int] = ("", -1, parts.clock.mono_ns())
-        self.generation = -1
-        self.group_rank: int | None = None
-        self.world_size: int | None = None
-        self.workers: Workers | None = None
-        self.main_ns = parts.clock.mono_ns()
-        self.fences = 0
         self.http_port: int | None = None
 
     def take(self) -> AgentState:
         """Return the state as it is now."""
         parts, record = self._parts, self._parts.control.record
+        attempt = parts.current.attempt
+        assignment = None if attempt is None else attempt.assignment
         terms, now_ns = parts.plan.restart_policy, parts.clock.mono_ns()
         if self._phase[:2] != (record.phase.value, record.generation):
             self._phase = (record.phase.value, record.generation, now_ns)
-        chronicle = parts.session.journal
+        journal = parts.session.journal
         return AgentState(
             run_id=parts.session.identity.run_id,
             name=parts.session.identity.folder,
             node=parts.node,
             agent_pid=parts.agent_pid,
-            main_ns=self.main_ns,
+            main_ns=parts.current.loop_ns,
             control_ns=now_ns - round(parts.control.since_reply_s * NS_PER_S),
             generation=record.generation,
             phase=record.phase.value,
             phase_ns=self._phase[2],
             reason=record.reason,
-            group_rank=self.group_rank,
-            world_size=self.world_size,
-            ranks=self._ranks(),
+            group_rank=None if assignment is None else assignment.group_rank,
+            world_size=None if assignment is None else assignment.roster.world_size,
+            ranks=() if attempt is None else self._ranks(attempt),
             excluded=record.excluded,
             doubted=record.suspected,
             decision=record.decision,
             restarts_used=count_failures(record.history, terms, parts.control.store_now_s),
             restarts_max=terms.restarts_max,
             restarts_window_s=terms.restarts_window_s,
-            restarts_by_class=chronicle.restarts,
-            badput_s=chronicle.badput_s,
+            restarts_by_class=journal.restarts,
+            badput_s=journal.badput_s,
             round_trip_s=parts.control.round_trip_s,
-            fences=self.fences,
+            fences=parts.current.fences,
             cpu_s=time.process_time(),
             board=self._board,
             http_port=self.http_port,
             checkpoint=parts.checkpoints.state(),
         )
 
-    def _ranks(self) -> tuple[RankStatus, ...]:
-        workers, chronicle = self.workers, self._parts.session.journal
-        if workers is None:
-            return ()
+    def _ranks(self, attempt: Attempt) -> tuple[RankStatus, ...]:
+        journal = self._parts.session.journal
         found = []
-        for worker in workers.all:
-            progress = chronicle.rank_progress(worker.rank)
+        for worker in attempt.workers.all:
+            progress = journal.rank_progress(worker.rank)
             found.append(
                 RankStatus(
                     rank=worker.rank,
@@ -124,15 +119,16 @@ class PublishedSnapshot:
 
 def state_of(parts: Services, snapshot: PublishedSnapshot, phase: str) -> Json:
     """Return the contents of ``state.json``: of this agent, and where to ask for more."""
-    session, workers = parts.session, snapshot.workers
+    session, attempt = parts.session, parts.current.attempt
+    generation = -1 if attempt is None else attempt.generation
     return {
         **run_state(snapshot.take()),
         "run_id": session.identity.run_id,
         "name": session.identity.folder,
         "node": parts.node,
-        "generation": snapshot.generation,
+        "generation": generation,
         "phase": phase,
         "agent_pid": parts.agent_pid,
-        "pids": {} if workers is None else {str(r): p for r, p in workers.pids.items()},
-        "ring_dir": str(session.directory.rings / f"generation-{snapshot.generation}"),
+        "pids": {} if attempt is None else {str(r): p for r, p in attempt.workers.pids.items()},
+        "ring_dir": str(session.directory.rings / f"generation-{generation}"),
     }

@@ -53,12 +53,13 @@ class KeeperCore:
         clock_s: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
         open_store: OpenStore = open_any_store,
+        events: EventQueue | None = None,
     ) -> None:
         self.memory = memory
         self.jobs = jobs
         self.clock_s = clock_s
         self.wall_s = wall_s
-        self.events = EventQueue()
+        self.events = events or EventQueue()
         self.agent: ClientConnection | None = None
         self.group: RankGroup | None = None
         self.instructions: AgentInstructions | None = None

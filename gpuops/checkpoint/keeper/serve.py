@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpuops.checkpoint.keeper.connection import LOCK_NAME
 from gpuops.checkpoint.keeper.core import KeeperCore
-from gpuops.checkpoint.keeper.jobs import Jobs, Waker
+from gpuops.checkpoint.keeper.jobs import EventQueue, Jobs, Waker
 from gpuops.checkpoint.keeper.server import KeeperServer
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.storage.directory_lock import DirectoryLocks, this_process
@@ -72,8 +72,12 @@ def _serve(options: argparse.Namespace) -> int:
     claims = DirectoryLocks(
         lambda: core.persister.origin.job, lambda: core.is_in_use, this_process()
     )
-    core = KeeperCore(NodeMemory(options.node), jobs, open_store=claims.open_store)
-    core.events.on_event = _log_event
+    core = KeeperCore(
+        NodeMemory(options.node),
+        jobs,
+        open_store=claims.open_store,
+        events=EventQueue(on_event=_log_event),
+    )
     server = KeeperServer(
         core, options.folder, lease_s=options.lease, waker=waker, run_callbacks=jobs.run_callbacks
     )

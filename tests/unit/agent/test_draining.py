@@ -139,18 +139,21 @@ class TwoAgents:
             view = join(self.store, me, fresh, clock, lambda _s: None)
             return ControlClient(self.store, me, view, clock, fence_timeout_s=10.0)
 
+        self.progress = {"generation": 3, "step": 100, "rate": 5.0}
+
         self.seated, self.spare = link(1), link(2)
-        self.seated.heartbeat_payload = lambda: {"generation": 3, "step": 100, "rate": 5.0}
-        self.spare.heartbeat_payload = lambda: {"generation": -1, "step": None, "rate": None}
-        self.seated.send_heartbeat(hold_s=0.0)
-        self.spare.send_heartbeat(hold_s=0.0)
+        self.send_heartbeat()
+        self.spare.send_heartbeat({"generation": -1, "step": None, "rate": None}, hold_s=0.0)
+
+    def send_heartbeat(self):
+        self.seated.send_heartbeat(self.progress, hold_s=0.0)
 
 
 def test_a_spare_that_hears_first_says_at_which_step_all_stop(clock):
     agents = TwoAgents(clock)
 
     assert drain_from_afar(agents.spare, "SIGTERM")
-    agents.seated.send_heartbeat(hold_s=0.0)
+    agents.send_heartbeat()
 
     record = agents.seated.record
     assert (record.phase, record.drain_signal, record.reason) == (
@@ -169,7 +172,7 @@ def test_an_agent_whose_workers_have_ended_asks_nobody_for_the_step(clock):
 
     assert drain_from_afar(agents.spare, "SIGTERM", was_there=True, stop_step=107)
     agents.store.lose = lambda _name: None
-    agents.seated.send_heartbeat(hold_s=0.0)
+    agents.send_heartbeat()
 
     assert agents.seated.record.drain_step == 107
 

@@ -226,7 +226,7 @@ class Fleet:
     def turn(self):
         self.publish()
         control = self.leader.control
-        control.run_once(hold_s=0.0)
+        self.leader.threads.run_once(hold_s=0.0)
         roster = Roster.from_bytes(control.store.get(control.keys.roster(0)).value)
         self.judge.on_heartbeats(control.record, roster, {})
         return control.record
@@ -292,7 +292,7 @@ def test_the_leader_judges_now_and_then_and_only_while_workers_run(node, other):
     fleet.judge.on_heartbeats(replace(record, phase=RunPhase.DRAIN), roster, {})
     assert control.record.suspected == {}
     fleet.judge.on_heartbeats(record, roster, {})
-    control.run_once(hold_s=0.0)
+    fleet.leader.threads.run_once(hold_s=0.0)
     assert list(control.record.suspected) == ["n2"]
 
 

@@ -32,7 +32,7 @@ def beats(agent, **steps):
 
 def trained(tmp_path, **steps):
     agent = Agent(tmp_path)
-    agent.take_seats()
+    agent.attempt(agent.take_seats())
     agent.known = agent.parts
     beats(agent, **steps)
     agent.clock.advance(max(steps.values(), default=0))
@@ -42,23 +42,23 @@ def trained(tmp_path, **steps):
 def test_before_there_are_workers_there_is_nothing_to_tell(tmp_path):
     agent = Agent(tmp_path)
 
-    assert progress_of(agent.parts, -1, None) == {}
+    assert progress_of(agent.parts) == {}
 
 
 def test_the_slowest_rank_tells_how_far_a_node_is(tmp_path):
     agent = trained(tmp_path, r0=7, r1=5)
-    told = progress_of(agent.known, 0, agent.workers)
+    told = progress_of(agent.known)
 
     assert (told["ranks"], told["first_rank"], told["step"]) == (2, 0, 5)
     assert told["rate"] == 1.0
     assert told["silent_s"] == 0.0
     agent.clock.advance(4)
-    assert progress_of(agent.known, 0, agent.workers)["silent_s"] == 4.0
+    assert progress_of(agent.known)["silent_s"] == 4.0
 
 
 def test_workers_without_a_step_have_no_rate(tmp_path):
     agent = trained(tmp_path)
-    told = progress_of(agent.known, 0, agent.workers)
+    told = progress_of(agent.known)
 
     assert (told["step"], told["rate"], told["silent_s"]) == (None, None, None)
 
@@ -80,7 +80,6 @@ def test_the_busiest_of_the_others_counts_and_what_cannot_be_read_does_not():
 def test_the_state_names_workers_and_where_to_ask(tmp_path):
     agent = trained(tmp_path, r0=3)
     snapshot = PublishedSnapshot(agent.known, BOARD)
-    snapshot.workers, snapshot.generation, snapshot.world_size = agent.workers, 0, 2
     snapshot.http_port = 4711
     state = state_of(agent.known, snapshot, "running")
 
@@ -93,6 +92,7 @@ def test_the_state_names_workers_and_where_to_ask(tmp_path):
         (1, None, "starting"),
     ]
     assert (taken.phase, taken.generation, taken.http_port) == ("run", 0, 4711)
+    assert (taken.group_rank, taken.world_size) == (0, 2)
     assert taken.restarts_max == 3
 
 

@@ -16,6 +16,7 @@ from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, unpack
+from gpuops.control.threads import AgentCallbacks, ControlThreads
 from gpuops.host.clock import FakeClock
 
 pytestmark = pytest.mark.torch
@@ -29,8 +30,8 @@ class GivenUpError(Exception):
 class Hooks:
     """Does what the test has prepared, one thing for each wait; then gives up."""
 
-    def __init__(self, *acts):
-        self.acts = list(acts)
+    def __init__(self):
+        self.acts = []
         self.found = Preflight(passed=True)
 
     def gate(self):
@@ -61,7 +62,9 @@ class Bench:
         )
         view = join(self.store, self.me, fresh, self.clock, lambda _s: None)
         self.link = ControlClient(self.store, self.me, view, self.clock, fence_timeout_s=FENCE_S)
-        self.rendezvous = ControlRendezvous(self.link, "key", pick_port=lambda: 4711)
+        self.threads = ControlThreads(self.link, AgentCallbacks(), None, self.clock)
+        self.hooks = Hooks()
+        self.rendezvous = ControlRendezvous(self.link, "key", self.hooks, pick_port=lambda: 4711)
 
     def becomes(self, **changes):
         """Return what changes the record and lets the agent hear of it."""
@@ -70,7 +73,7 @@ class Bench:
             entry = self.shared.get(RECORD_KEY)
             record = replace(ControlRecord.from_bytes(entry.value), **changes)
             self.shared.put(RECORD_KEY, record.to_bytes())
-            self.link.run_once(hold_s=0.0)
+            self.threads.run_once(hold_s=0.0)
 
         return act
 
@@ -79,7 +82,7 @@ class Bench:
         self.shared.put(self.link.keys.roster(generation), roster.to_bytes())
 
     def ask(self, *acts):
-        self.rendezvous.hooks = Hooks(*acts)
+        self.hooks.acts = list(acts)
         return self.rendezvous.next_rendezvous()
 
     def reports(self):
@@ -153,7 +156,7 @@ def test_a_fence_from_before_does_not_count_against_the_next_workers(bench):
 
     def cut_off():
         bench.clock.advance(FENCE_S + 1)
-        bench.link.check_fence()
+        bench.threads.check_fence()
         assert bench.link.is_fenced
 
     bench.ask(cut_off, bench.becomes(phase=RunPhase.RUN))
@@ -185,9 +188,7 @@ def test_nobody_waits_after_the_end_of_the_run(bench):
 
 
 def test_a_gate_that_does_not_let_the_node_in_excludes_it(bench):
-    hooks = Hooks()
-    hooks.found = Preflight(passed=False, reason="two GPUs are missing")
-    bench.rendezvous.hooks = hooks
+    bench.hooks.found = Preflight(passed=False, reason="two GPUs are missing")
 
     with pytest.raises((ExcludedError, GivenUpError)):
         bench.rendezvous.next_rendezvous()

@@ -458,7 +458,7 @@ def test_a_fenced_node_says_so_when_it_is_back(tmp_path):
         for _ in range(60):
             agent.run_once()
             other.run_once()
-        agent.control.check_fence()
+        agent.threads.check_fence()
 
     def back():
         agent.store.is_cut = False
@@ -485,7 +485,7 @@ def test_a_fenced_node_does_not_wait_for_what_outlives_sigkill(node):
         agent.store.is_cut = True
         for _ in range(60):
             agent.run_once()
-        agent.control.check_fence()
+        agent.threads.check_fence()
 
     def back():
         agent.store.is_cut = False

@@ -29,9 +29,7 @@ class Hooks:
 def seats(agent):
     from gpuops.agent.elastic.rendezvous import ControlRendezvous
 
-    found = ControlRendezvous(agent.control, "job", pick_port=lambda: 1234)
-    found.hooks = Hooks(agent)
-    return found
+    return ControlRendezvous(agent.control, "job", Hooks(agent), pick_port=lambda: 1234)
 
 
 def test_an_agent_alone_is_rank_0_of_1_with_an_empty_store_and_its_own_port(tmp_path):

@@ -457,7 +457,7 @@ def test_a_board_that_fails_in_the_middle_of_a_turn_is_survived():
     world = started(2, 2, 2)
     world.players[0].store.is_cut = True
     with pytest.raises(ControlStoreError):
-        world.players[0].link.run_once(hold_s=0.0)
+        world.players[0].threads.run_once(hold_s=0.0)
     world.players[0].store.is_cut = False
 
-    world.players[0].link.run_once(hold_s=0.0)
+    world.players[0].threads.run_once(hold_s=0.0)

@@ -9,11 +9,18 @@ import pytest
 from support.agreement import CutBoard
 from support.runs import wait_until
 
-from gpuops.control.client import COORDINATE_S_MAX, RETRY_S, UNREACHABLE_S, ControlClient
+from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY, ControlRecord, Member, RunPhase
 from gpuops.control.store import ControlStoreError, ControlStoreResetError
+from gpuops.control.threads import (
+    COORDINATE_S_MAX,
+    RETRY_S,
+    UNREACHABLE_S,
+    AgentCallbacks,
+    ControlThreads,
+)
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import NodeReport, ReportKind
 
@@ -44,7 +51,7 @@ class SlowBoard(CutBoard):
 class Bench:
     """One link over a board in this process, on a clock that stands still."""
 
-    def __init__(self, fence_s=FENCE_S):
+    def __init__(self, fence_s=FENCE_S, coordinator=None, **callbacks):
         self.clock = FakeClock()
         self.shared = MemoryControlStore(self.clock)
         self.store = SlowBoard(self.shared, self.clock)
@@ -55,10 +62,15 @@ class Bench:
         view = join(self.store, me, self.fresh, self.clock, lambda _s: None)
         self.link = ControlClient(self.store, me, view, self.clock, fence_timeout_s=fence_s)
         self.fenced = []
-        self.link.on_fence = self.fenced.append
+        self.threads = ControlThreads(
+            self.link,
+            AgentCallbacks(**{"on_fence": self.fenced.append, **callbacks}),
+            coordinator,
+            self.clock,
+        )
 
     def run_once(self):
-        self.link.run_once(hold_s=0.0)
+        self.threads.run_once(hold_s=0.0)
 
 
 def test_a_beat_counts_from_when_it_was_sent_because_that_is_what_peers_saw():
@@ -67,7 +79,7 @@ def test_a_beat_counts_from_when_it_was_sent_because_that_is_what_peers_saw():
     bench.run_once()
     bench.clock.advance(4.5)
 
-    bench.link.check_fence()
+    bench.threads.check_fence()
 
     assert bench.fenced == [10.5]
 
@@ -77,7 +89,7 @@ def test_an_answer_that_waited_for_a_frozen_host_does_not_save_its_workers():
     bench.store.late_s = 75.0
     bench.run_once()
 
-    bench.link.check_fence()
+    bench.threads.check_fence()
 
     assert bench.fenced == [75.0]
     assert not bench.link.clear_fence()
@@ -98,7 +110,7 @@ def test_a_board_that_takes_two_seconds_for_each_answer_fences_nobody():
     bench.store.late_s = 3.0  # with the hold of a heartbeat
     for _ in range(20):
         bench.run_once()
-        bench.link.check_fence()
+        bench.threads.check_fence()
 
     assert bench.fenced == []
     assert bench.link.unreachable_s == 0
@@ -131,7 +143,7 @@ def test_a_board_that_does_not_answer_is_lost_by_and_by_and_found_at_once():
 def test_who_was_fenced_comes_back_once_it_is_heard_again():
     bench = Bench()
     bench.clock.advance(11.0)
-    bench.link.check_fence()
+    bench.threads.check_fence()
     assert not bench.link.clear_fence()
     assert bench.link.is_fenced
 
@@ -144,7 +156,7 @@ def test_who_was_fenced_comes_back_once_it_is_heard_again():
 def test_a_board_in_this_process_fences_nobody():
     bench = Bench(fence_s=None)
     bench.clock.advance(1000.0)
-    bench.link.check_fence()
+    bench.threads.check_fence()
 
     assert bench.fenced == []
     assert bench.link.clear_fence()
@@ -189,12 +201,10 @@ def test_a_heartbeat_that_finds_another_runs_record_says_so():
 
 
 def test_progress_that_cannot_be_told_costs_no_heartbeat(caplog):
-    bench = Bench()
-
     def broken():
         raise RuntimeError("dictionary changed size during iteration")
 
-    bench.link.heartbeat_payload = broken
+    bench = Bench(heartbeat_payload=broken)
     before = bench.shared.get(bench.link.keys.heartbeat(bench.link.me.agent)).version
     with caplog.at_level(logging.WARNING):
         bench.run_once()
@@ -264,15 +274,15 @@ class Busy:
 
 
 def test_an_agent_beats_while_it_leads_unless_that_comes_to_no_end():
-    bench = Bench()
-    bench.link.coordinator = busy = Busy()
+    busy = Busy()
+    bench = Bench(coordinator=busy)
 
     def goes_on(after):
         bench.shared.put(RECORD_KEY, bench.fresh.to_bytes())  # a record that changes ends the hold
         beats = bench.shared.get(bench.link.keys.heartbeat(bench.link.me.agent)).version
         return beats if beats > after else 0
 
-    bench.link.start()
+    bench.threads.start()
     try:
         assert busy.began.wait(30)
         first = goes_on(0)
@@ -288,11 +298,10 @@ def test_an_agent_beats_while_it_leads_unless_that_comes_to_no_end():
         wait_until(bench.link.clear_fence)
     finally:
         busy.may_end.set()
-        bench.link.stop()
+        bench.threads.stop()
 
 
 def test_a_watch_that_fails_is_tried_again_and_costs_no_fence():
-    bench = Bench()
     failures = []
 
     def fails(_silent_s):
@@ -302,17 +311,16 @@ def test_a_watch_that_fails_is_tried_again_and_costs_no_fence():
         ended.set()
 
     ended = threading.Event()
-    bench.link.running_generation = lambda: 0
+    bench = Bench(running_generation=lambda: 0, on_fence=fails)
     bench.shared.put(RECORD_KEY, replace(bench.fresh, phase=RunPhase.COLLECT).to_bytes())
     bench.run_once()
-    bench.link.on_fence = fails
-    bench.link.start()
+    bench.threads.start()
     try:
         for _ in range(600):
             bench.clock.advance(20.0)  # overdue, whenever the thread looks
             if ended.wait(0.1):
                 break
     finally:
-        bench.link.stop()
+        bench.threads.stop()
 
     assert failures.count("gpuops-fence") >= 2

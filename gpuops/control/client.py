@@ -185,7 +185,7 @@ class ControlClient:
     def file_report(self, report: NodeReport, suffix: str = "") -> None:
         """File *report*, the final report of this agent on a generation.
 
-        With a *suffix* it is filed beside that: on another node, or by the leader on any.
+        With a *suffix* it is an additional report: on another node, or by the leader on any.
 
         Raises:
             ControlStoreError: See `ControlStore`.

@@ -1,6 +1,6 @@
 """An agent enters its run: it makes the record or finds it, and says who it is.
 
-An agent that was restarted enters like any other; the seat of its dead predecessor is a hole that
+An agent that was restarted enters like any other; the place of its dead predecessor is a hole that
 it fills, because its node has the same name.
 """
 
@@ -59,7 +59,7 @@ def join(
     """
     record, entry = _create_or_find(store, new_record, wait)
     if record is new_record:
-        store.delete(RUN_OVER_KEY)  # said to the server by the run before this one
+        store.delete(RUN_OVER_KEY)  # sent to the server by the run before this one
     else:
         _reject_second_agent(store, record, own_member, wait)
     keys = ControlKeys(run_id=record.run_id)
@@ -170,5 +170,5 @@ def leave(
     if is_last:
         store.put(RUN_OVER_KEY, b"1")
     else:
-        # Only where nothing is said yet: the last one may have been quicker, and its word counts.
+        # Only where no message is there yet: that of an agent that was quicker counts.
         store.compare_and_set(RUN_OVER_KEY, b"30", version=0)

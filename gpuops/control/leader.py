@@ -117,7 +117,7 @@ REFRESH_S = 0.5
 # Agents further back in the succession refresh less often: a list of all heartbeats costs, and two
 # leaders would have to die before their turn. With one heartbeat more it stays below `BLIND_S`.
 STANDBY_REFRESH_S = 1.5
-# For how long the record may stand still in a passing phase before agents beyond the standbys look.
+# For how long a passing phase may last before agents beyond the standbys check.
 STUCK_S = 20.0
 
 

@@ -56,7 +56,7 @@ def request_drain(client: ControlClient, signal_name: str, stop_step: int | None
     try:
         return client.update_record(change)
     except ControlStoreError as exc:
-        log.debug("the drain is not on the board yet: %s", exc)
+        log.debug("the drain is not in the control store yet: %s", exc)
         return False
 
 

@@ -23,10 +23,10 @@ from gpuops.control.store import (
 from gpuops.host.clock import Clock
 from gpuops.units import NS_PER_S
 
-# 4,096 agents leave some 16,000 keys (who they are, heartbeat, seat, report) in a generation.
+# 4,096 agents leave some 16,000 keys (member, heartbeat, place, report) in a generation.
 KEYS_MAX = 400_000
 TOTAL_BYTES_MAX = 256 * 2**20
-# What an entry costs beside its value: the objects, two dictionaries' places, a long key.
+# What an entry costs besides its value: the objects, two dictionaries' places, a long key.
 ENTRY_OVERHEAD_BYTES = 500
 _KEY_PATTERN = re.compile(rf"[!-~]{{1,{KEY_CHARS_MAX}}}")
 
@@ -61,7 +61,7 @@ def check_value(key: str, value: bytes) -> bytes:
     """
     if len(value) > VALUE_BYTES_MAX:
         raise ControlStoreError(
-            f"the value of {key} has {len(value)} bytes; a board takes {VALUE_BYTES_MAX}"
+            f"the value of {key} has {len(value)} bytes; a control store takes {VALUE_BYTES_MAX}"
         )
     return value
 
@@ -156,10 +156,10 @@ class KvMap:
 
     def _check_capacity(self, added_bytes: int, *, is_new: bool) -> None:
         if is_new and self.n_keys >= self._keys_max:
-            raise ControlStoreError(f"the board is full: it has {self.n_keys} keys")
+            raise ControlStoreError(f"the control store is full: it has {self.n_keys} keys")
         if added_bytes > 0 and self.size_bytes + added_bytes > self._bytes_max:
             raise ControlStoreError(
-                f"the board is full: {added_bytes} more bytes after {self.size_bytes}"
+                f"the control store is full: {added_bytes} more bytes after {self.size_bytes}"
             )
 
 
@@ -252,7 +252,7 @@ class MemoryControlStore:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise ControlStoreUnreachableError("this handle of the board is closed")
+            raise ControlStoreUnreachableError("this handle of the control store is closed")
 
     def _notify(self, key: str) -> None:
         if key in self._shared.changed:

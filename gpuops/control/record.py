@@ -400,7 +400,7 @@ def delete_old_generations(store: ControlStore, keys: ControlKeys, generation: i
         try:
             store.delete(keys.generation(number))
         except ControlStoreError as exc:
-            log.debug("generation %d stays on the board: %s", number, exc)
+            log.debug("generation %d stays in the control store: %s", number, exc)
 
 
 def read_own_record(entry: Entry, run_id: str) -> ControlRecord:
@@ -415,9 +415,9 @@ def read_own_record(entry: Entry, run_id: str) -> ControlRecord:
             record = ControlRecord.from_bytes(entry.value)
         except RecordError as exc:
             raise ControlStoreError(
-                f"the board does not hold a record of this version: {exc}"
+                f"the control store does not hold a record of this version: {exc}"
             ) from exc
         if record.run_id == run_id:
             return record
     why = "holds the record of another run" if entry.version else "has no record"
-    raise ControlStoreResetError(f"the board {why}: this one is over, or was cleaned up")
+    raise ControlStoreResetError(f"the control store {why}: this one is over, or was cleaned up")

@@ -18,7 +18,7 @@ def run_digest(run_key: str) -> bytes:
 
 
 class SignatureError(ValueError):
-    """The bytes were not sealed with this token for this place."""
+    """The bytes were not signed with this token for this key."""
 
 
 _UNSIGNED, _SIGNED_PUT, _SIGNED_CAS = b"\x00", b"\x01", b"\x02"
@@ -46,12 +46,12 @@ class ValueSigner:
         """Return the value in *signed*.
 
         Raises:
-            SignatureError: It was not sealed with this token for this key and version.
+            SignatureError: It was not signed with this token for this key and version.
         """
         kind = signed[:1]
         if self._key is None:
             if kind != _UNSIGNED:
-                raise SignatureError("it is sealed with a token, and this side has none")
+                raise SignatureError("it is signed with a token, and this agent has none")
             return signed[1:]
         value = signed[1 + PROOF_BYTES :]
         expected = self._signature(kind, key, version if kind == _SIGNED_CAS else 0, value)

@@ -76,7 +76,7 @@ class Observation:
         record: The control record.
         roster: The newest roster; None before the first.
         reports: The reports on the roster's generation, by agent, in order of arrival.
-        filed: Those for whom the leader has filed a report since it began to look.
+        filed: Those for whom the leader has filed a report since it began to lead.
         ready: The agents that would train in the record's generation, as they came; none is dead.
         candidate: The roster that could be formed of them now; None where they are too few.
         live: The nodes whose agents are not dead, but for the excluded ones.
@@ -152,7 +152,7 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True)
 class FileReports:
-    """Report for agents that are dead, then look again."""
+    """Report for agents that are dead, then decide again."""
 
     reports: Mapping[str, NodeReport]
 
@@ -231,7 +231,7 @@ def _lost_report(member: Member, generation: int, silence_s: float) -> NodeRepor
         failure_class=FailureClass.NODE_LOST,
         side=Side.INFRA,
         confidence=Confidence.PROBABLE,
-        how=f"its agent has not been heard of {since}",
+        how=f"its agent sent no heartbeat {since}",
         culprits=(Entity(EntityKind.NODE, member.node),),
     )
 

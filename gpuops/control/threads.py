@@ -155,7 +155,7 @@ class ControlThreads:
                 self._is_refused = True
                 self._stopping.wait(RETRY_S)
             except Exception:  # boundary: a bug of ours must not end the heartbeat
-                log.exception("a control thread failed and goes on")
+                log.exception("a control thread failed and continues")
                 self._stopping.wait(RETRY_S)
         self._heartbeat_done.set()  # the other thread waits for it, and must end
 
@@ -239,7 +239,7 @@ class ControlThreads:
         try:
             check()
         except Exception:  # boundary: see above
-            log.exception("a watch over the workers failed and goes on")
+            log.exception("the watch over the workers failed and continues")
 
     def _report_silence(self) -> None:
         silence_s = self._client.since_reply_s

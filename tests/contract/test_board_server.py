@@ -544,7 +544,9 @@ def test_what_is_no_board_is_named():
         port = listener.getsockname()[1]
         with (
             contextlib.closing(tcp_board(port)) as board,
-            pytest.raises(ControlStoreError, match=rf"127\.0\.0\.1:{port}.*not a board of gpuops"),
+            pytest.raises(
+                ControlStoreError, match=rf"127\.0\.0\.1:{port}.*not a gpuops control store"
+            ),
         ):
             board.get("k")
 

@@ -87,7 +87,7 @@ def keeper_key(request: RunRequest, env: Mapping[str, str], *, node: str, cwd: s
     job = env.get("SLURM_JOB_ID", "")
     place = [meeting.kind.value, meeting.host, meeting.port]
     parts: list[object] = [node, *place, meeting.run_key]
-    if "rdzv_id" not in request.said:
+    if "rdzv_id" not in request.given:
         command = [fingerprint(request), cwd, str(request.torch.training_script)]
         parts = [node, *place, *command, job, {} if job else _lasting(env)]
     text = json.dumps(parts, sort_keys=True)

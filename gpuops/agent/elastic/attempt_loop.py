@@ -112,7 +112,9 @@ class AttemptRunner:
             if reports:
                 self.end(reports)
                 return None
-            self._session.safely("telling a doubt", partial(self._suspects.report_new, suspicions))
+            self._session.safely(
+                "reporting a suspect", partial(self._suspects.report_new, suspicions)
+            )
 
     def _check_exits(self) -> RunResult | None:
         """Return torch's result once all workers here are done; note one that says otherwise."""
@@ -125,10 +127,10 @@ class AttemptRunner:
         return None
 
     def _done(self, result: RunResult) -> RunResult | None:
-        """Say that all is done here and wait for the others; None if the run goes on after all."""
+        """Report that all is done here and wait for the others; None if the run continues."""
         self._session.safely("recording the success", self._session.journal.attempt_completed)
         ending, checkpoints = self._finish, self._services.checkpoints
-        # Before the others may hear that all is done: what was saved last needs all of them.
+        # Before the others may learn that all is done: the last save needs all of them.
         save_s = self._services.plan.checkpoints.last_save_s
         control = self._services.control
         awaited(lambda: checkpoints.settle(save_s), lambda: self._waiting(control.record))
@@ -156,7 +158,7 @@ class AttemptRunner:
         self._services.preflight.begin()
         ending.wind_down()
         self._read_heartbeats()
-        self._services.checkpoints.look()  # how far the job is safe is a part of the report
+        self._services.checkpoints.look()  # the newest safe step is a part of the report
         codes = self._codes()
         self._result = None
         journal = self._session.journal

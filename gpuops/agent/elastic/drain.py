@@ -24,8 +24,8 @@ from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, WorkerFlag
 
 log = logging.getLogger(__name__)
 
-# What a heartbeat tells of steps is that old at most: it was held, and the next one is under way.
-TOLD_S = 2 * HOLD_S
+# The steps in a heartbeat are at most that old: it was held, and the next one is under way.
+HEARTBEAT_AGE_S = 2 * HOLD_S
 
 
 class Draining:
@@ -81,7 +81,7 @@ class Draining:
             signal.SIGTERM: WorkerFlag.HANDLES_SIGTERM,
             signal.SIGUSR1: WorkerFlag.HANDLES_SIGUSR1,
         }.get(number)
-        told = set()
+        forwarded = set()
         for worker in self._workers.all:
             is_ours = ours is not None and bool(worker.ring.flags & ours)
             if (
@@ -89,41 +89,45 @@ class Draining:
                 and number in self._caught(worker.pid)
                 and self._workers.signal(worker.local_rank, number)
             ):
-                told.add(worker.rank)
-        return frozenset(told)
+                forwarded.add(worker.rank)
+        return frozenset(forwarded)
 
 
 def drain_from_afar(
-    link: ControlClient, signal_name: str, *, was_there: bool = False, stop_step: int | None = None
+    control: ControlClient,
+    signal_name: str,
+    *,
+    was_there: bool = False,
+    stop_step: int | None = None,
 ) -> bool:
     """Take a run whose workers are on other nodes to DRAIN; say whether this call did that.
 
-    The first word on where to stop holds for all ranks, so it must be a step here, too. An agent
+    The first step that is agreed on holds for all ranks, so it must be a step here, too. An agent
     that *was_there*, whose workers have ended, knows *stop_step* itself: in the last save that is
     every agent, and each would list the heartbeats of all.
     """
     if was_there:
-        return request_drain(link, signal_name, stop_step)
+        return request_drain(control, signal_name, stop_step)
     try:
-        beats = link.store.list(link.keys.heartbeat())
+        beats = control.store.list(control.keys.heartbeat())
     except ControlStoreError as exc:
-        log.debug("the drain is not on the board yet: %s", exc)
+        log.debug("the drain is not in the control store yet: %s", exc)
         return False
-    return request_drain(link, signal_name, common_step(beats, link.record.generation))
+    return request_drain(control, signal_name, common_step(beats, control.record.generation))
 
 
 def common_step(beats: Mapping[str, Entry], generation: int) -> int | None:
-    """Return a step that no rank of *generation* has begun by the time it hears of it.
+    """Return a step that no rank of *generation* has begun when it learns of it.
 
-    By what agents tell of their slowest rank, which another may be a step ahead of, with their
-    heartbeats; None where none tells, as before the second step.
+    From the steps of the slowest ranks in the agents' heartbeats; another rank may be a step ahead.
+    None where no heartbeat has a step, as before the second step.
     """
     steps, rates = [], []
     for entry in beats.values():
         try:
-            told = unpack(entry.value)
-            step, rate = fields.number(told.get("step")), told.get("rate")
-            if step is None or rate is None or told.get("generation") != generation:
+            progress = unpack(entry.value)
+            step, rate = fields.number(progress.get("step")), progress.get("rate")
+            if step is None or rate is None or progress.get("generation") != generation:
                 continue
             rates.append(fields.seconds(rate))
             steps.append(step)
@@ -131,7 +135,7 @@ def common_step(beats: Mapping[str, Entry], generation: int) -> int | None:
             continue
     if not steps:
         return None
-    return max(steps) + 2 + max(1, math.ceil((SPREAD_S + TOLD_S) * max(rates)))
+    return max(steps) + 2 + max(1, math.ceil((SPREAD_S + HEARTBEAT_AGE_S) * max(rates)))
 
 
 def caught_signals(pid: int, root: Path = Path("/")) -> Sequence[signal.Signals]:

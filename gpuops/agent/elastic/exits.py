@@ -142,7 +142,7 @@ def _shown(lines: Sequence[str], scrub: ScrubLines, count: int, chars: int) -> t
 
 
 def read_tail(files: RankFiles, scrub: ScrubLines) -> tuple[tuple[str, ...], Path | None]:
-    """Return the last lines of a rank's output, standard error last, and the file to look into."""
+    """Return the last lines of a rank's output, standard error last, and the file to read."""
     errors = _tail(files.stderr, scrub, TAIL_LINES)
     output = _tail(files.stdout, scrub, TAIL_LINES - min(len(errors), 2 * TAIL_LINES // 3))
     shown = (*output, *errors)[-TAIL_LINES:]

@@ -75,7 +75,7 @@ class AttemptFinish:
         self._drain_ns: int | None = None
 
     def drain_within(self, grace_s: float) -> None:
-        """Hear that the run drains, and that all of it has to be over after *grace_s*."""
+        """Note that the run drains, and that all of it has to be over after *grace_s*."""
         self._drain_ns = self._services.clock.mono_ns() + round(grace_s * NS_PER_S)
 
     def reports_of(self, suspicions: Iterable[Suspicion]) -> tuple[NodeReport, ...]:
@@ -166,8 +166,8 @@ class AttemptFinish:
         Raises:
             SignalException: A second signal: it is not waited for any more.
         """
-        checkpoints, link = self._services.checkpoints, self._services.control
-        awaited(lambda: checkpoints.flush(within_s), lambda: self._waiting(link.record))
+        checkpoints, control = self._services.checkpoints, self._services.control
+        awaited(lambda: checkpoints.flush(within_s), lambda: self._waiting(control.record))
 
     def _left_s(self, name: str) -> float:
         """Return the seconds that the grace of a drain leaves; a grace ends before the SIGKILL."""
@@ -254,7 +254,7 @@ class AttemptFinish:
     def fenced(self, silent_s: float) -> None:
         """Record that this node ended its own workers."""
         session = self._services.session
-        why = f"no round trip to the board for {silent_s:.1f} s"
+        why = f"no round trip to the control store for {silent_s:.1f} s"
         session.safely("recording the fence", lambda: session.journal.fenced(why))
 
     def report_fence(self, silent_s: float) -> None:
@@ -266,7 +266,7 @@ class AttemptFinish:
             failure_class=FailureClass.STORE_LOST,
             side=Side.INFRA,
             confidence=Confidence.CONFIRMED,
-            how=f"it was cut off from the board for {silent_s:.1f} s and ended its workers",
+            how=f"it was cut off from the control store for {silent_s:.1f} s and ended its workers",
         )
         self._file(with_stuck(report, self._workers.stuck_ranks))
 
@@ -293,11 +293,11 @@ class AttemptFinish:
         self._services.decisions.record(record, self._attempt.generation)
 
     def _wait(self, until: Callable[[ControlRecord], bool]) -> ControlRecord:
-        link = self._services.control
-        while not link.wait_until(until, RETRY_S):
-            self._waiting(link.record)
+        control = self._services.control
+        while not control.wait_until(until, RETRY_S):
+            self._waiting(control.record)
             self._try_again()
-        return link.record
+        return control.record
 
     def _file(self, report: NodeReport) -> None:
         self._unfiled.append(report)
@@ -305,16 +305,16 @@ class AttemptFinish:
 
     def _try_again(self) -> None:
         """Do on the control store what could not be done yet."""
-        link = self._services.control
+        control = self._services.control
         try:
             while self._unfiled:
-                link.file_report(self._unfiled[0], self._suffix(self._unfiled[0]))
+                control.file_report(self._unfiled[0], self._suffix(self._unfiled[0]))
                 del self._unfiled[0]
             if self._trigger is not None:
-                link.update_record(self._gathering)
+                control.update_record(self._gathering)
                 self._trigger = None
         except ControlStoreError as exc:
-            log.debug("not on the board yet: %s", exc)
+            log.debug("not in the control store yet: %s", exc)
 
     def _suffix(self, report: NodeReport) -> str:
         is_own = report.node == self._services.node
@@ -331,7 +331,7 @@ class AttemptFinish:
 
 _REASONS = {
     ReportKind.WORKERS_FAILED: "a worker failed",
-    ReportKind.NODE_LOST: "it was cut off from the board",
+    ReportKind.NODE_LOST: "it was cut off from the control store",
     ReportKind.START_FAILED: "its workers could not be started",
 }
 

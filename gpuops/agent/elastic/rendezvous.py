@@ -83,7 +83,7 @@ class ControlRendezvous(RendezvousHandler):
 
     def __init__(
         self,
-        link: ControlClient,
+        control: ControlClient,
         run_key: str,
         hooks: WaitHooks,
         *,
@@ -93,11 +93,11 @@ class ControlRendezvous(RendezvousHandler):
         self.assignment: Assignment | None = None
         self._hooks = hooks
         self._join_payload = join_payload
-        self._link = link
+        self._control = control
         self._run_key = run_key
         self._pick_port = pick_port
         self._left = -1  # the last generation that this agent was in
-        self._unseated = -1  # the last one whose roster does not have it
+        self._not_in_roster = -1  # the last one whose roster does not have it
 
     def get_backend(self) -> str:
         return "gpuops"
@@ -112,47 +112,47 @@ class ControlRendezvous(RendezvousHandler):
         Raises:
             RunOverError, ExcludedError, ControlStoreLostError: See there.
         """
-        seat = self.assignment = self._take()
-        self._left = seat.record.generation
-        first = seat.roster.members[0]
+        assignment = self.assignment = self._take()
+        self._left = assignment.record.generation
+        first = assignment.roster.members[0]
         # An empty store: ranks come from the roster, and the workers make their own store.
         return RendezvousInfo(
             HashStore(),
-            seat.group_rank,
-            len(seat.roster.members),
+            assignment.group_rank,
+            len(assignment.roster.members),
             RendezvousStoreInfo(first.address, first.master_port),
         )
 
     def _take(self) -> Assignment:
         declared = None
         while True:
-            record = self._link.record
+            record = self._control.record
             if record.phase is RunPhase.STOP:
                 raise RunOverError(record)
-            if self._link.me.node in record.excluded:
-                raise ExcludedError(record.excluded[self._link.me.node])
+            if self._control.me.node in record.excluded:
+                raise ExcludedError(record.excluded[self._control.me.node])
             if record.generation > self._left:
                 if record.phase is RunPhase.RENDEZVOUS:
                     if declared != record.generation and self._declare(record.generation):
                         declared = record.generation
                 # The fence hit an agent without workers; new workers must not be ended by it.
-                elif self._link.clear_fence() and (seat := self._find(record)) is not None:
+                elif self._control.clear_fence() and (assignment := self._find(record)) is not None:
                     if record.phase is RunPhase.RUN:
-                        return seat
+                        return assignment
                     self._pass_up(record.generation)
             self._hooks.waiting(record)
-            self._link.wait_until(partial(ne, record), LOOK_S)
+            self._control.wait_until(partial(ne, record), LOOK_S)
 
     def _declare(self, generation: int) -> bool:
         """Write that this node is ready, or that it must be excluded."""
         gate = self._hooks.gate()
-        me = replace(self._link.me, master_port=self._pick_port())
+        me = replace(self._control.me, master_port=self._pick_port())
         try:
             if gate.passed:
                 body = pack({**me.to_json(), **self._join_payload()})
-                self._link.store.put(self._link.keys.ready(generation, me.agent), body)
+                self._control.store.put(self._control.keys.ready(generation, me.agent), body)
             else:
-                self._link.update_record(lambda now: _without(now, me.node, gate.reason))
+                self._control.update_record(lambda now: _without(now, me.node, gate.reason))
         except ControlStoreError as exc:
             log.debug("the control store does not accept it: %s", exc)
             return False
@@ -162,12 +162,12 @@ class ControlRendezvous(RendezvousHandler):
         """Report that no workers were started in *generation*, which is over."""
         report = NodeReport(
             kind=ReportKind.STOPPED,
-            node=self._link.me.node,
+            node=self._control.me.node,
             generation=generation,
             how="its workers had not been started yet",
         )
         try:
-            self._link.file_report(report)
+            self._control.file_report(report)
         except ControlStoreError as exc:
             log.debug("the control store does not accept it: %s", exc)
             return
@@ -175,22 +175,22 @@ class ControlRendezvous(RendezvousHandler):
 
     def _find(self, record: ControlRecord) -> Assignment | None:
         """Return our place in the record's generation; a roster without us is read once."""
-        if record.generation == self._unseated:
+        if record.generation == self._not_in_roster:
             return None
         try:
-            entry = self._link.store.get(self._link.keys.roster(record.generation))
+            entry = self._control.store.get(self._control.keys.roster(record.generation))
             roster = Roster.from_bytes(entry.value)
         except (ControlStoreError, ValueError) as exc:
             log.debug("the roster cannot be read: %s", exc)
             return None
-        rank = roster.group_rank(self._link.me.agent)
+        rank = roster.group_rank(self._control.me.agent)
         if rank is None:
-            self._unseated = record.generation
+            self._not_in_roster = record.generation
             return None
         return Assignment(record, roster, rank)
 
     def is_closed(self) -> bool:
-        return self._link.record.phase is RunPhase.STOP
+        return self._control.record.phase is RunPhase.STOP
 
     def set_closed(self) -> None:
         """Do nothing: a failure of one agent does not end the run of the others."""

@@ -6,7 +6,7 @@ workers too, which then nobody knows of. Ours raises only inside `Cancellation.i
 
 Python runs a handler between two of the main thread's bytecodes; torch's connect to a host that
 does not answer is one call of a minute. So a thread reads the wakeup descriptor
-(signal.set_wakeup_fd): it dates the signal, tells the user, and ends what the main thread cannot.
+(signal.set_wakeup_fd): it notes the time, informs the user, and ends what the main thread cannot.
 """
 
 import os

@@ -29,7 +29,7 @@ PASSED_ON = frozenset(
 # After these a killed agent stays dead: Slurm's SIGKILL follows its SIGTERM.
 _ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
 _OTHERS_S = 0.3  # slurmstepd signals one process after the other
-_LOOK_S = 1.0  # the listener looks whether its parent is still there
+_PARENT_CHECK_S = 1.0
 
 _PR_SET_PDEATHSIG = 1  # prctl(2); not named in Python's standard library
 
@@ -94,7 +94,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _one_agent(pid: int, listener: "_Listener") -> tuple[int, bool]:
-    """Wait for the end of *pid*, passing signals on; return its status, and if it was told to."""
+    """Wait for the end of *pid*, passing signals on; return its status, and if we ended it."""
     is_ending = False
     while True:
         found = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
@@ -105,52 +105,52 @@ def _one_agent(pid: int, listener: "_Listener") -> tuple[int, bool]:
                 return status, is_ending
             continue
         is_ending = is_ending or number in _ENDING
-        if not listener.heard(number):
+        if not listener.has_seen(number):
             os.kill(pid, number)  # not reaped yet: the process is there, or a zombie
 
 
 class _Listener:
-    """A process in the same step and group that takes every signal and tells which."""
+    """A process in the same step and group that takes every signal and reports which."""
 
     def __init__(self) -> None:
-        self._told, told = os.pipe()
+        self._read, write = os.pipe()
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                os.close(self._told)
-                _listen(told, parent)
+                os.close(self._read)
+                _listen(write, parent)
             finally:
                 os._exit(0)
-        os.close(told)
-        os.set_blocking(self._told, False)
+        os.close(write)
+        os.set_blocking(self._read, False)
 
-    def heard(self, number: signal.Signals) -> bool:
+    def has_seen(self, number: signal.Signals) -> bool:
         """Say whether *number* has come to the listener as well, or comes in a moment."""
         end_s = time.monotonic() + _OTHERS_S
         while (left_s := end_s - time.monotonic()) > 0:
-            if not select.select([self._told], [], [], left_s)[0]:
+            if not select.select([self._read], [], [], left_s)[0]:
                 return False
-            told = os.read(self._told, 64)
-            if number in told:
+            numbers = os.read(self._read, 64)
+            if number in numbers:
                 return True
-            if not told:  # the listener is gone: somebody killed it
+            if not numbers:  # the listener was killed
                 return False
         return False
 
     def close(self) -> None:
         """End the listener."""
-        os.close(self._told)
+        os.close(self._read)
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
 
-def _listen(told: int, parent: int) -> None:
-    """Write the number of each signal that comes into *told*, for as long as *parent* lives."""
+def _listen(pipe: int, parent: int) -> None:
+    """Write the number of each signal into *pipe*, for as long as *parent* lives."""
     while os.getppid() == parent:
-        found = signal.sigtimedwait(PASSED_ON, _LOOK_S)
+        found = signal.sigtimedwait(PASSED_ON, _PARENT_CHECK_S)
         if found is not None:
-            os.write(told, bytes([found.si_signo]))
+            os.write(pipe, bytes([found.si_signo]))
 
 
 def command_line() -> list[str]:

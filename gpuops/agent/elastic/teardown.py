@@ -1,7 +1,7 @@
 """End the workers that are left once one has failed, or when the run is cancelled.
 
 torch waits a minute for such a process when it closes a generation, before 2.13 for ever; until
-then nobody would hear of it. Its logs are followed no further.
+then no incident would record it. Its logs are followed no further.
 
 torch sends SIGTERM and waits 30 s for each group. A worker that sits in a collective with a
 dead peer does not answer SIGTERM if the script has a handler for it, so here the wait is short and
@@ -58,7 +58,7 @@ class ExitWatcher:
         except ProcessLookupError:
             self._note(local_rank, pid, None, self._clock.mono_ns(), self._clock.now_us())
         except OSError as exc:
-            # Then only torch's own look, ten times a second, dates this worker's end.
+            # Then only torch's own poll, ten times a second, dates this worker's end.
             self.sees_all = False
             log.warning("cannot watch worker %d (pid %d): %s", local_rank, pid, exc)
 
@@ -69,7 +69,7 @@ class ExitWatcher:
             poll.register(fd, select.POLLIN)
         while self._fds:
             ready = poll.poll()
-            # One look, one time: what it finds together has no order that we know of.
+            # One poll, one time: the order of what it finds together is unknown.
             now = self._clock.mono_ns(), self._clock.now_us()
             for fd, _events in ready:
                 if fd == self._wake_read:
@@ -135,8 +135,8 @@ def abandon_unkillable(context: PContext, local_ranks: Iterable[int]) -> None:
 
 
 KILL_WAIT_S = 5.0  # a process without a device in its way is gone milliseconds after SIGKILL
-_LOOK_S = 0.05
-# What is to count as stuck has to be so at each of these looks, in the last part of that wait.
+_PARENT_CHECK_S = 0.05
+# What is to count as stuck has to be so at each of these polls, in the last part of that wait.
 _STUCK_LOOKS = 10
 _STUCK_LOOK_S = 0.1
 
@@ -180,11 +180,11 @@ def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known 
     grace_s: float,
     is_urgent: Callable[[], bool] = lambda: False,
     at_once: Collection[int] = (),
-    look: Callable[[int], KillOutcome] = left_of,
+    poll: Callable[[int], KillOutcome] = left_of,
 ) -> Teardown:
     """Signal every worker still there, kill those left after *grace_s*; bounded in time.
 
-    The local ranks *at_once* are killed without a warning that they would not act on. *look* says
+    The local ranks *at_once* are killed without a warning that they would not act on. *poll* says
     what is left of one, by its process id.
     """
     done = Teardown()
@@ -192,24 +192,24 @@ def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known 
     _send(first, {k: v for k, v in pids.items() if k not in at_once}, watcher, clock, done)
     deadline_ns = clock.mono_ns() + round(grace_s * 1e9)
     while clock.mono_ns() < deadline_ns and not is_urgent():
-        if watcher.wait(lambda seen: len(seen) == len(pids), _LOOK_S):
+        if watcher.wait(lambda seen: len(seen) == len(pids), _PARENT_CHECK_S):
             break
     _send(signal.SIGKILL, pids, watcher, clock, done)
     watcher.wait(lambda seen: len(seen) == len(pids), KILL_WAIT_S - _STUCK_LOOKS * _STUCK_LOOK_S)
-    done.stuck, done.exiting = _left(pids, watcher, look)
+    done.stuck, done.exiting = _left(pids, watcher, poll)
     _end_children(pids)
     return done
 
 
 def _left(
-    pids: Mapping[int, int], watcher: ExitSource, look: Callable[[int], KillOutcome]
+    pids: Mapping[int, int], watcher: ExitSource, poll: Callable[[int], KillOutcome]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return who is stuck, and who is exiting."""
     left: dict[int, KillOutcome] = {}
     moves: set[int] = set()
     for _ in range(_STUCK_LOOKS):
         gone = watcher.seen()
-        left = {n: look(pids[n]) for n in sorted(pids) if n not in gone}
+        left = {n: poll(pids[n]) for n in sorted(pids) if n not in gone}
         moves |= {n for n, found in left.items() if found is not KillOutcome.STUCK}
         if watcher.wait(lambda seen: len(seen) == len(pids), _STUCK_LOOK_S):
             return (), ()

@@ -69,10 +69,10 @@ class RingReader:
 
     @property
     def flags(self) -> WorkerFlag:
-        """Return what the worker said of itself by its last beat; nothing where there is no ring.
+        """Return the flags of the worker's last beat; nothing where there is no ring.
 
         With `Flag.TERM_IS_OURS` SIGKILL takes nothing from the script that SIGTERM would not have
-        taken: it has no handler for it. `Flag.ASKED` says that the script looks at
+        taken: it has no handler for it. `Flag.ASKED` says that the script reads
         `gpuops.should_stop`; one that never does is stopped after its next step.
         """
         if self._ring is None or self._is_damaged:
@@ -97,7 +97,7 @@ class RingReader:
             write_request(memoryview(self._ring), *self._wanted)
 
     def close(self) -> None:
-        """Let go of the ring."""
+        """Close the ring."""
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -290,7 +290,7 @@ class Workers:
         return ends
 
     def close(self) -> None:
-        """Let go of the watcher and the rings."""
+        """Close the watcher and the rings."""
         self._watcher.close()
         for worker in self._workers.values():
             worker.ring.close()

@@ -2,7 +2,7 @@
 
 `launch.launch` is the entry. In order: `options` and `option_values` read torchrun's flags,
 `slurm` and `endpoint` find the other nodes, `planning` puts them together as one `plan.LaunchPlan`
-or refuses with the flag, variable or file that is wrong (exit code 2). `preconditions` looks at
+or refuses with the flag, variable or file that is wrong (exit code 2). `preconditions` checks
 the script. `assemble` builds the agent of this node from `services`; `torch_config` says to torch
 what to run.
 

@@ -182,7 +182,7 @@ def _with_callbacks(
         services=services,
         waiting=waiting,
         rendezvous=rendezvous,
-        snapshot=PublishedSnapshot(services, endpoint.told(plan)),
+        snapshot=PublishedSnapshot(services, endpoint.describe(plan)),
         threads=_control_threads(launch, services, hang),
     )
 
@@ -247,7 +247,7 @@ def _control_client(
         )
 
     return ControlClient(
-        endpoint.board,
+        endpoint.store,
         me,
         view,
         launch.clock,
@@ -325,7 +325,7 @@ def _commit_follower(
         domain=domain_of(plan.checkpoints.domain, control.me.node, launch.env, log.warning),
     )
     return CommitFollower(
-        endpoint.board,
+        endpoint.store,
         control.keys,
         place,
         survey,
@@ -338,7 +338,7 @@ def _commit_leader(
     launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, control: ControlClient
 ) -> CommitLeader:
     return CommitLeader(
-        endpoint.board,
+        endpoint.store,
         control.keys,
         control.me,
         launch.clock,
@@ -365,7 +365,7 @@ def _join_run(
         since_s=0.0,
         fingerprint=fingerprint(launch.request),
     )
-    return me, join(endpoint.board, me, fresh, launch.clock, threading.Event().wait)
+    return me, join(endpoint.store, me, fresh, launch.clock, threading.Event().wait)
 
 
 def _drain_grace_s(launch: LaunchContext, name: str) -> float:

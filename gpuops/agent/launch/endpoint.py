@@ -49,13 +49,13 @@ PREDECESSOR_S = RUN_OVER_LEASE_S + 2.0
 class ControlEndpoint:
     """A control store, this node's address for its peers, and who watches a server of ours."""
 
-    board: ControlStore
+    store: ControlStore
     address: str
     endpoint: str  # for people and for `gpuops run status`; holds no secret
     is_shared: bool
     guard: ServerGuard | None = None
 
-    def told(self, meeting: EndpointPlan) -> dict[str, str | int]:
+    def describe(self, meeting: EndpointPlan) -> dict[str, str | int]:
         """Return where the control store is, for `gpuops run status`; nothing of it is secret."""
         return {
             "kind": meeting.kind.value,
@@ -89,7 +89,7 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
     if meeting.kind is EndpointKind.PRIVATE:
         address = local_address or LOOPBACK
         return ControlEndpoint(
-            board=MemoryControlStore(clock), address=address, endpoint="", is_shared=False
+            store=MemoryControlStore(clock), address=address, endpoint="", is_shared=False
         )
     is_host = meeting.kind is EndpointKind.TCP and _is_host(meeting)
     patience = _Patience(clock, limit_s, predecessor_s)
@@ -127,7 +127,7 @@ class _Patience:
         self.end_ns = self.clock.mono_ns() + round(self.limit_s * NS_PER_S)
 
     def bears(self, exc: ControlStoreError) -> bool:
-        """Say whether to try again after *exc*; tell once what is waited for."""
+        """Say whether to try again after *exc*; log once what is waited for."""
         now_ns, end_ns = self.clock.mono_ns(), self.end_ns
         if not isinstance(exc, ControlStoreUnreachableError):
             if self.refused_ns is None:
@@ -136,7 +136,7 @@ class _Patience:
         if now_ns >= end_ns:
             return False
         if not self.has_told:
-            log.warning("waiting for the board of this run: %s", exc)
+            log.warning("waiting for the control store of this run: %s", exc)
             self.has_told = True
         return True
 
@@ -166,7 +166,7 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
         )
         tcp.get(RECORD_KEY)  # an answer shows that it is there, and our own address on the way
         return ControlEndpoint(
-            board=tcp,
+            store=tcp,
             address=local_address or tcp.local_address,
             endpoint=f"{meeting.host}:{meeting.port}",
             is_shared=True,
@@ -178,7 +178,7 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
     parts = urlsplit(meeting.url)
     host, port = parts.hostname or LOOPBACK, parts.port or 5432
     return ControlEndpoint(
-        board=table,
+        store=table,
         address=local_address or address_towards(host, port),
         endpoint=f"postgresql://{host}:{port}{parts.path}",
         is_shared=True,
@@ -209,7 +209,7 @@ _WORKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The meeting, without the token, and this node's wished place in the order of nodes."""
+    """The meeting, without the token, and this node's requested place in the order of nodes."""
 
     kind: EndpointKind
     run_key: str
@@ -330,8 +330,8 @@ def _address(
         return host, port, order == 0 if is_ranked else None
     if _is_static(options) and backend.text in (None, "static"):
         host = options["master_addr"].text or "127.0.0.1"
-        port_wish = options["master_port"]
-        port = _port(port_wish.text or str(MASTER_PORT), port_wish.shown)
+        port_option = options["master_port"]
+        port = _port(port_option.text or str(MASTER_PORT), port_option.shown)
         return host, port, None if order is None else order == 0
     if step is not None:
         return step.host, step.port, step.order == 0

@@ -136,7 +136,7 @@ def launch(
         return _stopped_before(RunSession(around, mine, leads=True), prepared, exc.sigval)
     finally:
         prepared.cancellation.restore()
-    gc.freeze()  # what the imports made stays: no collection needs to look at it, nor the exit
+    gc.freeze()  # what the imports made stays: no collection scans it, nor does the exit
     return _run(prepared, assembly)
 
 
@@ -166,7 +166,7 @@ def _join(
         try:
             return enter(met)
         except ControlStoreUnreachableError as exc:
-            met.board.close()
+            met.store.close()
             if prepared.clock.mono_ns() >= end_ns:
                 raise
             log.warning("entering the run again: %s", exc)
@@ -332,11 +332,10 @@ def _record_excluded(reason: str, prepared: LaunchContext, assembly: AssembledAg
 
     A task that ends early would make srun end the others.
     """
-    parts, node = assembly.services, assembly.services.node
-    session = assembly.session
+    parts, session = assembly.services, assembly.session
     now_us = parts.clock.now_us()
     session.safely("recording the exclusion", lambda: session.journal.excluded(reason, now_us))
-    parts.say(f"node {node} is left out of this run: {reason}")
+    parts.say(f"node {parts.node} is left out of this run: {reason}")
     alone = not assembly.endpoint.is_shared
     session.leads = alone
     if not parts.plan.parks or alone:
@@ -355,12 +354,15 @@ def _record_excluded(reason: str, prepared: LaunchContext, assembly: AssembledAg
 
 
 def _wait_for_the_end(assembly: AssembledAgent) -> ControlRecord | None:
-    link = assembly.services.control
-    while not link.wait_until(lambda now: now.phase is RunPhase.STOP, 1.0):
-        if link.reset_error is not None or link.unreachable_s > assembly.services.plan.store_lost_s:
+    control = assembly.services.control
+    while not control.wait_until(lambda now: now.phase is RunPhase.STOP, 1.0):
+        if (
+            control.reset_error is not None
+            or control.unreachable_s > assembly.services.plan.store_lost_s
+        ):
             return None
         assembly.launch.cancellation.check()
-    return link.record
+    return control.record
 
 
 def _leave(assembly: AssembledAgent) -> None:
@@ -369,19 +371,23 @@ def _leave(assembly: AssembledAgent) -> None:
     def go() -> None:
         with contextlib.suppress(ControlStoreError):
             if not assembly.endpoint.is_shared:
-                assembly.endpoint.board.close()  # wakes the control thread, which waits on it
+                assembly.endpoint.store.close()  # wakes the control thread, which waits on it
             assembly.threads.stop()
             if assembly.endpoint.guard is not None:
                 assembly.endpoint.guard.close()
             if assembly.endpoint.is_shared:
-                link = assembly.services.control
+                control = assembly.services.control
                 kind = assembly.launch.request.plan.endpoint.kind
                 has_server = kind is EndpointKind.TCP
                 dead = assembly.services.leader.dead_agents
                 leave(
-                    assembly.endpoint.board, link.record, link.me, has_server=has_server, dead=dead
+                    assembly.endpoint.store,
+                    control.record,
+                    control.me,
+                    has_server=has_server,
+                    dead=dead,
                 )
-        assembly.endpoint.board.close()
+        assembly.endpoint.store.close()
 
     assembly.close()
     going = threading.Thread(target=go, daemon=True)

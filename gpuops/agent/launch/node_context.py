@@ -33,7 +33,7 @@ def node_context_of(
     *,
     describe: Callable[[Path], RunFacts],
 ) -> NodeContext:
-    """Return what `Session` needs for a run that *describe* tells about, given its folder.
+    """Return what `Session` needs for a run that *describe* describes, given its folder.
 
     Raises:
         UsageError: The run directory that the user named cannot be written.

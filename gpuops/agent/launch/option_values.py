@@ -52,7 +52,7 @@ def check_log_dir(log_dir: str | None) -> None:
 def check_startable(program: str) -> None:
     """Refuse a program that no worker could become.
 
-    The interpreter that runs this needs no look. access(2) asks for the real user without the
+    The interpreter that runs this needs no check. access(2) asks for the real user without the
     capabilities that start programs below a closed folder, and would refuse it there.
 
     Raises:

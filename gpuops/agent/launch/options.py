@@ -30,7 +30,7 @@ _KEYS = {
 class Option:
     """The text of a value, None where there is none, and how the one who gave it knows it.
 
-    ``is_general``: said in a file for all runs of a site, not for this one.
+    ``is_general``: set in a file for all runs of a site, not for this one.
     """
 
     text: str | None
@@ -40,7 +40,7 @@ class Option:
 
     @property
     def given(self) -> str:
-        """Return the text of a wish that has one."""
+        """Return the text of an option that has one."""
         assert self.text is not None
         return self.text
 
@@ -83,7 +83,7 @@ config show`), torchrun's are PET_* in the environment; what is typed wins.
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHER_MODULES = frozenset({"torch.distributed.run"})
 # Flags of torchrun whose absence means something here. torch's parser reads PET_* for them itself;
-# without a default from there, what was said and where can be told apart.
+# without a default from there, what was given and where is known.
 TORCH_WISHES = (
     *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
@@ -114,8 +114,8 @@ class TypedOptions:
 class RunRequest:
     """What the user asked for. ``torch`` is the namespace that torch's own functions take.
 
-    ``said`` has, by name, each flag of ours that somebody gave, as they gave it. ``warnings`` are
-    lines for the user, said once at the start.
+    ``given`` has, by name, each flag of ours that somebody gave, as they gave it. ``warnings`` are
+    lines for the user, printed once at the start.
     """
 
     torch: argparse.Namespace
@@ -126,7 +126,7 @@ class RunRequest:
     master: tuple[str, int] | None
     print_timeouts: bool = False
     as_json: bool = False
-    said: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
@@ -202,7 +202,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     _add_health(parser)
     _add_nodes(parser)
     _add_output(parser)
-    # None tells what the user left out; torch 2.8 would say 29500 for the port.
+    # None marks what the user left out; torch 2.8 would say 29500 for the port.
     defaults: dict[str, Any] = dict.fromkeys(("tee", "redirects"))
     parser.set_defaults(
         **{key: value for key, value in defaults.items() if f"PET_{key.upper()}" not in env},
@@ -266,7 +266,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--ckpt-domain",
         metavar="PATH|FILE",
         help="What fails together with this node: row1/rack3, or a file that says it of all nodes "
-        "(topology.conf, or labels); default: auto, the switches that Slurm tells of.",
+        "(topology.conf, or labels); default: auto, the switches that Slurm reports.",
     )
 
 

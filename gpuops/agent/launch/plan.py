@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from gpuops.incident.decision import RestartPolicy
 
-# However seldom --monitor-interval asks for: a look costs microseconds, and signals wait for it.
+# However seldom --monitor-interval asks for: a poll costs microseconds, and signals wait for it.
 LOOK_S_MAX = 1.0
 
 
@@ -53,9 +53,10 @@ class CheckpointPlan:
 class LaunchPlan:
     """Everything about supervision that is not torch's own configuration.
 
-    ``order`` is this node's wished place (SLURM_PROCID, ``--node-rank``). ``spares`` agents are
+    ``order`` is this node's requested place (SLURM_PROCID, ``--node-rank``). ``spares`` agents are
     expected beyond ``terms.nodes_max``. ``hang_timeout_s`` None: learned from the job; 0: off.
-    ``parks`` under srun: an agent without a seat waits for the run's end and exits with its code.
+    ``parks`` under srun: an agent that is not in the roster waits for the run's end and exits with
+    its code.
     """
 
     restart_policy: RestartPolicy

@@ -44,22 +44,22 @@ def request_of(
             they were given.
     """
     found = argparse.Namespace(**vars(typed.found))
-    wishes = _options(found, env, settings)
+    options = _options(found, env, settings)
     step = step_of(env)
     is_standalone = bool(found.standalone)
-    if wishes["nnodes"].text is None and not is_standalone:
+    if options["nnodes"].text is None and not is_standalone:
         refuse_batch_script(env, step)
-    size = node_count(wishes, step, is_standalone=is_standalone)
-    terms = restart_policy(wishes, size)
+    size = node_count(options, step, is_standalone=is_standalone)
+    terms = restart_policy(options, size)
     place = resolve_endpoint(
-        wishes, size, step, is_standalone=is_standalone, store_url=settings.store_url
+        options, size, step, is_standalone=is_standalone, store_url=settings.store_url
     )
-    timing = parse_conf(wishes["rdzv_conf"].text or "", "--rdzv-conf")
-    plan = replace(_plan(wishes, terms, place, step), checkpoints=_checkpoints(wishes, settings))
+    timing = parse_conf(options["rdzv_conf"].text or "", "--rdzv-conf")
+    plan = replace(_plan(options, terms, place, step), checkpoints=_checkpoints(options, settings))
     plan = _timed(replace(plan, spares=size.spares, local_address=found.local_addr), timing)
-    token = token_of(env, wishes["token_file"].text, uid)
+    token = token_of(env, options["token_file"].text, uid)
     plan = replace(plan, endpoint=replace(plan.endpoint, token=token))
-    _fill(found, wishes, plan, place, step, is_standalone=is_standalone)
+    _fill(found, options, plan, place, step, is_standalone=is_standalone)
     is_private = place.kind is EndpointKind.PRIVATE
     return RunRequest(
         torch=found,
@@ -67,10 +67,10 @@ def request_of(
         run_name=found.run_name,
         plan=plan,
         is_private=is_private,
-        master=workers_master(wishes) if is_private and not is_standalone else None,
+        master=workers_master(options) if is_private and not is_standalone else None,
         print_timeouts=found.print_timeouts,
         as_json=found.as_json,
-        said={name: item.shown for name, item in wishes.items() if item.is_set},
+        given={name: item.shown for name, item in options.items() if item.is_set},
         warnings=_warnings(plan, timing),
     )
 

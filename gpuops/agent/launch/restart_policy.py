@@ -28,7 +28,7 @@ def read(option: Option, meaning: Callable[[str], T]) -> T:
     """Return what the text of *option* means.
 
     Raises:
-        UsageError: It means nothing; the wish is named as it was given.
+        UsageError: It means nothing; the option is named as it was given.
     """
     try:
         return meaning(option.given)
@@ -84,19 +84,19 @@ def restart_policy(options: Wishes, size: NodeCount) -> RestartPolicy:
 
 
 def _on_exhausted(options: Wishes, size: NodeCount) -> OnExhausted:
-    wish = options["on_exhausted"]
-    if wish.text is None:
+    option = options["on_exhausted"]
+    if option.text is None:
         return OnExhausted.SHRINK if size.is_range else OnExhausted.REQUEUE
-    chosen = OnExhausted(read(wish, schema.parse_on_exhausted))
+    chosen = OnExhausted(read(option, schema.parse_on_exhausted))
     asked = options["min_nodes" if options["min_nodes"].text else "nnodes"].shown
     if chosen is OnExhausted.REQUEUE and size.is_range:
         raise UsageError(
-            f"{wish.shown} contradicts {asked}: that says that fewer nodes will do; "
+            f"{option.shown} contradicts {asked}: that says that fewer nodes will do; "
             "leave one of them out"
         )
     if chosen is OnExhausted.SHRINK and not size.is_range and size.high > 1:
         raise UsageError(
-            f"{wish.shown}: shrink to how many of {size.high} nodes? Say --min-nodes=N"
+            f"{option.shown}: shrink to how many of {size.high} nodes? Say --min-nodes=N"
         )
     return chosen
 
@@ -113,10 +113,10 @@ def _single_node(options: Wishes) -> Wishes:
 
 def _refuse_node_flags(options: Wishes) -> None:
     for name, alone in (("spares", "0"), ("min_nodes", "1"), ("node_unit", "1")):
-        wish = options[name]
-        if wish.is_set and wish.text != alone:
+        option = options[name]
+        if option.is_set and option.text != alone:
             raise UsageError(
-                f"--standalone is a run on one node, and {wish.shown} needs more; "
+                f"--standalone is a run on one node, and {option.shown} needs more; "
                 "leave one of them out"
             )
     nnodes = options["nnodes"]
@@ -127,11 +127,11 @@ def _refuse_node_flags(options: Wishes) -> None:
         )
 
 
-def _rest_of(step: SlurmStep, said: Option, spares: int, unit_wish: Option, unit: int) -> int:
+def _rest_of(step: SlurmStep, said: Option, spares: int, unit_option: Option, unit: int) -> int:
     n_nodes = len(step.nodes)
     high = (n_nodes - spares) // unit * unit
     if high < 1:
-        with_unit = f" and {unit_wish.shown}" if unit > 1 else ""
+        with_unit = f" and {unit_option.shown}" if unit > 1 else ""
         raise UsageError(
             f"{said.shown}{with_unit} leaves no node to train: Slurm's step has {n_nodes}"
         )

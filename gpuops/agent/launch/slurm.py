@@ -44,7 +44,7 @@ class SlurmStep:
 
 
 def step_of(env: Mapping[str, str]) -> SlurmStep | None:
-    """Return the step of `srun` that *env* tells of, None outside of one.
+    """Return the step of `srun` that *env* describes, None outside of one.
 
     Raises:
         UsageError: Slurm started more than one agent on a node.

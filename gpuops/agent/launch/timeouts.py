@@ -1,6 +1,6 @@
 """The time limits of a launch, from the shortest to the longest, and which of them must not cross.
 
-Who notices first decides what is known of a failure: an agent that looks at its workers before
+Who notices first decides what is known of a failure: an agent that polls its workers before
 peers call the node dead, a hang that is named before torch's own time-out kills the evidence.
 """
 
@@ -64,22 +64,22 @@ class TimeoutConflict:
 class Timeouts:
     """All limits, and what is wrong with them."""
 
-    rungs: tuple[Timeout, ...]
+    timeouts: tuple[Timeout, ...]
     problems: tuple[TimeoutConflict, ...]
 
     def to_json(self) -> Json:
         return {
-            "timeouts": [rung.to_json() for rung in self.rungs],
+            "timeouts": [rung.to_json() for rung in self.timeouts],
             "problems": [{"text": p.text, "is_error": p.is_error} for p in self.problems],
         }
 
     def to_text(self) -> str:
         """Return a table, a line for each limit, and then the problems."""
-        wide = max(len(rung.name) for rung in self.rungs)
-        values = max(len(rung.text) for rung in self.rungs)
+        wide = max(len(rung.name) for rung in self.timeouts)
+        values = max(len(rung.text) for rung in self.timeouts)
         lines = [
             f"{rung.name:<{wide}}  {rung.text:>{values}}  {rung.what} [{rung.source}]"
-            for rung in self.rungs
+            for rung in self.timeouts
         ]
         words = {True: "error", False: "warning"}
         return "\n".join([*lines, *(f"{words[p.is_error]}: {p.text}" for p in self.problems)])
@@ -104,27 +104,27 @@ def timeouts_of(
 ) -> Timeouts:
     """Return the limits of *request*; *phases* has those of evaluation and the like, if any are."""
     plan = request.plan
-    rungs = {rung.name: rung for rung in _rungs(request, env, now_s, phases or {})}
+    timeouts = {rung.name: rung for rung in _all_timeouts(request, env, now_s, phases or {})}
     problems = [
         problem
         for low, high, why, rule in _order(plan)
-        if (problem := _judge(rungs.get(low), rungs.get(high), why, rule)) is not None
+        if (problem := _judge(timeouts.get(low), timeouts.get(high), why, rule)) is not None
     ]
-    return Timeouts(rungs=tuple(rungs.values()), problems=tuple(problems))
+    return Timeouts(timeouts=tuple(timeouts.values()), problems=tuple(problems))
 
 
 def _judge(
     low: Timeout | None, high: Timeout | None, why: str, rule: str
 ) -> TimeoutConflict | None:
-    """Compare two limits; *rule* says what a crossing is: "error", "warning", "said".
+    """Compare two limits; *rule* says what a crossing is: "error", "warning", "if_set".
 
-    With "said" it is an error where the user gave both.
+    With "if_set" it is an error where the user gave both.
     """
     if low is None or high is None or low.limit_s is None or high.limit_s is None:
         return None
     if low.limit_s < high.limit_s:
         return None
-    is_error = rule == "error" or (rule == "said" and low.is_set and high.is_set)
+    is_error = rule == "error" or (rule == "if_set" and low.is_set and high.is_set)
     text = f"{low.named} must be shorter than {high.named}: {why}"
     return TimeoutConflict(text=text, is_error=is_error)
 
@@ -143,7 +143,7 @@ def _order(plan: LaunchPlan) -> list[tuple[str, str, str, str]]:
     alone = [
         ("monitor", "hang", "a hang cannot be detected faster than workers are polled", "error"),
         ("hang", "process group", "torch's own timeout may end the workers first", "warning"),
-        ("hang", "NCCL heartbeat", "NCCL's monitor would abort the workers first", "said"),
+        ("hang", "NCCL heartbeat", "NCCL's monitor would abort the workers first", "if_set"),
         ("hang", "time left", "the job's time limit comes first", "warning"),
     ]
     if plan.endpoint.kind is EndpointKind.PRIVATE:
@@ -151,21 +151,21 @@ def _order(plan: LaunchPlan) -> list[tuple[str, str, str, str]]:
     return [*several, *alone, ("join", "time left", "the job's time limit comes first", "warning")]
 
 
-def _rungs(
+def _all_timeouts(
     request: RunRequest, env: Mapping[str, str], now_s: float, phases: Mapping[str, float]
 ) -> list[Timeout]:
     plan, torch = request.plan, request.torch
-    looks = Timeout(
+    poll = Timeout(
         name="monitor",
         limit_s=min(float(getattr(torch, "monitor_interval", 0.1)), LOOK_S_MAX),
         source=f"--monitor-interval, {LOOK_S_MAX:g} s at most",
         what="an agent polls its workers",
     )
-    rungs = [looks]
+    timeouts = [poll]
     if plan.endpoint.kind is not EndpointKind.PRIVATE:
-        rungs += _agreement(plan, request.said)
-    rungs += [_hang(request), *_torchs(env, plan)]
-    rungs += [
+        timeouts += _agreement(plan, request.given)
+    timeouts += [_hang(request), *_torchs(env, plan)]
+    timeouts += [
         Timeout(
             name=name,
             limit_s=limit_s,
@@ -174,20 +174,20 @@ def _rungs(
         )
         for name, limit_s in sorted(phases.items(), key=lambda item: item[1])
     ]
-    rungs += _joining(plan, request.said)
+    timeouts += _joining(plan, request.given)
     left_s = seconds_left(env, now_s)
     if left_s is not None:
         what = "until Slurm's time limit"
-        rungs.append(
+        timeouts.append(
             Timeout(name="time left", limit_s=left_s, source="SLURM_JOB_END_TIME", what=what)
         )
-    return rungs
+    return timeouts
 
 
-def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
+def _agreement(plan: LaunchPlan, given: Mapping[str, str]) -> list[Timeout]:
     default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
-    is_said = plan.dead_s != default.dead_s
-    source = said.get("rdzv_conf", _CONF) if is_said else _DEFAULTS
+    is_set = plan.dead_s != default.dead_s
+    source = given.get("rdzv_conf", _CONF) if is_set else _DEFAULTS
     parts = (
         ("suspect", plan.suspect_s, "a silent agent is suspected"),
         ("fence", plan.fence_s, "an agent that cannot reach the control store stops its workers"),
@@ -197,7 +197,7 @@ def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
     return [
         beat,
         *(
-            Timeout(name=name, limit_s=limit_s, source=source, what=what, is_set=is_said)
+            Timeout(name=name, limit_s=limit_s, source=source, what=what, is_set=is_set)
             for name, limit_s, what in parts
         ),
     ]
@@ -205,18 +205,18 @@ def _agreement(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
 
 def _hang(request: RunRequest) -> Timeout:
     limit_s = request.plan.hang_timeout_s
-    source = request.said.get("hang_timeout", _DEFAULTS)
+    source = request.given.get("hang_timeout", _DEFAULTS)
     what = "a run without progress is hung: evidence, then a restart"
     if not limit_s:
         shown = "off" if limit_s == 0 else "learned"
         return Timeout(name="hang", limit_s=None, source=source, what=what, shown=shown)
-    is_said = "hang_timeout" in request.said
-    return Timeout(name="hang", limit_s=limit_s, source=source, what=what, is_set=is_said)
+    is_set = "hang_timeout" in request.given
+    return Timeout(name="hang", limit_s=limit_s, source=source, what=what, is_set=is_set)
 
 
 def _torchs(env: Mapping[str, str], plan: LaunchPlan) -> list[Timeout]:
     gloo = format_seconds(GLOO_TIMEOUT_S)
-    is_said = HEARTBEAT in env
+    is_set = HEARTBEAT in env
     return [
         Timeout(
             name="process group",
@@ -227,18 +227,18 @@ def _torchs(env: Mapping[str, str], plan: LaunchPlan) -> list[Timeout]:
         Timeout(
             name="NCCL heartbeat",
             limit_s=heartbeat_s(env, plan.hang_timeout_s),
-            source=f"{HEARTBEAT}={env[HEARTBEAT]}" if is_said else _DEFAULTS,
+            source=f"{HEARTBEAT}={env[HEARTBEAT]}" if is_set else _DEFAULTS,
             what="a rank whose watchdog is stuck is aborted",
-            is_set=is_said,
+            is_set=is_set,
         ),
     ]
 
 
-def _joining(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
+def _joining(plan: LaunchPlan, given: Mapping[str, str]) -> list[Timeout]:
     gate = Timeout(
         name="health gate",
         limit_s=plan.gate_deadline_s if plan.gate else None,
-        source=said.get("health_gate", _DEFAULTS),
+        source=given.get("health_gate", _DEFAULTS),
         what="a node is checked before it joins",
         shown="off",
     )
@@ -257,7 +257,7 @@ def _joining(plan: LaunchPlan, said: Mapping[str, str]) -> list[Timeout]:
             Timeout(
                 name=name,
                 limit_s=limit_s,
-                source=said.get("rdzv_conf", _CONF) if limit_s != usual_s else _DEFAULTS,
+                source=given.get("rdzv_conf", _CONF) if limit_s != usual_s else _DEFAULTS,
                 what=what,
                 is_set=limit_s != usual_s,
             )

@@ -1,4 +1,4 @@
-"""What torch is told: its launch configuration, the workers' command, its environment."""
+"""What torch gets: its launch configuration, the workers' command, its environment."""
 
 import argparse
 import os

@@ -2,7 +2,7 @@
 
 The driver's calls have no deadline of ours: a server that is stopped, or whose packets are lost,
 holds them. So a thread makes them, and a caller who has waited long enough leaves that thread
-behind with its connection shut, and goes on with another.
+behind with its connection shut, and continues with another.
 """
 
 import queue
@@ -76,7 +76,7 @@ class PostgresSessions:
         self._closed.wait(seconds)
 
     def close(self) -> None:
-        """Let go of the connection; a call that waits for its answer ends."""
+        """Release the connection; a call that waits for its answer ends."""
         self._closed.set()
         self._abandon()
 
@@ -93,13 +93,13 @@ class PostgresSessions:
                 error_text = _error_text(exc)
                 if any(final_error in error_text for final_error in _FINAL_ERRORS):
                     raise ControlStoreError(
-                        f"the board in Postgres refuses: {error_text}"
+                        f"the control store in Postgres refuses: {error_text}"
                     ) from None
                 if time.monotonic() + wait_s >= end_s:
                     raise _unreachable_error(error_text) from None
             except Error as exc:
                 raise ControlStoreError(
-                    f"the board in Postgres refuses: {_error_text(exc)}"
+                    f"the control store in Postgres refuses: {_error_text(exc)}"
                 ) from None
             self._closed.wait(wait_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
@@ -207,13 +207,15 @@ def _check_driver(url: str) -> None:
         from psycopg.conninfo import conninfo_to_dict
     except ImportError as exc:
         raise ControlStoreError(
-            "a board in Postgres needs the driver psycopg: pip install 'psycopg[binary]'"
+            "a control store in Postgres needs the driver psycopg: pip install 'psycopg[binary]'"
         ) from exc
     try:
         conninfo_to_dict(url)
     except ProgrammingError:
         # The parser's own words may quote a part of the password.
-        raise ControlStoreError(f"the URL {scrub(url)!r} of the board is malformed") from None
+        raise ControlStoreError(
+            f"the URL {scrub(url)!r} of the control store is malformed"
+        ) from None
 
 
 def _error_text(exc: Exception) -> str:
@@ -221,4 +223,4 @@ def _error_text(exc: Exception) -> str:
 
 
 def _unreachable_error(why: str) -> ControlStoreUnreachableError:
-    return ControlStoreUnreachableError(f"the board in Postgres does not answer: {why}")
+    return ControlStoreUnreachableError(f"the control store in Postgres does not answer: {why}")

@@ -10,7 +10,7 @@ Statement = LiteralString
 TABLE_EXISTS: Statement = "SELECT to_regclass('gpuops_board') IS NOT NULL"
 # Agents of a new cluster all come at once; IF NOT EXISTS alone fails where two make it.
 LOCK: Statement = "SELECT pg_advisory_xact_lock(7165062930245)"
-# Room on each page keeps a heartbeat's new row beside its old one, off the index.
+# Room on each page keeps a heartbeat's new row next to its old one, off the index.
 CREATE: Statement = """
 CREATE TABLE IF NOT EXISTS gpuops_board (
     run_key text NOT NULL,

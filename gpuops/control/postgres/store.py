@@ -1,12 +1,12 @@
 """A control store in a Postgres table, so that any single node of a run may be lost.
 
-The table `gpuops_board` is made where it is not there. Compare-and-swap is an UPDATE of one row
-where its version is still the one seen. A waiting heartbeat looks every `POLL_S`: LISTEN would take
+The table `gpuops_board` is created where it is missing. Compare-and-set is an UPDATE of one row
+where its version is still the one seen. A waiting heartbeat polls every `POLL_S`: LISTEN would take
 a second connection of each agent, does not pass through a pooler, and is lost with the connection;
-a look is one read by primary key.
+a poll is one read by primary key.
 
-With a token every value is sealed: what somebody else wrote into the table is refused, with the
-name of its key. Who can write to the table can still remove rows; the agents then find no board.
+With a token every value is signed: what somebody else wrote into the table is refused, with the
+name of its key. Who can write to the table can still remove rows: the agents then find nothing.
 """
 
 import time
@@ -147,7 +147,7 @@ class PostgresControlStore:
             return Entry(self._signer.verify_value(key, bytes(signed), version), version, arrival)
         except SignatureError as exc:
             raise ControlStoreError(
-                f"the board's row {key!r} is not to be trusted: {exc}"
+                f"the control store's row {key!r} is not to be trusted: {exc}"
             ) from None
 
     def _values(self, key: str, value: bytes, version: int = 0) -> dict[str, object]:
@@ -166,7 +166,9 @@ class PostgresControlStore:
         if self._instance is None:
             self._begin(connection)
         if self._instance != self._read_instance(connection):
-            raise ControlStoreResetError("the board in Postgres was cleaned up and forgot this run")
+            raise ControlStoreResetError(
+                "the control store in Postgres was cleaned up and forgot this run"
+            )
 
     def _begin(self, connection: "Connection[Any]") -> None:
         """Find this run's rows, or begin them."""
@@ -183,7 +185,7 @@ class PostgresControlStore:
             return None if row is None else self._signer.verify_value("", bytes(row[0]), row[1])
         except SignatureError as exc:
             raise ControlStoreError(
-                f"the board in Postgres has another token for this run: {exc}"
+                f"the control store in Postgres has another token for this run: {exc}"
             ) from None
 
 

@@ -33,7 +33,7 @@ _WELCOME_ERRORS = {
 
 
 class WrongServerError(ControlStoreError):
-    """What listens there is no board of ours, or one of another run or token."""
+    """What listens there is not a gpuops control store, or one of another run or token."""
 
 
 class OtherRunError(WrongServerError):
@@ -155,11 +155,11 @@ class ControlConnection:
         self._on_open(str(self._socket.getsockname()[0]), challenge.instance.hex())
 
     def _raise_if_refused(self, received: bytes) -> None:
-        """Raise what the server's word, if it is one, says against us."""
+        """Raise what the server answered, where that is an error."""
         try:
             code, _proof = proof.read_welcome(received)
         except WireError as exc:
-            raise self._wrong_server_error("it is not a board of gpuops") from exc
+            raise self._wrong_server_error("it is not a gpuops control store") from exc
         if code in _WELCOME_ERRORS:
             kind = OtherRunError if code is ProofWelcome.OTHER_JOB else WrongServerError
             raise self._wrong_server_error(_WELCOME_ERRORS[code], kind)
@@ -170,7 +170,7 @@ class ControlConnection:
         try:
             return self._receive(wire.HANDSHAKE_BYTES_MAX, end_s)
         except WireError as exc:
-            raise self._wrong_server_error("it is not a board of gpuops") from exc
+            raise self._wrong_server_error("it is not a gpuops control store") from exc
 
     def _receive(self, bytes_max: int, end_s: float) -> bytes:
         while (body := take_frame(self._buffer, bytes_max)) is None:
@@ -197,14 +197,15 @@ class ControlConnection:
 
     def _unreachable_error(self, why: str) -> ControlStoreUnreachableError:
         return ControlStoreUnreachableError(
-            f"the board at {format_address(self._address)} does not answer: {why}"
+            f"the control store at {format_address(self._address)} does not answer: {why}"
         )
 
     def _wrong_server_error(
         self, why: str, kind: type[WrongServerError] = WrongServerError
     ) -> WrongServerError:
         return kind(
-            f"what answers at {format_address(self._address)} is not the board of this run: {why}"
+            f"what answers at {format_address(self._address)} is not the control store of the run: "
+            f"{why}"
         )
 
 
@@ -262,7 +263,7 @@ def resolve(host: str, port: int, end_s: float) -> Sequence[SocketAddress]:
     thread.start()
     thread.join(max(end_s - time.monotonic(), 0.0))
     if not found:
-        raise TimeoutError(f"no name server told the address of {host}")
+        raise TimeoutError(f"no name server answered for {host}")
     if isinstance(found[0], OSError):
         raise found[0]
     return found[0]

@@ -2,9 +2,9 @@
 
 Notices at once that the server of a control store was killed, and puts an empty one in its place.
 
-What the agents had agreed on is gone with it. The new server tells every agent so, as soon as it
+What the agents had agreed on is gone with it. The new server says so to every agent, as soon as it
 calls (`ControlStoreResetError`): they end their run within seconds, rather than wait a minute for a
-board that nobody will bring back.
+control store that nobody will start again.
 """
 
 import logging
@@ -94,7 +94,7 @@ def start_server(
     try:
         address = listen_address(host)
     except OSError as exc:
-        raise ControlStoreError(f"cannot start the board's server: {exc}") from exc
+        raise ControlStoreError(f"cannot start the control store's server: {exc}") from exc
     # -P: never import from the directory in which the job happens to be.
     argv = [sys.executable, "-P", "-m", "gpuops.control.tcp.serve", "--host", address]
     argv += [
@@ -111,17 +111,19 @@ def start_server(
     try:
         process = start_sidecar(argv, environ())
     except OSError as exc:
-        raise ControlStoreError(f"cannot start the board's server: {exc.strerror}") from exc
+        raise ControlStoreError(f"cannot start the control store's server: {exc.strerror}") from exc
     status, _, detail = process.first_line(end_s, token.encode()).partition(" ")
     if status == "ready" and detail.isdecimal():
         return ServerProcess(host, int(detail), process.pid)
     ServerProcess(host, port, process.pid).kill()
     address_text = format_address((host, port))
     if status == "failed":
-        raise ControlStoreError(f"the board's server cannot listen on {address_text}: {detail}")
+        raise ControlStoreError(
+            f"the control store's server cannot listen on {address_text}: {detail}"
+        )
     if status != "taken":
         raise ControlStoreUnreachableError(
-            f"the board's server at {address_text} did not begin in {start_timeout_s:g} s"
+            f"the control store's server at {address_text} did not begin in {start_timeout_s:g} s"
         )
     _check_same_run(host, port, run_key, token)
     return ServerProcess(host, port, None)
@@ -160,7 +162,7 @@ class ServerGuard:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more; the server goes on by itself."""
+        """Watch no more; the server keeps running."""
         os.write(self._wake_write, b"x")
         self._thread.join(timeout=1.0)
         if not self._thread.is_alive():
@@ -170,7 +172,7 @@ class ServerGuard:
     def _run(self) -> None:
         if not self._has_ended() or self._server.wait() == 0:
             return
-        log.warning("the board's server was killed: what the agents agreed on is lost")
+        log.warning("the control store's server was killed: what the agents agreed on is lost")
         try:
             self._restart()
         except ControlStoreError as exc:
@@ -183,7 +185,7 @@ class ServerGuard:
         try:
             fd = os.pidfd_open(self._server.pid)
         except OSError as exc:
-            log.debug("the board's server cannot be watched: %s", exc)
+            log.debug("the control store's server cannot be watched: %s", exc)
             return False
         poll = select.poll()
         poll.register(fd, select.POLLIN)

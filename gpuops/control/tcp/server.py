@@ -1,4 +1,4 @@
-"""The server of a control store: one event loop, until nobody of the run is heard any more."""
+"""The server of a control store: one event loop, for as long as agents of the run are connected."""
 
 import asyncio
 import resource

@@ -152,7 +152,7 @@ class TcpControlStore:
     def _check_not_reset(self) -> None:
         if self._was_reset:
             raise ControlStoreResetError(
-                f"the board at {format_address(self._address)} was started anew and knows "
+                f"the control store at {format_address(self._address)} was started anew and knows "
                 "nothing of this run"
             )
 
@@ -163,5 +163,5 @@ def _decoded(decode: Callable[[bytes], T], payload: bytes) -> T:
         return decode(payload)
     except WireError as exc:
         raise ControlStoreError(
-            f"the board answers what this version does not know: {exc}"
+            f"the control store's answer is unknown to this version: {exc}"
         ) from exc

@@ -17,7 +17,7 @@ from gpuops.host.net.job_proof import NONCE_BYTES, TAG_BYTES
 MAGIC = b"gpuopsb1"
 ID_BYTES = 16
 DIGEST_BYTES = 32
-# One value, two keys and the numbers beside them.
+# One value, two keys and the numbers with them.
 MESSAGE_BYTES_MAX = VALUE_BYTES_MAX + 2 * KEY_CHARS_MAX + 256
 FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + TAG_BYTES
 # Before the token is proved there is nothing longer to say.

@@ -33,7 +33,7 @@ def test_it_is_entered_at_the_second_try(prepared):
         return "entered"
 
     assert _join(prepared, enter) == "entered"
-    assert tries[0].board is not tries[1].board
+    assert tries[0].store is not tries[1].store
 
 
 def test_after_the_time_to_join_it_is_given_up(prepared):

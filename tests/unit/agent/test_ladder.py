@@ -20,7 +20,7 @@ def ladder(*flags, env=None):
 
 
 def limits(found):
-    return {rung.name: rung.limit_s for rung in found.rungs}
+    return {rung.name: rung.limit_s for rung in found.timeouts}
 
 
 @pytest.mark.parametrize("flags", [("-m", "train"), SEVERAL], ids=["one node", "several"])
@@ -85,7 +85,7 @@ def test_torchs_interval_delays_no_look_beyond_a_second():
     found = ladder("--monitor-interval=100", *SEVERAL)
 
     assert found.refuse() == ()
-    assert found.rungs[0].limit_s == 1
+    assert found.timeouts[0].limit_s == 1
 
 
 def test_learned_and_off_are_said_so():
@@ -112,7 +112,7 @@ def test_slurms_time_is_the_last_rung():
 
     found = ladder("-m", "train", env=env)
 
-    assert found.rungs[-1].limit_s == 7200.0
+    assert found.timeouts[-1].limit_s == 7200.0
     assert found.problems == ()
 
 
@@ -121,4 +121,8 @@ def test_phases_of_the_job_are_shown_between():
 
     found = timeouts_of(request, {}, NOW_S, {"evaluation": 1800.0, "first step": 1200.0})
 
-    assert [rung.name for rung in found.rungs][-3:] == ["first step", "evaluation", "health gate"]
+    assert [rung.name for rung in found.timeouts][-3:] == [
+        "first step",
+        "evaluation",
+        "health gate",
+    ]

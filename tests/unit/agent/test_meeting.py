@@ -34,16 +34,16 @@ def test_a_run_on_one_node_meets_nobody_and_opens_nothing():
     met = join(PRIVATE)
 
     assert (met.is_shared, met.guard, met.address) == (False, None, "127.0.0.1")
-    met.board.put("key", b"1")
-    assert met.board.get("key").value == b"1"
+    met.store.put("key", b"1")
+    assert met.store.get("key").value == b"1"
     assert join(PRIVATE, local_address="10.0.0.7").address == "10.0.0.7"
 
 
 def test_two_private_runs_of_one_id_share_nothing():
     one, two = join(PRIVATE), join(PRIVATE)
-    one.board.put("key", b"1")
+    one.store.put("key", b"1")
 
-    assert two.board.get("key").version == 0
+    assert two.store.get("key").version == 0
 
 
 def test_an_endpoint_that_nobody_serves_is_waited_for_and_then_given_up():
@@ -83,12 +83,12 @@ def test_the_host_of_a_requeued_job_waits_for_the_board_of_the_run_before(caplog
 
     try:
         assert met.guard is not None
-        assert met.board.get("control").version == 0
+        assert met.store.get("control").version == 0
         (told,) = (line.getMessage() for line in caplog.records if line.levelname == "WARNING")
         assert re.search("waiting for .* another run", told)
     finally:
-        met.board.put(RUN_OVER_KEY, b"0")
-        met.board.close()
+        met.store.put(RUN_OVER_KEY, b"0")
+        met.store.close()
         met.guard.close()
 
 
@@ -103,10 +103,10 @@ def test_who_joins_a_requeued_job_waits_for_the_board_of_this_run():
             stack.callback(ours.kill)
 
         met = join(tcp_meeting(port, is_host=False), wait=wait)
-        stack.callback(met.board.close)
+        stack.callback(met.store.close)
 
         assert met.guard is None
-        assert met.board.get("control").version == 0
+        assert met.store.get("control").version == 0
 
 
 def test_a_port_that_some_other_service_has_is_refused():
@@ -152,7 +152,7 @@ def test_what_is_told_of_a_board_holds_no_secret():
         url="postgresql+psycopg://app:hunter2@db/x",
         token="sesame",
     )
-    told = join(PRIVATE).told(meeting)
+    told = join(PRIVATE).describe(meeting)
 
     assert told["run_key"] == "job"
     assert "hunter2" not in str(told)

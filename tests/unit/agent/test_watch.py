@@ -181,7 +181,7 @@ def test_only_what_is_stuck_at_every_look_outlives_sigkill(looks, stuck, exiting
         return waiting.pop(0) if len(waiting) > 1 else waiting[0]
 
     done = end_workers(
-        {0: NO_PID}, NeverEnds(), SystemClock(), first=signal.SIGTERM, grace_s=0, look=look
+        {0: NO_PID}, NeverEnds(), SystemClock(), first=signal.SIGTERM, grace_s=0, poll=look
     )
 
     assert (done.stuck, done.exiting) == (stuck, exiting)

@@ -165,7 +165,7 @@ def test_a_dead_node_is_reported_and_then_all_reports_are_collected():
     assert isinstance(first, FileReports)
     assert list(first.reports) == ["a2"]
     assert first.reports["a2"].kind is ReportKind.NODE_LOST
-    assert first.reports["a2"].how == "its agent has not been heard of for 20 s"
+    assert first.reports["a2"].how == "its agent sent no heartbeat for 20 s"
 
     after = written(change_of(replace(seen, filed=frozenset({"a2"}))), seen)
     assert (after.phase, after.trigger) == (RunPhase.COLLECT, ReportKind.NODE_LOST)

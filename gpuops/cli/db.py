@@ -62,7 +62,7 @@ def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> i
         _print_status(body)
     if summary is None:
         return EXIT_TRY_LATER
-    usable = summary.fit in (SchemaFit.CURRENT, SchemaFit.NEWER)
+    usable = summary.fit in (SchemaFit.CURRENT, SchemaFit.UNKNOWN)
     return EXIT_OK if usable or _is_new_sqlite(summary) else EXIT_TRY_LATER
 
 

@@ -37,21 +37,22 @@ from gpuops.store.schema import REVISION, metadata
 
 
 class SchemaFit(Enum):
-    """How the schema that was found stands to the schema of this code."""
+    """How the schema in a database compares with the schema of this code."""
 
     EMPTY = "empty"
     CURRENT = "current"
     OLDER = "older"
-    NEWER = "newer"
+    UNKNOWN = "unknown"
     FOREIGN = "foreign"
 
 
 def compare_revision(
     store_revision: str | None, *, has_tables: bool, code_revision: str = REVISION
 ) -> SchemaFit:
-    """Return how revision *store_revision* (None: no migration has run) stands to *code_revision*.
+    """Return how revision *store_revision* (None: no migration has run) fits *code_revision*.
 
-    Revisions are numbers in one line; one that is not a number is of a release to come.
+    Revisions are numbers in one sequence. One above *code_revision* is unknown: it is from a newer
+    gpuops, or from a pre-release whose migrations were merged into the first one.
     """
     if store_revision is None:
         return SchemaFit.FOREIGN if has_tables else SchemaFit.EMPTY
@@ -59,7 +60,21 @@ def compare_revision(
         return SchemaFit.CURRENT
     if store_revision.isdecimal() and int(store_revision) < int(code_revision):
         return SchemaFit.OLDER
-    return SchemaFit.NEWER
+    return SchemaFit.UNKNOWN
+
+
+def unknown_revision_text(revision: str | None) -> str:
+    """Return what is wrong with a store whose *revision* is `SchemaFit.UNKNOWN`."""
+    return (
+        f"has schema revision {revision}, which this gpuops (revision {REVISION}) does not know: "
+        "another version of gpuops wrote it, a newer one or a pre-release"
+    )
+
+
+UNKNOWN_REVISION_ADVICE = (
+    "if that version is newer, upgrade gpuops here, "
+    "else name a new store (store.url or GPUOPS_STORE)"
+)
 
 
 def read_revision(connection: Connection) -> tuple[str | None, bool]:
@@ -84,7 +99,7 @@ class ConnectionWatchdog:
 
     @contextlib.contextmanager
     def guard(self, connection: Connection) -> Iterator[None]:
-        """Watch over *connection* for the time of a block."""
+        """Watch *connection* while the block runs."""
         if connection.dialect.name != "postgresql":
             yield
             return
@@ -139,8 +154,7 @@ class IncidentStore:
 
         Raises:
             StoreUnreachableError: The store could not be reached, went away or will not serve.
-            sqlalchemy.exc.DBAPIError: It is there, and what it was asked to keep cannot be kept
-                (see `is_about_data`).
+            sqlalchemy.exc.DBAPIError: The rows cannot be stored (see `is_data_error`).
         """
         watchdog = ConnectionWatchdog(deadline_s or self.session_timeout_s)
         try:
@@ -176,7 +190,8 @@ def open_store(
         UsageError: The URL is malformed or its driver is not installed.
         NetworkFilesystemError: SQLite on a network file system.
         StoreUnreachableError: No connection within the deadline.
-        SchemaMismatchError: The schema is older, not there, or too new to write to.
+        SchemaMismatchError: The schema is older or missing, or *mode* is write and the revision
+            is unknown.
     """
     parsed = parse_url(url)
     engine = connect_engine(
@@ -190,22 +205,17 @@ def open_store(
     store = IncidentStore(engine, parsed, session_timeout_s=deadline_s)
     try:
         with store.begin() as connection:
-            fit = check_schema(connection)
+            revision, has_tables = read_revision(connection)
+        fit = compare_revision(revision, has_tables=has_tables)
         if fit is SchemaFit.EMPTY and store.is_sqlite and mode == "write":
             from gpuops.store.migrate import upgrade
 
             upgrade(store)
             return store
-        return _require_fit(store, fit, mode)
+        return _require_fit(store, fit, revision, mode)
     except StoreError:
         engine.dispose()
         raise
-
-
-def check_schema(connection: Connection) -> SchemaFit:
-    """Return how the schema behind *connection* stands to this code."""
-    found, has_tables = read_revision(connection)
-    return compare_revision(found, has_tables=has_tables)
 
 
 def memory_store(*notes: str) -> IncidentStore:
@@ -215,23 +225,25 @@ def memory_store(*notes: str) -> IncidentStore:
     return IncidentStore(engine, parse_url("sqlite:///:memory:"), notes)
 
 
-def _require_fit(store: IncidentStore, fit: SchemaFit, mode: AccessMode) -> IncidentStore:
+def _require_fit(
+    store: IncidentStore, fit: SchemaFit, revision: str | None, mode: AccessMode
+) -> IncidentStore:
     name = redacted(store.url)
     match fit:
         case SchemaFit.CURRENT:
             return store
-        case SchemaFit.NEWER if mode == "read":
-            note = f"the store {name} is of a newer gpuops; reading it as far as this one can"
+        case SchemaFit.UNKNOWN if mode == "read":
+            note = f"the store {name} {unknown_revision_text(revision)}; reading what is readable"
             return replace(store, notes=(*store.notes, note))
-        case SchemaFit.NEWER:
+        case SchemaFit.UNKNOWN:
             raise SchemaMismatchError(
-                f"the store {name} is of a newer gpuops (this one has schema {REVISION}): "
-                "nothing is written to it; upgrade gpuops here"
+                f"the store {name} {unknown_revision_text(revision)}; nothing is written to it; "
+                f"{UNKNOWN_REVISION_ADVICE}"
             )
         case SchemaFit.OLDER:
             raise SchemaMismatchError(
-                f"the store {name} is of an older gpuops (this one has schema {REVISION}): "
-                "run `gpuops db upgrade`"
+                f"an older gpuops wrote the store {name} (schema revision {revision}; this gpuops "
+                f"has {REVISION}): run `gpuops db upgrade`"
             )
         case SchemaFit.EMPTY:
             raise SchemaMismatchError(
@@ -249,7 +261,7 @@ STATUS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StoreSummary:
-    """What is in a store; ``revision`` is its schema's, None where it has none."""
+    """The content of a store; ``revision`` is that of its schema, None without one."""
 
     url: str
     backend: str
@@ -264,8 +276,9 @@ class StoreSummary:
             SchemaFit.CURRENT: None,
             SchemaFit.EMPTY: "it has no tables yet: "
             + ("made on first use" if self.backend == "sqlite" else "run `gpuops db upgrade`"),
-            SchemaFit.OLDER: "it is of an older gpuops: run `gpuops db upgrade`",
-            SchemaFit.NEWER: "it is of a newer gpuops: upgrade gpuops here; until then only read",
+            SchemaFit.OLDER: "an older gpuops wrote it: run `gpuops db upgrade`",
+            SchemaFit.UNKNOWN: f"it {unknown_revision_text(self.revision)}; "
+            f"it is only read; {UNKNOWN_REVISION_ADVICE}",
             SchemaFit.FOREIGN: "it holds tables that are not gpuops': name another database",
         }[self.fit]
 
@@ -288,7 +301,7 @@ def summarize_store(url: str, *, root: Path = Path("/")) -> StoreSummary:
     ):
         found, has_tables = read_revision(connection)
         fit = compare_revision(found, has_tables=has_tables)
-        rows = _count(connection) if fit in (SchemaFit.CURRENT, SchemaFit.NEWER) else {}
+        rows = _count(connection) if fit in (SchemaFit.CURRENT, SchemaFit.UNKNOWN) else {}
     return StoreSummary(redacted(parsed), backend, fit, found, rows)
 
 

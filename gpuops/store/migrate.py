@@ -16,7 +16,14 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
 from gpuops.store.backends import check_directory, connect_engine, parse_url, redacted, sqlite_path
-from gpuops.store.engine import IncidentStore, SchemaFit, compare_revision, read_revision
+from gpuops.store.engine import (
+    UNKNOWN_REVISION_ADVICE,
+    IncidentStore,
+    SchemaFit,
+    compare_revision,
+    read_revision,
+    unknown_revision_text,
+)
 from gpuops.store.ingest.batch import rebuild_projections
 from gpuops.store.schema import REVISION
 
@@ -30,12 +37,12 @@ def upgrade_store(
 ) -> tuple[str | None, str]:
     """Upgrade the store at *url*; return the revision it had (None: empty) and the one it has.
 
-    Without *create_directory* a SQLite file is made only where its directory is: a path that a
+    Without *create_directory* a SQLite file is made only in a directory that exists: a path that a
     person typed may be mistyped.
 
     Raises:
         UsageError, NetworkFilesystemError, StoreUnreachableError: It cannot be opened.
-        SchemaMismatchError: It is newer than this code, or not a store of gpuops.
+        SchemaMismatchError: Its revision is unknown to this code, or it is not a store of gpuops.
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite" and not create_directory:
@@ -58,10 +65,9 @@ def upgrade(store: IncidentStore, revision: str = "head") -> str | None:
                 raise SchemaMismatchError(
                     f"the database {name} holds tables that are not gpuops': name another one"
                 )
-            if fit is SchemaFit.NEWER:
+            if fit is SchemaFit.UNKNOWN:
                 raise SchemaMismatchError(
-                    f"the store {name} has schema {found}, newer than this gpuops ({REVISION}): "
-                    "upgrade gpuops here"
+                    f"the store {name} {unknown_revision_text(found)}; {UNKNOWN_REVISION_ADVICE}"
                 )
             if fit is not SchemaFit.CURRENT:
                 if store.is_sqlite and has_tables:

@@ -26,8 +26,9 @@ from gpuops.store.columns import JsonText, Key
 from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
 from gpuops.store.coordination import drain_permits, fuses
 
+# The next revision is 0004: pre-releases wrote stores with the revisions 0002 and 0003.
 REVISION = "0001"
-"""The newest migration, which these tables are."""
+"""The revision of the newest migration: it makes these tables."""
 
 events = Table(
     "events",

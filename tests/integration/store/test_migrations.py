@@ -1,6 +1,8 @@
 """Migrations, up and down with data, on both databases."""
 
 import sqlite3
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +12,12 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 from support.stories import dump, envelopes, story
 
-from gpuops.errors import SchemaMismatchError, StoreUnreachableError
+from gpuops.errors import (
+    EXIT_OK,
+    EXIT_TRY_LATER,
+    SchemaMismatchError,
+    StoreUnreachableError,
+)
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest, rebuild_projections
 from gpuops.store.migrate import alembic_config, upgrade_store
@@ -102,21 +109,45 @@ def test_an_older_schema_is_refused_with_the_command(url):
     _pretend(url, "0000")
 
     for mode in ("read", "write"):
-        with pytest.raises(SchemaMismatchError, match=r"older gpuops.*`gpuops db upgrade`"):
+        with pytest.raises(SchemaMismatchError, match=r"older gpuops.*0000.*`gpuops db upgrade`"):
             open_store(url, mode=mode)
 
 
-def test_a_newer_schema_is_read_with_a_note_and_never_written(url):
+@pytest.mark.parametrize("revision", ["0002", "0003", "0999"])  # two of pre-releases, a newer one
+def test_an_unknown_schema_is_read_with_a_note_and_never_written(url, revision):
     before = filled(url)
-    _pretend(url, "0999")
+    _pretend(url, revision)
 
-    with pytest.raises(SchemaMismatchError, match=r"newer gpuops.*nothing is written"):
+    what = rf"has schema revision {revision}, which this gpuops \(revision {REVISION}\) does not"
+    advice = r"upgrade gpuops here, else name a new store"
+    with pytest.raises(SchemaMismatchError, match=rf"{what}.*nothing is written.*{advice}"):
         open_store(url, mode="write")
-    with pytest.raises(SchemaMismatchError, match="newer than this gpuops"):
+    with pytest.raises(SchemaMismatchError, match=rf"{what}.*a newer one or a pre-.*{advice}"):
         upgrade_store(url)
     with open_store(url, mode="read") as store, store.begin() as connection:
-        assert "newer gpuops" in store.notes[0]
+        assert f"revision {revision}" in store.notes[0]
         assert dump(connection) == before
+
+
+@pytest.mark.parametrize("revision", ["0003", "0999"])
+def test_the_commands_report_an_unknown_schema(tmp_path, revision):
+    url = f"sqlite:///{tmp_path / 'gpuops.db'}"
+    filled(url)
+    _pretend(url, revision)
+
+    upgraded = _gpuops_db("upgrade", url)
+    shown = _gpuops_db("status", url)
+
+    assert (upgraded.returncode, shown.returncode) == (EXIT_TRY_LATER, EXIT_OK)
+    assert f"has schema revision {revision}, which this gpuops" in upgraded.stderr
+    assert f"unknown, revision {revision}" in shown.stdout
+    assert "name a new store" in upgraded.stderr
+    assert "name a new store" in shown.stdout
+
+
+def _gpuops_db(command, url):
+    argv = [sys.executable, "-m", "gpuops", "db", command, "--store", url]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_a_database_of_something_else_is_left_alone(url):

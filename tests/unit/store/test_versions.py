@@ -18,9 +18,9 @@ from gpuops.store.schema import REVISION
         (None, True, SchemaFit.FOREIGN),
         ("0003", True, SchemaFit.CURRENT),
         ("0002", True, SchemaFit.OLDER),
-        ("0004", True, SchemaFit.NEWER),
-        ("0010", True, SchemaFit.NEWER),
-        ("from-the-future", True, SchemaFit.NEWER),
+        ("0004", True, SchemaFit.UNKNOWN),
+        ("0010", True, SchemaFit.UNKNOWN),
+        ("from-the-future", True, SchemaFit.UNKNOWN),
     ],
 )
 def test_revisions_are_numbers_in_one_line(found, has_tables, fit):

@@ -1,6 +1,6 @@
-"""The checks of a node, one a file. A check is known by being listed here, on purpose.
+"""The checks of a node, one a file. Every check is listed here.
 
-`check_named` imports a check when a suite asks for it; the prolog pays for what it runs.
+`check_named` imports a check only when a suite needs it, so that the prolog stays fast.
 """
 
 import importlib
@@ -66,7 +66,7 @@ NAMES = tuple(_PACKAGES)
 
 
 def is_check(name: object) -> TypeGuard[str]:
-    """Say whether *name* is one of `NAMES`, or that of a site's own check (``site/…``)."""
+    """Return whether *name* is one of `NAMES`, or that of a site's own check (``site/…``)."""
     return name in NAMES or (isinstance(name, str) and name.startswith("site/"))
 
 
@@ -74,7 +74,7 @@ def check_named(name: str) -> AnyCheck:
     """Return the check called *name*, for which `is_check` holds.
 
     Raises:
-        ConfigError: A site's check whose name cannot be that of a file.
+        ConfigError: A site's check whose name is not a valid name of a file.
     """
     assert is_check(name), name
     if name not in NAMES:

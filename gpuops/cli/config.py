@@ -136,9 +136,9 @@ def _suites(folders: CheckFolders, chosen: str, found: ValidationReport) -> Iter
 def _silences(paths: Iterable[Path], found: ValidationReport, now_us: int) -> None:
     read = silence.load_silences(paths, found.complain)
     for one in read:
-        for text in silence.faults(one, now_us):
+        for text in silence.expired(one, now_us):
             found.mistake(text)
-        found.doubts.extend(silence.doubts(one, now_us))
+        found.doubts.extend(silence.warnings(one, now_us))
     found.read.append(f"silences: {len(read)}")
 
 

@@ -13,11 +13,11 @@ from gpuops.cli.options import settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK
 from gpuops.gate.health_check import check_health, follow_up, publish_drain
-from gpuops.gate.hook import GateResult, HookContext, bounded, run_hook
+from gpuops.gate.hook import GateResult, HookContext, run_hook, within_shipped_deadline
 from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
 from gpuops.gate.permit import DrainPermitClient
 from gpuops.gate.record import RecordOptions
-from gpuops.gate.session import CheckRequest, plan_of
+from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
@@ -76,7 +76,7 @@ def health(ctx: click.Context, *, jitter: float) -> int:
     """Check this node from time to time; drain it, or take back our own drain."""
     context = _hook_context(ctx, "health")
     result, action = check_health(context, _scontrol(ctx), jitter)
-    click.echo(f"{action.did}: {action.why}", err=True)
+    click.echo(f"{action.action}: {action.why}", err=True)
     _print_result(result)
     return EXIT_OK
 
@@ -87,14 +87,14 @@ def health(ctx: click.Context, *, jitter: float) -> int:
 def publish(ctx: click.Context, *, drain_id: str) -> int:
     """Tell slurmctld why a hook of this node failed; the hooks start it."""
     result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx))
-    click.echo(f"{result.step or 'given up'}: {result.trouble or drain_id}", err=True)
+    click.echo(f"{result.step or 'given up'}: {result.error or drain_id}", err=True)
     return EXIT_OK
 
 
 @slurm.command(hidden=True)
 @click.pass_context
 def followup(ctx: click.Context) -> int:
-    """Look once more, and longer, at a GPU driver that gave no answer; the hooks start it."""
+    """Check a GPU driver again, and longer, that gave no answer; the hooks start it."""
     result = follow_up(_hook_context(ctx, "followup"), _scontrol(ctx))
     return EXIT_OK if result is None else _print_result(result)
 
@@ -131,10 +131,10 @@ def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
 
 def _print_result(result: GateResult) -> int:
     """Print what matters into slurmd's log; return the exit code."""
-    for finding in result.ran.findings:
+    for finding in result.check_run.findings:
         if finding.status in {Status.FAIL, Status.UNKNOWN}:
             click.echo(f"{finding.status.word} {finding.check}: {finding.message}", err=True)
-    for line in result.trouble:
+    for line in result.problems:
         click.echo(line, err=True)
     if result.cause is not None:
         click.echo(f"{result.decision.outcome}: {result.decision.why}", err=True)
@@ -161,14 +161,14 @@ def _hook_context(
         trigger=hook,
         job_id=job.id,
     )
-    plan = plan_of(request)
+    plan = make_plan(request)
     return HookContext(
         hook=hook,
         job_id=job.id,
         job_uid=job.uid,
-        plan=bounded(plan, hook),
+        plan=within_shipped_deadline(plan, hook),
         gate=_gate_settings(settings, node),
-        memory=_record_context(ctx, settings, env),
+        options=_record_context(ctx, settings, env),
         clock=SystemClock(),
         pause=time.sleep,
     )

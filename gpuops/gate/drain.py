@@ -1,11 +1,11 @@
 """A drain that this node wants or has: recorded in a file, sent to slurmctld.
 
 slurmd drains a node whose prolog fails for the reason "Prolog error", which says nothing. This
-runs in its own session next to the hook, as slurmd kills the hook's process group, and retries
-while slurmctld is down for some minutes. The next health check does what is left undone.
+runs in its own session next to the hook, as slurmd kills the hook's process group, and retries for
+some minutes while slurmctld is down. The next health check completes what is left.
 
-The record makes a drain ours: a reason in Slurm is only text that anybody can type. A second small
-file lists the drains that were taken back; it outlives the drain record, which ends with its drain.
+Only a recorded drain is ours: a reason in Slurm is text that anybody can type. A second small file
+lists the resumes; it outlives the drain record, which ends with its drain.
 """
 
 import json
@@ -30,7 +30,7 @@ _BYTES_MAX = 65536
 
 
 class DrainStage(StrEnum):
-    """How far it came: wanted here, or known to slurmctld."""
+    """How far a drain is: wanted here, or known to slurmctld."""
 
     WANTED = "wanted"
     SET = "set"
@@ -38,13 +38,11 @@ class DrainStage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRecord:
-    """One drain. ``hook``: what found the cause; ``why``: it was decided to drain.
+    """One drain. ``hook``: what found the cause; ``why``: the reason for the decision.
 
-    ``replaces``: reasons that its own may take the place of
-    (`gpuops.gate.policy.replaceable_reasons`); ``passes``: health checks passed in a row since;
-    ``kept``: why it is not taken back though there were enough of them.
-
-    ``node`` is the name that Slurm has for it, ``stage`` a `DrainStage`.
+    ``replaces``: reasons that its own may replace (`gpuops.gate.policy.replaceable_reasons`);
+    ``passes``: health checks passed in a row since; ``kept``: why the node is not resumed although
+    there were enough of them. ``node`` is Slurm's name of it, ``stage`` a `DrainStage`.
     """
 
     id: str
@@ -64,10 +62,10 @@ class DrainRecord:
 
 
 def read_drain(state_dir: Path, *, uid: int) -> DrainRecord | None:
-    """Return the recorded drain, None where there is none.
+    """Return the recorded drain, None if there is none.
 
     Raises:
-        ProbeError: The file cannot be read, is not such a record, or others can write it.
+        ProbeError: The file cannot be read, is not such a record, or is writable by others.
     """
     return _read(DrainRecord, state_dir / _NAME, "drain record", uid)
 
@@ -114,7 +112,7 @@ PUBLISH_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRetry:
-    """How long to go on, and how to wait. ``settle_s``: wait between a drain and its check."""
+    """How long to retry, and how to wait. ``settle_s``: wait between a drain and its check."""
 
     limit_s: float = PUBLISH_S
     settle_s: float = SETTLE_S
@@ -123,43 +121,45 @@ class DrainRetry:
 
 @dataclass(frozen=True, slots=True)
 class DrainPublication:
-    """How it ended. ``step`` None: the time was over, or another drain took this one's place."""
+    """The result. ``step`` None: it timed out, or another drain replaced this one."""
 
     step: DrainStep | None
-    trouble: str | None = None
+    error: str | None = None
 
 
 def drain_node(
     drain: DrainRecord,
     scontrol: Scontrol,
-    state: Callable[[], DrainRecord | None],
-    patience: DrainRetry,
+    read_record: Callable[[], DrainRecord | None],
+    retry: DrainRetry,
     clock: Clock,
 ) -> DrainPublication:
-    """Return how it ended to drain ``drain.node`` for its reason.
+    """Drain ``drain.node`` for its reason, with retries.
 
-    *state* returns the drain that this node records now: where it is another, this one is over.
+    *read_record* returns the drain that this node has on record: if it is another, this one ends.
     """
-    end_s = clock.mono_ns() / 1e9 + patience.limit_s
+    end_s = clock.mono_ns() / 1e9 + retry.limit_s
     pause_s, was_set = _PAUSE_MIN_S, drain.stage == DrainStage.SET
     while True:
-        current = state()
+        current = read_record()
         if current is None or current.id != drain.id:
             return DrainPublication(None, "another drain, or none, is recorded now")
-        step, trouble = _one(drain, scontrol, was_set=was_set)
+        step, error = _next_step(drain, scontrol, was_set=was_set)
         if step in {DrainStep.DONE, DrainStep.YIELD, DrainStep.LIFTED}:
             return DrainPublication(step)
         was_set = was_set or step is DrainStep.SET
-        wait_s = patience.settle_s if step is DrainStep.SET else pause_s
+        wait_s = retry.settle_s if step is DrainStep.SET else pause_s
         pause_s = min(pause_s * 2, _PAUSE_MAX_S)
         if clock.mono_ns() / 1e9 + wait_s > end_s:
             return DrainPublication(
-                None, trouble or f"slurmctld was not sure of it in {patience.limit_s:g} s"
+                None, error or f"slurmctld did not confirm it in {retry.limit_s:g} s"
             )
-        patience.pause(wait_s)
+        retry.pause(wait_s)
 
 
-def _one(drain: DrainRecord, scontrol: Scontrol, *, was_set: bool) -> tuple[DrainStep, str | None]:
+def _next_step(
+    drain: DrainRecord, scontrol: Scontrol, *, was_set: bool
+) -> tuple[DrainStep, str | None]:
     try:
         view = scontrol.node(drain.node)
         step = next_drain_step(view, drain.reason, replaces=drain.replaces, was_set=was_set)
@@ -170,38 +170,28 @@ def _one(drain: DrainRecord, scontrol: Scontrol, *, was_set: bool) -> tuple[Drai
     return step, None
 
 
-def conclude(drain: DrainRecord, ended: DrainPublication, state_dir: Path) -> DrainRecord | None:
-    """Keep what came of *drain*; return it as it stands now, None where it is no drain of ours.
+def save_outcome(
+    drain: DrainRecord, result: DrainPublication, state_dir: Path
+) -> DrainRecord | None:
+    """Save the outcome of *drain*; return the drain as it is now, None if it is not ours.
 
     Raises:
         ProbeError: The record cannot be written.
     """
-    if ended.step is None:
+    if result.step is None:
         return drain
-    kept = replace(drain, stage=DrainStage.SET.value) if ended.step is DrainStep.DONE else None
-    write_drain(state_dir, kept)
-    return kept
-
-
-def recorded(state_dir: Path, *, uid: int) -> Callable[[], DrainRecord | None]:
-    """Return a reader of the drain record; one that cannot be read is none."""
-
-    def read() -> DrainRecord | None:
-        try:
-            return read_drain(state_dir, uid=uid)
-        except ProbeError:
-            return None
-
-    return read
+    saved = replace(drain, stage=DrainStage.SET.value) if result.step is DrainStep.DONE else None
+    write_drain(state_dir, saved)
+    return saved
 
 
 _RESUMES_NAME = "resumes.json"
-_KEPT = 256
+_RESUMES_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedResume:
-    """A drain for *check* was taken back at *t_us*."""
+    """A node that was drained for ``check`` was resumed at ``t_us``."""
 
     check: str
     t_us: int
@@ -209,26 +199,27 @@ class RecordedResume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeHistory:
-    """All that are younger than `RESUMES_WINDOW_S`, the oldest first."""
+    """The resumes that are younger than `RESUMES_WINDOW_S`, the oldest first."""
 
     items: tuple[RecordedResume, ...] = ()
 
     def of(self, check: str) -> list[int]:
-        """Return when drains for *check* were taken back."""
+        """Return when the node was resumed after drains for *check*."""
         return [item.t_us for item in self.items if item.check == check]
 
     def with_one(self, check: str, now_us: int) -> "ResumeHistory":
-        """Return these with one more, without those that are too old to count."""
+        """Return these and one more, without those that are too old to count."""
         since_us = now_us - RESUMES_WINDOW_S * 1e6
         items = [item for item in self.items if since_us < item.t_us <= now_us]
-        return ResumeHistory(items=(*items, RecordedResume(check=check, t_us=now_us))[-_KEPT:])
+        items.append(RecordedResume(check=check, t_us=now_us))
+        return ResumeHistory(items=tuple(items[-_RESUMES_MAX:]))
 
 
 def read_resumes(state_dir: Path, *, uid: int) -> ResumeHistory:
     """Return the recorded resumes.
 
     Raises:
-        ProbeError: The file cannot be read, is not such a record, or others can write it.
+        ProbeError: The file cannot be read, is not such a record, or is writable by others.
     """
     found = _read(ResumeHistory, state_dir / _RESUMES_NAME, "record of resumes", uid)
     return found or ResumeHistory()

@@ -1,11 +1,10 @@
-"""HealthCheckProgram: drain a node that fails, and take back our own drain once it passes again.
+"""HealthCheckProgram: drain a node that fails, and resume it once it passes again.
 
-slurmd runs it on idle nodes too, and before it has registered; it drains nothing by its exit code.
-So this one calls scontrol, but acts only on a node that is registered with slurmctld.
+slurmd runs it on idle nodes too, and before it has registered; its exit code drains nothing. So it
+calls scontrol, but acts only on a node that is registered with slurmctld, and only on our own
+drains. It stays within the 54 s that slurm/health_check.sh allows.
 
-What a health check does, and the helpers that hooks start in their own session: they may wait.
-
-A health check keeps within the 54 s that slurm/health_check.sh grants.
+The helpers that hooks start in their own session are here too: they may wait.
 """
 
 import contextlib
@@ -27,15 +26,22 @@ from gpuops.gate.drain import (
     DrainRecord,
     DrainRetry,
     DrainStage,
-    conclude,
     drain_node,
     read_resumes,
-    recorded,
+    save_outcome,
     write_resumes,
 )
-from gpuops.gate.hook import WRITE_S, GateResult, HookContext, keep, settle, tell_decision
+from gpuops.gate.hook import (
+    WRITE_S,
+    GateResult,
+    HookContext,
+    record_and_decide,
+    record_decision,
+    recorded_drain,
+    save_drain,
+)
 from gpuops.gate.node_state import StateError, read_state
-from gpuops.gate.permit import DrainPermitClient, sync
+from gpuops.gate.permit import DrainPermitClient, sync_from_store
 from gpuops.gate.policy import (
     DrainOutcome,
     DrainStep,
@@ -45,7 +51,7 @@ from gpuops.gate.policy import (
     resume_refusal,
 )
 from gpuops.gate.record import record
-from gpuops.gate.session import check_node, keeping
+from gpuops.gate.session import check_node, start_saving_state
 from gpuops.host.clock import Clock
 from gpuops.model import Event, FailureClass
 from gpuops.slurm.scontrol import Scontrol, SlurmNode
@@ -65,13 +71,13 @@ class NodeAction(StrEnum):
 class NodeActionResult:
     """What was done, why, and about which drain."""
 
-    did: NodeAction
+    action: NodeAction
     why: str
     drain: DrainRecord | None = None
 
 
-def reason_to_leave(view: SlurmNode) -> str | None:
-    """Return why a node that fails is not drained now; None: it is to be drained."""
+def reason_not_to_drain(view: SlurmNode) -> str | None:
+    """Return why a failing node is not drained now; None: it is drained."""
     if not view.registered:
         return f"slurmctld does not hear from {view.name}"
     if view.drained:
@@ -81,70 +87,70 @@ def reason_to_leave(view: SlurmNode) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthContext:
-    """What acting needs; ``write_s``: how long a dead disk may delay each record."""
+    """What a health check acts with; ``write_s``: how long a dead disk may delay each record."""
 
     gate: DrainPermitClient
     scontrol: Scontrol
-    patience: DrainRetry
+    retry: DrainRetry
     clock: Clock
     write_s: float = WRITE_S
 
-    def keep(self, drain: DrainRecord | None) -> None:
-        """Keep *drain* as this node's own; where that fails, the next check finds the older one."""
-        keep(self.gate, drain, write_s=self.write_s)
+    def save(self, drain: DrainRecord | None) -> None:
+        """Save *drain* as this node's own; if that fails, the next check finds the older one."""
+        save_drain(self.gate, drain, write_s=self.write_s)
 
 
 def act(
-    settled: GateResult, recorded: DrainRecord | None, view: SlurmNode, health: HealthContext
+    result: GateResult, recorded: DrainRecord | None, view: SlurmNode, health: HealthContext
 ) -> NodeActionResult:
-    """Do what *settled* asks for; *recorded* is the drain that this node had before.
+    """Drain or resume the node after *result*; *recorded* is the drain that it had before.
 
     Raises:
         SlurmError: slurmctld does not answer or refuses; the next check tries again.
     """
-    if settled.drain is not None:
-        return _publish(settled.drain, health)
+    if result.drain is not None:
+        return _publish(result.drain, health)
     if recorded is None or not view.registered:
-        return NodeActionResult(NodeAction.NOTHING, settled.decision.why)
-    healthy = proves_healthy(settled.ran.findings, recorded.check)
+        return NodeActionResult(NodeAction.NOTHING, result.decision.why)
+    healthy = proves_healthy(result.check_run.findings, recorded.check)
     if not view.drained and (recorded.stage == DrainStage.SET or healthy):
-        health.keep(None)
+        health.save(None)
         return NodeActionResult(
-            NodeAction.FORGOTTEN, "the node is in use again, and not by us", recorded
+            NodeAction.FORGOTTEN, "the node is in use again, and gpuops did not resume it", recorded
         )
     if view.reason != recorded.reason:
-        return _again(recorded, view, health)
-    return _counted(recorded, health, healthy=healthy and may_resume(view, recorded.reason))
+        return _resend(recorded, view, health)
+    return _count_pass(recorded, health, healthy=healthy and may_resume(view, recorded.reason))
 
 
-def _counted(recorded: DrainRecord, health: HealthContext, *, healthy: bool) -> NodeActionResult:
-    """Count a pass of a node that our drain keeps out; take that back after enough in a row.
+def _count_pass(recorded: DrainRecord, health: HealthContext, *, healthy: bool) -> NodeActionResult:
+    """Count a passed check of a node that we drained; resume it after enough in a row.
 
-    Not where that was done too often already: then an administrator must inspect the node.
+    After too many resumes it stays drained: then an administrator must inspect the node.
     """
     passes, needed = recorded.passes + 1 if healthy else 0, health.gate.passes_to_resume
     if passes < needed:
-        health.keep(replace(recorded, passes=passes, stage=DrainStage.SET.value))
+        health.save(replace(recorded, passes=passes, stage=DrainStage.SET.value))
         return NodeActionResult(
-            NodeAction.NOTHING, f"our drain stands: {passes} of {needed} passes in a row"
+            NodeAction.NOTHING, f"still drained: {passes} of {needed} passes in a row"
         )
-    why = _resumed(recorded, health)
+    why = _try_resume(recorded, health)
     if why is not None:
         kept = replace(recorded, passes=passes, stage=DrainStage.SET.value, kept=why)
-        health.keep(kept)
+        health.save(kept)
         return NodeActionResult(
             NodeAction.NOTHING if recorded.kept else NodeAction.KEPT,
-            f"our drain stands: {why}",
+            f"still drained: {why}",
             kept,
         )
-    health.keep(None)
+    health.save(None)
     return NodeActionResult(NodeAction.RESUMED, f"{passes} health checks passed in a row", recorded)
 
 
-def _resumed(recorded: DrainRecord, health: HealthContext) -> str | None:
-    """Take the drain back and count that; return why not, where it was done too often already.
+def _try_resume(recorded: DrainRecord, health: HealthContext) -> str | None:
+    """Resume the node and count that; return why not, if it was resumed too often.
 
-    What cannot be counted is not taken back.
+    If the resume cannot be counted, the node stays drained.
 
     Raises:
         SlurmError: slurmctld does not answer or refuses.
@@ -179,10 +185,10 @@ def _resumed(recorded: DrainRecord, health: HealthContext) -> str | None:
     return None
 
 
-def _again(recorded: DrainRecord, view: SlurmNode, health: HealthContext) -> NodeActionResult:
+def _resend(recorded: DrainRecord, view: SlurmNode, health: HealthContext) -> NodeActionResult:
     """Send the reason of *recorded* to slurmctld, unless the node has another one.
 
-    Once slurmctld had our reason, an administrator gave any other.
+    If slurmctld had our reason before, any other is an administrator's.
     """
     was_set = recorded.stage == DrainStage.SET
     replaces = () if was_set else recorded.replaces
@@ -190,24 +196,24 @@ def _again(recorded: DrainRecord, view: SlurmNode, health: HealthContext) -> Nod
     if step is DrainStep.SET:
         return _publish(recorded, health)
     if step is DrainStep.YIELD:
-        health.keep(None)
+        health.save(None)
         return NodeActionResult(
             NodeAction.FORGOTTEN, f"somebody else drained the node: {view.reason}", recorded
         )
-    return NodeActionResult(NodeAction.NOTHING, f"slurmctld says {view.reason}")
+    return NodeActionResult(NodeAction.NOTHING, f"the reason in slurmctld is {view.reason}")
 
 
 def _publish(drain: DrainRecord, health: HealthContext) -> NodeActionResult:
-    ended = drain_node(drain, health.scontrol, lambda: drain, health.patience, health.clock)
-    if ended.step is DrainStep.DONE:
-        health.keep(replace(drain, stage=DrainStage.SET.value))
+    result = drain_node(drain, health.scontrol, lambda: drain, health.retry, health.clock)
+    if result.step is DrainStep.DONE:
+        health.save(replace(drain, stage=DrainStage.SET.value))
         return NodeActionResult(NodeAction.DRAINED, drain.reason, drain)
-    if ended.step in {DrainStep.YIELD, DrainStep.LIFTED}:
-        health.keep(None)
+    if result.step in {DrainStep.YIELD, DrainStep.LIFTED}:
+        health.save(None)
         return NodeActionResult(
             NodeAction.FORGOTTEN, "somebody else drained or resumed the node", drain
         )
-    return NodeActionResult(NodeAction.NOTHING, ended.trouble or "slurmctld was not reached")
+    return NodeActionResult(NodeAction.NOTHING, result.error or "slurmctld was not reached")
 
 
 HEALTH_PUBLISH_S = 6.0
@@ -217,49 +223,49 @@ FindScontrol = Callable[[], Scontrol]
 
 
 def publish_drain(context: HookContext, drain_id: str, find: FindScontrol) -> DrainPublication:
-    """Bring the recorded drain *drain_id* to slurmctld, for `gpuops.gate.drain.PUBLISH_S`.
+    """Send the recorded drain *drain_id* to slurmctld, within `gpuops.gate.drain.PUBLISH_S`.
 
     Raises:
         SlurmError: There is no scontrol.
     """
-    drain = recorded(context.gate.state_dir, uid=context.gate.uid)()
+    drain = recorded_drain(context.gate)
     if drain is None or drain.id != drain_id:
         return DrainPublication(None, f"no drain {drain_id} is recorded on this node")
-    tell_decision(context.memory, drain, DrainOutcome.DRAIN, context.clock)
+    record_decision(context.options, drain, DrainOutcome.DRAIN, context.clock)
     return _publish_drain(context, drain, find)
 
 
 def follow_up(context: HookContext, find: FindScontrol) -> GateResult | None:
-    """Check again a driver that gave a hook no answer; drain where that fails the node.
+    """Check a driver again that gave a hook no answer; drain the node if that fails.
 
-    None: another process does it already.
+    None: another process already does it.
 
     Raises:
         SlurmError: There is no scontrol.
     """
-    with _alone(context.gate.state_dir / "followup.lock") as alone:
-        if not alone:
+    with _try_lock(context.gate.state_dir / "followup.lock") as is_locked:
+        if not is_locked:
             return None
-        ran = check_node(context.plan, context.clock)
-        kept = keeping(context.plan, ran)
-        settled = settle(context, ran)
-        kept()
-        if settled.drain is not None:
-            tell_decision(context.memory, settled.drain, DrainOutcome.DRAIN, context.clock)
-            _publish_drain(context, settled.drain, find)
-        return settled
+        check_run = check_node(context.plan, context.clock)
+        wait_for_state = start_saving_state(context.plan, check_run)
+        result = record_and_decide(context, check_run)
+        wait_for_state()
+        if result.drain is not None:
+            record_decision(context.options, result.drain, DrainOutcome.DRAIN, context.clock)
+            _publish_drain(context, result.drain, find)
+        return result
 
 
 def check_health(
     context: HookContext, find: FindScontrol, jitter_s: float
 ) -> tuple[GateResult, NodeActionResult]:
-    """Check this node after its share of *jitter_s*, and do what that asks for.
+    """Check this node after its share of *jitter_s*, and drain or resume it.
 
     slurmd starts all nodes' health checks at the same instant: their shares differ.
     """
-    time.sleep(jitter_s * share(context.gate.node))
+    time.sleep(jitter_s * jitter_share(context.gate.node))
     gate = context.gate
-    amiss = sync(
+    not_fetched = sync_from_store(
         gate.store_url,
         cluster=gate.cluster,
         node=gate.node,
@@ -267,91 +273,105 @@ def check_health(
         uid=gate.uid,
         clock=context.clock,
     )
-    ran = check_node(context.plan, context.clock)
-    kept = keeping(context.plan, ran)
-    settled, acted = _settled_and_acted(context, ran, find)
-    trouble = (*settled.trouble, *filter(None, [amiss, kept()]))
-    return replace(settled, trouble=trouble), acted
+    check_run = check_node(context.plan, context.clock)
+    wait_for_state = start_saving_state(context.plan, check_run)
+    result, action = _decide_and_act(context, check_run, find)
+    problems = (*result.problems, *filter(None, [not_fetched, wait_for_state()]))
+    return replace(result, problems=problems), action
 
 
-def _settled_and_acted(
-    context: HookContext, ran: CheckRun, find: FindScontrol
+def _decide_and_act(
+    context: HookContext, check_run: CheckRun, find: FindScontrol
 ) -> tuple[GateResult, NodeActionResult]:
     if context.gate.mode is GateMode.OBSERVE:
-        return settle(context, ran), NodeActionResult(NodeAction.NOTHING, "gate.mode is observe")
+        nothing = NodeActionResult(NodeAction.NOTHING, "gate.mode is observe")
+        return record_and_decide(context, check_run), nothing
     try:
         scontrol = find()
         view = scontrol.node(context.gate.node)
     except SlurmError as exc:
-        return settle(context, ran, str(exc)), NodeActionResult(NodeAction.NOTHING, str(exc))
-    settled = settle(context, ran, reason_to_leave(view))
-    if settled.drain is not None:
-        tell_decision(context.memory, settled.drain, DrainOutcome.DRAIN, context.clock)
-    return settled, _act(context, settled, view, scontrol)
+        result = record_and_decide(context, check_run, str(exc))
+        return result, NodeActionResult(NodeAction.NOTHING, str(exc))
+    result = record_and_decide(context, check_run, reason_not_to_drain(view))
+    if result.drain is not None:
+        record_decision(context.options, result.drain, DrainOutcome.DRAIN, context.clock)
+    return result, _act(context, result, view, scontrol)
 
 
-def share(node: str) -> float:
+def jitter_share(node: str) -> float:
     """Return a number from 0 to 1 that is the same for *node* each time."""
     return zlib.crc32(node.encode()) % _JITTER_STEPS / _JITTER_STEPS
 
 
 def _act(
-    context: HookContext, settled: GateResult, view: SlurmNode, scontrol: Scontrol
+    context: HookContext, result: GateResult, view: SlurmNode, scontrol: Scontrol
 ) -> NodeActionResult:
-    before = recorded(context.gate.state_dir, uid=context.gate.uid)()
-    patience = DrainRetry(limit_s=HEALTH_PUBLISH_S, pause=time.sleep)
     health = HealthContext(
-        gate=context.gate, scontrol=scontrol, patience=patience, clock=context.clock
+        gate=context.gate,
+        scontrol=scontrol,
+        retry=DrainRetry(limit_s=HEALTH_PUBLISH_S, pause=time.sleep),
+        clock=context.clock,
     )
     try:
-        acted = act(settled, before, view, health)
+        action = act(result, recorded_drain(context.gate), view, health)
     except SlurmError as exc:
         return NodeActionResult(NodeAction.NOTHING, str(exc))
-    drain = acted.drain
-    if drain is not None and acted.did is NodeAction.KEPT:
-        told = replace(drain, why=acted.why)
-        tell_decision(context.memory, told, DrainOutcome.KEPT, context.clock)
-    if drain is not None and acted.did in {NodeAction.DRAINED, NodeAction.RESUMED}:
-        tell = _drained_event if acted.did is NodeAction.DRAINED else _resumed_event
-        record(lambda: [tell(context, drain, acted.why)], drain.node, context.memory, context.clock)
-    return acted
+    drain = action.drain
+    if drain is not None and action.action is NodeAction.KEPT:
+        kept = replace(drain, why=action.why)
+        record_decision(context.options, kept, DrainOutcome.KEPT, context.clock)
+    if drain is not None and action.action is NodeAction.DRAINED:
+        _record_drained(context, drain)
+    if drain is not None and action.action is NodeAction.RESUMED:
+        _record_resumed(context, drain, action.why)
+    return action
 
 
 def _publish_drain(
     context: HookContext, drain: DrainRecord, find: FindScontrol
 ) -> DrainPublication:
-    read = recorded(context.gate.state_dir, uid=context.gate.uid)
-    ended = drain_node(drain, find(), read, DrainRetry(pause=time.sleep), context.clock)
-    conclude(drain, ended, context.gate.state_dir)
-    if ended.step is DrainStep.DONE:
-        record(
-            lambda: [_drained_event(context, drain, "")], drain.node, context.memory, context.clock
-        )
-    return ended
-
-
-def _drained_event(context: HookContext, drain: DrainRecord, _why: str) -> Event:
-    from gpuops.store.events import drained_event
-
-    return drained_event(
-        drain.node,
-        drain.reason,
-        clock=context.clock,
-        check=drain.check,
-        failure_class=FailureClass(drain.failure_class),
-        job_id=drain.job_id,
+    result = drain_node(
+        drain,
+        find(),
+        lambda: recorded_drain(context.gate),
+        DrainRetry(pause=time.sleep),
+        context.clock,
     )
+    save_outcome(drain, result, context.gate.state_dir)
+    if result.step is DrainStep.DONE:
+        _record_drained(context, drain)
+    return result
 
 
-def _resumed_event(context: HookContext, drain: DrainRecord, why: str) -> Event:
-    from gpuops.store.events import resumed_event
+def _record_drained(context: HookContext, drain: DrainRecord) -> None:
+    def events() -> list[Event]:
+        from gpuops.store.events import drained_event
 
-    return resumed_event(drain.node, f"{why}; was {drain.reason}", clock=context.clock)
+        event = drained_event(
+            drain.node,
+            drain.reason,
+            clock=context.clock,
+            check=drain.check,
+            failure_class=FailureClass(drain.failure_class),
+            job_id=drain.job_id,
+        )
+        return [event]
+
+    record(events, drain.node, context.options, context.clock)
+
+
+def _record_resumed(context: HookContext, drain: DrainRecord, why: str) -> None:
+    def events() -> list[Event]:
+        from gpuops.store.events import resumed_event
+
+        return [resumed_event(drain.node, f"{why}; was {drain.reason}", clock=context.clock)]
+
+    record(events, drain.node, context.options, context.clock)
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[bool]:
-    """Say whether this is the only process that holds *lock*."""
+def _try_lock(lock: Path) -> Iterator[bool]:
+    """Lock the file *lock*; yields False if another process holds it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

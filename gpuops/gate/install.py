@@ -1,4 +1,4 @@
-"""What to put where for Slurm to call the gate: hooks and slurm.conf lines of this machine."""
+"""How to install the gate in Slurm: the hooks, and the lines of slurm.conf for this machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gpuops.host.trust import atomic_write
 
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 CONF = "slurm.conf.example"
-# As they stand in the shipped files.
+# The paths in the shipped files.
 SHIPPED_HOOKS = "/etc/slurm/gpuops"
 SHIPPED_GPUOPS = "/opt/gpuops/bin/gpuops"
 
@@ -26,12 +26,12 @@ def installation(shipped: Path, hooks_dir: Path, program: Path) -> Installation:
     """Return the files in *shipped* with the paths of this machine.
 
     Raises:
-        UsageError: A path holds what a shell or slurm.conf would take for something else.
+        UsageError: A path has characters that are special to a shell or slurm.conf.
     """
     for path in (hooks_dir, program):
         text = str(path)
         if not path.is_absolute() or any(not (c.isalnum() or c in "/._-+") for c in text):
-            raise UsageError(f"{text!r}: an absolute path of letters, digits and /._-+ is wanted")
+            raise UsageError(f"{text!r}: an absolute path of letters, digits and /._-+ is expected")
     conf = (shipped / CONF).read_text(encoding="utf-8").replace(SHIPPED_HOOKS, str(hooks_dir))
     hooks = {
         name: (shipped / name).read_text(encoding="utf-8").replace(SHIPPED_GPUOPS, str(program))
@@ -41,7 +41,7 @@ def installation(shipped: Path, hooks_dir: Path, program: Path) -> Installation:
 
 
 def write_hooks(hooks: Mapping[str, str], folder: Path) -> None:
-    """Write *hooks* into *folder*, for root to write and all to run.
+    """Write *hooks* into *folder*, writable by root and executable by all.
 
     Raises:
         UsageError: It cannot be written.

@@ -1,9 +1,9 @@
-"""What a node remembers from one check to the next (`gpuops.host.node_state`), and its file.
+"""What a node saves from one check to the next (`gpuops.host.node_state`), and its file.
 
-`case_of` and `state_after` are pure. The file, ``node.json``, is its owner's alone. It is worth
-little and must cost nothing: what cannot be read or believed is left out with a note, a disk that
-hangs costs `READ_S` and `SAVE_S`, and no verdict depends on either. Nothing is synced: after a
-power cut an older or a torn file is found, and both are dealt with.
+`judge_context_for` and `state_after` are pure. The file, ``node.json``, is writable only by its
+owner. No verdict depends on it: what cannot be read or trusted is left out with a note, and a disk
+that hangs costs `READ_S` and `SAVE_S`. Nothing is synced: after a power cut the file may be old or
+torn, and both are handled.
 """
 
 import errno
@@ -51,9 +51,9 @@ Change = Callable[[NodeState], NodeState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredNodeState:
-    """What a node knows of itself; ``boot_id`` as in `gpuops.host.node_state.BootMoment`.
+    """What a node saved; ``boot_id`` as in `gpuops.host.node_state.BootMoment`.
 
-    ``note``: why there is less than there could be, None where all is well.
+    ``note``: why something is missing, or None.
     """
 
     state: NodeState = field(default_factory=NodeState)
@@ -63,11 +63,11 @@ class StoredNodeState:
 
 
 class StateError(Exception):
-    """The file is there and must not be used, or cannot be written; says why."""
+    """The file must not be used, or cannot be written; the message says why."""
 
 
 class NewerStateError(StateError):
-    """A later gpuops wrote the file; it is left to that one."""
+    """A later gpuops wrote the file; it stays as it is."""
 
 
 def state_path(state_dir: Path) -> Path:
@@ -83,7 +83,7 @@ def load_state(
     *,
     deadline_s: float = READ_S,
 ) -> StoredNodeState:
-    """Return what the node remembers and which boot this is, within *deadline_s*.
+    """Return the saved state and which boot this is, within *deadline_s*.
 
     *left*: see `gpuops.host.process.probe.start_call`. The caller must have a single thread.
     """
@@ -113,10 +113,10 @@ def _read_all(path: Path, root: Path, uid: int) -> tuple[str, float, str | None,
 
 
 def read_state(state_dir: Path, uid: int) -> NodeState:
-    """Return what the file below *state_dir* holds, nothing where there is none.
+    """Return the state in the file below *state_dir*, an empty one if there is none.
 
     Raises:
-        StateError: It may not be believed, or is not a state of this or an earlier gpuops.
+        StateError: It is not to be trusted, or is not a state of this or an earlier gpuops.
     """
     text = _read(state_path(state_dir), uid)
     return NodeState() if text is None else parse_state(text)
@@ -148,7 +148,7 @@ def _read(path: Path, uid: int) -> str | None:
 
 
 def _why(error: OSError) -> str:
-    # What O_NOFOLLOW says of a link.
+    # The error of O_NOFOLLOW for a link.
     return "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
@@ -161,7 +161,7 @@ def parse_state(text: str) -> NodeState:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
-        raise StateError("it is no JSON: torn, or not ours") from None
+        raise StateError("it is not JSON: torn, or not ours") from None
     if not isinstance(body, dict) or not str(body.get("schema", "")).startswith(_SCHEMA):
         raise StateError("it is not a node's state")
     version = str(body["schema"]).removeprefix(_SCHEMA)
@@ -181,12 +181,12 @@ def state_json(state: NodeState) -> Json:
 
 
 def change_state(state_dir: Path, uid: int, change: Change, *, lock_s: float = LOCK_S) -> NodeState:
-    """Write what *change* makes of the present state, and return that; two at once lose nothing.
+    """Apply *change* to the saved state under a lock, and return the new state.
 
     A file that cannot be read as a state is replaced, except one of a later gpuops.
 
     Raises:
-        StateError: It cannot be written, is a later gpuops', or others held its lock for *lock_s*.
+        StateError: It cannot be written, is a later gpuops', or was locked for *lock_s*.
     """
     problem = why_not_ours(state_dir, private=False)
     if problem is not None:
@@ -235,33 +235,33 @@ def save_state(
     *,
     deadline_s: float = SAVE_S,
 ) -> Callable[[], str | None]:
-    """Begin to do as `change_state`; call what is returned for what went wrong, None for nothing.
+    """Start `change_state` in a child; call the result for what went wrong, or None.
 
-    By then at most *deadline_s* have gone by. *left*: see `gpuops.host.process.probe.start_call`.
+    That takes at most *deadline_s* from now. *left*: see `gpuops.host.process.probe.start_call`.
     The caller must have a single thread.
     """
     try:
         child = probe.start_call(
-            lambda: _kept(state_dir, uid, change),
+            lambda: _changed(state_dir, uid, change),
             deadline_s=deadline_s,
-            question=f"keep {state_path(state_dir)}",
+            question=f"save {state_path(state_dir)}",
             left=left,
         )
     except ProbeError as exc:
         text = str(exc)
         return lambda: text
 
-    def trouble() -> str | None:
+    def wait() -> str | None:
         try:
-            said: str | None = probe.answer_of(child)
+            problem: str | None = probe.answer_of(child)
         except ProbeError as exc:
             return str(exc)
-        return said
+        return problem
 
-    return trouble
+    return wait
 
 
-def _kept(state_dir: Path, uid: int, change: Change) -> str | None:
+def _changed(state_dir: Path, uid: int, change: Change) -> str | None:
     try:
         change_state(state_dir, uid, change)
     except StateError as exc:
@@ -269,7 +269,7 @@ def _kept(state_dir: Path, uid: int, change: Change) -> str | None:
     return None
 
 
-GPUS_LOOK = "gpus"
+GPUS_PROBE = "gpus"
 PROLOG = "prolog"
 
 SAMPLE_EVERY_S = 3600.0
@@ -282,13 +282,13 @@ HANGS_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateUpdate:
-    """What a check is for: who asked (``prolog``, ``epilog``, …), and for which Slurm job."""
+    """What a check is for: its caller (``prolog``, ``epilog``, …), and its Slurm job."""
 
     trigger: str = "manual"
     job_id: str | None = None
 
 
-def case_of(
+def judge_context_for(
     state: NodeState,
     *,
     node: Entity,
@@ -298,7 +298,7 @@ def case_of(
 ) -> JudgeContext:
     """Return what judges know of *node* at *moment*.
 
-    After a job the counters' baseline is what they were at that job's prolog, where that is known.
+    After a job the counters' baseline is their value at that job's prolog, if that is known.
     """
     own = None if purpose.trigger == PROLOG else state.jobs.get(purpose.job_id or "")
     counters = Counters(
@@ -320,20 +320,20 @@ def case_of(
 
 
 def state_after(
-    state: NodeState, ran: CheckRun, *, moment: BootMoment, purpose: StateUpdate
+    state: NodeState, check_run: CheckRun, *, moment: BootMoment, purpose: StateUpdate
 ) -> NodeState:
-    """Return what the node remembers once *ran*, begun at *moment*, is over."""
+    """Return the state to save after *check_run*, which started at *moment*."""
     if not moment.boot_id:
         return state
-    gpus = ran.facts.get(GPUS_LOOK)
+    gpus = check_run.facts.get(GPUS_PROBE)
     if isinstance(gpus, Gpus):
         state = _after_nvml(state, gpus.nvml, moment)
-        state = replace(state, profile=ran.profile)
+        state = replace(state, profile=check_run.profile)
     sample = CounterSample(
         boot_id=moment.boot_id,
         since_boot_s=moment.since_boot_s,
         t_us=moment.t_us,
-        values=dict(ran.counters),
+        values=dict(check_run.counters),
     )
     return replace(
         state,
@@ -345,9 +345,9 @@ def state_after(
 def _samples(
     samples: tuple[CounterSample, ...], now: CounterSample, moment: BootMoment
 ) -> tuple[CounterSample, ...]:
-    """Return *samples* with those counters of *now* that none younger than an hour holds.
+    """Return *samples* and those counters of *now* that have no sample of the last hour.
 
-    By counter, so that a suite that reads few does not put off the others' samples.
+    By counter, so that a suite that reads few does not delay the others' samples.
     """
     kept = tuple(item for item in samples if _is_kept(item, moment))
     recent = {
@@ -363,7 +363,7 @@ def _samples(
 
 
 def _is_kept(sample: CounterSample, moment: BootMoment) -> bool:
-    """A boot has no samples from its own future; an earlier boot's clock may have been wrong."""
+    """Return whether *sample* is still useful; a future one only if the boot was another."""
     age_s = moment.age_s(sample)
     return age_s <= SAMPLE_AGE_MAX_S and (age_s >= 0 or sample.boot_id != moment.boot_id)
 
@@ -371,7 +371,7 @@ def _is_kept(sample: CounterSample, moment: BootMoment) -> bool:
 def _jobs(
     jobs: Mapping[str, CounterSample], now: CounterSample, moment: BootMoment, purpose: StateUpdate
 ) -> Mapping[str, CounterSample]:
-    """Return *jobs* with this prolog's or without this epilog's; no job outlives its boot."""
+    """Return *jobs* with this prolog's or without this epilog's, and only of this boot."""
     kept = {
         job_id: sample
         for job_id, sample in jobs.items()
@@ -386,7 +386,7 @@ def _jobs(
 
 
 def _after_nvml(state: NodeState, nvml: NvmlSnapshot, moment: BootMoment) -> NodeState:
-    """Return *state* with one more hang of the driver, or with none: it answered."""
+    """Return *state* with one more hang of the driver, or with none if it answered."""
     reported = [gpu.modes.persistence for gpu in nvml.gpus if gpu.modes.persistence is not None]
     if reported:
         state = replace(state, persistence=all(reported))

@@ -1,10 +1,10 @@
 """What a hook asks the store, in a child with a deadline: permission to drain, repairs, strikes.
 
-Here alone a hook loads SQLAlchemy and talks to the database.
-
-In a child with a deadline; what went wrong is reported, and the file stays as it was.
+Only this child loads SQLAlchemy and talks to the database. An error is reported, and the file
+stays as it was.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -19,13 +19,13 @@ from gpuops.host.node_state import NodeState, Repair, Strikes
 from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
 
-# To fork and to import SQLAlchemy, in addition to the time that the store has to answer.
+# To fork and to import SQLAlchemy, in addition to the store's own timeout.
 START_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainPermitClient:
-    """How the gate of this node is set; see the settings ``gate.*``."""
+    """The settings of the gate of this node; see ``gate.*``."""
 
     node: str
     cluster: str
@@ -40,40 +40,37 @@ class DrainPermitClient:
     permit_deadline_s: float
 
 
-def start_asking(
+def start_permission_request(
     gate: DrainPermitClient, cause: DrainCause, clock: Clock
-) -> probe.ProbeChild | None:
-    """Start to ask whether this node may be drained for *cause*; None: no child can be had.
+) -> Callable[[], PermitReply]:
+    """Start to ask whether this node may be drained for *cause*; call the result for the reply.
 
-    The caller must have a single thread. Read the answer with `permission_of`.
+    The caller must have a single thread. Any error becomes a reply without a decision.
     """
     now_us = clock.now_us()
     try:
-        return probe.start_call(
+        child = probe.start_call(
             lambda: _ask(gate, cause, now_us), deadline_s=START_S + gate.permit_deadline_s
         )
     except ProbeError:
-        return None
+        return lambda: PermitReply(None, "no process to ask the store with")
 
+    def reply() -> PermitReply:
+        outcome = probe.within(child, child.deadline_s)
+        if outcome is None:
+            return PermitReply(None, f"the store gave no answer in {child.deadline_s:g} s")
+        try:
+            answer = probe.answer(outcome)
+        except ProbeError as exc:
+            return PermitReply(None, f"the store: {exc}")
+        if "error" in answer:
+            return PermitReply(None, str(answer["error"]))
+        return PermitReply(bool(answer["granted"]), str(answer["reason"]))
 
-def permission_of(child: probe.ProbeChild | None) -> PermitReply:
-    """Return what the store said; whatever went wrong, it is no answer."""
-    if child is None:
-        return PermitReply(None, "no process to ask the store with")
-    outcome = probe.within(child, child.deadline_s)
-    if outcome is None:
-        return PermitReply(None, f"the store gave no answer in {child.deadline_s:g} s")
-    try:
-        said = probe.answer(outcome)
-    except ProbeError as exc:
-        return PermitReply(None, f"the store: {exc}")
-    if "error" in said:
-        return PermitReply(None, str(said["error"]))
-    return PermitReply(bool(said["granted"]), str(said["reason"]))
+    return reply
 
 
 def _ask(gate: DrainPermitClient, cause: DrainCause, now_us: int) -> dict[str, object]:
-    from gpuops.errors import GpuopsError
     from gpuops.store.permits import request_permit
 
     try:
@@ -96,10 +93,10 @@ def _ask(gate: DrainPermitClient, cause: DrainCause, now_us: int) -> dict[str, o
 FETCH_S = 2.0
 
 
-def sync(
+def sync_from_store(
     store_url: str, *, cluster: str, node: str, state_dir: Path, uid: int, clock: Clock
 ) -> str | None:
-    """Ask the store and keep its answer; return what went wrong, None where nothing did.
+    """Fetch repairs and strikes into the node's file; return what went wrong, or None.
 
     The caller must have a single thread.
     """
@@ -112,23 +109,23 @@ def sync(
             repairs, strikes = fetch_repairs_and_strikes(
                 store_url, cluster=cluster, node=node, now_us=now_us, deadline_s=FETCH_S
             )
-            change_state(state_dir, uid, lambda state: with_news(state, repairs, strikes))
+            change_state(state_dir, uid, lambda state: with_store_records(state, repairs, strikes))
         except (GpuopsError, StateError) as exc:
             return str(exc)
         return None
 
     try:
-        trouble: str | None = probe.ask(
+        problem: str | None = probe.ask(
             ask, START_S + FETCH_S, question=f"sync {state_dir}", left=abandoned()
         )
     except ProbeError as exc:
-        trouble = str(exc)
-    return trouble and f"gpuops: repairs and strikes were not asked of the store: {trouble}"
+        problem = str(exc)
+    return problem and f"gpuops: cannot fetch repairs and strikes from the store: {problem}"
 
 
-def with_news(
+def with_store_records(
     state: NodeState, repairs: tuple[Repair, ...], strikes: tuple[Strikes, ...]
 ) -> NodeState:
-    """Return *state* with what the store has; a repair that it does not have yet stays."""
+    """Return *state* with what the store has; a repair that the store lacks is kept."""
     known = reduce(with_repair, repairs, state.repairs)
     return replace(state, repairs=known, strikes=strikes)

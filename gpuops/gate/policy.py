@@ -1,6 +1,6 @@
-"""What the gate does about a check run: whether the job may start here, and whose drain is whose.
+"""What the gate does after a check run: whether the job may start, and who owns a drain.
 
-Pure: the findings, the mode, the fuse's answer and slurmctld's state are arguments.
+Pure: the findings, the mode, the fuse's reply and slurmctld's state are arguments.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,8 +14,8 @@ from gpuops.slurm.scontrol import SlurmNode
 
 RESUMES_WINDOW_S = 86400.0
 
-# Actions for which the node must not run jobs. Of other classes a finding is on record, no more.
-TAKES_NODE_OUT = frozenset(
+# Actions for which the node must not run jobs. Findings of other classes are only recorded.
+DRAINING_ACTIONS = frozenset(
     {
         ActionKind.DRAIN,
         ActionKind.RESET_GPU,
@@ -25,8 +25,8 @@ TAKES_NODE_OUT = frozenset(
     }
 )
 
-# Here the driver, the device or the kernel itself says that it is broken. All other failures are a
-# number held against a limit, and a wrong limit fails every node of a cluster at once.
+# The driver, the device or the kernel itself reports these. All other failures compare a number
+# with a limit, and a wrong limit fails every node of a cluster at once.
 HARDWARE_REPORTED = frozenset(
     {
         FailureClass.GPU_FELL_OFF_BUS,
@@ -39,13 +39,13 @@ HARDWARE_REPORTED = frozenset(
         FailureClass.KERNEL_FAULT,
     }
 )
-# Checks that only repeat what the driver says, whatever the class of it is.
+# Checks that only repeat what the driver reports, of any class.
 HARDWARE_REPORTED_CHECKS = frozenset({"gpu_recovery_action"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainCause:
-    """The finding for which a node goes out, and what its runbook says to do."""
+    """The finding for which a node is drained, and the action of its runbook."""
 
     finding: Finding
     failure_class: FailureClass
@@ -53,14 +53,14 @@ class DrainCause:
 
     @property
     def hardware_reported(self) -> bool:
-        """Say whether the hardware, its driver or the kernel reported it, and no limit of ours."""
+        """Return whether the hardware, its driver or the kernel reported it, not our limit."""
         return (
             self.failure_class in HARDWARE_REPORTED
             or self.finding.check in HARDWARE_REPORTED_CHECKS
         )
 
     def reason(self, incident: str | None) -> str:
-        """Return the reason of the drain; *incident* is the id of what it belongs to."""
+        """Return the reason of the drain; *incident* is the id of its incident."""
         value = self.finding.value
         text = f"{value:g}" if isinstance(value, float) else None if value is None else str(value)
         entity = self.finding.entity.id
@@ -70,25 +70,25 @@ class DrainCause:
 def find_drain_cause(
     findings: Iterable[Finding], actions: dict[FailureClass, ActionKind]
 ) -> DrainCause | None:
-    """Return the failure for which the node must run no jobs, None where there is none.
+    """Return the failure for which the node must run no jobs, None if there is none.
 
-    Of several, one that the hardware reported goes first. *actions* are those of the runbooks;
-    a class without a runbook takes no node out, as nobody has said what it means.
+    Of several, one that the hardware reported comes first. *actions* are those of the runbooks;
+    a class without a runbook drains no node.
     """
     causes = [
         DrainCause(finding=finding, failure_class=kind, action=actions[kind])
         for finding in findings
         if finding.status is Status.FAIL
         and (kind := finding.failure_class) is not None
-        and actions.get(kind) in TAKES_NODE_OUT
+        and actions.get(kind) in DRAINING_ACTIONS
     ]
     return min(causes, key=lambda cause: not cause.hardware_reported, default=None)
 
 
 class DrainOutcome(StrEnum):
-    """What becomes of a node with a cause to drain it.
+    """What is done with a node that has a cause to drain it.
 
-    ``kept``: it passes again, but has come back too often.
+    ``kept``: it passes again, but was resumed too often.
     """
 
     START = "start"
@@ -102,7 +102,7 @@ class DrainOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PermitReply:
-    """What the store said of a drain. ``granted`` None: it gave no answer; ``why`` says so."""
+    """The store's reply about a drain. ``granted`` None: no reply; ``why`` says why not."""
 
     granted: bool | None
     why: str
@@ -120,7 +120,7 @@ class DrainDecision:
 
     @property
     def drains(self) -> bool:
-        """Say whether the node goes out; in a prolog, that the job does not start here."""
+        """Return whether the node is drained; in a prolog, the job then does not start here."""
         return self.outcome is DrainOutcome.DRAIN
 
 
@@ -132,11 +132,11 @@ def decide_drain(
 ) -> DrainDecision:
     """Return what to do with a node that fails for *cause*.
 
-    Without an answer about the fuse only the hardware's own verdict drains. *skip_reason* says why
-    this node is not to be drained now, as where it is drained already.
+    Without a reply about the fuse, only a failure that the hardware reported drains the node.
+    *skip_reason* says why this node is not drained now, such as that it is drained already.
     """
     if cause is None:
-        return DrainDecision(DrainOutcome.START, "nothing that takes a node out")
+        return DrainDecision(DrainOutcome.START, "no failure that drains a node")
     if mode is GateMode.OBSERVE:
         return DrainDecision(DrainOutcome.WOULD_DRAIN, "gate.mode is observe")
     if skip_reason is not None:
@@ -146,15 +146,15 @@ def decide_drain(
             DrainOutcome.DRAIN if permission.granted else DrainOutcome.TRIPPED, permission.why
         )
     if cause.hardware_reported:
-        why = f"no permit ({permission.why}), but the hardware's own verdict"
+        why = f"no permit ({permission.why}), but the hardware itself reports the failure"
         return DrainDecision(DrainOutcome.DRAIN, why)
     return DrainDecision(
-        DrainOutcome.NO_PERMIT, f"no permit ({permission.why}), and only a limit's verdict"
+        DrainOutcome.NO_PERMIT, f"no permit ({permission.why}), and only a limit is exceeded"
     )
 
 
 class DrainStep(StrEnum):
-    """What to do next about a drain of ours that is wanted."""
+    """What to do next about a drain that we want."""
 
     WAIT = "wait"
     SET = "set"
@@ -166,13 +166,13 @@ class DrainStep(StrEnum):
 def next_drain_step(
     view: SlurmNode, reason: str, *, replaces: Collection[str], was_set: bool
 ) -> DrainStep:
-    """Return what to do so that *view* is drained for *reason*, and never over another's reason.
+    """Return what to do so that *view* is drained for *reason*, without replacing another's reason.
 
     Args:
         view: The node as slurmctld sees it now.
         reason: Ours.
-        replaces: The reasons that ours may take the place of, to the letter.
-        was_set: It has been set before: where it is gone, an administrator removed it.
+        replaces: The reasons that ours may replace, verbatim.
+        was_set: It was set before: if it is gone, an administrator removed it.
     """
     if view.drained:
         if view.reason == reason:
@@ -182,17 +182,17 @@ def next_drain_step(
         return DrainStep.LIFTED
     if view.reason is None:
         return DrainStep.SET
-    # A node that is down keeps slurmctld's reason; it is asked again when it is back.
+    # A node that is down keeps slurmctld's reason; retry when it is back.
     return DrainStep.WAIT if not view.registered else DrainStep.YIELD
 
 
 def replaceable_reasons(
     hook: str, earlier: str | None, earlier_replaces: Collection[str]
 ) -> list[str]:
-    """Return the reasons that a drain wanted by *hook* may take the place of.
+    """Return the reasons that a drain by *hook* may replace.
 
-    That is slurmd's word for our own failed hook, and *earlier*, the reason of a drain that we
-    wanted shortly before, with slurmd's words that this one might replace: after a prolog that
+    These are slurmd's reason for our own failed hook, and *earlier*, the reason of a drain that we
+    wanted shortly before, with the slurmd reasons that it might replace: after a prolog that
     fails, the epilog runs, and fails as well.
     """
     slurmd_reasons = [OF_SLURMD[hook]] if hook in OF_SLURMD else []
@@ -203,32 +203,32 @@ def replaceable_reasons(
 
 
 def may_resume(view: SlurmNode, reason: str) -> bool:
-    """Say whether the drain of *view* is ours alone to take back: the very reason we recorded."""
+    """Return whether the drain of *view* is ours: it has exactly the reason that we recorded."""
     return view.drained and not view.down and is_ours(reason) and view.reason == reason
 
 
 def resume_refusal(
     resumed_us: Iterable[int], repaired_us: Iterable[int], now_us: int, limit: int
 ) -> str | None:
-    """Return why a drain is not taken back once more; None: it may be.
+    """Return why the node is not resumed once more; None: it may be.
 
     Args:
-        resumed_us: When earlier drains for the same check were taken back.
-        repaired_us: When the node was repaired: what was before counts no longer.
+        resumed_us: When the node was resumed after earlier drains for the same check.
+        repaired_us: When the node was repaired: earlier resumes no longer count.
         now_us: Now.
-        limit: So many may be taken back within `RESUMES_WINDOW_S`.
+        limit: How many resumes are allowed within `RESUMES_WINDOW_S`.
     """
     since_us = max([now_us - round(RESUMES_WINDOW_S * 1e6), *repaired_us])
     count = sum(since_us < item <= now_us for item in resumed_us)
     if count < limit:
         return None
     times = "once" if count == 1 else f"{count} times"
-    text = f"taken back {times} in {RESUMES_WINDOW_S / 3600:g} h for the same check"
-    return f"{text}; `gpuops repair` or a resume by hand ends it"
+    text = f"resumed {times} in {RESUMES_WINDOW_S / 3600:g} h after drains for this check"
+    return f"{text}; use `gpuops repair` or resume it by hand"
 
 
 def proves_healthy(findings: Iterable[Finding], check: str) -> bool:
-    """Say whether nothing fails and the check that drained the node was really answered."""
+    """Return whether nothing fails and the check that drained the node gave a result."""
     statuses: list[Status] = []
     for finding in findings:
         if finding.status is Status.FAIL:

@@ -1,9 +1,9 @@
-"""Record a check run: events in the spool, and a detached flusher that takes them to the store.
+"""Record a check run: events in the spool, and a detached flusher that sends them to the store.
 
-No verdict waits for it: a spool that hangs costs `RECORD_S`. Where it is only slow, the run is
-recorded late, without what it makes of the node's incidents: a newer check may have run.
-The node's file keeps its open incidents; it is changed in the child that records the run, so a file
-that hangs or cannot be written costs no verdict either.
+No verdict waits for it: a spool that hangs costs `RECORD_S`. If it is only slow, the run is
+recorded late, without its effect on the node's incidents: a newer check may have run.
+The node's file holds its open incidents; it is changed in the child that records the run, so that
+a file that hangs or cannot be written costs no verdict either.
 """
 
 import os
@@ -22,6 +22,7 @@ from gpuops.host.process import probe
 from gpuops.host.process.command import spawn_detached
 from gpuops.host.process.inspect import process_state
 from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.records import to_json
 from gpuops.incident.incidents.node import NodeCheckContext, acknowledge_repairs, update_incidents
 from gpuops.incident.runbook import failing_runbooks
 from gpuops.log import printable
@@ -29,7 +30,7 @@ from gpuops.model import Event, Incident, IncidentState, Severity, Status, uuid7
 from gpuops.resources import data_dir
 from gpuops.units import NS_PER_S
 
-# tests/integration/test_slurm_files.py holds the sum of what a hook may take.
+# tests/integration/test_slurm_files.py checks the sum of what a hook may take.
 RECORD_S = 1.0
 LATE_S = 30.0
 _NAMESPACE = uuid.UUID("1b4c5a52-6c0e-5d0b-8a3f-9a4e6d1f2c70")
@@ -44,8 +45,8 @@ _SEVERITY = {Status.FAIL: Severity.ERROR, Status.UNKNOWN: Severity.WARNING} | {
 class RecordOptions:
     """Where records go. ``config_file``: the one named on the command line, for the flusher.
 
-    ``state_dir``: where the node keeps its open incidents, *uid* being whose file is believed.
-    None: this is a user's own check, which makes no incidents of the node.
+    ``state_dir``: the folder of the node's open incidents, ``uid`` the trusted owner of that file.
+    None: this is a user's own check, which opens no incidents of the node.
     """
 
     spool_dir: Path
@@ -59,7 +60,7 @@ class RecordOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOccasion:
-    """Why a check ran. ``gpus``: those that it asked about (None: all); ``mode``: the gate's."""
+    """Why a check ran. ``gpus``: those that it judged (None: all); ``mode``: the gate's."""
 
     trigger: str
     job_id: str | None = None
@@ -67,78 +68,71 @@ class CheckOccasion:
     mode: str | None = None
 
 
-def events_of(ran: CheckRun, occasion: CheckOccasion, clock: Clock) -> list[Event]:
-    """Return what is recorded of *ran*: the run itself, and each failure of gpuops in it."""
+def events_of(check_run: CheckRun, occasion: CheckOccasion, clock: Clock) -> list[Event]:
+    """Return the events of *check_run*: the run itself, and each failure of gpuops in it."""
     from gpuops.store.events import new_event
 
     payload = {
-        "suite": ran.suite,
+        "suite": check_run.suite,
         "trigger": occasion.trigger,
         "job_id": occasion.job_id,
         "gpus": None if occasion.gpus is None else sorted(occasion.gpus),
-        "profile": ran.profile,
+        "profile": check_run.profile,
         "mode": occasion.mode,
-        "boot_us": _boot_us(ran),
-        "start_us": ran.start_us,
-        "end_us": ran.end_us,
-        "verdict": ran.verdict.word,
-        "findings": [finding.to_json() for finding in ran.findings],
-        "late": list(ran.late),
+        "boot_us": _boot_us(check_run),
+        "start_us": check_run.start_us,
+        "end_us": check_run.end_us,
+        "verdict": check_run.verdict.word,
+        "findings": [finding.to_json() for finding in check_run.findings],
+        "late": list(check_run.late),
     }
-    severity = _SEVERITY.get(ran.verdict, Severity.INFO)
+    severity = _SEVERITY.get(check_run.verdict, Severity.INFO)
     events = [
-        new_event("check.ran", node=ran.node, clock=clock, severity=severity, payload=payload)
+        new_event("check.ran", node=check_run.node, clock=clock, severity=severity, payload=payload)
     ]
-    for failure in ran.failures:
-        payload = {
-            "what": failure.what,
-            "error": failure.error,
-            "traceback": failure.traceback,
-        }
+    for failure in check_run.failures:
+        payload = to_json(failure)
+        severity = Severity.WARNING
         events.append(
             new_event(
-                "tool.failed",
-                node=ran.node,
-                clock=clock,
-                severity=Severity.WARNING,
-                payload=payload,
+                "tool.failed", node=check_run.node, clock=clock, severity=severity, payload=payload
             )
         )
     return events
 
 
-def _boot_us(ran: CheckRun) -> int | None:
-    moment = ran.moment
+def _boot_us(check_run: CheckRun) -> int | None:
+    moment = check_run.moment
     return None if moment is None else moment.t_us - round(moment.since_boot_s * 1e6)
 
 
 def record_check_run(
-    ran: CheckRun, occasion: CheckOccasion, memory: RecordOptions, clock: Clock
+    check_run: CheckRun, occasion: CheckOccasion, options: RecordOptions, clock: Clock
 ) -> str | None:
-    """Spool *ran* with what it makes of the node's incidents, and start a flusher.
+    """Spool *check_run* with its effect on the node's incidents, and start a flusher.
 
-    Returns what went wrong, None where nothing did. The caller must have a single thread.
+    Returns what went wrong, or None. The caller must have a single thread.
     """
     late_ns = clock.mono_ns() + round(RECORD_S * NS_PER_S)
 
     def events() -> list[Event]:
-        found = events_of(ran, occasion, clock)
-        if memory.state_dir is None:
+        found = events_of(check_run, occasion, clock)
+        if options.state_dir is None:
             return found
         incidents = changed_incidents(
-            ran,
+            check_run,
             occasion,
-            memory.state_dir,
-            memory.uid,
+            options.state_dir,
+            options.uid,
             is_late=lambda: clock.mono_ns() > late_ns,
         )
-        return [*found, *incident_events(incidents, ran.node, clock)]
+        return [*found, *incident_events(incidents, check_run.node, clock)]
 
-    return record(events, ran.node, memory, clock)
+    return record(events, check_run.node, options, clock)
 
 
 def incident_events(incidents: Iterable[Incident], node: str, clock: Clock) -> list[Event]:
-    """Return the events that tell of *incidents* of *node*."""
+    """Return the events about *incidents* of *node*."""
     from gpuops.store.events import new_event
 
     return [
@@ -156,88 +150,91 @@ def incident_events(incidents: Iterable[Incident], node: str, clock: Clock) -> l
 def record(
     events: Callable[[], list[Event]],
     node: str,
-    memory: RecordOptions,
+    options: RecordOptions,
     clock: Clock,
     *,
     deadline_s: float = RECORD_S,
 ) -> str | None:
-    """Spool what *events* makes and start a flusher; return what went wrong, None for nothing.
+    """Spool the result of *events* and start a flusher; return what went wrong, or None.
 
-    A spool that hangs costs *deadline_s*; what is recorded then goes on alone for `LATE_S`, as a
-    disk that a job keeps busy needs seconds for what it will still do. The caller must have a
-    single thread.
+    A spool that hangs costs *deadline_s*; the child then continues for `LATE_S`, as a disk that a
+    job keeps busy may need seconds. The caller must have a single thread.
     """
     try:
         child = probe.start_call(
-            lambda: _spooled(memory, node, events(), clock),
+            lambda: _spooled(options, node, events(), clock),
             deadline_s=LATE_S,
-            question=f"record {memory.spool_dir}",
+            question=f"record {options.spool_dir}",
             left=abandoned(),
         )
         outcome = probe.within(child, deadline_s)
         if outcome is None:
-            return _late(memory.spool_dir, child.pid, deadline_s)
-        trouble = probe.answer(outcome)
+            return _late_text(options.spool_dir, child.pid, deadline_s)
+        problem = probe.answer(outcome)
     except ProbeError as exc:
         return f"gpuops: this result is not recorded: {printable(str(exc))}"
     if outcome.errors:
         return printable(outcome.errors.decode(errors="replace").rstrip("\n"))
-    return None if trouble is None else str(trouble)
+    return None if problem is None else str(problem)
 
 
-def _late(spool_dir: Path, pid: int, waited_s: float) -> str:
+def _late_text(spool_dir: Path, pid: int, waited_s: float) -> str:
     now = process_state(pid)
     where = "" if now is None else f", state {now.state}"
     where += f" in {now.wchan}" if now is not None and now.wchan else ""
     return (
         f"gpuops: this result is not recorded yet: {spool_dir} gave no answer in {waited_s:.1f} s"
-        f" (pid {pid}{where}, which goes on for {LATE_S:.0f} s)"
+        f" (pid {pid}{where}, which continues for {LATE_S:.0f} s)"
     )
 
 
-def _spooled(memory: RecordOptions, node: str, events: list[Event], clock: Clock) -> str | None:
+def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Clock) -> str | None:
     from gpuops.store.spool.record import spool_recorder
 
     recorder = spool_recorder(
-        memory.spool_dir,
+        options.spool_dir,
         node=node,
-        boot_id=boot_id(memory.root),
-        bytes_max=memory.spool_bytes_max,
+        boot_id=boot_id(options.root),
+        bytes_max=options.spool_bytes_max,
         clock=clock,
     )
     recorder.record(*events)
     recorder.close()
-    return _flusher_started(memory)
-
-
-def _flusher_started(memory: RecordOptions) -> str | None:
-    config = ["--config", str(memory.config_file)] if memory.config_file else []
-    # -P: as root, never import from the directory in which the job happens to be.
-    argv = [sys.executable, "-P", "-m", "gpuops", *config, "db", "flush", "--quiet"]
     try:
-        spawn_detached(argv, memory.environ)
+        start_detached_gpuops(options, "db", "flush", "--quiet")
     except OSError as exc:
         return f"gpuops: recorded, but cannot start the flusher: {exc.strerror}"
     return None
 
 
+def start_detached_gpuops(options: RecordOptions, *words: str) -> None:
+    """Start ``gpuops WORDS`` in its own session.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    config = ["--config", str(options.config_file)] if options.config_file else []
+    # -P: as root, never import from the directory in which the job happens to be.
+    spawn_detached([sys.executable, "-P", "-m", "gpuops", *config, *words], options.environ)
+
+
 def changed_incidents(
-    ran: CheckRun,
+    check_run: CheckRun,
     occasion: CheckOccasion,
     state_dir: Path,
     uid: int,
     *,
     is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[Incident, ...]:
-    """Return the incidents to record after *ran*; the file in *state_dir* keeps the open ones.
+    """Return the incidents to record after *check_run*; the file in *state_dir* holds open ones.
 
-    Where the file cannot be kept, what fails is one incident a day: it would be a new one at each
-    check. Where it *is_late*, another check may have run meanwhile, and *ran* changes nothing.
+    If the file cannot be written, a failure is one incident a day: it would be a new one at each
+    check. If it *is_late*, another check may have run meanwhile, and nothing is changed.
     """
     changed: list[Incident] = []
     about = NodeCheckContext(
-        runbooks=failing_runbooks(ran.findings, data_dir("runbooks")),
-        new_id=lambda _key: uuid7(ran.start_us, os.urandom(10)),
+        runbooks=failing_runbooks(check_run.findings, data_dir("runbooks")),
+        new_id=lambda _key: uuid7(check_run.start_us, os.urandom(10)),
         trigger=occasion.trigger,
         job_id=occasion.job_id,
         all_gpus_checked=occasion.gpus is None,
@@ -246,20 +243,20 @@ def changed_incidents(
     def change(state: NodeState) -> NodeState:
         if is_late():
             return state
-        found = update_incidents(ran, state.incidents, replace(about, repairs=state.repairs))
+        found = update_incidents(check_run, state.incidents, replace(about, repairs=state.repairs))
         changed[:] = found.changed
         return replace(state, incidents=found.open)
 
     try:
         change_state(state_dir, uid, change)
     except StateError:
-        daily = replace(about, new_id=lambda key: _daily_id(ran, key))
-        return update_incidents(ran, {}, daily).changed
+        daily = replace(about, new_id=lambda key: _daily_id(check_run, key))
+        return update_incidents(check_run, {}, daily).changed
     return tuple(changed)
 
 
 def acknowledge(state_dir: Path, uid: int, repair: Repair) -> tuple[Incident, ...]:
-    """Keep *repair* in the node's file; return the incidents that it closes.
+    """Save *repair* in the node's file; return the incidents that it closes.
 
     Raises:
         StateError: The file cannot be written.
@@ -276,12 +273,12 @@ def acknowledge(state_dir: Path, uid: int, repair: Repair) -> tuple[Incident, ..
 
 
 def with_repair(repairs: tuple[Repair, ...], new: Repair) -> tuple[Repair, ...]:
-    """Return *repairs* with *new*: of each thing only its latest repair, the newest first."""
+    """Return *repairs* with *new*: only the latest repair of each entity, the newest first."""
     latest: dict[tuple[str, str], Repair] = {}
     for item in sorted((*repairs, new), key=lambda item: -item.t_us):
         latest.setdefault((item.entity_kind, item.entity_id), item)
     return tuple(latest.values())
 
 
-def _daily_id(ran: CheckRun, key: str) -> str:
-    return str(uuid.uuid5(_NAMESPACE, f"{ran.node}/{key}/{ran.start_us // _DAY_US}"))
+def _daily_id(check_run: CheckRun, key: str) -> str:
+    return str(uuid.uuid5(_NAMESPACE, f"{check_run.node}/{key}/{check_run.start_us // _DAY_US}"))

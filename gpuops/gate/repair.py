@@ -1,7 +1,7 @@
-"""A repair on record: what was before it no longer counts against its entity.
+"""Record a repair: what was before it no longer counts against its entity.
 
-On the node itself it needs no database: the node's file takes it, and the store gets it when
-it can. Another node reads it from the store, with its next health check.
+On the node itself it needs no database: it is saved in the node's file, and sent to the store
+later. On another node, the next health check reads it from the store.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class RepairRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairSummary:
-    """What came of it. ``events`` are to be recorded; ``notes``: what could not be done."""
+    """The result. ``events`` are to be recorded; ``notes``: what could not be done."""
 
     repair: Repair
     closed: tuple[Incident, ...]
@@ -46,41 +46,42 @@ class RepairSummary:
 
 
 def acknowledge_repair(
-    order: RepairRequest, store_url: str, cluster: str, clock: Clock
+    request: RepairRequest, store_url: str, cluster: str, clock: Clock
 ) -> RepairSummary:
-    """Return what *order* comes to; on the node itself its file has taken it.
+    """Acknowledge the repair in *request*; on the node itself it is then in the node's file.
 
     Raises:
         UsageError: The store knows no such node, or no such part of it.
-        StoreError: The node is another one, and the store gives no answer.
+        StoreError: The node is another one, and the store cannot be reached.
         GpuopsError: This is the node, and neither its file nor the store could be used.
     """
-    event = repaired_event(order.node, order.entity, by=order.by, what=order.what, clock=clock)
+    entity = request.entity
+    event = repaired_event(request.node, entity, by=request.by, what=request.what, clock=clock)
     repair = Repair(
-        entity_kind=order.entity.kind.value,
-        entity_id=order.entity.id,
+        entity_kind=entity.kind.value,
+        entity_id=entity.id,
         t_us=event.t_us,
-        by=order.by,
-        what=order.what,
+        by=request.by,
+        what=request.what,
     )
     notes: list[str] = []
     closed: dict[str, Incident] = {}
     try:
-        closed |= _by_id(_closed_in_store(order, repair, store_url, cluster))
+        closed |= _by_id(_closed_in_store(request, repair, store_url, cluster))
     except StoreError as exc:
-        if not order.is_here:
+        if not request.is_here:
             raise
         notes.append(f"the store was not asked: {exc}")
-    if order.is_here:
+    if request.is_here:
         try:
-            closed |= _by_id(acknowledge(order.state_dir, order.uid, repair))
+            closed |= _by_id(acknowledge(request.state_dir, request.uid, repair))
         except StateError as exc:
             if notes:
                 raise GpuopsError(
                     f"this repair is not recorded: this node's file: {exc}; {notes[0]}"
                 ) from exc
-            notes.append(f"this node's file does not have it: {exc}")
-    closed_events = incident_events(closed.values(), order.node, clock)
+            notes.append(f"it is not in this node's file: {exc}")
+    closed_events = incident_events(closed.values(), request.node, clock)
     return RepairSummary(
         repair=repair,
         closed=tuple(closed.values()),
@@ -94,20 +95,20 @@ def _by_id(incidents: Iterable[Incident]) -> dict[str, Incident]:
 
 
 def _closed_in_store(
-    order: RepairRequest, repair: Repair, store_url: str, cluster: str
+    request: RepairRequest, repair: Repair, store_url: str, cluster: str
 ) -> list[Incident]:
-    """Return the open incidents that the store has of the node, as closed by *repair*."""
+    """Return the node's open incidents in the store, as closed by *repair*."""
     with (
         open_store(store_url, mode="read", deadline_s=STORE_S) as store,
         store.begin() as connection,
     ):
         try:
-            node = find_node(connection, order.node, cluster=cluster)
+            node = find_node(connection, request.node, cluster=cluster)
         except UsageError:
-            if order.is_here:
+            if request.is_here:
                 return []
             raise
-        _check_part(order, components_of(connection, node.id, order.entity.kind.value))
+        _check_entity(request, components_of(connection, node.id, request.entity.kind.value))
         found = incidents_of(connection, node.id, node.name, ROWS_MAX)
     is_open = (IncidentState.OPEN, IncidentState.MITIGATED)
     return [
@@ -117,11 +118,11 @@ def _closed_in_store(
     ]
 
 
-def _check_part(order: RepairRequest, known: list[str]) -> None:
-    entity = order.entity
+def _check_entity(request: RepairRequest, known: list[str]) -> None:
+    entity = request.entity
     if entity.kind is EntityKind.NODE or not known or entity.id in known:
         return
     raise UsageError(
-        f"node {order.node} never had a {entity.kind.value} {entity.id!r}; "
+        f"node {request.node} never had a {entity.kind.value} {entity.id!r}; "
         f"on record are {', '.join(known)}"
     )

@@ -2,17 +2,17 @@
 
 The order: the state file is read (`gpuops.gate.node_state`) and names a first profile; all probes
 start for that profile; once the GPUs are known the profile is final, probes that it changes run
-again, and judging begins. `keep_state` writes the state file, after the result is out.
+again, and judging begins. `start_saving_state` writes the state file, after the result is out.
 
 The hardware profile, in this order: the one that ``check.profile`` names; else the one that matches
-the GPUs that the check found; where none were found, or some are missing, the last one that matched
+the GPUs that the check found; if none were found, or some are missing, the last one that matched
 on this node; else one that matches the node's name alone. So a node whose driver hangs or whose GPU
 fell off the bus is still compared with what it had.
 
-`confirmed` repeats checks whose failure may pass by itself: when an epilog runs, a process of the
-ended job may still be exiting, and its memory is freed a moment later. gpuops ends no process: that
-is Slurm's part (``proctrack/cgroup``, ``KillWait``). `record_facts` and `judge_recording` are the
-two halves of a check on different machines: judging never reads the machine that it runs on.
+`recheck_failures` repeats checks whose failure may be transient: when an epilog runs, a process of
+the ended job may still be exiting, and its memory is freed a moment later. gpuops ends no process:
+that is Slurm's job (``proctrack/cgroup``, ``KillWait``). `record_facts` and `judge_recording` are
+the two halves of a check on different machines: judging never reads the machine that it runs on.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ from gpuops.checks.core.profile import Profile
 from gpuops.checks.core.profile_files import fits, load_profiles, profile_for
 from gpuops.checks.core.recording import Recording
 from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, judge, run_suite
-from gpuops.checks.core.silence import Silence, load_silences, silenced
+from gpuops.checks.core.silence import Silence, apply_silences, load_silences
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths
 from gpuops.errors import ConfigError
 from gpuops.gate.node_state import (
-    GPUS_LOOK,
+    GPUS_PROBE,
     READ_S,
     StateUpdate,
     StoredNodeState,
-    case_of,
+    judge_context_for,
     load_state,
     save_state,
     state_after,
@@ -42,7 +42,7 @@ from gpuops.gate.node_state import (
 from gpuops.host.clock import Clock, FakeClock
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import BootMoment
-from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.process.run_with_deadline import AbandonedProcess, abandoned
 from gpuops.host.records import from_json
 from gpuops.host.trust import check_folders
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
@@ -50,7 +50,7 @@ from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSelector:
-    """What is known of *node* before it is probed; ``remembered`` is a profile's name."""
+    """Selects the profile of *node*; ``remembered`` is the name of the last one."""
 
     profiles: Mapping[str, Profile]
     node: str
@@ -58,28 +58,33 @@ class ProfileSelector:
     remembered: str | None = None
 
     def first(self) -> Profile:
-        """Return the profile that holds before any probe.
+        """Return the profile to use before any probe has run.
 
         Raises:
             ConfigError: There is no profile called ``named``.
         """
         if self.named is None and self.remembered in self.profiles:
             return self.profiles[str(self.remembered)]
-        return self._fitting((), 0)[0]
+        return self._matching((), 0)[0]
 
-    def by(self, gpus: Gpus) -> Profile:
-        """Return the profile that matches *gpus*."""
-        return self._speak_for(gpus)[0]
+    def select(self, gpus: Gpus) -> tuple[Profile, str | None]:
+        """Return the profile that matches *gpus*, and what is wrong if none or several do."""
+        names, count = _names_and_count(gpus)
+        first = self.first()
+        expected = first.match.gpu_count
+        if not names or (expected is not None and count < expected):
+            return first, None
+        return self._matching(names, count)
 
     def problem(self, gpus: object) -> Finding | None:
-        """Return the finding about a choice that went wrong, given the facts of the GPUs.
+        """Return the finding about a failed selection, given the facts of the GPUs.
 
         Hardware without a profile is judged by what it reports; only a contradiction warns.
         """
-        text = self._speak_for(gpus)[1] if isinstance(gpus, Gpus) else None
+        text = self.select(gpus)[1] if isinstance(gpus, Gpus) else None
         if text is None or not isinstance(gpus, Gpus):
             return None
-        names, count = _seen(gpus)
+        names, count = _names_and_count(gpus)
         several = sum(fits(item.match, self.node, names, count) for item in self.profiles.values())
         return Finding(
             check="profile",
@@ -89,44 +94,36 @@ class ProfileSelector:
             source="checks/profiles",
         )
 
-    def _speak_for(self, gpus: Gpus) -> tuple[Profile, str | None]:
-        names, count = _seen(gpus)
-        first = self.first()
-        wanted = first.match.gpu_count
-        if not names or (wanted is not None and count < wanted):
-            return first, None
-        return self._fitting(names, count)
-
-    def _fitting(self, names: tuple[str, ...], count: int) -> tuple[Profile, str | None]:
+    def _matching(self, names: tuple[str, ...], count: int) -> tuple[Profile, str | None]:
         return profile_for(
             self.profiles, node=self.node, gpu_names=names, gpu_count=count, named=self.named
         )
 
     def chooser(self) -> ProfileChooser:
         """Return how a run finds the profile."""
-        return ProfileChooser(self.first(), GPUS_LOOK, self._looked)
+        return ProfileChooser(self.first(), GPUS_PROBE, self._choose)
 
-    def _looked(self, looked: ProbeResult) -> Profile:
-        if looked.error is not None:
+    def _choose(self, result: ProbeResult) -> Profile:
+        if result.error is not None:
             return self.first()
         try:
-            return self.by(from_json(Gpus, looked.facts, "the GPUs"))
+            return self.select(from_json(Gpus, result.facts, "the GPUs"))[0]
         except (ConfigError, ValueError):
             return self.first()
 
 
-def _seen(gpus: Gpus) -> tuple[tuple[str, ...], int]:
-    """Return what NVML calls each GPU, and how many are on the bus."""
+def _names_and_count(gpus: Gpus) -> tuple[tuple[str, ...], int]:
+    """Return NVML's name of each GPU, and how many are on the bus."""
     return tuple(gpu.name for gpu in gpus.nvml.gpus if gpu.name), len(gpus.pci)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """What is to be checked, and where this node keeps its things.
+    """What to check, and where this node keeps its files.
 
-    ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger`` and ``job_id``: who asks, and
-    the Slurm job that the hook is for (`gpuops.gate.node_state.StateUpdate`). ``profile``: the
-    name of the one to take whatever matches. ``uid``: whose files may be believed
+    ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger`` and ``job_id``: the caller,
+    and the Slurm job that the hook is for (`gpuops.gate.node_state.StateUpdate`). ``profile``: the
+    name of the one to use without matching. ``uid``: the trusted owner of files
     (`gpuops.host.trust`).
     """
 
@@ -147,13 +144,12 @@ class CheckRequest:
 
     @property
     def purpose(self) -> StateUpdate:
-        """Return what the check is for."""
         return StateUpdate(trigger=self.trigger, job_id=self.job_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
-    """A request with everything read that it names."""
+    """A request with all the files that it names."""
 
     request: CheckRequest
     suite: Suite
@@ -162,29 +158,29 @@ class CheckPlan:
     profiles: Mapping[str, Profile]
     silences: tuple[Silence, ...] = ()
 
-    def choice(self, remembered: str | None) -> ProfileSelector:
-        """Return how the profile is chosen where *remembered* was the node's last one.
+    def selector(self, remembered: str | None) -> ProfileSelector:
+        """Return how the profile is selected if *remembered* was the node's last one.
 
         Raises:
             ConfigError: The request names a profile that does not exist.
         """
         request = self.request
-        choice = ProfileSelector(
+        selector = ProfileSelector(
             profiles=self.profiles,
             node=request.node,
             named=request.profile,
             remembered=remembered,
         )
-        choice.first()
-        return choice
+        selector.first()
+        return selector
 
 
-def plan_of(request: CheckRequest) -> CheckPlan:
-    """Return what *request* comes to.
+def make_plan(request: CheckRequest) -> CheckPlan:
+    """Read the files that *request* names.
 
     Raises:
         UsageError: There is no such suite or check.
-        ConfigError: A file is malformed, root must not believe it, or there is no such profile.
+        ConfigError: A file is malformed or not to be trusted, or there is no such profile.
     """
     folders = check_folders(request.site_dir, uid=request.uid)
     suite = load_suite(request.suite, folders.suites).only(request.only).within(request.deadline_s)
@@ -202,123 +198,127 @@ def plan_of(request: CheckRequest) -> CheckPlan:
         profiles=load_profiles(folders.profiles),
         silences=load_silences(folders.silences),
     )
-    plan.choice(None)
+    plan.selector(None)
     return plan
 
 
-def check_node(plan: CheckPlan, clock: Clock, tell: OnFinding = lambda _findings: None) -> CheckRun:
+def check_node(
+    plan: CheckPlan, clock: Clock, on_finding: OnFinding = lambda _findings: None
+) -> CheckRun:
     """Return what the suite finds; the caller must have a single thread."""
-    request, left = plan.request, abandoned()
-    known = load_state(request.state_dir, request.root, request.uid, left)
-    moment = BootMoment(boot_id=known.boot_id, since_boot_s=known.since_boot_s, t_us=clock.now_us())
-    choice = plan.choice(known.state.profile)
-    terms = terms_of(plan, choice, known, moment, tell)
-    ran = run_suite(plan.suite, plan.machine, terms, clock, left)
-    return with_notes(replace(ran, moment=moment), choice, known, terms)
+    left = abandoned()
+    stored, moment = _load_state(plan, clock, left)
+    selector = plan.selector(stored.state.profile)
+    run = run_context(plan, selector, stored, moment, on_finding)
+    check_run = run_suite(plan.suite, plan.machine, run, clock, left)
+    return with_notes(replace(check_run, moment=moment), selector, stored, run)
 
 
-def terms_of(
+def _load_state(
+    plan: CheckPlan, clock: Clock, left: Mapping[str, AbandonedProcess]
+) -> tuple[StoredNodeState, BootMoment]:
+    request = plan.request
+    stored = load_state(request.state_dir, request.root, request.uid, left)
+    return stored, BootMoment(
+        boot_id=stored.boot_id, since_boot_s=stored.since_boot_s, t_us=clock.now_us()
+    )
+
+
+def run_context(
     plan: CheckPlan,
-    choice: ProfileSelector,
-    known: StoredNodeState,
+    selector: ProfileSelector,
+    stored: StoredNodeState,
     moment: BootMoment,
-    tell: OnFinding,
+    on_finding: OnFinding,
 ) -> RunContext:
     """Return what *plan* is judged by, given the node's state at *moment*."""
     request = plan.request
-    case = case_of(
-        known.state,
+    context = judge_context_for(
+        stored.state,
         node=Entity(EntityKind.NODE, request.node),
         moment=moment,
         purpose=request.purpose,
         gpus=request.gpus,
     )
-    amend = partial(silenced, silences=plan.silences, node=request.node, now_us=moment.t_us)
-    return RunContext(case, chooser=choice.chooser(), amend=amend, tell=tell)
+    silence = partial(apply_silences, silences=plan.silences, node=request.node, now_us=moment.t_us)
+    return RunContext(context, selector.chooser(), silence, on_finding)
 
 
 def with_notes(
-    ran: CheckRun, choice: ProfileSelector, known: StoredNodeState, terms: RunContext
+    check_run: CheckRun, selector: ProfileSelector, stored: StoredNodeState, run: RunContext
 ) -> CheckRun:
-    """Return *ran* with the notes about its profile and the state file."""
-    notes = [choice.problem(ran.facts.get(GPUS_LOOK)), _of_state(known, terms.case.node)]
-    found = terms.amend([note for note in notes if note is not None])
-    terms.tell(found)
-    return replace(ran, findings=(*ran.findings, *found))
+    """Return *check_run* with the findings about its profile and the state file."""
+    notes = [selector.problem(check_run.facts.get(GPUS_PROBE))]
+    if stored.note is not None:
+        node = run.judge_context.node
+        notes.append(
+            Finding(check="node_state", entity=node, status=Status.WARN, message=stored.note)
+        )
+    findings = run.apply_silences([note for note in notes if note is not None])
+    run.on_finding(findings)
+    return replace(check_run, findings=(*check_run.findings, *findings))
 
 
-def _of_state(known: StoredNodeState, node: Entity) -> Finding | None:
-    if known.note is None:
-        return None
-    return Finding(check="node_state", entity=node, status=Status.WARN, message=known.note)
+def start_saving_state(plan: CheckPlan, check_run: CheckRun) -> Callable[[], str | None]:
+    """Begin to write the node's state after *check_run*; call the result to wait for errors.
 
-
-def keep_state(plan: CheckPlan, ran: CheckRun) -> str | None:
-    """Write the node's state after *ran*; return what went wrong, None where nothing did.
-
-    Where the boot id is unknown nothing is written: what is below the same root hangs. The
-    caller must have a single thread.
+    If the boot id is unknown nothing is written: what is below the same root hangs. The caller
+    must have a single thread.
     """
-    return keeping(plan, ran)()
-
-
-def keeping(plan: CheckPlan, ran: CheckRun) -> Callable[[], str | None]:
-    """Begin to do as `keep_state`; call what is returned for what went wrong."""
-    request, moment = plan.request, ran.moment
+    request, moment = plan.request, check_run.moment
     if moment is None or not moment.boot_id:
         return lambda: None
-    change = partial(state_after, ran=ran, moment=moment, purpose=request.purpose)
-    trouble = save_state(request.state_dir, request.uid, change, abandoned())
+    change = partial(state_after, check_run=check_run, moment=moment, purpose=request.purpose)
+    wait_for_child = save_state(request.state_dir, request.uid, change, abandoned())
 
     def wait() -> str | None:
-        text = trouble()
-        return text and f"gpuops: what this node remembers is not kept: {text}"
+        problem = wait_for_child()
+        return problem and f"gpuops: cannot save the state of this node: {problem}"
 
     return wait
 
 
 AGAIN_AFTER_S = 1.5
-# A second check that has less is not begun.
+# A second check that has less is not started.
 LEAST_S = 0.5
 
-Key = tuple[str, str, FailureClass | None]
 
-
-def confirmed(
-    plan: CheckPlan, ran: CheckRun, left_s: float, pause: Callable[[float], None], clock: Clock
+def recheck_failures(
+    plan: CheckPlan,
+    check_run: CheckRun,
+    left_s: float,
+    pause: Callable[[float], None],
+    clock: Clock,
 ) -> CheckRun:
-    """Return *ran*, in which a failure that may pass by itself only warns unless it was seen twice.
+    """Return *check_run*; a failure that may be transient only warns unless it was found twice.
 
     Args:
-        plan: Of *ran*.
-        ran: The first check.
+        plan: Of *check_run*.
+        check_run: The first check.
         left_s: The seconds that are left for the pause and the second check.
         pause: Waits.
         clock: Dates the second run.
     """
-    passing = {item.check.name for item in plan.suite.planned if item.check.passing}
-    doubtful = tuple({item.check for item in _failures(ran) if item.check in passing})
+    transient = {item.check.name for item in plan.suite.planned if item.check.transient}
+    failed = {item.check for item in check_run.findings if item.status is Status.FAIL}
+    doubtful = tuple(failed & transient)
     if not doubtful:
-        return ran
-    look_s = left_s - AGAIN_AFTER_S - READ_S
-    if look_s < LEAST_S:
-        return _settled(ran, doubtful, (), "no time was left for a second look")
+        return check_run
+    check_s = left_s - AGAIN_AFTER_S - READ_S
+    if check_s < LEAST_S:
+        return _merge(check_run, doubtful, (), "no time was left for a second check")
     pause(AGAIN_AFTER_S)
-    second = check_node(replace(plan, suite=plan.suite.only(doubtful).within(look_s)), clock)
-    words = f"at a second look {AGAIN_AFTER_S:g} s later"
-    return _settled(ran, doubtful, second.findings, words)
+    again = replace(plan, suite=plan.suite.only(doubtful).within(check_s))
+    when = f"in a second check {AGAIN_AFTER_S:g} s later"
+    return _merge(check_run, doubtful, check_node(again, clock).findings, when)
 
 
-def _failures(ran: CheckRun) -> list[Finding]:
-    return [item for item in ran.findings if item.status is Status.FAIL]
-
-
-def _key(finding: Finding) -> Key:
+def _key(finding: Finding) -> tuple[str, str, FailureClass | None]:
     return finding.check, finding.entity.id, finding.failure_class
 
 
-def _settled(
-    ran: CheckRun, doubtful: tuple[str, ...], second: tuple[Finding, ...], words: str
+def _merge(
+    check_run: CheckRun, doubtful: tuple[str, ...], second: tuple[Finding, ...], when: str
 ) -> CheckRun:
     again = {_key(item): item for item in second if item.status is Status.FAIL}
     silent = {item.check for item in second if item.status is Status.UNKNOWN}
@@ -328,40 +328,39 @@ def _settled(
             return first
         found = again.get(_key(first))
         if found is not None:
-            return replace(found, message=f"{found.message}, {words} too")
+            return replace(found, message=f"{found.message}, again {when}")
         if second and first.check not in silent:
-            text = f"{first.message}; not any more {words}"
+            text = f"{first.message}; not {when}"
         else:
-            text = f"{first.message}; {words}" + (", without an answer" if second else "")
+            text = f"{first.message}; {when}" + (", without an answer" if second else "")
         return replace(first, status=Status.WARN, message=text)
 
-    return replace(ran, findings=tuple(judged(item) for item in ran.findings))
+    return replace(check_run, findings=tuple(judged(item) for item in check_run.findings))
 
 
 def record_facts(plan: CheckPlan, clock: Clock) -> tuple[Recording, str | None]:
-    """Return what the probes of *plan* give, and what is wrong with the node's state file.
+    """Return the results of *plan*'s probes, and what is wrong with the node's state file.
 
     The caller must have a single thread.
     """
     request, left = plan.request, abandoned()
-    known = load_state(request.state_dir, request.root, request.uid, left)
-    moment = BootMoment(boot_id=known.boot_id, since_boot_s=known.since_boot_s, t_us=clock.now_us())
-    chooser = plan.choice(known.state.profile).chooser()
+    stored, moment = _load_state(plan, clock, left)
+    chooser = plan.selector(stored.state.profile).chooser()
     recording = Recording(
         node=request.node,
         moment=moment,
-        looks={item.look: item for item in collect(plan.suite, plan.machine, chooser, left)},
-        state=known.state,
+        results={item.probe: item for item in collect(plan.suite, plan.machine, chooser, left)},
+        state=stored.state,
         profile=request.profile,
         gpus_expected=request.gpus_expected,
     )
-    return recording, known.note
+    return recording, stored.note
 
 
 def judge_recording(
-    plan: CheckPlan, recording: Recording, tell: OnFinding = lambda _findings: None
+    plan: CheckPlan, recording: Recording, on_finding: OnFinding = lambda _findings: None
 ) -> CheckRun:
-    """Return what the suite of *plan*, for the recorded node, makes of *recording*.
+    """Return what the suite of *plan*, for the recorded node, finds in *recording*.
 
     The run is dated when the recording was made.
 
@@ -369,9 +368,9 @@ def judge_recording(
         UsageError: Facts have another form than this gpuops knows.
     """
     moment, state = recording.moment, recording.state
-    known = StoredNodeState(state=state, boot_id=moment.boot_id, since_boot_s=moment.since_boot_s)
-    choice = plan.choice(state.profile)
-    terms = terms_of(plan, choice, known, moment, tell)
-    looks = list(recording.looked(plan.suite, GPUS_LOOK))
-    ran = judge(plan.suite, looks, terms, FakeClock(moment.t_us))
-    return with_notes(ran, choice, known, terms)
+    stored = StoredNodeState(state=state, boot_id=moment.boot_id, since_boot_s=moment.since_boot_s)
+    selector = plan.selector(state.profile)
+    run = run_context(plan, selector, stored, moment, on_finding)
+    results = list(recording.results_for(plan.suite, GPUS_PROBE))
+    check_run = judge(plan.suite, results, run, FakeClock(moment.t_us))
+    return with_notes(check_run, selector, stored, run)

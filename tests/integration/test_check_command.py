@@ -267,7 +267,7 @@ def test_text_from_the_kernel_cannot_drive_the_terminal(node):
         (["--list", "--explain", "memory"], "--list and --explain exclude each other"),
         (["--list", "--nagios"], "check nothing; leave out --nagios"),
         (["--explain", "memory", "--prom", "x"], "check nothing; leave out --prom"),
-        (["--deadline", "nan"], "a number of seconds is wanted"),
+        (["--deadline", "nan"], "a number of seconds is expected"),
         (["--explain", "mem*"], "there is no check 'mem*'"),
         (["--explain", "memroy"], "there is no check 'memroy'; did you mean 'memory'?"),
         (["--facts", "x", "--deadline", "3"], "with --facts nothing is probed"),
@@ -398,7 +398,7 @@ def test_a_judge_of_ours_that_crashed_is_recorded_as_a_failure_of_the_tool(node,
     node.check("--only", "kernel_log", env=env, record=True)
 
     wait_until(lambda: '"tool.failed"' in spooled(node.spool))
-    assert "look of check kernel_log" in spooled(node.spool)
+    assert "probe of check kernel_log" in spooled(node.spool)
 
 
 @pytest.mark.parametrize("kind", ["a file", "a directory of another shape"])
@@ -561,7 +561,7 @@ def test_explaining_shows_what_the_profile_expects_once_the_gpus_were_seen(node)
     assert before["profile"]["name"] == "none"
     assert after["profile"] == {
         "name": "h100-sxm",
-        "because": "this node's GPUs last spoke for it",
+        "because": "it last matched this node's GPUs",
     }
     assert after["expectations"]["pcie_width"]["value"] == 16
 
@@ -650,7 +650,7 @@ def test_a_state_folder_that_cannot_be_written_is_said_and_changes_no_verdict(no
     run = node.check("--gpus-expected", "1", record=True, env={"GPUOPS_STATE": f"{tmp_path}/state"})
 
     assert run.returncode == 1
-    assert "what this node remembers is not kept" in run.stderr
+    assert "cannot save the state of this node" in run.stderr
 
 
 def test_two_profiles_that_match_warn_and_name_their_files(node, tmp_path):

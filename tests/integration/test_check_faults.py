@@ -92,7 +92,7 @@ def in_time(said):
 
     Else a busy machine made them late, which is all that they may have written.
     """
-    late = ("gpuops: this result is not recorded", "gpuops: what this node remembers is not kept")
+    late = ("gpuops: this result is not recorded", "gpuops: cannot save the state of this node")
     lines = [line for text in said for line in text.splitlines()]
     assert [line for line in lines if not line.startswith(late)] == []
     return not lines

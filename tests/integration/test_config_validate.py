@@ -107,13 +107,13 @@ def test_every_mistake_of_every_file_is_said_in_one_line_each(site):
         "deadline_s of the suite",
         "suites/other.toml runs no check",
         "unknown key 'crashed'; did you mean 'crash'",
-        "a number of watts is wanted, got '700 MW'",
+        "a number of watts is expected, got '700 MW'",
         "no profile 'labb'; did you mean 'lab'",
         "xid 1 in ",
         "xid [1] in ",
         "rule 'a' in",
         "rule 'b' in",
-        "by ann) ended 2020-01-02T00:00Z: take it out, or renew it",
+        "by ann) ended 2020-01-02T00:00Z: remove it, or renew it",
         "a time needs its offset",
     ):
         assert [line for line in told if wanted in line], wanted

@@ -10,10 +10,12 @@ from support.command import gpuops
 from support.runs import wait_until
 
 from gpuops.config.resolve import GateMode
-from gpuops.gate.permit import START_S, DrainPermitClient, permission_of, start_asking
+from gpuops.errors import ProbeError
+from gpuops.gate.permit import START_S, DrainPermitClient, start_permission_request
 from gpuops.gate.policy import DrainCause
 from gpuops.host.clock import FakeClock
-from gpuops.model import ActionKind, FailureClass, Finding, Status
+from gpuops.host.process import probe
+from gpuops.model import ActionKind, FailureClass, Finding, Status, UnknownReason
 
 pytestmark = pytest.mark.quick_disk
 
@@ -47,7 +49,7 @@ def gate(tmp_path, store_url, node="n1"):
 
 
 def asked(gate):
-    return permission_of(start_asking(gate, CAUSE, FakeClock()))
+    return start_permission_request(gate, CAUSE, FakeClock())()
 
 
 def test_the_third_node_is_refused_and_told_why(tmp_path):
@@ -92,5 +94,10 @@ def test_a_store_that_never_answers_costs_its_deadline_and_no_more(tmp_path):
         wait_until(is_in_time, what="an answer within the deadline")
 
 
-def test_without_a_process_to_ask_with_there_is_no_answer():
-    assert permission_of(None).granted is None
+def test_without_a_process_to_ask_with_there_is_no_answer(tmp_path, monkeypatch):
+    def no_child(*_args, **_kwargs):
+        raise ProbeError("cannot fork", UnknownReason.CRASH)
+
+    monkeypatch.setattr(probe, "start_call", no_child)
+
+    assert asked(gate(tmp_path, "sqlite://")).granted is None

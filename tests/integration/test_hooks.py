@@ -153,7 +153,7 @@ def test_a_process_that_stays_is_named_with_its_job_after_a_second_look(again, n
 
     (told,) = again(told_of_it)
     assert told.endswith(
-        "still on it: 4242 (name not visible), at a second look 1.5 s later too; 4242 is of job 16"
+        "4242 (name not visible), again in a second check 1.5 s later; 4242 is of job 16"
     )
 
 
@@ -177,6 +177,6 @@ def second_look(hook, name):
 def test_a_process_that_exits_meanwhile_refuses_nothing(again, name):
     def is_told(hook):
         status, message = second_look(hook, name)
-        return status == "warn" and message.endswith("; not any more at a second look 1.5 s later")
+        return status == "warn" and message.endswith("; not in a second check 1.5 s later")
 
     assert again(is_told)

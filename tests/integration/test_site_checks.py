@@ -85,9 +85,9 @@ def test_its_exit_code_is_the_verdict(site, code, status, exit_code):
     ("script", "message"),
     [
         ('echo "no sensor"; exit 3', "no sensor"),
-        ("exit 42", "no verdict: it exited with code 42 (0 pass, 1 warn, 2 fail, 3 unknown)"),
-        ("kill -SEGV $$", "no verdict: it ended by SIGSEGV"),
-        ("no-such-program; exit 7", "and said: "),
+        ("exit 42", "no result: it exited with code 42 (0 pass, 1 warn, 2 fail, 3 unknown)"),
+        ("kill -SEGV $$", "no result: it ended by SIGSEGV"),
+        ("no-such-program; exit 7", "and printed: "),
     ],
 )
 def test_an_ending_that_is_no_verdict_never_fails_the_node(site, script, message):

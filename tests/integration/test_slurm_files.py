@@ -19,7 +19,7 @@ from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, installati
 from gpuops.gate.node_state import READ_S
 from gpuops.gate.permit import START_S
 from gpuops.gate.record import RECORD_S
-from gpuops.gate.session import CheckRequest, plan_of
+from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.process.probe import STOP_S
 from gpuops.resources import data_dir
 from gpuops.slurm.scontrol import TIMEOUT_S
@@ -300,4 +300,4 @@ def test_a_sites_suite_takes_no_longer_than_the_hook_has_time_for(tmp_path, dead
         suite="prolog", node="n1", root=tmp_path, state_dir=tmp_path, uid=0, site_dir=tmp_path
     )
 
-    assert hook.bounded(plan_of(request), "prolog").suite.deadline_s == taken
+    assert hook.within_shipped_deadline(make_plan(request), "prolog").suite.deadline_s == taken

@@ -180,8 +180,8 @@ class _Asker:
 
 
 def facts():
-    """Return the form of a recording: the facts of each look, and the looks of each check."""
-    looks = {name: check_named(name).look for name in NAMES}
+    """Return the form of a recording: the facts of each probe, and the probe of each check."""
+    looks = {name: check_named(name).probe for name in NAMES}
     return {
         "looks of checks": {name: look.name for name, look in looks.items()},
         "facts of looks": {look.name: _fields(look.facts) for look in looks.values()},

@@ -1,7 +1,7 @@
-"""What a check is: a look that gives facts, a judge that holds them against parameters.
+"""What a check is: a probe that reads facts, and a judge that compares them with parameters.
 
-Checks that name the same `Look` share one child and its facts. A judge reads no clock, no file
-and no environment, so a verdict can be repeated from recorded facts.
+Checks with the same `Probe` share one child process and its facts. A judge reads no clock, no file
+and no environment, so that recorded facts give the same findings again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, Profile, WordsExpectation
+from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, Profile, TextExpectation
 from gpuops.errors import ConfigError
 from gpuops.host.node_state import Counters, DriverHang, Repair, Strikes
 from gpuops.model import Entity, FailureClass, Finding, Status
@@ -18,18 +18,20 @@ from gpuops.model import Entity, FailureClass, Finding, Status
 F = TypeVar("F")
 P = TypeVar("P")
 
+NOT_IN_PROFILE = "the profile does not say what is expected"
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeContext:
-    """Where looks look: the root of the file system, the folders of log rules and of Xids.
+    """What a probe reads: the root of the file system, the folders of log rules and of Xids.
 
-    ``asked``: what the checks of this look want to know about (`Check.asks`). ``node``: its name;
-    ``site_checks``: the folder of the site's executables.
+    ``inputs``: what the checks of this probe need to know about (`Check.inputs`). ``node``: its
+    name; ``site_checks``: the folder of the site's executables.
     """
 
     root: Path = Path("/")
     rule_dirs: tuple[Path, ...] = ()
-    asked: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     node: str = ""
     site_checks: Path | None = None
     xid_dirs: tuple[Path, ...] = ()
@@ -39,12 +41,12 @@ class ProbeContext:
 class JudgeContext:
     """What a judge knows besides the facts and its limits.
 
-    ``gpus``: the GPUs that are asked about, each by UUID, index, PCI address or Slurm's number
+    ``gpus``: the GPUs to judge, each by UUID, index, PCI address or Slurm's number
     (`gpuops.checks.gpu.gpus.selected`); None: all.
-    ``hangs``: calls into the GPU driver that gave no answer, of this boot, since it last answered.
-    ``persistence``: of the GPUs, when NVML last answered. ``repairs``: of this node, as
-    acknowledged; ``strikes``: of this node and its parts. ``boot_us``: when this node booted, by
-    the wall clock.
+    ``hangs``: calls into the GPU driver that got no answer in this boot, since it last answered.
+    ``persistence``: the GPUs' persistence mode when NVML last answered. ``repairs``: acknowledged
+    repairs of this node; ``strikes``: those of this node and its parts. ``boot_us``: when this
+    node booted, by the wall clock.
     """
 
     node: Entity
@@ -60,12 +62,12 @@ class JudgeContext:
 
 @dataclass(frozen=True, slots=True)
 class Probe(Generic[F]):
-    """A reader of facts; it runs in its own child.
+    """A reader of facts; it runs in its own child process.
 
-    ``read`` gets the machine and the seconds it has; it raises ProbeError where the machine cannot
-    be read. ``facts`` is the dataclass that it returns. ``locks`` names what it must have for
-    itself: looks that share one run one after another. ``sources`` are the files, calls and
-    commands that it reads, for people.
+    ``read`` gets the machine and its budget in seconds; it raises ProbeError if the machine cannot
+    be read. ``facts`` is the dataclass that it returns. ``locks`` names what it needs exclusively:
+    probes that share a lock run one after another. ``sources`` are the files, calls and commands
+    that it reads, for people.
     """
 
     name: str
@@ -79,7 +81,7 @@ def _no_counters(_facts: object) -> Mapping[str, float]:
     return {}
 
 
-def _asks_nothing(_parameters: object, _profile: Profile) -> tuple[str, ...]:
+def _no_inputs(_parameters: object, _profile: Profile) -> tuple[str, ...]:
     return ()
 
 
@@ -87,20 +89,19 @@ def _asks_nothing(_parameters: object, _profile: Profile) -> tuple[str, ...]:
 class Check(Generic[F, P]):
     """One check. ``parameters`` is the dataclass that a suite's table becomes.
 
-    ``passing``: what it fails for may pass by itself within a second; a hook looks twice.
-    ``counters`` returns the values that the next run's judge will want to compare with, by name;
-    ``asks`` what the look must be told: names of units, paths. The names of counters are
-    ``CHECK:ENTITY:COUNTER``.
+    ``transient``: its failures may go away within a second, so that a hook checks twice.
+    ``counters`` returns the values that the next run's judge compares with, by name
+    (``CHECK:ENTITY:COUNTER``); ``inputs`` what the probe needs: names of units, paths.
     """
 
     name: str
     about: str
-    look: Probe[F]
+    probe: Probe[F]
     parameters: type[P]
     judge: Callable[[F, P, JudgeContext], list[Finding]]
     counters: Callable[[F], Mapping[str, float]] = _no_counters
-    asks: Callable[[P, Profile], tuple[str, ...]] = _asks_nothing
-    passing: bool = False
+    inputs: Callable[[P, Profile], tuple[str, ...]] = _no_inputs
+    transient: bool = False
 
 
 AnyCheck = Check[Any, Any]
@@ -108,10 +109,10 @@ AnyCheck = Check[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckLimit:
-    """Where a number starts to warn or to fail, and where those limits are from.
+    """From which number on a check warns or fails, and the source of these limits.
 
-    Values at the limit are beyond it. A limit that is not given is not applied: a number that is
-    only somebody's opinion should warn.
+    Limits are inclusive. A limit that is not given is not applied; limits without a measured
+    source should only warn.
     """
 
     source: str
@@ -125,14 +126,14 @@ class CheckLimit:
             raise ConfigError(f"the limit from {self.source!r} has neither warn nor fail")
 
     def floor(self, value: float) -> Status:
-        """Return the verdict on *value* where more is better."""
-        return self._verdict(lambda limit: value <= limit)
+        """Return the status of *value* where more is better."""
+        return self._status(lambda limit: value <= limit)
 
     def ceiling(self, value: float) -> Status:
-        """Return the verdict on *value* where less is better."""
-        return self._verdict(lambda limit: value >= limit)
+        """Return the status of *value* where less is better."""
+        return self._status(lambda limit: value >= limit)
 
-    def _verdict(self, beyond: Callable[[float], bool]) -> Status:
+    def _status(self, beyond: Callable[[float], bool]) -> Status:
         if self.fail is not None and beyond(self.fail):
             return Status.FAIL
         if self.warn is not None and beyond(self.warn):
@@ -140,7 +141,7 @@ class CheckLimit:
         return Status.PASS
 
     def text(self, sign: str, unit: str = "") -> str:
-        """Return what is wanted, ``"> 5 % (fail: 0 %)"`` for *sign* ``">"`` and *unit* ``"%"``."""
+        """Return the limits as ``"> 5 % (fail: 0 %)"`` for *sign* ``">"`` and *unit* ``"%"``."""
         unit = f" {unit}" if unit else ""
         if self.warn is None:
             return f"{sign} {self.fail:g}{unit}"
@@ -150,12 +151,12 @@ class CheckLimit:
 
 @dataclass(frozen=True, slots=True)
 class NoParameters:
-    """Of a check that a suite cannot tune."""
+    """The parameters of a check that a suite cannot tune."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueBounds:
-    """What a number can be at all, and how to say so."""
+    """The plausible range of a number, and its unit for messages."""
 
     unit: str
     low: float
@@ -163,30 +164,27 @@ class ValueBounds:
     whole: bool = True
 
     def check(self, value: object) -> float:
-        """Return *value* where it is a number that can be meant.
+        """Return *value* if it is a number in this range.
 
         Raises:
-            ValueError: No number, or one that looks like another unit.
+            ValueError: Not a number, or one that looks like another unit.
         """
-        number = _number(value, whole=self.whole)
-        if number is None:
-            wanted = "whole number" if self.whole else "number"
-            raise ValueError(f"a {wanted} of {self.unit} is wanted, got {value!r}")
-        if not self.low <= number <= self.high:
+        kinds = int if self.whole else int | float
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            expected = "whole number" if self.whole else "number"
+            text = f"a {expected} of {self.unit} is expected, got {value!r}"
+            raise ValueError(text)  # noqa: TRY004 one error kind
+        if not self.low <= value <= self.high:
             raise ValueError(
-                f"{number:g} looks like another unit: {self.unit} are wanted,"
+                f"{float(value):g} looks like another unit: {self.unit} are expected,"
                 f" from {self.low:g} to {self.high:g}"
             )
-        return number
+        return float(value)
 
 
-def _number(value: object, *, whole: bool) -> float | None:
-    kinds = int if whole else int | float
-    return float(value) if isinstance(value, kinds) and not isinstance(value, bool) else None
-
-
-# By the end of a limit's name, the first that fits; wider than anybody's opinion. More than 100 %
-# of its life can be used of an NVMe drive (NVM Express Base Specification, "Percentage Used").
+# By the end of a limit's name; the first match counts. The ranges are wider than any sensible
+# limit. An NVMe drive can report more than 100 % of its life as used (NVM Express Base
+# Specification, "Percentage Used").
 LIMITS: Mapping[str, ValueBounds] = MappingProxyType(
     {
         "used_percent": ValueBounds("percent", 0, 255, whole=False),
@@ -201,24 +199,24 @@ LIMITS: Mapping[str, ValueBounds] = MappingProxyType(
 )
 
 
-def refuse_other_units(parameters: object, where: str) -> None:
-    """Return quietly where each limit in *parameters* (a record) can be meant.
+def check_units(parameters: object, where: str) -> None:
+    """Check that each limit in *parameters* (a dataclass) is in a plausible range.
 
     Raises:
         ConfigError: One looks like another unit: it would fail every node, or none.
     """
     for name, limit in _limits(parameters):
         bounds = next(bounds for end, bounds in LIMITS.items() if name.endswith(end))
-        for word, value in (("warn", limit.warn), ("fail", limit.fail)):
+        for key, value in (("warn", limit.warn), ("fail", limit.fail)):
             try:
                 if value is not None:
                     bounds.check(value)
             except ValueError as exc:
-                raise ConfigError(f"{word} of {name} of {where}: {exc}") from exc
+                raise ConfigError(f"{key} of {name} of {where}: {exc}") from exc
 
 
 def _limits(parameters: object) -> Iterator[tuple[str, CheckLimit]]:
-    for each in fields(parameters):  # type: ignore[arg-type]  # every record of parameters is one
+    for each in fields(parameters):  # type: ignore[arg-type]  # parameters are a dataclass
         value = getattr(parameters, each.name)
         if isinstance(value, CheckLimit):
             yield each.name, value
@@ -229,7 +227,7 @@ def _limits(parameters: object) -> Iterator[tuple[str, CheckLimit]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedSubject:
+class Subject:
     """What a finding is about: the check, the entity, and the unit of its number."""
 
     check: str
@@ -237,14 +235,47 @@ class ExpectedSubject:
     failure_class: FailureClass
     unit: str | None = None
 
+    def compared(
+        self, status: Status, value: float | str | None, threshold: str, source: str, message: str
+    ) -> Finding:
+        """Return the finding about *value*, which was compared with *threshold*."""
+        return Finding(
+            check=self.check,
+            entity=self.entity,
+            status=status,
+            value=value,
+            unit=self.unit,
+            threshold=threshold,
+            source=source,
+            message=message,
+            failure_class=None if status is Status.PASS else self.failure_class,
+        )
+
+    def below(
+        self,
+        limit: CheckLimit,
+        value: float,
+        message: str,
+        *,
+        digits: int | None = None,
+        unit: str = "",
+    ) -> Finding:
+        """Return the finding about *value*, which should be below *limit*.
+
+        *digits*: how many decimals of the value to show; *unit*: that of the threshold's text.
+        """
+        shown = value if digits is None else round(value, digits)
+        text = limit.text("<", unit)
+        return self.compared(limit.ceiling(value), shown, text, limit.source, message)
+
 
 def in_gb(size: NumberExpectation | None) -> NumberExpectation | None:
     """Return an expectation in bytes as one in GB (1e9 bytes)."""
     return None if size is None else replace(size, value=size.value / 1e9)
 
 
-def skipped(subject: ExpectedSubject, message: str, value: float | str | None = None) -> Finding:
-    """Return the finding of a check that nobody told what to expect, or that has nothing to see."""
+def skipped(subject: Subject, message: str, value: float | str | None = None) -> Finding:
+    """Return the finding of a check that has no expectation, or nothing to read."""
     return Finding(
         check=subject.check,
         entity=subject.entity,
@@ -256,59 +287,33 @@ def skipped(subject: ExpectedSubject, message: str, value: float | str | None = 
 
 
 def at_least(
-    subject: ExpectedSubject, value: float, expected: NumberExpectation | None, message: str
+    subject: Subject, value: float, expected: NumberExpectation | None, message: str
 ) -> Finding:
-    """Return a pass for *value* at or above *expected*, else a fail; skip where none is told."""
+    """Return a pass for *value* at or above *expected*, else a fail; skip if there is none."""
     if expected is None:
-        return skipped(subject, f"{message}; no profile tells what is expected", value)
+        return skipped(subject, f"{message}; {NOT_IN_PROFILE}", value)
     status = Status.FAIL if value < expected.value else Status.PASS
-    return _held(subject, status, value, f">= {expected.value:g}", expected.source, message)
+    return subject.compared(status, value, f">= {expected.value:g}", expected.source, message)
 
 
 def exactly(
-    subject: ExpectedSubject, value: float, expected: NumberExpectation | None, message: str
+    subject: Subject, value: float, expected: NumberExpectation | None, message: str
 ) -> Finding:
-    """Return a fail for less than *expected* and a warning for more; skip where none is told."""
+    """Return a fail for less than *expected* and a warning for more; skip if there is none."""
     if expected is None:
-        return skipped(subject, f"{message}; no profile tells what is expected", value)
+        return skipped(subject, f"{message}; {NOT_IN_PROFILE}", value)
     status = Status.PASS if value == expected.value else Status.WARN
     if value < expected.value:
         status = Status.FAIL
-    return _held(subject, status, value, f"= {expected.value:g}", expected.source, message)
+    return subject.compared(status, value, f"= {expected.value:g}", expected.source, message)
 
 
 def one_of(
-    subject: ExpectedSubject,
-    value: str,
-    expected: WordsExpectation | None,
-    message: str,
-    *,
-    bad: Status,
+    subject: Subject, value: str, expected: TextExpectation | None, message: str, *, bad: Status
 ) -> Finding:
-    """Return a pass for a *value* among those *expected*, else *bad*; skip where none is told."""
+    """Return a pass for a *value* among those *expected*, else *bad*; skip if there are none."""
     if expected is None:
-        return skipped(subject, f"{message}; no profile tells what is expected", value)
+        return skipped(subject, f"{message}; {NOT_IN_PROFILE}", value)
     status = Status.PASS if value in expected.value else bad
-    wanted = " or ".join(expected.value)
-    return _held(subject, status, value, f"= {wanted}", expected.source, message)
-
-
-def _held(
-    subject: ExpectedSubject,
-    status: Status,
-    value: float | str,
-    threshold: str,
-    source: str,
-    message: str,
-) -> Finding:
-    return Finding(
-        check=subject.check,
-        entity=subject.entity,
-        status=status,
-        value=value,
-        unit=subject.unit,
-        threshold=threshold,
-        source=source,
-        message=message,
-        failure_class=None if status is Status.PASS else subject.failure_class,
-    )
+    threshold = f"= {' or '.join(expected.value)}"
+    return subject.compared(status, value, threshold, expected.source, message)

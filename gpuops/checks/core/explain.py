@@ -1,8 +1,7 @@
-"""What a check reads, what it holds that against, and what it can fail as, for people.
+"""What a check reads, its limits, and the failure classes it can report, for people.
 
-What it can fail as and which keys of the profile it uses is read from its source, where every
-`FailureClass` and every expectation stands by name, and from the files of Xids and log rules: a
-list kept by hand would go out of date.
+The failure classes and the keys of the profile are read from the check's source code, where each
+stands by name, and from the files of Xids and log rules: a list kept by hand would go stale.
 """
 
 import ast
@@ -13,16 +12,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gpuops.checks.core.check import AnyCheck, ProbeContext
-from gpuops.checks.core.profile import (
-    FlagExpectation,
-    NumberExpectation,
-    Profile,
-    WordsExpectation,
-)
+from gpuops.checks.core.profile import Expectation, Profile
 from gpuops.checks.core.suite import PlannedCheck
 from gpuops.checks.core.xid_catalogue import load_xids
 from gpuops.config.resolve import read_toml
@@ -39,18 +32,17 @@ _EXPECTATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What there is to know of one check, as a suite runs it under a profile.
+    """What a check does, as a suite runs it under a profile.
 
     ``origins``: where each parameter is from, by its key: a suite's file, a setting; one that is
-    not there has the check's own default. ``expectations``: what the profile says, None where it
-    says nothing.
+    missing has the check's own default. ``expectations``: those of the profile, by key.
     """
 
     planned: PlannedCheck
     doc: str
     sources: tuple[str, ...]
     origins: Mapping[str, str]
-    expectations: Mapping[str, NumberExpectation | WordsExpectation | FlagExpectation | None]
+    expectations: Mapping[str, Expectation[Any] | None]
     failure_classes: tuple[FailureClass, ...]
 
 
@@ -62,27 +54,27 @@ def explain(
     settings: Mapping[str, str],
     catalogued: AbstractSet[FailureClass] = frozenset(),
 ) -> Explanation:
-    """Return what *planned* is, a check of the suite called *suite* (one of *paths*).
+    """Explain *planned*, a check of the suite called *suite* (one of *paths*).
 
-    *settings*: the parameters that a flag or the configuration sets, and which of them does.
+    *settings*: the parameters that a flag or the configuration sets, with which of the two.
     *catalogued*: see `catalogued_for`.
     """
     check = planned.check
-    words = frozenset(_words(check))
+    names = frozenset(_names_used_by(check))
     return Explanation(
         planned=planned,
         doc=inspect.getdoc(_judge(check)) or "",
-        sources=check.look.sources,
+        sources=check.probe.sources,
         origins={**origins(check.name, suite, paths), **settings},
-        expectations={name: getattr(profile, name) for name in sorted(words & _EXPECTATIONS)},
+        expectations={name: getattr(profile, name) for name in sorted(names & _EXPECTATIONS)},
         failure_classes=tuple(
-            item for item in FailureClass if item.name in words or item in catalogued
+            item for item in FailureClass if item.name in names or item in catalogued
         ),
     )
 
 
 def catalogued_for(check: str, machine: ProbeContext) -> frozenset[FailureClass]:
-    """Return what *check* can fail as by the Xids and log rules of *machine*'s folders.
+    """Return the failure classes of *check* in the Xids and log rules of *machine*'s folders.
 
     Raises:
         ConfigError: A file in them is malformed.
@@ -99,9 +91,9 @@ def catalogued_for(check: str, machine: ProbeContext) -> frozenset[FailureClass]
 
 
 def origins(check: str, suite: str, paths: Mapping[str, Path]) -> Mapping[str, str]:
-    """Return by key the file that the parameter of *check* is from, through all that is inherited.
+    """Return the file of each parameter of *check* by key, inherited ones included.
 
-    The suites are those of `gpuops.checks.core.suite.load_suite`, which refuses a circle.
+    `gpuops.checks.core.suite.load_suite` has rejected a circle of inheritance.
     """
     table: Mapping[str, Any] = read_toml(paths[suite])
     base = table.get("inherits")
@@ -116,8 +108,8 @@ def _judge(check: AnyCheck) -> Any:  # noqa: ANN401 a function, or a partial of 
     return check.judge.func if isinstance(check.judge, partial) else check.judge
 
 
-def _words(check: AnyCheck) -> Iterator[str]:
-    """Yield what `_names` finds in the module of *check* and in what that has from others."""
+def _names_used_by(check: AnyCheck) -> Iterator[str]:
+    """Yield what `_names` finds in the module of *check* and in the functions that it imports."""
     module = inspect.getmodule(_judge(check))
     if module is None:
         return
@@ -125,20 +117,17 @@ def _words(check: AnyCheck) -> Iterator[str]:
     yield from _names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpuops.checks."):
+            imported = {alias.name for alias in node.names}
             other = importlib.import_module(str(node.module))
-            yield from _words_of(other, {alias.name for alias in node.names})
-
-
-def _words_of(module: ModuleType, names: set[str]) -> Iterator[str]:
-    for node in ast.parse(inspect.getsource(module)).body:
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            yield from _names(node)
+            for function in ast.parse(inspect.getsource(other)).body:
+                if isinstance(function, ast.FunctionDef) and function.name in imported:
+                    yield from _names(function)
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
     """Yield ``NAME`` of each ``FailureClass.NAME`` and each ``…profile.NAME`` in *tree*."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            of = ast.unparse(node.value).rpartition(".")[2]
-            if of in {"FailureClass", "profile"}:
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            if owner in {"FailureClass", "profile"}:
                 yield node.attr

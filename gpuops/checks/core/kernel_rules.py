@@ -1,4 +1,4 @@
-"""What log rules find in the kernel's log: one hit for each rule and subject."""
+"""The kernel's log, read once for all checks: hits of log rules, and NVIDIA's Xids."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ class RuleHits:
 class KernelLogMatches:
     """What the rules found; times are µs since boot. ``complete``: the log's start is still there.
 
-    ``more`` counts hits about further subjects than `SUBJECTS_MAX`, of which only a number is kept.
+    ``more`` counts hits about subjects beyond `SUBJECTS_MAX`, which are only counted.
     """
 
     records: int
@@ -64,7 +64,7 @@ class _Tally:
 
 
 class RuleSearch:
-    """Tries rules on records as they come; the first rule that matches a line has it.
+    """Matches rules against records as they come; the first rule that matches a line counts.
 
     Rules for other logs, and those whose lines another check judges, are left out.
     """
@@ -83,14 +83,14 @@ class RuleSearch:
         self.last_us = 0
 
     def add(self, batch: Sequence[KernelRecord]) -> None:
-        """Try the rules on the records of *batch*, which come after those before."""
+        """Match the rules against *batch*, which follows the batches before."""
         if not batch:
             return
         self._count += len(batch)
         if self._first is None:
             self._first = batch[0].sequence
         self.last_us = batch[-1].since_boot_us
-        # Most rules are out for a thousand lines at once, and all of them in a storm of others.
+        # This excludes most rules for a thousand lines at once.
         text = "\n".join(record.text for record in batch)
         rules = [rule for rule in self._rules if rule.may_match(text)]
         clearing = [
@@ -101,9 +101,9 @@ class RuleSearch:
         if rules or clearing:
             for record in batch:
                 self._clear(record, clearing)
-                self._try(record, rules)
+                self._match(record, rules)
 
-    def _try(self, record: KernelRecord, rules: Sequence[LogRule]) -> None:
+    def _match(self, record: KernelRecord, rules: Sequence[LogRule]) -> None:
         for rule in rules:
             match = rule.search(record.text)
             if match is not None:
@@ -111,7 +111,7 @@ class RuleSearch:
                 return
 
     def log(self, now_us: int | None = None) -> KernelLogMatches:
-        """Return what was found, as it looks at *now_us*; at the last record's time for None."""
+        """Return what was found as of *now_us*; None: as of the last record."""
         now_us = self.last_us if now_us is None else now_us
         hits = tuple(
             _hits(subject, tally, now_us) for (_rule, subject), tally in self._found.items()
@@ -133,7 +133,7 @@ class RuleSearch:
             self._more += 1
 
     def _clear(self, record: KernelRecord, clearing: Sequence[tuple[str, re.Pattern[str]]]) -> None:
-        """Forget what the line of *record* takes back."""
+        """Drop the hits that the line of *record* clears."""
         for name, pattern in clearing:
             match = pattern.search(record.text[:LINE_MAX])
             if match:
@@ -146,7 +146,7 @@ class RuleSearch:
 def search(
     records: Iterable[KernelRecord], rules: Sequence[LogRule], now_us: int | None = None
 ) -> KernelLogMatches:
-    """Return what *rules* find in *records*; see `Search`."""
+    """Return what *rules* find in *records*; see `RuleSearch`."""
     searched = RuleSearch(rules)
     for batch in batches(records):
         searched.add(batch)
@@ -184,7 +184,7 @@ KMSG = "/dev/kmsg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFacts:
-    """What the log held. Times are µs since boot; ``now_us``: when it was read.
+    """What the log contained. Times are µs since boot; ``now_us``: when it was read.
 
     ``source``: `KMSG` or `JOURNAL`. ``xids`` and ``sxids``: what the codes in ``driver`` mean.
     """
@@ -250,38 +250,38 @@ def _uptime_us(machine: ProbeContext) -> int | None:
 
 
 def since(facts: KernelFacts, cut_us: int | None = None) -> str:
-    """Return in words what part of the log is judged; *cut_us*: see `repaired_us`."""
+    """Return which part of the log is judged, as text; *cut_us*: see `repaired_us`."""
     if cut_us is not None:
         return f"since the repair {format_seconds(cut_us / 1e6)} after boot"
     if facts.source == JOURNAL:
-        return "in what journald shows of this boot"
-    return "since boot" if facts.log.complete else "in what is left of the log"
+        return "in journald's log of this boot"
+    return "since boot" if facts.log.complete else "in the rest of the log"
 
 
-def repaired_us(case: JudgeContext, entities: Collection[Entity] = ()) -> int | None:
+def repaired_us(context: JudgeContext, entities: Collection[Entity] = ()) -> int | None:
     """Return when the node or one of *entities* was last repaired, in µs since this boot.
 
-    None: not since this boot, or nobody can say when that was. Repairs are dated by the wall clock
-    and boots to the second, so the answer is a second off at most while nobody sets the clock.
+    None: not since this boot, or the time of the boot is unknown. Repairs are dated by the wall
+    clock and boots to the second: the result is at most a second off unless the clock is set.
     """
-    if not case.boot_us:
+    if not context.boot_us:
         return None
     names = {(entity.kind.value, entity.id) for entity in entities}
     times = [
-        repair.t_us - case.boot_us
-        for repair in case.repairs
+        repair.t_us - context.boot_us
+        for repair in context.repairs
         if repair.entity_kind == EntityKind.NODE or (repair.entity_kind, repair.entity_id) in names
     ]
     latest = max(times, default=-1)
     return latest if latest >= 0 else None
 
 
-LOOK = Probe(
+PROBE = Probe(
     "kernel_log",
     KernelFacts,
     _read,
     sources=(
-        "/dev/kmsg; without the right to, journalctl -k -b",
+        "/dev/kmsg; without permission, journalctl -k -b",
         "/proc/driver/nvidia/gpus/*/information",
     ),
 )

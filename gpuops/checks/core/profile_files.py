@@ -1,4 +1,4 @@
-"""Read hardware profiles (`gpuops.checks.core.profile`) from TOML, and find this node's."""
+"""Read hardware profiles (`gpuops.checks.core.profile`) from TOML, and match them to a node."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,12 @@ from gpuops import hostlist
 from gpuops.checks.core.check import ValueBounds
 from gpuops.checks.core.profile import (
     NO_PROFILE,
+    Expectation,
     FlagExpectation,
     NumberExpectation,
     Profile,
     ProfileMatch,
-    WordsExpectation,
+    TextExpectation,
 )
 from gpuops.checks.core.suite import unknown_name
 from gpuops.config.resolve import ErrorHandler, raise_error, read_toml, reject_unknown
@@ -43,14 +44,14 @@ BOUNDS: Mapping[str, ValueBounds] = MappingProxyType(
 _KINDS = {
     name: next(kind for kind in get_args(hint) if kind is not type(None))
     for name, hint in get_type_hints(Profile).items()
-    if {NumberExpectation, WordsExpectation, FlagExpectation} & set(get_args(hint))
+    if {NumberExpectation, TextExpectation, FlagExpectation} & set(get_args(hint))
 }
 _KEYS = ("about", "inherits", "match", *_KINDS)
 _MATCH_KEYS = ("gpu", "gpu_count", "nodes")
 
 
 def load_profiles(
-    directories: Iterable[Path], complain: ErrorHandler = raise_error
+    directories: Iterable[Path], on_error: ErrorHandler = raise_error
 ) -> dict[str, Profile]:
     """Return each profile in *directories* by name; of several with one name the last folder's.
 
@@ -64,9 +65,9 @@ def load_profiles(
         earlier = dict(found)
         for path in sorted(directory.glob("*.toml")):
             try:
-                found[path.stem] = parse_profile(path, read_toml(path), earlier, complain)
+                found[path.stem] = parse_profile(path, read_toml(path), earlier, on_error)
             except ConfigError as exc:
-                complain(exc)
+                on_error(exc)
     return found
 
 
@@ -74,9 +75,9 @@ def parse_profile(
     path: Path,
     table: Mapping[str, Any],
     earlier: Mapping[str, Profile],
-    complain: ErrorHandler = raise_error,
+    on_error: ErrorHandler = raise_error,
 ) -> Profile:
-    """Return the profile that *table* (from *path*) describes, less what *complain* was told of.
+    """Return the profile in *table* (from *path*), without the keys reported to *on_error*.
 
     It may inherit from one of *earlier*.
 
@@ -84,73 +85,71 @@ def parse_profile(
         ConfigError: See `load_profiles`.
     """
     where = f"the profile {path}"
-    reject_unknown(table, _KEYS, where, complain)
+    reject_unknown(table, _KEYS, where, on_error)
     expected: dict[str, Any] = {}
     for key, kind in _KINDS.items():
         if key in table:
             try:
                 expected[key] = _expectation(kind, key, table[key])
             except ValueError as exc:
-                complain(ConfigError(f"{key} of {where}: {exc}"))
+                on_error(ConfigError(f"{key} of {where}: {exc}"))
     if "match" in table:
-        expected["match"] = _match(table["match"], f"match of {where}", complain)
+        expected["match"] = _match(table["match"], f"match of {where}", on_error)
     if "about" in table:
         expected["about"] = str(table["about"])
     base = table.get("inherits")
     if base is not None and (not isinstance(base, str) or base not in earlier):
-        complain(ConfigError(f"inherits of {where}: {unknown_name('profile', str(base), earlier)}"))
+        on_error(ConfigError(f"inherits of {where}: {unknown_name('profile', str(base), earlier)}"))
         base = None
-    begun = Profile(name=path.stem) if base is None else earlier[base]
-    return replace(begun, name=path.stem, path=str(path), inherits=base or "", **expected)
+    start = Profile(name=path.stem) if base is None else earlier[base]
+    return replace(start, name=path.stem, path=str(path), inherits=base or "", **expected)
 
 
-def _expectation(
-    kind: type[NumberExpectation | WordsExpectation | FlagExpectation], key: str, given: object
-) -> NumberExpectation | WordsExpectation | FlagExpectation:
+def _expectation(kind: object, key: str, given: object) -> Expectation[Any]:
     if not isinstance(given, dict) or not given.keys() <= {"value", "source"}:
-        raise ValueError(f'it is written {{ value = …, source = "…" }}, got {given!r}')
+        raise ValueError(f'write it as {{ value = …, source = "…" }}, got {given!r}')
     value, source = given.get("value"), given.get("source")
     if not isinstance(source, str) or not source.strip():
-        raise ValueError('it must name where its value is from: source = "…"')
+        raise ValueError('it must name the source of its value: source = "…"')
     if kind is NumberExpectation:
         return NumberExpectation(value=BOUNDS[key].check(value), source=source)
     if kind is FlagExpectation:
         if not isinstance(value, bool):
-            raise ValueError(f"true or false is wanted, got {value!r}")
+            raise ValueError(f"true or false is expected, got {value!r}")
         return FlagExpectation(value=value, source=source)
-    return WordsExpectation(value=_texts(value), source=source)
+    return TextExpectation(value=_texts(value), source=source)
 
 
 def _texts(value: object) -> tuple[str, ...]:
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list) or not given:
-        raise ValueError(f"a text or a list of texts is wanted, got {value!r}")
+        raise ValueError(f"a text or a list of texts is expected, got {value!r}")
     if not all(isinstance(item, str) and item for item in given):
         raise ValueError(f"every item must be a text that is not empty, got {value!r}")
     return tuple(given)
 
 
-def _match(table: object, where: str, complain: ErrorHandler) -> ProfileMatch:
+def _match(table: object, where: str, on_error: ErrorHandler) -> ProfileMatch:
     if not isinstance(table, dict):
-        complain(ConfigError(f"{where} is a table, got {table!r}"))
+        on_error(ConfigError(f"{where} is a table, got {table!r}"))
         return ProfileMatch()
-    reject_unknown(table, _MATCH_KEYS, where, complain)
+    reject_unknown(table, _MATCH_KEYS, where, on_error)
     readers = {"gpu": _gpu, "gpu_count": BOUNDS["gpu_count"].check, "nodes": _nodes}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, reader in readers.items():
         if key in table:
             try:
-                found[key] = reader(table[key])
+                values[key] = reader(table[key])
             except ValueError as exc:
-                complain(ConfigError(f"{key} of {where}: {exc}"))
-    if "gpu_count" in found:
-        found["gpu_count"] = int(found["gpu_count"])
-    return ProfileMatch(**found)
+                on_error(ConfigError(f"{key} of {where}: {exc}"))
+    if "gpu_count" in values:
+        values["gpu_count"] = int(values["gpu_count"])
+    return ProfileMatch(**values)
 
 
 def _gpu(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"a pattern of the GPU's name is wanted, got {value!r}")
+        raise ValueError(f"a pattern of the GPU's name is expected, got {value!r}")
     return safe_pattern(value).pattern
 
 
@@ -169,16 +168,16 @@ def profile_for(
     gpu_count: int,
     named: str | None = None,
 ) -> tuple[Profile, str | None]:
-    """Return this node's profile, and what is wrong where none or several could be it.
+    """Return this node's profile, and what is wrong if none or several match.
 
     Of a profile and one that inherits from it, the more specific one wins.
 
     Args:
         profiles: From `load_profiles`.
         node: Its name.
-        gpu_names: What NVML calls each GPU; empty where NVML did not tell.
+        gpu_names: NVML's name of each GPU; empty if NVML gave none.
         gpu_count: NVIDIA GPUs on the PCI bus.
-        named: The profile to take whatever matches (``check.profile``).
+        named: The profile to use without matching (``check.profile``).
 
     Raises:
         ConfigError: There is no profile called *named*.
@@ -187,16 +186,16 @@ def profile_for(
         if named not in profiles:
             raise ConfigError(f"check.profile: {unknown_name('profile', named, profiles)}")
         return profiles[named], None
-    fitting = [item for item in profiles.values() if fits(item.match, node, gpu_names, gpu_count)]
-    inherited = {item.inherits for item in fitting if item.inherits != item.name}
-    fitting = [item for item in fitting if item.name not in inherited]
-    match fitting:
+    found = [item for item in profiles.values() if fits(item.match, node, gpu_names, gpu_count)]
+    inherited = {item.inherits for item in found if item.inherits != item.name}
+    found = [item for item in found if item.name not in inherited]
+    match found:
         case [profile]:
             return profile, None
         case []:
             return NO_PROFILE, _unmatched(gpu_names, gpu_count)
         case _:
-            which = " and ".join(f"{item.name!r} ({item.path})" for item in fitting)
+            which = " and ".join(f"{item.name!r} ({item.path})" for item in found)
             return NO_PROFILE, (
                 f"the profiles {which} all match this node, so none is applied: make one `match`"
                 " narrower, or name the right one in check.profile"
@@ -204,9 +203,9 @@ def profile_for(
 
 
 def fits(match: ProfileMatch, node: str, gpu_names: Sequence[str], gpu_count: int) -> bool:
-    """Say whether a profile of *match* is this node's; the arguments are those of `profile_for`."""
+    """Return whether *match* covers this node; the arguments are those of `profile_for`."""
     if match == ProfileMatch():
-        return False  # It asks for nothing: it is there to be named.
+        return False  # Such a profile applies only by its name.
     if match.gpu is not None:
         pattern = re.compile(match.gpu)
         if not gpu_names or not all(pattern.fullmatch(name) for name in gpu_names):
@@ -219,8 +218,8 @@ def fits(match: ProfileMatch, node: str, gpu_names: Sequence[str], gpu_count: in
 def _unmatched(gpu_names: Sequence[str], gpu_count: int) -> str | None:
     if not gpu_count and not gpu_names:
         return None
-    models = ", ".join(sorted(set(gpu_names))) or "of a model that NVML does not tell"
+    models = ", ".join(sorted(set(gpu_names))) or "of unknown model"
     return (
-        f"no profile matches this node ({gpu_count} GPUs, {models}): only what the devices say"
-        " themselves is judged"
+        f"no profile matches this node ({gpu_count} GPUs, {models}): it is judged only by"
+        " what the devices themselves report"
     )

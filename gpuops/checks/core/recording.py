@@ -1,7 +1,7 @@
 """The facts of one node at one time, to be judged elsewhere or later: schema ``gpuops.facts/1``.
 
-Besides what each look gave it holds what a judge knows of the node (`gpuops.host.node_state`), so
-that a recording gets the verdict that the node itself would have got.
+A recording holds the results of the probes and what a judge knows of the node
+(`gpuops.host.node_state`), so that judging it gives the same findings as on the node itself.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuops.checks.core.probes import ProbeResult, by_look
+from gpuops.checks.core.probes import ProbeResult, by_probe
 from gpuops.checks.core.suite import Suite
 from gpuops.errors import ConfigError, UsageError
 from gpuops.host.node_state import BootMoment, NodeState
@@ -28,78 +28,77 @@ _GPUS_MAX = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was seen of ``node`` at ``moment`` by the looks of one suite.
+    """What the probes of one suite read on ``node`` at ``moment``.
 
     ``profile`` and ``gpus_expected`` are what that node's configuration says.
     """
 
     node: str
     moment: BootMoment
-    looks: Mapping[str, ProbeResult]
+    results: Mapping[str, ProbeResult]
     state: NodeState = field(default_factory=NodeState)
     profile: str | None = None
     gpus_expected: int | None = None
     gpuops_version: str = ""
 
     def to_json(self) -> Json:
-        """Return the recording as JSON, without the secrets that facts may show."""
+        """Return the recording as JSON, without the secrets that facts may hold."""
         body = {
             "node": self.node,
             **to_json(self.moment),
             "t": iso_utc(self.moment.t_us),
             "profile": self.profile,
             "gpus_expected": self.gpus_expected,
-            "looks": {name: _entry(looked) for name, looked in self.looks.items()},
+            "looks": {name: _entry(result) for name, result in self.results.items()},
             "state": to_json(self.state),
         }
         scrubbed = scrub_value(envelope(f"{_SCHEMA}{VERSION}", body))
         assert isinstance(scrubbed, dict)
         return scrubbed
 
-    def looked(self, suite: Suite, first: str) -> Iterator[ProbeResult]:
-        """Yield what each look of *suite* gave, that of the look called *first* before all others.
+    def results_for(self, suite: Suite, first: str) -> Iterator[ProbeResult]:
+        """Yield the result of each probe of *suite*, that of the probe called *first* first.
 
         Raises:
             UsageError: Facts have another form than this gpuops knows.
         """
-        groups = by_look(suite)
+        groups = by_probe(suite)
         for name in sorted(groups, key=lambda name: name != first):
-            looked = self.looks.get(name, _missing(name))
-            if looked.error is None:
+            result = self.results.get(name)
+            if result is None:
+                error = f"the recording has no {name!r}"
+                yield ProbeResult(probe=name, error=error, reason=UnknownReason.NOT_SUPPORTED)
+                continue
+            if result.error is None:
                 try:
-                    from_json(groups[name][0].check.look.facts, looked.facts, f"look {name!r}")
+                    from_json(groups[name][0].check.probe.facts, result.facts, f"probe {name!r}")
                 except (ConfigError, ValueError) as exc:
                     raise UsageError(
                         f"the facts were recorded by gpuops {self.gpuops_version or '?'}, and this"
                         f" one reads another form: {exc}"
                     ) from exc
-            yield looked
+            yield result
 
 
-def _missing(name: str) -> ProbeResult:
-    return ProbeResult(
-        look=name, error=f"the recording has no {name!r}", reason=UnknownReason.NOT_SUPPORTED
-    )
-
-
-def _entry(looked: ProbeResult) -> Json:
-    if looked.error is None:
-        return {"facts": looked.facts}
-    return {"error": looked.error, "reason": looked.reason}
+def _entry(result: ProbeResult) -> Json:
+    if result.error is None:
+        return {"facts": result.facts}
+    return {"error": result.error, "reason": result.reason}
 
 
 def parse_recording(text: str, where: str) -> Recording:
     """Return the recording in *text*.
 
     Raises:
-        UsageError: It is none, or a later gpuops made it; *where* names it.
+        UsageError: It is not one, or a later gpuops made it; *where* names it.
     """
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise UsageError(f"{where} is no JSON, so no recording of `gpuops facts`: {exc}") from exc
+        raise UsageError(f"{where} is not a recording of `gpuops facts`: not JSON: {exc}") from exc
     if not isinstance(body, dict) or not str(body.get("schema", "")).startswith(_SCHEMA):
-        raise UsageError(f"{where} is no recording of `gpuops facts`: its schema is not {_SCHEMA}…")
+        text = f"{where} is not a recording of `gpuops facts`: its schema is not {_SCHEMA}…"
+        raise UsageError(text)
     version = str(body["schema"]).removeprefix(_SCHEMA)
     if version != str(VERSION):
         made_by = body.get("gpuops_version", "?")
@@ -119,14 +118,14 @@ def _parsed(body: Mapping[str, Any], where: str) -> Recording:
     if not isinstance(body["node"], str) or not isinstance(body["looks"], dict):
         raise ValueError("node is a name and looks a table")  # noqa: TRY004 one error kind
     if not body["node"].strip():
-        raise ValueError("it names no node")
+        raise ValueError("node is empty")
     moment = from_json(BootMoment, {key: body[key] for key in keys}, where)
     if not 0 <= moment.t_us < _END_US or not 0 <= moment.since_boot_s < _UPTIME_MAX_S:
-        raise ValueError("no node can have its t_us and since_boot_s")
+        raise ValueError("t_us or since_boot_s is out of range")
     return Recording(
         node=body["node"],
         moment=moment,
-        looks={name: _looked(name, entry) for name, entry in body["looks"].items()},
+        results={name: _result(name, entry) for name, entry in body["looks"].items()},
         state=from_json(NodeState, body["state"], f"state of {where}"),
         gpuops_version=str(body.get("gpuops_version", "")),
         **_configured(body),
@@ -134,7 +133,7 @@ def _parsed(body: Mapping[str, Any], where: str) -> Recording:
 
 
 def _configured(body: Mapping[str, Any]) -> Json:
-    """Return what the node's configuration said, of the types that it can have."""
+    """Return what the node's configuration said, with its types checked."""
     profile, expected = body.get("profile"), body.get("gpus_expected")
     if profile is not None and not isinstance(profile, str):
         raise ValueError(f"profile is a name, got {profile!r}")
@@ -144,9 +143,9 @@ def _configured(body: Mapping[str, Any]) -> Json:
     return {"profile": profile, "gpus_expected": expected}
 
 
-def _looked(name: str, entry: object) -> ProbeResult:
+def _result(name: str, entry: object) -> ProbeResult:
     if not isinstance(entry, dict):
-        raise ValueError(f"look {name!r} must be a table, got {entry!r}")  # noqa: TRY004 one error kind
+        raise ValueError(f"probe {name!r} must be a table, got {entry!r}")  # noqa: TRY004 one error kind
     if "facts" in entry:
-        return ProbeResult(look=name, facts=entry["facts"])
-    return ProbeResult(look=name, error=str(entry["error"]), reason=UnknownReason(entry["reason"]))
+        return ProbeResult(probe=name, facts=entry["facts"])
+    return ProbeResult(probe=name, error=str(entry["error"]), reason=UnknownReason(entry["reason"]))

@@ -1,9 +1,8 @@
-"""Run a suite: look at everything, then judge what was seen.
+"""Run a suite: run every probe, then judge the facts.
 
-Judging is a pure function of what the looks gave, so that a recording of it (`gpuops facts`) gets
-the verdict that the node itself got. Nothing here can wait past the deadline by more than
-`gpuops.host.process.probe.STOP_S`, and nothing that goes wrong in a look or a judge can fail the
-node.
+Judging is a pure function of the probes' results, so that a recording of them (`gpuops facts`)
+gives the same findings. No run exceeds its deadline by more than
+`gpuops.host.process.probe.STOP_S`, and an error in a probe or a judge never fails the node.
 """
 
 import traceback
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuops.checks.core.check import JudgeContext, Probe, ProbeContext
-from gpuops.checks.core.probes import ProbeResult, ProfileChooser, by_look, collect
+from gpuops.checks.core.probes import ProbeResult, ProfileChooser, by_probe, collect
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.clock import Clock
@@ -23,14 +22,12 @@ from gpuops.model import Entity, Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc
 
 OnFinding = Callable[[Iterable[Finding]], None]
-Amend = Callable[[list[Finding]], list[Finding]]
-
-NO_CHOICE = ProfileChooser()
+ApplySilences = Callable[[list[Finding]], list[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFailure:
-    """A failure of gpuops itself: what was being done, and how it went wrong."""
+    """A failure of gpuops itself: the operation, and its error."""
 
     what: str
     error: str
@@ -39,11 +36,11 @@ class CheckFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRun:
-    """What one run of a suite found. ``late``: checks that gave no answer in time.
+    """The result of one run of a suite. ``late``: checks that timed out.
 
-    ``counters``: what the next run will compare with (`gpuops.checks.core.check.Check.counters`).
-    ``profile``: the name of the one that it was held against. ``facts``: what each look gave, by
-    its name, where it gave any. ``moment``: the run's start; None where a recording was judged.
+    ``counters``: what the next run compares with (`gpuops.checks.core.check.Check.counters`).
+    ``profile``: the name of the profile applied. ``facts``: those of each probe that succeeded, by
+    its name. ``moment``: the run's start; None if a recording was judged.
     """
 
     suite: str
@@ -60,7 +57,7 @@ class CheckRun:
 
     @property
     def verdict(self) -> Status:
-        """Return the worst status; pass where anything passed and the rest had nothing to see."""
+        """Return the worst status; pass if anything passed and the others were skipped."""
         statuses = {finding.status for finding in self.findings} or {Status.PASS}
         if Status.PASS in statuses:
             statuses.discard(Status.SKIP)
@@ -80,22 +77,22 @@ class CheckRun:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """On what terms a suite is judged: against what, and who hears of it.
+    """What a suite is judged by, and who is notified.
 
-    ``chooser`` finds the profile; ``amend`` has the last word on a check's findings (silences);
-    ``tell`` hears them as they come.
+    ``chooser`` finds the profile; ``apply_silences`` has the last word on a check's findings;
+    ``on_finding`` gets them as they come.
     """
 
-    case: JudgeContext
-    chooser: ProfileChooser = NO_CHOICE
-    amend: Amend = list
-    tell: OnFinding = lambda _findings: None
+    judge_context: JudgeContext
+    chooser: ProfileChooser = field(default_factory=ProfileChooser)
+    apply_silences: ApplySilences = list
+    on_finding: OnFinding = lambda _findings: None
 
 
 def run_suite(
     suite: Suite,
     machine: ProbeContext,
-    terms: RunContext,
+    run: RunContext,
     clock: Clock,
     left: Mapping[str, AbandonedProcess],
 ) -> CheckRun:
@@ -103,41 +100,43 @@ def run_suite(
 
     *left*: see `gpuops.host.process.probe.start_call`. The caller must have a single thread.
     """
-    return judge(suite, collect(suite, machine, terms.chooser, left), terms, clock)
+    return judge(suite, collect(suite, machine, run.chooser, left), run, clock)
 
 
-def judge(suite: Suite, looks: Iterable[ProbeResult], terms: RunContext, clock: Clock) -> CheckRun:
-    """Return what *suite* makes of *looks*; that of ``terms.chooser.look`` has to come first.
+def judge(suite: Suite, results: Iterable[ProbeResult], run: RunContext, clock: Clock) -> CheckRun:
+    """Return what *suite* finds in *results*; that of ``run.chooser.probe`` must be the first.
 
     *clock* dates the run and is read for nothing else.
     """
-    start_us, case = clock.now_us(), replace(terms.case, profile=terms.chooser.first)
-    groups, bench = by_look(suite), _Bench()
-    for looked in looks:
-        group = groups.get(looked.look, [])
-        if looked.look == terms.chooser.look:
-            case = replace(case, profile=terms.chooser.choose(looked))
-        facts = _facts(group[0].check.look, looked) if group else None
+    start_us = clock.now_us()
+    context = replace(run.judge_context, profile=run.chooser.first)
+    groups, judged = by_probe(suite), _Judged()
+    for result in results:
+        group = groups.get(result.probe, [])
+        if result.probe == run.chooser.probe:
+            context = replace(context, profile=run.chooser.choose(result))
+        facts = _facts(group[0].check.probe, result) if group else None
         for planned in group:
-            found = [settled(item, suite.unknown) for item in bench.judged(planned, facts, case)]
-            bench.findings[planned.check.name] = terms.amend(found)
-            terms.tell(bench.findings[planned.check.name])
+            found = judged.add(planned, facts, context)
+            found = run.apply_silences([apply_policy(item, suite.unknown) for item in found])
+            judged.findings[planned.check.name] = found
+            run.on_finding(found)
     return CheckRun(
         suite=suite.name,
-        node=case.node.id,
+        node=context.node.id,
         start_us=start_us,
         end_us=clock.now_us(),
-        findings=tuple(item for name in suite.names for item in bench.findings.get(name, ())),
-        late=tuple(name for name in suite.names if name in bench.late),
-        failures=tuple(bench.failures[name] for name in suite.names if name in bench.failures),
-        counters=bench.counters,
-        profile=case.profile.name,
-        facts=bench.facts,
+        findings=tuple(item for name in suite.names for item in judged.findings.get(name, ())),
+        late=tuple(name for name in suite.names if name in judged.late),
+        failures=tuple(judged.failures[name] for name in suite.names if name in judged.failures),
+        counters=judged.counters,
+        profile=context.profile.name,
+        facts=judged.facts,
     )
 
 
 @dataclass(slots=True)
-class _Bench:
+class _Judged:
     """What has been judged so far; findings and failures are by check."""
 
     findings: dict[str, list[Finding]] = field(default_factory=dict)
@@ -146,71 +145,70 @@ class _Bench:
     counters: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def judged(
+    def add(
         self,
         planned: PlannedCheck,
         facts: Any,  # noqa: ANN401 facts differ by check
-        case: JudgeContext,
+        context: JudgeContext,
     ) -> list[Finding]:
-        findings, failure = _judged(planned, facts, case)
-        self.counters |= _counted(planned, facts)
-        if failure is not None:
-            self.failures[planned.check.name] = failure
+        check = planned.check
+        if isinstance(facts, ProbeError):
+            reason = UnknownReason(facts.reason)
+            findings = [_unknown(check.name, context.node, str(facts), reason)]
+            if reason is UnknownReason.CRASH:
+                notes = "".join(getattr(facts, "__notes__", ()))
+                what = f"probe of check {check.name}"
+                self.failures[check.name] = CheckFailure(what, str(facts), notes)
+        else:
+            self.facts[check.probe.name] = facts
+            findings = self._judge(planned, facts, context)
         if any(finding.unknown_reason is UnknownReason.TIMEOUT for finding in findings):
-            self.late.add(planned.check.name)
-        if not isinstance(facts, ProbeError):
-            self.facts[planned.check.look.name] = facts
+            self.late.add(check.name)
         return findings
 
+    def _judge(
+        self,
+        planned: PlannedCheck,
+        facts: Any,  # noqa: ANN401 facts differ by check
+        context: JudgeContext,
+    ) -> list[Finding]:
+        check = planned.check
+        self.counters |= _counters(planned, facts)
+        try:
+            return check.judge(facts, planned.parameters, context)
+        except Exception as exc:  # noqa: BLE001 boundary: our own bug must not fail the node
+            error = f"{type(exc).__name__}: {exc}"
+            what = f"judge of check {check.name}"
+            self.failures[check.name] = CheckFailure(what, error, traceback.format_exc())
+            text = f"a bug in gpuops, not a fault of the node: {error}"
+            return [_unknown(check.name, context.node, text, UnknownReason.CRASH)]
 
-def settled(finding: Finding, policy: Mapping[UnknownReason, Status]) -> Finding:
-    """Return *finding* with what the suite makes of its reason, where it could not be judged."""
+
+def _counters(planned: PlannedCheck, facts: Any) -> Mapping[str, float]:  # noqa: ANN401 as above
+    try:
+        return planned.check.counters(facts)
+    except Exception:  # noqa: BLE001 boundary: the judge of the same facts reports the bug
+        return {}
+
+
+def apply_policy(finding: Finding, policy: Mapping[UnknownReason, Status]) -> Finding:
+    """Return *finding*; if it could not be judged, with the status that the suite gives it."""
     reason = finding.unknown_reason
     if finding.status is not Status.UNKNOWN or reason is None:
         return finding
     return replace(finding, status=policy.get(reason, Status.UNKNOWN))
 
 
-def _facts(look: Probe[Any], looked: ProbeResult) -> Any:  # noqa: ANN401 facts differ by look
-    if looked.error is not None:
-        error = ProbeError(looked.error, looked.reason or UnknownReason.CRASH)
-        if looked.notes:
-            error.add_note(looked.notes)
+def _facts(probe: Probe[Any], result: ProbeResult) -> Any:  # noqa: ANN401 facts differ by probe
+    if result.error is not None:
+        error = ProbeError(result.error, result.reason or UnknownReason.CRASH)
+        if result.notes:
+            error.add_note(result.notes)
         return error
     try:
-        return from_json(look.facts, looked.facts, f"the facts of {look.name!r}")
+        return from_json(probe.facts, result.facts, f"the facts of {probe.name!r}")
     except (ConfigError, ValueError) as exc:
-        return ProbeError(f"the look gave something else: {exc}", UnknownReason.CRASH)
-
-
-def _judged(
-    planned: PlannedCheck,
-    facts: Any,  # noqa: ANN401 facts differ by check
-    case: JudgeContext,
-) -> tuple[list[Finding], CheckFailure | None]:
-    check = planned.check
-    if isinstance(facts, ProbeError):
-        failure = None
-        if facts.reason == UnknownReason.CRASH:
-            notes = "".join(getattr(facts, "__notes__", ()))
-            failure = CheckFailure(f"look of check {check.name}", str(facts), notes)
-        return [_unknown(check.name, case.node, str(facts), UnknownReason(facts.reason))], failure
-    try:
-        return check.judge(facts, planned.parameters, case), None
-    except Exception as exc:  # noqa: BLE001 boundary: our own bug must not fail the node
-        error = f"{type(exc).__name__}: {exc}"
-        failure = CheckFailure(f"judge of check {check.name}", error, traceback.format_exc())
-        text = f"a bug in gpuops, not a fault of the node: {error}"
-        return [_unknown(check.name, case.node, text, UnknownReason.CRASH)], failure
-
-
-def _counted(planned: PlannedCheck, facts: Any) -> Mapping[str, float]:  # noqa: ANN401 as above
-    if isinstance(facts, ProbeError):
-        return {}
-    try:
-        return planned.check.counters(facts)
-    except Exception:  # noqa: BLE001 boundary: the judge of the same facts tells of the bug
-        return {}
+        return ProbeError(f"the probe returned facts of another form: {exc}", UnknownReason.CRASH)
 
 
 def _unknown(check: str, node: Entity, message: str, reason: UnknownReason) -> Finding:

@@ -1,6 +1,6 @@
-"""Silences: findings that somebody answers for, until a date; in the site's ``silences.toml``.
+"""Silences: findings that a person accepts until a date; in the site's ``silences.toml``.
 
-A silence has an owner, a reason and an end; after its end it silences nothing.
+A silence has an owner, a reason and an end; after its end it has no effect.
 """
 
 import difflib
@@ -20,16 +20,15 @@ from gpuops.units import US_PER_S, iso_utc
 
 LONG_S = 90 * 86400.0
 _KEYS = ("check", "node", "entity", "until", "owner", "reason")
-_KEPT = (Status.PASS, Status.SKIP)
+_NEVER_SILENCED = (Status.PASS, Status.SKIP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """Who does not want to hear of what, where, until when and why.
+    """Which findings are silenced, on which nodes, until when, by whom and why.
 
     ``check`` and ``entity`` are patterns with ``*`` and ``?``; ``node`` is one of
-    `gpuops.hostlist.matches`. ``until_us`` is the first moment that it no longer covers. ``where``
-    is its place in its file.
+    `gpuops.hostlist.matches`. ``until_us`` is exclusive. ``where`` is its place in its file.
     """
 
     check: str
@@ -41,7 +40,7 @@ class Silence:
     entity: str = "*"
 
     def covers(self, finding: Finding, *, node: str, now_us: int) -> bool:
-        """Say whether *finding*, made on *node*, is silenced at *now_us*."""
+        """Return whether *finding*, made on *node*, is silenced at *now_us*."""
         return (
             now_us < self.until_us
             and fnmatch.fnmatchcase(finding.check, self.check)
@@ -50,22 +49,24 @@ class Silence:
         )
 
 
-def silenced(
+def apply_silences(
     findings: Iterable[Finding], silences: Sequence[Silence], *, node: str, now_us: int
 ) -> list[Finding]:
-    """Return *findings*, those that a silence covers as `skip` with what they said.
+    """Return *findings*; those that a silence covers become `skip` and keep their message.
 
-    A silenced finding names no failure class: nothing acts on it and it makes no strike.
+    A silenced finding has no failure class: nothing acts on it and it counts as no strike.
     """
     return [
-        _silenced(item, silences, node=node, now_us=now_us) if item.status not in _KEPT else item
+        _silenced(item, silences, node=node, now_us=now_us)
+        if item.status not in _NEVER_SILENCED
+        else item
         for item in findings
     ]
 
 
 def _silenced(finding: Finding, silences: Sequence[Silence], *, node: str, now_us: int) -> Finding:
     by = next((item for item in silences if item.covers(finding, node=node, now_us=now_us)), None)
-    if by is None:
+    if by is None or finding.status in _NEVER_SILENCED:
         return finding
     message = (
         f"silenced until {_shown(by.until_us)} by {by.owner}: {by.reason}"
@@ -77,9 +78,9 @@ def _silenced(finding: Finding, silences: Sequence[Silence], *, node: str, now_u
 
 
 def load_silences(
-    paths: Iterable[Path], complain: ErrorHandler = raise_error
+    paths: Iterable[Path], on_error: ErrorHandler = raise_error
 ) -> tuple[Silence, ...]:
-    """Return the silences in *paths*, in order, expired ones among them.
+    """Return the silences in *paths*, in order, including expired ones.
 
     Raises:
         ConfigError: Malformed TOML, an unknown key, no owner, reason or end, or a bad pattern.
@@ -89,30 +90,30 @@ def load_silences(
         try:
             table = read_toml(path)
         except ConfigError as exc:
-            complain(exc)
+            on_error(exc)
             continue
-        reject_unknown(table, ("silence",), str(path), complain)
+        reject_unknown(table, ("silence",), str(path), on_error)
         entries = table.get("silence", [])
         if not isinstance(entries, list) or not all(isinstance(item, dict) for item in entries):
-            complain(ConfigError(f"{path}: silences are written as [[silence]] tables"))
+            on_error(ConfigError(f"{path}: silences are written as [[silence]] tables"))
             continue
         for number, entry in enumerate(entries, 1):
             try:
                 found.append(_parsed(entry, f"silence {number} of {path}"))
             except ConfigError as exc:
-                complain(exc)
+                on_error(exc)
     return tuple(found)
 
 
-def faults(silence: Silence, now_us: int) -> list[str]:
-    """Return what is wrong with *silence* at *now_us*: it is over."""
+def expired(silence: Silence, now_us: int) -> list[str]:
+    """Return the error about *silence* if it is over at *now_us*."""
     if silence.until_us > now_us:
         return []
-    return [f"{_about(silence)} ended {_shown(silence.until_us)}: take it out, or renew it"]
+    return [f"{_about(silence)} ended {_shown(silence.until_us)}: remove it, or renew it"]
 
 
-def doubts(silence: Silence, now_us: int) -> list[str]:
-    """Return what is doubtful about *silence* at *now_us*: its length, or what it names."""
+def warnings(silence: Silence, now_us: int) -> list[str]:
+    """Return the warnings about *silence* at *now_us*: its length, or an unknown check."""
     found = []
     if silence.until_us - now_us > LONG_S * US_PER_S:
         end = _shown(silence.until_us)
@@ -161,11 +162,11 @@ def _end_us(value: object, where: str) -> int:
                 f"until of {where}: a time needs its offset, as in {value.isoformat()}Z"
             )
         if value.year < 1970:
-            raise ConfigError(f"until of {where}: {value} is no end")
+            raise ConfigError(f"until of {where}: {value} is out of range")
         return int(value.timestamp()) * US_PER_S
     if isinstance(value, date):
         if value == date.max or value.year < 1970:
-            raise ConfigError(f"until of {where}: {value} is no end")
+            raise ConfigError(f"until of {where}: {value} is out of range")
         end = datetime.combine(value + timedelta(days=1), time(), tzinfo=UTC)
         return int(end.timestamp()) * US_PER_S
     raise ConfigError(

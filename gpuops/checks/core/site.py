@@ -1,8 +1,8 @@
 """A site's own executable as a check: ``site/fan_speed`` runs ``checks.d/fan_speed``.
 
-It says its verdict as a plugin of Nagios does: exit code 0 pass, 1 warn, 2 fail, 3 it could not
-tell, and one line of output (Monitoring Plugins Development Guidelines, "Plugin Return Codes").
-Whatever else it does is no verdict: it can never fail the node by crashing, hanging or missing.
+It reports its status as a Nagios plugin does: exit code 0 pass, 1 warn, 2 fail, 3 unknown, and one
+line of output (Monitoring Plugins Development Guidelines, "Plugin Return Codes"). A script that
+crashes, hangs or is missing never fails the node.
 """
 
 import json
@@ -24,7 +24,7 @@ from gpuops.model import FailureClass, Finding, Status, UnknownReason
 PREFIX = "site/"
 OUTPUT_MAX = 64 * 2**10
 LINE_MAX = 200
-# Of a check's seconds, those in which its process is ended and its answer brought back.
+# The part of the timeout that is kept to end the process and to read its output.
 _STOP_S = STOP_S + 0.1
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}", re.ASCII)
 _STATUS: Mapping[int | None, Status] = MappingProxyType(
@@ -34,7 +34,7 @@ _STATUS: Mapping[int | None, Status] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``run``: the file in ``checks.d``, where it is not called as the check is."""
+    """``run``: the file in ``checks.d``, if its name is not the check's."""
 
     run: str | None = None
     arguments: tuple[str, ...] = ()
@@ -47,8 +47,8 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteAnswer:
-    """What the executable at ``path`` said: its first line, and how it ended.
+class SiteResult:
+    """The result of the executable at ``path``: its first line, and how it ended.
 
     ``exit_code`` is negative for a signal.
     """
@@ -60,10 +60,10 @@ class SiteAnswer:
 
 
 def site_check(name: str) -> AnyCheck:
-    """Return the check that runs a site's executable; *name* begins with `PREFIX`.
+    """Return the check that runs a site's executable; *name* starts with `PREFIX`.
 
     Raises:
-        ConfigError: What follows cannot be the name of a file in ``checks.d``.
+        ConfigError: The rest is not a valid name of a file in ``checks.d``.
     """
     file = name.removeprefix(PREFIX)
     if _FILE.fullmatch(file) is None:
@@ -74,10 +74,10 @@ def site_check(name: str) -> AnyCheck:
     return Check(
         name=name,
         about="the site's own check",
-        look=Probe(name, SiteAnswer, _read, sources=(f"checks.d/{file}",)),
+        probe=Probe(name, SiteResult, _read, sources=(f"checks.d/{file}",)),
         parameters=Parameters,
         judge=partial(judge, name),
-        asks=partial(_asks, name),
+        inputs=partial(_inputs, name),
     )
 
 
@@ -87,7 +87,7 @@ def file_of(name: str, parameters: Parameters) -> str:
 
 
 def fault(name: str, parameters: Parameters, folder: Path | None) -> str | None:
-    """Return why the site's check *name* cannot be run from *folder*, None where it can be."""
+    """Return why the site's check *name* cannot be run from *folder*, None if it can."""
     path = _path(folder, file_of(name, parameters))
     if path is None:
         return "no site folder is set (check.site_dir)"
@@ -97,18 +97,18 @@ def fault(name: str, parameters: Parameters, folder: Path | None) -> str | None:
 
 
 def judge(
-    name: str, facts: SiteAnswer, _parameters: Parameters, case: JudgeContext
+    name: str, facts: SiteResult, _parameters: Parameters, context: JudgeContext
 ) -> list[Finding]:
-    """Return what the site's check *name* said of the node, as one finding."""
+    """Return the result of the site's check *name* as one finding."""
     status = _STATUS.get(facts.exit_code, Status.UNKNOWN)
-    message = facts.line or f"it said nothing and {facts.ending}"
+    message = facts.line or f"it printed nothing and {facts.ending}"
     if facts.exit_code not in _STATUS:
-        message = f"no verdict: it {facts.ending} (0 pass, 1 warn, 2 fail, 3 unknown)"
-        message += f" and said: {facts.line}" if facts.line else ""
+        message = f"no result: it {facts.ending} (0 pass, 1 warn, 2 fail, 3 unknown)"
+        message += f" and printed: {facts.line}" if facts.line else ""
     return [
         Finding(
             check=name,
-            entity=case.node,
+            entity=context.node,
             status=status,
             message=message,
             source=facts.path,
@@ -118,8 +118,8 @@ def judge(
     ]
 
 
-def _asks(name: str, parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
-    # One text: what is asked for is made unique, and an argument may come twice.
+def _inputs(name: str, parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+    # One text: duplicate inputs are removed, and an argument may come twice.
     return (json.dumps([file_of(name, parameters), *parameters.arguments]),)
 
 
@@ -127,36 +127,36 @@ def _path(folder: Path | None, file: str) -> Path | None:
     return None if folder is None else folder.absolute() / file
 
 
-def _read(machine: ProbeContext, budget_s: float) -> SiteAnswer:
-    """Return what the executable says.
+def _read(machine: ProbeContext, budget_s: float) -> SiteResult:
+    """Run the executable.
 
     Raises:
-        ProbeError: It is not there, cannot be started, or gave no answer in time.
+        ProbeError: It is missing, cannot be started, or timed out.
     """
-    ((file, *arguments),) = (json.loads(text) for text in machine.asked)
+    ((file, *arguments),) = (json.loads(text) for text in machine.inputs)
     path = _path(machine.site_checks, file)
     if path is None or not path.is_file():
         where = path or "checks.d: no site folder is set (check.site_dir)"
         raise ProbeError(f"there is no {where}", UnknownReason.MISSING_TOOL)
     if not os.access(path, os.X_OK):
         raise ProbeError(f"{path} is not executable", UnknownReason.NO_PERMISSION)
-    answer = ask(
+    result = ask(
         [path, *arguments],
         max(budget_s - _STOP_S, budget_s / 2),
         bytes_max=OUTPUT_MAX,
         env={"GPUOPS_NODE": machine.node, "GPUOPS_ROOT": str(machine.root)},
     )
-    if answer.timed_out:
-        raise ProbeError(f"{path} {answer.ending}", UnknownReason.TIMEOUT)
-    return SiteAnswer(
+    if result.timed_out:
+        raise ProbeError(f"{path} {result.ending}", UnknownReason.TIMEOUT)
+    return SiteResult(
         path=str(path),
-        exit_code=answer.exit_code,
-        line=_first_line(answer.output) or _first_line(answer.errors),
-        ending=answer.ending,
+        exit_code=result.exit_code,
+        line=_first_line(result.output) or _first_line(result.errors),
+        ending=result.ending,
     )
 
 
 def _first_line(text: str) -> str:
-    """Return the first line that says something, without what Nagios draws its graphs from."""
+    """Return the first line that is not empty, without Nagios' performance data."""
     lines = (line.partition("|")[0].strip() for line in text.splitlines())
     return next((line[:LINE_MAX] for line in lines if line), "")

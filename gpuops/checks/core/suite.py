@@ -1,8 +1,8 @@
 """Suites: which checks to run, with which limits, within which time. Data, in ``checks/suites``.
 
-A suite's name is its file's. A later folder (the site's own) replaces a shipped suite by name.
-One suite ``inherits`` another's checks, names in ``run`` those it keeps (``!`` before a pattern
-takes away what others give), and may change their keys.
+A suite is named after its file; a later folder (the site's own) replaces a shipped suite of that
+name. A suite ``inherits`` another's checks, lists in ``run`` those it keeps (patterns; ``!``
+excludes), and may change their keys.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpuops.checks import NAMES, check_named, is_check
-from gpuops.checks.core.check import AnyCheck, refuse_other_units
+from gpuops.checks.core.check import AnyCheck, check_units
 from gpuops.config.resolve import (
     ErrorHandler,
     raise_error,
@@ -30,13 +30,13 @@ from gpuops.model import Status, UnknownReason
 DEADLINE_MAX_S = 3600.0
 _SUITE_KEYS = ("about", "deadline_s", "unknown", "check", "inherits", "run")
 _CHECK_KEYS = ("name", "timeout_s")
-# Nothing that only says "I could not look" may fail a node.
+# A probe that could not run must not fail a node.
 _POLICY_STATUSES = (Status.SKIP, Status.WARN, Status.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCheck:
-    """A check with its parameters and the seconds that it may take."""
+    """A check with its parameters and its timeout."""
 
     check: AnyCheck
     parameters: Any
@@ -45,7 +45,7 @@ class PlannedCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """What to run. ``unknown`` says what becomes of a finding that could not be judged."""
+    """What to run. ``unknown``: the status of what could not be judged, by reason."""
 
     name: str
     about: str
@@ -60,7 +60,7 @@ class Suite:
         return tuple(planned.check.name for planned in self.planned)
 
     def only(self, names: Sequence[str]) -> "Suite":
-        """Return this suite reduced to what *names* (patterns) are; all of it where none is given.
+        """Return this suite with only the checks in *names* (patterns); all of it if empty.
 
         Raises:
             UsageError: There is no such check, or this suite does not run it.
@@ -76,15 +76,15 @@ class Suite:
                 f"suite {self.name!r} does not run the check {name!r}"
                 f" (it runs {', '.join(self.names)})"
             )
-        kept = tuple(item for item in self.planned if _any(item.check.name, names))
+        kept = tuple(item for item in self.planned if _matches(item.check.name, names))
         return replace(self, planned=kept)
 
     def within(self, deadline_s: float | None) -> "Suite":
-        """Return this suite with another deadline, where one is given."""
+        """Return this suite with *deadline_s*, if given."""
         return self if deadline_s is None else replace(self, deadline_s=deadline_s)
 
     def expecting_gpus(self, expected: int | None, source: str) -> "Suite":
-        """Return this suite with *expected* GPUs, where a number is given."""
+        """Return this suite with *expected* GPUs, if given."""
         if expected is None:
             return self
         planned = tuple(
@@ -97,7 +97,7 @@ class Suite:
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
-    """Return the message about a name that does not exist: what is near it and what there is."""
+    """Return the message about an unknown name, with the closest one and the list of all."""
     known = sorted(valid)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -105,7 +105,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
 
 
 def suite_paths(directories: Iterable[Path]) -> dict[str, Path]:
-    """Return the file of each suite by name; of several with one name the last folder's."""
+    """Return the file of each suite by name; the last folder wins."""
     found = {}
     for directory in directories:
         for path in sorted(directory.glob("*.toml")):
@@ -114,9 +114,9 @@ def suite_paths(directories: Iterable[Path]) -> dict[str, Path]:
 
 
 def load_suite(
-    name: str, directories: Iterable[Path], complain: ErrorHandler = raise_error
+    name: str, directories: Iterable[Path], on_error: ErrorHandler = raise_error
 ) -> Suite:
-    """Return the suite called *name*, less what *complain* was told of.
+    """Return the suite called *name*, without what was reported to *on_error*.
 
     Raises:
         UsageError: There is none of that name; lists those there are.
@@ -125,47 +125,47 @@ def load_suite(
     paths = suite_paths(directories)
     if name not in paths:
         raise UsageError(unknown_name("suite", name, paths))
-    return parse_suite(name, _whole(name, paths, ()), paths[name], complain)
+    return parse_suite(name, _resolved(name, paths, ()), paths[name], on_error)
 
 
-def _whole(name: str, paths: Mapping[str, Path], heirs: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return the table of suite *name* with what it inherits in it; *heirs* came before it."""
+def _resolved(name: str, paths: Mapping[str, Path], chain: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the table of suite *name* with what it inherits; *chain* led to it."""
     table = read_toml(paths[name])
     where = f"the suite {paths[name]}"
     reject_unknown(table, _SUITE_KEYS, where)
     base = table.get("inherits")
     if base is None:
         if "run" in table:
-            raise ConfigError(f"{where}: `run` picks from what a suite `inherits`; it does not")
+            raise ConfigError(f"{where}: `run` selects inherited checks, and it has no `inherits`")
         return table
-    if base in (*heirs, name):
-        raise ConfigError(f"{where} inherits itself: {' > '.join((*heirs, name, str(base)))}")
+    if base in (*chain, name):
+        raise ConfigError(f"{where} inherits itself: {' > '.join((*chain, name, str(base)))}")
     if base not in paths:
         raise ConfigError(f"{where}: {unknown_name('suite', str(base), paths)}")
-    return _inherited(table, _whole(base, paths, (*heirs, name)), where)
+    return _merged(table, _resolved(base, paths, (*chain, name)), where)
 
 
-def _inherited(own: Mapping[str, Any], base: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _merged(own: Mapping[str, Any], base: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     changes = {str(entry.get("name")): entry for entry in _entries(own, where)}
     given = {str(entry.get("name")): entry for entry in _entries(base, where)}
-    kept = _kept(own.get("run", ["*"]), tuple(given), where)
+    kept = _select(own.get("run", ["*"]), tuple(given), where)
     checks = [{**given[name], **changes.pop(name, {})} for name in kept]
     unknown = {**base.get("unknown", {}), **own.get("unknown", {})}
     return {**base, **own, "unknown": unknown, "check": [*checks, *changes.values()]}
 
 
-def _kept(patterns: object, names: Sequence[str], where: str) -> list[str]:
+def _select(patterns: object, names: Sequence[str], where: str) -> list[str]:
     if not isinstance(patterns, list) or not all(isinstance(item, str) for item in patterns):
         raise ConfigError(f"{where}: run is a list of names of checks, got {patterns!r}")
     for pattern in patterns:
         if not fnmatch.filter(names, pattern.removeprefix("!")):
             raise ConfigError(f"{where}: {unknown_name('check', pattern, names)}")
-    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
-    unwanted = [pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")]
-    return [name for name in names if _any(name, wanted) and not _any(name, unwanted)]
+    include = [pattern for pattern in patterns if not pattern.startswith("!")]
+    exclude = [pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")]
+    return [name for name in names if _matches(name, include) and not _matches(name, exclude)]
 
 
-def _any(name: str, patterns: Sequence[str]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -177,39 +177,39 @@ def _entries(table: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def parse_suite(
-    name: str, table: Mapping[str, Any], path: Path, complain: ErrorHandler = raise_error
+    name: str, table: Mapping[str, Any], path: Path, on_error: ErrorHandler = raise_error
 ) -> Suite:
-    """Return the suite that *table* (from *path*) describes, less what *complain* was told of.
+    """Return the suite in *table* (from *path*), without what was reported to *on_error*.
 
     Raises:
         ConfigError: See `load_suite`.
     """
     where = f"the suite {path}"
-    reject_unknown(table, _SUITE_KEYS, where, complain)
+    reject_unknown(table, _SUITE_KEYS, where, on_error)
     none: list[Mapping[str, Any]] = []
-    entries = read_or_default(lambda: _entries(table, where), complain, none)
+    entries = read_or_default(lambda: _entries(table, where), on_error, none)
     if not table.get("check"):
-        complain(ConfigError(f"{where} runs no check, and would pass every node"))
+        on_error(ConfigError(f"{where} runs no check, so that every node would pass"))
     planned = [
-        read_or_default(partial(_planned, entry, where), complain, None) for entry in entries
+        read_or_default(partial(_plan_check, entry, where), on_error, None) for entry in entries
     ]
     names = [item.check.name for item in planned if item is not None]
     for doubled in sorted({item for item in names if names.count(item) > 1}):
-        complain(ConfigError(f"{where} runs the check {doubled!r} twice"))
+        on_error(ConfigError(f"{where} runs the check {doubled!r} twice"))
     limit, policy = table.get("deadline_s"), table.get("unknown", {})
     return Suite(
         name=name,
         about=str(table.get("about", "")),
         deadline_s=read_or_default(
-            lambda: _seconds(limit, f"deadline_s of {where}"), complain, 0.0
+            lambda: _seconds(limit, f"deadline_s of {where}"), on_error, 0.0
         ),
-        unknown=read_or_default(lambda: _policy(policy, where), complain, {}),
+        unknown=read_or_default(lambda: _parse_policy(policy, where), on_error, {}),
         planned=tuple(item for item in planned if item is not None),
         path=path,
     )
 
 
-def _planned(entry: Mapping[str, Any], where: str) -> PlannedCheck:
+def _plan_check(entry: Mapping[str, Any], where: str) -> PlannedCheck:
     name = entry.get("name")
     if not is_check(name):
         raise ConfigError(f"{where}: {unknown_name('check', str(name), NAMES)}")
@@ -222,20 +222,23 @@ def _planned(entry: Mapping[str, Any], where: str) -> PlannedCheck:
         parameters = from_json(check.parameters, table, where)
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
-    refuse_other_units(parameters, where)
+    check_units(parameters, where)
     return PlannedCheck(
         check, parameters, _seconds(entry.get("timeout_s"), f"timeout_s of {where}")
     )
 
 
 def _seconds(value: object, what: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < float(value) <= DEADLINE_MAX_S:  # type: ignore[arg-type]  # a number, just tested
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value <= DEADLINE_MAX_S
+    ):
         raise ConfigError(f"{what} must be seconds up to {DEADLINE_MAX_S:g}, got {value!r}")
-    return float(value)  # type: ignore[arg-type]  # a number, just tested
+    return float(value)
 
 
-def _policy(table: object, where: str) -> Mapping[UnknownReason, Status]:
+def _parse_policy(table: object, where: str) -> Mapping[UnknownReason, Status]:
     reasons = [reason.value for reason in UnknownReason]
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: unknown is a table of reasons, got {table!r}")

@@ -1,4 +1,4 @@
-"""What Xids and SXids mean, by code. Data, in ``checks/xid/*.toml``, with its source and date."""
+"""The meaning of Xids and SXids, by code: data in ``checks/xid/*.toml``, with source and date."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class XidClass(StrEnum):
     RECOVERY = "recovery"
 
     def verdict(self, *, fatal: bool | None = None) -> Status:
-        """Return the verdict on a line of this class that calls itself *fatal* (None: does not)."""
+        """Return the status of a line of this class, marked *fatal* or not (None: no mark)."""
         match self:
             case XidClass.HARDWARE:
                 return Status.WARN if fatal is False else Status.FAIL
@@ -51,7 +51,7 @@ class SxidClass(StrEnum):
     INFORMATIONAL = "informational"
 
     def verdict(self, *, fatal: bool) -> Status:
-        """Return the verdict on a line of this class that calls itself *fatal*."""
+        """Return the status of a line of this class, marked *fatal* or not."""
         if fatal or self is SxidClass.ALWAYS_FATAL:
             return Status.FAIL
         mild = self in {SxidClass.CORRECTED, SxidClass.INFORMATIONAL}
@@ -72,7 +72,7 @@ class XidKind:
 
     @classmethod
     def unknown(cls, code: int) -> Self:
-        """Return what is said of a code that no catalogue lists: it warns."""
+        """Return the entry of a code that no catalogue lists: it warns."""
         name = "a code that the catalogue does not list"
         return cls(code=code, name=name, xid_class=XidClass.MIXED, source="checks/xid")
 
@@ -89,14 +89,14 @@ class SxidKind:
 
     @classmethod
     def unknown(cls, code: int) -> Self:
-        """Return what is said of a code that no catalogue lists: a line that is not fatal warns."""
+        """Return the entry of a code that no catalogue lists: a line that is not fatal warns."""
         name = "a code that the catalogue does not list"
         sxid_class = SxidClass.POTENTIALLY_FATAL
         return cls(code=code, name=name, sxid_class=sxid_class, source="checks/xid")
 
 
 def load_xids(
-    directories: Iterable[Path], complain: ErrorHandler = raise_error
+    directories: Iterable[Path], on_error: ErrorHandler = raise_error
 ) -> dict[int, XidKind]:
     """Return the Xids that the files in *directories* list, by code; a later one overrides.
 
@@ -104,44 +104,44 @@ def load_xids(
         ConfigError: Malformed TOML, an unknown key, a code twice in one file, no source, or a
             hardware class without a failure class.
     """
-    listed = _listed(directories, "xid", complain)
+    listed = _listed(directories, "xid", on_error)
     return {kind.code: kind for kind in listed if isinstance(kind, XidKind)}
 
 
 def load_sxids(
-    directories: Iterable[Path], complain: ErrorHandler = raise_error
+    directories: Iterable[Path], on_error: ErrorHandler = raise_error
 ) -> dict[int, SxidKind]:
     """Return the SXids that the files in *directories* list, by code; a later one overrides.
 
     Raises:
         ConfigError: See `load_xids`.
     """
-    listed = _listed(directories, "sxid", complain)
+    listed = _listed(directories, "sxid", on_error)
     return {kind.code: kind for kind in listed if isinstance(kind, SxidKind)}
 
 
 def _listed(
-    directories: Iterable[Path], word: str, complain: ErrorHandler
+    directories: Iterable[Path], word: str, on_error: ErrorHandler
 ) -> Iterator[XidKind | SxidKind]:
     for directory in directories:
         for path in sorted(directory.glob("*.toml")):
             try:
-                yield from _in_file(path, word, complain)
+                yield from _in_file(path, word, on_error)
             except ConfigError as exc:
-                complain(exc)
+                on_error(exc)
 
 
-def _in_file(path: Path, word: str, complain: ErrorHandler) -> Iterator[XidKind | SxidKind]:
+def _in_file(path: Path, word: str, on_error: ErrorHandler) -> Iterator[XidKind | SxidKind]:
     table = read_toml(path)
-    reject_unknown(table, ("source", "xid", "sxid"), str(path), complain)
+    reject_unknown(table, ("source", "xid", "sxid"), str(path), on_error)
     seen: set[int] = set()
     none: list[XidKind | SxidKind] = []
     for entry in _entries(table, word, path):
         for kind in read_or_default(
-            partial(_kinds, entry, table.get("source"), word, path), complain, none
+            partial(_kinds, entry, table.get("source"), word, path), on_error, none
         ):
             if kind.code in seen:
-                complain(ConfigError(f"{path} lists the {word} {kind.code} twice"))
+                on_error(ConfigError(f"{path} lists the {word} {kind.code} twice"))
             seen.add(kind.code)
             yield kind
 
@@ -189,7 +189,7 @@ def _xid(code: int, entry: dict[str, Any], source: str) -> XidKind:
         remark=entry.get("remark"),
     )
     if kind.xid_class is XidClass.HARDWARE and kind.failure_class is None:
-        raise ValueError("what fails a node must name its failure_class")
+        raise ValueError("a class that fails the node needs a failure_class")
     return kind
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     alone,
@@ -29,7 +29,7 @@ class _Links:
     untold: int
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with fewer NVLinks up than the profile or its peers have.
 
     Fewer than the profile says fails, fewer than most GPUs of the model have here warns. The only
@@ -38,8 +38,8 @@ def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Fi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, facts, case),
+        context,
+        lambda gpu: _one(gpu, facts, context),
         _well,
         ("nvmlDeviceGetNvLinkState", "NVML_FI_DEV_NVLINK"),
     )
@@ -55,7 +55,7 @@ def _links(gpu: NvmlGpu) -> _Links | None:
     )
 
 
-def _one(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _one(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
     links = _links(gpu)
     if links is None:
         return NotReported()
@@ -63,7 +63,7 @@ def _one(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> Sequence[GpuVerdict] 
         return NotReported("MIG is on, its NVLinks are not in use")
     if alone(facts):
         return NotReported(f"the only GPU here has nobody to link to ({links.up} up)")
-    wanted, status, source = _wanted(gpu, facts, case)
+    wanted, status, source = _wanted(gpu, facts, context)
     if not wanted:
         return NotReported(
             "no NVLink is expected: no profile names any, most GPUs here have none up"
@@ -86,8 +86,8 @@ def _down(links: _Links, wanted: int, status: Status, source: str) -> GpuVerdict
     )
 
 
-def _wanted(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> tuple[int | None, Status, str]:
-    profile = case.profile
+def _wanted(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> tuple[int | None, Status, str]:
+    profile = context.profile
     if profile.nvlink_count is not None:
         source = f"profile {profile.name}: {profile.nvlink_count.source}"
         return int(profile.nvlink_count.value), Status.FAIL, source
@@ -107,7 +107,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="as many NVLinks are up as the profile or the other GPUs say",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -6,7 +6,7 @@ from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     beyond,
@@ -42,7 +42,7 @@ class Parameters:
     crc_per_hour: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU and kind of error that grows too fast.
 
     A link has two ends: the fault may be the other end's.
@@ -50,8 +50,8 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, parameters, case),
+        context,
+        lambda gpu: _one(gpu, parameters, context),
         _well,
         ("NVML_FI_DEV_NVLINK",),
     )
@@ -77,7 +77,7 @@ def _counted(gpu: NvmlGpu) -> dict[str, int]:
 
 
 def _one(
-    gpu: NvmlGpu, parameters: Parameters, case: JudgeContext
+    gpu: NvmlGpu, parameters: Parameters, context: JudgeContext
 ) -> Sequence[GpuVerdict] | NotReported:
     told = _counted(gpu)
     if not told:
@@ -92,7 +92,7 @@ def _one(
         kind: growth
         for kind, count in told.items()
         if (name := counter_name(_NAME, gpu, kind))
-        and (growth := case.counters.lately(name, count)) is not None
+        and (growth := context.counters.lately(name, count)) is not None
     }
     if not growths:
         return NotReported("no earlier count of this boot to compare with")
@@ -122,7 +122,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="NVLinks count few errors",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
     counters=counters,

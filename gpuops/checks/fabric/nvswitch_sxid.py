@@ -7,7 +7,7 @@ not. An SXid is about the fabric of all GPUs of the node, so it counts for every
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.core.kernel_rules import LOOK, KernelFacts, repaired_us, since
+from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import SxidClass, SxidKind
 from gpuops.host.xid import Burst
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
@@ -41,7 +41,7 @@ class _Told:
         return f"SXid {self.kind.code} ({self.kind.name}){link}, {fatal}, {when}"
 
 
-def judge(facts: KernelFacts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: KernelFacts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding for each switch of which something counts.
 
     Where none of them fails or passes one more says that the log was read and no switch fails.
@@ -49,29 +49,29 @@ def judge(facts: KernelFacts, parameters: Parameters, case: JudgeContext) -> lis
     findings = []
     for address in sorted({burst.address for burst in facts.driver.sxids}):
         entity = Entity(EntityKind.SWITCH, f"PCI:{address}")
-        told = _told(address, facts, _cut_us(entity, facts, case))
+        told = _told(address, facts, _cut_us(entity, facts, context))
         if told:
-            findings.append(_finding(entity, told, facts, parameters, case.node))
+            findings.append(_finding(entity, told, facts, parameters, context.node))
     if all(finding.status is Status.WARN for finding in findings):
-        findings.append(_well(facts, case))
+        findings.append(_well(facts, context))
     return sorted(findings, key=lambda finding: -finding.status)
 
 
-def _well(facts: KernelFacts, case: JudgeContext) -> Finding:
+def _well(facts: KernelFacts, context: JudgeContext) -> Finding:
     return Finding(
         check="nvswitch_sxid",
-        entity=case.node,
+        entity=context.node,
         status=Status.PASS,
         value=0,
         unit="SXids",
         threshold="= 0",
         source="checks/xid",
-        message=f"no SXid that fails a switch {since(facts, repaired_us(case))}",
+        message=f"no SXid that fails a switch {since(facts, repaired_us(context))}",
     )
 
 
-def _cut_us(entity: Entity, facts: KernelFacts, case: JudgeContext) -> int | None:
-    cuts = repaired_us(case, (entity,)), facts.driver.loaded_us
+def _cut_us(entity: Entity, facts: KernelFacts, context: JudgeContext) -> int | None:
+    cuts = repaired_us(context, (entity,)), facts.driver.loaded_us
     return max((cut for cut in cuts if cut is not None), default=None)
 
 
@@ -129,7 +129,7 @@ def _corrected_per_hour(told: list[_Told], now_us: int) -> int:
 CHECK = Check(
     name="nvswitch_sxid",
     about="what the driver said about each NVSwitch (SXid) since boot or repair",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     Probe,
     ProbeContext,
+    Subject,
     skipped,
 )
 from gpuops.checks.core.profile import Profile
@@ -45,37 +45,37 @@ class Parameters:
     ignore: tuple[int, ...] = ()
 
 
-def judge(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each error and each failed test without one, else one for all.
 
     The severities ``isolate`` and ``reset`` fail; ``config`` (persistence mode is off), ``monitor``
     and the others warn. An older DCGM tells no severity: there a failed test fails, but for those
     of the installation. Errors count in tests that DCGM calls passed, too.
     """
-    subject = ExpectedSubject(
-        check="dcgm_diag", entity=case.node, failure_class=FailureClass.GPU_DIAGNOSTIC
+    subject = Subject(
+        check="dcgm_diag", entity=context.node, failure_class=FailureClass.GPU_DIAGNOSTIC
     )
     if not facts.installed:
         return [skipped(subject, "dcgmi is not installed")]
     if not any(result.status for result in facts.results):
         why = facts.error or f"no test ran (exit code {facts.exit_code})"
-        return [_unknown(case, why, UnknownReason.NOT_SUPPORTED)]
+        return [_unknown(context, why, UnknownReason.NOT_SUPPORTED)]
     findings: list[Finding] = []
     for result in facts.results:
-        findings += _judged(result, parameters, case)
+        findings += _judged(result, parameters, context)
     findings = list(dict.fromkeys(findings))
     if facts.error is not None:
-        findings.append(_unknown(case, facts.error, UnknownReason.CRASH))
-    return findings or [_quiet(facts, parameters, case)]
+        findings.append(_unknown(context, facts.error, UnknownReason.CRASH))
+    return findings or [_quiet(facts, parameters, context)]
 
 
-def _judged(result: DcgmResult, parameters: Parameters, case: JudgeContext) -> Iterable[Finding]:
+def _judged(result: DcgmResult, parameters: Parameters, context: JudgeContext) -> Iterable[Finding]:
     errors = [error for error in result.errors if error.code not in parameters.ignore]
     for error in errors:
         status = _status(result, error)
-        yield _finding(case, status, result, error)
+        yield _finding(context, status, result, error)
     if not result.errors and result.status.startswith(("fail", "warn")):
-        yield _finding(case, _status(result, None), result, None)
+        yield _finding(context, _status(result, None), result, None)
 
 
 def _status(result: DcgmResult, error: DcgmError | None) -> Status:
@@ -86,7 +86,7 @@ def _status(result: DcgmResult, error: DcgmError | None) -> Status:
 
 
 def _finding(
-    case: JudgeContext, status: Status, result: DcgmResult, error: DcgmError | None
+    context: JudgeContext, status: Status, result: DcgmResult, error: DcgmError | None
 ) -> Finding:
     text, code, severity = "no reason given", None, None
     if error is not None:
@@ -95,7 +95,7 @@ def _finding(
     told = f" [error {code}, {severity}]" if code is not None else ""
     return Finding(
         check="dcgm_diag",
-        entity=case.node,
+        entity=context.node,
         status=status,
         value=result.status if code is None else code,
         unit=None if code is None else "DCGM error",
@@ -106,7 +106,7 @@ def _finding(
     )
 
 
-def _quiet(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) -> Finding:
+def _quiet(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) -> Finding:
     """Return the finding where no result complains: dcgmi's exit code has the last word."""
     ran = [result for result in facts.results if result.status.startswith("pass")]
     skipped_ones = [result for result in facts.results if result.status.startswith("skip")]
@@ -114,7 +114,7 @@ def _quiet(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) ->
     version = f" (DCGM {facts.version})" if facts.version else ""
     text = f"level {parameters.level}{version}: {tests} tests passed, {len(skipped_ones)} skipped"
     if not ran:
-        return _unknown(case, f"{text}: nothing was tested", UnknownReason.NOT_SUPPORTED)
+        return _unknown(context, f"{text}: nothing was tested", UnknownReason.NOT_SUPPORTED)
     if facts.exit_code == 0 or parameters.ignore:
         status = Status.PASS
     else:
@@ -123,7 +123,7 @@ def _quiet(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) ->
         text += f", yet it exited with {facts.exit_code}{what.get(facts.exit_code or 0, '')}"
     return Finding(
         check="dcgm_diag",
-        entity=case.node,
+        entity=context.node,
         status=status,
         value=facts.exit_code,
         unit="exit code",
@@ -134,30 +134,30 @@ def _quiet(facts: DcgmDiagnostic, parameters: Parameters, case: JudgeContext) ->
     )
 
 
-def _unknown(case: JudgeContext, message: str, reason: UnknownReason) -> Finding:
+def _unknown(context: JudgeContext, message: str, reason: UnknownReason) -> Finding:
     return Finding(
         check="dcgm_diag",
-        entity=case.node,
+        entity=context.node,
         status=Status.UNKNOWN,
         message=message,
         unknown_reason=reason,
     )
 
 
-def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
     """Return the level to run."""
     return (str(parameters.level),)
 
 
 def _read(machine: ProbeContext, budget_s: float) -> DcgmDiagnostic:
-    return read_dcgm(machine.root, budget_s, machine.asked[0] if machine.asked else "1")
+    return read_dcgm(machine.root, budget_s, machine.inputs[0] if machine.inputs else "1")
 
 
 CHECK = Check(
     name="dcgm_diag",
     about="NVIDIA's DCGM diagnostic, where installed: every entity, every error",
     # Alone on the GPUs: its own processes must not be taken for somebody's leftovers.
-    look=Probe(
+    probe=Probe(
         "dcgm",
         DcgmDiagnostic,
         _read,
@@ -166,5 +166,5 @@ CHECK = Check(
     ),
     parameters=Parameters,
     judge=judge,
-    asks=asks,
+    inputs=inputs,
 )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     counted,
@@ -20,7 +20,7 @@ from gpuops.model import FailureClass, Finding, Status
 _NAME = "gpu_clocks"
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that may not run as fast as the profile or its peers say.
 
     Held against them is the SM clock for applications, else the greatest one. The clock of the
@@ -29,8 +29,8 @@ def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Fi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, facts, case),
+        context,
+        lambda gpu: _one(gpu, facts, context),
         _well,
         ("nvmlDeviceGetApplicationsClock", "nvmlDeviceGetMaxClockInfo"),
     )
@@ -41,8 +41,8 @@ def _allowed_mhz(gpu: NvmlGpu) -> int | None:
     return clocks.sm_max_mhz if clocks.sm_application_mhz is None else clocks.sm_application_mhz
 
 
-def _one(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
-    allowed_mhz, profile = _allowed_mhz(gpu), case.profile
+def _one(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+    allowed_mhz, profile = _allowed_mhz(gpu), context.profile
     if allowed_mhz is None:
         return NotReported()
     wanted = profile.sm_clock_mhz_min
@@ -82,7 +82,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="the clocks that are allowed are the profile's, or the same on all GPUs",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

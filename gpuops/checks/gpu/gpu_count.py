@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, finding, not_found, unanswered
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, finding, not_found, unanswered
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlStatus
 from gpuops.model import FailureClass, Finding, Status
@@ -32,29 +32,31 @@ class _Wanted:
     source: str
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the count, and a warning about GPUs asked for that are not there."""
-    wanted = _wanted(parameters, facts, case)
+    wanted = _wanted(parameters, facts, context)
     absent = facts.nvml.status is NvmlStatus.ABSENT
     if absent and wanted.count is not None:
-        return [finding(_NAME, case.node, _absent(facts, wanted.count, wanted.source))]
+        return [finding(_NAME, context.node, _absent(facts, wanted.count, wanted.source))]
     if facts.nvml.status is not NvmlStatus.OK:
-        silent = unanswered(_NAME, facts, case)
+        silent = unanswered(_NAME, facts, context)
         assert silent is not None
         return [silent]
-    counted = finding(_NAME, case.node, _counted(facts, wanted, inside_job=parameters.inside_job))
-    return [counted, *not_found(_NAME, facts, case)]
+    counted = finding(
+        _NAME, context.node, _counted(facts, wanted, inside_job=parameters.inside_job)
+    )
+    return [counted, *not_found(_NAME, facts, context)]
 
 
-def _wanted(parameters: Parameters, facts: Gpus, case: JudgeContext) -> _Wanted:
+def _wanted(parameters: Parameters, facts: Gpus, context: JudgeContext) -> _Wanted:
     if parameters.expected is not None:
         return _Wanted(parameters.expected, parameters.source)
-    expected = case.profile.gpu_count
+    expected = context.profile.gpu_count
     if expected is not None:
-        return _Wanted(int(expected.value), f"profile {case.profile.name}: {expected.source}")
-    if case.gpus and facts.nvml.status is NvmlStatus.OK and not facts.nvml.gpus:
+        return _Wanted(int(expected.value), f"profile {context.profile.name}: {expected.source}")
+    if context.gpus and facts.nvml.status is NvmlStatus.OK and not facts.nvml.gpus:
         # Single names may be MIG's; that there is nothing at all of what was handed out is plain.
-        return _Wanted(len(case.gpus), "the GPUs asked about (--gpus, SLURM_JOB_GPUS)")
+        return _Wanted(len(context.gpus), "the GPUs asked about (--gpus, SLURM_JOB_GPUS)")
     return _Wanted(None, "PCI bus")
 
 
@@ -113,7 +115,7 @@ def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="as many GPUs as the flag, the profile or the PCI bus say",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

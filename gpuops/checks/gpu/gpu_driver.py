@@ -1,7 +1,7 @@
 """Does the GPU driver answer, as a whole and for each GPU?"""
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, entity_of, finding
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, entity_of, finding
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
     GPU_IS_LOST,
@@ -31,7 +31,7 @@ _VERDICTS = (_MISMATCH, GPU_IS_LOST, RESET_REQUIRED)
 _COLD = "a cold driver takes 10 to 20 s to initialise"
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the driver, or one for each GPU of which a call gave no answer.
 
     A hang is evidence against the node from its second time in a boot on, and only where the
@@ -42,20 +42,20 @@ def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Fi
     """
     nvml = facts.nvml
     if nvml.hang is not None:
-        return _hung(nvml, case)
+        return _hung(nvml, context)
     if nvml.status is NvmlStatus.OK:
-        return [finding(_NAME, case.node, _well(nvml))]
+        return [finding(_NAME, context.node, _well(nvml))]
     if nvml.status is NvmlStatus.CRASH:
-        return [finding(_NAME, case.node, _crashed(nvml))]
-    expected = case.profile.gpu_count
+        return [finding(_NAME, context.node, _crashed(nvml))]
+    expected = context.profile.gpu_count
     wanted = expected is not None and expected.value > 0
     unwanted = not wanted and (expected is not None or not facts.pci)
     if unwanted and nvml.error_code not in _KEPT_OUT:
         text = f"no GPU is expected here; {nvml.error}"
         return [
-            finding(_NAME, case.node, GpuVerdict(status=Status.SKIP, message=text, source=None))
+            finding(_NAME, context.node, GpuVerdict(status=Status.SKIP, message=text, source=None))
         ]
-    return [finding(_NAME, case.node, _refused(facts, wanted=wanted))]
+    return [finding(_NAME, context.node, _refused(facts, wanted=wanted))]
 
 
 def _well(nvml: NvmlSnapshot) -> GpuVerdict:
@@ -110,37 +110,40 @@ def _refused(facts: Gpus, *, wanted: bool) -> GpuVerdict:
     )
 
 
-def _hung(nvml: NvmlSnapshot, case: JudgeContext) -> list[Finding]:
+def _hung(nvml: NvmlSnapshot, context: JudgeContext) -> list[Finding]:
     hung = [gpu for gpu in nvml.gpus if gpu.hung_call is not None]
     if nvml.status is NvmlStatus.TIMEOUT or not hung:
-        return [finding(_NAME, case.node, _verdict(nvml, nvml.hang, nvml.hung_s, case))]
+        return [finding(_NAME, context.node, _verdict(nvml, nvml.hang, nvml.hung_s, context))]
     return [
         finding(
-            _NAME, entity_of(gpu, case.node), _verdict(nvml, gpu.hung_call, gpu.hung_s, case), gpu
+            _NAME,
+            entity_of(gpu, context.node),
+            _verdict(nvml, gpu.hung_call, gpu.hung_s, context),
+            gpu,
         )
         for gpu in hung
     ]
 
 
 def _verdict(
-    nvml: NvmlSnapshot, call: str | None, waited_s: float | None, case: JudgeContext
+    nvml: NvmlSnapshot, call: str | None, waited_s: float | None, context: JudgeContext
 ) -> GpuVerdict:
     told = f" in {waited_s:.1f} s" if waited_s is not None else ""
     inside = ", inside the kernel (state D)" if nvml.state == "D" else ""
-    text = f"{call} gave no answer{told}{inside}; try {len(case.hangs) + 1} of this boot"
+    text = f"{call} gave no answer{told}{inside}; try {len(context.hangs) + 1} of this boot"
     if waited_s is not None and waited_s < HANG_S:
         return _undecided(f"{text}: the driver is slow, or this run had too little time for it")
-    if not case.hangs:
+    if not context.hangs:
         return _undecided(f"{text}: {_COLD}, so another try decides")
-    in_kernel = nvml.state == "D" or any(hang.state == "D" for hang in case.hangs)
-    if case.persistence is not True and not in_kernel:
-        known = "off" if case.persistence is False else "not known"
+    in_kernel = nvml.state == "D" or any(hang.state == "D" for hang in context.hangs)
+    if context.persistence is not True and not in_kernel:
+        known = "off" if context.persistence is False else "not known"
         return _undecided(f"{text}: persistence mode is {known}, and {_COLD}")
     why = "a call stays inside the kernel" if in_kernel else "persistence mode keeps it loaded"
     return GpuVerdict(
         status=Status.FAIL,
         message=f"{text}; the driver is not cold: {why}",
-        value=len(case.hangs) + 1,
+        value=len(context.hangs) + 1,
         unit="calls without an answer",
         threshold="< 2",
         failure_class=FailureClass.GPU_DRIVER_HANG,
@@ -154,7 +157,7 @@ def _undecided(message: str) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="the GPU driver is loaded, fits its library and answers",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, beyond, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, beyond, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import EccErrors, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -26,7 +26,7 @@ class Parameters:
     sram_aggregate: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with uncorrected errors, or whose driver says that it is due.
 
     The driver's flag (`nvmlDeviceGetSramEccErrorStatus`) is its own verdict and always fails.
@@ -34,7 +34,7 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
+        context,
         lambda gpu: _one(gpu, parameters),
         _well,
         (
@@ -96,7 +96,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="no memory error that ECC could not correct",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     beyond,
@@ -30,7 +30,7 @@ class Parameters:
     per_day: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a warning for each GPU whose corrected errors come too fast.
 
     A count says nothing about when: only its growth since the oldest sample of the last day is
@@ -39,8 +39,8 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, parameters.per_day, case),
+        context,
+        lambda gpu: _one(gpu, parameters.per_day, context),
         _well,
         ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetMemoryErrorCounter"),
     )
@@ -60,10 +60,12 @@ def counters(facts: Gpus) -> Mapping[str, float]:
     return values
 
 
-def _one(gpu: NvmlGpu, limit: CheckLimit, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _one(
+    gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext
+) -> Sequence[GpuVerdict] | NotReported:
     if gpu.ecc.aggregate_corrected is None and gpu.ecc.volatile_corrected is None:
         return NotReported("ECC is off" if gpu.modes.ecc is False else "")
-    growth = _growth(gpu, case)
+    growth = _growth(gpu, context)
     if growth is None:
         return NotReported("no earlier count to compare with")
     text = f"{growth.grown:g} errors corrected in {growth.elapsed_s / 3600:.1f} h"
@@ -72,10 +74,10 @@ def _one(gpu: NvmlGpu, limit: CheckLimit, case: JudgeContext) -> Sequence[GpuVer
     )
 
 
-def _growth(gpu: NvmlGpu, case: JudgeContext) -> CounterGrowth | None:
+def _growth(gpu: NvmlGpu, context: JudgeContext) -> CounterGrowth | None:
     for kind, count, compare in (
-        (_AGGREGATE, gpu.ecc.aggregate_corrected, case.counters.lasting),
-        (_VOLATILE, gpu.ecc.volatile_corrected, case.counters.since),
+        (_AGGREGATE, gpu.ecc.aggregate_corrected, context.counters.lasting),
+        (_VOLATILE, gpu.ecc.volatile_corrected, context.counters.since),
     ):
         name = counter_name(_NAME, gpu, kind)
         growth = compare(name, count) if name and count is not None else None
@@ -91,7 +93,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="memory errors that ECC corrects do not come fast",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
     counters=counters,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, alone, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, alone, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import Fabric, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -45,7 +45,7 @@ class Parameters:
     joining_s: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that is not in the fabric, or whose fabric is not well.
 
     CUDA cannot start (error 802) on a GPU that has not joined. That fails where the profile says
@@ -55,17 +55,17 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, parameters, facts, case),
+        context,
+        lambda gpu: _one(gpu, parameters, facts, context),
         _well,
         ("nvmlDeviceGetGpuFabricInfo",),
     )
 
 
 def _one(
-    gpu: NvmlGpu, parameters: Parameters, facts: Gpus, case: JudgeContext
+    gpu: NvmlGpu, parameters: Parameters, facts: Gpus, context: JudgeContext
 ) -> Sequence[GpuVerdict] | NotReported:
-    fabric, wanted = gpu.fabric, case.profile.fabric
+    fabric, wanted = gpu.fabric, context.profile.fabric
     expected = wanted is not None and wanted.value
     if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
         return NotReported("" if fabric is None else "it has no fabric")
@@ -73,7 +73,7 @@ def _one(
         why = _not_needed(gpu, fabric.state, facts)
         if why is not None:
             return NotReported(f"{why} (state: {_STATES.get(fabric.state, fabric.state)})")
-        return [_outside(fabric, parameters, case, expected=expected and _has_switches(facts))]
+        return [_outside(fabric, parameters, context, expected=expected and _has_switches(facts))]
     if fabric.status:
         return [_bad(f"joining the fabric failed (NVML code {fabric.status})", fabric.status)]
     return _health(fabric)
@@ -95,9 +95,9 @@ def _has_switches(facts: Gpus) -> bool:
 
 
 def _outside(
-    fabric: Fabric, parameters: Parameters, case: JudgeContext, *, expected: bool
+    fabric: Fabric, parameters: Parameters, context: JudgeContext, *, expected: bool
 ) -> GpuVerdict:
-    young = parameters.joining_s.ceiling(case.counters.since_boot_s) is not Status.FAIL
+    young = parameters.joining_s.ceiling(context.counters.since_boot_s) is not Status.FAIL
     # A state that only a newer driver knows is no fault that anybody can name.
     surely = expected and not young and fabric.state in _OUTSIDE
     return GpuVerdict(
@@ -150,7 +150,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="every GPU has joined the NVSwitch fabric, and the fabric is healthy",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import CORRUPTED_INFOROM, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -11,9 +11,9 @@ from gpuops.model import FailureClass, Finding, Status
 _NAME = "gpu_inforom"
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose InfoROM the driver finds corrupt: its own verdict."""
-    return judge_each(_NAME, facts, case, _one, _well, ("nvmlDeviceValidateInforom",))
+    return judge_each(_NAME, facts, context, _one, _well, ("nvmlDeviceValidateInforom",))
 
 
 def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
@@ -41,7 +41,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="the InfoROM of every GPU is valid",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
     CORRUPTED_INFOROM,
@@ -29,13 +29,13 @@ _VERDICTS = {
 _SIGNS = frozenset({9, 10, 11, 17, 20, 999, UNREADABLE})
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that NVML cannot open, has lost, or hangs on.
 
     A code that says what is wrong with the GPU fails, others warn. A call without an answer is
     unknown: `gpu_driver` judges hangs, by the second one.
     """
-    return judge_each(_NAME, facts, case, _one, _well)
+    return judge_each(_NAME, facts, context, _one, _well)
 
 
 def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
@@ -113,7 +113,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="every GPU is opened by NVML, and none is lost or waits for a reset",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

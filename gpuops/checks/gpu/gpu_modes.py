@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.core.profile import FlagExpectation, Profile
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import Modes, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -15,7 +15,7 @@ _NAME = "gpu_modes"
 COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mode of a GPU that is not as profiled, or is about to change.
 
     Other than the profile says fails. Without a profile only a mode that waits for a reset and
@@ -24,8 +24,8 @@ def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Fi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu.modes, case.profile),
+        context,
+        lambda gpu: _one(gpu.modes, context.profile),
         _well,
         (
             "nvmlDeviceGetEccMode",
@@ -136,7 +136,7 @@ def _all(modes: Sequence[bool | None]) -> str:
 CHECK = Check(
     name=_NAME,
     about="ECC, MIG, persistence and compute mode are as profiled, and none is about to change",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -1,7 +1,7 @@
 """Does every GPU on the PCI bus answer, and does NVML know it?"""
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import LOOK
+from gpuops.checks.gpu.gpus import PROBE
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlStatus
 from gpuops.host.sysfs import PciGpu
@@ -10,20 +10,20 @@ from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 _DRIVER = "nvidia"
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that is off the bus or unknown to NVML, else one for all.
 
     A device that reads as all ones has left the bus, which is a fact and fails. One that NVML does
     not list warns: a container or a job's cgroup may rightly hide it.
     """
     if not facts.pci:
-        return [_finding(case.node, Status.SKIP, "no NVIDIA GPU on the PCI bus")]
+        return [_finding(context.node, Status.SKIP, "no NVIDIA GPU on the PCI bus")]
     uuids = {gpu.address: gpu.uuid for gpu in facts.nvml.gpus if gpu.address and gpu.uuid}
     lost = [_lost(gpu, uuids) for gpu in facts.pci if gpu.answers is False]
-    hidden = _hidden(facts, case.node)
+    hidden = _hidden(facts, context.node)
     if lost or hidden:
         return lost + hidden
-    return [_all_well(facts, case.node)]
+    return [_all_well(facts, context.node)]
 
 
 def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:
@@ -90,7 +90,7 @@ def _finding(node: Entity, status: Status, message: str) -> Finding:
 CHECK = Check(
     name="gpu_pci",
     about="every GPU on the PCI bus answers and is known to NVML",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

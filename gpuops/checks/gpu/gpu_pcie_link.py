@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.core.profile import NumberExpectation
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each, span
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each, span
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -35,7 +35,7 @@ class _Held:
     expected: NumberExpectation | None
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose link is narrower or slower than expected.
 
     Less than the profile says fails. Less than the device and its slot can do only warns: a
@@ -44,17 +44,17 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, parameters, case),
+        context,
+        lambda gpu: _one(gpu, parameters, context),
         lambda gpus: _well(gpus, parameters),
         ("nvmlDeviceGetCurrPcieLink", "nvmlDeviceGetMaxPcieLink"),
     )
 
 
 def _one(
-    gpu: NvmlGpu, parameters: Parameters, case: JudgeContext
+    gpu: NvmlGpu, parameters: Parameters, context: JudgeContext
 ) -> Sequence[GpuVerdict] | NotReported:
-    pcie, profile = gpu.pcie, case.profile
+    pcie, profile = gpu.pcie, context.profile
     if pcie.width is None and pcie.generation_max is None and pcie.generation is None:
         return NotReported()
     now = pcie.generation if _busy(gpu, parameters) else None
@@ -108,7 +108,7 @@ def _well(gpus: Sequence[NvmlGpu], parameters: Parameters) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="the PCIe link is full width, and full speed where it is under load",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     beyond,
@@ -28,13 +28,13 @@ class Parameters:
     per_hour: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose replays grow too fast; the count itself says nothing."""
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, parameters.per_hour, case),
+        context,
+        lambda gpu: _one(gpu, parameters.per_hour, context),
         _well,
         ("nvmlDeviceGetPcieReplayCounter", "NVML_FI_DEV_PCIE_REPLAY"),
     )
@@ -46,11 +46,13 @@ def counters(facts: Gpus) -> Mapping[str, float]:
     return {name: float(count) for name, count in named if name and count is not None}
 
 
-def _one(gpu: NvmlGpu, limit: CheckLimit, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _one(
+    gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext
+) -> Sequence[GpuVerdict] | NotReported:
     name, count = counter_name(_NAME, gpu, _COUNTER), gpu.pcie.replays
     if count is None:
         return NotReported()
-    growth = case.counters.lately(name, count) if name else None
+    growth = context.counters.lately(name, count) if name else None
     if growth is None:
         return NotReported("no earlier count of this boot to compare with")
     text = f"{growth.grown:g} PCIe replays in {growth.elapsed_s / 60:.0f} min"
@@ -64,7 +66,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="PCIe packets are rarely sent again",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
     counters=counters,

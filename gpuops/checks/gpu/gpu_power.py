@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each, span
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each, span
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -19,7 +19,7 @@ class Parameters:
     off_w: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose power limit is not the profile's or the board's default.
 
     Below the profile's limit may fail; above it, or other than the default where there is no
@@ -28,15 +28,17 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _one(gpu, parameters.off_w, case),
+        context,
+        lambda gpu: _one(gpu, parameters.off_w, context),
         _well,
         ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagement"),
     )
 
 
-def _one(gpu: NvmlGpu, limit: CheckLimit, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
-    power, profile = gpu.power, case.profile
+def _one(
+    gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext
+) -> Sequence[GpuVerdict] | NotReported:
+    power, profile = gpu.power, context.profile
     if power.limit_w is None:
         return NotReported()
     if profile.power_limit_w is not None:
@@ -76,7 +78,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="the power limit is the profile's or the board's default",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     counted,
@@ -38,18 +38,18 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with left-over processes, or memory that no process owns.
 
     It fails only where somebody named the GPUs that must be idle, and it is sure which those are
     (`surely_selected`): others of this node may well be in another job's use, as may the other
     parts of a GPU that is divided (MIG). A container may hide the processes that own the memory.
     """
-    surely = parameters.idle and surely_selected(facts, case)
+    surely = parameters.idle and surely_selected(facts, context)
     return judge_each(
         _NAME,
         facts,
-        case,
+        context,
         lambda gpu: _one(gpu, parameters, surely=surely),
         _well,
         (
@@ -140,8 +140,8 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="no process and no memory left behind on a GPU that must be idle",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
-    passing=True,
+    transient=True,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -23,14 +23,14 @@ _ACTIONS = {
 }
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that wants something done to it.
 
     The driver itself decides: any action fails. One that this table does not know only warns, as
     nobody can say what a newer driver means by it. A driver before R570 tells none, which is not
     health.
     """
-    return judge_each(_NAME, facts, case, _one, _well, ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",))
+    return judge_each(_NAME, facts, context, _one, _well, ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",))
 
 
 def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
@@ -68,7 +68,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="the driver asks for no reset, reboot or drain of a GPU",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

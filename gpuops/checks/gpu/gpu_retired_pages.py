@@ -6,7 +6,7 @@ from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     beyond,
@@ -30,12 +30,12 @@ class Parameters:
     pending: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with too many retired pages or one that waits for a reset."""
     return judge_each(
         _NAME,
         facts,
-        case,
+        context,
         lambda gpu: _one(gpu, parameters),
         _well,
         ("nvmlDeviceGetRetiredPages", "NVML_FI_DEV_RETIRED"),
@@ -71,7 +71,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="few retired pages of GPU memory, none pending (before Ampere)",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

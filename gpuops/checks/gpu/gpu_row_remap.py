@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, beyond, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, beyond, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding
@@ -23,7 +23,7 @@ class Parameters:
     uncorrectable: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with a failed or pending remap, or with very many of them.
 
     A failed remap means that the bank has no spare rows left; a pending one is done by the next
@@ -33,7 +33,7 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
+        context,
         lambda gpu: _one(gpu, parameters),
         _well,
         ("nvmlDeviceGetRemappedRows",),
@@ -68,7 +68,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="no GPU memory row waits to be remapped or could not be",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

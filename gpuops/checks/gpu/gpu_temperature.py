@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each, span
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each, span
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, Temperatures
 from gpuops.model import FailureClass, Finding, Status
@@ -19,7 +19,7 @@ class Parameters:
     margin_c: CheckLimit
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose core or memory is at its own limit or near it.
 
     The core is held against where it slows down (where it shuts down, if that is not told), by
@@ -30,7 +30,7 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
+        context,
         lambda gpu: _one(gpu, parameters.margin_c),
         _well,
         ("nvmlDeviceGetTemperature", "NVML_FI_DEV_TEMPERATURE"),
@@ -94,7 +94,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="GPU and memory are cooler than the device's own limits",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

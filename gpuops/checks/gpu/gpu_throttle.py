@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, JudgeContext
-from gpuops.checks.gpu.gpus import LOOK, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
 from gpuops.errors import ConfigError
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
@@ -47,7 +47,7 @@ class Parameters:
                 )
 
 
-def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose clocks are held down now, with the reasons.
 
     Heat and the power brake that the hardware reports halve the clocks or worse, by the driver's
@@ -56,7 +56,7 @@ def judge(facts: Gpus, parameters: Parameters, case: JudgeContext) -> list[Findi
     return judge_each(
         _NAME,
         facts,
-        case,
+        context,
         lambda gpu: _one(gpu, parameters),
         _well,
         ("nvmlDeviceGetCurrentClocks",),
@@ -98,7 +98,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="neither heat nor the power supply slows a GPU",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import (
-    LOOK,
+    PROBE,
     GpuVerdict,
     NotReported,
     counted,
@@ -21,7 +21,7 @@ from gpuops.model import FailureClass, Finding, Status
 _NAME = "gpu_versions"
 
 
-def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each version that is not as profiled, or unlike the others here.
 
     Other than the profile says fails; different among themselves only warns.
@@ -29,21 +29,21 @@ def judge(facts: Gpus, _parameters: NoParameters, case: JudgeContext) -> list[Fi
     of_gpus = judge_each(
         _NAME,
         facts,
-        case,
-        lambda gpu: _vbios(gpu, facts, case),
+        context,
+        lambda gpu: _vbios(gpu, facts, context),
         lambda gpus: _well(gpus, facts.nvml),
         ("nvmlDeviceGetVbiosVersion",),
     )
-    if unanswered(_NAME, facts, case) is not None:
+    if unanswered(_NAME, facts, context) is not None:
         return of_gpus
-    of_node = [*_driver(facts.nvml, case), *_library(facts.nvml), *_models(facts.nvml)]
+    of_node = [*_driver(facts.nvml, context), *_library(facts.nvml), *_models(facts.nvml)]
     if of_node:
         of_gpus = [item for item in of_gpus if item.status is not Status.PASS]
-    return [*(finding(_NAME, case.node, said) for said in of_node), *of_gpus]
+    return [*(finding(_NAME, context.node, said) for said in of_node), *of_gpus]
 
 
-def _driver(nvml: NvmlSnapshot, case: JudgeContext) -> list[GpuVerdict]:
-    wanted = case.profile.driver
+def _driver(nvml: NvmlSnapshot, context: JudgeContext) -> list[GpuVerdict]:
+    wanted = context.profile.driver
     if wanted is None or nvml.driver in wanted.value:
         return []
     expected = " or ".join(wanted.value)
@@ -56,7 +56,7 @@ def _driver(nvml: NvmlSnapshot, case: JudgeContext) -> list[GpuVerdict]:
             message=f"the driver is {nvml.driver}, expected {expected}",
             value=nvml.driver,
             threshold=f"= {expected}",
-            source=f"profile {case.profile.name}: {wanted.source}",
+            source=f"profile {context.profile.name}: {wanted.source}",
             failure_class=FailureClass.GPU_CONFIG,
         )
     ]
@@ -96,10 +96,10 @@ def _models(nvml: NvmlSnapshot) -> list[GpuVerdict]:
     ]
 
 
-def _vbios(gpu: NvmlGpu, facts: Gpus, case: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _vbios(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
     if gpu.vbios is None:
         return NotReported()
-    profile = case.profile
+    profile = context.profile
     if profile.vbios is not None:
         wrong, expected = gpu.vbios not in profile.vbios.value, " or ".join(profile.vbios.value)
         status, source = Status.FAIL, f"profile {profile.name}: {profile.vbios.source}"
@@ -134,7 +134,7 @@ def _well(gpus: Sequence[NvmlGpu], nvml: NvmlSnapshot) -> GpuVerdict:
 CHECK = Check(
     name=_NAME,
     about="driver, NVML and VBIOS are as profiled, and the same on all GPUs of a model",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.core.kernel_rules import LOOK, KernelFacts, repaired_us, since
+from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.sysfs import sysfs_address
@@ -71,41 +71,41 @@ class _Gpu:
         return max(self.told, key=lambda told: (told.status, told.bursts[-1].last_us))
 
 
-def judge(facts: KernelFacts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: KernelFacts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding for each GPU of which the driver said something that counts.
 
     Where none of them fails or passes one more says that the log was read and no GPU fails.
     """
     addresses = sorted({burst.address for burst in facts.driver.xids})
-    gpus = [_gpu(address, facts, case) for address in addresses]
-    findings = [_finding(gpu, parameters, case) for gpu in gpus if gpu.told]
+    gpus = [_gpu(address, facts, context) for address in addresses]
+    findings = [_finding(gpu, parameters, context) for gpu in gpus if gpu.told]
     if facts.driver.more:
-        findings.append(_too_many(facts.driver.more, case.node))
+        findings.append(_too_many(facts.driver.more, context.node))
     if all(finding.status is Status.WARN for finding in findings):
-        findings.append(_well(sum(not gpu.told for gpu in gpus), facts, case))
+        findings.append(_well(sum(not gpu.told for gpu in gpus), facts, context))
     return sorted(findings, key=lambda finding: -finding.status)
 
 
-def _well(cleared: int, facts: KernelFacts, case: JudgeContext) -> Finding:
+def _well(cleared: int, facts: KernelFacts, context: JudgeContext) -> Finding:
     older = f"; {cleared} GPUs have older ones, which no longer count" if cleared else ""
     return Finding(
         check="gpu_xid",
-        entity=case.node,
+        entity=context.node,
         status=Status.PASS,
         value=0,
         unit="Xids",
         threshold="= 0",
         source="checks/xid",
-        message=f"no Xid that fails a GPU {since(facts, repaired_us(case))}{older}",
+        message=f"no Xid that fails a GPU {since(facts, repaired_us(context))}{older}",
     )
 
 
-def _gpu(address: str, facts: KernelFacts, case: JudgeContext) -> _Gpu:
+def _gpu(address: str, facts: KernelFacts, context: JudgeContext) -> _Gpu:
     known = next((gpu for gpu in facts.gpus if gpu.address == address), None)
     by_address = Entity(EntityKind.GPU, f"PCI:{address}")
     entity = Entity(EntityKind.GPU, known.uuid) if known and known.uuid else by_address
     newest = next((item for item in facts.driver.recovery if item.address == address), None)
-    cuts = [repaired_us(case, (entity, by_address)), facts.driver.loaded_us]
+    cuts = [repaired_us(context, (entity, by_address)), facts.driver.loaded_us]
     if newest is not None and newest.action == _NOTHING_WANTED:
         cuts.append(newest.since_boot_us)
     cut_us = max((cut for cut in cuts if cut is not None), default=None)
@@ -116,7 +116,7 @@ def _gpu(address: str, facts: KernelFacts, case: JudgeContext) -> _Gpu:
     wanted = newest.action if newest and newest.action != _NOTHING_WANTED else None
     return _Gpu(
         entity=entity,
-        asked=_is_asked(address, known, case),
+        asked=_is_asked(address, known, context),
         told=_told(address, facts, counts),
         wanted=wanted if newest and counts(newest.since_boot_us) else None,
         cut_us=cut_us,
@@ -133,11 +133,13 @@ def _told(address: str, facts: KernelFacts, counts: Callable[[int], bool]) -> tu
     return tuple(told.values())
 
 
-def _is_asked(address: str, known: GpuName | None, case: JudgeContext) -> bool:
+def _is_asked(address: str, known: GpuName | None, context: JudgeContext) -> bool:
     """Say whether a job asks for this GPU; one that cannot be told from others is asked for."""
-    if case.gpus is None:
+    if context.gpus is None:
         return True
-    asked = {spelt for name in case.gpus for spelt in (name.strip().lower(), sysfs_address(name))}
+    asked = {
+        spelt for name in context.gpus for spelt in (name.strip().lower(), sysfs_address(name))
+    }
     if address in asked:
         return True
     if known is None:
@@ -149,7 +151,7 @@ def _is_asked(address: str, known: GpuName | None, case: JudgeContext) -> bool:
     return not asked.isdisjoint({str(known.index), (known.uuid or "").lower(), *numbers})
 
 
-def _finding(gpu: _Gpu, parameters: Parameters, case: JudgeContext) -> Finding:
+def _finding(gpu: _Gpu, parameters: Parameters, context: JudgeContext) -> Finding:
     worst = gpu.worst
     status, text = _verdict(gpu, parameters)
     others = [told for told in gpu.told if told is not worst]
@@ -161,7 +163,7 @@ def _finding(gpu: _Gpu, parameters: Parameters, case: JudgeContext) -> Finding:
     if status is Status.FAIL:
         text += (
             "; counts until a reboot, a reset that the driver reports, or"
-            f" `gpuops repair {case.node.id} --what TEXT`"
+            f" `gpuops repair {context.node.id} --what TEXT`"
         )
     return Finding(
         check="gpu_xid",
@@ -238,7 +240,7 @@ def _too_many(more: int, node: Entity) -> Finding:
 CHECK = Check(
     name="gpu_xid",
     about="what the driver said about each GPU (Xid) since boot, reset or repair",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

@@ -18,7 +18,7 @@ from gpuops.slurm.env import NUMBERED
 
 V = TypeVar("V", bound=Hashable)
 
-LOOK = Probe(
+PROBE = Probe(
     "gpus",
     Gpus,
     lambda machine, budget_s: read_gpus(machine.root, budget_s),
@@ -62,40 +62,40 @@ _Reason = tuple[str, UnknownReason | None]
 def judge_each(
     check: str,
     facts: Gpus,
-    case: JudgeContext,
+    context: JudgeContext,
     one: Judge,
     well: Callable[[Sequence[NvmlGpu]], GpuVerdict],
     calls: tuple[str, ...] = (),
 ) -> list[Finding]:
-    """Return the findings of *check* about the GPUs that *case* asks about.
+    """Return the findings of *check* about the GPUs that *context* asks about.
 
     Args:
         check: Its name.
         facts: Of all GPUs.
-        case: See `JudgeContext`.
+        context: See `JudgeContext`.
         one: Says what is wrong with one GPU.
         well: Says what is said of those with which nothing is; not asked where there are none.
         calls: Names of the NVML calls and fields (their beginnings) that tell what *one* judges.
     """
-    silent = unanswered(check, facts, case)
+    silent = unanswered(check, facts, context)
     if silent is not None:
         return [silent]
     findings, fine, untold = [], [], dict[_Reason, list[NvmlGpu]]()
-    for gpu in selected(facts, case):
+    for gpu in selected(facts, context):
         said = one(gpu)
         if isinstance(said, NotReported):
             untold.setdefault(_reason(gpu, said, calls), []).append(gpu)
         elif said:
-            findings += [finding(check, entity_of(gpu, case.node), item, gpu) for item in said]
+            findings += [finding(check, entity_of(gpu, context.node), item, gpu) for item in said]
         else:
             fine.append(gpu)
     if fine and not findings:
-        findings.append(finding(check, case.node, well(fine)))
+        findings.append(finding(check, context.node, well(fine)))
     everywhere = not fine and not findings and len(untold) == 1
     for reason, gpus in untold.items():
         who = "any GPU" if everywhere and len(gpus) > 1 else listed(gpus)
-        findings.append(_not_judged(check, case.node, reason, who))
-    return findings + not_found(check, facts, case)
+        findings.append(_not_judged(check, context.node, reason, who))
+    return findings + not_found(check, facts, context)
 
 
 def beyond(
@@ -121,22 +121,22 @@ def beyond(
     ]
 
 
-def unanswered(check: str, facts: Gpus, case: JudgeContext) -> Finding | None:
+def unanswered(check: str, facts: Gpus, context: JudgeContext) -> Finding | None:
     """Return what *check* says where NVML told of no GPU; None where there is something to judge.
 
     `gpu_driver` judges NVML itself.
     """
     nvml = facts.nvml
     if nvml.status is NvmlStatus.OK:
-        if case.gpus is not None and not case.gpus:
-            return finding(check, case.node, _skip("no GPU is asked about"))
-        return None if nvml.gpus else finding(check, case.node, _skip("NVML lists no GPU"))
+        if context.gpus is not None and not context.gpus:
+            return finding(check, context.node, _skip("no GPU is asked about"))
+        return None if nvml.gpus else finding(check, context.node, _skip("NVML lists no GPU"))
     if nvml.status is NvmlStatus.ABSENT and not facts.pci:
-        return finding(check, case.node, _skip("no GPU, and no NVIDIA driver library"))
+        return finding(check, context.node, _skip("no GPU, and no NVIDIA driver library"))
     refused = nvml.error_code == NO_PERMISSION
     return finding(
         check,
-        case.node,
+        context.node,
         GpuVerdict(
             status=Status.UNKNOWN,
             message=f"{nvml.error or 'NVML gave no answer'}; see gpu_driver",
@@ -145,36 +145,36 @@ def unanswered(check: str, facts: Gpus, case: JudgeContext) -> Finding | None:
     )
 
 
-def selected(facts: Gpus, case: JudgeContext) -> tuple[NvmlGpu, ...]:
-    """Return the GPUs that *case* asks about, in NVML's order.
+def selected(facts: Gpus, context: JudgeContext) -> tuple[NvmlGpu, ...]:
+    """Return the GPUs that *context* asks about, in NVML's order.
 
     A number of Slurm's (``slurm:3``, see `gpuops.slurm.env`) is a place in a list of device
     files or of PCI addresses: the GPUs of that minor number and of that index are returned, of that
     index alone where NVML tells no minor number. Where a GPU is divided (MIG) such numbers count
     its parts: all GPUs are returned.
     """
-    if case.gpus is None or _counts_parts(facts, case.gpus):
+    if context.gpus is None or _counts_parts(facts, context.gpus):
         return facts.nvml.gpus
-    asked = _asked(case.gpus)
+    asked = _asked(context.gpus)
     return tuple(gpu for gpu in facts.nvml.gpus if _names(gpu) & asked)
 
 
-def surely_selected(facts: Gpus, case: JudgeContext) -> bool:
+def surely_selected(facts: Gpus, context: JudgeContext) -> bool:
     """Say whether somebody named the GPUs, and none of those `selected` may be another job's.
 
     So it is where the numbers of Slurm name the same GPUs as indices and as minor numbers.
     """
-    if case.gpus is None or _counts_parts(facts, case.gpus):
+    if context.gpus is None or _counts_parts(facts, context.gpus):
         return False
-    gpus, asked = facts.nvml.gpus, _asked(case.gpus)
+    gpus, asked = facts.nvml.gpus, _asked(context.gpus)
     by_index = {gpu.index for gpu in gpus if f"{NUMBERED}{gpu.index}" in asked}
     by_minor = {gpu.index for gpu in gpus if f"{NUMBERED}{_minor(gpu)}" in asked}
     return by_index == by_minor
 
 
-def not_found(check: str, facts: Gpus, case: JudgeContext) -> list[Finding]:
-    """Return one warning about the GPUs that *case* asks about and NVML does not list."""
-    asked = case.gpus or frozenset()
+def not_found(check: str, facts: Gpus, context: JudgeContext) -> list[Finding]:
+    """Return one warning about the GPUs that *context* asks about and NVML does not list."""
+    asked = context.gpus or frozenset()
     if _counts_parts(facts, asked):
         asked = frozenset(_without_numbers(asked))
     known = {name for gpu in facts.nvml.gpus for name in _names(gpu)}
@@ -190,7 +190,7 @@ def not_found(check: str, facts: Gpus, case: JudgeContext) -> list[Finding]:
         threshold="= 0",
         failure_class=FailureClass.GPU_MISSING,
     )
-    return [finding(check, case.node, verdict)]
+    return [finding(check, context.node, verdict)]
 
 
 def entity_of(gpu: NvmlGpu, node: Entity) -> Entity:

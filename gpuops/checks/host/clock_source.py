@@ -2,38 +2,40 @@
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
+    Subject,
     one_of,
     skipped,
 )
-from gpuops.checks.host.cpu_count import LOOK
+from gpuops.checks.host.cpu_count import PROBE
 from gpuops.host.kernel_state import Cpu
 from gpuops.model import FailureClass, Finding, Status
 
 
-def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding; a source that the profile does not name warns.
 
     The kernel leaves ``tsc`` for ``hpet`` or ``acpi_pm`` when it finds the processor's counter
     unstable (Documentation/virt/kvm/x86/timekeeping of Linux); virtual machines have sources of
     their own, so that a difference is a sign and no verdict.
     """
-    subject = ExpectedSubject(
-        check="clock_source", entity=case.node, failure_class=FailureClass.HOST_CONFIG
+    subject = Subject(
+        check="clock_source", entity=context.node, failure_class=FailureClass.HOST_CONFIG
     )
     if facts.clock_source is None:
         return [skipped(subject, "the kernel does not tell its clock source")]
     others = ", ".join(facts.clock_sources)
     text = f"clock source {facts.clock_source}" + (f" (there is: {others})" if others else "")
-    return [one_of(subject, facts.clock_source, case.profile.clock_source, text, bad=Status.WARN)]
+    return [
+        one_of(subject, facts.clock_source, context.profile.clock_source, text, bad=Status.WARN)
+    ]
 
 
 CHECK = Check(
     name="clock_source",
     about="the kernel's clock source is the one that the profile names",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

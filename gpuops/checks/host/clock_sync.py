@@ -15,14 +15,14 @@ class Parameters:
     error_max_s: CheckLimit
 
 
-def judge(facts: KernelClockState, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: KernelClockState, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding; the kernel's own verdict comes first, and warns only."""
     limit = parameters.error_max_s
     if not facts.synchronised:
         return [
             Finding(
                 check="clock_sync",
-                entity=case.node,
+                entity=context.node,
                 status=Status.WARN,
                 value="unsynchronised",
                 threshold="synchronised",
@@ -35,7 +35,7 @@ def judge(facts: KernelClockState, parameters: Parameters, case: JudgeContext) -
     return [
         Finding(
             check="clock_sync",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value=round(facts.error_max_s, 6),
             unit="s",
@@ -51,7 +51,7 @@ def judge(facts: KernelClockState, parameters: Parameters, case: JudgeContext) -
 CHECK = Check(
     name="clock_sync",
     about="clock synchronised, by the kernel's own account",
-    look=Probe(
+    probe=Probe(
         "clock",
         KernelClockState,
         lambda machine, _budget_s: read_clock_state(machine.root),

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     Probe,
     ProbeContext,
+    Subject,
     skipped,
 )
 from gpuops.checks.core.profile import Profile
@@ -25,25 +25,25 @@ class Parameters:
     source: str = "suite"
 
 
-def judge(facts: RuntimeAnswer, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: RuntimeAnswer, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding: another exit code than 0 fails, a missing program is unknown."""
-    subject = ExpectedSubject(
-        check="container_runtime", entity=case.node, failure_class=FailureClass.HOST_SERVICE
+    subject = Subject(
+        check="container_runtime", entity=context.node, failure_class=FailureClass.HOST_SERVICE
     )
     if not parameters.command:
         return [skipped(subject, "no command is configured")]
     line = " ".join(parameters.command)
     if not facts.found:
         text = f"{parameters.command[0]} is not installed"
-        return [_unknown(case, text, UnknownReason.MISSING_TOOL)]
+        return [_unknown(context, text, UnknownReason.MISSING_TOOL)]
     if facts.exit_code is None:
-        return [_unknown(case, f"{line}: {facts.ending}", UnknownReason.TIMEOUT)]
+        return [_unknown(context, f"{line}: {facts.ending}", UnknownReason.TIMEOUT)]
     good = facts.exit_code == 0
     said = f": {facts.said}" if facts.said else ""
     return [
         Finding(
             check="container_runtime",
-            entity=case.node,
+            entity=context.node,
             status=Status.PASS if good else Status.FAIL,
             value=facts.exit_code,
             unit="exit code",
@@ -57,31 +57,31 @@ def judge(facts: RuntimeAnswer, parameters: Parameters, case: JudgeContext) -> l
     ]
 
 
-def _unknown(case: JudgeContext, message: str, reason: UnknownReason) -> Finding:
+def _unknown(context: JudgeContext, message: str, reason: UnknownReason) -> Finding:
     return Finding(
         check="container_runtime",
-        entity=case.node,
+        entity=context.node,
         status=Status.UNKNOWN,
         message=message,
         unknown_reason=reason,
     )
 
 
-def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
     """Return the command as one text: what is asked is a set, and a command repeats its words."""
     return (json.dumps(parameters.command),) if parameters.command else ()
 
 
 def _read(machine: ProbeContext, budget_s: float) -> RuntimeAnswer:
-    command = tuple(json.loads(machine.asked[0])) if machine.asked else ()
+    command = tuple(json.loads(machine.inputs[0])) if machine.inputs else ()
     return read_runtime(machine.root, budget_s, command)
 
 
 CHECK = Check(
     name="container_runtime",
     about="the container runtime answers the operator's command",
-    look=Probe("container_runtime", RuntimeAnswer, _read, sources=("the command of the suite",)),
+    probe=Probe("container_runtime", RuntimeAnswer, _read, sources=("the command of the suite",)),
     parameters=Parameters,
     judge=judge,
-    asks=asks,
+    inputs=inputs,
 )

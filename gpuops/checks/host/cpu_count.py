@@ -2,17 +2,17 @@
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
     Probe,
+    Subject,
     exactly,
     skipped,
 )
 from gpuops.host.kernel_state import Cpu, read_cpu
 from gpuops.model import FailureClass, Finding
 
-LOOK = Probe(
+PROBE = Probe(
     "cpu",
     Cpu,
     lambda machine, _budget_s: read_cpu(machine.root),
@@ -20,23 +20,23 @@ LOOK = Probe(
 )
 
 
-def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding: fewer logical processors online than ``cpu_count`` fail."""
-    subject = ExpectedSubject(
-        check="cpu_count", entity=case.node, failure_class=FailureClass.HOST_CONFIG, unit="CPUs"
+    subject = Subject(
+        check="cpu_count", entity=context.node, failure_class=FailureClass.HOST_CONFIG, unit="CPUs"
     )
     if facts.online is None:
         return [skipped(subject, "the kernel does not tell which CPUs are online")]
     text = f"{facts.online} CPUs online"
     if facts.present is not None and facts.present > facts.online:
         text += f", {facts.present - facts.online} more are present and offline"
-    return [exactly(subject, facts.online, case.profile.cpu_count, text)]
+    return [exactly(subject, facts.online, context.profile.cpu_count, text)]
 
 
 CHECK = Check(
     name="cpu_count",
     about="as many logical CPUs online as the profile expects",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -2,24 +2,24 @@
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
+    Subject,
     one_of,
     skipped,
 )
-from gpuops.checks.host.cpu_count import LOOK
+from gpuops.checks.host.cpu_count import PROBE
 from gpuops.host.kernel_state import Cpu
 from gpuops.model import FailureClass, Finding, Status
 
 
-def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each governor in use; one that the profile does not name warns.
 
     It never fails: the node computes what it should, more slowly.
     """
-    subject = ExpectedSubject(
-        check="cpu_governor", entity=case.node, failure_class=FailureClass.HOST_CONFIG
+    subject = Subject(
+        check="cpu_governor", entity=context.node, failure_class=FailureClass.HOST_CONFIG
     )
     if not facts.governors:
         return [skipped(subject, "no frequency scaling, as in a virtual machine")]
@@ -27,7 +27,7 @@ def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Fin
         one_of(
             subject,
             name,
-            case.profile.cpu_governor,
+            context.profile.cpu_governor,
             f"governor {name} on {count} of {sum(facts.governors.values())} frequency policies",
             bad=Status.WARN,
         )
@@ -38,7 +38,7 @@ def judge(facts: Cpu, _parameters: NoParameters, case: JudgeContext) -> list[Fin
 CHECK = Check(
     name="cpu_governor",
     about="the CPUs' frequency governor is the one that the profile names",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

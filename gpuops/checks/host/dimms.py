@@ -4,10 +4,10 @@ from collections import Counter
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
     Probe,
+    Subject,
     at_least,
     exactly,
     in_gb,
@@ -18,13 +18,13 @@ from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
 
-def judge(facts: Dimms, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Dimms, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding about the number of modules, and one for each that is too small.
 
     Sizes and slots: DMTF DSP0134, §7.18 Memory Device.
     """
-    subject = ExpectedSubject(
-        check="dimms", entity=case.node, failure_class=FailureClass.HOST_DIMM, unit="modules"
+    subject = Subject(
+        check="dimms", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="modules"
     )
     fitted = [slot for slot in facts.slots if slot.size_bytes]
     if not fitted:
@@ -32,16 +32,16 @@ def judge(facts: Dimms, _parameters: NoParameters, case: JudgeContext) -> list[F
     sizes = Counter(slot.size_bytes or 0 for slot in fitted)
     kinds = " and ".join(f"{count} x {format_bytes(size)}" for size, count in sorted(sizes.items()))
     text = f"{kinds} in {len(facts.slots)} slots"
-    findings = [exactly(subject, len(fitted), case.profile.dimm_count, text)]
-    if case.profile.dimm_bytes is not None:
-        each = ExpectedSubject(
-            check="dimms", entity=case.node, failure_class=FailureClass.HOST_DIMM, unit="GB"
+    findings = [exactly(subject, len(fitted), context.profile.dimm_count, text)]
+    if context.profile.dimm_bytes is not None:
+        each = Subject(
+            check="dimms", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="GB"
         )
         sized = (
             at_least(
                 each,
                 (slot.size_bytes or 0) / 1e9,
-                in_gb(case.profile.dimm_bytes),
+                in_gb(context.profile.dimm_bytes),
                 f"{slot.locator or 'a module'} has {format_bytes(slot.size_bytes or 0)}",
             )
             for slot in fitted
@@ -53,7 +53,7 @@ def judge(facts: Dimms, _parameters: NoParameters, case: JudgeContext) -> list[F
 CHECK = Check(
     name="dimms",
     about="number and size of the memory modules, as the firmware tells them to root",
-    look=Probe(
+    probe=Probe(
         "dimms",
         Dimms,
         lambda machine, _budget_s: read_dimms(machine.root),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import (
     Check,
     CheckLimit,
-    ExpectedSubject,
     JudgeContext,
     Probe,
+    Subject,
     skipped,
 )
 from gpuops.host.memory_modules import Edac, MemoryController, read_edac
@@ -27,22 +27,22 @@ class Parameters:
     corrected_per_day: CheckLimit
 
 
-def judge(facts: Edac, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Edac, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each controller with errors beyond a limit, else one for all."""
-    subject = ExpectedSubject(check="edac", entity=case.node, failure_class=FailureClass.HOST_DIMM)
+    subject = Subject(check="edac", entity=context.node, failure_class=FailureClass.HOST_DIMM)
     if not facts.controllers:
         return [skipped(subject, "no memory controller reports (no EDAC driver)")]
     findings = []
     for controller in facts.controllers:
-        findings += _uncorrected(controller, parameters.uncorrected, case)
-        findings += _corrected(controller, parameters.corrected_per_day, case)
+        findings += _uncorrected(controller, parameters.uncorrected, context)
+        findings += _corrected(controller, parameters.corrected_per_day, context)
     if findings:
         return findings
     corrected = sum(controller.corrected for controller in facts.controllers)
     return [
         Finding(
             check="edac",
-            entity=case.node,
+            entity=context.node,
             status=Status.PASS,
             value=corrected,
             unit="errors",
@@ -59,11 +59,11 @@ def _name(controller: MemoryController, kind: str) -> str:
 
 
 def _uncorrected(
-    controller: MemoryController, limit: CheckLimit, case: JudgeContext
+    controller: MemoryController, limit: CheckLimit, context: JudgeContext
 ) -> list[Finding]:
     count: float = controller.uncorrected
-    if _repaired(case):
-        growth = case.counters.since(_name(controller, "uncorrected"), count)
+    if _repaired(context):
+        growth = context.counters.since(_name(controller, "uncorrected"), count)
         count = 0 if growth is None else growth.grown
     status = limit.ceiling(count)
     if status is Status.PASS:
@@ -71,7 +71,7 @@ def _uncorrected(
     return [
         Finding(
             check="edac",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value=count,
             unit="errors",
@@ -83,24 +83,24 @@ def _uncorrected(
     ]
 
 
-def _repaired(case: JudgeContext) -> bool:
+def _repaired(context: JudgeContext) -> bool:
     return any(
-        repair.entity_kind == EntityKind.NODE.value and repair.t_us > case.boot_us
-        for repair in case.repairs
+        repair.entity_kind == EntityKind.NODE.value and repair.t_us > context.boot_us
+        for repair in context.repairs
     )
 
 
 def _corrected(
-    controller: MemoryController, limit: CheckLimit, case: JudgeContext
+    controller: MemoryController, limit: CheckLimit, context: JudgeContext
 ) -> list[Finding]:
-    growth = case.counters.since(_name(controller, "corrected"), controller.corrected)
+    growth = context.counters.since(_name(controller, "corrected"), controller.corrected)
     status = Status.PASS if growth is None else limit.ceiling(growth.per_day)
     if growth is None or status is Status.PASS:
         return []
     return [
         Finding(
             check="edac",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value=round(growth.per_day, 1),
             unit="per day",
@@ -133,7 +133,7 @@ def counters(facts: Edac) -> Mapping[str, float]:
 CHECK = Check(
     name="edac",
     about="uncorrected errors of the host's memory since boot, corrected ones as a rate",
-    look=Probe(
+    probe=Probe(
         "edac",
         Edac,
         lambda machine, _budget_s: read_edac(machine.root),

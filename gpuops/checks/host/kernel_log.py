@@ -5,7 +5,7 @@ Xids and SXids are judged by `gpu_xid` and `nvswitch_sxid`, which know more than
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.core.kernel_rules import (
-    LOOK,
+    PROBE,
     SUBJECTS_MAX,
     KernelFacts,
     RuleHits,
@@ -16,22 +16,22 @@ from gpuops.model import Entity, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 
 
-def judge(facts: KernelFacts, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: KernelFacts, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each rule and subject that was hit, the worst first, else one pass.
 
     What was last hit before an acknowledged repair of the node is left out.
     """
-    cut_us = repaired_us(case)
+    cut_us = repaired_us(context)
     hits = [hits for hits in facts.log.hits if cut_us is None or hits.last_us > cut_us]
-    findings = [_finding(item, case.node) for item in hits]
+    findings = [_finding(item, context.node) for item in hits]
     if facts.log.more:
-        findings.append(_too_many(facts.log.more, case.node))
+        findings.append(_too_many(facts.log.more, context.node))
     if findings:
         return sorted(findings, key=lambda finding: -finding.status)
     return [
         Finding(
             check="kernel_log",
-            entity=case.node,
+            entity=context.node,
             status=Status.PASS,
             value=0,
             unit="hits",
@@ -76,7 +76,7 @@ def _too_many(more: int, node: Entity) -> Finding:
 CHECK = Check(
     name="kernel_log",
     about="known faults in the kernel's log since boot",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

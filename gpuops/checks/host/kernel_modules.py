@@ -2,10 +2,10 @@
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
     Probe,
+    Subject,
     skipped,
 )
 from gpuops.checks.core.profile import Profile
@@ -13,35 +13,35 @@ from gpuops.host.kernel_state import Modules, read_modules
 from gpuops.model import FailureClass, Finding, Status
 
 
-def judge(facts: Modules, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Modules, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each module that is expected and absent, else one for all."""
-    subject = ExpectedSubject(
-        check="kernel_modules", entity=case.node, failure_class=FailureClass.HOST_CONFIG
+    subject = Subject(
+        check="kernel_modules", entity=context.node, failure_class=FailureClass.HOST_CONFIG
     )
-    expected = case.profile.kernel_modules
+    expected = context.profile.kernel_modules
     if expected is None or not expected.value:
         return [skipped(subject, "no profile names a kernel module")]
     absent = [name for name in facts.absent if name in expected.value]
     if absent:
-        return [_finding(case, Status.FAIL, name, f"{name} is not loaded") for name in absent]
-    return [_finding(case, Status.PASS, None, f"loaded: {', '.join(expected.value)}")]
+        return [_finding(context, Status.FAIL, name, f"{name} is not loaded") for name in absent]
+    return [_finding(context, Status.PASS, None, f"loaded: {', '.join(expected.value)}")]
 
 
-def _finding(case: JudgeContext, status: Status, name: str | None, message: str) -> Finding:
-    assert case.profile.kernel_modules is not None
+def _finding(context: JudgeContext, status: Status, name: str | None, message: str) -> Finding:
+    assert context.profile.kernel_modules is not None
     return Finding(
         check="kernel_modules",
-        entity=case.node,
+        entity=context.node,
         status=status,
         value=name,
         threshold="loaded or built in",
-        source=case.profile.kernel_modules.source,
+        source=context.profile.kernel_modules.source,
         message=message,
         failure_class=None if status is Status.PASS else FailureClass.HOST_CONFIG,
     )
 
 
-def asks(_parameters: NoParameters, profile: Profile) -> tuple[str, ...]:
+def inputs(_parameters: NoParameters, profile: Profile) -> tuple[str, ...]:
     """Return the names of the modules to look for."""
     return () if profile.kernel_modules is None else profile.kernel_modules.value
 
@@ -49,13 +49,13 @@ def asks(_parameters: NoParameters, profile: Profile) -> tuple[str, ...]:
 CHECK = Check(
     name="kernel_modules",
     about="the kernel modules that the profile names are loaded",
-    look=Probe(
+    probe=Probe(
         "kernel_modules",
         Modules,
-        lambda machine, _budget_s: read_modules(machine.root, machine.asked),
+        lambda machine, _budget_s: read_modules(machine.root, machine.inputs),
         sources=("/sys/module",),
     ),
     parameters=NoParameters,
     judge=judge,
-    asks=asks,
+    inputs=inputs,
 )

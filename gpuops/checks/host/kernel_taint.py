@@ -40,7 +40,7 @@ class Parameters:
     fail_bits: tuple[int, ...] = ()
 
 
-def judge(facts: Taint, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Taint, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding; bits that the suite does not name are told and pass."""
     bits = [bit for bit in range(facts.mask.bit_length()) if facts.mask >> bit & 1]
     status = Status.PASS
@@ -53,7 +53,7 @@ def judge(facts: Taint, parameters: Parameters, case: JudgeContext) -> list[Find
     return [
         Finding(
             check="kernel_taint",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value=facts.mask,
             unit="mask",
@@ -68,7 +68,7 @@ def judge(facts: Taint, parameters: Parameters, case: JudgeContext) -> list[Find
 CHECK = Check(
     name="kernel_taint",
     about="the kernel has seen no machine check, bad page, oops or lockup since boot",
-    look=Probe(
+    probe=Probe(
         "taint",
         Taint,
         lambda machine, _budget_s: read_taint(machine.root),

@@ -23,11 +23,11 @@ def without_probes(load: Load) -> Load:
     return replace(load, blocked=tuple(item for item in load.blocked if not is_probe(item)))
 
 
-def judge(facts: Load, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Load, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about load and one about blocked processes."""
     return [
-        _load(facts, parameters.per_cpu, case.node),
-        _blocked(facts, parameters.blocked, case.node),
+        _load(facts, parameters.per_cpu, context.node),
+        _blocked(facts, parameters.blocked, context.node),
     ]
 
 
@@ -69,7 +69,7 @@ def _blocked(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
 CHECK = Check(
     name="load",
     about="load average and processes stuck in state D",
-    look=Probe(
+    probe=Probe(
         "load",
         Load,
         lambda machine, _budget_s: without_probes(read_load(machine.root)),

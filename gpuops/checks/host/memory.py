@@ -7,7 +7,7 @@ from gpuops.host.procfs import Memory, read_memory
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
-LOOK = Probe(
+PROBE = Probe(
     "memory",
     Memory,
     lambda machine, _budget_s: read_memory(machine.root),
@@ -22,7 +22,7 @@ class Parameters:
     available_percent: CheckLimit
 
 
-def judge(facts: Memory, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Memory, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the node's available memory."""
     limit = parameters.available_percent
     percent = 100 * facts.available_bytes / facts.total_bytes
@@ -30,7 +30,7 @@ def judge(facts: Memory, parameters: Parameters, case: JudgeContext) -> list[Fin
     return [
         Finding(
             check="memory",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value=round(percent, 1),
             unit="%",
@@ -46,7 +46,7 @@ def judge(facts: Memory, parameters: Parameters, case: JudgeContext) -> list[Fin
 CHECK = Check(
     name="memory",
     about="available memory",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

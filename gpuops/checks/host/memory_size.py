@@ -2,36 +2,36 @@
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
+    Subject,
     at_least,
     in_gb,
 )
-from gpuops.checks.host.memory import LOOK
+from gpuops.checks.host.memory import PROBE
 from gpuops.host.procfs import Memory
 from gpuops.model import FailureClass, Finding
 from gpuops.units import format_bytes
 
 
-def judge(facts: Memory, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Memory, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding: less than the profile's ``memory_bytes_min`` fails.
 
     ``MemTotal`` is what the kernel has left of the modules after its own image and the firmware's
     share, some percent less than is on their labels: the profile's number must allow for that.
     """
-    subject = ExpectedSubject(
-        check="memory_size", entity=case.node, failure_class=FailureClass.HOST_DIMM, unit="GB"
+    subject = Subject(
+        check="memory_size", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="GB"
     )
     size_gb = facts.total_bytes / 1e9
     text = f"{format_bytes(facts.total_bytes)} of memory"
-    return [at_least(subject, size_gb, in_gb(case.profile.memory_bytes_min), text)]
+    return [at_least(subject, size_gb, in_gb(context.profile.memory_bytes_min), text)]
 
 
 CHECK = Check(
     name="memory_size",
     about="as much memory as the profile expects",
-    look=LOOK,
+    probe=PROBE,
     parameters=NoParameters,
     judge=judge,
 )

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import (
     Check,
     CheckLimit,
-    ExpectedSubject,
     JudgeContext,
     Probe,
+    Subject,
     skipped,
 )
 from gpuops.host.munge import MungeTrip, read_munge
@@ -26,11 +26,9 @@ class Parameters:
     required: bool = False
 
 
-def judge(facts: MungeTrip, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: MungeTrip, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the round trip."""
-    subject = ExpectedSubject(
-        check="munge", entity=case.node, failure_class=FailureClass.HOST_SERVICE
-    )
+    subject = Subject(check="munge", entity=context.node, failure_class=FailureClass.HOST_SERVICE)
     limit = parameters.elapsed_s
     if not facts.installed:
         return [skipped(subject, "munge is not installed")]
@@ -38,7 +36,7 @@ def judge(facts: MungeTrip, parameters: Parameters, case: JudgeContext) -> list[
         return [
             Finding(
                 check="munge",
-                entity=case.node,
+                entity=context.node,
                 status=Status.FAIL if parameters.required else Status.WARN,
                 value="not read back" if facts.decoding else "not made",
                 threshold="made and read back",
@@ -51,7 +49,7 @@ def judge(facts: MungeTrip, parameters: Parameters, case: JudgeContext) -> list[
     return [
         Finding(
             check="munge",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value=round(facts.elapsed_s, 3),
             unit="s",
@@ -66,7 +64,7 @@ def judge(facts: MungeTrip, parameters: Parameters, case: JudgeContext) -> list[
 CHECK = Check(
     name="munge",
     about="a munge credential is made and read back",
-    look=Probe(
+    probe=Probe(
         "munge",
         MungeTrip,
         lambda machine, budget_s: read_munge(machine.root, budget_s),

@@ -29,15 +29,15 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: Leftovers, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Leftovers, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding about zombies and one about leftovers where they are judged."""
-    findings = [_counted(facts.zombies, parameters.zombies, f"{facts.zombies} zombies", case)]
+    findings = [_counted(facts.zombies, parameters.zombies, f"{facts.zombies} zombies", context)]
     if parameters.leftovers is None:
         return findings
     if facts.hidden:
         unseen = Finding(
             check="processes",
-            entity=case.node,
+            entity=context.node,
             status=Status.UNKNOWN,
             message="other users' processes are hidden (hidepid)",
             unknown_reason=UnknownReason.NO_PERMISSION,
@@ -46,7 +46,7 @@ def judge(facts: Leftovers, parameters: Parameters, case: JudgeContext) -> list[
     left = [item for item in facts.processes if _counts(item, parameters)]
     beyond = facts.count - len(facts.processes)
     text = f"left over: {_named(left, beyond)}" if left else "no process is left over"
-    return [*findings, _counted(len(left) + beyond, parameters.leftovers, text, case)]
+    return [*findings, _counted(len(left) + beyond, parameters.leftovers, text, context)]
 
 
 def _counts(item: UserProcess, parameters: Parameters) -> bool:
@@ -62,11 +62,11 @@ def _named(items: list[UserProcess], beyond: int) -> str:
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
-def _counted(count: int, limit: CheckLimit, message: str, case: JudgeContext) -> Finding:
+def _counted(count: int, limit: CheckLimit, message: str, context: JudgeContext) -> Finding:
     status = limit.ceiling(count)
     return Finding(
         check="processes",
-        entity=case.node,
+        entity=context.node,
         status=status,
         value=count,
         unit="processes",
@@ -80,7 +80,7 @@ def _counted(count: int, limit: CheckLimit, message: str, case: JudgeContext) ->
 CHECK = Check(
     name="processes",
     about="zombies, and users' processes that belong to no job",
-    look=Probe(
+    probe=Probe(
         "leftovers",
         Leftovers,
         lambda machine, _budget_s: read_leftovers(machine.root),

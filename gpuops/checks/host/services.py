@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, ExpectedSubject, JudgeContext, Probe, skipped
+from gpuops.checks.core.check import Check, JudgeContext, Probe, Subject, skipped
 from gpuops.checks.core.profile import Profile
 from gpuops.host.systemd import Unit, Units, read_units
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
@@ -18,24 +18,24 @@ class Parameters:
     source: str = "suite"
 
 
-def judge(facts: Units, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Units, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each unit that does not run, else one for all.
 
     ``failed`` and ``inactive`` fail; ``activating`` warns, for that ends. A unit that is not
     installed is unknown: a name that is wrong in a profile must not drain every node.
     """
-    subject = ExpectedSubject(
-        check="services", entity=case.node, failure_class=FailureClass.HOST_SERVICE
+    subject = Subject(
+        check="services", entity=context.node, failure_class=FailureClass.HOST_SERVICE
     )
-    wanted = _wanted(parameters, case.profile)
+    wanted = _wanted(parameters, context.profile)
     if not wanted:
         return [skipped(subject, "neither profile nor suite names a unit")]
     if not facts.systemd:
         return [skipped(subject, "systemd does not run here")]
     told = {unit.name: unit for unit in facts.units}
-    findings = [_judged(name, told.get(name), source, case) for name, source in wanted.items()]
+    findings = [_judged(name, told.get(name), source, context) for name, source in wanted.items()]
     bad = [finding for finding in findings if finding.status is not Status.PASS]
-    return bad or [_finding(case, Status.PASS, None, "suite and profile", _all(wanted))]
+    return bad or [_finding(context, Status.PASS, None, "suite and profile", _all(wanted))]
 
 
 def _all(wanted: dict[str, str]) -> str:
@@ -50,11 +50,11 @@ def _wanted(parameters: Parameters, profile: Profile) -> dict[str, str]:
     return wanted
 
 
-def _judged(name: str, unit: Unit | None, source: str, case: JudgeContext) -> Finding:
+def _judged(name: str, unit: Unit | None, source: str, context: JudgeContext) -> Finding:
     if unit is None or unit.load == "not-found":
         return Finding(
             check="services",
-            entity=case.node,
+            entity=context.node,
             status=Status.UNKNOWN,
             value=name,
             threshold="active",
@@ -68,18 +68,18 @@ def _judged(name: str, unit: Unit | None, source: str, case: JudgeContext) -> Fi
     if unit.restarts:
         text += f", restarted {unit.restarts} times"
     if unit.active in _RUNNING:
-        return _finding(case, Status.PASS, name, source, text)
+        return _finding(context, Status.PASS, name, source, text)
     if unit.active in {"failed", "inactive"} and unit.load != "masked":
-        return _finding(case, Status.FAIL, name, source, text)
-    return _finding(case, Status.WARN, name, source, f"{text}, {unit.load}")
+        return _finding(context, Status.FAIL, name, source, text)
+    return _finding(context, Status.WARN, name, source, f"{text}, {unit.load}")
 
 
 def _finding(
-    case: JudgeContext, status: Status, name: str | None, source: str, message: str
+    context: JudgeContext, status: Status, name: str | None, source: str, message: str
 ) -> Finding:
     return Finding(
         check="services",
-        entity=case.node,
+        entity=context.node,
         status=status,
         value=name,
         threshold="active",
@@ -89,7 +89,7 @@ def _finding(
     )
 
 
-def asks(parameters: Parameters, profile: Profile) -> tuple[str, ...]:
+def inputs(parameters: Parameters, profile: Profile) -> tuple[str, ...]:
     """Return the names of the units to ask about."""
     return tuple(_wanted(parameters, profile))
 
@@ -97,13 +97,13 @@ def asks(parameters: Parameters, profile: Profile) -> tuple[str, ...]:
 CHECK = Check(
     name="services",
     about="the systemd units that profile and suite name are running",
-    look=Probe(
+    probe=Probe(
         "services",
         Units,
-        lambda machine, budget_s: read_units(machine.root, budget_s, machine.asked),
+        lambda machine, budget_s: read_units(machine.root, budget_s, machine.inputs),
         sources=("systemctl show",),
     ),
     parameters=Parameters,
     judge=judge,
-    asks=asks,
+    inputs=inputs,
 )

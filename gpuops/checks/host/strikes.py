@@ -25,27 +25,27 @@ class Parameters:
     count: CheckLimit
 
 
-def judge(facts: NoProbe, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: NoProbe, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding for each part with strikes that no repair answered."""
     del facts
-    standing = [item for item in case.strikes if not _is_repaired(item, case)]
+    standing = [item for item in context.strikes if not _is_repaired(item, context)]
     if not standing:
-        why = "all were repaired since" if case.strikes else "the store told of none"
+        why = "all were repaired since" if context.strikes else "the store told of none"
         message = f"no strikes against this node or its parts: {why}"
-        return [Finding(check="strikes", entity=case.node, status=Status.SKIP, message=message)]
+        return [Finding(check="strikes", entity=context.node, status=Status.SKIP, message=message)]
     return [_judged(item, parameters.count) for item in standing]
 
 
-def _is_repaired(strikes: Strikes, case: JudgeContext) -> bool:
-    return any(repair.t_us >= strikes.last_us for repair in _repairs_of(strikes, case))
+def _is_repaired(strikes: Strikes, context: JudgeContext) -> bool:
+    return any(repair.t_us >= strikes.last_us for repair in _repairs_of(strikes, context))
 
 
-def _repairs_of(strikes: Strikes, case: JudgeContext) -> Iterable[Repair]:
+def _repairs_of(strikes: Strikes, context: JudgeContext) -> Iterable[Repair]:
     about = {
         (strikes.entity_kind, strikes.entity_id),
-        (EntityKind.NODE.value, case.node.id),
+        (EntityKind.NODE.value, context.node.id),
     }
-    return (item for item in case.repairs if (item.entity_kind, item.entity_id) in about)
+    return (item for item in context.repairs if (item.entity_kind, item.entity_id) in about)
 
 
 def _judged(strikes: Strikes, limit: CheckLimit) -> Finding:
@@ -68,7 +68,7 @@ def _judged(strikes: Strikes, limit: CheckLimit) -> Finding:
 CHECK = Check(
     name="strikes",
     about="how often this node and its parts failed of late, by the store's history",
-    look=Probe(
+    probe=Probe(
         "strikes",
         NoProbe,
         lambda _machine, _budget_s: NoProbe(),

@@ -6,9 +6,9 @@ from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
 
-def judge(facts: Swap, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Swap, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding; swap that is not as the profile wants it warns."""
-    wanted, size_bytes = case.profile.swap, sum(area.size_bytes for area in facts.areas)
+    wanted, size_bytes = context.profile.swap, sum(area.size_bytes for area in facts.areas)
     used_bytes = sum(area.used_bytes for area in facts.areas)
     text = "no swap"
     if facts.areas:
@@ -17,7 +17,7 @@ def judge(facts: Swap, _parameters: NoParameters, case: JudgeContext) -> list[Fi
         return [
             Finding(
                 check="swap",
-                entity=case.node,
+                entity=context.node,
                 status=Status.SKIP,
                 message=f"{text}; no profile tells what is expected",
             )
@@ -26,7 +26,7 @@ def judge(facts: Swap, _parameters: NoParameters, case: JudgeContext) -> list[Fi
     return [
         Finding(
             check="swap",
-            entity=case.node,
+            entity=context.node,
             status=status,
             value="on" if facts.areas else "off",
             threshold="on" if wanted.value else "off",
@@ -40,7 +40,7 @@ def judge(facts: Swap, _parameters: NoParameters, case: JudgeContext) -> list[Fi
 CHECK = Check(
     name="swap",
     about="swap is on or off, as the profile wants it",
-    look=Probe(
+    probe=Probe(
         "swap", Swap, lambda machine, _budget_s: read_swap(machine.root), sources=("/proc/swaps",)
     ),
     parameters=NoParameters,

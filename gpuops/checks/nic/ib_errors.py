@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, ExpectedSubject, JudgeContext, skipped
-from gpuops.checks.nic.ib_ports import LOOK, counter, nic
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject, skipped
+from gpuops.checks.nic.ib_ports import PROBE, counter, nic
 from gpuops.errors import ConfigError
 from gpuops.host.infiniband import Port, RdmaPorts, is_full
 from gpuops.host.node_state import CounterGrowth
@@ -42,20 +42,20 @@ class Parameters:
                 )
 
 
-def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each counter that grows too fast, else one for all ports.
 
     One more names the counters that are full and so tell nothing.
     """
-    subject = ExpectedSubject(
-        check="ib_errors", entity=case.node, failure_class=FailureClass.NETWORK_ERRORS
+    subject = Subject(
+        check="ib_errors", entity=context.node, failure_class=FailureClass.NETWORK_ERRORS
     )
     if not facts.ports:
         return [skipped(subject, "no RDMA network adapter")]
     findings, compared, full = list[Finding](), 0, list[str]()
     for port in facts.ports:
         for name, limit in parameters.per_hour.items():
-            growth = _growth(port, name, case)
+            growth = _growth(port, name, context)
             if is_full(port, name) and not (growth and growth.grown):
                 full.append(f"{name} of {port.name}")
                 continue
@@ -73,15 +73,15 @@ def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[
     if not compared:
         return findings or [skipped(subject, "no earlier count of this boot to compare with")]
     text = f"{compared} error counters of {len(facts.ports)} ports grow slowly or not"
-    well = Finding(check="ib_errors", entity=case.node, status=Status.PASS, message=text)
+    well = Finding(check="ib_errors", entity=context.node, status=Status.PASS, message=text)
     return [well, *findings]
 
 
-def _growth(port: Port, name: str, case: JudgeContext) -> CounterGrowth | None:
+def _growth(port: Port, name: str, context: JudgeContext) -> CounterGrowth | None:
     value = port.counters.get(name)
     if value is None:
         return None
-    return case.counters.lately(counter("ib_errors", port, name), value)
+    return context.counters.lately(counter("ib_errors", port, name), value)
 
 
 def _finding(
@@ -114,7 +114,7 @@ def counters(facts: RdmaPorts) -> Mapping[str, float]:
 CHECK = Check(
     name="ib_errors",
     about="error counters of InfiniBand and RoCE ports, as rates",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
     counters=counters,

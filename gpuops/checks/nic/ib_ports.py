@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import (
     Check,
     CheckLimit,
-    ExpectedSubject,
     JudgeContext,
     Probe,
+    Subject,
     at_least,
     one_of,
     skipped,
@@ -19,7 +19,7 @@ from gpuops.host.infiniband import Port, RdmaPorts, is_full, read_fabric
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 
-LOOK = Probe(
+PROBE = Probe(
     "infiniband",
     RdmaPorts,
     lambda machine, _budget_s: read_fabric(machine.root),
@@ -38,7 +38,7 @@ class Parameters:
     downs_per_day: CheckLimit
 
 
-def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding about the adapters, and one for each port with a problem.
 
     An adapter counts where a port of it is active at the profile's ``nic_rate_gbs`` or above.
@@ -46,10 +46,13 @@ def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[
     Where fewer do, the node fails, and with it each bad port if there are no adapters to spare.
     Without a ``nic_count`` a bad port warns, unless its driver disabled it.
     """
-    subject = ExpectedSubject(
-        check="ib_ports", entity=case.node, failure_class=FailureClass.NETWORK_PORT, unit="adapters"
+    subject = Subject(
+        check="ib_ports",
+        entity=context.node,
+        failure_class=FailureClass.NETWORK_PORT,
+        unit="adapters",
     )
-    expected, rate = case.profile.nic_count, case.profile.nic_rate_gbs
+    expected, rate = context.profile.nic_count, context.profile.nic_rate_gbs
     if not facts.ports and not expected:
         return [skipped(subject, "no RDMA network adapter")]
     good = {port.guid for port in facts.ports if _is_good(port, rate)}
@@ -59,8 +62,8 @@ def judge(facts: RdmaPorts, parameters: Parameters, case: JudgeContext) -> list[
     return [
         at_least(subject, len(good), expected, text),
         *_ports(facts.ports, rate, expected, good),
-        *_firmware(facts.ports, case),
-        *_downs(facts.ports, parameters.downs_per_day, case),
+        *_firmware(facts.ports, context),
+        *_downs(facts.ports, parameters.downs_per_day, context),
     ]
 
 
@@ -129,13 +132,13 @@ def _port(port: Port, rate: NumberExpectation | None, status: Status) -> Finding
     )
 
 
-def _firmware(ports: Iterable[Port], case: JudgeContext) -> list[Finding]:
-    wanted = case.profile.nic_firmware
+def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
+    wanted = context.profile.nic_firmware
     if wanted is None:
         return []
     findings = {}
     for port in ports:
-        subject = ExpectedSubject(
+        subject = Subject(
             check="ib_ports", entity=nic(port), failure_class=FailureClass.HOST_CONFIG
         )
         text = f"{port.device}: firmware {port.firmware or 'not told'}"
@@ -146,16 +149,16 @@ def _firmware(ports: Iterable[Port], case: JudgeContext) -> list[Finding]:
     return list(findings.values())
 
 
-def _downs(ports: Iterable[Port], limit: CheckLimit, case: JudgeContext) -> list[Finding]:
+def _downs(ports: Iterable[Port], limit: CheckLimit, context: JudgeContext) -> list[Finding]:
     findings = []
     for port in ports:
         for name in DOWNS:
             value = port.counters.get(name)
             if value is None:
                 continue
-            growth = case.counters.since(counter("ib_ports", port, name), value)
+            growth = context.counters.since(counter("ib_ports", port, name), value)
             if is_full(port, name) and not (growth and growth.grown):
-                subject = ExpectedSubject(
+                subject = Subject(
                     check="ib_ports", entity=nic(port), failure_class=FailureClass.NETWORK_FLAP
                 )
                 text = f"{port.name}: {name} is at the greatest value there is"
@@ -193,7 +196,7 @@ def counters(facts: RdmaPorts) -> Mapping[str, float]:
 CHECK = Check(
     name="ib_ports",
     about="InfiniBand and RoCE ports are up, at their rate, with the right firmware, and stay up",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
     counters=counters,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import (
     Check,
     CheckLimit,
-    ExpectedSubject,
     JudgeContext,
     Probe,
+    Subject,
     skipped,
 )
 from gpuops.host.aer import SEVERITIES, AerBus, AerDevice, read_aer
@@ -40,18 +40,16 @@ class Parameters:
         }[severity]
 
 
-def judge(facts: AerBus, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: AerBus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each device and severity that grows too fast, else one for all."""
-    subject = ExpectedSubject(
-        check="pci_aer", entity=case.node, failure_class=FailureClass.HOST_PCIE
-    )
+    subject = Subject(check="pci_aer", entity=context.node, failure_class=FailureClass.HOST_PCIE)
     if not facts.devices:
         text = "does not report errors" if facts.watched else "has no GPU and no adapter on it"
         return [skipped(subject, f"the PCI bus {text}")]
     findings, compared = [], 0
     for device in facts.devices:
         for severity, total in device.totals.items():
-            growth = case.counters.lately(_name(device, severity), total)
+            growth = context.counters.lately(_name(device, severity), total)
             if growth is None:
                 continue
             compared += 1
@@ -66,7 +64,7 @@ def judge(facts: AerBus, parameters: Parameters, case: JudgeContext) -> list[Fin
     return [
         Finding(
             check="pci_aer",
-            entity=case.node,
+            entity=context.node,
             status=Status.PASS,
             message=f"{len(facts.devices)} devices and ports report few new errors or none",
         )
@@ -109,7 +107,7 @@ def counters(facts: AerBus) -> Mapping[str, float]:
 CHECK = Check(
     name="pci_aer",
     about="PCI Express errors of GPUs, NVSwitches, adapters and the ports above them, as rates",
-    look=Probe(
+    probe=Probe(
         "aer",
         AerBus,
         lambda machine, _budget_s: read_aer(machine.root),

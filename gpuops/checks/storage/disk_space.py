@@ -8,7 +8,7 @@ from gpuops.host.storage.mounts import Filesystems, MountAnswer, Space, read_fil
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
-LOOK = Probe(
+PROBE = Probe(
     "filesystems",
     Filesystems,
     lambda machine, budget_s: read_filesystems(machine.root, budget_s),
@@ -27,7 +27,7 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: Filesystems, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount with a problem, else one for the fullest.
 
     A mount that gave no answer is the business of ``mount_alive``. Mounts that another machine
@@ -46,7 +46,7 @@ def judge(facts: Filesystems, parameters: Parameters, case: JudgeContext) -> lis
                 tightest = percent, finding
     if findings:
         return findings
-    return [tightest[1] if tightest else _nothing_to_judge(case.node)]
+    return [tightest[1] if tightest else _nothing_to_judge(context.node)]
 
 
 def ignored(answer: MountAnswer, patterns: tuple[str, ...]) -> bool:
@@ -127,7 +127,7 @@ def _entity(answer: MountAnswer) -> Entity:
 CHECK = Check(
     name="disk_space",
     about="free space, free inodes, mounts that turned read-only",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

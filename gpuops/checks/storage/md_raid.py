@@ -2,25 +2,23 @@
 
 from gpuops.checks.core.check import (
     Check,
-    ExpectedSubject,
     JudgeContext,
     NoParameters,
     Probe,
+    Subject,
     skipped,
 )
 from gpuops.host.storage.nvme import Array, MdRaid, read_mdraid
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 
-def judge(facts: MdRaid, _parameters: NoParameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: MdRaid, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each array that is not whole, else one for all.
 
     One that the kernel stopped (``inactive``, ``broken``) fails. A degraded one still gives every
     byte, so that it warns.
     """
-    subject = ExpectedSubject(
-        check="md_raid", entity=case.node, failure_class=FailureClass.HOST_DISK
-    )
+    subject = Subject(check="md_raid", entity=context.node, failure_class=FailureClass.HOST_DISK)
     if not facts.arrays:
         return [skipped(subject, "no software RAID")]
     findings = [found for array in facts.arrays if (found := _problem(array)) is not None]
@@ -32,7 +30,7 @@ def judge(facts: MdRaid, _parameters: NoParameters, case: JudgeContext) -> list[
     return [
         Finding(
             check="md_raid",
-            entity=case.node,
+            entity=context.node,
             status=Status.PASS,
             source="kernel (mdstat)",
             message=f"whole: {named}",
@@ -69,7 +67,7 @@ def _finding(array: Array, status: Status, threshold: str, message: str) -> Find
 CHECK = Check(
     name="md_raid",
     about="software RAID arrays run with all their members",
-    look=Probe(
+    probe=Probe(
         "mdraid",
         MdRaid,
         lambda machine, _budget_s: read_mdraid(machine.root),

@@ -4,7 +4,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.storage.disk_space import LOOK, ignored
+from gpuops.checks.storage.disk_space import PROBE, ignored
 from gpuops.host.storage.mounts import Filesystems, MountAnswer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
@@ -24,7 +24,7 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: Filesystems, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount that is dead, silent or slow, else one for the slowest.
 
     Silence convicts a mount only where the asking process was stuck inside the kernel: a busy
@@ -32,21 +32,21 @@ def judge(facts: Filesystems, parameters: Parameters, case: JudgeContext) -> lis
     be any user's own, and a dead one only warns.
     """
     answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
-    mounts = case.profile.mounts
+    mounts = context.profile.mounts
     wanted = frozenset(mounts.value if mounts is not None else ())
     findings = [
         found for item in answers if (found := _problem(item, parameters, wanted)) is not None
     ]
     if facts.not_asked:
-        findings.append(_too_many(facts.not_asked, case.node))
+        findings.append(_too_many(facts.not_asked, context.node))
     if findings:
         return findings
     answered = [item for item in answers if item.space is not None]
     if not answered:
-        return [_finding(case.node, Status.SKIP, "no mount to ask")]
+        return [_finding(context.node, Status.SKIP, "no mount to ask")]
     slowest = max(answered, key=lambda item: item.elapsed_s)
     text = f"{len(answered)} mounts answer, {slowest.mount.point} last"
-    return [_timed(case.node, Status.PASS, slowest, parameters, text)]
+    return [_timed(context.node, Status.PASS, slowest, parameters, text)]
 
 
 def _problem(
@@ -123,7 +123,7 @@ def _too_many(count: int, node: Entity) -> Finding:
 CHECK = Check(
     name="mount_alive",
     about="every mount answers, each asked in its own process",
-    look=LOOK,
+    probe=PROBE,
     parameters=Parameters,
     judge=judge,
 )

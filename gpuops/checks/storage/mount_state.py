@@ -23,14 +23,14 @@ class Parameters:
     ignore: tuple[str, ...] = ()
 
 
-def judge(facts: MountTable, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: MountTable, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount that is missing, else one for all.
 
     What profile or suite expect fails; what only fstab(5) names warns.
     """
     wanted = dict.fromkeys(parameters.expected, parameters.source)
-    if case.profile.mounts is not None:
-        wanted |= dict.fromkeys(case.profile.mounts.value, case.profile.mounts.source)
+    if context.profile.mounts is not None:
+        wanted |= dict.fromkeys(context.profile.mounts.value, context.profile.mounts.source)
     mounted = set(facts.mounted)
     missing = [
         _missing(point, Status.FAIL, source)
@@ -50,7 +50,7 @@ def judge(facts: MountTable, parameters: Parameters, case: JudgeContext) -> list
     return [
         Finding(
             check="mount_state",
-            entity=case.node,
+            entity=context.node,
             status=Status.PASS if count else Status.SKIP,
             message=f"all {count} expected mounts are there"
             if count
@@ -83,7 +83,7 @@ def _missing(point: str, status: Status, source: str) -> Finding:
 CHECK = Check(
     name="mount_state",
     about="all mounts are there that profile, suite or fstab expect",
-    look=Probe(
+    probe=Probe(
         "mount_table",
         MountTable,
         lambda machine, _budget_s: read_mount_table(machine.root),

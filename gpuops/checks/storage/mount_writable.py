@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import (
     Check,
     CheckLimit,
-    ExpectedSubject,
     JudgeContext,
     Probe,
+    Subject,
     skipped,
 )
 from gpuops.checks.core.profile import Profile
@@ -33,13 +33,13 @@ class Parameters:
     source: str = "suite"
 
 
-def judge(facts: Writes, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Writes, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each folder that cannot be written in time, else one for the slowest.
 
     Silence convicts only where the writing process was stuck inside the kernel.
     """
-    subject = ExpectedSubject(
-        check="mount_writable", entity=case.node, failure_class=FailureClass.STORAGE_SHARED_FS
+    subject = Subject(
+        check="mount_writable", entity=context.node, failure_class=FailureClass.STORAGE_SHARED_FS
     )
     answers = [answer for answer in facts.answers if answer.path in parameters.paths]
     if not answers:
@@ -93,7 +93,7 @@ def _timed(entity: Entity, answer: WriteAnswer, limit: CheckLimit) -> Finding:
     )
 
 
-def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
+def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
     """Return the folders to write in."""
     return parameters.paths
 
@@ -101,13 +101,13 @@ def asks(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
 CHECK = Check(
     name="mount_writable",
     about="a small file can be made, synced and removed in the folders that the suite names",
-    look=Probe(
+    probe=Probe(
         "writing",
         Writes,
-        lambda machine, budget_s: read_writes(machine.root, budget_s, machine.asked),
+        lambda machine, budget_s: read_writes(machine.root, budget_s, machine.inputs),
         sources=("a file made and removed in each folder",),
     ),
     parameters=Parameters,
     judge=judge,
-    asks=asks,
+    inputs=inputs,
 )

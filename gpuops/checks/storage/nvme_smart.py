@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import (
     Check,
     CheckLimit,
-    ExpectedSubject,
     JudgeContext,
     Probe,
+    Subject,
     exactly,
     skipped,
 )
@@ -40,20 +40,20 @@ class Parameters:
     media_errors_per_day: CheckLimit
 
 
-def judge(facts: Nvme, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def judge(facts: Nvme, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding about the number of drives and one for each thing that is wrong with one.
 
     A critical warning, or a controller that the kernel gave up, fails. Without nvme-cli only the
     kernel's account is judged, and the first finding says so.
     """
     drives = [drive for drive in facts.drives if drive.transport in _LOCAL]
-    subject = ExpectedSubject(
+    subject = Subject(
         check="nvme_smart",
-        entity=case.node,
+        entity=context.node,
         failure_class=FailureClass.HOST_DISK,
         unit="drives",
     )
-    expected = case.profile.nvme_count
+    expected = context.profile.nvme_count
     if not drives and not expected:
         return [skipped(subject, "no NVMe drive")]
     text = f"{len(drives)} NVMe drives"
@@ -61,11 +61,11 @@ def judge(facts: Nvme, parameters: Parameters, case: JudgeContext) -> list[Findi
         text += ", judged by their state alone: nvme-cli is not installed"
     findings = [exactly(subject, len(drives), expected, text)]
     for drive in drives:
-        findings += _drive(drive, parameters, case)
+        findings += _drive(drive, parameters, context)
     return findings
 
 
-def _drive(drive: NvmeDrive, parameters: Parameters, case: JudgeContext) -> list[Finding]:
+def _drive(drive: NvmeDrive, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     findings = []
     if drive.state not in {None, "live"}:
         status = Status.WARN if drive.state in _COMING else Status.FAIL
@@ -90,7 +90,7 @@ def _drive(drive: NvmeDrive, parameters: Parameters, case: JudgeContext) -> list
                 f"{drive.used_percent} % {text}",
             )
         )
-    return findings + _media_errors(drive, parameters.media_errors_per_day, case)
+    return findings + _media_errors(drive, parameters.media_errors_per_day, context)
 
 
 def _critical(drive: NvmeDrive, mask: int) -> Finding:
@@ -100,10 +100,10 @@ def _critical(drive: NvmeDrive, mask: int) -> Finding:
     return _finding(drive, status, mask, "= 0", _SPECIFICATION, text)
 
 
-def _media_errors(drive: NvmeDrive, limit: CheckLimit, case: JudgeContext) -> list[Finding]:
+def _media_errors(drive: NvmeDrive, limit: CheckLimit, context: JudgeContext) -> list[Finding]:
     if drive.media_errors is None:
         return []
-    growth = case.counters.lasting(_name(drive), drive.media_errors)
+    growth = context.counters.lasting(_name(drive), drive.media_errors)
     status = Status.PASS if growth is None else limit.ceiling(growth.grown)
     if growth is None or growth.reset or status is Status.PASS:
         return []
@@ -145,7 +145,7 @@ def counters(facts: Nvme) -> Mapping[str, float]:
 CHECK = Check(
     name="nvme_smart",
     about="NVMe drives: number, state, critical warnings, wear and new media errors",
-    look=Probe(
+    probe=Probe(
         "nvme",
         Nvme,
         lambda machine, budget_s: read_nvme(machine.root, budget_s),

@@ -1,4 +1,4 @@
-"""``gpuops check``: run a suite, print what it found, remember it, exit with the verdict.
+"""``gpuops check``: run a suite, print and record the findings, exit with the verdict.
 
 It imports neither torch nor SQLAlchemy: it runs before every job.
 """
@@ -18,7 +18,7 @@ from gpuops.cli.options import json_option, settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.record import CheckOccasion, RecordOptions, record_check_run
-from gpuops.gate.session import CheckPlan, check_node, keeping, plan_of
+from gpuops.gate.session import CheckPlan, check_node, make_plan, start_saving_state
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
@@ -55,7 +55,7 @@ _NAGIOS_EXIT_CODES = {
     "--deadline",
     metavar="S",
     type=click.FloatRange(0, 3600, min_open=True),
-    help="Seconds for all looks; instead of the suite's.",
+    help="Seconds for all probes; instead of the suite's.",
 )
 @click.option("--gpus-expected", metavar="N", type=int, help="GPUs that this node must have.")
 @click.option(
@@ -63,7 +63,7 @@ _NAGIOS_EXIT_CODES = {
     type=click.Choice(TRIGGERS),
     default="manual",
     show_default=True,
-    help="Who asks; it is recorded.",
+    help="The caller; it is recorded.",
 )
 @click.option("--job", "job_id", metavar="ID", help="The Slurm job that this check is for.")
 @click.option("--facts", metavar="FILE", type=_FILE, help="Judge this recording of `gpuops facts`.")
@@ -122,7 +122,7 @@ def check(
 
         click.echo(explain_check(request, explain, as_json=as_json))
         return EXIT_OK
-    plan = plan_of(request)
+    plan = make_plan(request)
     if as_list:
         click.echo(suite_list(plan.suite, plan.suites, as_json=as_json))
         return EXIT_OK
@@ -138,15 +138,13 @@ def check(
     _record_result(ctx, plan, check_run, settings, prom, clock, record=not (no_record or facts))
     if output.error is not None:
         raise output.error
-    return (
-        _NAGIOS_EXIT_CODES[check_run.verdict]
-        if nagios
-        else _EXIT_CODES.get(check_run.verdict, EXIT_OK)
-    )
+    if nagios:
+        return _NAGIOS_EXIT_CODES[check_run.verdict]
+    return _EXIT_CODES.get(check_run.verdict, EXIT_OK)
 
 
 def _reject_conflicting_options(ctx: click.Context) -> None:
-    """Raise UsageError where options that were given say things that do not go together."""
+    """Raise UsageError if the options that were given exclude each other."""
     given = {
         name
         for name in ctx.params
@@ -186,7 +184,7 @@ def _record_result(
     *,
     record: bool,
 ) -> None:
-    """Write the metrics and what is remembered; trouble with either changes no verdict."""
+    """Write the metrics and what is remembered; problem with either changes no verdict."""
     warnings = [] if prom is None else [_write_metrics(check_run, prom)]
     if record:
         request = plan.request
@@ -196,14 +194,12 @@ def _record_result(
             gpus=request.gpus,
             mode=settings.mode.value,
         )
-        memory = _record_context(ctx, settings, request.state_dir)
-        save_state = keeping(plan, check_run)
-        record_problem, state_problem = (
-            record_check_run(check_run, occasion, memory, clock),
-            save_state(),
-        )
-        # As a rule both have one cause: a user who may write neither place.
-        warnings.append(record_problem or state_problem)
+        options = _record_context(ctx, settings, request.state_dir)
+        wait_for_state = start_saving_state(plan, check_run)
+        not_recorded = record_check_run(check_run, occasion, options, clock)
+        not_saved = wait_for_state()
+        # Usually both have one cause: a user who may write neither folder.
+        warnings.append(not_recorded or not_saved)
     for text in warnings:
         if text is not None:
             click.echo(text, err=True)
@@ -246,9 +242,9 @@ def _width() -> int | None:
 
 
 class _Output:
-    """Standard output that may fail, as when its reader goes away: the suite is run to its end.
+    """Standard output that may fail, as when its reader exits: the suite still runs to its end.
 
-    ``error`` holds the first failure; what is said after it is not printed.
+    ``error`` holds the first failure; nothing is printed after it.
     """
 
     def __init__(self) -> None:
@@ -266,12 +262,12 @@ class _Output:
 def _jsonl_printer(plan: CheckPlan, output: _Output) -> Callable[[Iterable[Finding]], None]:
     about = {"node": plan.request.node, "suite": plan.suite.name}
 
-    def tell(findings: Iterable[Finding]) -> None:
+    def on_finding(findings: Iterable[Finding]) -> None:
         for finding in findings:
             line = {**about, "finding": finding.to_json()}
             output.print_text(json.dumps(envelope("gpuops.finding/1", line)))
 
-    return tell
+    return on_finding
 
 
 def _jsonl_summary(check_run: CheckRun) -> str:

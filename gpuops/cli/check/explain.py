@@ -1,24 +1,19 @@
-"""``gpuops check --explain``: what a check reads, what it is held against, what it can mean."""
+"""``gpuops check --explain``: what a check reads, its limits, and what it can report."""
 
 import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gpuops.checks import NAMES, is_check
 from gpuops.checks.core.explain import Explanation, catalogued_for, explain
-from gpuops.checks.core.profile import (
-    NO_PROFILE,
-    FlagExpectation,
-    NumberExpectation,
-    Profile,
-    WordsExpectation,
-)
+from gpuops.checks.core.profile import NO_PROFILE, Expectation, Profile
 from gpuops.checks.core.suite import Suite, unknown_name
 from gpuops.cli.check.text import parameters
 from gpuops.errors import UsageError
 from gpuops.gate.node_state import load_state
-from gpuops.gate.session import CheckRequest, ProfileSelector, plan_of
+from gpuops.gate.session import CheckRequest, ProfileSelector, make_plan
 from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import to_json
 from gpuops.incident.runbook import Runbook, load_runbooks
@@ -30,7 +25,7 @@ Runbooks = Mapping[FailureClass, Runbook]
 
 
 def explain_check(request: CheckRequest, name: str, *, as_json: bool) -> str:
-    """Return what there is to know of the check called *name*, as *request* would run it.
+    """Explain the check called *name*, as *request* would run it.
 
     A check that the suite does not run is shown as the suite ``full`` has it.
 
@@ -39,35 +34,34 @@ def explain_check(request: CheckRequest, name: str, *, as_json: bool) -> str:
     """
     if not is_check(name):
         raise UsageError(unknown_name("check", name, NAMES))
-    plan = plan_of(request)
+    plan = make_plan(request)
     if name not in plan.suite.names:
-        plan = plan_of(replace(request, suite="full", only=()))
+        plan = make_plan(replace(request, suite="full", only=()))
     (planned,) = plan.suite.only((name,)).planned[:1]
-    known = load_state(request.state_dir, request.root, request.uid, abandoned())
-    choice = plan.choice(known.state.profile)
-    profile = choice.first()
+    stored = load_state(request.state_dir, request.root, request.uid, abandoned())
+    selector = plan.selector(stored.state.profile)
+    profile = selector.first()
     is_given = request.gpus_expected is not None and planned.check.name == "gpu_count"
     settings = (
         dict.fromkeys(("expected", "source"), request.gpus_expected_origin) if is_given else {}
     )
     classes = catalogued_for(planned.check.name, plan.machine)
     explanation = explain(planned, plan.suite.name, plan.suites, profile, settings, classes)
+    why = _profile_reason(selector, profile)
     if as_json:
-        return explanation_json(explanation, plan.suite, profile, _profile_reason(choice, profile))
+        return explanation_json(explanation, plan.suite, profile, why)
     runbooks = load_runbooks(data_dir("runbooks"))
-    return explanation_text(
-        explanation, plan.suite, profile, _profile_reason(choice, profile), runbooks
-    )
+    return explanation_text(explanation, plan.suite, profile, why, runbooks)
 
 
-def _profile_reason(choice: ProfileSelector, profile: Profile) -> str:
-    if choice.named is not None:
+def _profile_reason(selector: ProfileSelector, profile: Profile) -> str:
+    if selector.named is not None:
         return "check.profile names it"
     if profile is NO_PROFILE:
-        return "none is known before a check has seen this node's GPUs"
-    if profile.name == choice.remembered:
-        return "this node's GPUs last spoke for it"
-    return "by this node's name"
+        return "none is known before a check has read this node's GPUs"
+    if profile.name == selector.remembered:
+        return "it last matched this node's GPUs"
+    return "it matches this node's name"
 
 
 def explanation_json(explanation: Explanation, suite: Suite, profile: Profile, why: str) -> str:
@@ -79,8 +73,8 @@ def explanation_json(explanation: Explanation, suite: Suite, profile: Profile, w
         "about": check.about,
         "suite": suite.name,
         "timeout_s": explanation.planned.timeout_s,
-        "look": check.look.name,
-        "locks": sorted(check.look.locks),
+        "look": check.probe.name,
+        "locks": sorted(check.probe.locks),
         "reads": list(explanation.sources),
         "judges": explanation.doc,
         "limits": [
@@ -99,15 +93,15 @@ def explanation_text(
 ) -> str:
     """Return *explanation* as a page; *why* says how *profile* was found."""
     check, timeout_s = explanation.planned.check, explanation.planned.timeout_s
-    sources = ", ".join(explanation.sources) or "what its module says"
+    sources = ", ".join(explanation.sources) or "see its module"
     lines = [
         f"{check.name}: {check.about}",
         "",
         f"suite     {suite.name}, up to {timeout_s:g} s of {suite.deadline_s:g} s",
-        f"reads     {sources} (look {check.look.name!r})",
+        f"reads     {sources} (probe {check.probe.name!r})",
     ]
-    if check.look.locks:
-        lines.append(f"alone on  {', '.join(sorted(check.look.locks))}")
+    if check.probe.locks:
+        lines.append(f"locks     {', '.join(sorted(check.probe.locks))}")
     lines.append("")
     for paragraph in explanation.doc.split("\n\n"):
         lines += textwrap.wrap(" ".join(paragraph.split()), _WIDTH)
@@ -123,7 +117,7 @@ def explanation_text(
 def _limits(explanation: Explanation) -> list[str]:
     texts = parameters(explanation.planned.parameters)
     if not texts:
-        return ["  none that a suite can set"]
+        return ["  none that a suite can change"]
     return [f"  {text}  ({_limit_origin(explanation, name)})" for name, text in texts.items()]
 
 
@@ -137,12 +131,12 @@ def _expectations(explanation: Explanation) -> list[str]:
     ]
 
 
-def _expectation_text(item: NumberExpectation | WordsExpectation | FlagExpectation | None) -> str:
+def _expectation_text(item: Expectation[Any] | None) -> str:
     if item is None:
-        return "not said, so not judged by it"
-    if isinstance(item, WordsExpectation):
+        return "not set, so not judged"
+    if isinstance(item.value, tuple):
         value = " or ".join(item.value)
-    elif isinstance(item, FlagExpectation):
+    elif isinstance(item.value, bool):
         value = "on" if item.value else "off"
     else:
         value = f"{item.value:g}"

@@ -1,4 +1,4 @@
-"""``gpuops facts``: record what the looks of a suite see, to be judged elsewhere or later."""
+"""``gpuops facts``: record what the probes of a suite read, to be judged elsewhere or later."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from gpuops.cli.check.request import build_request
 from gpuops.cli.options import settings_of
 from gpuops.config.resolve import environ
 from gpuops.errors import EXIT_OK, UsageError
-from gpuops.gate.session import plan_of, record_facts
+from gpuops.gate.session import make_plan, record_facts
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import atomic_write
 from gpuops.log import printable
@@ -21,7 +21,7 @@ from gpuops.log import printable
     metavar="NAME",
     default="default",
     show_default=True,
-    help="Record what the checks of this suite look at.",
+    help="Record what the checks of this suite read.",
 )
 @click.option(
     "--out",
@@ -36,7 +36,7 @@ def facts(ctx: click.Context, *, suite: str, out: Path | None) -> int:
     `gpuops check --facts FILE` judges them, with any suite and on any machine.
     """
     settings = settings_of(ctx, check__suite=suite)
-    recording, note = record_facts(plan_of(build_request(settings, environ())), SystemClock())
+    recording, note = record_facts(make_plan(build_request(settings, environ())), SystemClock())
     if note is not None:
         click.echo(f"gpuops: {printable(note)}", err=True)
     text = json.dumps(recording.to_json(), indent=None if out is not None else 1)

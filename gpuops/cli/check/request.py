@@ -1,4 +1,4 @@
-"""What ``gpuops check`` and ``gpuops facts`` ask for, from their options and the environment."""
+"""What ``gpuops check`` and ``gpuops facts`` run, from their options and the environment."""
 
 import math
 import re
@@ -58,8 +58,7 @@ def metrics(check_run: CheckRun) -> bytes:
 if TYPE_CHECKING:
     from gpuops.checks.core.recording import Recording
 
-# Each look may give `gpuops.host.process.probe.OUTPUT_MAX`, and as a rule gives a hundredth of
-# that.
+# Each probe may return `gpuops.host.process.probe.OUTPUT_MAX` bytes, and usually returns 1 % of it.
 RECORDING_BYTES_MAX = 128 * 2**20
 HOOK_TRIGGERS = ("prolog", "epilog")
 _GPU = re.compile(
@@ -80,12 +79,12 @@ def build_request(
     """Return the request of a command line.
 
     Raises:
-        UsageError: *gpus* names none, or *job_id* or *deadline_s* is no number.
+        UsageError: *gpus* is malformed, or *job_id* or *deadline_s* is not a number.
     """
     if job_id is not None and not (job_id.isascii() and job_id.isdecimal()):
         raise UsageError(f"--job {job_id!r}: the id of a Slurm job is a number (SLURM_JOB_ID)")
     if deadline_s is not None and math.isnan(deadline_s):
-        raise UsageError("--deadline nan: a number of seconds is wanted")
+        raise UsageError("--deadline nan: a number of seconds is expected")
     hook = job_of(env) if trigger in HOOK_TRIGGERS else None
     return CheckRequest(
         suite=settings.suite,
@@ -109,7 +108,7 @@ def read_recording(path: Path) -> "Recording":
     """Return the recording in *path*.
 
     Raises:
-        UsageError: It cannot be read, or is none.
+        UsageError: It cannot be read, or is not one.
     """
     from gpuops.checks.core.recording import parse_recording
 
@@ -119,14 +118,14 @@ def read_recording(path: Path) -> "Recording":
     except OSError as exc:
         raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
     if len(content) > RECORDING_BYTES_MAX:
-        raise UsageError(f"{path} is no recording: it has more than {RECORDING_BYTES_MAX} bytes")
+        raise UsageError(f"{path} is not a recording: it has more than {RECORDING_BYTES_MAX} bytes")
     return parse_recording(content.decode("utf-8", errors="replace"), str(path))
 
 
 def for_recording(request: CheckRequest, recording: "Recording") -> CheckRequest:
-    """Return *request* about the recorded node: its name, and what its configuration said.
+    """Return *request* for the recorded node: its name and its configuration.
 
-    What this machine's own configuration says of this machine is left out; a flag counts.
+    The configuration of this machine does not apply; a flag does.
     """
     by_flag = request.gpus_expected_origin == "flag"
     return replace(
@@ -139,7 +138,7 @@ def for_recording(request: CheckRequest, recording: "Recording") -> CheckRequest
 
 
 def state_dir(settings: Settings) -> Path:
-    """Return where the node's state is: a fake root has its own, unless a folder was named."""
+    """Return the folder of the node's state: a fake root has its own, unless one is configured."""
     if settings.root == Path("/") or settings.values["state.dir"].origin != "default":
         return settings.state_dir
     return settings.root / settings.state_dir.relative_to("/")
@@ -148,11 +147,11 @@ def state_dir(settings: Settings) -> Path:
 def parse_gpus(text: str, trigger: str, env: Mapping[str, str]) -> frozenset[str] | None:
     """Return the GPUs that *text* (``--gpus``) names, by UUID, index or PCI address; None: all.
 
-    ``auto`` is the job's GPUs for a prolog or epilog, as Slurm tells (``SLURM_JOB_GPUS``, else
-    ``CUDA_VISIBLE_DEVICES``); where it tells none, or in a way that is not understood, all.
+    ``auto`` is the job's GPUs in a prolog or epilog, from Slurm (``SLURM_JOB_GPUS``, else
+    ``CUDA_VISIBLE_DEVICES``); all if neither is set or parseable.
 
     Raises:
-        UsageError: It names something that is no GPU.
+        UsageError: It names something that is not a GPU.
     """
     if text == "all":
         return None
@@ -170,11 +169,11 @@ def parse_gpus(text: str, trigger: str, env: Mapping[str, str]) -> frozenset[str
 
 
 def _parse_gpu_list(text: str) -> frozenset[str]:
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if _GPU.fullmatch(word) is None:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if _GPU.fullmatch(name) is None:
             raise UsageError(
-                f"--gpus {text!r}: {word!r} is no GPU; name auto, all, or indices, UUIDs (GPU-…)"
-                " and PCI addresses (0000:1b:00.0) with commas between"
+                f"--gpus {text!r}: {name!r} is not a GPU; use auto, all, or indices, UUIDs (GPU-…)"
+                " and PCI addresses (0000:1b:00.0), separated by commas"
             )
-    return frozenset(words)
+    return frozenset(names)

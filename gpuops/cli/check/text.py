@@ -1,4 +1,4 @@
-"""How a check run looks on a terminal: a table, a Nagios line, the list of suites."""
+"""A check run as text: a table, a Nagios line, the list of suites."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ _NAGIOS_WORD = {
 def findings_table(check_run: CheckRun, *, width: int | None) -> str:
     """Return the findings as a table of about *width* columns, and the verdict below it.
 
-    Checks that say the same share a row, and those that had nothing to see share a line for each
-    reason. What is wrong stands last, above the verdict.
+    Checks with the same result share a row, and skipped ones a line for each reason. Failures are
+    last, above the verdict.
     """
     judged = [finding for finding in check_run.findings if finding.status is not Status.SKIP]
     rows = [_HEAD, *_rows(sorted(judged, key=lambda finding: finding.status))]
@@ -53,14 +53,14 @@ def findings_table(check_run: CheckRun, *, width: int | None) -> str:
 
 
 def _rows(findings: Iterable[Finding]) -> list[Sequence[str]]:
-    """Return a row for each finding; those that differ in nothing but their check share one."""
+    """Return a row for each finding; those that differ only in their check share one."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for finding in findings:
         status, check, *rest = _cells(finding)
         shared.setdefault((status, *rest), []).append(check)
     rows: list[Sequence[str]] = []
     for (status, *rest, message), checks in shared.items():
-        more = f" (so say also {', '.join(checks[1:])})" if len(checks) > 1 else ""
+        more = f" (also {', '.join(checks[1:])})" if len(checks) > 1 else ""
         rows.append([status, checks[0], *rest, message + more])
     return rows
 
@@ -74,7 +74,7 @@ def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def _skip_lines(findings: Iterable[Finding], width: int) -> list[str]:
-    """Return one entry for each reason to skip, with the checks that gave it."""
+    """Return one line for each reason to skip, with its checks."""
     reasons: dict[str, list[str]] = {}
     for finding in findings:
         if finding.status is Status.SKIP:
@@ -132,7 +132,7 @@ def _worst_finding_text(check_run: CheckRun) -> str:
 
 
 def _late_text(check_run: CheckRun) -> str:
-    """Return the first checks that were late, and how many more: a hung driver makes twenty."""
+    """Return the first checks that were late, and how many more: a hung driver delays twenty."""
     if not check_run.late:
         return ""
     more = f" and {len(check_run.late) - _LATE_MAX} more" if len(check_run.late) > _LATE_MAX else ""
@@ -140,14 +140,14 @@ def _late_text(check_run: CheckRun) -> str:
 
 
 def nagios_line(check_run: CheckRun) -> str:
-    """Return the one line that Nagios shows; ``|`` would start its performance data."""
+    """Return the line for Nagios; ``|`` would start its performance data."""
     text = _worst_finding_text(check_run) or f"{len(check_run.findings)} findings"
     line = f"GPUOPS {_NAGIOS_WORD[check_run.verdict]} - {text}{_late_text(check_run)}"
     return printable(line).replace("|", "/").replace("\n", " ")
 
 
 def suite_list(suite: Suite, suites: Mapping[str, Path], *, as_json: bool) -> str:
-    """Return the suites there are and, for *suite*, each check with its limits and their source."""
+    """Return all suites and, for *suite*, each check with its limits and their source."""
     if as_json:
         body = {
             "suites": [{"name": name, "path": str(path)} for name, path in suites.items()],
@@ -173,7 +173,7 @@ def suite_list(suite: Suite, suites: Mapping[str, Path], *, as_json: bool) -> st
 
 
 def parameters(record: object) -> Mapping[str, str]:
-    """Return what the parameters in *record* are, by their key: ``"width: warn at 8  [nvml]"``."""
+    """Return each parameter in *record* as text, by key: ``"width: warn at 8  [nvml]"``."""
     texts = {}
     for name in getattr(record, "__dataclass_fields__", ()):
         value = getattr(record, name)

@@ -6,7 +6,7 @@ import pytest
 from support.stories import Teller, envelopes, node_incident
 
 from gpuops.gate.node_state import read_state
-from gpuops.gate.permit import sync
+from gpuops.gate.permit import sync_from_store
 from gpuops.gate.record import acknowledge
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import Repair
@@ -47,7 +47,9 @@ def url(tmp_path):
 
 
 def synced(url, state_dir):
-    return sync(url, cluster="c1", node="n1", state_dir=state_dir, uid=UID, clock=SystemClock())
+    return sync_from_store(
+        url, cluster="c1", node="n1", state_dir=state_dir, uid=UID, clock=SystemClock()
+    )
 
 
 def test_repairs_and_strikes_come_into_the_nodes_file_besides_its_own(url, state_dir):
@@ -63,5 +65,5 @@ def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path, state_dir):
 
     said = synced(f"sqlite:///{tmp_path}/none.db", state_dir)
 
-    assert "were not asked of the store: cannot open the store" in said
+    assert "from the store: cannot open the store" in said
     assert read_state(state_dir, UID) == before

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpuops.checks.core.check import CheckLimit, refuse_other_units
+from gpuops.checks.core.check import CheckLimit, check_units
 from gpuops.checks.core.suite import load_suite
 from gpuops.errors import ConfigError
 from gpuops.resources import data_dir
@@ -45,17 +45,17 @@ def limit(number, *, fails=False):
 )
 def test_a_limit_is_within_what_its_unit_can_be(name, low, high):
     for number in (low, high):
-        refuse_other_units(Parameters(**{name: limit(number)}), "it")
+        check_units(Parameters(**{name: limit(number)}), "it")
     for number in (low - 1, high + 1):
         with pytest.raises(ConfigError, match=f"warn of {name} of it: .* looks like another unit"):
-            refuse_other_units(Parameters(**{name: limit(number)}), "it")
+            check_units(Parameters(**{name: limit(number)}), "it")
 
 
 def test_a_limit_that_fails_and_each_of_a_table_are_looked_at_too():
     with pytest.raises(ConfigError, match="fail of space_percent of it: 150 looks like another"):
-        refuse_other_units(Parameters(space_percent=limit(150, fails=True)), "it")
+        check_units(Parameters(space_percent=limit(150, fails=True)), "it")
     with pytest.raises(ConfigError, match="warn of per_hour of it: -5 looks like another unit"):
-        refuse_other_units(Parameters(per_hour={"a": limit(1), "b": limit(-5)}), "it")
+        check_units(Parameters(per_hour={"a": limit(1), "b": limit(-5)}), "it")
 
 
 def test_what_is_shipped_has_limits_that_can_be_meant():

@@ -4,14 +4,14 @@ import pytest
 from support.checks import CASE, NODE, said
 
 from gpuops.checks.core.check import JudgeContext, NoParameters
-from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.core.profile import Profile, TextExpectation
 from gpuops.checks.host.clock_source import judge
 from gpuops.host.kernel_state import Cpu
 
 WITH = JudgeContext(
     node=NODE,
     profile=Profile(
-        name="p", clock_source=WordsExpectation(value=("tsc", "kvm-clock"), source="site")
+        name="p", clock_source=TextExpectation(value=("tsc", "kvm-clock"), source="site")
     ),
 )
 

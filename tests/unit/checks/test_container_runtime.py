@@ -42,8 +42,8 @@ def test_a_command_arrives_with_all_its_words(tmp_path):
     tool.write_text('#!/bin/sh\necho "$#: $*" >&2\nexit 3\n')
     tool.chmod(0o755)
     parameters = Parameters(command=("echo-words", "run", "a", "run", "a b"))
-    asked = CHECK.asks(parameters, NO_PROFILE)
+    asked = CHECK.inputs(parameters, NO_PROFILE)
 
-    facts = CHECK.look.read(ProbeContext(root=tmp_path, asked=asked), 30)
+    facts = CHECK.probe.read(ProbeContext(root=tmp_path, inputs=asked), 30)
     assert (facts.exit_code, facts.said) == (3, "4: run a run a b")
-    assert CHECK.look.read(ProbeContext(root=tmp_path), 30) == RuntimeAnswer()
+    assert CHECK.probe.read(ProbeContext(root=tmp_path), 30) == RuntimeAnswer()

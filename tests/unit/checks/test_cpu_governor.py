@@ -3,13 +3,13 @@
 from support.checks import CASE, NODE, said
 
 from gpuops.checks.core.check import JudgeContext, NoParameters
-from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.core.profile import Profile, TextExpectation
 from gpuops.checks.host.cpu_governor import judge
 from gpuops.host.kernel_state import Cpu
 
 WITH = JudgeContext(
     node=NODE,
-    profile=Profile(name="p", cpu_governor=WordsExpectation(value=("performance",), source="site")),
+    profile=Profile(name="p", cpu_governor=TextExpectation(value=("performance",), source="site")),
 )
 
 

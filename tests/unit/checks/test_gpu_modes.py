@@ -7,7 +7,7 @@ from support.checks import CASE, said
 from support.gpus import gpu, node, part
 
 from gpuops.checks.core.check import NoParameters
-from gpuops.checks.core.profile import NO_PROFILE, FlagExpectation, WordsExpectation
+from gpuops.checks.core.profile import NO_PROFILE, FlagExpectation, TextExpectation
 from gpuops.checks.gpu.gpu_modes import judge
 from gpuops.host.nvml.facts import Modes
 
@@ -47,7 +47,7 @@ def test_another_mode_than_the_profiles_fails(mode, now, wanted):
     ("compute", "status"), [(0, "pass"), (1, "fail"), (2, "fail"), (3, "pass"), (9, "fail")]
 )
 def test_the_compute_mode_must_be_one_of_the_profiles(compute, status):
-    wanted = WordsExpectation(value=("default", "exclusive_process"), source="us")
+    wanted = TextExpectation(value=("default", "exclusive_process"), source="us")
     (verdict,) = said(findings(profiled(compute_mode=wanted), compute=compute))
 
     assert verdict[1] == status

@@ -7,12 +7,12 @@ from support.checks import CASE, said
 from support.gpus import DRIVER, gpu, node
 
 from gpuops.checks.core.check import NoParameters
-from gpuops.checks.core.profile import NO_PROFILE, WordsExpectation
+from gpuops.checks.core.profile import NO_PROFILE, TextExpectation
 from gpuops.checks.gpu.gpu_versions import judge
 
 
 def profiled(**expected):
-    words = {key: WordsExpectation(value=value, source="us") for key, value in expected.items()}
+    words = {key: TextExpectation(value=value, source="us") for key, value in expected.items()}
     return replace(CASE, profile=replace(NO_PROFILE, **words))
 
 

@@ -308,7 +308,7 @@ def test_a_storm_of_170000_lines_is_one_finding_in_two_seconds(tmp_path):
     log.write_kmsg(tmp_path, lines)
     machine = ProbeContext(tmp_path, log.RULE_DIRS, xid_dirs=log.XID_DIRS)
     started = time.process_time()
-    (finding,) = findings(CHECK.look.read(machine, 5.0))
+    (finding,) = findings(CHECK.probe.read(machine, 5.0))
     elapsed_s = time.process_time() - started
 
     assert said([finding]) == [(GPU, "fail", "gpu_hw.gsp")]
@@ -323,7 +323,7 @@ def test_a_forged_line_of_a_program_counts_for_nothing(tmp_path):
     (tmp_path / "dev/kmsg").write_text(f"12,0,1,-;{xid(79)}\n")
     machine = ProbeContext(tmp_path, xid_dirs=log.XID_DIRS)
 
-    assert said(findings(CHECK.look.read(machine, 5.0))) == [("n1", "pass", None)]
+    assert said(findings(CHECK.probe.read(machine, 5.0))) == [("n1", "pass", None)]
 
 
 @given(st.lists(st.text(max_size=120), max_size=20))
@@ -364,7 +364,7 @@ def test_a_site_judges_a_code_its_own_way(tmp_path):
     [
         ('source = "our tickets"', "", "must name the source"),
         ('class = "hardware"', 'class = "bad"', "bad"),
-        ('failure_class = "gpu_sw.driver"', "", "must name its failure_class"),
+        ('failure_class = "gpu_sw.driver"', "", "needs a failure_class"),
         ('failure_class = "gpu_sw.driver"', 'failure_class = "gpu.none"', "gpu.none"),
         ('name = "context switch timeout"', "", "missing 'name'"),
         ("codes = [109]", 'codes = ["109"]', "whole numbers"),

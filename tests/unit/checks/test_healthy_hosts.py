@@ -11,7 +11,7 @@ from gpuops.checks.core.profile import (
     FlagExpectation,
     NumberExpectation,
     Profile,
-    WordsExpectation,
+    TextExpectation,
 )
 from gpuops.checks.core.suite import load_suite
 from gpuops.host.aer import AerBus, AerDevice
@@ -39,7 +39,7 @@ def number(value):
 
 
 def words(*value):
-    return WordsExpectation(value=value, source="drawn")
+    return TextExpectation(value=value, source="drawn")
 
 
 def fabric(draw, count):
@@ -219,7 +219,7 @@ def earlier(draw, planned, facts):
     """Return an earlier sample: a little lower, or of before a reset."""
     values = {}
     for item in planned:
-        for name, value in item.check.counters(facts[item.check.look.name]).items():
+        for name, value in item.check.counters(facts[item.check.probe.name]).items():
             values[name] = value + draw.choice([0, 0, 0, -1, 50])
     sample = CounterSample(boot_id="b", since_boot_s=0.0, t_us=0, values=values)
     return Counters(
@@ -234,7 +234,7 @@ def planned_for(facts):
     return [
         item
         for item in SUITE.planned
-        if item.check.look.name in facts and item.check.name != "memory"
+        if item.check.probe.name in facts and item.check.name != "memory"
     ]
 
 
@@ -249,7 +249,7 @@ def verdicts(draw, change=None):
         counters=counters if draw.random() < 0.8 else Counters(),
     )
     for item in planned:
-        yield from item.check.judge(facts[item.check.look.name], item.parameters, case)
+        yield from item.check.judge(facts[item.check.probe.name], item.parameters, case)
 
 
 def test_thousands_of_healthy_hosts_fail_nothing():

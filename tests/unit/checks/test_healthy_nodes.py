@@ -18,7 +18,7 @@ from gpuops.model import Status
 NODES_PER_SHAPE = 2500
 SHAPES = ("h100-sxm", "h200-sxm", "a100-sxm-80gb", "b200-sxm")
 SUITES = ("full", "prolog", "epilog")
-JUDGED = tuple(name for name in NAMES if check_named(name).look.name in DRAWERS)
+JUDGED = tuple(name for name in NAMES if check_named(name).probe.name in DRAWERS)
 
 
 def judge(names, facts, case, parameters):
@@ -27,7 +27,7 @@ def judge(names, facts, case, parameters):
         finding
         for name in names
         for finding in check_named(name).judge(
-            facts[check_named(name).look.name], parameters[name], case
+            facts[check_named(name).probe.name], parameters[name], case
         )
     ]
 

@@ -6,7 +6,7 @@ import pytest
 from support.checks import CASE, NODE, limit, said
 
 from gpuops.checks.core.check import JudgeContext
-from gpuops.checks.core.profile import NumberExpectation, Profile, WordsExpectation
+from gpuops.checks.core.profile import NumberExpectation, Profile, TextExpectation
 from gpuops.checks.nic.ib_ports import Parameters, counters, judge
 from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.node_state import Counters, CounterSample
@@ -41,7 +41,7 @@ def case(count=None, rate_gbs=None, firmware=(), earlier=None):
         nic_rate_gbs=None
         if rate_gbs is None
         else NumberExpectation(value=rate_gbs, source="order 7"),
-        nic_firmware=WordsExpectation(value=firmware, source="site") if firmware else None,
+        nic_firmware=TextExpectation(value=firmware, source="site") if firmware else None,
     )
     samples = ()
     if earlier is not None:

@@ -280,7 +280,7 @@ def test_a_log_whose_start_was_overwritten_says_so():
     found = search([KernelRecord(77, 6, 1, "ordinary")], RULES)
 
     assert found == KernelLogMatches(records=1, complete=False)
-    assert "in what is left of the log" in judged(found)[0].message
+    assert "in the rest of the log" in judged(found)[0].message
 
 
 @given(st.lists(st.text(max_size=200), max_size=20))

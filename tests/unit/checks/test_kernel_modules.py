@@ -3,12 +3,12 @@
 from support.checks import CASE, NODE, said
 
 from gpuops.checks.core.check import JudgeContext, NoParameters
-from gpuops.checks.core.profile import NO_PROFILE, Profile, WordsExpectation
-from gpuops.checks.host.kernel_modules import asks, judge
+from gpuops.checks.core.profile import NO_PROFILE, Profile, TextExpectation
+from gpuops.checks.host.kernel_modules import inputs, judge
 from gpuops.host.kernel_state import Modules
 
 PROFILE = Profile(
-    name="p", kernel_modules=WordsExpectation(value=("nvidia_peermem", "mlx5_ib"), source="site")
+    name="p", kernel_modules=TextExpectation(value=("nvidia_peermem", "mlx5_ib"), source="site")
 )
 WITH = JudgeContext(node=NODE, profile=PROFILE)
 
@@ -28,6 +28,6 @@ def test_all_there_passes():
 
 
 def test_only_what_the_profile_names_is_asked_and_judged():
-    assert asks(NoParameters(), PROFILE) == ("nvidia_peermem", "mlx5_ib")
-    assert asks(NoParameters(), NO_PROFILE) == ()
+    assert inputs(NoParameters(), PROFILE) == ("nvidia_peermem", "mlx5_ib")
+    assert inputs(NoParameters(), NO_PROFILE) == ()
     assert said(judge(Modules(absent=("zfs",)), NoParameters(), CASE)) == [("n1", "skip", None)]

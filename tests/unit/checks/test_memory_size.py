@@ -36,4 +36,4 @@ def test_without_a_profile_nothing_is_held_against_the_node():
     (finding,) = verdict(5 * GB)
 
     assert (finding.status.word, finding.value) == ("skip", 5.0)
-    assert finding.message == "5.0 GB of memory; no profile tells what is expected"
+    assert finding.message == "5.0 GB of memory; the profile does not say what is expected"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.checks import CASE, limit, said
 
-from gpuops.checks.core.profile import NO_PROFILE, WordsExpectation
+from gpuops.checks.core.profile import NO_PROFILE, TextExpectation
 from gpuops.checks.storage.mount_alive import Parameters, judge
 from gpuops.host.storage.mounts import Filesystems, Mount, MountAnswer, Space
 
@@ -45,7 +45,7 @@ def test_an_error_that_means_a_dead_server_fails(error):
 
 def test_a_dead_fuse_mount_may_be_a_users_own_unless_it_is_expected():
     dead = answer("/scratch", fs="fuse.sshfs", error="ENOTCONN")
-    profile = replace(NO_PROFILE, mounts=WordsExpectation(value=("/scratch",), source="us"))
+    profile = replace(NO_PROFILE, mounts=TextExpectation(value=("/scratch",), source="us"))
     (profiled,) = judge(Filesystems((dead,)), LIMITS, replace(CASE, profile=profile))
 
     assert findings(dead) == [("/scratch", "warn", "storage.shared_fs")]

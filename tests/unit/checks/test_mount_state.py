@@ -3,13 +3,13 @@
 from support.checks import CASE, NODE, said
 
 from gpuops.checks.core.check import JudgeContext
-from gpuops.checks.core.profile import Profile, WordsExpectation
+from gpuops.checks.core.profile import Profile, TextExpectation
 from gpuops.checks.storage.mount_state import Parameters, judge
 from gpuops.host.storage.mounts import MountTable
 
 WITH = JudgeContext(
     node=NODE,
-    profile=Profile(name="p", mounts=WordsExpectation(value=("/scratch/", "/home"), source="site")),
+    profile=Profile(name="p", mounts=TextExpectation(value=("/scratch/", "/home"), source="site")),
 )
 
 

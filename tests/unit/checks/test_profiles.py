@@ -12,7 +12,7 @@ from gpuops.checks.core.profile import (
     NumberExpectation,
     Profile,
     ProfileMatch,
-    WordsExpectation,
+    TextExpectation,
 )
 from gpuops.checks.core.profile_files import BOUNDS, load_profiles, parse_profile, profile_for
 from gpuops.errors import ConfigError
@@ -63,8 +63,8 @@ def test_a_profile_is_what_its_file_says(tmp_path):
             match=ProfileMatch(gpu="NVIDIA H100 .*", gpu_count=8, nodes=("gpu[001-128]", "dgx*")),
             power_limit_w=NumberExpectation(value=700.0, source="data sheet"),
             ecc=FlagExpectation(value=True, source="ours"),
-            driver=WordsExpectation(value=("570.1", "575.2"), source="ours"),
-            clock_source=WordsExpectation(value=("tsc",), source="ours"),
+            driver=TextExpectation(value=("570.1", "575.2"), source="ours"),
+            clock_source=TextExpectation(value=("tsc",), source="ours"),
         )
     }
 
@@ -91,30 +91,39 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
     ("table", "message"),
     [
         ({"power_limit": told(1)}, "unknown key 'power_limit'; did you mean 'power_limit_w'"),
-        ({"power_limit_w": 700}, r"written { value = …, source = \"…\" }, got 700"),
-        ({"power_limit_w": {**told(700), "unit": "W"}}, "it is written { value"),
-        ({"power_limit_w": {"value": 700}}, "must name where its value is from"),
-        ({"power_limit_w": told(700, "  ")}, "must name where its value is from"),
-        ({"power_limit_w": told("700 MW")}, "a number of watts is wanted, got '700 MW'"),
-        ({"power_limit_w": told(True)}, "a number of watts is wanted, got True"),
-        ({"power_limit_w": told(float("nan"))}, "nan looks like another unit: watts are wanted"),
-        ({"power_limit_w": told(700_000)}, "700000 looks like another unit: watts are wanted"),
-        ({"dimm_bytes": told(80)}, "80 looks like another unit: bytes are wanted"),
-        ({"gpu_count": told(7.5)}, "a whole number of GPUs is wanted, got 7.5"),
-        ({"ecc": told("on")}, "ecc of the profile .*: true or false is wanted, got 'on'"),
-        ({"ecc": told(1)}, "true or false is wanted, got 1"),
-        ({"driver": told(570.86)}, "a text or a list of texts is wanted, got 570.86"),
-        ({"driver": told([])}, r"a text or a list of texts is wanted, got \[\]"),
+        ({"power_limit_w": 700}, r"write it as { value = …, source = \"…\" }, got 700"),
+        ({"power_limit_w": {**told(700), "unit": "W"}}, "write it as { value"),
+        ({"power_limit_w": {"value": 700}}, "must name the source of its value"),
+        ({"power_limit_w": told(700, "  ")}, "must name the source of its value"),
+        ({"power_limit_w": told("700 MW")}, "a number of watts is expected, got '700 MW'"),
+        ({"power_limit_w": told(True)}, "a number of watts is expected, got True"),
+        (
+            {"power_limit_w": told(float("nan"))},
+            "nan looks like another unit: watts are expected",
+        ),
+        (
+            {"power_limit_w": told(700_000)},
+            "700000 looks like another unit: watts are expected",
+        ),
+        ({"dimm_bytes": told(80)}, "80 looks like another unit: bytes are expected"),
+        ({"gpu_count": told(7.5)}, "a whole number of GPUs is expected, got 7.5"),
+        ({"ecc": told("on")}, "ecc of the profile .*: true or false is expected, got 'on'"),
+        ({"ecc": told(1)}, "true or false is expected, got 1"),
+        ({"driver": told(570.86)}, "a text or a list of texts is expected, got 570.86"),
+        ({"driver": told([])}, r"a text or a list of texts is expected, got \[\]"),
         ({"services": told(["munge", 3])}, "every item must be a text that is not empty"),
-        ({"nic_rate_gbs": told(400)}, "400 looks like another unit: gigabytes a second are wanted"),
+        (
+            {"nic_rate_gbs": told(400)},
+            "400 looks like another unit: gigabytes a second are expected",
+        ),
         ({"inherits": "h10"}, r"inherits of .*: there is no profile 'h10'; did you mean 'h100'"),
         ({"inherits": ["h100"]}, "there is no profile"),
         ({"match": "H100"}, "match of the profile .* is a table, got 'H100'"),
         ({"match": {"gpus": 8}}, "unknown key 'gpus'; did you mean 'gpu'"),
         ({"match": {"gpu": "H100("}}, r"gpu of match .*the pattern 'H100\(' cannot be read"),
         ({"match": {"gpu": r"(\w+\s?)+"}}, "repeats a repetition"),
-        ({"match": {"gpu": ["H100"]}}, "a pattern of the GPU's name is wanted"),
-        ({"match": {"gpu_count": "8"}}, "a whole number of GPUs is wanted, got '8'"),
+        ({"match": {"gpu": ["H100"]}}, "a pattern of the GPU's name is expected"),
+        ({"match": {"gpu_count": "8"}}, "a whole number of GPUs is expected, got '8'"),
         ({"match": {"nodes": "gpu[3-1]"}}, "nodes of match .*runs backwards"),
     ],
 )
@@ -199,8 +208,8 @@ def test_all_that_a_profile_asks_for_must_hold(match):
 
     assert taken is NO_PROFILE
     assert problem == (
-        "no profile matches this node (8 GPUs, NVIDIA H100 80GB HBM3): only what the devices say"
-        " themselves is judged"
+        "no profile matches this node (8 GPUs, NVIDIA H100 80GB HBM3): it is judged only by"
+        " what the devices themselves report"
     )
 
 
@@ -214,7 +223,7 @@ def test_a_model_that_nvml_does_not_tell_matches_no_profile_that_asks_for_one():
     by_model, by_node = profile("h100", gpu=".*"), profile("rack", nodes=("gpu*",))
 
     assert found(by_model, gpu_names=())[0] is NO_PROFILE
-    assert "of a model that NVML does not tell" in found(by_model, gpu_names=())[1]
+    assert "of unknown model" in found(by_model, gpu_names=())[1]
     assert found(by_node, gpu_names=()) == (by_node, None)
 
 

@@ -69,5 +69,5 @@ def test_every_shipped_suite_runs_checks_that_there_are_and_the_full_one_all(sui
 def test_checks_that_share_a_look_share_the_very_same_one():
     looks = {}
     for name in NAMES:
-        look = check_named(name).look
+        look = check_named(name).probe
         assert looks.setdefault(look.name, look) is look

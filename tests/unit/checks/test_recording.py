@@ -17,7 +17,7 @@ from gpuops.checks.core.recording import Recording, parse_recording
 from gpuops.checks.core.runner import RunContext, judge
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import UsageError
-from gpuops.gate.node_state import StateUpdate, case_of
+from gpuops.gate.node_state import StateUpdate, judge_context_for
 from gpuops.host.clock import FakeClock
 from gpuops.host.node_state import BootMoment, CounterSample, DriverHang, NodeState
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
@@ -72,7 +72,7 @@ def recording(*looks, state=None):
     return Recording(
         node="n1",
         moment=MOMENT,
-        looks={item.look: item for item in looks},
+        results={item.probe: item for item in looks},
         state=state or NodeState(),
     )
 
@@ -82,7 +82,7 @@ def again(made):
 
 
 def found(looks, state, names):
-    case = case_of(state, node=CASE.node, moment=MOMENT, purpose=StateUpdate())
+    case = judge_context_for(state, node=CASE.node, moment=MOMENT, purpose=StateUpdate())
     return judge(suite(*names), looks, RunContext(case), FakeClock(MOMENT.t_us))
 
 
@@ -99,9 +99,9 @@ looked = st.builds(
 @given(st.dictionaries(st.sampled_from("abc"), looked, min_size=1), st.integers(-3, 3))
 def test_the_verdict_of_a_recording_is_that_of_the_node(given_looks, before):
     looks = [
-        ProbeResult(look=name, facts=value)
+        ProbeResult(probe=name, facts=value)
         if kind == "facts"
-        else ProbeResult(look=name, error="could not look", reason=value)
+        else ProbeResult(probe=name, error="could not look", reason=value)
         for name, (kind, value) in given_looks.items()
     ]
     sample = CounterSample(boot_id="b", since_boot_s=10.0, t_us=0, values={"n": float(before)})
@@ -109,7 +109,7 @@ def test_the_verdict_of_a_recording_is_that_of_the_node(given_looks, before):
     names = sorted(given_looks)
     live = found(looks, state, names)
     made = again(recording(*looks, state=state))
-    replayed = found(made.looked(suite(*names), "a"), made.state, names)
+    replayed = found(made.results_for(suite(*names), "a"), made.state, names)
 
     assert replayed == live
 
@@ -124,15 +124,15 @@ def test_what_a_node_knew_of_itself_is_in_it():
 
 
 def test_a_look_that_was_not_recorded_could_not_be_looked_at():
-    (looked,) = again(recording()).looked(suite("a"), "gpus")
+    (looked,) = again(recording()).results_for(suite("a"), "gpus")
 
     assert (looked.error, looked.reason) == ("the recording has no 'a'", "not_supported")
 
 
 def test_the_look_that_chooses_the_profile_comes_first():
-    made = recording(*(ProbeResult(look=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
+    made = recording(*(ProbeResult(probe=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
 
-    assert [item.look for item in made.looked(suite("a", "b", "gpus"), "gpus")] == [
+    assert [item.probe for item in made.results_for(suite("a", "b", "gpus"), "gpus")] == [
         "gpus",
         "a",
         "b",
@@ -140,18 +140,18 @@ def test_the_look_that_chooses_the_profile_comes_first():
 
 
 def test_secrets_that_facts_show_are_not_in_it():
-    made = recording(ProbeResult(look="a", facts={"words": ["password=hunter2"]}))
+    made = recording(ProbeResult(probe="a", facts={"words": ["password=hunter2"]}))
 
     assert "hunter2" not in json.dumps(made.to_json())
 
 
-GOOD = recording(ProbeResult(look="a", facts={"n": 1})).to_json()
+GOOD = recording(ProbeResult(probe="a", facts={"n": 1})).to_json()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no JSON, so no recording of `gpuops facts`"),
+        ("", "is not a recording of `gpuops facts`: not JSON"),
         ("[]", "its schema is not gpuops.facts/"),
         ('{"schema": "gpuops.check/1"}', "its schema is not gpuops.facts/"),
         (json.dumps({**GOOD, "schema": "gpuops.facts/2"}), "is of version 2, made by gpuops"),
@@ -161,19 +161,19 @@ GOOD = recording(ProbeResult(look="a", facts={"n": 1})).to_json()
         (json.dumps({**GOOD, "looks": {"a": {}}}), "'error' is missing"),
         (json.dumps({**GOOD, "looks": {"a": {"error": "x", "reason": "odd"}}}), "odd"),
         (json.dumps({key: GOOD[key] for key in GOOD if key != "t_us"}), "'t_us' is missing"),
-        (json.dumps({**GOOD, "node": " "}), "it names no node"),
-        (json.dumps({**GOOD, "looks": {"a": None}}), "look 'a' must be a table, got None"),
+        (json.dumps({**GOOD, "node": " "}), "node is empty"),
+        (json.dumps({**GOOD, "looks": {"a": None}}), "probe 'a' must be a table, got None"),
         (json.dumps({**GOOD, "profile": ["h100"]}), "profile is a name, got ['h100']"),
         (json.dumps({**GOOD, "gpus_expected": "8"}), "from 0 to 1024, got '8'"),
         (json.dumps({**GOOD, "gpus_expected": 1025}), "from 0 to 1024, got 1025"),
         (json.dumps({**GOOD, "gpus_expected": True}), "from 0 to 1024, got True"),
         (json.dumps({**GOOD, "gpus_expected": float("inf")}), "from 0 to 1024, got inf"),
         (json.dumps({**GOOD, "since_boot_s": float("nan")}), "must be a finite number, got nan"),
-        (json.dumps({**GOOD, "since_boot_s": 1e300}), "no node can have its t_us and since_boot_s"),
-        (json.dumps({**GOOD, "t_us": -1}), "no node can have its t_us and since_boot_s"),
-        (json.dumps({**GOOD, "t_us": 2**63}), "no node can have its t_us and since_boot_s"),
+        (json.dumps({**GOOD, "since_boot_s": 1e300}), "t_us or since_boot_s is out of range"),
+        (json.dumps({**GOOD, "t_us": -1}), "t_us or since_boot_s is out of range"),
+        (json.dumps({**GOOD, "t_us": 2**63}), "t_us or since_boot_s is out of range"),
         (json.dumps({**GOOD, "t_us": 2**64}), "must be a number of at most 64 bits"),
-        ("[" * 200_000, "is no JSON, so no recording of `gpuops facts`"),
+        ("[" * 200_000, "is not a recording of `gpuops facts`: not JSON"),
     ],
 )
 def test_what_is_no_recording_is_said_to_be_none(text, message):
@@ -185,10 +185,10 @@ def test_what_is_no_recording_is_said_to_be_none(text, message):
 
 
 def test_facts_of_another_form_are_refused_with_who_made_them():
-    made = again(recording(ProbeResult(look="a", facts={"m": 1})))
+    made = again(recording(ProbeResult(probe="a", facts={"m": 1})))
 
     with pytest.raises(UsageError, match=r"recorded by gpuops 0\..*unknown key 'm'"):
-        list(made.looked(suite("a"), "gpus"))
+        list(made.results_for(suite("a"), "gpus"))
 
 
 values = st.recursive(

@@ -59,10 +59,10 @@ def planned(
     judge=None,
     timeout_s=20.0,
     locks=(),
-    asks=lambda _parameters, _profile: (),
+    inputs=lambda _parameters, _profile: (),
 ):
     look = Probe(f"look of {name}", Number, read, locks=frozenset(locks))
-    check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS), asks=asks)
+    check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS), inputs=inputs)
     return PlannedCheck(check, NoParameters(), timeout_s)
 
 
@@ -103,7 +103,7 @@ def test_findings_stand_in_the_order_of_the_suite_and_are_told_as_they_come(tmp_
         (tmp_path / "told").touch()
 
     told = []
-    ran = run(planned("slow", slow), planned("quick"), tell=tell)
+    ran = run(planned("slow", slow), planned("quick"), on_finding=tell)
 
     assert [finding.message for finding in ran.findings] == ["saw 1", "saw 7"]
     assert [finding.message for finding in told] == ["saw 7", "saw 1"]
@@ -192,7 +192,7 @@ def test_a_look_that_raises_is_our_failure_and_warns():
 
     assert [finding.status for finding in ran.findings] == [Status.WARN, Status.PASS]
     (failure,) = ran.failures
-    assert failure.what == "look of check a"
+    assert failure.what == "probe of check a"
     assert "raising" not in failure.error
     assert "KeyError" in failure.traceback
 
@@ -291,7 +291,7 @@ def test_a_check_whose_lock_never_became_free_is_late_and_says_so():
     _, waiting, free = ran.findings
     assert ran.late == ("holder", "waiting")
     assert waiting.unknown_reason is UnknownReason.TIMEOUT
-    assert waiting.message == "not looked: it waited for disk until the 2 s were over"
+    assert waiting.message == "not run: it waited for disk until the 2 s were over"
     assert free.status is Status.PASS
 
 
@@ -322,7 +322,7 @@ def names_the_profile(facts, _parameters, case):
 
 
 def counts_what_is_asked(machine, _budget_s):
-    return Number(len(machine.asked))
+    return Number(len(machine.inputs))
 
 
 def test_nothing_is_judged_before_the_profile_is_chosen():
@@ -335,7 +335,7 @@ def test_nothing_is_judged_before_the_profile_is_chosen():
         planned("quick", judge=names_the_profile),
         planned("gpus", slow, judge=names_the_profile),
         chooser=chooser("gpus"),
-        tell=told.extend,
+        on_finding=told.extend,
     )
 
     assert [finding.message for finding in told] == ["big: 1", "big: 7"]
@@ -373,7 +373,7 @@ def test_what_the_chosen_profile_asks_for_is_looked_at_again(pause_s):
         return ("x",) if profile == BIG else ()
 
     ran = run(
-        planned("services", services, judge=names_the_profile, asks=asks),
+        planned("services", services, judge=names_the_profile, inputs=asks),
         planned("gpus", gpus),
         chooser=chooser("gpus"),
     )
@@ -391,7 +391,7 @@ def test_what_both_profiles_ask_for_is_looked_at_once(tmp_path):
         return Number(1)
 
     run(
-        planned("services", services, asks=lambda _p, _profile: ("a", "b")),
+        planned("services", services, inputs=lambda _p, _profile: ("a", "b")),
         planned("gpus", gpus),
         chooser=chooser("gpus"),
     )
@@ -404,7 +404,9 @@ def test_the_last_word_on_findings_is_the_callers():
         return [replace(item, status=Status.SKIP) for item in findings]
 
     told = []
-    ran = run(planned("a", judge=verdict(Status.FAIL)), amend=silence, tell=told.extend)
+    ran = run(
+        planned("a", judge=verdict(Status.FAIL)), apply_silences=silence, on_finding=told.extend
+    )
 
     assert (ran.verdict, told[0].status) == (Status.SKIP, Status.SKIP)
 

@@ -4,12 +4,12 @@ import pytest
 from support.checks import CASE, NODE, said
 
 from gpuops.checks.core.check import JudgeContext
-from gpuops.checks.core.profile import Profile, WordsExpectation
-from gpuops.checks.host.services import Parameters, asks, judge
+from gpuops.checks.core.profile import Profile, TextExpectation
+from gpuops.checks.host.services import Parameters, inputs, judge
 from gpuops.host.systemd import Unit, Units
 
 PROFILE = Profile(
-    name="p", services=WordsExpectation(value=("nvidia-fabricmanager",), source="site")
+    name="p", services=TextExpectation(value=("nvidia-fabricmanager",), source="site")
 )
 WITH = JudgeContext(node=NODE, profile=PROFILE)
 
@@ -63,7 +63,7 @@ def test_a_masked_unit_warns_for_somebody_did_that():
 def test_suite_and_profile_both_name_units():
     parameters = Parameters(units=("munge",), source="ops")
 
-    assert asks(parameters, PROFILE) == ("munge", "nvidia-fabricmanager")
+    assert inputs(parameters, PROFILE) == ("munge", "nvidia-fabricmanager")
     (finding,) = findings(unit(), unit("failed", name="munge"), parameters=parameters)
     assert (finding.value, finding.source) == ("munge", "ops")
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuops.checks.core.silence import Silence, doubts, faults, load_silences, silenced
+from gpuops.checks.core.silence import Silence, apply_silences, expired, load_silences, warnings
 from gpuops.errors import ConfigError
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import parse_iso_utc
@@ -39,7 +39,7 @@ reason = "cable swap CHG123"
 
 
 def heard(finding, *silences, node="gpu003"):
-    (found,) = silenced([finding], silences, node=node, now_us=NOW_US)
+    (found,) = apply_silences([finding], silences, node=node, now_us=NOW_US)
     return found
 
 
@@ -125,9 +125,9 @@ def test_a_date_lasts_to_its_end_and_a_time_to_its_moment(tmp_path, until, end):
         ("until = 2026-03-02", "", "needs until, a date .* got None"),
         ("until = 2026-03-02", 'until = "2026-03-02"', "without quotes, got '2026-03-02'"),
         ("until = 2026-03-02", "until = 2026-03-02T18:00:00", "a time needs its offset"),
-        ("until = 2026-03-02", "until = 9999-12-31", "9999-12-31 is no end"),
-        ("until = 2026-03-02", "until = 0001-01-01", "0001-01-01 is no end"),
-        ("until = 2026-03-02", "until = 0001-01-01T00:00:00+14:00", "is no end"),
+        ("until = 2026-03-02", "until = 9999-12-31", "9999-12-31 is out of range"),
+        ("until = 2026-03-02", "until = 0001-01-01", "0001-01-01 is out of range"),
+        ("until = 2026-03-02", "until = 0001-01-01T00:00:00+14:00", "is out of range"),
         ('check = "nic_*"', "", "needs check"),
         ('node = "gpu[001-008]"', 'node = "gpu[8-1]"', "node of silence 1 .*runs backwards"),
         ('node = "gpu[001-008]"', 'nodes = "gpu1"', "unknown key 'nodes'; did you mean 'node'"),
@@ -154,21 +154,21 @@ def test_whoever_collects_mistakes_gets_all_of_them_and_the_good_silences(tmp_pa
 def test_a_silence_that_is_over_is_a_fault_and_a_long_one_is_doubtful():
     over, end_us = replace(SWAP, until_us=NOW_US), NOW_US + 90 * DAY_US
 
-    assert faults(SWAP, NOW_US) == []
-    (fault,) = faults(over, NOW_US)
+    assert expired(SWAP, NOW_US) == []
+    (fault,) = expired(over, NOW_US)
     assert fault == (
         "silence 1 of s.toml (nic_* on gpu[001-008], by ann) ended 2026-03-02T12:00Z:"
-        " take it out, or renew it"
+        " remove it, or renew it"
     )
-    assert doubts(replace(SWAP, check="*", until_us=end_us), NOW_US) == []
-    (doubt,) = doubts(replace(SWAP, check="*", until_us=end_us + 1), NOW_US)
+    assert warnings(replace(SWAP, check="*", until_us=end_us), NOW_US) == []
+    (doubt,) = warnings(replace(SWAP, check="*", until_us=end_us + 1), NOW_US)
     assert doubt.endswith("lasts until 2026-05-31T12:00Z, more than 90 days")
 
 
 def test_a_silence_of_a_check_that_does_not_exist_is_doubtful():
     mistyped, site = replace(SWAP, check="gpu_cuont"), replace(SWAP, check="site/fan")
 
-    assert doubts(mistyped, NOW_US) == [
+    assert warnings(mistyped, NOW_US) == [
         "silence 1 of s.toml: no suite runs a check called 'gpu_cuont'; did you mean 'gpu_count'?"
     ]
-    assert doubts(site, NOW_US) == doubts(replace(SWAP, check="gpu_*"), NOW_US) == []
+    assert warnings(site, NOW_US) == warnings(replace(SWAP, check="gpu_*"), NOW_US) == []

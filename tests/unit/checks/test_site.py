@@ -5,14 +5,14 @@ from support.checks import CASE, said
 
 from gpuops.checks import check_named
 from gpuops.checks.core.profile import NO_PROFILE
-from gpuops.checks.core.site import Parameters, SiteAnswer, fault, judge, site_check
+from gpuops.checks.core.site import Parameters, SiteResult, fault, judge, site_check
 from gpuops.checks.core.suite import load_suite
 from gpuops.errors import ConfigError
 from gpuops.model import UnknownReason
 
 
 def judged(exit_code, line="fan 3 is slow", ending="exited with code 7"):
-    answer = SiteAnswer(path="/site/checks.d/fan", exit_code=exit_code, line=line, ending=ending)
+    answer = SiteResult(path="/site/checks.d/fan", exit_code=exit_code, line=line, ending=ending)
     return judge("site/fan", answer, Parameters(), CASE)
 
 
@@ -39,21 +39,21 @@ def test_any_other_ending_is_no_verdict_and_never_fails(exit_code):
     assert said([found]) == [("n1", "unknown", None)]
     assert found.unknown_reason is UnknownReason.CRASH
     assert found.message == (
-        "no verdict: it ended by SIGSEGV (0 pass, 1 warn, 2 fail, 3 unknown)"
-        " and said: fan 3 is slow"
+        "no result: it ended by SIGSEGV (0 pass, 1 warn, 2 fail, 3 unknown)"
+        " and printed: fan 3 is slow"
     )
 
 
 def test_a_check_that_says_nothing_is_told_by_its_ending():
-    assert judged(0, line="")[0].message == "it said nothing and exited with code 7"
+    assert judged(0, line="")[0].message == "it printed nothing and exited with code 7"
 
 
 def test_a_check_is_asked_for_by_its_file_with_its_arguments_in_order():
     check = check_named("site/fan")
 
-    assert check.asks(Parameters(), NO_PROFILE) == ('["fan"]',)
+    assert check.inputs(Parameters(), NO_PROFILE) == ('["fan"]',)
     told = Parameters(run="fan.sh", arguments=("-w", "5", "-c", "5"))
-    assert check.asks(told, NO_PROFILE) == ('["fan.sh", "-w", "5", "-c", "5"]',)
+    assert check.inputs(told, NO_PROFILE) == ('["fan.sh", "-w", "5", "-c", "5"]',)
 
 
 @pytest.mark.parametrize("name", ["site/", "site/../sh", "site/a/b", "site/.hidden", "site/a b"])

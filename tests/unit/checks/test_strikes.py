@@ -88,4 +88,4 @@ def test_a_repair_since_the_last_strike_takes_all_away(by, status):
 
 
 def test_the_look_asks_the_machine_for_nothing():
-    assert CHECK.look.read(None, 0.0) == NoProbe()
+    assert CHECK.probe.read(None, 0.0) == NoProbe()

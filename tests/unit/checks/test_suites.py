@@ -94,7 +94,7 @@ def test_a_malformed_file_is_named_with_the_place_of_the_mistake(site):
         ),
         (
             {"check": [{**MEMORY, "available_percent": {"warn": -1, "source": "x"}}]},
-            "-1 looks like another unit: percent are wanted, from 0 to 100",
+            "-1 looks like another unit: percent are expected, from 0 to 100",
         ),
         ({"deadline_s": math.nan}, "must be seconds up to 3600, got nan"),
         ({"check": []}, "the suite .* runs no check"),
@@ -189,7 +189,7 @@ def test_an_exclamation_mark_takes_checks_away_from_the_others(tmp_path):
         ('inherits = "base"\nrun = ["gpu_pcie"]', "no check 'gpu_pcie'; did you mean 'gpu_pci'"),
         ('inherits = "base"\nrun = "gpu_pci"', "run is a list of names"),
         ('inherits = "base"\nrun = ["*", "!gpu_pcie"]', "no check '!gpu_pcie'"),
-        ('run = ["memory"]\ndeadline_s = 1', "picks from what a suite `inherits`"),
+        ('run = ["memory"]\ndeadline_s = 1', "selects inherited checks"),
     ],
 )
 def test_a_wrong_inheritance_is_named(tmp_path, heir, message):

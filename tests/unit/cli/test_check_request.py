@@ -48,7 +48,7 @@ def test_gpus_are_named_by_index_uuid_or_address():
 
 @pytest.mark.parametrize("text", ["", "0,,1", "-1", "GPU-", "first", "0;1", "12345"])
 def test_what_is_no_gpu_is_refused(text):
-    with pytest.raises(UsageError, match="is no GPU"):
+    with pytest.raises(UsageError, match="is not a GPU"):
         parse_gpus(text, "manual", {})
 
 
@@ -71,7 +71,7 @@ def test_a_job_is_a_number(job_id):
 
 
 def test_a_deadline_is_a_number():
-    with pytest.raises(UsageError, match="a number of seconds is wanted"):
+    with pytest.raises(UsageError, match="a number of seconds is expected"):
         build_request(settings(), {}, deadline_s=math.nan)
 
 
@@ -102,7 +102,7 @@ def test_a_recording_is_judged_by_its_own_nodes_configuration(flags, env, expect
     from gpuops.host.node_state import BootMoment
 
     moment = BootMoment(boot_id="b", since_boot_s=1.0, t_us=1)
-    made = Recording(node="n7", moment=moment, looks={}, profile="p", gpus_expected=4)
+    made = Recording(node="n7", moment=moment, results={}, profile="p", gpus_expected=4)
     here = resolve(flags, {**env, "GPUOPS_PROFILE": "mine"}, is_root=True)
     request = for_recording(build_request(here, {"SLURMD_NODENAME": "here"}), made)
 

@@ -84,7 +84,7 @@ def test_checks_that_say_the_same_share_a_row():
         ran(finding("a", Status.WARN, same), finding("b", Status.WARN, same)), width=None
     )
 
-    assert "NVML gave no answer (so say also b)" in text
+    assert "NVML gave no answer (also b)" in text
     assert text.count(same) == 2  # in the row and in the last line
 
 

@@ -35,11 +35,11 @@ SILENT = gpus(None, 0, on_bus=8, status=NvmlStatus.TIMEOUT)
 
 
 def test_the_gpus_choose_among_the_profiles():
-    assert choice(H100, H200).by(gpus("H200", 8)) == H200
+    assert choice(H100, H200).select(gpus("H200", 8))[0] == H200
 
 
 def test_the_profile_that_is_named_holds_whatever_the_gpus_say():
-    assert choice(H100, H200, named="h100", remembered="h200").by(gpus("H200", 8)) == H100
+    assert choice(H100, H200, named="h100", remembered="h200").select(gpus("H200", 8))[0] == H100
 
 
 def test_a_name_that_no_profile_has_is_a_mistake():
@@ -48,18 +48,18 @@ def test_a_name_that_no_profile_has_is_a_mistake():
 
 
 def test_a_driver_that_hangs_leaves_the_profile_that_the_node_had():
-    assert choice(H100, H200, remembered="h100").by(SILENT) == H100
+    assert choice(H100, H200, remembered="h100").select(SILENT)[0] == H100
 
 
 def test_a_gpu_that_is_gone_from_the_bus_leaves_the_profile_that_the_node_had():
     seven = gpus("H100", 7)
 
-    assert choice(H100, remembered="h100").by(seven) == H100
-    assert choice(H100).by(seven) == NO_PROFILE
+    assert choice(H100, remembered="h100").select(seven)[0] == H100
+    assert choice(H100).select(seven)[0] == NO_PROFILE
 
 
 def test_other_gpus_than_remembered_choose_anew():
-    assert choice(H100, H200, remembered="h100").by(gpus("H200", 8)) == H200
+    assert choice(H100, H200, remembered="h100").select(gpus("H200", 8))[0] == H200
 
 
 def test_a_remembered_profile_that_is_no_longer_there_counts_for_nothing():
@@ -68,14 +68,14 @@ def test_a_remembered_profile_that_is_no_longer_there_counts_for_nothing():
 
 def test_a_node_without_gpus_is_known_by_its_name():
     assert choice(H100, LOGIN, node="login3").first() == LOGIN
-    assert choice(H100, LOGIN, node="login3").by(gpus(None, 0)) == LOGIN
+    assert choice(H100, LOGIN, node="login3").select(gpus(None, 0))[0] == LOGIN
 
 
 def test_two_profiles_that_match_warn_and_neither_holds():
     both = choice(H200, TWIN)
     problem = both.problem(gpus("H200", 8))
 
-    assert both.by(gpus("H200", 8)) == NO_PROFILE
+    assert both.select(gpus("H200", 8))[0] == NO_PROFILE
     assert problem.status is Status.WARN
     assert "all match this node" in problem.message
 
@@ -96,16 +96,16 @@ def test_a_run_chooses_by_the_facts_as_they_travel():
     chooser = choice(H100, H200, remembered="h100").chooser()
     facts = json.loads(json.dumps(to_json(gpus("H200", 8))))
 
-    assert (chooser.first, chooser.look) == (H100, "gpus")
-    assert chooser.choose(ProbeResult(look="gpus", facts=facts)) == H200
+    assert (chooser.first, chooser.probe) == (H100, "gpus")
+    assert chooser.choose(ProbeResult(probe="gpus", facts=facts)) == H200
 
 
 @pytest.mark.parametrize(
     "looked",
     [
-        ProbeResult(look="gpus", error="hung", reason=UnknownReason.TIMEOUT),
-        ProbeResult(look="gpus", facts=7),
-        ProbeResult(look="gpus", facts={"pci": [], "nvml": {"status": "odd"}}),
+        ProbeResult(probe="gpus", error="hung", reason=UnknownReason.TIMEOUT),
+        ProbeResult(probe="gpus", facts=7),
+        ProbeResult(probe="gpus", facts={"pci": [], "nvml": {"status": "odd"}}),
     ],
 )
 def test_a_look_that_tells_nothing_leaves_the_first_profile(looked):

@@ -8,7 +8,14 @@ from gpuops.checks.core.check import Check, NoParameters, Probe
 from gpuops.checks.core.suite import PlannedCheck
 from gpuops.errors import ProbeError
 from gpuops.gate.node_state import READ_S
-from gpuops.gate.session import AGAIN_AFTER_S, LEAST_S, CheckRequest, check_node, confirmed, plan_of
+from gpuops.gate.session import (
+    AGAIN_AFTER_S,
+    LEAST_S,
+    CheckRequest,
+    check_node,
+    make_plan,
+    recheck_failures,
+)
 from gpuops.host.clock import SystemClock
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
@@ -45,12 +52,12 @@ class Node:
         check = Check(
             name="a",
             about="",
-            look=Probe("a", Said, read),
+            probe=Probe("a", Said, read),
             parameters=NoParameters,
             judge=judge,
-            passing=passing,
+            transient=passing,
         )
-        plan = plan_of(
+        plan = make_plan(
             CheckRequest(suite="prolog", node="n1", root=home, state_dir=home / "state", uid=0)
         )
         planned = (PlannedCheck(check, NoParameters(), 5.0),)
@@ -59,7 +66,7 @@ class Node:
     def says(self, text):
         self.file.write_text(text)
 
-    def confirmed(self, *, then=lambda: None, left_s=ENOUGH_S + 0.01):
+    def checked(self, *, then=lambda: None, left_s=ENOUGH_S + 0.01):
         """Return the finding, of which *then* is what happens between the two looks."""
 
         def pause(seconds):
@@ -67,7 +74,7 @@ class Node:
             then()
 
         ran = check_node(self.plan, SystemClock())
-        found = confirmed(self.plan, ran, left_s, pause, SystemClock()).findings
+        found = recheck_failures(self.plan, ran, left_s, pause, SystemClock()).findings
         (finding,) = [item for item in found if item.check == "a"]
         return finding.status.word, finding.message
 
@@ -78,40 +85,40 @@ def node(tmp_path):
 
 
 def test_what_is_seen_twice_fails(node):
-    told = "busy, at a second look 1.5 s later too"
+    told = "busy, again in a second check 1.5 s later"
 
-    assert node.confirmed() == ("fail", told)
+    assert node.checked() == ("fail", told)
     assert node.paused == [AGAIN_AFTER_S]
 
 
 def test_what_passes_meanwhile_only_warns_and_both_looks_are_told(node):
-    told = "busy; not any more at a second look 1.5 s later"
+    told = "busy; not in a second check 1.5 s later"
 
-    assert node.confirmed(then=lambda: node.says("free")) == ("warn", told)
+    assert node.checked(then=lambda: node.says("free")) == ("warn", told)
 
 
 def test_where_the_second_look_gives_no_answer_the_first_alone_refuses_nothing(node):
-    told = "busy; at a second look 1.5 s later, without an answer"
+    told = "busy; in a second check 1.5 s later, without an answer"
 
-    assert node.confirmed(then=node.file.unlink) == ("warn", told)
+    assert node.checked(then=node.file.unlink) == ("warn", told)
 
 
 def test_where_no_time_is_left_the_first_alone_refuses_nothing(node):
-    told = "busy; no time was left for a second look"
+    told = "busy; no time was left for a second check"
 
-    assert node.confirmed(left_s=ENOUGH_S - 0.01) == ("warn", told)
+    assert node.checked(left_s=ENOUGH_S - 0.01) == ("warn", told)
     assert node.paused == []
 
 
 def test_what_passes_or_never_passes_by_itself_is_looked_at_once(node, tmp_path):
     node.says("free")
 
-    assert node.confirmed() == ("pass", "free")
+    assert node.checked() == ("pass", "free")
     assert node.paused == []
 
     lasting = Node(tmp_path, passing=False)
 
-    assert lasting.confirmed() == ("fail", "busy")
+    assert lasting.checked() == ("fail", "busy")
     assert lasting.paused == []
 
 
@@ -121,7 +128,7 @@ def test_a_lasting_failure_beside_one_that_passes_still_refuses(node):
     def judge_lasting(facts, parameters, case):
         return [replace(item, check="b") for item in judge(facts, parameters, case)]
 
-    check = replace(passing.check, name="b", passing=False, judge=judge_lasting)
+    check = replace(passing.check, name="b", transient=False, judge=judge_lasting)
     lasting = replace(passing, check=check)
     suite = replace(node.plan.suite, planned=(passing, lasting))
     plan = replace(node.plan, suite=suite)
@@ -130,6 +137,6 @@ def test_a_lasting_failure_beside_one_that_passes_still_refuses(node):
     def pause(_seconds):
         node.says("free")
 
-    found = confirmed(plan, ran, ENOUGH_S + 0.01, pause, SystemClock()).findings
+    found = recheck_failures(plan, ran, ENOUGH_S + 0.01, pause, SystemClock()).findings
 
     assert {item.check: item.status.word for item in found} == {"a": "warn", "b": "fail"}

@@ -11,7 +11,7 @@ from gpuops.checks.core.runner import CheckRun
 from gpuops.config.resolve import GateMode
 from gpuops.errors import SlurmError
 from gpuops.gate.drain import DrainRecord, DrainRetry, DrainStage, read_drain, write_drain
-from gpuops.gate.health_check import HealthContext, NodeAction, act, reason_to_leave
+from gpuops.gate.health_check import HealthContext, NodeAction, act, reason_not_to_drain
 from gpuops.gate.hook import GateResult
 from gpuops.gate.node_state import change_state
 from gpuops.gate.permit import DrainPermitClient
@@ -81,17 +81,17 @@ class Node:
         )
         ran = CheckRun(suite="health", node="n1", start_us=1, end_us=2, findings=(finding,))
         settled = GateResult(
-            ran=ran, decision=DrainDecision(DrainOutcome.START, "of a test"), drain=drain
+            check_run=ran, decision=DrainDecision(DrainOutcome.START, "of a test"), drain=drain
         )
         bench = HealthContext(
             gate=self.gate,
             scontrol=self.slurm,
-            patience=DrainRetry(limit_s=6.0, pause=self.clock.advance),
+            retry=DrainRetry(limit_s=6.0, pause=self.clock.advance),
             clock=self.clock,
             # These tests are of what is done: on a busy machine a child may wait for its turn.
             write_s=30.0,
         )
-        return act(settled, self.record, self.slurm.node("n1"), bench).did
+        return act(settled, self.record, self.slurm.node("n1"), bench).action
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_our_drain_is_taken_back_after_enough_passes_in_a_row(node):
 
 def test_a_node_that_came_back_three_times_in_a_day_stays_out_and_that_is_told_once(node):
     assert [node.comes_and_goes() for _ in range(4)] == [*[NodeAction.RESUMED] * 3, NodeAction.KEPT]
-    assert node.record.kept.startswith("taken back 3 times in 24 h for the same check")
+    assert node.record.kept.startswith("resumed 3 times in 24 h after drains for this check")
     assert node.checked() is NodeAction.NOTHING
     assert "DRAIN" in node.slurm.states
 
@@ -236,4 +236,4 @@ def test_a_node_that_slurmctld_does_not_hear_from_is_let_alone(node):
 def test_a_failing_node_is_left_where_it_takes_no_jobs_anyhow(node, states, reason, left):
     node.slurm.states, node.slurm.reason = states, reason
 
-    assert reason_to_leave(node.slurm.node("n1")) == left
+    assert reason_not_to_drain(node.slurm.node("n1")) == left

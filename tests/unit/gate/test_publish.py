@@ -11,9 +11,9 @@ from gpuops.gate.drain import (
     DrainRecord,
     DrainRetry,
     DrainStage,
-    conclude,
     drain_node,
     read_drain,
+    save_outcome,
     write_drain,
 )
 from gpuops.gate.policy import DrainStep
@@ -121,7 +121,7 @@ def test_a_drain_that_is_no_longer_wanted_is_over(now):
 )
 def test_what_came_of_it_is_kept(tmp_path, step, stage):
     write_drain(tmp_path, DRAIN)
-    conclude(DRAIN, DrainPublication(step), tmp_path)
+    save_outcome(DRAIN, DrainPublication(step), tmp_path)
     kept = read_drain(tmp_path, uid=1)
 
     assert kept == (None if stage is None else replace(DRAIN, stage=stage.value))

@@ -14,7 +14,7 @@ from gpuops.gate.node_state import (
     SAMPLE_EVERY_S,
     SAMPLES_MAX,
     StateUpdate,
-    case_of,
+    judge_context_for,
     state_after,
 )
 from gpuops.host.gpu_names import Gpus
@@ -118,7 +118,7 @@ def test_a_sample_from_the_future_of_this_boot_is_no_sample():
 def test_a_clock_that_jumps_changes_nothing_about_counters_of_this_boot(jump_s):
     first = after(NodeState(), run(a=1), at(100))
     now = at(100 + HOUR_S, jump_s=jump_s)
-    case = case_of(after(first, run(a=4), now), node=NODE, moment=now, purpose=MANUAL)
+    case = judge_context_for(after(first, run(a=4), now), node=NODE, moment=now, purpose=MANUAL)
 
     assert case.counters.since("a", 4).grown == 3
     assert case.counters.since("a", 4).elapsed_s == HOUR_S
@@ -131,7 +131,7 @@ EPILOG = StateUpdate(trigger="epilog", job_id="7")
 def test_a_jobs_epilog_is_held_against_its_own_prolog():
     state = after(NodeState(), run(a=1), at(0))
     state = after(state, run(a=5), at(60), PROLOG)
-    case = case_of(state, node=NODE, moment=at(90), purpose=EPILOG)
+    case = judge_context_for(state, node=NODE, moment=at(90), purpose=EPILOG)
 
     assert case.counters.since("a", 6).grown == 1
     assert case.counters.since("a", 6).elapsed_s == 30
@@ -141,14 +141,14 @@ def test_another_check_meanwhile_is_held_against_the_hours_before():
     state = after(NodeState(), run(a=1), at(0))
     state = after(state, run(a=5), at(60), PROLOG)
 
-    assert case_of(state, node=NODE, moment=at(90), purpose=MANUAL).counters.samples == (
+    assert judge_context_for(state, node=NODE, moment=at(90), purpose=MANUAL).counters.samples == (
         sample(at(0), a=1),
     )
 
 
 def test_a_requeued_job_starts_from_a_sample_of_its_second_prolog():
     state = after(NodeState(), run(a=1), at(0), PROLOG)
-    case = case_of(state, node=NODE, moment=at(60), purpose=PROLOG)
+    case = judge_context_for(state, node=NODE, moment=at(60), purpose=PROLOG)
     again = after(state, run(a=3), at(60), PROLOG)
 
     assert case.counters.samples == state.samples
@@ -239,7 +239,7 @@ def test_a_call_that_was_waited_for_less_than_a_second_neither_hung_nor_answered
 
 def test_hangs_of_an_earlier_boot_are_no_evidence():
     once = after(NodeState(), run(hung()), at(10))
-    case = case_of(once, node=NODE, moment=at(5, boot="boot-2"), purpose=MANUAL)
+    case = judge_context_for(once, node=NODE, moment=at(5, boot="boot-2"), purpose=MANUAL)
     twice = after(once, run(hung()), at(5, boot="boot-2"))
 
     assert case.hangs == ()
@@ -280,7 +280,7 @@ def test_where_the_boot_is_not_known_nothing_is_remembered_and_nothing_compared(
         hangs=(DriverHang(boot_id="", t_us=0, call="x"),),
     )
     unknown = at(60, boot="")
-    case = case_of(state, node=NODE, moment=unknown, purpose=MANUAL)
+    case = judge_context_for(state, node=NODE, moment=unknown, purpose=MANUAL)
 
     assert (case.counters.samples, case.hangs) == ((), ())
     assert after(state, run(hung(), a=2), unknown) == state
@@ -294,4 +294,6 @@ def test_what_others_keep_in_the_file_stays():
 
 
 def test_a_case_knows_when_the_node_booted():
-    assert case_of(NodeState(), node=NODE, moment=at(100), purpose=MANUAL).boot_us == T0_US
+    assert (
+        judge_context_for(NodeState(), node=NODE, moment=at(100), purpose=MANUAL).boot_us == T0_US
+    )

@@ -146,8 +146,8 @@ def test_the_file_is_its_owners_alone(tmp_path):
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("", "it is no JSON: torn, or not ours"),
-        ('{"schema": "gpuops.node-st', "it is no JSON: torn, or not ours"),
+        ("", "it is not JSON: torn, or not ours"),
+        ('{"schema": "gpuops.node-st', "it is not JSON: torn, or not ours"),
         ("[]", "it is not a node's state"),
         ('{"schema": "other/1"}', "it is not a node's state"),
         ('{"schema": "gpuops.node-state/2", "state": {}}', "it is of version 2"),

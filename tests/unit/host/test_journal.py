@@ -106,7 +106,7 @@ def as_nobody(root):
     def look():
         if os.geteuid() == 0:
             os.setuid(NOBODY)
-        return to_json(CHECK.look.read(ProbeContext(root, xid_dirs=log.XID_DIRS), 20))
+        return to_json(CHECK.probe.read(ProbeContext(root, xid_dirs=log.XID_DIRS), 20))
 
     said_ = probe.answer(probe.run(probe.start_call(look, deadline_s=30)))
     return from_json(KernelFacts, said_, "a test")

@@ -5,9 +5,9 @@ from support.checks import NODE
 
 from gpuops.config.resolve import GateMode
 from gpuops.gate.policy import (
+    DRAINING_ACTIONS,
     HARDWARE_REPORTED,
     NOT_ASKED,
-    TAKES_NODE_OUT,
     DrainCause,
     DrainOutcome,
     DrainStep,
@@ -56,7 +56,7 @@ def test_only_a_failure_takes_a_node_out(status):
 def test_a_failure_takes_the_node_out_where_its_runbook_says_so(action):
     found = find_drain_cause([finding()], {LOST: action})
 
-    assert (found is not None) == (action in TAKES_NODE_OUT)
+    assert (found is not None) == (action in DRAINING_ACTIONS)
 
 
 def test_a_failure_class_without_a_runbook_takes_no_node_out():
@@ -122,7 +122,7 @@ def test_every_class_that_drains_without_a_permit_has_a_runbook_that_takes_the_n
     runbooks = load_runbooks(data_dir("runbooks"))
 
     assert {
-        kind for kind in HARDWARE_REPORTED if runbooks[kind].action not in TAKES_NODE_OUT
+        kind for kind in HARDWARE_REPORTED if runbooks[kind].action not in DRAINING_ACTIONS
     } == set()
 
 

@@ -1,8 +1,8 @@
-"""Digests of images: a change of any one bit is found, and the chunk that it is in.
+"""Digests of images: any changed bit is detected, and located to its chunk.
 
-Each chunk has its xxh3-64 in a table; the root is the BLAKE3 of the length (8 bytes little endian)
-and the table. xxh3 runs at the rate of memory and lets other threads run meanwhile; it is no
-defence against bytes made to collide, only against bytes that changed.
+The table has the xxh3-64 of each chunk; the root is the BLAKE3 of the length (8 bytes little
+endian) and the table. xxh3 runs at memory speed and releases Python's lock. It detects accidental
+corruption; it does not resist deliberate collisions.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ HASH_BYTES = 8
 
 
 def chunk_count(nbytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Return into how many chunks *nbytes* are cut; the last one may be short."""
+    """Return the number of chunks in *nbytes*; the last one may be short."""
     return -(-nbytes // chunk_bytes)
 
 
 def chunk_hash(data: memoryview | bytes | bytearray) -> bytes:
-    """Return the 8 bytes that stand in the table for one chunk."""
+    """Return the 8 bytes of one chunk in the table."""
     return xxhash.xxh3_64_digest(data)
 
 
@@ -42,28 +42,28 @@ def compute_digest(view: memoryview, *, chunk_bytes: int = CHUNK_BYTES) -> Diges
 
 
 def check_digest(digest: Digest, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Say nothing where *digest* agrees with itself.
+    """Raise unless *digest* is self-consistent.
 
     Raises:
-        CorruptError: Its table has another size than its length asks for, or another root.
+        CorruptError: The size of its table does not match its length, or its root does not match.
     """
     n_chunks = chunk_count(digest.nbytes, chunk_bytes=chunk_bytes)
     if digest.nbytes < 0 or len(digest.table) != n_chunks * HASH_BYTES:
         raise CorruptError(
             f"the digest of {digest.nbytes} bytes has a table of {len(digest.table)} bytes, "
-            f"not of {n_chunks * HASH_BYTES}"
+            f"not {n_chunks * HASH_BYTES}"
         )
     root = digest_root(digest.nbytes, digest.table)
     if root != digest.root:
         raise CorruptError(
-            f"the digest's table has the root {root[:16]}…, but {digest.root[:16]}… was written"
+            f"the digest's table has the root {root[:16]}…, but {digest.root[:16]}… was recorded"
         )
 
 
 def is_chunk_intact(
     data: memoryview | bytes | bytearray, digest: Digest, number: int, *, offset: int = 0
 ) -> bool:
-    """Say whether *data* from *offset* on is the chunk *number* (from 0) that *digest* tells of."""
+    """Return whether *data* from *offset* on is the chunk *number* (from 0) of *digest*."""
     at = number * HASH_BYTES
     with memoryview(data)[offset:] as chunk:
         return at >= 0 and chunk_hash(chunk) == digest.table[at : at + HASH_BYTES]
@@ -72,10 +72,10 @@ def is_chunk_intact(
 def find_damaged_chunks(
     view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
-    """Return the numbers (from 0) of the chunks of *view* that changed; none where it is whole.
+    """Return the numbers (from 0) of the corrupt chunks of *view*; none where it is intact.
 
     Raises:
-        CorruptError: *view* has another length than *digest*, or the digest itself changed.
+        CorruptError: *view* has another length than *digest*, or the digest itself is corrupt.
     """
     check_size_and_digest(view, digest, chunk_bytes=chunk_bytes)
     numbers = range(chunk_count(view.nbytes, chunk_bytes=chunk_bytes))
@@ -85,10 +85,10 @@ def find_damaged_chunks(
 def check_size_and_digest(
     view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Say nothing where *digest* agrees with itself and is of as many bytes as *view* has.
+    """Raise unless *digest* is self-consistent and has the size of *view*.
 
     Raises:
-        CorruptError: It is not.
+        CorruptError: It does not.
     """
     check_digest(digest, chunk_bytes=chunk_bytes)
     if view.nbytes != digest.nbytes:
@@ -98,7 +98,7 @@ def check_size_and_digest(
 def damaged_among(
     view: memoryview, digest: Digest, numbers: Iterable[int], *, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
-    """Return those of the chunks *numbers* (from 0) of *view* that changed; see `check_whole`."""
+    """Return which of the chunks *numbers* (from 0) of *view* are corrupt."""
     with _flat(view) as flat:
         return tuple(
             number
@@ -110,7 +110,7 @@ def damaged_among(
 
 
 class Digester:
-    """The digest of a stream, in pieces of any size: equal to `digest_of` of the whole."""
+    """The digest of a stream, in pieces of any size: equal to `compute_digest` of all of it."""
 
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -121,11 +121,11 @@ class Digester:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes came so far."""
+        """How many bytes were added."""
         return self._nbytes
 
     def update(self, data: memoryview | bytes | bytearray) -> Self:
-        """Take the next bytes of the stream; returns itself."""
+        """Add the next bytes of the stream; returns itself."""
         with _flat(data) as flat:
             begin = 0
             while begin < len(flat):
@@ -139,7 +139,7 @@ class Digester:
         return self
 
     def finish(self) -> Digest:
-        """Return the digest of what came so far; more may follow."""
+        """Return the digest of the bytes so far; more may follow."""
         table = bytes(self._table)
         if self._chunk_left_bytes < self._chunk_bytes:
             table += self._chunk.digest()
@@ -153,4 +153,4 @@ class Digester:
 
 def _flat(data: memoryview | bytes | bytearray) -> memoryview:
     flat = memoryview(data)
-    return flat.cast("B") if flat.nbytes else memoryview(b"")  # no cast of a shape with a zero
+    return flat.cast("B") if flat.nbytes else memoryview(b"")  # a shape with a zero has no cast

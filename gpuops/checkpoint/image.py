@@ -1,10 +1,11 @@
-"""One rank's part of a state as one image: a valid safetensors file, to the byte.
+"""One rank's shard of a state as one image: a byte-exact safetensors file.
 
 An image is the length of its header (8 bytes, little endian), the header (JSON, padded with spaces
-so that the data begin at a multiple of 4096) and the tensors, the wider item first, then by name:
-so each is aligned and there are no holes, which the format forbids. The header also has what
-torch's own reader needs to load the images of one world into another (``DCP_SHARDING_INFO``).
-What is not a tensor lies in one more tensor of bytes of a fixed capacity, the extra.
+so that the data begin at a multiple of 4096) and the tensors, sorted by item size (the widest
+first), then by name: each is aligned, and there are no holes, which the format forbids. The header
+also has what torch's own reader needs to load the images of one world into another
+(``DCP_SHARDING_INFO``). Everything that is not a tensor is in the metadata blob: one more tensor,
+of bytes, of fixed capacity.
 """
 
 import json
@@ -21,11 +22,11 @@ from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, CorruptErr
 METADATA_PREFIX = "__gpuops_extra__/"
 FORMAT = 1
 ALIGN_BYTES = 4096
-HEADER_BYTES_MAX = 100_000_000  # the safetensors library reads no longer one
+HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
 NAME_BYTES_MAX = 4096
-N_DIMS_MAX = 64  # NumPy's bound, and more than a model's tensors have
+N_DIMS_MAX = 64  # NumPy's limit, and more than a model's tensors have
 DIM_MAX = 2**63 - 1
-# Bounds on what json makes of a header: at most some hundred bytes for each of these characters.
+# Bounds on what json makes of a header: at most a few hundred bytes for each of these characters.
 N_BRACKETS_MAX = 2_500_000
 N_COMMAS_MAX = 8_000_000
 
@@ -58,9 +59,9 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a shard: its name, its dtype as safetensors names it, and which part it is.
+    """One tensor of a shard: its name, its dtype in safetensors' notation, and which part it is.
 
-    ``shape`` is what this rank has; it begins at ``offsets`` of the tensor of ``global_shape``.
+    ``shape`` is this rank's part; it begins at ``offsets`` of the tensor of ``global_shape``.
     """
 
     name: str
@@ -73,7 +74,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor, and the bytes of the image that are its own: from ``begin`` up to ``end``."""
+    """A tensor, and its bytes in the image: from ``begin`` up to ``end``."""
 
     spec: TensorSpec
     begin: int
@@ -82,11 +83,11 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """Where everything lies in an image of ``nbytes`` bytes.
+    """The layout of an image of ``nbytes`` bytes.
 
-    ``tensors`` are in the order of their data, without the extra. ``header`` is all that comes
+    ``tensors`` are in the order of their data, without the metadata blob. ``header`` is everything
     before the data: the length, the JSON and the padding. ``header_hash`` (BLAKE3 of the header, 64
-    hexadecimal digits) names the structure: images of equal hash are laid out alike.
+    hexadecimal digits) identifies the layout.
     """
 
     shard: Shard
@@ -98,12 +99,12 @@ class ImageLayout:
 
     @property
     def metadata_capacity_bytes(self) -> int:
-        """How many bytes `write_extra` takes."""
+        """How many bytes `write_metadata_blob` accepts."""
         return self.metadata_blob.spec.nbytes - _LENGTH_BYTES
 
 
 def metadata_blob_name(rank: int) -> str:
-    """Return the name of the tensor that holds what is not a tensor."""
+    """Return the name of the tensor that holds the metadata blob."""
     return f"{METADATA_PREFIX}rank{rank:05d}"
 
 
@@ -113,19 +114,19 @@ def plan_image(
     metadata_capacity_bytes: int,
     replicas_by_name: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ImageLayout:
-    """Return the layout of an image of *specs*, with room for that many bytes beside them.
+    """Return the layout of an image of *specs* and a metadata blob of that capacity.
 
-    *replicas_by_name*: the ranks that must hold a tensor bit for bit as this one does, by its name.
+    *replicas_by_name*: the ranks on which a tensor must be bitwise equal, by its name.
 
     Raises:
-        CheckpointError: Two tensors of one name, a name, dtype, shape or size that cannot be,
-            or more than an image or its header can hold; says which tensor.
+        CheckpointError: Two tensors have one name, a name, dtype, shape or size is invalid, or a
+            limit of the image or its header is exceeded; the message names the tensor.
     """
     if not 0 <= metadata_capacity_bytes <= IMAGE_BYTES_MAX:
-        raise CheckpointError(f"no image has room for {metadata_capacity_bytes} bytes of extras")
+        raise CheckpointError(f"a metadata blob cannot have {metadata_capacity_bytes} bytes")
     for spec in specs:
         if spec.name.startswith(METADATA_PREFIX) or spec.name == _METADATA:
-            raise CheckpointError(f"the name {_abbreviate(spec.name)} of a tensor is reserved")
+            raise CheckpointError(f"the tensor name {_abbreviate(spec.name)} is reserved")
         _check_spec(spec, CheckpointError)
     _check_names(specs)
     metadata_blob = _metadata_blob_spec(shard, metadata_capacity_bytes + _LENGTH_BYTES)
@@ -141,23 +142,21 @@ def plan_image(
 
 
 def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> ImageLayout:
-    """Return the layout that the image *view* itself tells of; any bytes may be given.
+    """Return the layout that the image *view* describes; the bytes need not be trusted.
 
-    With *nbytes*, the size of the whole image, the beginning of it up to the data is enough.
+    With *nbytes*, the size of the complete image, *view* may end where the data begin.
 
     Raises:
-        CorruptError: It is no image of ours, or not all of one; says what is wrong.
+        CorruptError: It is not a valid image, or is truncated; the message says what is wrong.
     """
     with memoryview(view).cast("B") as flat:
         whole = len(flat) if nbytes is None else nbytes
         n_json = int.from_bytes(flat[:_LENGTH_BYTES], "little")
         begin = _LENGTH_BYTES + n_json
         if n_json > HEADER_BYTES_MAX or not _LENGTH_BYTES + 2 <= begin <= min(len(flat), whole):
-            raise CorruptError(
-                f"the image of {whole} bytes says that its header has {n_json} bytes"
-            )
+            raise CorruptError(f"the image of {whole} bytes declares a header of {n_json} bytes")
         if begin % ALIGN_BYTES:
-            raise CorruptError(f"the data of the image begin at {begin}, not at a page")
+            raise CorruptError(f"the data of the image begin at {begin}, not at a page boundary")
         header = bytes(flat[:begin])
     entries = _parse(header[_LENGTH_BYTES:])
     metadata = entries.pop(_METADATA, None)
@@ -169,15 +168,15 @@ def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> Image
 
 
 def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> None:
-    """Write *data* into the extra of the image *view*, and zeros over the rest of it.
+    """Write *data* into the metadata blob of the image *view*, and zeros over the rest of it.
 
     Raises:
-        CheckpointError: *data* is more than the layout has room for.
+        CheckpointError: *data* exceeds the capacity of the layout.
     """
     capacity_bytes = layout.metadata_capacity_bytes
     if len(data) > capacity_bytes:
         raise CheckpointError(
-            f"the state has {len(data)} bytes that are not tensors, and room for {capacity_bytes}"
+            f"the state has {len(data)} bytes of metadata; the capacity is {capacity_bytes}"
         )
     begin, end = layout.metadata_blob.begin, layout.metadata_blob.end
     data_begin = begin + _LENGTH_BYTES
@@ -187,27 +186,27 @@ def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> N
 
 
 def read_metadata_blob(view: memoryview, layout: ImageLayout) -> bytes:
-    """Return what `write_extra` wrote into the image *view*.
+    """Return what `write_metadata_blob` wrote into the image *view*.
 
     Raises:
-        CorruptError: The image ends before its extra, or that says it is longer than it can be.
+        CorruptError: The image is truncated, or the length of the metadata blob is invalid.
     """
     begin, end = layout.metadata_blob.begin, layout.metadata_blob.end
     if view.nbytes < end:
-        raise CorruptError(f"the image ends at {view.nbytes}, its extra at {end}")
+        raise CorruptError(f"the image ends at {view.nbytes}, its metadata blob at {end}")
     return parse_metadata_blob(view[begin:end])
 
 
 def parse_metadata_blob(blob: memoryview | bytes) -> bytes:
-    """Return what was written into *blob*, all bytes of the extra of an image.
+    """Return the metadata in *blob*, all bytes of the metadata blob of an image.
 
     Raises:
-        CorruptError: It says it is longer than it can be.
+        CorruptError: Its length exceeds its capacity.
     """
     capacity_bytes = len(blob) - _LENGTH_BYTES
     length = int.from_bytes(blob[:_LENGTH_BYTES], "little")
     if length > capacity_bytes:
-        raise CorruptError(f"the extra says it has {length} bytes of {capacity_bytes}")
+        raise CorruptError(f"the metadata blob declares {length} bytes of {capacity_bytes}")
     return bytes(blob[_LENGTH_BYTES : _LENGTH_BYTES + length])
 
 
@@ -225,7 +224,7 @@ def _make_layout(
         or metadata_blob.spec.dtype != "U8"
         or metadata_blob.spec.nbytes < _LENGTH_BYTES
     ):
-        raise CorruptError(f"the image has no {name} of bytes")
+        raise CorruptError(f"the image has no byte tensor {name}")
     tensors = tuple(tensor for tensor in placed if tensor is not metadata_blob)
     return ImageLayout(shard, tensors, metadata_blob, header, nbytes, blake3(header).hexdigest())
 
@@ -240,7 +239,7 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
-            raise CheckpointError(f"two tensors are called {_abbreviate(spec.name)}")
+            raise CheckpointError(f"two tensors have the name {_abbreviate(spec.name)}")
         names.add(spec.name)
 
 
@@ -249,16 +248,16 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
     try:
         n_name = len(spec.name.encode())
     except UnicodeEncodeError as exc:
-        raise error(f"the name {name} of a tensor is not Unicode text") from exc
+        raise error(f"the tensor name {name} is not Unicode text") from exc
     if n_name > NAME_BYTES_MAX:
-        raise error(f"the name {name} of a tensor has {n_name} bytes, at most {NAME_BYTES_MAX}")
+        raise error(f"the tensor name {name} has {n_name} bytes, at most {NAME_BYTES_MAX}")
     if spec.dtype not in ITEMSIZE_BYTES:
-        raise error(f"{name} has the dtype {_abbreviate(spec.dtype)}, which no image can hold")
+        raise error(f"{name} has the dtype {_abbreviate(spec.dtype)}, which images do not support")
     if not len(spec.shape) == len(spec.offsets) == len(spec.global_shape) <= N_DIMS_MAX:
         raise error(f"{name}: shape, offsets and global shape differ in length, or are too long")
     for size, offset, whole in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
         if not (0 <= size <= size + offset <= whole <= DIM_MAX):
-            raise error(f"{name}: no part of {size} from {offset} on is in a dimension of {whole}")
+            raise error(f"{name}: {size} items from {offset} on exceed a dimension of {whole}")
     if spec.nbytes != prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]:
         raise error(f"{name}: {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}")
 
@@ -309,7 +308,7 @@ def _compact(value: object) -> str:
 
 
 def _check_header(text: str, error: type[CheckpointError]) -> None:
-    """Bound what parsing *text* can cost, before it is parsed; the planner keeps to the same."""
+    """Bound what parsing *text* can cost, before it is parsed; `plan_image` applies it, too."""
     n_brackets = text.count("{") + text.count("[")
     n_commas = text.count(",")
     if n_brackets > N_BRACKETS_MAX or n_commas > N_COMMAS_MAX:
@@ -338,24 +337,24 @@ def _json(text: str) -> object:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
 def _reject_constant(constant: str) -> object:
-    raise ValueError(f"{constant} is no number of a header")
+    raise ValueError(f"{constant} is not a valid number")
 
 
 def _mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise CorruptError(f"{what} is no mapping")
+        raise CorruptError(f"{what} is not an object")
     return value
 
 
 def _text(metadata: Mapping[str, object], key: str) -> str:
     value = metadata.get(key)
     if not isinstance(value, str):
-        raise CorruptError(f"the header's {key} is no text")
+        raise CorruptError(f"the header's {key} is not text")
     return value
 
 
@@ -365,7 +364,7 @@ def _numbers(value: object, what: str) -> tuple[int, ...]:
         or len(value) > N_DIMS_MAX
         or any(type(item) is not int or not 0 <= item <= DIM_MAX for item in value)
     ):
-        raise CorruptError(f"{what} is no list of whole numbers")
+        raise CorruptError(f"{what} is not a list of whole numbers")
     return tuple(value)
 
 
@@ -374,7 +373,7 @@ def _read_metadata(
 ) -> tuple[Shard, dict[str, Any], dict[str, Any]]:
     found = _mapping(metadata, "the header's metadata")
     if not all(isinstance(value, str) for value in found.values()):
-        raise CorruptError("the header's metadata has what is no text")
+        raise CorruptError("the header's metadata has a value that is not text")
     own_metadata = _mapping(_json(_text(found, "gpuops")), "the header's gpuops")
     if own_metadata.get("format") != FORMAT:
         raise CorruptError(
@@ -391,7 +390,7 @@ def _read_metadata(
     shapes = _mapping(own_metadata.get("shapes"), "the header's shapes")
     offsets = _mapping(_json(_text(found, _SHARDING)), f"the header's {_SHARDING}")
     if offsets.keys() != set(names) or not shapes.keys() <= offsets.keys():
-        raise CorruptError(f"{_SHARDING} or the shapes tell of other tensors than the header has")
+        raise CorruptError(f"{_SHARDING} or the shapes list other tensors than the header has")
     return shard, offsets, shapes
 
 
@@ -402,14 +401,14 @@ def _read_entry(
     found = _mapping(entry, f"the entry of {short}")
     dtype = found.get("dtype")
     shape = _numbers(found.get("shape"), f"the shape of {short}")
-    span = _numbers(found.get("data_offsets"), f"the place of {short}")
+    span = _numbers(found.get("data_offsets"), f"the data offsets of {short}")
     part = _mapping(offsets[name], f"{_SHARDING} of {short}")
     saved_offsets = _numbers(part.get("saved_offsets"), f"the offsets of {short}")
     global_shape = (
         _numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
     )
     if not isinstance(dtype, str) or len(span) != 2:
-        raise CorruptError(f"the entry of {short} is not whole")
+        raise CorruptError(f"the entry of {short} is incomplete")
     spec = TensorSpec(name, dtype, shape, span[1] - span[0], saved_offsets, global_shape)
     _check_spec(spec, CorruptError)
     itemsize = ITEMSIZE_BYTES[dtype]
@@ -423,16 +422,16 @@ def _check_contiguous(placed: Sequence[PlacedTensor], begin: int, nbytes: int) -
     for tensor in placed:
         if tensor.begin != end:
             raise CorruptError(
-                f"{_abbreviate(tensor.spec.name)} begins at {tensor.begin}, what is before ends "
+                f"{_abbreviate(tensor.spec.name)} begins at {tensor.begin}, the data before it end "
                 f"at {end}"
             )
         end = tensor.end
     if end != nbytes:
-        raise CorruptError(f"the image has {nbytes} bytes, its header tells of {end}")
+        raise CorruptError(f"the image has {nbytes} bytes, its header describes {end}")
 
 
 def _abbreviate(value: object) -> str:
-    """Return *value*, which may be anything, in few enough characters for a message."""
+    """Return *value*, which may be anything, shortened for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= 80 else value[:80] + "…")
     return repr(value) if type(value) is int and abs(value) <= DIM_MAX else type(value).__name__

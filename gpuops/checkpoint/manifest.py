@@ -1,9 +1,8 @@
-"""What makes a directory of shards a state: written last, and bound to itself by its own digest.
+"""The manifest completes a directory of shards: it is written last and contains its own digest.
 
-The file is JSON that a person can read. Its first line holds the BLAKE3 of all that follows, so
-that a manifest edited by hand, or damaged on disk, is told from the one that was written. It has
-no lists and one object per shard, so that counting commas and brackets bounds what a hostile file
-can make the parser hold.
+The file is readable JSON. Its first line has the BLAKE3 of all that follows, so that a manifest
+that was edited by hand, or damaged on disk, is detected. It has no lists and one object per shard,
+so that counting commas and brackets bounds the memory that parsing a hostile file takes.
 """
 
 import base64
@@ -44,15 +43,15 @@ _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 _SHARD_FILE = re.compile(r"shard-([0-9]{5})-of-([0-9]{5,6})\.safetensors\Z")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
-# One comma separates each two members, and a shard has five at most.
+# One comma separates two members, and a shard has five at most.
 _COMMAS_MAX = 6 * WORLD_MAX + 1000
 _OBJECTS_MAX = WORLD_MAX + 100
-_BRACKETS_MAX = 2 * TEXT_MAX  # none but in names
+_BRACKETS_MAX = 2 * TEXT_MAX  # only in names
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One shard of a state: which, the hash of its image's header, and the digest of its bytes."""
+    """One shard of a state, the hash of its image's header, and the digest of its bytes."""
 
     shard: Shard
     layout_hash: str
@@ -60,9 +59,9 @@ class ShardRecord:
 
     def __post_init__(self) -> None:
         digest = self.digest
-        _require(_HEX64.match(self.layout_hash), f"{self.layout_hash!r} is no hash of a layout")
-        _require(_HEX64.match(digest.root), f"{digest.root!r} is no root of a digest")
-        _require(0 < digest.nbytes <= IMAGE_BYTES_MAX, f"a shard has no {digest.nbytes} bytes")
+        _require(_HEX64.match(self.layout_hash), f"{self.layout_hash!r} is not a layout hash")
+        _require(_HEX64.match(digest.root), f"{digest.root!r} is not a digest root")
+        _require(0 < digest.nbytes <= IMAGE_BYTES_MAX, f"a shard cannot have {digest.nbytes} bytes")
         try:
             check_digest(digest)
         except CorruptError as exc:
@@ -73,11 +72,11 @@ class ShardRecord:
 class Manifest:
     """All shards of one state of a world of so many ranks, in the order of their ranks.
 
-    ``created`` is UTC to the second, ``generation`` the start of the job's workers that saved it,
+    ``created`` is UTC to the second, ``generation`` that of the workers that saved it,
     ``job`` names the run and ``version`` the gpuops that wrote it.
 
     Raises:
-        ValueError: A shard is missing, doubled or of another world; a value out of bounds.
+        ValueError: A shard is missing, duplicate or of another world; a value is out of bounds.
     """
 
     state: StateId
@@ -89,7 +88,7 @@ class Manifest:
     job: str
 
     def __post_init__(self) -> None:
-        _require(1 <= self.world <= WORLD_MAX, f"no world has {self.world} ranks")
+        _require(1 <= self.world <= WORLD_MAX, f"a world cannot have {self.world} ranks")
         _require(
             tuple(record.shard for record in self.shards)
             == tuple(Shard(rank, self.world) for rank in range(self.world)),
@@ -97,24 +96,24 @@ class Manifest:
         )
         _require(
             self.created == format_utc(_epoch_us(self.created)),
-            f"{self.created!r} is no time in UTC",
+            f"{self.created!r} is not a time in UTC",
         )
-        _require(0 <= self.generation <= GENERATION_MAX, f"{self.generation} is no generation")
+        _require(0 <= self.generation <= GENERATION_MAX, f"invalid generation {self.generation}")
         for text in (self.version, self.job):
-            _require(len(text) <= TEXT_MAX and text.isprintable(), f"{text[:40]!r} is no name")
+            _require(len(text) <= TEXT_MAX and text.isprintable(), f"{text[:40]!r} is not a name")
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all shards."""
+        """Return the number of bytes of all shards."""
         return sum(record.digest.nbytes for record in self.shards)
 
     @property
     def created_s(self) -> int:
-        """Return when it was made, in seconds since the epoch."""
+        """Return the time of creation, in seconds since the epoch."""
         return _epoch_us(self.created) // 1_000_000
 
     def record(self, shard: Shard) -> ShardRecord:
-        """Return what is recorded of *shard*.
+        """Return the record of *shard*.
 
         Raises:
             CheckpointError: It is not one of this state's.
@@ -126,12 +125,12 @@ class Manifest:
         return self.shards[shard.rank]
 
     def has_same_shards(self, other: "Manifest") -> bool:
-        """Return whether *other* is of the same state and its shards are the same, bit for bit."""
+        """Return whether *other* is the same state with bitwise equal shards."""
         return (self.state, self.world, self.shards) == (other.state, other.world, other.shards)
 
 
 def format_utc(now_us: int) -> str:
-    """Return *now_us*, microseconds since the epoch, as a manifest has it."""
+    """Return *now_us*, microseconds since the epoch, in a manifest's format."""
     return (_EPOCH + timedelta(seconds=now_us // 1_000_000)).strftime(_TIME)
 
 
@@ -144,7 +143,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the content of the file.
 
     Raises:
-        CheckpointError: It would be larger than any reader accepts.
+        CheckpointError: It would be larger than readers accept.
     """
     head = {
         "schema": SCHEMA,
@@ -165,13 +164,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if len(content) > MANIFEST_BYTES_MAX:
         raise CheckpointError(
             f"the manifest of {manifest.state} ({manifest.nbytes} bytes, {manifest.world} shards) "
-            f"would have {len(content)} bytes; {MANIFEST_BYTES_MAX} is the most"
+            f"would have {len(content)} bytes; the limit is {MANIFEST_BYTES_MAX}"
         )
     return content
 
 
 def parse_manifest(content: bytes, source: str) -> Manifest:
-    """Return the manifest that *content* is; *source* names it in errors.
+    """Parse *content*; *source* names it in errors.
 
     Raises:
         CorruptError: Too large, damaged, edited by hand, or of another kind.
@@ -188,11 +187,11 @@ def parse_manifest(content: bytes, source: str) -> Manifest:
             )
         return _build_manifest(values)
     except ValueError as exc:
-        raise CorruptError(f"{source} is no manifest of a checkpoint: {exc}") from exc
+        raise CorruptError(f"{source} is not a checkpoint manifest: {exc}") from exc
 
 
 def record_to_json(record: ShardRecord) -> dict[str, Any]:
-    """Return what a manifest has of one shard."""
+    """Return a manifest's entry for one shard."""
     return {
         "nbytes": record.digest.nbytes,
         "layout": record.layout_hash,
@@ -202,17 +201,17 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 
 
 def record_from_json(file: str, value: Any) -> ShardRecord:  # noqa: ANN401 parsed JSON
-    """Return the shard that *value* describes.
+    """Return the record of the shard that *value* describes.
 
     Raises:
-        ValueError: It describes none.
+        ValueError: It is invalid.
     """
     named = _SHARD_FILE.match(file)
-    _require(named, f"{file[:80]!r} is no name of a shard")
+    _require(named, f"{file[:80]!r} is not a shard file name")
     assert named is not None
     entry = _require_members(value, "nbytes", "layout", "root", "table")
     shard = Shard(int(named[1]), int(named[2]))
-    _require(shard.file_name == file, f"{file[:80]!r} is no name of a shard")
+    _require(shard.file_name == file, f"{file[:80]!r} is not a shard file name")
     try:
         table = base64.b64decode(_read_text(entry, "table", MANIFEST_BYTES_MAX), validate=True)
     except binascii.Error as exc:
@@ -223,17 +222,17 @@ def record_from_json(file: str, value: Any) -> ShardRecord:  # noqa: ANN401 pars
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Return the JSON object that *content* is, after bounding what parsing it can take.
+    """Parse *content* as a JSON object, after bounding the cost of parsing it.
 
     Raises:
-        ValueError: Too large, not JSON, not an object, or a name stands in it twice.
+        ValueError: Too large, not JSON, not an object, or with a duplicate name.
     """
     _require(len(content) <= MANIFEST_BYTES_MAX, f"it is larger than {MANIFEST_BYTES_MAX} bytes")
     _require(
         content.count(b",") <= _COMMAS_MAX
         and content.count(b"{") <= _OBJECTS_MAX
         and content.count(b"[") <= _BRACKETS_MAX,
-        "it has more members than any manifest",
+        "it has more members than a manifest can have",
     )
     try:
         values = json.loads(content, object_pairs_hook=_unique_keys)
@@ -282,14 +281,14 @@ def _build_manifest(values: Mapping[str, Any]) -> Manifest:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
-    _require(len(values) == len(pairs), "a name stands in it twice")
+    _require(len(values) == len(pairs), "a name occurs twice")
     return values
 
 
 def _require_members(value: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401 parsed JSON
     _require(
         isinstance(value, dict) and set(value) == set(names),
-        f"an object with {', '.join(names)} was expected",
+        f"expected an object with {', '.join(names)}",
     )
     return value  # type: ignore[no-any-return]
 
@@ -297,7 +296,8 @@ def _require_members(value: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401
 def _read_int(values: Mapping[str, Any], name: str, value_max: int) -> int:
     value = values[name]
     _require(
-        type(value) is int and 0 <= value <= value_max, f"{name} is no number from 0 to {value_max}"
+        type(value) is int and 0 <= value <= value_max,
+        f"{name} is not a number from 0 to {value_max}",
     )
     return value  # type: ignore[no-any-return]
 
@@ -305,7 +305,7 @@ def _read_int(values: Mapping[str, Any], name: str, value_max: int) -> int:
 def _read_text(values: Mapping[str, Any], name: str, length_max: int = TEXT_MAX) -> str:
     value = values[name]
     _require(
-        isinstance(value, str) and len(value) <= length_max, f"{name} is no text of a name's length"
+        isinstance(value, str) and len(value) <= length_max, f"{name} is not text, or is too long"
     )
     return value  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""The nouns of a checkpoint: which state it is, what it is made of, where a copy lies."""
+"""The basic types of a checkpoint: states, shards, digests, copies."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,11 +16,11 @@ WHY_CHARS_MAX = 300
 
 
 class CheckpointError(GpuopsError):
-    """A checkpoint cannot be taken, found, read or written; the message says of what and why."""
+    """A checkpoint cannot be saved, found, read or written; the message says which and why."""
 
 
 class BadRequestError(CheckpointError):
-    """What was asked for cannot be: no such part, no such place, no tag."""
+    """An invalid request: no such part, place or tag."""
 
     exit_code = EXIT_USAGE
 
@@ -30,19 +30,19 @@ class CorruptError(CheckpointError):
 
 
 class RestoreUndecidedError(CheckpointError):
-    """Whether there is a state to go on from cannot be said, so starting anew could lose it."""
+    """It is unknown whether there is a state to resume from: starting anew could lose it."""
 
 
 class KeeperError(CheckpointError):
-    """The keeper of this node's copies does not answer, or refuses."""
+    """The keeper of this node does not answer, or refuses."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateId:
-    """One state of a job; the greater of two is the newer.
+    """One state of a job; states sort by age.
 
-    ``epoch`` grows by one each time the job's workers are started: steps that are made again after
-    a restart from step 8 are newer than a step 10 that was left behind. ``step`` is the number of
+    ``epoch`` grows by one each time the job's workers are started: steps that are repeated after a
+    restart from step 8 are newer than a step 10 that was abandoned. ``step`` is the number of
     optimizer steps completed.
     """
 
@@ -51,7 +51,7 @@ class StateId:
 
     def __post_init__(self) -> None:
         if not (0 <= self.epoch <= EPOCH_MAX and 0 <= self.step <= STEP_MAX):
-            raise ValueError(f"no state has epoch {self.epoch} and step {self.step}")
+            raise ValueError(f"invalid state of epoch {self.epoch} and step {self.step}")
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class StateId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """What one rank of a world of so many ranks saved of a state."""
+    """One rank's part of a state, which a world of *world* ranks saved."""
 
     rank: int
     world: int
@@ -81,7 +81,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What the bytes of an image were when it was sealed.
+    """The digest of an image's bytes when it was written.
 
     ``table`` has the xxh3-64 of each `CHUNK_BYTES`, 8 bytes big endian each; ``root`` is the BLAKE3
     of the length (8 bytes little endian) and the table, 64 hexadecimal digits.
@@ -93,7 +93,7 @@ class Digest:
 
 
 class Tier(StrEnum):
-    """Where a copy lies, the fastest first."""
+    """The kind of place of a copy, the fastest first."""
 
     MEMORY = "memory"  # of this node
     PEER = "peer"  # another node's memory
@@ -114,7 +114,7 @@ class ShardCopy:
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """The state that all ranks are to load. ``why`` has what spoke against newer ones."""
+    """The state that all ranks load. ``why``: why newer ones were skipped."""
 
     state: StateId
     world: Annotated[int, Limit(WORLD_MAX, low=1)]
@@ -125,7 +125,7 @@ class RestorePoint:
 
 @dataclass(frozen=True, slots=True)
 class KeeperAddress:
-    """Where another node's keeper is; *host* is an address, not a name."""
+    """The address of another node's keeper; *host* is an IP address, not a name."""
 
     name: str
     host: Annotated[str, Limit(255)]
@@ -138,10 +138,10 @@ class KeeperAddress:
 
 @dataclass(frozen=True, slots=True)
 class ShardHolders:
-    """Who has a shard, in the order in which they are asked.
+    """The holders of a shard, in the order in which they are asked.
 
-    ``root`` is that of the digest which the bytes must have, "" where any will do that a holder has
-    verified.
+    ``root`` is that of the digest that the bytes must have, "" where any verified copy of a holder
+    will do.
     """
 
     peers: tuple[KeeperAddress, ...]
@@ -149,4 +149,4 @@ class ShardHolders:
 
     def __post_init__(self) -> None:
         if self.root and (len(self.root) != 64 or self.root.strip("0123456789abcdef")):
-            raise CheckpointError(f"{self.root!r} is no root of a digest")
+            raise CheckpointError(f"{self.root!r} is not a digest root")

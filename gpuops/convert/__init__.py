@@ -1,1 +1,1 @@
-"""Between a state and the formats of others: DCP directories, safetensors files, torch.save."""
+"""Convert states to and from other formats: DCP directories, safetensors files, torch.save."""

@@ -36,7 +36,7 @@ from gpuops.convert.safetensors_files import (
 from gpuops.convert.state_reader import StateReader
 from gpuops.convert.tensors import DTYPES
 
-EXPORT_KEY = "gpuops"  # where an export keeps what an import needs to make the same state of it
+EXPORT_KEY = "gpuops"  # the key of the metadata from which an import rebuilds the same state
 EXPORT_FORMAT = 1
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -51,7 +51,7 @@ class ConvertFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written. ``omitted``: what the format cannot hold, or what was not asked for."""
+    """What was written. ``omitted``: not supported by the format, or not requested."""
 
     files: tuple[Path, ...]
     nbytes: int
@@ -68,7 +68,7 @@ def export_state(
     max_shard_bytes: int | None = None,
     advance: Callable[[int], object] = lambda _nbytes: None,
 ) -> ExportResult:
-    """Write *state* to *to*, which must not be there yet.
+    """Write *state* to *to*, which must not exist yet.
 
     Args:
         state: The state, open.
@@ -76,7 +76,7 @@ def export_state(
             *max_shard_bytes* is given.
         output_format: The format.
         part: Only this part (``model``), its tensors by their names without the part's.
-        max_shard_bytes: About so many bytes of tensors for each safetensors file.
+        max_shard_bytes: The approximate bytes of tensors in each safetensors file.
         advance: Called with the bytes of tensors written, for a progress bar.
 
     Raises:
@@ -117,7 +117,7 @@ def _save_dcp(nested: Mapping[str, Any], folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(dict(nested), storage_writer=FileSystemWriter(folder), no_dist=True)
-    except CheckpointException as exc:  # it is no Exception, and has those of all ranks
+    except CheckpointException as exc:  # not an Exception; it has those of all ranks
         failed = [failure for failure, _ in exc.failures.values()]
         if any(map(_is_interrupt, failed)):
             raise KeyboardInterrupt from exc
@@ -128,7 +128,7 @@ def _save_dcp(nested: Mapping[str, Any], folder: Path) -> None:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Say whether Ctrl-C caused *error*: closing an incomplete file raises another one on top."""
+    """Return whether Ctrl-C caused *error*: closing an incomplete file raises another error."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -137,7 +137,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 
 def _build_nested(state: StateReader, part: str | None) -> NestedState:
-    """Return the state as nested dicts, with what an import makes the same state of."""
+    """Return the state as nested dicts, with the metadata from which an import rebuilds it."""
     blobs = [state.metadata_blob_of(layout) for layout in state.layouts]
     cache: dict[tuple[str, str | None], torch.Tensor] = {}
 
@@ -291,7 +291,7 @@ def _temporary_file(to: Path) -> Iterator[Any]:
         _publish(path, to)
     except OSError as exc:
         raise CheckpointError(f"cannot write {to}: {exc.strerror or exc}") from exc
-    except RuntimeError as exc:  # what torch makes of a short write
+    except RuntimeError as exc:  # torch's error for a short write
         if _is_interrupt(exc):
             raise KeyboardInterrupt from exc
         raise CheckpointError(f"cannot write {to}: {str(exc)[:200]}") from exc
@@ -304,7 +304,7 @@ def _temporary_path(to: Path) -> Path:
 
 
 def _publish(path: Path, to: Path) -> None:
-    """Give the file *path* the name *to* and sync it; never replaces another file."""
+    """Rename the file *path* to *to* and sync it; never replaces another file."""
     try:
         os.link(path, to)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""What is to be imported, before its tensors are read: names, shapes, and how to read them."""
+"""The source of an import, before its tensors are read: names, shapes, and how to read them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ FillTensor = Callable[[torch.Tensor], None]
 
 @dataclass(slots=True)
 class ImportSource:
-    """A file or directory of others, open.
+    """A file or directory of another format, open.
 
     ``tree`` is nested as it was saved, with a tensor on the meta device for each tensor of
-    ``fills``, which puts its data into a tensor of the same shape and dtype; keys are `id`s.
-    ``is_flat``: the names of ``tree`` are those of the tensors in a state. ``gpuops_metadata`` is
-    what an export of gpuops recorded of the state.
+    ``fills``, which fills a tensor of the same shape and dtype; keys are `id`s. ``is_flat``: the
+    names of ``tree`` are those of the tensors in a state. ``gpuops_metadata`` is what an export of
+    gpuops recorded of the state.
     """
 
     tree: dict[Any, Any] = field(default_factory=dict)
@@ -32,13 +32,13 @@ class ImportSource:
     def placeholder(
         self, shape: Sequence[int], dtype: torch.dtype, fill: FillTensor
     ) -> torch.Tensor:
-        """Return what stands in the tree for a tensor that *fill* reads."""
+        """Return the placeholder in the tree for a tensor that *fill* reads."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self.fills[id(tensor)] = fill
         return tensor
 
     def fill(self, placeholder: torch.Tensor, target: torch.Tensor) -> None:
-        """Read into *target* what *placeholder* stands for; a tensor with data is itself copied."""
+        """Read the data of *placeholder* into *target*; a tensor with data is copied."""
         fill = self.fills.get(id(placeholder))
         if fill is None:
             target.copy_(placeholder)
@@ -48,7 +48,7 @@ class ImportSource:
 
 @dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """A part of a tensor and what reads it."""
+    """A part of a tensor, and the function that reads it."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -56,10 +56,10 @@ class TensorRegion:
 
 
 def combine_fills(name: str, shape: tuple[int, ...], regions: Sequence[TensorRegion]) -> FillTensor:
-    """Return what puts all of *regions* into their places in a tensor of *shape*.
+    """Return a function that reads all *regions* of a tensor of *shape*.
 
     Raises:
-        CorruptError: They do not make up the whole, each place of it once.
+        CorruptError: They do not cover it exactly once.
     """
     distinct = {(box.offsets, box.shape): box for box in regions if prod(box.shape)}
     for box in distinct.values():
@@ -68,7 +68,7 @@ def combine_fills(name: str, shape: tuple[int, ...], regions: Sequence[TensorReg
     n_there = sum(prod(box.shape) for box in distinct.values())
     if n_there != prod(shape) or first_overlap(list(distinct)) is not None:
         raise CorruptError(
-            f"the {len(distinct)} parts of {name!r:.200} do not make up its shape {list(shape)}: "
+            f"the {len(distinct)} parts of {name!r:.200} do not cover its shape {list(shape)}: "
             "one is missing, or two overlap"
         )
 

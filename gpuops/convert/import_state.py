@@ -1,6 +1,6 @@
-"""Make a state of what others saved: with digests and a manifest, as a job of one rank has it."""
+"""Make a state from other formats: with digests and a manifest, like one of a job of one rank."""
 
-# ruff: noqa: ANN401 what others saved may be anything
+# ruff: noqa: ANN401 imported values have any type
 
 import mmap
 import re
@@ -45,7 +45,7 @@ _SHARD = Shard(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """The state that was made, and notes for the user."""
+    """The imported state, and notes for the user."""
 
     state: StateId
     nbytes: int
@@ -54,10 +54,10 @@ class ImportResult:
 
 
 def open_import_source(path: Path, input_format: ConvertFormat, *, trust: bool) -> ImportSource:
-    """Return what is at *path*, before its tensors are read.
+    """Open *path*; its tensors are not read yet.
 
     Raises:
-        CheckpointError: It cannot be read, or only by running what it contains and *trust* is
+        CheckpointError: It cannot be read; or only by running code that it contains, and *trust* is
             false.
     """
     if not path.exists():
@@ -71,7 +71,7 @@ def open_import_source(path: Path, input_format: ConvertFormat, *, trust: bool) 
             return read_torch(path, trust=trust)
 
 
-def import_state(  # noqa: PLR0913 what, where to, and what nobody else says
+def import_state(  # noqa: PLR0913 source, target, and what the source may lack
     source: ImportSource,
     store: CheckpointStore,
     scratch: Path,
@@ -87,15 +87,15 @@ def import_state(  # noqa: PLR0913 what, where to, and what nobody else says
         source: What to write.
         store: Where to.
         scratch: A folder with room for all of it once more.
-        step: The optimizer steps completed; None: what was saved with it says.
-        epoch: None: newer than all states that are there.
-        part: What a flat set of tensors is the state of, such as ``model``.
+        step: The optimizer steps completed; None: taken from the source.
+        epoch: None: newer than all existing states.
+        part: The part that a flat set of tensors is the state of, such as ``model``.
         advance: Called with the bytes of tensors that were read.
 
     Raises:
-        CorruptError: What is read is not what its own index says.
-        CheckpointError: Nobody says the step; something cannot be stored; no room; the state is
-            there already.
+        CorruptError: The source contradicts its own index.
+        CheckpointError: The step is unknown; something cannot be stored; no room; the state exists
+            already.
     """
     state = StateId(_epoch(epoch, store), _step(step, source))
     if any(stored.state == state for stored in store.list_states()):
@@ -117,7 +117,7 @@ def _epoch(given: int | None, store: CheckpointStore) -> int:
     if given is None:
         given = max((stored.state.epoch for stored in store.list_states()), default=-1) + 1
     if not 0 <= given <= EPOCH_MAX:
-        raise BadRequestError(f"no state has the epoch {given}: at most {EPOCH_MAX}")
+        raise BadRequestError(f"invalid epoch {given}: at most {EPOCH_MAX}")
     return given
 
 
@@ -131,7 +131,7 @@ def _step(given: int | None, source: ImportSource) -> int:
     if isinstance(stated, torch.Tensor) and stated.numel() == 1 and not stated.is_meta:
         stated = stated.item()
     if type(stated) is not int or not 0 < stated <= STEP_MAX:
-        raise BadRequestError("nothing says how many steps were completed by then: give --step N")
+        raise BadRequestError("the number of completed steps is unknown: give --step N")
     return stated
 
 
@@ -143,7 +143,7 @@ def _flatten(source: ImportSource, step: int, part: str | None) -> FlatState:
         return from_nested({"model": source.tree} if source.is_flat else source.tree, step)
     blobs = gpuops_metadata.get("extra")
     if not isinstance(blobs, list) or not all(type(text) is str for text in blobs):
-        raise CorruptError("what gpuops exported with it is incomplete: it has no extras")
+        raise CorruptError("the metadata of its gpuops export is incomplete")
     if source.is_flat:
         flat = FlatState(dict(source.tree))
         names = set(flat.tensors)
@@ -156,8 +156,8 @@ def _flatten(source: ImportSource, step: int, part: str | None) -> FlatState:
     if source.is_flat:
         flat = from_nested(_build_nested(source, blobs), step)
     flat.notes.append(
-        f"it was saved by {len(blobs)} ranks: what each had of its own (random states, positions "
-        "in data) is that of the lowest, or not kept"
+        f"it was saved by {len(blobs)} ranks: of each rank's own values (random states, positions "
+        "in data), that of the lowest is used, or none"
     )
     return flat
 
@@ -179,7 +179,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
         check_storable(tensor, name)
     stored = as_storable(tensor)
     if stored.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{name!r:.200} has the dtype {tensor.dtype}, which no state holds")
+        raise CheckpointError(f"{name!r:.200} has the unsupported dtype {tensor.dtype}")
     shape = tuple(stored.shape)
     nbytes = stored.numel() * stored.element_size()
     return TensorSpec(name, DTYPE_NAMES[stored.dtype], shape, nbytes, (0,) * len(shape), shape)
@@ -209,11 +209,11 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
 
 
 def read_torch(path: Path, *, trust: bool) -> ImportSource:
-    """Return what is in the file *path*, a dict; its tensors are mapped, not read.
+    """Return the content of the file *path*, a dict; its tensors are mapped, not read.
 
     Raises:
         CheckpointError: torch loads it only by running code, and *trust* is false; it cannot be
-            read; or it is no dict.
+            read; or it is not a dict.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file")
@@ -238,15 +238,15 @@ def _load(path: Path, *, trust: bool) -> Any:
     for is_mapped in (True, False):  # files in the format before torch 1.6 cannot be mapped
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what torch may not support, it refuses
+                warnings.simplefilter("ignore")  # torch refuses what it does not support
                 return torch.load(path, map_location="cpu", weights_only=not trust, mmap=is_mapped)
-        except Exception as exc:  # noqa: BLE001 boundary: whatever hostile bytes make torch raise
+        except Exception as exc:  # noqa: BLE001 boundary: hostile bytes make torch raise anything
             failed: Exception = exc
     if trust:
         raise CheckpointError(f"cannot load {path}: {failed!r:.300}") from failed
     raise CheckpointError(
-        f"{path} is refused: torch loads it only by running what it contains, or not at all"
-        f"{_refusal_reason(failed)}. If you trust who wrote it, give --trust"
+        f"{path} is refused: torch loads it only by running code that it contains, or not at all"
+        f"{_refusal_reason(failed)}. If you trust its author, give --trust"
     ) from failed
 
 

@@ -1,11 +1,11 @@
 """A state as nested dicts of tensors and values, named as torch's own functions do it, and back.
 
 A model is ``{name: tensor}``; an optimizer ``{"state": {name: {…}}, "param_groups": […]}`` by the
-names of its parameters, as ``torch.distributed.checkpoint.state_dict`` has it; all else is what its
-``state_dict`` returned.
+names of its parameters, like ``torch.distributed.checkpoint.state_dict``; other parts are what
+their ``state_dict`` returned.
 """
 
-# ruff: noqa: ANN401 what users keep in a state may be anything
+# ruff: noqa: ANN401 users' values have any type
 
 import base64
 import binascii
@@ -27,21 +27,21 @@ RankMetadata = Mapping[str, Any]
 _DEPTH_MAX = 100
 _MODEL = "model"  # the key that `gpuops.Checkpointer` gives to a module; of several "model.NAME"
 _OPTIMIZER = {"state", "param_groups"}
-# Of a field of an optimizer's state: not a tensor; where its parameter is; on the host.
+# Of a field of an optimizer's state: not a tensor; on the device of its parameter; on the host.
 _NOT_TENSOR, _ON_PARAMETER_DEVICE, _ON_HOST = 0, 1, 2
 
 
 class NestedState(dict[str, Any]):
-    """The nested dicts, and in ``omitted`` what could not be put into them."""
+    """The nested dicts; ``omitted``: what they cannot represent."""
 
     omitted: list[str]
 
 
 def parse_metadata_blobs(blobs: Sequence[bytes]) -> list[RankMetadata]:
-    """Return what each rank saved next to its tensors; empty where it is not of gpuops.
+    """Return the metadata of each rank; empty where it is not of gpuops.
 
     Raises:
-        CorruptError: It is no JSON.
+        CorruptError: It is not JSON.
     """
     found: list[RankMetadata] = []
     for rank, text in enumerate(blobs):
@@ -53,12 +53,12 @@ def parse_metadata_blobs(blobs: Sequence[bytes]) -> list[RankMetadata]:
 def to_nested(
     rank_metadata: Sequence[RankMetadata], names: Iterable[str], tensor_of: GetTensor
 ) -> NestedState:
-    """Return the state whose ranks saved *rank_metadata* and which has the tensors called *names*.
+    """Return the state of ranks that saved *rank_metadata*, with the tensors called *names*.
 
-    *tensor_of* is given the name of a tensor, and its dtype where an image holds it under another.
+    *tensor_of* gets the name of a tensor, and its dtype where an image stores it as another one.
 
     Raises:
-        CorruptError: The extras are not what the checkpointer writes.
+        CorruptError: The metadata is not what the checkpointer writes.
     """
     nested = NestedState()
     nested.omitted = []
@@ -82,7 +82,7 @@ def to_nested(
         except CheckpointError as exc:
             nested.omitted.append(str(exc))
         except (KeyError, TypeError, ValueError, StopIteration, AttributeError) as exc:
-            raise CorruptError(f"what was saved of {key} cannot be read: {exc!r:.200}") from exc
+            raise CorruptError(f"the saved state of {key} cannot be read: {exc!r:.200}") from exc
     _add_dcp(nested, rank_metadata, unused, tensor_of)
     for name in unused:
         nested.setdefault(name, tensor_of(name, None))
@@ -95,7 +95,7 @@ def _parts(metadata: RankMetadata) -> Mapping[str, Any]:
 
 
 def _names_by_part(part_keys: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each part the names of its tensors: the longest key that they begin with."""
+    """Return the names of the tensors of each part: by the longest key that they begin with."""
     owned: dict[str, list[str]] = {key: [] for key in part_keys}
     for name in names:
         owner_key = max(
@@ -218,20 +218,20 @@ def _add_dcp(
 
 
 def load_value(data: bytes, name: str, *, trust: bool = False) -> Any:
-    """Return the value in the ``torch.save`` bytes *data*; nothing in it is run.
+    """Return the value in the ``torch.save`` bytes *data*, without running code in it.
 
     Raises:
         CheckpointError: It is of a class that torch does not load without running code.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
-    except Exception as exc:  # boundary: torch.load raises whatever hostile bytes make it raise
+    except Exception as exc:  # boundary: hostile bytes make torch.load raise anything
         if trust:
             raise CheckpointError(
                 f"the value {name!r:.200} cannot be loaded: {exc!r:.200}"
             ) from exc
         raise CheckpointError(
-            f"the value {name!r:.200} is refused: it is not made of tensors and plain values"
+            f"the value {name!r:.200} is refused: it has more than tensors and plain values"
         ) from exc
 
 
@@ -258,7 +258,7 @@ def dicts_to_lists(value: Any) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Return *value* made of types that ``torch.load`` admits with ``weights_only=True``."""
+    """Return *value* as types that ``torch.load`` admits with ``weights_only=True``."""
     made = value
     if isinstance(value, Mapping):
         made = {to_plain(key): to_plain(item) for key, item in value.items()}
@@ -296,12 +296,12 @@ class FlatState:
 
 
 def from_nested(tree: Mapping[str, Any], step: int) -> FlatState:
-    """Return the state of one rank that *tree* is of, as `gpuops.Checkpointer` would save it.
+    """Return *tree* as the state of one rank, as `gpuops.Checkpointer` would save it.
 
     The random generators are seeded with *step*: their states are not known.
 
     Raises:
-        CheckpointError: Something in it cannot be stored; says where it is.
+        CheckpointError: Something in it cannot be stored; the message says where.
     """
     flat = FlatState()
     encoder = StateEncoder(allow_pickle=False)
@@ -367,13 +367,13 @@ def _flat_optimizer(
     names = _names_of_parameters(value)
     if names is None:
         notes.append(
-            f"{key} has its parameters by numbers, not by names: it is kept, but nothing can be "
-            "restored from it; save it by torch.distributed.checkpoint.state_dict's functions"
+            f"{key} has its parameters by numbers, not by names: it cannot be restored; "
+            "save it with torch.distributed.checkpoint.state_dict's functions"
         )
         return encoder.encoder.encode(value, key)
     state: list[list[Any]] = []
     values: list[Any] = []
-    # Where torch's own load_state_dict puts the count of steps.
+    # Torch's own load_state_dict puts the count of steps there.
     on_device = any(g.get("capturable") or g.get("fused") for g in value["param_groups"])
     for number, entry in value["state"].items():
         name = names.get(number, number)
@@ -422,7 +422,7 @@ def _flat_fields(
 
 
 def _names_of_parameters(value: Mapping[str, Any]) -> dict[Any, str] | None:
-    """Return the names by what stands for the parameters; None where there are numbers only."""
+    """Return the parameters' names by their placeholders; None where there are only numbers."""
     names: dict[Any, str] = {}
     for group in value["param_groups"]:
         params, known = group.get("params"), group.get("param_names")

@@ -1,11 +1,11 @@
-"""A pickle read as data: nothing that it names is imported, called or built.
+"""Read a pickle as data: nothing that it names is imported, called or built.
 
 A pickle is a program for a small stack machine. This one runs the instructions that make plain
-values; where the program would look up a class or call one, it keeps a note of that. What a note is
-allowed to name is the caller's list, and anything else is refused before the next instruction.
+values; where the program would look up a class or call one, it records that. The caller lists the
+names that are allowed; any other one is refused before the next instruction.
 """
 
-# ruff: noqa: ANN401 what a pickle holds may be anything
+# ruff: noqa: ANN401 a pickle has values of any type
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from gpuops.checkpoint.types import CheckpointError, CorruptError
 
 
 class RefusedPickleError(CheckpointError):
-    """The pickle names something that its kind of file has no need of."""
+    """The pickle names something that its kind of file does not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PickleGlobal:
 
 @dataclass(slots=True, eq=False)
 class PickleCall:
-    """What the pickle would have made by calling *kind*; it was not called."""
+    """The result of calling *kind*; it was not called."""
 
     kind: str
     args: tuple[Any, ...]
@@ -37,17 +37,17 @@ class PickleCall:
 
 @dataclass(slots=True, eq=False)
 class PickleDict:
-    """A dict of the pickle. Its keys are not hashed: tuples of tuples would take for ever."""
+    """A dict of the pickle. Its keys are not hashed: nested tuples would take for ever."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
     def by_name(self) -> dict[str, Any]:
-        """Return the items with text for a key; the last of equal ones counts, as in a dict."""
+        """Return the items with text keys; the last of equal ones counts, as in a dict."""
         return {key: value for key, value in self.items if isinstance(key, str)}
 
 
 class _Mark:
-    """Where a run of items begins."""
+    """The start of a sequence of items."""
 
 
 _MARK = _Mark()
@@ -104,7 +104,7 @@ class _PickleMachine:
             n_items = _TUPLES[opcode]
             items = tuple(self.stack[len(self.stack) - n_items :])
             if len(items) != n_items:
-                raise IndexError("a tuple of more than there is")
+                raise IndexError("a tuple larger than the stack")
             del self.stack[len(self.stack) - n_items :]
             self.stack.append(items)
         elif opcode in self._handlers:
@@ -118,7 +118,7 @@ class _PickleMachine:
         elif 0 <= index < len(self._memo):
             self._memo[index] = self.stack[-1]
         else:
-            raise IndexError("a memo out of order")
+            raise IndexError("a memo index out of order")
 
     def _memo_get(self, index: int) -> None:
         self.stack.append(self._memo[index])
@@ -132,7 +132,7 @@ class _PickleMachine:
     def _append(self, items: Sequence[Any]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
-            raise TypeError("items for what is not a list")
+            raise TypeError("items for a value that is not a list")
         target.extend(items)
 
     def _set(self, items: Sequence[Any]) -> None:
@@ -141,7 +141,7 @@ class _PickleMachine:
             target.state = target.state or PickleDict()
             target = target.state
         if not isinstance(target, PickleDict) or len(items) % 2:
-            raise TypeError("items for what is not a dict")
+            raise TypeError("items for a value that is not a dict")
         target.items.extend(zip(items[::2], items[1::2], strict=True))
 
     def _name(self, module: object, name: object) -> None:
@@ -155,13 +155,13 @@ class _PickleMachine:
     def _call(self) -> None:
         args, kind = self.stack.pop(), self.stack.pop()
         if not isinstance(kind, PickleGlobal) or not isinstance(args, tuple):
-            raise TypeError("a call of what is no class")
+            raise TypeError("a call of a value that is not a class")
         self.stack.append(PickleCall(kind.name, args))
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, PickleCall) or target.state is not None:
-            raise TypeError("a state for what has none")
+            raise TypeError("a state for a value that has none")
         target.state = state
 
 
@@ -179,8 +179,9 @@ def read_pickle(
         is_allowed: Admits a name that is not among them.
 
     Raises:
-        RefusedPickleError: It names something else, or has an instruction that no such file needs.
-        CorruptError: It is no pickle, or not a whole one.
+        RefusedPickleError: It names something else, or has an instruction that such files do not
+            need.
+        CorruptError: It is not a pickle, or truncated.
     """
     machine = _PickleMachine(lambda name: name in allowed_names or is_allowed(name))
     try:
@@ -191,5 +192,5 @@ def read_pickle(
             if opcode.name not in {"PROTO", "FRAME"}:
                 machine.run(opcode.name, arg)
     except (ValueError, IndexError, TypeError, AttributeError, UnicodeError, MemoryError) as exc:
-        raise CorruptError(f"it is not a whole pickle: {type(exc).__name__}: {exc}") from exc
-    raise CorruptError("it is not a whole pickle: it has no end")
+        raise CorruptError(f"it is not a complete pickle: {type(exc).__name__}: {exc}") from exc
+    raise CorruptError("it is not a complete pickle: it has no end")

@@ -1,6 +1,6 @@
-"""Read what ``torch.distributed.checkpoint.save`` wrote, without running anything in it."""
+"""Read the files of ``torch.distributed.checkpoint.save`` without running code in them."""
 
-# ruff: noqa: ANN401 what others saved may be anything
+# ruff: noqa: ANN401 saved values have any type
 
 import io
 import math
@@ -65,7 +65,7 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where some bytes of the directory are."""
+    """A range of bytes in a file of the directory."""
 
     file: str
     offset: int
@@ -74,7 +74,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
-    """One saved piece of a tensor: its place in the whole, and where it was written."""
+    """One saved piece of a tensor: its position in the tensor, and where it is stored."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpIndex:
-    """What a DCP directory holds. ``paths`` has each name's keys in the nested state dict."""
+    """The content of a DCP directory. ``paths`` has each name's keys in the nested state dict."""
 
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, FileRange]
@@ -100,12 +100,12 @@ class DcpIndex:
 
 
 def read_index(directory: Path) -> DcpIndex:
-    """Return what the DCP *directory* holds.
+    """Read the index of the DCP *directory*.
 
     Raises:
         RefusedPickleError: Its ``.metadata`` names classes that DCP does not write.
         CorruptError: It is not what DCP writes.
-        CheckpointError: It is not there, too large, or written without rank coordination.
+        CheckpointError: It is missing, too large, or written without rank coordination.
     """
     path = directory / METADATA
     try:
@@ -126,7 +126,7 @@ def _missing_message(directory: Path) -> str:
     if any(directory.glob("__*.metadata")):
         return (
             f"{directory} was saved without rank coordination (use_collectives=False), which "
-            "keeps no layout of the whole: save it again with dcp.save"
+            "has no global layout: save it again with dcp.save"
         )
     return f"{directory} is not a DCP directory: it has no {METADATA}"
 
@@ -204,10 +204,10 @@ def _file_ranges(storage: PickleDict) -> dict[tuple[str, tuple[int, ...] | None]
 def _file_range(name: str, where: Mapping[str, Any]) -> FileRange:
     file, offset, length = (where.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not _is_count(offset) or not _is_count(length):
-        raise CorruptError(f"the place of {name!r} is not a file, an offset and a length")
+        raise CorruptError(f"the location of {name!r} is not a file, an offset and a length")
     parts = PurePosixPath(file).parts
     if not parts or PurePosixPath(file).is_absolute() or ".." in parts or "\0" in file:
-        raise CorruptError(f"{name!r} is said to be outside of the directory, in {file[:200]!r}")
+        raise CorruptError(f"{name!r} would be outside of the directory, in {file[:200]!r}")
     return FileRange(file, offset, length)
 
 
@@ -225,7 +225,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     if not isinstance(value, PickleCall) or value.kind != kind:
-        raise CorruptError(f"a {kind} was expected")
+        raise CorruptError(f"expected a {kind}")
     return value.state.by_name() if isinstance(value.state, PickleDict) else {}
 
 
@@ -246,7 +246,7 @@ def _size(value: Any, name: str) -> tuple[int, ...]:
         and math.prod(sizes) <= _SIZE_MAX
     ):
         return tuple(sizes)
-    raise CorruptError(f"a size of {name!r} is not one")
+    raise CorruptError(f"{name!r} has an invalid size")
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
@@ -259,11 +259,11 @@ def _describe(value: Any) -> str:
 
 
 def read_dcp(directory: Path, *, trust: bool) -> ImportSource:
-    """Return what is in the DCP *directory*.
+    """Open the DCP *directory*.
 
     Raises:
         RefusedPickleError: Its metadata names classes that DCP does not write; not with *trust*.
-        CorruptError: It is not what DCP writes, or not all of it is there.
+        CorruptError: It is not what DCP writes, or incomplete.
         CheckpointError: A value is of a class that torch does not load without running code, and
             *trust* is false; or something cannot be read.
     """
@@ -291,7 +291,7 @@ def read_dcp(directory: Path, *, trust: bool) -> ImportSource:
 
 
 def _check_sizes(directory: Path, name: str, tensor: DcpTensor, dtype: torch.dtype) -> None:
-    """Refuse what cannot be, before room is made for it."""
+    """Refuse impossible sizes before memory is allocated for them."""
     for piece in tensor.chunks:
         size = _file_size(directory / piece.file_range.file, name)
         if piece.file_range.offset + piece.file_range.nbytes > size:
@@ -329,7 +329,7 @@ def _chunk_reader(directory: Path, name: str, chunk: DcpChunk, dtype: torch.dtyp
         data = _read_range(directory, chunk.file_range, name)
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as exc:  # boundary: whatever hostile bytes make torch raise
+        except Exception as exc:  # boundary: hostile bytes make torch raise anything
             raise CorruptError(f"{name!r:.200} cannot be read: {exc!r:.200}") from exc
         if not isinstance(loaded, torch.Tensor) or loaded.is_sparse or loaded.dtype is not dtype:
             raise CorruptError(f"{name!r:.200} is not the {dtype} that the metadata says")
@@ -346,7 +346,7 @@ def _unpickled_index(directory: Path) -> DcpIndex:
     """Return the index as torch itself unpickles it."""
     try:
         metadata = FileSystemReader(directory).read_metadata()
-    except Exception as exc:  # boundary: whatever the pickle makes torch raise
+    except Exception as exc:  # boundary: the pickle makes torch raise anything
         raise CheckpointError(f"cannot read the metadata of {directory}: {exc!r:.300}") from exc
     storage: Mapping[MetadataIndex, Any] = metadata.storage_data
     ranges = {

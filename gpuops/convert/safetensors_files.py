@@ -51,7 +51,7 @@ def plan_files(
     A tensor larger than that has a file of its own. *metadata* goes into the first file.
 
     Raises:
-        CheckpointError: A header would be longer than a safetensors file may have.
+        CheckpointError: A header would exceed the limit of a safetensors file.
     """
     groups = list(_group_by_size(list(tensors.values()), max_shard_bytes))
     names = [SINGLE_FILE]
@@ -162,14 +162,14 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def read_safetensors(path: Path) -> ImportSource:
-    """Return what is in the file *path*, or in the directory: all files that its index names.
+    """Open the file *path*, or all files that the index of the directory *path* names.
 
-    Without an index all ``*.safetensors`` of the directory belong together. Where they list
-    parts (``DCP_SHARDING_INFO``), the parts of a tensor are joined.
+    Without an index all ``*.safetensors`` of the directory belong together. Where they are parts of
+    tensors (``DCP_SHARDING_INFO``), the parts are joined.
 
     Raises:
-        CorruptError: A file is no safetensors file; parts are missing, or disagree.
-        CheckpointError: There is none, or a dtype that no state can hold.
+        CorruptError: A file is not a safetensors file; parts are missing, or disagree.
+        CheckpointError: There is none, or a dtype is not supported.
     """
     source = ImportSource(is_flat=True)
     found: dict[str, tuple[str, list[TensorRegion]]] = {}
@@ -205,7 +205,7 @@ def _indexed_files(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise CorruptError(f"{index} is no index: {exc!r:.200}") from exc
+        raise CorruptError(f"{index} is not an index: {exc!r:.200}") from exc
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CorruptError(f"{index} names a file outside of its directory: {name!r:.200}")
@@ -223,11 +223,11 @@ def _add_file(
             sharding = _json(metadata.get(_SHARDING), file)
             if METADATA_KEY in metadata:
                 source.gpuops_metadata = _json(metadata[METADATA_KEY], file)
-            for name in file_reader.keys():  # noqa: SIM118 it is no mapping
+            for name in file_reader.keys():  # noqa: SIM118 it is not a mapping
                 part = file_reader.get_slice(name)
                 _add_part(file, name, part.get_dtype(), tuple(part.get_shape()), sharding, found)
     except (SafetensorError, OSError) as exc:
-        raise CorruptError(f"{file} is no safetensors file: {str(exc)[:200]}") from exc
+        raise CorruptError(f"{file} is not a safetensors file: {str(exc)[:200]}") from exc
 
 
 def _add_part(
@@ -239,9 +239,7 @@ def _add_part(
     found: dict[str, tuple[str, list[TensorRegion]]],
 ) -> None:
     if dtype not in DTYPES:
-        raise CheckpointError(
-            f"{name!r:.200} in {file} has the dtype {dtype}, which no state holds"
-        )
+        raise CheckpointError(f"{name!r:.200} in {file} has the unsupported dtype {dtype}")
     offsets = (0,) * len(shape)
     if sharding is not None:
         offsets = _offsets(sharding.get(name), len(shape), name, file)
@@ -249,9 +247,7 @@ def _add_part(
     if known != dtype or (regions and len(regions[0].shape) != len(shape)):
         raise CorruptError(f"{name!r:.200} is in several files, and differs")
     if sharding is None and regions:
-        raise CorruptError(
-            f"{name!r:.200} is in several files, and nothing says where its parts lie"
-        )
+        raise CorruptError(f"{name!r:.200} is in several files, without the positions of its parts")
     regions.append(TensorRegion(offsets, shape, _tensor_reader(file, name)))
 
 
@@ -262,7 +258,7 @@ def _offsets(entry: Any, n_dims: int, name: str, file: Path) -> tuple[int, ...]:
         or len(saved) != n_dims
         or not all(type(each) is int and 0 <= each < 2**62 for each in saved)
     ):
-        raise CorruptError(f"{file} does not say where its part of {name!r:.200} lies")
+        raise CorruptError(f"{file} has no position of its part of {name!r:.200}")
     return tuple(saved)
 
 
@@ -282,5 +278,5 @@ def _json(text: str | None, file: Path) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError) as exc:
         raise CorruptError(f"the metadata of {file} cannot be read: {str(exc)[:200]}") from exc
     if not isinstance(value, dict):
-        raise CorruptError(f"the metadata of {file} is no mapping")
+        raise CorruptError(f"the metadata of {file} is not an object")
     return value

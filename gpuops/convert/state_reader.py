@@ -1,8 +1,8 @@
-"""The tensors of a state, put together from its shards within a bounded memory.
+"""Assemble the tensors of a state from its shards, within bounded memory.
 
-Shards are mapped, those of an object store after they were fetched into a scratch folder; each is
-verified once, before a byte of it is used. A tensor that lies in several shards is put together in
-a scratch file. So memory holds no more than what the kernel cares to keep of these files.
+Shards are mapped, those of an object store after a download into a scratch folder; each is verified
+once, before its bytes are used. A tensor in several shards is assembled in a scratch file. So only
+the page cache holds these files in memory.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class StateReader:
     """One state, open for reading; ``with`` closes it and removes its scratch files.
 
     Args:
-        store: Where it lies.
+        store: The store of the state.
         manifest: Its manifest.
         scratch: The folder for scratch files; they have no name and end with this process.
         advance: Called with the bytes that were verified, for a progress bar.
@@ -76,11 +76,11 @@ class StateReader:
         self._open.close()
 
     def metadata_blob_of(self, layout: ImageLayout) -> bytes:
-        """Return what the rank of *layout* saved next to its tensors."""
+        """Return the metadata that the rank of *layout* saved."""
         return read_metadata_blob(self._view(layout.shard), layout)
 
     def bytes_of(self, tensor: StoredTensor) -> memoryview:
-        """Return the bytes of the whole tensor, in the order of its elements; writing is private.
+        """Return the bytes of the complete tensor, in element order; writes to them are private.
 
         Each tensor of several parts takes its size on the scratch folder's disk until `close`.
         """
@@ -91,7 +91,7 @@ class StateReader:
         return target
 
     def fill(self, tensor: StoredTensor, target: memoryview) -> None:
-        """Write the bytes of the whole tensor into *target*, which has as many."""
+        """Write the bytes of the complete tensor into *target*, which has the same size."""
         if tensor.nbytes == 0:
             return
         whole = _elements(target, tensor.dtype, tensor.shape)
@@ -140,14 +140,14 @@ def _map_file(path: Path, nbytes: int) -> memoryview:
             size = os.fstat(file.fileno()).st_size
             if size != nbytes:
                 raise CorruptError(f"{path} has {size} bytes, but {nbytes} were saved")
-            # Copied on write: torch warns of memory that it could not write to.
+            # Copy on write: torch warns about read-only memory.
             return memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY))
     except OSError as exc:
         raise CheckpointError(f"cannot map {path}: {exc.strerror or exc}") from exc
 
 
 def scratch_memory(folder: Path, nbytes: int) -> memoryview:
-    """Return zeroed memory of *nbytes* that lies in a nameless file of *folder*.
+    """Return zeroed memory of *nbytes* in an unnamed file of *folder*.
 
     Raises:
         CheckpointError: There is no room for it.
@@ -160,13 +160,13 @@ def scratch_memory(folder: Path, nbytes: int) -> memoryview:
 
 @contextlib.contextmanager
 def scratch_file(folder: Path, nbytes: int) -> Iterator[int]:
-    """Yield a descriptor of a nameless file of *folder* with *nbytes* bytes, all of them there.
+    """Yield a descriptor of an unnamed file of *folder* with *nbytes* allocated bytes.
 
     Raises:
         CheckpointError: There is no room for it.
     """
     with contextlib.ExitStack() as stack:
-        with wrap_os_errors(f"put {nbytes} bytes of scratch into", folder):
+        with wrap_os_errors(f"allocate {nbytes} bytes of scratch in", folder):
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             if nbytes:
                 # Without it a write to the mapping on a full disk would raise SIGBUS.

@@ -1,9 +1,9 @@
-"""What one tensor of a state is in an image: its bytes on this rank, and which part they are.
+"""Tensors and images: the bytes of a tensor on this rank, and which part of the whole they are.
 
-A DTensor gives its local tensor; where that lies in the whole is what torch's own planner of
-checkpoints says. Any other tensor is the whole of itself.
+Of a DTensor the local tensor is saved; torch's own checkpoint planner computes its position. Any
+other tensor is saved as a whole.
 
-The tensors of an image as torch sees them: over its memory, nothing copied.
+Also the tensors of an image as torch tensors over its memory, without copies.
 """
 
 import sys
@@ -47,34 +47,34 @@ DTYPES: Mapping[str, torch.dtype] = {
     for name, attribute in _TORCH_NAMES.items()
     if hasattr(torch, attribute)
 }
-"""What torch calls the dtypes of an image."""
+"""torch's dtypes by the names in an image."""
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# Dtypes that safetensors has no name for go by the bits of another of the same width.
+# Dtypes without a safetensors name are stored as another one of the same width.
 _CARRIERS = {"complex32": torch.int32, "float4_e2m1fn_x2": torch.uint8}
 CARRIER_DTYPES: Mapping[torch.dtype, torch.dtype] = {
     getattr(torch, name): carrier for name, carrier in _CARRIERS.items() if hasattr(torch, name)
 }
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The types of tensors that are what torch makes them: no subclass changes what they do."""
+"""The tensor types of torch itself: no subclass changes their behaviour."""
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Say whether *value* is a DTensor.
+    """Return whether *value* is a DTensor.
 
-    Where nobody has imported them there are none, and importing them would take as long as a third
-    of torch does.
+    Where the module is not imported there are none, and importing it would take a third of the time
+    that torch takes.
     """
-    if type(value) in PLAIN_TYPES:  # asked many times of each of many tensors
+    if type(value) in PLAIN_TYPES:  # called often for each of many tensors
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def as_storable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return *tensor* as an image can hold it: itself, or a view of its bits of the same memory.
+    """Return *tensor* in a dtype that images support: itself, or a view of the same memory.
 
     A complex128 becomes float64 with one more dimension, of 2.
     """
@@ -87,12 +87,12 @@ def as_storable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def needs_carrier(dtype: torch.dtype) -> bool:
-    """Say whether an image holds *dtype* under another name."""
+    """Return whether an image stores *dtype* as another one."""
     return dtype is torch.complex128 or dtype in CARRIER_DTYPES
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
-    """Raise CheckpointError where the tensor called *name* cannot be stored; say why."""
+    """Raise CheckpointError where the tensor called *name* cannot be stored, with the reason."""
     local = tensor.to_local() if is_dtensor(tensor) else tensor
     kind = type(local)
     if local.device.type == "meta":
@@ -100,31 +100,31 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
     elif local.is_nested:
         why = "is a nested tensor; store its values and offsets"
     elif local.layout is not torch.strided:
-        why = f"has the layout {local.layout}; a checkpoint holds dense (strided) tensors"
+        why = f"has the layout {local.layout}; a checkpoint supports dense (strided) tensors"
     elif local.is_quantized:
         why = (
-            f"is quantized ({local.dtype}), which a checkpoint does not hold; store its int_repr()"
+            f"is quantized ({local.dtype}); a checkpoint does not support it; store its int_repr()"
         )
     elif hasattr(kind, "__tensor_flatten__") and not _is_async_collective(local):
         why = f"is a {kind.__module__}.{kind.__qualname__}, a tensor made of others"
     elif local.dtype not in DTYPE_NAMES and not needs_carrier(local.dtype):
-        why = f"has the dtype {local.dtype}, which a checkpoint does not hold"
+        why = f"has the dtype {local.dtype}, which a checkpoint does not support"
     elif is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
         why = f"is a partial sum ({tensor.placements}): no rank has its value"
     elif is_dtensor(tensor) and needs_carrier(local.dtype):
-        why = f"is a DTensor of {local.dtype}, which a checkpoint does not hold"
+        why = f"is a DTensor of {local.dtype}, which a checkpoint does not support"
     else:
         return
     raise CheckpointError(f"the tensor {name} {why}")
 
 
 def _is_async_collective(local: torch.Tensor) -> bool:
-    """Say whether *local* is the result of a collective: it waits when it is used."""
+    """Return whether *local* is the result of a collective: it waits when it is used."""
     return type(local).__name__ == "AsyncCollectiveTensor"
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of *tensor*, the same memory, as an image can hold it.
+    """Return this rank's part of *tensor*, the same memory, in a dtype that images support.
 
     Call it without gradients.
     """
@@ -133,16 +133,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorPlacements:
-    """Which part of a DTensor this rank has, asked of torch once for all that are spread alike."""
+    """This rank's parts of DTensors; torch computes each distinct placement only once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
 
     def spec_of(self, tensor: torch.Tensor, local: torch.Tensor, name: str) -> TensorSpec:
-        """Return how *tensor*, whose local part is *local*, stands in the image as *name*.
+        """Return the spec of *tensor*, whose local part is *local*, as *name* in the image.
 
         Raises:
-            CheckpointError: The local tensor is not the part that the DTensor's placements say.
+            CheckpointError: The local tensor is not the part that the DTensor's placements
+                describe.
         """
         shape = tuple(local.shape)
         offsets, global_shape = (0,) * len(shape), shape
@@ -159,7 +160,7 @@ class TensorPlacements:
         if key not in self._known:
             self._known[key] = _planned_chunk(tensor, name)
         chunk = self._known[key]
-        if chunk is None:  # this rank is not of its mesh, and has nothing of it
+        if chunk is None:  # this rank is not in its mesh, and has no part of it
             return (0,) * len(shape), shape
         offsets, sizes = chunk
         if sizes != shape:
@@ -182,7 +183,7 @@ def _planned_chunk(tensor: "DTensor", name: str) -> tuple[tuple[int, ...], tuple
 
 
 def view_of(memory: memoryview, placed: PlacedTensor) -> torch.Tensor:
-    """Return one tensor of the image *memory*; it must not be written where the memory is not."""
+    """Return one tensor of the image *memory*; it is read-only where the memory is."""
     spec = placed.spec
     dtype = _dtype(spec.dtype)
     count = prod(spec.shape)
@@ -197,9 +198,9 @@ def view_of(memory: memoryview, placed: PlacedTensor) -> torch.Tensor:
 def views_of(
     memory: memoryview, layout: ImageLayout, names: Sequence[str]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of that image called *names*, in that order.
+    """Return the tensors of the image called *names*, in that order.
 
-    Many small tensors are cut out of a few long ones, which takes torch a tenth of the time.
+    Many small tensors are cut out of a few long ones, which takes a tenth of the time.
     """
     cut: dict[str, torch.Tensor] = {}
     for run in _group_by_width(layout.tensors):
@@ -208,7 +209,7 @@ def views_of(
 
 
 def _group_by_width(tensors: Iterable[PlacedTensor]) -> list[list[PlacedTensor]]:
-    """Return the tensors by width: all of one width lie without holes between them."""
+    """Return the tensors by width: all of one width are contiguous."""
     by_width: dict[int, list[PlacedTensor]] = {}
     for placed in tensors:
         by_width.setdefault(ITEMSIZE_BYTES[placed.spec.dtype], []).append(placed)
@@ -219,7 +220,7 @@ def _split_run(memory: memoryview, run: list[PlacedTensor]) -> dict[str, torch.T
     width = ITEMSIZE_BYTES[run[0].spec.dtype]
     begin, end = run[0].begin, run[-1].end
     has_holes = any(a.end != b.begin for a, b in pairwise(run))
-    if begin == end or has_holes:  # the extra may lie between tensors of bytes
+    if begin == end or has_holes:  # the metadata blob may lie between tensors of bytes
         return {placed.spec.name: view_of(memory, placed) for placed in run}
     counts = [(placed.end - placed.begin) // width for placed in run]
     views_by_dtype = {}

@@ -1,7 +1,7 @@
-"""The values of a state that are not tensors, as JSON that keeps every type, and back.
+"""Encode the values of a state that are not tensors as JSON that preserves types, and decode it.
 
-JSON's own types stand for themselves; all else is an object with the key ``$`` that names its type.
-Nothing that is read is executed or unpickled: what has no form here is refused with its path,
+JSON's own types are stored as they are; all others as an object with the key ``$`` that names the
+type. Nothing that is read is executed or unpickled: an unsupported value is refused with its path,
 unless the user allowed ``torch.save`` for it.
 """
 
@@ -23,7 +23,7 @@ from gpuops.convert.tensors import needs_carrier
 
 TYPE_KEY = "$"
 DEPTH_MAX = 100
-_EXACT_MAX = 2**53  # beyond it some readers of JSON round
+_EXACT_MAX = 2**53  # some readers of JSON round larger numbers
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSUmM][1-9]\d{0,8}(\[\d{0,4}[A-Za-z]{1,2}\])?")
 
 OnTensor = Callable[[torch.Tensor, str], object]
@@ -31,10 +31,10 @@ ToTensor = Callable[[object, str], torch.Tensor]
 
 
 class ValueEncoder:
-    """Turns values into what `json.dumps` takes.
+    """Encodes values for `json.dumps`.
 
-    *on_tensor* is given each tensor and its path and returns what stands for it (anything that
-    JSON has); it goes under the type ``tensor``.
+    *on_tensor* gets each tensor and its path and returns its placeholder (any JSON); it is stored
+    under the type ``tensor``.
     """
 
     def __init__(self, on_tensor: OnTensor, *, allow_pickle: bool = False) -> None:
@@ -42,10 +42,10 @@ class ValueEncoder:
         self._allow_pickle = allow_pickle
 
     def encode(self, value: object, path: str, depth: int = 0) -> object:  # noqa: PLR0911 one line per type
-        """Return *value*, which is at *path* of the state, in JSON's own types.
+        """Encode *value*, which is at *path* of the state.
 
         Raises:
-            CheckpointError: Something in it has no form here; says what and at which path.
+            CheckpointError: A value in it is not supported; the message has its type and path.
         """
         kind = type(value)
         if value is None or kind is bool or kind is str:
@@ -104,8 +104,8 @@ class ValueEncoder:
     def _encode_pickled(self, value: object, path: str) -> object:
         if not self._allow_pickle:
             raise CheckpointError(
-                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which no "
-                "checkpoint can hold; leave it out of the state, or turn it into tensors, numbers, "
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not "
+                "supported; leave it out of the state, or turn it into tensors, numbers, "
                 "text or lists and mappings of those (allow_pickle=True stores anything, and then "
                 "whoever can write the checkpoint can run code in this job)"
             )
@@ -115,9 +115,9 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Turns what `ValueEncoder` made back into values.
+    """Decodes the values of a `ValueEncoder`.
 
-    *to_tensor* is given what stands for a tensor, and the path.
+    *to_tensor* gets the placeholder of a tensor, and the path.
     """
 
     def __init__(self, to_tensor: ToTensor, *, allow_pickle: bool = False) -> None:
@@ -125,10 +125,10 @@ class ValueDecoder:
         self._allow_pickle = allow_pickle
 
     def decode(self, value: object, path: str, depth: int = 0) -> Any:  # noqa: ANN401 anything
-        """Return the value that *value* stands for.
+        """Decode *value*.
 
         Raises:
-            CorruptError: It is not what an `ValueEncoder` makes; says at which path.
+            CorruptError: It was not made by a `ValueEncoder`; the message has its path.
             CheckpointError: It is pickled, and that is not allowed.
         """
         if depth > 2 * DEPTH_MAX:
@@ -160,7 +160,7 @@ class ValueDecoder:
         if kind in _COLLECTIONS:
             items = value["v"]
             if not isinstance(items, list):
-                raise TypeError("no list of items")
+                raise TypeError("not a list of items")
             made = [
                 self.decode(item, f"{path}.{index}", depth + 1) for index, item in enumerate(items)
             ]
@@ -173,19 +173,19 @@ class ValueDecoder:
                 )
             stream = io.BytesIO(base64.b64decode(value["v"], validate=True))
             return torch.load(stream, weights_only=False)
-        raise ValueError("no such type")
+        raise ValueError("unknown type")
 
 
 def dumps(value: object) -> bytes:
-    """Return the JSON of what `ValueEncoder.encode` returned, pure ASCII."""
+    """Return the result of `ValueEncoder.encode` as JSON, pure ASCII."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def loads(data: bytes, description: str) -> Any:  # noqa: ANN401 whatever the JSON has
-    """Return what the JSON text *data* says; *description* names it in errors.
+    """Parse the JSON text *data*; *description* names it in errors.
 
     Raises:
-        CorruptError: It is no JSON, or nested so deeply that no `ValueEncoder` made it.
+        CorruptError: It is not JSON, or nested more deeply than a `ValueEncoder` does.
     """
     try:
         return json.loads(data, parse_constant=_reject_constant)
@@ -196,7 +196,7 @@ def loads(data: bytes, description: str) -> Any:  # noqa: ANN401 whatever the JS
 
 
 def _reject_constant(constant: str) -> object:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _encode_int(value: int) -> object:
@@ -251,7 +251,7 @@ def _numpy(value: dict[str, Any]) -> object:
     import numpy as np
 
     if not _NUMPY_DTYPE.fullmatch(value["dtype"]):
-        raise ValueError("no such dtype")
+        raise ValueError("unknown dtype")
     data = base64.b64decode(value["v"], validate=True)
     dtype, shape = np.dtype(value["dtype"]), value["shape"]
     if shape is None:
@@ -276,7 +276,7 @@ def _bytesio(value: dict[str, Any]) -> io.BytesIO:
 
 def _float(value: dict[str, Any]) -> float:
     if value["v"] not in {"nan", "inf", "-inf"}:
-        raise ValueError("no such number")
+        raise ValueError("invalid number")
     return float(value["v"])
 
 
@@ -307,12 +307,12 @@ _COLLECTIONS: Mapping[str, Callable[[list[Any], dict[str, Any]], object]] = {
 }
 
 
-# Of the metadata that a state is described by.
+# The format of the metadata of a state.
 STATE_FORMAT = 1
 
 
 class StateEncoder:
-    """Takes the tensors out of values on their way to JSON."""
+    """Replaces the tensors in values by placeholders."""
 
     def __init__(self, *, allow_pickle: bool) -> None:
         self.names: list[str] = []
@@ -322,9 +322,9 @@ class StateEncoder:
         self._used: set[str] = set()
 
     def put(self, tensor: torch.Tensor, path: str) -> object:
-        """Keep *tensor*, whose name is its path; return what stands for it in the JSON.
+        """Record *tensor*, named by its path; return its placeholder.
 
-        Keys such as 1 and "1", or ("a", 1) and ("a", 2), lead to one path: then it is numbered.
+        Keys such as 1 and "1", or ("a", 1) and ("a", 2), have one path: then it is numbered.
         """
         name, number = path, self._n_by_path.get(path, 1)
         while name in self._used:

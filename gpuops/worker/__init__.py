@@ -1,7 +1,7 @@
-"""What runs inside a training process. `api` and `checkpointer` are public.
+"""The code inside a training process. `api` and `checkpointer` are public.
 
 * `shim`: started by ``gpuops run`` in place of the user's script: heartbeats, failure file.
-* `heartbeat`, `optimizer_hook`, `steps`: one beat per optimizer step, the script unchanged.
+* `heartbeat`, `optimizer_hook`: one beat per optimizer step, without changes to the script.
 * `checkpointer.Checkpointer`: three lines in a script. A save goes `schedule` -> `staging` (tensors
   and everything else at one moment) -> `saver` (acquire a buffer, copy, commit). A load goes
   `keeper_finder` -> `restore` -> `state.saved_state`.
@@ -9,5 +9,5 @@
 * `final_save`, `preemption`: the state after the last step; SIGTERM as a flag.
 * `adapters`: DCP, Hugging Face, Lightning. `bench`: ``gpuops ckpt bench``.
 
-A failure here is logged once and training goes on.
+A failure here is logged once, and training continues.
 """

@@ -1,4 +1,4 @@
-"""What a training script may say to its agent, and ask it: all of it optional.
+"""The optional interface of a training script to its agent.
 
 Without ``gpuops run``, with ``GPUOPS_DISABLE=1``, in a forked child and where torch.compile traces
 the caller, each of these does nothing. None of them raises, for whatever it is given.
@@ -16,8 +16,8 @@ from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, WorkerFlag, WorkerPhase
 from gpuops.worker.heartbeat import Heart
 
 _STEP_MAX = 2**63 - 1
-# The agent learns of a signal that reached this process alone within its next look, and answers
-# with a request to all ranks for the same step. Without an answer the signal itself counts.
+# The agent learns of a signal to this process within its next poll, and answers with a request
+# to all ranks for the same step. Without an answer the signal itself counts.
 UNANSWERED_NS = 3 * 10**9
 _NAMES = {
     "eval": WorkerPhase.EVAL,
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def progress(step: int) -> None:
-    """Say that *step* is done; it goes before the step number in the optimizer's own state.
+    """Report that *step* is done; it takes precedence over the optimizer's own step number.
 
     For loops without a torch optimizer, and where one optimizer step is not one step of the run.
     Anything but a whole number on the host is ignored: reading a device would wait for it.
@@ -53,7 +53,7 @@ def progress(step: int) -> None:
 
 
 def named(step: int) -> None:
-    """Hear from a `gpuops.Checkpointer` that *step* is done; what `progress` says goes before."""
+    """Record *step* of a `gpuops.Checkpointer`; `progress` takes precedence."""
     if _heart is None or _is_compiling():
         return
     try:
@@ -63,11 +63,11 @@ def named(step: int) -> None:
 
 
 def phase(name: str) -> "PhaseScope":
-    """Say that something else than steps begins: evaluation, saving, loading, anything long.
+    """Report that something other than steps begins: evaluation, saving, loading, anything long.
 
     ``with gpuops.phase("eval"):`` lasts for the block. A call without ``with`` lasts until the
-    next step or phase. What ``"eval"``, ``"checkpoint"`` and ``"restore"`` mean is known; each name
-    has a time limit of its own, learned from this run.
+    next step or phase. ``"eval"``, ``"checkpoint"`` and ``"restore"`` have a known meaning; each
+    name has its own timeout, learned from this run.
     """
     scope = PhaseScope()
     if _is_compiling() or _heart is None:
@@ -81,7 +81,7 @@ def phase(name: str) -> "PhaseScope":
 
 
 class PhaseScope:
-    """What `phase` returns; the end of its ``with`` block is the end of the phase."""
+    """The result of `phase`; the end of its ``with`` block is the end of the phase."""
 
     before: tuple[WorkerPhase, str] | None = None
 
@@ -98,7 +98,7 @@ class PhaseScope:
             return
         phase, name = self.before
         try:
-            # Before the first step it is still the first step that is next.
+            # Before the first step, the next step is still the first one.
             _heart.enter(phase if name else WorkerPhase.RESUMED, name)
         except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
             _silence()
@@ -107,8 +107,8 @@ class PhaseScope:
 def should_stop() -> bool:
     """Return whether to save and leave the loop: the run is being preempted or drained.
 
-    Ask once per step, at the same place of the loop on every rank. Where step numbers are known
-    all ranks are told so at the same step, so that none waits for another in a collective.
+    Ask once per step, at the same place of the loop on every rank. Where step numbers are known all
+    ranks get the answer at the same step, so that none waits for another in a collective.
     """
     if _is_compiling() or _heart is None or not _heart.is_on:
         return False
@@ -129,13 +129,13 @@ _signalled_ns: Callable[[], int | None] = lambda: None  # noqa: E731 until `conn
 
 
 def connect(heart: Heart, signalled_ns: Callable[[], int | None]) -> None:
-    """Let these functions speak through *heart*; *signalled_ns* is when a signal came, if any."""
+    """Have these functions use *heart*; *signalled_ns* returns when a signal came, if any."""
     global _heart, _signalled_ns
     _heart, _signalled_ns = heart, signalled_ns
 
 
 def finish(phase: WorkerPhase) -> None:
-    """Beat a last time: the program has come to its end; what follows is no step."""
+    """Beat a last time: the program has ended."""
     global _has_failed  # noqa: PLW0603 there is one program in a process
     _has_failed = phase is WorkerPhase.RAISED
     if _heart is None:
@@ -145,7 +145,7 @@ def finish(phase: WorkerPhase) -> None:
 
 
 def has_failed() -> bool:
-    """Say whether the program has ended by an exception, or with an exit code that is not 0."""
+    """Return whether the program has ended by an exception, or with an exit code other than 0."""
     return _has_failed
 
 
@@ -155,15 +155,15 @@ def _silence() -> None:
 
 
 def _on_host(step: object) -> int | None:
-    """Return *step* as a number, None where it is none or would have to be fetched from a device.
+    """Return *step* as a number, None where it is not one or is on a device.
 
-    NumPy's numbers have a device as well, as tensors have: the CPU.
+    NumPy's numbers have a device, too: the CPU.
     """
     try:
         if type(step) is not int and str(getattr(step, "device", "cpu")) != "cpu":
             return None
         return index(step)  # type: ignore[arg-type]  # that is the question
-    except Exception:  # noqa: BLE001 boundary: whatever the script gives us
+    except Exception:  # noqa: BLE001 boundary: the script's value may raise anything
         return None
 
 

@@ -1,4 +1,4 @@
-"""Makes parts of a state out of what the user gave."""
+"""Make the parts of a state from the user's arguments."""
 
 import logging
 from collections import Counter
@@ -18,11 +18,11 @@ from gpuops.worker.state.optimizer import OptimizerAdapter
 _log = logging.getLogger(__name__)
 
 _FILLED_IN_PLACE = (Mapping, torch.Tensor, torch.Generator)
-"""What is filled where it is, and needs no place to be put back into."""
+"""Types that are filled in place, and need no mapping to be put back into."""
 
 
 class StateAssembler:
-    """What `Checkpointer` was given, as parts in the order in which they are restored.
+    """The arguments of `Checkpointer`, as parts in the order in which they are restored.
 
     Each argument is one object, a list or a mapping of them. A list of modules is one model of
     which this rank has these parts (pipeline parallelism); a mapping names different models.
@@ -71,7 +71,7 @@ class StateAssembler:
             self.adapters.append(self._stateful_adapter(key, item))
 
     def add_dataloader(self, value: object) -> None:
-        """Add what tells how far the data are read; warn where it cannot tell."""
+        """Add the data loaders; warn where one has no position to resume from."""
         for key, item in _with_keys("dataloader", value):
             if _is_stateful(item):
                 self.adapters.append(self._stateful_adapter(key, item))
@@ -83,15 +83,15 @@ class StateAssembler:
                 )
 
     def check(self) -> None:
-        """Raise CheckpointError where nothing was given, or two things by one name."""
+        """Raise CheckpointError where there is nothing to save, or a name occurs twice."""
         if not self.adapters:
-            raise CheckpointError("nothing to save was given: model=, optimizer=, … or extra=")
+            raise CheckpointError("there is nothing to save: give model=, optimizer=, … or extra=")
         for key, count in Counter(part.key for part in self.adapters).items():
             if count > 1:
-                raise CheckpointError(f"two things are called {key}; give each a name of its own")
+                raise CheckpointError(f"two things are called {key}; give them different names")
 
     def add_values(self, kind: str, value: object) -> None:
-        """Add averages, or anything else: things with a state, generators, plain values."""
+        """Add averages, or anything else: objects with a state, generators, plain values."""
         if isinstance(value, Mapping) and not _is_tensors(value):
             self._mappings.append((kind, value, frozenset(value)))
             for name in value:
@@ -101,13 +101,13 @@ class StateAssembler:
             for key, item in named:
                 if not isinstance(item, _FILLED_IN_PLACE) and not _is_stateful(item):
                     raise CheckpointError(
-                        f"{key} is a {type(item).__qualname__}, and what is loaded could not be "
-                        f"given back to the script: give it in a mapping, {kind}={{'name': …}}"
+                        f"{key} is a {type(item).__qualname__}, whose loaded value could not be "
+                        f"returned: give it in a mapping, {kind}={{'name': …}}"
                     )
                 self.adapters.append(self._adapter_for(key, MappingProxyType({key: item}), key))
 
     def late_keys(self) -> list[str]:
-        """Return what was put into the mappings after they were given."""
+        """Return the keys that were added to the mappings later."""
         return [
             f"{kind}.{name}"
             for kind, mapping, known in self._mappings
@@ -137,7 +137,7 @@ class StateAssembler:
         return ObjectAdapter(key, value, allow_pickle=self._allow_pickle)
 
     def _parameter_names(self) -> dict[int, str]:
-        """Return what the parameters of all models are called, by their `id`."""
+        """Return the names of the parameters of all models, by their `id`."""
         found: dict[int, str] = {}
         for part in self._models:
             prefix = part.key.removeprefix("model").removeprefix(".")

@@ -1,4 +1,4 @@
-"""What a training script does for its checkpoints: three lines.
+"""The checkpointing interface of a training script: three lines.
 
 ``ck = gpuops.Checkpointer(model=model, optimizer=optimizer)``, ``start = ck.restore()``, and
 ``ck.step(n)`` after the optimizer step, n being the steps completed.
@@ -57,43 +57,43 @@ from gpuops.worker.schedule import (
 _log = logging.getLogger(__name__)
 
 RESTORE_POINT_TIMEOUT_S = 600.0
-KEEPER_RETRY_S = 30.0  # until there is one in place of one that died before it was asked
-DEFAULT_INTERVAL_S = 30.0  # between two saves that nobody can find out the cost of together
-# Those that are in use, by the keeper or directory that they save into, and by process.
+KEEPER_RETRY_S = 30.0  # how long to wait for the replacement of a keeper that died early
+DEFAULT_INTERVAL_S = 30.0  # between two saves where ranks cannot measure their cost together
+# Checkpointers in use, by the keeper or directory that they save into, and by process.
 _active: "weakref.WeakValueDictionary[tuple[str, int], Checkpointer]" = (
     weakref.WeakValueDictionary()
 )
 
 
 class Checkpointer:
-    """Saves the state of a training job, and restores it where it was lost.
+    """Saves the state of a training job, and restores it after a restart.
 
     Args:
-        model: A module; a list of those of one model that this rank has; a mapping of models.
-        optimizer: A torch optimizer, or several; their steps wait for a copy that is under way.
-        scheduler: Whatever schedules, with ``state_dict``; one, a list or a mapping of them.
-        dataloader: What gives the data, if it has ``state_dict``.
+        model: A module; a list of the parts of one model that this rank has; a mapping of models.
+        optimizer: A torch optimizer, or several; their steps wait for a copy in progress.
+        scheduler: An object with ``state_dict``; one, a list or a mapping of them.
+        dataloader: The data loader, if it has ``state_dict``.
         scaler: A gradient scaler.
-        ema: Averages: a module, something with ``state_dict``, or a mapping of tensors.
-        extra: A mapping of anything else: things with ``state_dict``, generators, plain values,
-            which are read at each save and put back into the mapping.
-        every: ``"auto"`` (what saving costs and how often nodes fail decide), a number of steps, or
-            a time such as ``"5s"``.
-        directory: Where states persist beside memory: a directory or a URL. None: what the agent or
-            ``GPUOPS_CKPT_DIR`` says.
-        persist_every: The time between two that persist.
-        slots: How many states the memory of a node holds at once, the one being written included.
+        ema: Averages: a module, an object with ``state_dict``, or a mapping of tensors.
+        extra: A mapping of anything else: objects with ``state_dict``, generators, plain values,
+            which are read at each save and restored into the mapping.
+        every: ``"auto"`` (from the cost of saving and the failure rate of nodes), a number of
+            steps, or a time such as ``"5s"``.
+        directory: Where states are persisted: a directory or a URL. None: what the agent or
+            ``GPUOPS_CKPT_DIR`` sets.
+        persist_every: The time between two persisted states.
+        slots: How many states the memory of a node has room for, the one being written included.
         keep_last: How many persistent states are kept.
-        keep_every: States whose step divides by this are kept as well; 0: none.
+        keep_every: States whose step is a multiple of this are kept as well; 0: none.
         allow_pickle: Store values of any type with ``torch.save``. Loading such a state runs
             whatever code it contains.
-        keeper: For tests: the keeper to use instead of that of this node.
+        keeper: For tests: the keeper to use instead of this node's.
 
     Raises:
-        CheckpointError: An argument is not what can be saved; says which.
+        CheckpointError: An argument cannot be saved; the message names it.
     """
 
-    def __init__(  # noqa: PLR0913 each is a thing to save, or how
+    def __init__(  # noqa: PLR0913 each is an object to save, or an option
         self,
         *,
         model: object = None,
@@ -155,20 +155,21 @@ class Checkpointer:
         ]
 
     def restore(self) -> int:
-        """Load the newest state of the job into what was given; call it on all ranks, at the start.
+        """Load the newest state of the job into the arguments; call it on all ranks, at the start.
 
         Returns:
-            The steps completed by then; 0 where there is nothing to load.
+            The completed steps of the loaded state; 0 where there is none.
 
         Raises:
-            CheckpointError: There is a state, or could be one, and it cannot be loaded. What was
-                given may be partly loaded then: do not train on. Or it is not the start any more.
+            CheckpointError: There is a state, or could be one, and it cannot be loaded. The
+                arguments may be partly loaded then: do not continue training. Or it is called too
+                late.
         """
         if self._is_closed or self._last_step.step:
             when = "close()" if self._is_closed else f"step({self._last_step.step})"
             raise CheckpointError(
-                f"restore() after {when}: a state is loaded before the first step; to go back to "
-                "one, end the process and start it again"
+                f"restore() after {when}: a state is loaded before the first step; to load it "
+                "again, restart the process"
             )
         with phase("restore"):
             ranks = self._ensure_started()
@@ -185,26 +186,26 @@ class Checkpointer:
             return self._restored.step
 
     def step(self, n: int) -> None:
-        """Save the state, if it is time to; call it after the optimizer step, on all ranks.
+        """Save the state if that is due; call it after the optimizer step, on all ranks.
 
-        *n* is the number of optimizer steps completed. Nothing that goes wrong is raised: saving
-        is then off, and said so once.
+        *n* is the number of completed optimizer steps. Errors are not raised: saving is turned off,
+        which is logged once.
         """
         if self._is_closed or self._is_forked():
             return
         now_s = time.monotonic()
         try:
             self._step(int(n), now_s)
-        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+        except Exception as exc:  # noqa: BLE001 boundary: an error here must not stop the training
             self._turn_off(exc)
 
     def close(self, *, save: bool = True) -> None:
-        """Save what the last `step` was told of, and take leave of the keeper; on all ranks.
+        """Save the state of the last `step`, and disconnect from the keeper; on all ranks.
 
-        The last state is saved where states persist, whatever ``every`` says, unless an optimizer
-        has stepped since, or may have, an exception is on its way, or *save* is false. Without
-        `gpuops run`, it has persisted when this returns on local rank 0, or, where a rank comes
-        15 s later, on the last one. May be called twice. A process that was forked does nothing.
+        The last state is saved where states persist, whatever ``every`` is, unless an optimizer has
+        stepped since, or may have, an exception is propagating, or *save* is false. Without `gpuops
+        run`, it has persisted when this returns on local rank 0, or, where a rank comes 15 s later,
+        on the last one. May be called twice. In a forked process it does nothing.
         """
         if self._is_closed:
             return
@@ -221,19 +222,18 @@ class Checkpointer:
         is_normal = save and sys.exc_info()[0] is None
         try:
             save_final(self._last_step, self._saver, own, is_normal=is_normal)
-        except Exception as exc:  # noqa: BLE001 boundary: the training is done, whatever this says
+        except Exception as exc:  # noqa: BLE001 boundary: the training has succeeded already
             _log.warning("the last checkpoint may be missing: %s", exc)
 
     @property
     def stats(self) -> dict[str, Any]:
         """What was saved and restored so far, on this rank.
 
-        ``saved`` and ``skipped`` (by reason) count states; ``stall_s`` is what `step` took for the
-        last save, ``stall_median_s`` for a usual one; ``step_s`` the time of a training step;
+        ``saved`` and ``skipped`` (by reason) count states; ``stall_s`` is the duration of the last
+        `step` that saved, ``stall_median_s`` the usual one; ``step_s`` the time of a training step;
         ``nbytes`` the size of an image; ``off``: why nothing is saved any more, or None;
-        ``failures``: the rate that ``every="auto"`` goes by, and what it is from; ``restored``:
-        what `restore` loaded, from where, and in how many seconds; ``keeper``: what the keeper of
-        the node counts.
+        ``failures``: the rate that ``every="auto"`` uses, and its source; ``restored``: what
+        `restore` loaded, from where, and in how many seconds; ``keeper``: the counts of the keeper.
         """
         found: dict[str, Any] = {
             "saved": 0,
@@ -267,7 +267,7 @@ class Checkpointer:
         self.close()
 
     def _ensure_started(self) -> RankContext:
-        """Find out which rank this is and who keeps its states; once, as late as can be."""
+        """Determine which rank this is and its keeper: once, as late as possible."""
         if self._ranks is not None:
             return self._ranks
         self._require_only_instance()
@@ -295,22 +295,22 @@ class Checkpointer:
         if self._every == SaveInterval():
             saver.set_annotations(lambda: {AUTO: self._cost.to_metadata()})
         saver.connect()
-        # A script need not close it: the last step is saved, and what is being copied sealed.
+        # A script need not call close(): the last step is saved, and a copy in progress completed.
         self._at_exit = weakref.finalize(
             self, save_at_exit, self._last_step, saver, self._keeper_finder
         )
         return ranks
 
     def _state_source(self, ranks: RankContext) -> StateSource | None:
-        """Return where states come from; None where there can be none.
+        """Return the source of states; None where there can be none.
 
         Raises:
-            CheckpointError: There is a keeper, which may have a state, and it cannot be asked; or
+            CheckpointError: There is a keeper, which may have a state, and it does not answer; or
                 another job has the directory.
         """
         saver = self._saver
         assert saver is not None
-        # Without a group the ranks could not find out that two keepers told them different things.
+        # Without a process group the ranks could not detect that two keepers answered differently.
         may_retry = ranks.world == 1 or has_process_group(ranks)
         reconnect = partial(saver.reconnect, KEEPER_RETRY_S) if may_retry else None
         if isinstance(saver.error, KeeperGoneError) and self._env.get(KEEPER_ENV):
@@ -329,14 +329,14 @@ class Checkpointer:
 
     def _step(self, n: int, now_s: float) -> None:
         if not 0 < n <= STEP_MAX:
-            raise CheckpointError(f"step({n}): the steps completed so far, from 1 on, are wanted")
+            raise CheckpointError(f"step({n}): give the number of completed steps, from 1 on")
         self._ensure_started()
         if n < self._last_step.step:
             self._warn_once(
                 "lower",
-                f"step({n}) after step({self._last_step.step}): the steps completed only grow; "
-                "what is "
-                "told of with a lower number is not saved",
+                f"step({n}) after step({self._last_step.step}): the number of completed steps must "
+                "grow; a state "
+                "with a lower number is not saved",
             )
         self._last_step.step = n
         named(n)
@@ -367,7 +367,7 @@ class Checkpointer:
                 schedule.on_handled(n, ended_s)
 
     def _require_only_instance(self) -> None:
-        """Raise CheckpointError where this process saves into the same keeper or directory already.
+        """Raise CheckpointError where this process already saves into the same keeper or directory.
 
         The second one could only load what the first saved, which may even fit.
         """
@@ -378,11 +378,11 @@ class Checkpointer:
         if _active.setdefault(self._instance_key, self) is not self:
             raise CheckpointError(
                 "this process has a Checkpointer already, and two would load each other's states: "
-                "give one of them all there is (model={'a': …, 'b': …}), or close() the first"
+                "give one of them everything (model={'a': …, 'b': …}), or close() the first"
             )
 
     def _is_forked(self) -> bool:
-        """Say whether this process is not the one that began, but was forked from it."""
+        """Return whether this process was forked from the one that created this object."""
         return self._ranks is not None and os.getpid() != self._last_step.pid
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -391,7 +391,7 @@ class Checkpointer:
             _log.warning("%s", text)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Have the optimizer's step come after a copy that is still being made."""
+        """Make the optimizer's step wait for a copy in progress."""
         if torch.compiler.is_compiling():
             return
         if _is_capturing_graph():
@@ -402,7 +402,7 @@ class Checkpointer:
             return
         try:
             self._saver.wait_before_step()
-        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+        except Exception as exc:  # noqa: BLE001 boundary: an error here must not stop the training
             self._turn_off(exc)
 
     def _turn_off(self, exc: Exception) -> None:
@@ -414,5 +414,5 @@ class Checkpointer:
 
 
 def _is_capturing_graph() -> bool:
-    """Say whether what is put on the stream now becomes a CUDA graph, and is not done yet."""
+    """Return whether work on the current stream is captured into a CUDA graph, not executed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when its program raises: one small JSON file, read by the agent."""
+"""The evidence of a Python exception in a rank: one small JSON file, read by the agent."""
 
 import json
 import os
@@ -12,7 +12,7 @@ TRACEBACK_LINES_MAX = 200
 
 
 def write_exception(error: BaseException, path: Path, *, now_us: int, mono_ns: int) -> None:
-    """Write type, message, traceback and time of *error* to *path*, all at once or not at all."""
+    """Write type, message, traceback and time of *error* to *path*, atomically."""
     lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
     kind = type(error)
     _replace(
@@ -31,7 +31,7 @@ def write_exception(error: BaseException, path: Path, *, now_us: int, mono_ns: i
 
 
 def write_torchelastic_error(error: BaseException, path: Path) -> None:
-    """Write the error file that torch's ``@record`` would have written, unless one is there."""
+    """Write the error file that torch's ``@record`` would have written, unless one exists."""
     if path.exists():
         return
     info = {

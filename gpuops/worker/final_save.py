@@ -1,4 +1,4 @@
-"""The end of a script: the state after its last step is saved, closed or not."""
+"""The end of a script: save the state after its last step, with or without `close`."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from gpuops.worker.saver import CheckpointSaver
 
 _log = logging.getLogger(__name__)
 
-AT_EXIT_S = 60.0  # nobody asked for it to be waited for
+AT_EXIT_S = 60.0  # at exit, a hanging keeper must not block for ever
 
 
 _N_WATCHED = 8  # parameters of an optimizer, at each step
@@ -23,17 +23,17 @@ _N_WATCHED = 8  # parameters of an optimizer, at each step
 
 @dataclass(slots=True)
 class LastStepTracker:
-    """The last step that was told of, and whether what was given is as it was then.
+    """The last recorded step, and whether the state is still as it was then.
 
-    ``is_observed``: each of the ``optimizers`` has told of a step of its own just before it.
+    ``is_observed``: a step of each of the ``optimizers`` was observed just before it.
     ``is_persistent``: a state outlives the job.
 
-    An optimizer that is compiled, or replayed as a CUDA graph, calls no hook, and nothing tells
-    whether it changes what is being copied. One that is only left out for a while (it takes turns,
-    a scaler found inf) is told from those: a capture calls the hook, and a compiled step counts up
-    the versions of the parameters that have gradients, but for a fused or capturable one, which is
-    never taken for one that is left out. Of a graph that is older than the hooks nothing is known,
-    so that an optimizer must have told of a step in any case.
+    An optimizer that is compiled, or replayed as a CUDA graph, calls no hook, so that its changes
+    during a copy are not observed. It is distinguished from an optimizer that is skipped for a
+    while (it alternates with others, or a scaler found inf): a capture calls the hook, and a
+    compiled step increments the versions of the parameters with gradients, except for a fused or
+    capturable one, which never counts as skipped. A graph that is older than the hooks is not
+    detected, so that an optimizer must have been observed in any case.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -48,17 +48,17 @@ class LastStepTracker:
     _versions: dict[int, int] = field(default_factory=dict)
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hear that *optimizer* is about to make a step."""
+        """Record that *optimizer* is about to make a step."""
         self._stepping.add(id(optimizer))
         if id(optimizer) not in self._watched:
             self._watched[id(optimizer)] = _watched_parameters(optimizer)
 
     def on_graph_capture(self) -> None:
-        """Hear that a step of an optimizer becomes a CUDA graph."""
+        """Record that a step of an optimizer becomes a CUDA graph."""
         self._may_be_unobserved = True
 
     def record(self, step: int) -> None:
-        """Hear that *step* steps are completed, and that the state is now what they made."""
+        """Record that *step* steps are completed, and that the state is now their result."""
         self.step = step
         self.is_observed = len(self._stepping) == len(self.optimizers) > 0
         self._may_be_unobserved |= self._has_changed()
@@ -67,19 +67,19 @@ class LastStepTracker:
         self._stepping.clear()
 
     def unsafe_reason(self) -> str:
-        """Return why what was given may not be as it was at the last `step`, "" where it is."""
+        """Return why the state may have changed since the last `step`, "" where it has not."""
         if self._stepping:
             return "an optimizer has stepped since"
         if self.is_observed:
             return ""
         if self._may_be_unobserved or self._has_changed():
-            return "an optimizer may have stepped since, compiled or in a CUDA graph, unnoticed"
+            return "an optimizer may have stepped since, compiled or in a CUDA graph, unobserved"
         if not self.optimizers or len(self._observed) < len(self.optimizers):
-            return "no optimizer step was seen of all that is trained, and there may be one since"
+            return "no optimizer step was observed, so that there may have been one since"
         return ""
 
     def _has_changed(self) -> bool:
-        """Say whether an optimizer that tells of no step may have made one since `record`."""
+        """Return whether an unobserved optimizer may have made a step since `record`."""
         unobserved = self._versions.keys() - self._stepping
         return any(
             not self._watched[key] or _version_sum(self._watched[key]) != self._versions[key]
@@ -88,9 +88,9 @@ class LastStepTracker:
 
 
 def _watched_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return parameters that count up whenever *optimizer* steps; none where none surely do.
+    """Return parameters whose versions grow whenever *optimizer* steps; none where that is unsure.
 
-    Seen with torch 2.13: fused steps count nothing up, and replayed ones cannot.
+    With torch 2.13 fused steps increment no version, and replayed ones cannot.
     """
     groups = optimizer.param_groups
     if any(group.get("fused") or group.get("capturable") for group in groups):
@@ -112,9 +112,9 @@ def save_final(
     *,
     is_normal: bool,
 ) -> None:
-    """Save what the last step was told of, where that may be, and take leave of the keepers.
+    """Save the state of the last step where that is possible, and disconnect from the keepers.
 
-    Not *is_normal*: an exception ends the training, and nothing is saved that was not.
+    Not *is_normal*: an exception ends the training, and nothing more is saved.
 
     Raises:
         KeeperError: The last state could not be persisted by the keeper *standalone* of this job.
@@ -139,10 +139,10 @@ def _warn_if(reason: str, last: LastStepTracker, saver: CheckpointSaver) -> None
 
 
 def save_at_exit(last: LastStepTracker, saver: CheckpointSaver, finder: KeeperFinder) -> None:
-    """Do at the end of a program what `Checkpointer.close` does, if it ends well; never raises.
+    """Do at exit what `Checkpointer.close` does, if the program ends normally; never raises.
 
-    A forked child that ends does nothing. A keeper of the job's own is not ended: other ranks may
-    be at work. It ends by itself, and persists before what is newest then.
+    A forked child does nothing. The job's own keeper is not ended: other ranks may still use it. It
+    ends by itself, and persists the newest state before.
     """
     if os.getpid() != last.pid:
         return
@@ -151,15 +151,15 @@ def save_at_exit(last: LastStepTracker, saver: CheckpointSaver, finder: KeeperFi
         save_final(last, saver, is_normal=is_normal)
         if is_normal and finder.standalone is not None:
             finder.standalone.persist(saver.last_step, AT_EXIT_S)
-    except Exception as exc:  # noqa: BLE001 boundary: the script is done, whatever this says
+    except Exception as exc:  # noqa: BLE001 boundary: the script has succeeded already
         _log.warning("the last checkpoint may be missing: %s", exc)
 
 
 def exits_normally() -> bool:
-    """Say whether no exception ends this program, as far as can be seen when it is over.
+    """Return whether no exception ends this program, as far as that is visible at exit.
 
-    The interpreter notes what it shows of an exception that nobody caught; of an exit with a code
-    other than 0 only `gpuops run` hears.
+    The interpreter records an uncaught exception that it prints; an exit with a code other than 0
+    is known only with `gpuops run`.
     """
     has_no_exception = sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None
     return has_no_exception and not api.has_failed()

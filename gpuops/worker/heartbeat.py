@@ -1,11 +1,11 @@
 """One beat per optimizer step and at each change of phase, into the rank's memory-mapped ring.
 
-The hook does no system call but reading the clock and starts no thread. With several optimizers
-every call of any of them is a beat (the process is alive), and the step is the highest that any
-of them has reached, so that it never runs backwards within an attempt. Where none of them gets
-further for a while, the step is said to be unknown rather than repeated for ever. What a
-Checkpointer is told goes before that, where it is another number, or there is none; what the script
-itself reports as its step goes before all.
+The hook makes no system call but reading the clock and starts no thread. With several optimizers
+every call of any of them is a beat (the process is alive), and the step is the highest that any of
+them has reached, so that it never decreases within an attempt. Where none of them advances for a
+while, the step is reported as unknown instead of repeated for ever. The step of a Checkpointer
+takes precedence where it differs or is the only one; the step that the script itself reports takes
+precedence over all.
 """
 
 import mmap
@@ -34,14 +34,14 @@ from gpuops.wire.ring import (
 )
 from gpuops.worker.optimizer_hook import PATIENCE, StepReader
 
-# A script may install handlers of its own at any time; a look at ours costs a third of a beat.
+# A script may install its own handlers at any time; checking ours costs a third of a beat.
 LOOK_EVERY = 16
 _BETWEEN_STEPS = (WorkerPhase.RESUMED, "")
 _HANDLERS = WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR1 | WorkerFlag.HANDLES_SIGUSR2
 
 
 def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
-    """Return the mapping of a new, empty ring at *path*; it appears there complete.
+    """Return the mapping of a new, empty ring at *path*; the file appears complete.
 
     Raises:
         OSError: No space, no permission, no such directory.
@@ -49,7 +49,7 @@ def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
     partial = path.with_name(f".{path.name}.{header.pid}")
     fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Not ftruncate: a hole in a full tmpfs would be a SIGBUS at the first beat.
+        # Not ftruncate: a hole in a full tmpfs would cause SIGBUS at the first beat.
         os.posix_fallocate(fd, 0, RING_BYTES)
         ring = mmap.mmap(fd, RING_BYTES)
     except OSError:
@@ -65,7 +65,7 @@ def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
 class Heart:
     """The heartbeat of this process; an exception in it ends the beats, never the training.
 
-    *handlers* says which signal handlers are ours still. Beats may come from any thread and from
+    *handlers* returns which signal handlers are still ours. Beats may come from any thread and from
     within a signal handler of the script.
     """
 
@@ -85,7 +85,7 @@ class Heart:
         self._rose_at = 0
         self._highest = STEP_UNKNOWN
         self._reported: int | None = None
-        self._named: int | None = None  # by a Checkpointer, where the optimizers say otherwise
+        self._named: int | None = None  # by a Checkpointer, where the optimizers report another one
         self._named_at = 0
         self._phase = (WorkerPhase.STARTING, "")
         self._on = True
@@ -101,13 +101,13 @@ class Heart:
             self._on = False
 
     def progress(self, step: int) -> None:
-        """Beat with the script's own *step*, which all later beats carry as well."""
+        """Beat with the script's own *step*, which all later beats repeat."""
         with self._lock:
             self._reported = step
             self._beat(step, StepSource.REPORTED)
 
     def named(self, step: int) -> None:
-        """Hear from a Checkpointer that *step* is done; beat if the optimizers did not say so."""
+        """Record *step* of a Checkpointer; beat if the optimizers did not report it."""
         with self._lock:
             if self._reported is not None or (self._named is None and self._highest == step):
                 return
@@ -123,24 +123,24 @@ class Heart:
 
     @property
     def step(self) -> int:
-        """Return the highest step known, the reported one if there is any."""
+        """Return the highest known step, or the one that the script reported."""
         return self._last_step()[0]
 
     @property
     def is_on(self) -> bool:
-        """Say whether this process still beats."""
+        """Return whether this process still beats."""
         return self._on
 
     def request(self) -> tuple[AgentRequest, int]:
-        """Return what the agent wants of this worker, and from which step on."""
+        """Return the agent's request to this worker, and from which step on."""
         return read_request(self._ring)
 
     def flag(self, flag: WorkerFlag) -> None:
-        """Tell the agent of *flag*, for good; safe within a signal handler."""
+        """Set *flag* for the agent, permanently; safe within a signal handler."""
         raise_flag(self._ring, flag)
 
     def stop(self) -> None:
-        """Beat no more; for a forked child, whose optimizer steps are not this rank's."""
+        """Stop beating; for a forked child, whose optimizer steps are not this rank's."""
         self._on = False
 
     def _step(self, optimizer: Any) -> None:  # noqa: ANN401
@@ -153,7 +153,7 @@ class Heart:
         step = reader.read(optimizer)
         if step > self._highest:
             self._highest, self._rose_at = step, self._calls
-        # Each of many optimizers may have its turn before the first of them gets further.
+        # Each of several optimizers may step before the first of them advances.
         patience = PATIENCE * len(self._readers)
         if self._named is not None and self._calls - self._named_at > patience:
             self._named = None

@@ -1,7 +1,7 @@
-"""Find the keeper of this rank's states: the agent's, else one started for the job.
+"""Find the keeper of this rank: the agent's, or else one that is started for the job.
 
-Without an agent, a keeper serves one directory and the ranks of one node: the job that runs again
-with the same directory finds it, while it waits for somebody to come back.
+Without an agent, a keeper serves one directory and the ranks of one node: a job that is restarted
+with the same directory finds it, while it waits for its lease to expire.
 """
 
 import fcntl
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 KEEPER_ENV, DIRECTORY_ENV, GENERATION_ENV = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR", "GPUOPS_GENERATION"
 FINAL_PERSIST_S = 600.0
 _LOCK = "job.lock"
-# What is in its folder; the lock is the last, for whoever has it has the folder.
+# The files in its folder; the lock is created last, because its owner owns the folder.
 _FILES = ("keeper.sock", "keeper.lock", "keeper.log", "keeper.log.1", _LOCK)
-_LOCK_S = 15.0  # a killed job's data loaders may outlive it, and its lock, for a while
-_LEAVE_S = 5.0  # between the first rank that leaves and the last, mostly
+_LOCK_S = 15.0  # a killed job's data loaders may hold its lock for a while
+_LEAVE_S = 5.0  # usually enough between the first rank that leaves and the last
 _PROBE_S = 5.0
 _KEEPER_START_S = 60.0
 _POLL_S = 0.05
@@ -50,15 +50,15 @@ class NoKeeperError(KeeperError):
 
 
 class DirectoryInUseError(CheckpointError):
-    """Another job that runs saves into the same directory."""
+    """Another running job saves into the same directory."""
 
 
 class StandaloneKeeper:
     """The keeper of a job without an agent.
 
-    Who has *lock*, local rank 0, answers for it. Another rank has none, and answers for it once
-    that one has left while others were at work. *shards_wait_s*: how long parts of the last state
-    are waited for.
+    The owner of *lock*, local rank 0, is responsible for it. Another rank has none, and takes over
+    once that one has left while others were still connected. *shards_wait_s*: how long to wait for
+    other ranks' shards of the last state.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class StandaloneKeeper:
         self._shards_wait_s = shards_wait_s
 
     def finish(self, step: int | None, deadline_s: float = FINAL_PERSIST_S) -> None:
-        """Have the last state persisted, that of *step* if it comes about, and end the keeper.
+        """Have the last state persisted, that of *step* if it becomes complete, and end the keeper.
 
-        Where other ranks are at work still, it is left to the last of them.
+        Where other ranks are still connected, the last of them does that.
 
         Raises:
-            KeeperError: It is gone, or could not persist it; the state before stays.
+            KeeperError: It is gone, or could not persist it; the state before it stays.
         """
         self.persist(step, deadline_s, is_over=True)
 
     def persist(self, step: int | None, deadline_s: float, *, is_over: bool = False) -> None:
-        """Do as `finish`, and let the keeper live where it is not over: for its lease.
+        """Do what `finish` does, but leave the keeper running for its lease if the job is not over.
 
         Raises:
-            KeeperError: It is gone, or could not persist it; the state before stays.
+            KeeperError: It is gone, or could not persist it; the state before it stays.
         """
         end_s = time.monotonic() + deadline_s
         if self._lock is None and not self._take_over():
@@ -115,7 +115,7 @@ class StandaloneKeeper:
         finally:
             client.close()
         if step is not None and flushed.state is not None and flushed.state.step < step:
-            later = f"; ranks still at work: {n_ranks}, whose last state persists when they leave"
+            later = f"; ranks still connected: {n_ranks}, whose last state persists when they leave"
             _log.warning(
                 "the state after step %d is not persisted: other ranks have not saved theirs in "
                 "%g s; the newest that is persisted is that after step %d%s",
@@ -126,7 +126,7 @@ class StandaloneKeeper:
             )
 
     def _take_over(self) -> bool:
-        """Say whether who answered for the keeper has left, and nobody else has taken its place."""
+        """Return whether the responsible rank has left, and no other one has taken over."""
         try:
             connection = KeeperConnection(self._socket_path, deadline_s=_PROBE_S)
         except KeeperError:
@@ -142,11 +142,11 @@ class StandaloneKeeper:
         try:
             self._lock = _acquire_lock(folder / _LOCK, str(folder), wait_s=1.0) if is_left else None
         except (DirectoryInUseError, OSError):
-            return False  # another rank, or the next job, which has all that there is in memory
+            return False  # another rank, or the next job, which has all that is in memory
         return self._lock is not None
 
     def _remove_folder(self) -> None:
-        """Remove the folder of the keeper, which has ended; whoever comes next makes another."""
+        """Remove the folder of the keeper, which has ended; the next one makes another."""
         folder = self._socket_path.parent
         with suppress(OSError):
             for name in _FILES:
@@ -154,15 +154,15 @@ class StandaloneKeeper:
             folder.rmdir()
 
     def release_directory(self) -> None:
-        """Let another job have the directory."""
+        """Release the directory for other jobs."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # forked data loaders have the descriptor as well
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked data loaders have the descriptor, too
             os.close(lock)
 
 
 def _wait_committed(client: KeeperClient, step: int | None, timeout_s: float) -> bool:
-    """Wait a little for the other ranks' parts of the last state; say whether they came."""
+    """Wait a little for the other ranks' shards of the last state; return whether they came."""
     end_s = time.monotonic() + timeout_s
     while step is not None and time.monotonic() < end_s:
         newest = client.stats().get("newest")
@@ -173,24 +173,24 @@ def _wait_committed(client: KeeperClient, step: int | None, timeout_s: float) ->
 
 
 def _wait_ranks_left(client: KeeperClient, timeout_s: float) -> None:
-    """Wait a little until no rank is connected: mostly all leave at the same time."""
+    """Wait a little until no rank is connected: usually all leave at the same time."""
     end_s = time.monotonic() + timeout_s
     while client.stats().get("ranks") and time.monotonic() < end_s:
         time.sleep(_POLL_S)
 
 
 def resolve_directory(given: object, env: Mapping[str, str]) -> str | None:
-    """Return where states persist: what was *given*, else what *env* says; paths are absolute.
+    """Return where states persist: *given*, or else as *env* says; paths are absolute.
 
     Raises:
-        CheckpointError: It is neither a path nor a URL that can be spoken to here.
+        CheckpointError: It is neither a path nor a supported URL.
     """
     if given is None:
         given = env.get(DIRECTORY_ENV) or None
     if given is None:
         return None
     if not isinstance(given, str | Path) or not str(given).strip():
-        raise CheckpointError(f"directory={given!r:.80}: a path or a URL is wanted")
+        raise CheckpointError(f"directory={given!r:.80}: give a path or a URL")
     text = str(given)
     check_address(text)
     if "://" in text:
@@ -202,7 +202,7 @@ def resolve_directory(given: object, env: Mapping[str, str]) -> str | None:
 
 
 class KeeperFinder:
-    """Finds the keeper for one rank, again and again where it is lost."""
+    """Finds the keeper for one rank, again each time it is lost."""
 
     def __init__(
         self,
@@ -218,10 +218,10 @@ class KeeperFinder:
         self.standalone: StandaloneKeeper | None = None
 
     def find(self, *, is_reconnect: bool = False) -> RankKeeperClient:
-        """Return the keeper, told of the policy; *is_reconnect*: this rank trains already.
+        """Return the keeper, with the policy set; *is_reconnect*: this rank already trains.
 
         Raises:
-            NoKeeperError: There is none, and none would be of use.
+            NoKeeperError: There is none, and none would be useful.
             DirectoryInUseError: Another job has the directory.
             KeeperError: It does not answer, or cannot be started.
         """
@@ -238,7 +238,7 @@ class KeeperFinder:
         directory = self._policy.directory
         if directory is None:
             raise NoKeeperError(
-                "this job runs without `gpuops run` and was given no directory, so nothing of a "
+                "this job runs without `gpuops run` and without a directory, so that no "
                 "checkpoint would outlive it: start it with `gpuops run`, or give directory= or "
                 "GPUOPS_CKPT_DIR"
             )
@@ -251,7 +251,7 @@ class KeeperFinder:
         if ranks.local_rank == 0 and self.standalone is None:
             self.standalone = _start_standalone(folder, directory)
         elif ranks.local_rank == 0:
-            start_or_adopt(folder)  # it may have died, and nobody else starts another
+            start_or_adopt(folder)  # it may have died, and no one else starts another
         else:
             self.standalone = StandaloneKeeper(keeper_socket_path(folder))
         end_s = time.monotonic() + _KEEPER_START_S
@@ -264,7 +264,7 @@ class KeeperFinder:
                 if is_reconnect and not _is_locked(folder):
                     raise KeeperError(
                         "the first rank of this node has left, and the keeper of the job is gone: "
-                        "nobody starts another"
+                        "it is not restarted"
                     ) from None
             time.sleep(_POLL_S)
 
@@ -294,10 +294,10 @@ def standalone_folder(env: Mapping[str, str], directory: str) -> Path:
 
 
 def _start_standalone(folder: Path, directory: str) -> StandaloneKeeper:
-    """Start the keeper in *folder*, or take over the one that waits there.
+    """Start the keeper in *folder*, or adopt the one that waits there.
 
     Raises:
-        DirectoryInUseError: A job that runs has it.
+        DirectoryInUseError: A running job has it.
         KeeperError: It cannot be started.
     """
     lock = None
@@ -309,17 +309,17 @@ def _start_standalone(folder: Path, directory: str) -> StandaloneKeeper:
         try:
             lock = _acquire_lock(folder / _LOCK, directory)
         except FileNotFoundError:
-            continue  # the job before has just removed the folder
+            continue  # the previous job has just removed the folder
         except OSError as exc:
             raise KeeperError(f"cannot lock {folder / _LOCK}: {exc.strerror}") from exc
     try:
         process = start_or_adopt(folder)
-    except BaseException:  # boundary: whatever it is, the lock does not stay
+    except BaseException:  # boundary: after any error the lock is released
         os.close(lock)
         raise
     _log.warning(
-        "no `gpuops run` looks after this job: a keeper of its own (pid %d) saves into %s, and "
-        "nobody restarts the job",
+        "there is no `gpuops run`: a keeper of the job's own (pid %d) saves into %s, and "
+        "the job is not restarted after a failure",
         process.pid,
         directory,
     )
@@ -327,11 +327,11 @@ def _start_standalone(folder: Path, directory: str) -> StandaloneKeeper:
 
 
 def _acquire_lock(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int | None:
-    """Return the lock *path*; None where its last holder has removed it meanwhile.
+    """Return the lock *path*; None where its last owner has removed it meanwhile.
 
     Raises:
-        DirectoryInUseError: A job that runs has it.
-        OSError: It cannot be had.
+        DirectoryInUseError: A running job has it.
+        OSError: It cannot be opened or locked.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     end_s = time.monotonic() + wait_s
@@ -354,14 +354,14 @@ def _acquire_lock(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int
             return None
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
-    except BaseException:  # boundary: whatever it is, the lock does not stay
+    except BaseException:  # boundary: after any error the lock is released
         os.close(lock)
         raise
     return lock
 
 
 def _is_locked(folder: Path) -> bool:
-    """Say whether somebody answers for the keeper in *folder*."""
+    """Return whether the keeper in *folder* has a responsible owner."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -395,7 +395,7 @@ def process_group_store(ranks: RankContext) -> tuple[Any, str] | None:
 
 
 class KeeperSearch:
-    """One try to connect, with *find*, which returns a keeper or raises."""
+    """One attempt to connect with *find*, which returns a keeper or raises."""
 
     def __init__(self, find: Callable[[], RankKeeperClient]) -> None:
         self._find = find
@@ -407,18 +407,18 @@ class KeeperSearch:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Say whether there is a result; never waits."""
+        """Return whether there is a result; never waits."""
         return not self._thread.is_alive()
 
     def result(self) -> RankKeeperClient:
-        """Return what was found, or raise what kept it; only once it is done."""
+        """Return the keeper, or raise the error; only once it is done."""
         if self._error is not None:
             raise self._error
         assert self._found is not None
         return self._found
 
     def cancel(self) -> None:
-        """Want no result any more; never waits. A line that is found later is closed."""
+        """Cancel; never waits. A connection that is made later is closed."""
         with self._lock:
             self._is_wanted = False
             found, self._found = self._found, None
@@ -428,7 +428,7 @@ class KeeperSearch:
     def _run(self) -> None:
         try:
             found = self._find()
-        except Exception as exc:  # noqa: BLE001 boundary: whoever asks for the result gets it
+        except Exception as exc:  # noqa: BLE001 boundary: `result` raises it
             self._error = exc
             return
         with self._lock:

@@ -1,6 +1,6 @@
 """Installs the heartbeat when, and only when, the user's program imports ``torch.optim``.
 
-A finder at the head of `sys.meta_path` waits for that one module, takes itself out, and lets the
+A finder at the head of `sys.meta_path` waits for that one module, removes itself, and lets the
 usual finder load it. A program without torch never pays more than the finder's name comparison.
 """
 
@@ -14,8 +14,8 @@ from weakref import ref
 
 from gpuops.wire.ring import STEP_UNKNOWN
 
-# Reads without progress until the parameters are looked at again, all of them: first, and at most.
-# A look takes microseconds for each parameter; it doubles its distance while it finds nothing.
+# Reads without progress until all parameters are scanned again: first, and at most.
+# A scan takes microseconds for each parameter; its interval doubles while it finds nothing.
 PATIENCE = 16
 PATIENCE_MAX = 1024
 
@@ -23,9 +23,9 @@ PATIENCE_MAX = 1024
 class StepReader:
     """Reads one optimizer's step from the state of one of its parameters.
 
-    Of the parameters that have a step the first with the highest is chosen, because a parameter
-    without gradients stays behind. One that stays behind later (a layer that is frozen) is given
-    up for the highest of that time.
+    Of the parameters that have a step the first with the highest one is chosen, because a parameter
+    without gradients does not advance. One that stops advancing later (a frozen layer) is replaced
+    by the highest at that time.
     """
 
     __slots__ = ("_accepted", "_chosen", "_highest", "_parameter", "_patience", "_stalled")
@@ -39,7 +39,7 @@ class StepReader:
         self._patience = PATIENCE
 
     def read(self, optimizer: Any) -> int:  # noqa: ANN401 torch is not imported here
-        """Return the optimizer's step, `STEP_UNKNOWN` where it keeps none on the host."""
+        """Return the optimizer's step, `STEP_UNKNOWN` where it has none on the host."""
         if not self._chosen:
             self._choose(optimizer)
         step = self._look(optimizer)
@@ -90,7 +90,7 @@ def _weak(parameter: Any) -> Callable[[], Any]:  # noqa: ANN401
     except TypeError:
         return lambda: (
             parameter
-        )  # a name or a number, as some optimizers use: no memory to speak of
+        )  # a name or a number, as some optimizers use: it needs little memory
 
 
 def _as_int(step: object) -> int:
@@ -117,7 +117,7 @@ def install(hook: Hook) -> None:
 
 def _register(module: ModuleType, hook: Hook) -> None:
     def guarded(optimizer: Any, args: object, kwargs: object) -> None:  # noqa: ANN401
-        # torch.compile traces whatever a compiled step calls: it must find nothing to trace here.
+        # torch.compile traces all calls of a compiled step: it must find nothing to trace here.
         if is_compiling():
             return
         hook(optimizer, args, kwargs)

@@ -1,7 +1,7 @@
-"""SIGTERM and SIGUSR1 become a flag, so that a step can be finished and saved.
+"""Turn SIGTERM and SIGUSR1 into a flag, so that a step can be finished and saved.
 
 Whether Slurm's notice reaches a worker itself depends on how the step is tracked, so a worker must
-outlive it either way. A handler that the script installs later replaces ours, as it should.
+survive it either way. A handler that the script installs later replaces ours, as intended.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ _WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 class Preemption:
     """Our handlers in this process.
 
-    Children forked from it get the default back: who ends a data loader's worker with SIGTERM
-    relies on it.
+    Children forked from it get the default back: those who end a data loader's worker with SIGTERM
+    rely on it.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Preemption:
         self.heart: Heart | None = None
         self.dumps_stacks = False
         self._pid = os.getpid()
-        self._handler = self._handle  # one object, so that `is` tells ours from the script's
+        self._handler = self._handle  # one object, so that `is` distinguishes it from the script's
         self._masks: dict[int, set[signal.Signals | int]] = {}
 
     def install(self) -> None:
-        """Take the signals that nobody has taken.
+        """Install our handler for the signals without one.
 
         Raises:
             ValueError: Not in the main thread.
@@ -41,15 +41,15 @@ class Preemption:
         for number in _WATCHED:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._handler)
-                # Libraries that do not expect EINTR would otherwise have died of the signal.
+                # Libraries that do not expect EINTR would otherwise have been killed by the signal.
                 signal.siginterrupt(number, False)
-        # Python forgets what comes while it forks: it waits until the child has the default.
+        # Python drops signals that arrive while it forks: fork with the default restored.
         os.register_at_fork(
             before=self._hold, after_in_parent=self._release, after_in_child=self._in_child
         )
 
     def uninstall(self) -> None:
-        """Give the default back to those signals that are still ours."""
+        """Restore the default for those signals that are still ours."""
         for number in _WATCHED:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL)
@@ -61,7 +61,7 @@ class Preemption:
             flags |= WorkerFlag.HANDLES_SIGTERM
         if signal.getsignal(signal.SIGUSR1) is self._handler:
             flags |= WorkerFlag.HANDLES_SIGUSR1
-        # Python knows nothing of faulthandler's: what it knows instead is the script's.
+        # Python does not know of faulthandler's handlers: any other one is the script's.
         if self.dumps_stacks and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
             flags |= WorkerFlag.HANDLES_SIGUSR2
         return flags
@@ -72,7 +72,7 @@ class Preemption:
             self._obey(number)
             return
         request = AgentRequest.NONE
-        with contextlib.suppress(Exception):  # what a handler raises, the script would get
+        with contextlib.suppress(Exception):  # an exception in a handler would reach the script
             heart.flag(WorkerFlag.HANDLER_RAN)
             request = heart.request()[0]
         if request is AgentRequest.TERMINATE and number == signal.SIGTERM:
@@ -93,6 +93,6 @@ class Preemption:
         self._release()
 
     def _obey(self, number: int) -> None:
-        """End as a process without a handler does."""
+        """End like a process without a handler."""
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Which rank this process is, and how the ranks compare what they found."""
+"""Which rank this process is, and how ranks compare their findings."""
 
 import sys
 import time
@@ -26,12 +26,12 @@ class RankContext:
 
     @property
     def n_nodes(self) -> int:
-        """Return on how many nodes the job runs, if all have as many ranks as this one."""
+        """Return the number of nodes, if all have as many ranks as this one."""
         return -(-self.world // self.local_world)
 
 
 def detect_ranks(env: Mapping[str, str]) -> RankContext:
-    """Return this process' place: torch's process group knows it, else *env* as launchers set it.
+    """Return the ranks of this process: from torch's process group, else from *env*.
 
     Raises:
         CheckpointError: *env* contradicts itself.
@@ -43,8 +43,8 @@ def detect_ranks(env: Mapping[str, str]) -> RankContext:
     local_rank = _number(env, "LOCAL_RANK", rank if local_world == world else rank % local_world)
     if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
         raise CheckpointError(
-            f"this is rank {rank} of {world} and local rank {local_rank} of {local_world}: that "
-            "cannot be; RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE come from the launcher"
+            f"this is rank {rank} of {world} and local rank {local_rank} of {local_world}: that is "
+            "impossible; RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE come from the launcher"
         )
     run = f"{env.get('TORCHELASTIC_RUN_ID', '')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return RankContext(rank, world, local_rank, local_world, run)
@@ -56,24 +56,24 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 
 
 def has_process_group(ranks: RankContext) -> bool:
-    """Say whether the ranks can speak with each other."""
+    """Return whether the ranks can communicate."""
     return ranks.world > 1 and dist.is_available() and dist.is_initialized()
 
 
 def all_reduce_min(values: list[int]) -> list[int]:
-    """Return the least that any rank has of each of *values*; all ranks must call it."""
+    """Return the minimum over all ranks of each of *values*; all ranks must call it."""
     tensor = torch.tensor(values, dtype=torch.int64, device=_device())
     all_reduce_min_in_place(tensor)
     return [int(value) for value in tensor.tolist()]
 
 
 def all_reduce_min_in_place(tensor: torch.Tensor) -> None:
-    """Leave in *tensor* the least of all ranks; nobody else refers to it afterwards.
+    """Reduce *tensor* to the minimum of all ranks; nothing else refers to it afterwards.
 
-    A thread of gloo has the tensor a moment longer, and wants the GIL to let go of it. CPython ends
-    a thread that wants that while the interpreter ends, and C++, which must not be left like this,
-    ends the process with SIGABRT: a program that restores, sees that all is done and ends would
-    have failed. What the program itself reduces last is its own affair.
+    A thread of gloo has the tensor a moment longer, and needs the GIL to release it. CPython ends a
+    thread that needs the GIL while the interpreter shuts down, and C++, which must not be unwound
+    like this, ends the process with SIGABRT: a program that restores, has nothing to do and ends
+    would fail. The program's own last reduction is not our concern.
     """
     n_references = sys.getrefcount(tensor)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
@@ -93,7 +93,7 @@ def _device() -> torch.device:
 
 
 def check_same_state(found: tuple[StateId, int] | None, what: str) -> None:
-    """Say nothing where all ranks call this with the same state and world; all must call it.
+    """Raise unless all ranks call this with the same state and world; all must call it.
 
     Raises:
         CheckpointError: They found different states. All ranks raise it.
@@ -104,7 +104,7 @@ def check_same_state(found: tuple[StateId, int] | None, what: str) -> None:
         return
     own_state = str(found[0]) if found else "no state"
     raise CheckpointError(
-        f"the ranks found different states to go on from ({what}): this one {own_state}, others "
+        f"the ranks found different states to resume from ({what}): this one {own_state}, others "
         "from "
         f"step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see another "
         "directory?"
@@ -112,9 +112,9 @@ def check_same_state(found: tuple[StateId, int] | None, what: str) -> None:
 
 
 def check_same_source(kind: int, names: Sequence[str], ranks: RankContext) -> None:
-    """Say nothing where all ranks call this with the same *kind*; all must call it.
+    """Raise unless all ranks call this with the same *kind*; all must call it.
 
-    *names*: of the kinds, as a person is told of them, by number.
+    *names*: of the kinds, for messages, by number.
 
     Raises:
         CheckpointError: They are of different kinds. All ranks raise it.
@@ -123,8 +123,8 @@ def check_same_source(kind: int, names: Sequence[str], ranks: RankContext) -> No
     if low == -minus_high:
         return
     raise CheckpointError(
-        f"the ranks go on from different places: some from {names[low]}, others from "
+        f"the ranks resume from different sources: some from {names[low]}, others from "
         f"{names[-minus_high]}, this one (rank {ranks.rank}) from {names[kind]}. Nothing is "
         "loaded, since these may be different states. The log of a rank without a keeper says why "
-        "it has none: mend that, give all the same directory, and start the job again"
+        "it has none: fix that, give all the same directory, and start the job again"
     )

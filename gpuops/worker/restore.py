@@ -1,6 +1,6 @@
-"""Loads a saved state into the parts of a job: all of them, or none with a reason.
+"""Load a saved state into the parts of a job: all of them, or none with a reason.
 
-Where a rank's saved states come from: the keeper of its node, else the directory itself.
+The source of a rank's states: the keeper of its node, else the directory itself.
 """
 
 import logging
@@ -52,7 +52,7 @@ _LARGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StateToLoad:
-    """A state to load. ``why`` has what spoke against newer ones."""
+    """A state to load. ``why``: why newer ones were skipped."""
 
     state: StateId
     world: int
@@ -61,7 +61,7 @@ class StateToLoad:
 
 
 class SourceKind(IntEnum):
-    """Where states come from. Each kind has the ranks compare other numbers, so all need one."""
+    """The kind of source. Each has the ranks compare other numbers, so all need the same one."""
 
     NOTHING = 0
     DIRECTORY = 1
@@ -76,14 +76,14 @@ class StateSource(Protocol):
 
     @property
     def kind(self) -> SourceKind:
-        """Return what finds it; must be the same on all ranks."""
+        """Return the kind of source; must be the same on all ranks."""
         ...
 
     def find(self) -> StateToLoad | None:
-        """Return the state that all ranks are to load, None where there is none.
+        """Return the state that all ranks load, None where there is none.
 
         Raises:
-            CheckpointError: That cannot be said.
+            CheckpointError: That cannot be determined.
         """
         ...
 
@@ -92,19 +92,19 @@ class StateSource(Protocol):
         ...
 
     def report_loaded(self, seconds: float, nbytes: int) -> None:
-        """Note that this rank has loaded it."""
+        """Record that this rank has loaded it."""
         ...
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Release the opened images."""
         ...
 
 
 class KeeperStateSource:
-    """What the keeper of this node offers, from memory, a peer or the directory.
+    """The state that the keeper of this node offers, from memory, a peer or the directory.
 
-    *reconnect* returns one in place of one that is gone, which is asked once more: a keeper that
-    dies here may have told nobody anything yet. None: the ranks cannot compare what they were told.
+    *reconnect* returns the replacement of a keeper that is gone, which is asked once more: a keeper
+    that dies here may not have answered any rank. None: the ranks cannot compare their answers.
     """
 
     kind = SourceKind.KEEPER
@@ -154,7 +154,8 @@ class KeeperStateSource:
 class DirectoryStateSource:
     """The newest state of a directory or URL that verifies, without any keeper.
 
-    Each rank reads and verifies its own shard; where one finds it bad, all go to the state before.
+    Each rank reads and verifies its own shard; where one is corrupt, all ranks try the state
+    before.
     """
 
     kind = SourceKind.DIRECTORY
@@ -193,7 +194,7 @@ class DirectoryStateSource:
                 [store_error, *self._reasons[:4]] if store_error else self._reasons[:4]
             )
             raise CheckpointError(
-                f"whether there is a state to go on from in {self._store.address} cannot be told: "
+                f"cannot determine whether {self._store.address} has a state to resume from: "
                 f"{reasons or 'another rank cannot read it'}. Repair the directory, or give "
                 "another one to start anew"
             )
@@ -210,7 +211,7 @@ class DirectoryStateSource:
             if found is None:
                 raise CheckpointError(
                     f"the shard of rank {shard.rank} of {selected.state} in {self._store.address} "
-                    "cannot be read, and the state is not whole without it"
+                    "cannot be read, and the state is incomplete without it"
                 )
             source = found.sources[shard]
         opened = _MappedFile(source) if isinstance(source, Path) else source
@@ -224,13 +225,13 @@ class DirectoryStateSource:
         _close_all(self._opened)
 
     def _list_states(self) -> tuple[list[StateId], str]:
-        """Return the states, newest first, and what is wrong if starting anew could lose one."""
+        """Return the states, newest first, and the error if starting anew could lose one."""
         try:
             scan = self._store.scan()
         except CheckpointError as exc:
             return [], str(exc)
         self._reasons += [f"{each.name} {each.condition}: {each.why}" for each in scan.damaged]
-        store_error = "it holds states, and none is whole" if scan.states or scan.damaged else ""
+        store_error = "it has states, and none is complete" if scan.states or scan.damaged else ""
         return [stored.state for stored in scan.states], store_error
 
     def _find_newest(self, states: Sequence[StateId]) -> SelectedState | None:
@@ -250,7 +251,7 @@ class DirectoryStateSource:
 
 
 class _MappedFile:
-    """A file, mapped to be read."""
+    """A file, mapped read-only."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -264,12 +265,12 @@ class _MappedFile:
         self.view = memoryview(mapped)
 
     def close(self) -> None:
-        """Let go of it; it stays mapped until nothing refers to `view`."""
+        """Release it; it stays mapped until nothing refers to `view`."""
         self.view = memoryview(b"")
 
 
 def _close_all(opened: list[SharedBuffer | _MappedFile]) -> None:
-    """Let go of all of *opened*; large memory is unmapped while the training begins."""
+    """Release all of *opened*; large memory is unmapped in the background."""
     large = [
         each for each in opened if isinstance(each, SharedBuffer) and each.nbytes >= _LARGE_BYTES
     ]
@@ -278,12 +279,12 @@ def _close_all(opened: list[SharedBuffer | _MappedFile]) -> None:
             each.close()
     opened.clear()
     if large:
-        # No daemon: CPython kills those as it ends, wherever they are, C++ included.
+        # Not a daemon: CPython kills those at exit, wherever they are, C++ included.
         threading.Thread(target=_unmap, args=(large,), name="gpuops-unmap").start()
 
 
 def _unmap(memories: list[SharedBuffer]) -> None:
-    """Unmap and close *memories*; once the program ends, leave it to the kernel within 1 ms."""
+    """Unmap and close *memories*; at exit, leave it to the kernel within 1 ms."""
     main = threading.main_thread()
     while memories:
         memory = memories.pop()
@@ -301,7 +302,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RestoreSummary:
-    """What was loaded. ``world``: of how many ranks it was; ``seconds`` from the offer on."""
+    """What was loaded. ``world``: of how many ranks it was; ``seconds``: since it was found."""
 
     step: int
     epoch: int
@@ -323,7 +324,7 @@ def restore_adapters(
     *,
     allow_pickle: bool,
 ) -> RestoreSummary | None:
-    """Load what *source* has into *adapters*; None where it has nothing.
+    """Load the state of *source* into *adapters*; None where it has none.
 
     Raises:
         CheckpointError: It cannot be loaded, or the ranks do not agree on what to load.
@@ -339,9 +340,9 @@ def restore_adapters(
                 (found.state, found.world) if found else None, "by keeper or directory"
             )
         if found is None or source is None:
-            _log.info("no checkpoint: training begins anew")
+            _log.info("no checkpoint: training starts from scratch")
             return None
-        for why in found.why if ranks.rank == 0 else ():  # all ranks have the same
+        for why in found.why if ranks.rank == 0 else ():  # equal on all ranks
             _log.warning("checkpoint: %s", why)
         nbytes = _load(adapters, source, found, ranks, allow_pickle=allow_pickle)
         seconds = time.monotonic() - started_s
@@ -395,8 +396,7 @@ def _plan_load(adapter: StateAdapter, saved: SavedState) -> FinishLoad:
         raise
     except Exception as exc:  # boundary: a state of another shape, or the user's own state_dict
         raise CheckpointError(
-            f"{adapter.key} cannot be restored from what was saved of it: {type(exc).__name__}: "
-            f"{exc}"
+            f"{adapter.key} cannot be restored from its saved state: {type(exc).__name__}: {exc}"
         ) from exc
 
 
@@ -405,7 +405,7 @@ def _finish_load(adapter: StateAdapter, finish: FinishLoad) -> None:
         finish()
     except Exception as exc:  # boundary: the user's own load_state_dict
         raise CheckpointError(
-            f"{adapter.key} does not take the state that was saved: {type(exc).__name__}: {exc}"
+            f"{adapter.key} does not accept its saved state: {type(exc).__name__}: {exc}"
         ) from exc
 
 
@@ -413,12 +413,12 @@ def _rng(saved: SavedState, *, allow_pickle: bool) -> dict[str, Any]:
     decoder = ValueDecoder(_reject_tensor, allow_pickle=allow_pickle)
     states = decoder.decode(saved.metadata.get("rng"), "rng")
     if not isinstance(states, dict):
-        raise CorruptError("the random states of the checkpoint are no mapping")
+        raise CorruptError("the random states of the checkpoint are not an object")
     return states
 
 
 def _reject_tensor(_reference: object, path: str) -> Any:  # noqa: ANN401 it never returns
-    raise CorruptError(f"{path[:200]} is a tensor, which no random state is")
+    raise CorruptError(f"{path[:200]} is a tensor, which a random state has not")
 
 
 def _warn_resharded(
@@ -433,7 +433,7 @@ def _warn_resharded(
         and len({dumps(fragment) for fragment in saved.fragments(part.key)}) > 1
     ]
     _log.warning(
-        "%s was saved by %d ranks and is loaded by %d: sharded tensors are put together anew; what "
+        "%s was saved by %d ranks and is loaded by %d: sharded tensors are resharded; what "
         "each rank had for itself (buffers, positions in data) is that of the lowest rank%s; the "
         "random generators are seeded anew, from step and rank",
         found.state,

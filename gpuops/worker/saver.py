@@ -1,4 +1,4 @@
-"""Saves states: captures, asks the keeper, copies, seals; and stops rather than disturb."""
+"""Saves states: captures, asks the keeper, copies; and turns itself off rather than disturb."""
 
 import logging
 import re
@@ -22,16 +22,16 @@ from gpuops.worker.state.adapter import StateAdapter
 _log = logging.getLogger(__name__)
 
 RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
-# A keeper that is gone is soon replaced by the agent; to look for it costs a thread and no more.
+# The agent soon replaces a keeper that is gone; searching for it costs only a thread.
 SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 POLL_S = 0.1
-FINAL_SAVE_S = 60.0  # a keeper that hangs is replaced by then
+FINAL_SAVE_S = 60.0  # a keeper that hangs has been replaced by then
 N_RESERVED_WARN = (
-    3  # saves in a row that had no memory of their layout; a change or two is no trouble
+    3  # consecutive saves without memory of their layout; one or two changes are harmless
 )
 _N_STALLS = 64
 _N_SHOWN = 3
-_STATE = re.compile(r"step \d+ \(epoch \d+\)")  # as a `StateId` is written: no reason of its own
+_STATE = re.compile(r"step \d+ \(epoch \d+\)")  # a `StateId` as text, removed from reasons
 T = TypeVar("T")
 
 
@@ -44,8 +44,8 @@ class ConnectKeeper(Protocol):
 class CheckpointSaver:
     """One rank's saving.
 
-    A keeper that is gone is looked for again, beside the training, and used from the next step on;
-    what is wrong with the state itself ends saving for good. Either is said once.
+    A keeper that is gone is searched for in the background, and used from the next step on; an
+    error of the state itself ends saving permanently. Either is logged once.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointSaver:
         allow_pickle: bool,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take *connect*, which finds the keeper or raises KeeperError; see `connect`."""
+        """Take *connect*, which returns the keeper or raises KeeperError; see `connect`."""
         self.is_only_local_rank = ranks.local_world == 1
         self.is_rank_zero = ranks.rank == 0
         self._reserved_at_step: int | None = None
@@ -86,11 +86,11 @@ class CheckpointSaver:
         self.last_step: int | None = None
 
     def set_annotations(self, values: Callable[[], Mapping[str, object]]) -> None:
-        """Have plain *values* saved with each state, which nothing is restored from."""
+        """Have plain *values* saved with each state; they are not restored."""
         self._capturer.annotations = values
 
     def connect(self) -> None:
-        """Find the keeper; without one nothing is saved, which is said once."""
+        """Find the keeper; without one nothing is saved, which is logged once."""
         try:
             self.keeper = self._connect()
         except CheckpointError as exc:
@@ -99,7 +99,7 @@ class CheckpointSaver:
             self.error = self._retry_at_s = None
 
     def reconnect(self, within_s: float) -> RankKeeperClient:
-        """Return a keeper in place of one that is gone; waits for it.
+        """Return the replacement of a keeper that is gone; waits for it.
 
         Raises:
             KeeperGoneError: There is none within *within_s* seconds.
@@ -119,7 +119,7 @@ class CheckpointSaver:
             time.sleep(POLL_S)
 
     def prepare(self, step: int) -> None:
-        """Reserve memory where none is: no rank is granted before all of a node have some."""
+        """Reserve memory if there is none: any grant needs that of all ranks of the node."""
         if self._copier is None and self._is_on():
             self._run_guarded(
                 lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
@@ -133,7 +133,7 @@ class CheckpointSaver:
         if not self._is_on():
             return False
         if self._pending is not None:
-            self._skip("the copy before is still being made")
+            self._skip("the copy before is still in progress")
             return False
         started_s, previous_step = self._clock_s(), self.last_step
         self._run_guarded(lambda keeper: self._save(keeper, step, asks_keeper, overlap))
@@ -143,9 +143,9 @@ class CheckpointSaver:
         return True
 
     def save_final(self, step: int, within_s: float = FINAL_SAVE_S) -> str:
-        """Save the state after *step*, which none follows; return why it is not, "" where it is.
+        """Save the state after *step*, the last one; return why it is not saved, "" where it is.
 
-        Waits *within_s* at most for a slot, or for a keeper in place of one that is gone.
+        Waits *within_s* at most for a slot, or for the replacement of a keeper that is gone.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -169,26 +169,26 @@ class CheckpointSaver:
             self._reserve(keeper, self._capturer.capture(step).plan, step)
         reply = keeper.acquire(step, is_last=True)
         if isinstance(reply, Skipped):
-            return reply.why if reply.is_due else ""  # it is not due where it is saved
+            return reply.why if reply.is_due else ""  # it is not due where it is already saved
         try:
             capture = self._capturer.capture(step)
-        except Exception:  # boundary: whatever it is, the grant does not stay
+        except Exception:  # boundary: after any error the lease is returned
             keeper.abandon(reply)
             raise
         if self._copier is None or self._copier.plan is not capture.plan:
             keeper.abandon(reply)
             self._reserve(keeper, capture.plan, step)
-            return "the state changed its shape"
+            return "the shapes of the state changed"
         self._copy(keeper, reply, capture, overlap=False)
         return ""
 
     def poll(self) -> None:
-        """Seal a copy that was still being made, if it is complete by now; never wait."""
+        """Report a pending copy as written, if it is complete by now; never wait."""
         if self._pending is not None and self._pending.is_done():
             self._complete()
 
     def wait_before_step(self) -> None:
-        """Make the step that is about to be made come after the copy that is under way."""
+        """Make the next optimizer step wait for the copy in progress."""
         if self._pending is not None:
             if self._pending.is_done():
                 self._complete()
@@ -196,7 +196,7 @@ class CheckpointSaver:
                 self._pending.wait_before_step()
 
     def close(self) -> None:
-        """Wait for the copy that is under way, seal it, and let go of the memory."""
+        """Wait for the copy in progress, report it as written, and release the memory."""
         if self._pending is not None:
             self._pending.wait()
             self._complete()
@@ -205,7 +205,7 @@ class CheckpointSaver:
         self._disconnect()
 
     def stats(self) -> dict[str, Any]:
-        """Return what was saved so far."""
+        """Return the counts of what was saved so far."""
         return {
             "saved": self._n_saved,
             "skipped": dict(self._skipped),
@@ -217,10 +217,10 @@ class CheckpointSaver:
         }
 
     def turn_off(self, exc: Exception) -> None:
-        """Save nothing for now, and say why once.
+        """Save nothing for now, and log why once.
 
-        A keeper that is gone is looked for again later; one that refused is asked again on the same
-        line, since a rank that leaves and comes back would be taken for a restarted job.
+        A keeper that is gone is searched for again later; one that refused is asked again on the
+        same connection, since a rank that reconnects would count as a restarted job.
         """
         self.error = exc
         is_transient = isinstance(exc, KeeperError) and not isinstance(exc, NoKeeperError)
@@ -231,13 +231,13 @@ class CheckpointSaver:
         self._retry_at_s = self._clock_s() + self._next_wait_s(exc) if is_transient else None
         kind = type(exc).__name__
         if kind in self._warned or (isinstance(exc, NoKeeperError) and not self.is_rank_zero):
-            return  # said already, or true of all ranks alike and said by the first
+            return  # logged already, or equal on all ranks and logged by the first
         self._warned.add(kind)
-        later = "it is tried again later" if is_transient else "training goes on without"
+        later = "it is retried later" if is_transient else "training continues without them"
         _log.warning("no checkpoints are saved from now on, %s: %s", later, _error_text(exc))
 
     def _next_wait_s(self, exc: Exception) -> float:
-        """Return how long to leave alone who failed by *exc*: each time longer."""
+        """Return how long to wait after the error *exc*: each time longer."""
         if isinstance(exc, KeeperGoneError):
             wait_s, self._search_s = self._search_s, min(2 * self._search_s, SEARCH_S_MAX)
         else:
@@ -254,13 +254,13 @@ class CheckpointSaver:
             is_known = self._copier is not None and self._copier.plan is capture.plan
             if not is_known and reply is None:
                 self._reserve(keeper, capture.plan, step)
-        except Exception:  # boundary: whatever it is, the grant does not stay
+        except Exception:  # boundary: after any error the lease is returned
             if reply is not None:
                 keeper.abandon(reply)
             raise
         if reply is None:
             if step == self._reserved_at_step and not self.is_only_local_rank:
-                # Another rank of this node may not have come so far, and all would be refused.
+                # Another rank of this node may not have reserved yet, and all would be refused.
                 self._skip_reserved("memory was reserved at this step")
                 return
             reply = keeper.acquire(step)
@@ -268,7 +268,7 @@ class CheckpointSaver:
             self._skip(reply.why, is_due=reply.is_due)
         elif not is_known and asks_keeper:
             keeper.abandon(reply)
-            self._skip_reserved("the state changed its shape")
+            self._skip_reserved("the shapes of the state changed")
             self._reserve(keeper, capture.plan, step)
         else:
             if reply.notice:
@@ -281,7 +281,7 @@ class CheckpointSaver:
         assert self._copier is not None
         try:
             self._pending = self._copier.start(lease.slot, capture, overlap=overlap)
-        except Exception:  # boundary: whatever it is, the grant does not stay
+        except Exception:  # boundary: after any error the lease is returned
             keeper.abandon(lease)
             raise
         self._lease, self.last_step = lease, lease.state.step
@@ -300,7 +300,7 @@ class CheckpointSaver:
         self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN
 
     def _reserve(self, keeper: RankKeeperClient, plan: CopyPlan, step: int) -> None:
-        """Reserve memory for images of *plan*; what the old memory holds stays with the keeper."""
+        """Reserve memory for images of *plan*; states in the old memory stay with the keeper."""
         if self._copier is not None:
             self._changed_names = _changed_tensors(self._copier.plan, plan)
             self._copier.close()
@@ -310,12 +310,12 @@ class CheckpointSaver:
         self._reserved_at_step = step
 
     def _run_guarded(self, function: Callable[[RankKeeperClient], T]) -> T | None:
-        """Return what *function* does, None where it fails: saving is off then."""
+        """Return the result of *function*, None where it fails: saving is off then."""
         if self.keeper is None:
             return None
         try:
             return function(self.keeper)
-        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+        except Exception as exc:  # noqa: BLE001 boundary: an error here must not stop the training
             self.turn_off(exc)
             return None
 
@@ -333,18 +333,18 @@ class CheckpointSaver:
         return True
 
     def _take_search_result(self, search: KeeperSearch) -> bool:
-        """Take over what a search has found, if it is done; never wait."""
+        """Use the result of a search, if it is done; never wait."""
         if not search.is_done():
             return False
         self._search = None
         try:
             self.keeper = search.result()
-        except Exception as exc:  # noqa: BLE001 boundary: no checkpoint is worth a training run
+        except Exception as exc:  # noqa: BLE001 boundary: an error here must not stop the training
             self.turn_off(exc)
             return False
         self.error = self._retry_at_s = None
         if self.is_rank_zero:
-            _log.warning("a keeper is there again: checkpoints are saved from now on")
+            _log.warning("there is a keeper again: checkpoints are saved from now on")
         self._warned.discard(KeeperGoneError.__name__)
         return True
 
@@ -355,7 +355,7 @@ class CheckpointSaver:
             keeper = None
         else:
             self.keeper = None
-        with suppress(Exception):  # boundary: what is given up may be broken
+        with suppress(Exception):  # boundary: the abandoned copy may be broken
             if pending is not None:
                 pending.wait()
             if copier is not None:
@@ -370,13 +370,13 @@ class CheckpointSaver:
             self._warn_once(f"{NO_ANSWER}: no checkpoints are saved until it does")
 
     def _skip_reserved(self, why: str) -> None:
-        """Skip a save for which memory of another layout was needed; not one after another."""
+        """Skip a save that needed memory of another layout; warn after several in a row."""
         self._skip(why)
         self._n_reserved_in_row += 1
         if self._n_reserved_in_row == N_RESERVED_WARN:
             _log.warning(
-                "the state had another shape at each of the last %d saves (%s), and no checkpoint "
-                "is saved while that goes on: give what grows room for all of it from the start",
+                "the shapes of the state changed at each of the last %d saves (%s), and no "
+                "checkpoint is saved while that continues: reserve room for what grows",
                 N_RESERVED_WARN,
                 self._changed_names,
             )
@@ -392,7 +392,7 @@ def _changed_tensors(old: CopyPlan, new: CopyPlan) -> str:
     known, wanted = ({tensor.spec for tensor in plan.layout.tensors} for plan in (old, new))
     names = sorted({spec.name for spec in known ^ wanted})
     more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
-    return ", ".join(names[:_N_SHOWN]) + more if names else "what is not tensors grew"
+    return ", ".join(names[:_N_SHOWN]) + more if names else "the values that are not tensors grew"
 
 
 def _error_text(exc: Exception) -> str:

@@ -1,10 +1,10 @@
-"""At which steps a state is saved.
+"""The schedule: after which steps a state is saved.
 
-All ranks must save the same steps, and none may wait for another to find out. By steps, each knows
-by itself. By seconds, the first rank counts, and says at each save when the next one is; the others
-learn it at the step after, when it has long been said: whoever comes to that step has been through
-the collectives of it together with the first rank. Where it is not there in time, they save nothing
-until they know, and are back at the saves of the others then.
+All ranks must save the same steps, and none may wait for another to learn them. With a number of
+steps, each rank computes them. With a time, rank 0 decides, and publishes at each save when the
+next one is; the others read it at the step after, when it has long been published: a rank at that
+step has completed its collectives together with rank 0. Where the answer is not there in time,
+they save nothing until they have it, and then join the saves of the others.
 """
 
 import logging
@@ -25,11 +25,11 @@ from gpuops.units import parse_seconds
 _log = logging.getLogger(__name__)
 
 STEPS_MAX = 1_000_000
-WARMUP_STEPS = 5  # steps before the first save whose time is measured, and compilers are done
+WARMUP_STEPS = 5  # first steps are not measured: compilers may still run
 RANK0_TIMEOUT_S = 5.0
-DEFAULT_RESTORE_S = 30.0  # until one was measured: start of Python and torch, and a process group
-# The failures of nodes are on record; those of the script, and kills, are not, and are many more.
-# So a state is saved at least as often as takes this share of the time, which nobody notices.
+DEFAULT_RESTORE_S = 30.0  # before one was measured: start of Python, torch and a process group
+# Failures of nodes are recorded; those of the script, and kills, are not, and are much more
+# frequent. So a state is saved at least as often as costs this share of the time, which is small.
 OVERHEAD_SHARE = 1e-3
 INTERVAL_S_MIN = 1.0
 _N_MEASURED = 32
@@ -38,17 +38,17 @@ _serial = count()
 
 @dataclass(frozen=True, slots=True)
 class SaveInterval:
-    """How often to save: each ``steps`` steps, or ``seconds``; neither: what the cost says."""
+    """How often to save: each ``steps`` steps, or ``seconds``; neither: by the cost."""
 
     steps: int = 0
     seconds: float | None = None
 
 
 def parse_interval(every: object) -> SaveInterval:
-    """Return what the user's *every* means: a number of steps, ``"5s"``, ``"auto"``.
+    """Parse the user's *every*: a number of steps, ``"5s"``, ``"auto"``.
 
     Raises:
-        CheckpointError: It means nothing.
+        CheckpointError: It is invalid.
     """
     if every == "auto":
         return SaveInterval()
@@ -65,7 +65,7 @@ def parse_time(text: str, what: str) -> float:
     """Return the seconds of a time such as ``"10min"``.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: It is not a time.
     """
     try:
         return parse_seconds(re.sub(r"min\s*$", "m", text))
@@ -87,9 +87,9 @@ def parse_duration(value: object, what: str) -> float:
 
 
 class SaveCost:
-    """What steps and saves take here, measured; medians of the last ones.
+    """The measured time of steps and saves; medians of the last ones.
 
-    *failures*: what is on record; None: nothing is.
+    *failures*: the recorded failures; None: there are none.
     """
 
     def __init__(self, n_nodes: int, failures: FailureRate | None = None) -> None:
@@ -109,16 +109,16 @@ class SaveCost:
 
     @property
     def stall_s(self) -> float | None:
-        """What a save takes from training."""
+        """The time that a save takes from training."""
         return median(self._stalls_s) if self._stalls_s else None
 
     def before_save(self, step: int, now_s: float) -> None:
-        """Note that *step* was just completed, before anything is saved."""
+        """Record that *step* was just completed, before anything is saved."""
         if self._last is not None and step > self._last[0]:
             self._steps_s.append((now_s - self._last[1]) / (step - self._last[0]))
 
     def after_save(self, step: int, now_s: float, stall_s: float | None) -> None:
-        """Note that training goes on after *step*; *stall_s* where a state was saved."""
+        """Record that training continues after *step*; *stall_s* where a state was saved."""
         self._last = (step, now_s)
         if stall_s is not None:
             self._stalls_s.append(stall_s)
@@ -144,7 +144,7 @@ class SaveCost:
         return self._chosen_steps
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return what ``every="auto"`` chose last, and by what; plain numbers, None: not known.
+        """Return the last choice of ``every="auto"`` and its inputs; plain numbers, None: unknown.
 
         ``steps`` is None until a save was measured.
         """
@@ -160,24 +160,24 @@ class SaveCost:
 
 
 class SaveSchedule(Protocol):
-    """Says which steps are saved; all ranks are told the same.
+    """Decides which steps are saved, equally on all ranks.
 
-    ``asks_keeper``: every step is due as far as it knows, and the keeper decides.
+    ``asks_keeper``: every step may be due, and the keeper decides.
     """
 
     asks_keeper: bool
 
     def is_due(self, step: int, now_s: float) -> bool:
-        """Say whether *step*, just completed, is to be saved."""
+        """Return whether *step*, just completed, is to be saved."""
         ...
 
     def on_handled(self, step: int, now_s: float) -> None:
-        """Take note that *step*, which was due, is saved, or was skipped."""
+        """Record that *step*, which was due, is saved, or was skipped."""
         ...
 
 
 class StepSchedule:
-    """Every so many steps; a due step that is jumped over is made up for at the next."""
+    """Every so many steps; where a due step was not reported, the next one is due."""
 
     asks_keeper = False
 
@@ -185,7 +185,7 @@ class StepSchedule:
         self._steps = steps
         self._previous_step: int | None = None
 
-    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
+    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 the interface
         previous_step, self._previous_step = self._previous_step, step
         has_skipped_multiple = (
             previous_step is not None and step // self._steps > previous_step // self._steps
@@ -197,11 +197,11 @@ class StepSchedule:
 
 
 class KeeperSchedule:
-    """As often as the keeper of the node says, which is asked at each step."""
+    """The keeper of the node decides at each step."""
 
     asks_keeper = True
 
-    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
+    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 the interface
         return True
 
     def on_handled(self, step: int, now_s: float) -> None:
@@ -209,7 +209,7 @@ class KeeperSchedule:
 
 
 class SingleRankSchedule:
-    """By the clock, or the cost, of the only rank there is."""
+    """By the clock, or the cost, of the only rank."""
 
     asks_keeper = False
 
@@ -234,7 +234,7 @@ class SingleRankSchedule:
 
 
 class RankZeroSchedule:
-    """By the clock, or the cost, of the first rank, which says at each save when the next one is.
+    """By the clock, or the cost, of rank 0, which publishes at each save when the next one is.
 
     *store* is that of the process group: it needs ``set``, ``wait``, ``check`` and ``get``. *run*
     names this start of the workers; an older one may have left its answers there. *timeout_s*: how
@@ -260,16 +260,14 @@ class RankZeroSchedule:
         self._timeout_s = timeout_s
         self._prefix = f"gpuops/checkpoint/{run}/{next(_serial)}"
         self._previous_step: int | None = (
-            None  # the step before this one; not all numbers are told of
+            None  # the step before this one; some numbers are not reported
         )
         self._next_step: int | None = None  # None: not known yet
-        self._n_published = (
-            0  # answers are numbered: which step each was given at, others cannot know
-        )
+        self._n_published = 0  # answers are numbered: other ranks do not know their steps
         self._may_wait = True
         self._has_warned = False
 
-    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 as the others
+    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 the interface
         if self._previous_step is None:
             self._previous_step, self._next_step = step - 1, step + WARMUP_STEPS - 1
         if self._next_step is None:
@@ -277,7 +275,7 @@ class RankZeroSchedule:
         self._previous_step = max(self._previous_step, step)
         return self._next_step is not None and step >= self._next_step
 
-    def on_handled(self, step: int, now_s: float) -> None:  # noqa: ARG002 as the others
+    def on_handled(self, step: int, now_s: float) -> None:  # noqa: ARG002 the interface
         self._next_step, self._may_wait = None, True
         if self._is_rank_zero:
             self._next_step = step + self._cost.steps_until_next(self._interval)
@@ -289,11 +287,11 @@ class RankZeroSchedule:
         return f"{self._prefix}/{self._n_published}"
 
     def _next_after(self, previous_step: int) -> int | None:
-        """Return the next save after the step *previous_step*; None: rank 0 has not said it yet.
+        """Return the next save after step *previous_step*; None: rank 0 has not published it.
 
-        A save up to *previous_step* was missed here for want of an answer in time. What was said at
-        it is there by now, or will be: so this rank comes back to the saves of the others. It never
-        guesses, for a state that only some ranks save is never complete.
+        A save up to *previous_step* was missed here, because the answer was late. Rank 0's answer
+        at that save is there by now, or will be, so this rank joins the saves of the others again.
+        It never guesses: a state that only some ranks save is never complete.
         """
         while (next_step := self._read_next()) is not None:
             self._n_published += 1
@@ -302,7 +300,7 @@ class RankZeroSchedule:
         return None
 
     def _read_next(self) -> int | None:
-        """Return the answer that is to be read now; waits for it the first time only."""
+        """Return the current answer; waits for it the first time only."""
         key, may_wait, self._may_wait = self._key(), self._may_wait, False
         try:
             if may_wait:
@@ -314,8 +312,8 @@ class RankZeroSchedule:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "rank 0 has not said within %g s when to save next (%.200s): this rank saves "
-                    "again once it has",
+                    "rank 0 has not published within %g s when to save next (%.200s): this rank "
+                    "saves again once it has",
                     self._timeout_s,
                     exc,
                 )
@@ -331,7 +329,7 @@ def make_schedule(
     rank: int,
     now_s: float,
 ) -> SaveSchedule:
-    """Return how this job's ranks find out which steps to save.
+    """Return how this job's ranks determine which steps to save.
 
     *make_store* returns the process group's store and the name of this start of the workers; None
     where there is no process group.

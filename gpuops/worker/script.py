@@ -1,9 +1,9 @@
-"""Run the user's program as ``__main__``, so that it cannot tell from plain ``python``.
+"""Run the user's program as ``__main__``, indistinguishable from plain ``python``.
 
 `runpy.run_path` restores the old ``__main__`` when the script ends, which breaks what runs later
 (``atexit``, threads that outlive the script, pickling by name); so the module made here stays.
 
-A worker dies with its agent: an orphan would go on training, and hold its GPU, unsupervised.
+A worker dies with its agent: an orphan would continue training, and occupy its GPU, unsupervised.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ _ZIP_MAGIC = b"PK\x03\x04"
 
 
 def run_script(path: str, args: Sequence[str]) -> None:
-    """Run the file *path* as ``python path args`` does; whatever it raises comes through."""
+    """Run the file *path* as ``python path args`` does; its exceptions are not caught."""
     sys.argv[:] = [path, *args]
     with io.open_code(path) as file:
         source = file.read()
     if path.endswith(".pyc") or source.startswith(_ZIP_MAGIC):
         runpy.run_path(path, run_name="__main__")
         return
-    # Joined, not resolved: that is what Python itself makes of it.
+    # Joined, not resolved: as Python itself does it.
     absolute = path if path.startswith("/") else f"{Path.cwd()}/{path}"
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(path).resolve().parent))
@@ -46,7 +46,7 @@ def run_module(name: str, args: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path.cwd()))
     _fresh_main()
-    # What the interpreter itself calls for -m: only so do __spec__, argv[0] and messages agree.
+    # The interpreter's own function for -m: only so do __spec__, argv[0] and messages agree.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -67,9 +67,9 @@ def without_our_frames(
 
 
 def show_without_our_frames(files: frozenset[str]) -> None:
-    """Make the traceback of the exception that is about to end the process start at the user's.
+    """Trim the printed traceback of a fatal exception to the user's frames.
 
-    The hook in force stays in charge: the script may have set its own.
+    The current hook stays in effect: the script may have set its own.
     """
     shown = sys.excepthook
 
@@ -88,7 +88,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2); not named in Python's standard library
 def die_with_parent(agent_pid: int | None) -> None:
     """Ask the kernel for SIGKILL at the parent's death; end now if the agent is dead already.
 
-    The kernel forgets parents that died before the call (prctl(2)), hence the look afterwards.
+    The kernel ignores parents that died before the call (prctl(2)), hence the check afterwards.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)

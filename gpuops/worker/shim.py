@@ -1,8 +1,8 @@
-"""What ``gpuops run`` starts in place of the user's program, in the same process.
+"""The program that ``gpuops run`` starts; it becomes the user's program in the same process.
 
-``shim.py [--exec PROGRAM | -m MODULE | SCRIPT] args``: tie this process to its agent, prepare
+``shim.py [--exec PROGRAM | -m MODULE | SCRIPT] args``: bind this process to its agent, prepare
 evidence (stacks on SIGUSR2, the exception file, the heartbeat ring), then become the program.
-Nothing here may stop the program: every part of the preparation may fail alone.
+Nothing here may stop the program: each part of the preparation may fail independently.
 """
 
 import os
@@ -13,10 +13,10 @@ _ROOT = _HERE.removesuffix("/gpuops/worker")
 
 
 def _open_imports() -> bool:
-    """Let ``gpuops`` be imported; return whether a path was added for it.
+    """Make ``gpuops`` importable; return whether a path was added for it.
 
-    Started by file, Python put our own directory first on `sys.path`. The package's root goes last,
-    because in a checkout it may be on no path at all.
+    Python put this file's directory first on `sys.path`. The package's root goes last, because a
+    checkout may not be on the path.
     """
     if sys.path and os.path.realpath(sys.path[0]) == _HERE:
         del sys.path[0]
@@ -69,7 +69,7 @@ def main() -> None:
         else:
             script.run_script(words[0], words[1:])
         api.finish(WorkerPhase.FINISHED)
-    except BaseException as error:  # boundary: noted, and then ends the process as it would anyway
+    except BaseException as error:  # boundary: recorded, and then ends the process as without us
         is_end = isinstance(error, SystemExit) and error.code in {None, 0}
         api.finish(WorkerPhase.FINISHED if is_end else WorkerPhase.RAISED)
         if isinstance(error, Exception):
@@ -80,18 +80,18 @@ def main() -> None:
 
 
 def become(words: list[str]) -> NoReturn:
-    """Become the program *words*; where that cannot be, say why and exit as a shell would."""
+    """Become the program *words*; where that fails, print why and exit as a shell would."""
     try:
         os.execvp(words[0], words)  # noqa: S606 the user's own program
     except OSError as error:
         is_there = Path(words[0]).exists()
-        what = "its interpreter is not there" if is_there and error.errno == errno.ENOENT else ""
+        what = "its interpreter does not exist" if is_there and error.errno == errno.ENOENT else ""
         sys.stderr.write(f"cannot execute {words[0]}: {what or error.strerror}\n")
         sys.exit(127 if error.errno == errno.ENOENT else 126)
 
 
 def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
-    """Tie this process to its agent and start the evidence that it leaves."""
+    """Bind this process to its agent and prepare its evidence."""
     agent_pid = env.get("GPUOPS_AGENT_PID", "")
     with contextlib.suppress(Exception):
         die_with_parent(int(agent_pid) if agent_pid.isdecimal() else None)
@@ -108,7 +108,7 @@ def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
 
 
 def dump_stacks_to(path: str) -> bool:
-    """Let SIGUSR2 append the stacks of all threads to *path*; return whether that is so.
+    """Have SIGUSR2 append the stacks of all threads to *path*; return whether that works.
 
     Without a path, or where it cannot be opened, they go to standard error.
     """
@@ -123,9 +123,9 @@ def dump_stacks_to(path: str) -> bool:
 
 
 def write_whole_lines() -> None:
-    """Make a printed line one write: what tees several ranks to one console mixes between writes.
+    """Write each printed line at once: consoles of several ranks interleave separate writes.
 
-    ``python -u`` writes a line and its end apart.
+    ``python -u`` writes a line and its end separately.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -133,12 +133,12 @@ def write_whole_lines() -> None:
 
 
 def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
-    """Create the ring that the agent named and hook it to the optimizers to come.
+    """Create the ring that the agent named and hook it to later optimizers.
 
-    Only with a ring are signals ours: without it nobody would hear of them.
+    Only with a ring do we handle signals: without it the agent would not see them.
 
     Raises:
-        OSError, KeyError, ValueError: No ring was asked for, or it cannot be made.
+        OSError, KeyError, ValueError: No ring is named, or it cannot be made.
     """
     header = RingHeader(
         rank=int(env["RANK"]),
@@ -148,7 +148,7 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     )
     ring = create_ring(Path(env["GPUOPS_RING"]), header)
     view = memoryview(ring)
-    # Here already, for a worker that hangs before its first beat.
+    # Before the first beat, for a worker that hangs early.
     write_flags(view, preemption.ours() & WorkerFlag.HANDLES_SIGUSR2, WorkerFlag.HANDLES_SIGUSR2)
     preemption.heart = heart = Heart(view, handlers=preemption.ours)
     api.connect(heart, lambda: preemption.signalled_ns)
@@ -158,7 +158,7 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
 
 
 def note(error: Exception, env: Mapping[str, str]) -> None:
-    """Write what the agent and torch want to know about *error*, whose frames of ours go.
+    """Write the error files of *error* for the agent and torch, without our own frames.
 
     Raises:
         OSError: The directory is gone or full.

@@ -1,9 +1,9 @@
 """One rank's state at one moment, and its copy into a shared buffer.
 
-On the host the copy is done when `SlotCopier.start` returns. On a device, what only the optimizers
-change is copied on a stream of its own, and the next optimizer step is made to wait for it on the
-device; what anything may change (buffers, averages) is copied on the computing stream, so that
-whatever comes later on it comes after the copy. The host waits for neither.
+On the host the copy is done when `SlotCopier.start` returns. On a device, tensors that only the
+optimizers change are copied on a separate stream, and the next optimizer step waits for it on the
+device; other tensors (buffers, averages) are copied on the computing stream, before all later
+work on it. The host waits for neither.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
-    """What is to be copied into a slot of *layout*.
+    """The tensors to copy into a slot of *layout*.
 
     ``tensors`` are this rank's parts, in the order of ``plan.names``; those of ``plan.fenced`` are
     changed by the optimizers alone.
@@ -65,7 +65,7 @@ class CopyPlan:
 
 
 class StateCapturer:
-    """Reads all parts of a state; plans the image anew only where something changed its shape."""
+    """Reads all parts of a state; plans the image again only where a shape changed."""
 
     def __init__(
         self, adapters: Sequence[StateAdapter], shard: Shard, *, allow_pickle: bool
@@ -74,7 +74,7 @@ class StateCapturer:
         self._shard = shard
         self._allow_pickle = allow_pickle
         self.annotations: Callable[[], Mapping[str, object]] = (
-            dict  # plain values for who looks at it
+            dict  # plain values for readers of the checkpoint
         )
         self._plan: CopyPlan | None = None
         self._names: list[tuple[str, ...]] = []
@@ -87,10 +87,10 @@ class StateCapturer:
 
     @torch.no_grad()
     def capture(self, step: int) -> CapturedState:
-        """Return the state as it is now; its tensors are not copied yet.
+        """Return the current state; its tensors are not copied yet.
 
         Raises:
-            CheckpointError: Something in it cannot be stored; says which.
+            CheckpointError: Something in it cannot be stored; the message says what.
         """
         readings = [part.read() for part in self._adapters]
         tensors = list(chain.from_iterable(reading.tensors for reading in readings))
@@ -132,8 +132,8 @@ class StateCapturer:
             return False
         if any(a.names is not b for a, b in zip(readings, self._names, strict=True)):
             return False
-        # Nothing is kept of what is compared: many thousand new objects would have Python look for
-        # garbage in all of the job's memory, again and again.
+        # The compared values are not stored: many thousand new objects would trigger garbage
+        # collections of the job's whole memory, again and again.
         return (
             len(tensors) == len(self._shapes)
             and all(map(eq, map(_SHAPE, tensors), self._shapes))
@@ -220,7 +220,7 @@ class PendingCopy:
     sources: Sequence[torch.Tensor]
 
     def is_done(self) -> bool:
-        """Say whether the copy is complete; never waits."""
+        """Return whether the copy is complete; never waits."""
         return self.event is None or bool(self.event.query())
 
     def wait(self) -> None:
@@ -229,13 +229,13 @@ class PendingCopy:
             self.event.synchronize()
 
     def wait_before_step(self) -> None:
-        """Make what is put on the current stream from now on come after the copy."""
+        """Make later work on the current stream wait for the copy."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class SlotCopier:
-    """The slots of one layout. *warn* is told once where memory cannot be pinned."""
+    """The slots of one layout. *warn* is called once where memory cannot be pinned."""
 
     def __init__(
         self, plan: CopyPlan, slots: Sequence[SharedBuffer], warn: Callable[[str], None]
@@ -249,10 +249,10 @@ class SlotCopier:
 
     @torch.no_grad()
     def start(self, slot: int, capture: CapturedState, *, overlap: bool = False) -> PendingCopy:
-        """Copy *capture* into *slot*, header and all; return what tells when it is complete.
+        """Copy *capture* into *slot*, with its header; return an object that tracks completion.
 
-        *overlap*: `PendingCopy.wait_before_step` will be called before anybody changes what the
-        optimizers own.
+        *overlap*: `PendingCopy.wait_before_step` will be called before the optimizers change their
+        tensors.
         """
         memory = self._slots[slot].view
         layout = self.plan.layout
@@ -266,7 +266,7 @@ class SlotCopier:
         return self._start_on(device, views, capture, overlap=overlap)
 
     def close(self) -> None:
-        """Let go of the memory; nothing may be in flight."""
+        """Release the memory; no copy may be in progress."""
         for pin in self._pinned:
             pin.release()
         self._pinned.clear()
@@ -313,13 +313,13 @@ class SlotCopier:
             self._stream.wait_stream(computing)
             done = torch.cuda.Event()
             done.record(self._stream)
-        # On the host, or on another device of this process: at once.
+        # On the host, or on another device of this process: synchronously.
         _copy(_select(views, elsewhere), _select(tensors, elsewhere))
         return PendingCopy(done, device, [tensors[i] for i in (*optimizer_owned, *others)])
 
 
 class _PinnedBuffer:
-    """Memory registered with CUDA, so that a device copies into it by itself."""
+    """Memory registered with CUDA, so that a device copies into it asynchronously."""
 
     def __init__(
         self, memory: SharedBuffer, device: torch.device, warn: Callable[[str], None]
@@ -333,7 +333,7 @@ class _PinnedBuffer:
             _clear_cuda_error(device)
             warn(
                 f"the {memory.nbytes} bytes of a slot cannot be pinned (cudaHostRegister returned "
-                f"{code}; is `ulimit -l` too small?): copies from the device take longer and block"
+                f"{code}; is `ulimit -l` too small?): copies from the device are slower and block"
             )
 
     def release(self) -> None:
@@ -344,7 +344,7 @@ class _PinnedBuffer:
 
 
 def _clear_cuda_error(device: torch.device) -> None:
-    """Have CUDA forget the error that it returned: the next kernel launch would raise it."""
+    """Clear CUDA's last error: the next kernel launch would raise it."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 

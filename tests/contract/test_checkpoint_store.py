@@ -432,7 +432,7 @@ def test_what_is_pinned_is_not_deleted(store, pair):
 def test_what_is_no_tag_is_refused(store, pair, tag):
     persist(store, STATE, pair, origin=ORIGIN)
 
-    with pytest.raises(CheckpointError, match="is no tag"):
+    with pytest.raises(CheckpointError, match="is not a tag"):
         store.pin(STATE, tag)
     store.unpin(STATE, tag)
 

@@ -133,7 +133,7 @@ def test_any_shard_is_served_to_any_rank_of_another_world(node):
     for number in range(2):
         with rank.keeper.open_shard(offer, Shard(number, 2)) as shard:
             assert holds(shard, layout_of(number, 2), 3)
-    with pytest.raises(KeeperError, match="not on offer"):
+    with pytest.raises(KeeperError, match="not being restored"):
         rank.keeper.open_shard(offer, Shard(0, 1))
 
 

@@ -261,7 +261,7 @@ class Node:
             self.agent.take_over(epoch)
         except KeeperError as exc:
             # The ranks were quicker: they asked it between these two.
-            if "told already" not in str(exc):
+            if "already decided" not in str(exc):
                 raise
             return False
         return True

@@ -24,7 +24,7 @@ def test_a_bit_flipped_on_one_node_is_one_incident_until_the_ranks_are_equal_aga
     opened, closed = (event["payload"] for event in run.events("incident.recorded"))
     (flipped,) = map(int, re.findall(r"flipped after step (\d+)", run.said()))
     title = re.fullmatch(
-        r"rank 3 differs from ranks 0-2 in model\.2\.weight at step (\d+) \(alike at step (\d+)\)",
+        r"rank 3 differs from ranks 0-2 in model\.2\.weight at step (\d+) \(equal at step (\d+)\)",
         opened["title"],
     )
     assert title, opened["title"]

@@ -55,11 +55,11 @@ SERVERS = {
     "does not know the token": (bad_peers.impostor, "does not know the job's token"),
     "a chunk by single bytes": (bad_peers.serves_one_byte_at_a_time(COPY), "too little"),
     "stops in a chunk": (bad_peers.stops_after_a_request(COPY), "too little"),
-    "other chunks": (bad_peers.serves_other_chunks(COPY), "not the chunks"),
-    "a longer image": (bad_peers.lies_about_the_size(COPY), "not the copy"),
+    "other chunks": (bad_peers.serves_other_chunks(COPY), "not the requested chunks"),
+    "a longer image": (bad_peers.lies_about_the_size(COPY), "not the requested copy"),
     "a frame of 4 GB": (bad_peers.huge_frame, "a frame of 4294967295 bytes"),
     "a wrong tag": (bad_peers.wrong_tag, "did not send"),
-    "done without a copy": (bad_peers.says_done, "not the copy"),
+    "done without a copy": (bad_peers.says_done, "not the requested copy"),
 }
 
 
@@ -99,7 +99,7 @@ def test_a_bad_server_is_given_up_and_the_next_holder_asked(behave, why, target)
 def test_a_server_that_sends_rubbish_is_a_corrupt_copy(target):
     with (
         bad_peers.BadServer(bad_peers.serves_rubbish(COPY)) as bad,
-        pytest.raises(CorruptError, match=r"chunk \d+ of 41 came damaged 6 times"),
+        pytest.raises(CorruptError, match=r"chunk \d+ of 41 arrived corrupt 6 times"),
     ):
         fetch([peer(bad.port, "bad")], job_pass(), COPY, target.view, patient())
 
@@ -369,7 +369,7 @@ def test_a_pusher_of_other_bytes_is_told(big):
     with serving(store, store, bounds=BOUNDS) as server:
         said = next(filter(None, (refusal(server.port) for _ in range(20))))
 
-    assert "came damaged 6 times" in str(said)
+    assert "arrived corrupt 6 times" in str(said)
     assert said.code is TransferRefusal.DAMAGED
     assert store.copies() == []
     store.close()

@@ -100,7 +100,7 @@ def test_the_step_is_that_of_the_checkpoint_id(store):
 def test_nobody_says_the_step(store):
     with pytest.raises(dcp.api.CheckpointException) as exc:
         dcp.save(state(), storage_writer=GpuopsWriter(store.address))
-    assert "of which step" in failure(exc)
+    assert "step of this state is unknown" in failure(exc)
     assert store.list_states() == ()
 
 
@@ -278,7 +278,7 @@ def test_what_somebody_keeps_does_not_stop_the_training(caplog):
 
     assert [one["w"][0].item() for one in kept] == [1, 2, 3]
     assert stager.n_created == 3
-    assert "One more is made" in caplog.text
+    assert "One more buffer is allocated" in caplog.text
 
 
 def test_a_state_that_grows_and_shrinks():

@@ -88,7 +88,7 @@ def test_saving_goes_on_with_another_keeper_and_no_step_waits_for_it(node, monke
         until(lambda: step()["saved"] > saved)
         last = ck.stats["last_step"]
         until(lambda: (node.agent.stats()["newest"] or [0, 0])[1] == last)
-    assert "a keeper is there again" in caplog.text
+    assert "there is a keeper again" in caplog.text
 
     node.agent.begin_generation(1, 1, None)
     monkeypatch.setenv("GPUOPS_GENERATION", "1")

@@ -54,7 +54,7 @@ def test_a_killed_job_goes_on_from_memory_and_the_last_state_persists(tmp_path, 
         assert (two["start"], two["restored"]["tier"]) == (HALF, "memory")
         assert one["losses"] + two["losses"] == one["reference"]
         assert same(two["state"], one["reference_state"])
-    assert said(tmp_path, 2, "second").count("nobody restarts the job") == 1
+    assert said(tmp_path, 2, "second").count("the job is not restarted") == 1
     store = open_store(str(tmp_path / "states"))
     newest = store.list_states()[0]
     assert newest.state.step == ALL
@@ -84,7 +84,7 @@ def test_a_flipped_bit_is_a_warning_of_the_first_rank(tmp_path, home):
     (flipped,) = map(int, re.findall(r"flipped after step (\d+)", words))
     (found,) = re.findall(
         r"replicas of the training state differ: ranks 0-1, which must be equal, differ in "
-        r"model\.3\.weight at step (\d+) \(alike at step (\d+)\): either may be wrong",
+        r"model\.3\.weight at step (\d+) \(equal at step (\d+)\): either may be wrong",
         words,
     )
 

@@ -70,7 +70,7 @@ def test_what_a_late_rank_saves_last_persists_and_the_first_says_that_it_is_late
 
     (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("gpuops")]
     assert "the state after step 7 is not persisted" in said
-    assert "is that after step 6; ranks still at work: 1," in said
+    assert "is that after step 6; ranks still connected: 1," in said
     assert job.persisted() == [6]
 
     second.save(7)

@@ -48,6 +48,6 @@ def test_ranks_with_a_keeper_and_without_one_load_nothing_and_all_say_why(tmp_pa
     words = said(tmp_path, 2, "mixed")
 
     assert codes == [0, 0], words
-    assert words.count("refused: the ranks go on from different places: some from the dir") == 2
+    assert words.count("refused: the ranks resume from different sources: some from the dir") == 2
     assert "this one (rank 0) from the keeper of the node" in words
     assert "this one (rank 1) from the directory" in words

@@ -291,7 +291,7 @@ def test_a_node_that_holds_nothing_for_others_is_told_and_saving_goes_on(nodes):
     state = save(nodes[:2], 3)
     until(lambda: nodes[0].heard_of("replica_failed"), deadline_s=40)
     (failed,) = nodes[0].heard_of("replica_failed")
-    assert "no holder of" in failed["why"]
+    assert "not a holder of" in failed["why"]
     commit(nodes[:2], state)
 
 
@@ -311,7 +311,7 @@ def test_a_node_without_the_room_for_others_says_so_and_its_own_states_are_saved
     failed = nodes[0].heard_of("replica_failed")[0]
     assert (failed["holder"], failed["shard"]) == ("small", [0, 2])
     assert "does not fit into memory" in failed["why"]
-    assert "are left to the system" in failed["why"]
+    assert "are reserved for the system" in failed["why"]
     assert small.shards_here(state) == [Shard(1, 2)]
     assert nodes[0].shards_here(state) == [Shard(0, 2), Shard(1, 2)]
 

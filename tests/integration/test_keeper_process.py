@@ -384,7 +384,7 @@ def test_several_nodes_commit_and_choose_together(keeper, stack, tmp_path):
     assert agent.commit(state, persist=True)
     assert agent.stats()["newest"] == [7, 1]
     until(lambda: any(event["kind"] == "persisted_part" for event in agent.events()))
-    with pytest.raises(KeeperError, match="told already"):
+    with pytest.raises(KeeperError, match="already decided"):
         agent.restore_from(state, 8)
     agent.begin_generation(1, 2, None)
     agent.restore_from(state, 8)
@@ -745,7 +745,7 @@ def test_ranks_that_run_go_on_saving_into_a_keeper_in_place_of_one_that_died(
     # Nothing is read of what persists: the first step that is asked for is saved.
     assert save_all(ranks, 8) == StateId(epoch, 8)
     assert "took_over" in [event["kind"] for event in agent.events()]
-    with pytest.raises(KeeperError, match="told the ranks of this generation"):
+    with pytest.raises(KeeperError, match="decided the state to resume from for this generation"):
         lines[1].restore_point(5.0)
     agent.begin_generation(5, 1, None)
     (fresh,) = crew_of(stack, second, generation=5)

@@ -23,7 +23,7 @@ def test_a_flipped_bit_becomes_one_incident_that_names_rank_tensor_and_step(tmp_
     assert [c["id"] for c in incident["culprits"] if c["kind"] == "rank"] == ["1"]
     assert [c["kind"] for c in incident["culprits"]] == ["rank", "node"]
     found = re.fullmatch(
-        r"rank 1 differs from ranks 0, 2 in model\.3\.weight at step (\d+) \(alike at step (\d+)\)",
+        r"rank 1 differs from ranks 0, 2 in model\.3\.weight at step (\d+) \(equal at step (\d+)\)",
         incident["title"],
     )
     assert found, incident["title"]

@@ -311,7 +311,7 @@ def test_a_deadline_ends_a_transfer(image, target):
     began_s = time.monotonic()
     with (
         serving(Shelf((memory, copy)), pace=pace) as server,
-        pytest.raises(TransferError, match=r"not over after 0\.5 s, its deadline"),
+        pytest.raises(TransferError, match=r"not finished after 0\.5 s, its deadline"),
     ):
         fetch([peer(server.port)], job_pass(), copy, target.view, terms(deadline_s=0.5))
 

@@ -127,7 +127,7 @@ class InProcessNode:
             return self.core.events.take(_EVENTS_CHARS_MAX)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         with self.lock:
             self.kill()
             self.core.memory.close()

@@ -1,7 +1,7 @@
-"""Which state a job goes on from: the newest of which every shard has a copy that verifies.
+"""Select the state to resume from: the newest of which every shard has a copy that verifies.
 
-Memory first, then the persistent copy of the same state; a state with a shard that no copy serves
-is passed over, and the offer says why.
+Memory is read first, then the persistent copy of the same state. A state with a shard that has no
+usable copy is skipped, and the result says why.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from gpuops.checkpoint.types import (
 )
 
 _WHY_CHARS_MAX = 300
-_CHUNKS_PER_TASK = 4  # that one thread reads before it takes the next
+_CHUNKS_PER_TASK = 4  # chunks that a thread verifies per task
 
 ShardLocation = SharedBuffer | Path
 A = TypeVar("A")
@@ -38,19 +38,19 @@ T = TypeVar("T")
 
 
 class MapFunction(Protocol):
-    """Calls a function for each of several things, perhaps several at a time."""
+    """Calls a function for each item, possibly in parallel."""
 
     def __call__(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]: ...
 
 
 class Closeable(Protocol):
-    """Something that is to be let go of."""
+    """A resource that must be closed."""
 
     def close(self) -> None: ...
 
 
 class PeerCopies(Closeable, Protocol):
-    """What other nodes hold of one state; see `gpuops.checkpoint.peers.fetch`."""
+    """What other nodes have of one state; see `gpuops.checkpoint.peers.fetch`."""
 
     @property
     def state(self) -> StateId: ...
@@ -61,13 +61,13 @@ class PeerCopies(Closeable, Protocol):
     def __contains__(self, shard: Shard) -> bool: ...
 
     def get(self, shard: Shard) -> SharedBuffer:
-        """Return it, verified; raises CheckpointError where no node could serve."""
+        """Return the verified shard; raises CheckpointError where no node could serve it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CopyProblem:
-    """A copy that is not what was saved, or that cannot be read."""
+    """A copy that is corrupt or cannot be read."""
 
     state: StateId
     shard: Shard
@@ -77,7 +77,7 @@ class CopyProblem:
 
 @dataclass(frozen=True, slots=True)
 class SelectedState:
-    """A state, and where each of its shards is read. ``fetched`` was made, or lent, for it."""
+    """A state, and the source of each shard. ``fetched``: memory to release after the load."""
 
     state: StateId
     world: int
@@ -88,7 +88,7 @@ class SelectedState:
 
 @dataclass(slots=True)
 class StateSearchResult:
-    """What was looked at and found. ``selected`` None: there is nothing to go on from."""
+    """The result of a search. ``selected`` None: there is no state to resume from."""
 
     selected: SelectedState | None = None
     why: list[str] = field(default_factory=list)
@@ -96,17 +96,17 @@ class StateSearchResult:
     epoch_max: int = -1
 
     def add_reason(self, text: str) -> None:
-        """Add a sentence to the reasons; there are not many, and none is long."""
+        """Add a reason; the number and the length of reasons are bounded."""
         if len(self.why) < WHY_MAX:
             self.why.append(text[:_WHY_CHARS_MAX])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSearchCriteria:
-    """What is looked for.
+    """What to search for.
 
-    ``only``: this state or none; ``is_none``: no state at all; ``excluded_step``: no state of
-    this step; ``shards`` None: all of the state's world must be there.
+    ``only``: only this state; ``is_none``: no state at all; ``excluded_step``: no state of
+    this step; ``shards`` None: all shards of the state's world are needed.
     """
 
     is_none: bool = False
@@ -126,15 +126,14 @@ def find_restorable(
     ),
     peers: PeerCopies | None = None,
 ) -> StateSearchResult:
-    """Return the newest state that is whole, from *memory* and *store*; every byte was read.
+    """Return the newest complete state from *memory* and *store*, with every byte verified.
 
-    *memory* must stay as it is meanwhile. *allocate* is called for a shard that has to be fetched
-    from the store; what is not in memory, or not right there, is had from *peers* before.
+    *memory* must not change meanwhile. *allocate* is called for a shard that has to be read from
+    the store. A shard that is missing or corrupt in memory is fetched from *peers* first.
 
     Raises:
-        RestoreUndecidedError: The store cannot be read, or all that it has is damaged, and memory
-            has
-            nothing either.
+        RestoreUndecidedError: The store cannot be read or has only damaged states, and memory has
+            none.
     """
     result = StateSearchResult()
     stored, store_error = _list_stored(store, result)
@@ -145,11 +144,11 @@ def find_restorable(
         return result
     if criteria.only is not None:
         if criteria.only not in states:
-            result.add_reason(f"{criteria.only} was asked for and is not here")
+            result.add_reason(f"{criteria.only} was requested and is not here")
         states = [state for state in states if state == criteria.only]
     for state in states:
         if state.step == criteria.excluded_step:
-            result.add_reason(f"{state} is excluded: it failed after it was loaded")
+            result.add_reason(f"{state} is excluded: the job failed after loading it")
             continue
         candidate = _Candidate(
             state,
@@ -164,12 +163,12 @@ def find_restorable(
         if result.selected is not None:
             return result
         if state in stored:
-            store_error = store_error or f"no copy of {state} serves"
+            store_error = store_error or f"no copy of {state} is usable"
     if store_error:
         reasons = "; ".join(dict.fromkeys([store_error, *result.why[:4]]))
         raise RestoreUndecidedError(
-            f"cannot tell what to go on from: {reasons}. Repair the directory, or give another one "
-            "to start anew"
+            f"cannot determine the state to resume from: {reasons}. Repair the directory, or set "
+            "another one to start from scratch"
         )
     return result
 
@@ -177,7 +176,7 @@ def find_restorable(
 def _list_stored(
     store: CheckpointStore | None, result: StateSearchResult
 ) -> tuple[dict[StateId, StoredState], str]:
-    """Return the states that a store lists, and what is wrong with it."""
+    """Return the states that a store lists, and the error if it has one."""
     if store is None:
         return {}, ""
     try:
@@ -208,7 +207,7 @@ class _Candidate:
     def select(
         self, shards: frozenset[Shard] | None, map_function: MapFunction
     ) -> SelectedState | None:
-        """Return the state with a source for each of its shards, None where one has none."""
+        """Return the state with a source for each of its shards, None where a shard has none."""
         self._drop_other_run()
         world = self._world()
         if world is None:
@@ -222,7 +221,7 @@ class _Candidate:
             if self.peers is not None:
                 where = "in this node's memory, nor in another's, nor in the directory"
             self.choice.add_reason(
-                f"{self.state} is not whole: of its {len(order)} shards, that of rank "
+                f"{self.state} is incomplete: of its {len(order)} shards, that of rank "
                 f"{missing[0].rank} is neither {where}"
             )
             return None
@@ -233,7 +232,7 @@ class _Candidate:
         sources: dict[Shard, ShardLocation] = {}
         for shard, source in found.items():
             if isinstance(source, str):
-                self.choice.add_reason(f"{self.state} is passed over: {source}")
+                self.choice.add_reason(f"{self.state} is skipped: {source}")
                 for memory in self.fetched:
                     memory.close()
                 return None
@@ -250,7 +249,7 @@ class _Candidate:
         return None if self.stored is None else self.stored.manifest.world
 
     def _tier(self, sources: Mapping[Shard, ShardLocation]) -> Tier:
-        """Return where the farthest of *sources* is from."""
+        """Return the slowest tier of *sources*."""
         in_memory = {id(held.memory) for held in self.memory.values()}
         far = {shard for shard, source in sources.items() if id(source) not in in_memory}
         if far - self.from_peers:
@@ -262,17 +261,19 @@ class _Candidate:
         return is_near or self._record(shard) is not None
 
     def _drop_other_run(self) -> None:
-        """Leave the directory's copy out where it is not of what memory holds: of another run."""
+        """Ignore the directory's copy where it differs from memory: another run wrote it."""
         if self.stored is None or not self.memory:
             return
         records = {record.shard: record.digest.root for record in self.stored.manifest.shards}
         if any(records.get(s) != held.copy.digest.root for s, held in self.memory.items()):
-            self.choice.add_reason(f"the directory has another {self.state}: two runs write there")
+            self.choice.add_reason(
+                f"the directory has a different {self.state}: two runs write there"
+            )
             self.stored = None
 
     def _find_verified(self, shard: Shard) -> ShardLocation | str:
-        """Return a verified copy of *shard*, or why there is none."""
-        why = "memory does not hold it"
+        """Return a verified copy of *shard*, or the reason why there is none."""
+        why = "memory does not have it"
         held = self.memory.get(shard)
         if held is not None:
             why = self.bad.get(shard, "")
@@ -310,7 +311,7 @@ class _Candidate:
         return path
 
     def _record(self, shard: Shard) -> StoredState | None:
-        """Return the stored state where it has *shard*."""
+        """Return the manifest's record of the stored state where it has *shard*."""
         if self.stored is None or self.store is None:
             return None
         return self.stored if self.stored.manifest.world == shard.world else None
@@ -324,9 +325,9 @@ class _Candidate:
 def _damaged_shards(
     memory: Mapping[Shard, HeldShard], map_function: MapFunction
 ) -> dict[Shard, str]:
-    """Return why those copies that are not what was sealed are not.
+    """Return what is corrupt in each damaged copy, by shard.
 
-    The chunks of all shards are read by as many threads as *map_function* has.
+    The threads of *map_function* share the chunks of all shards.
     """
     damaged: dict[Shard, str] = {}
     pieces: list[tuple[Shard, range]] = []

@@ -1,4 +1,4 @@
-"""How far the keeper of one node is with its states; for the keeper and the agent alike."""
+"""Progress of one node's keeper, reported to the agent."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,15 +21,16 @@ GroupDigests = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperProgress(Message):
-    """States are newest first, and few.
+    """States are listed newest first; the lists are short.
 
-    ``whole``: all of this node's shards are in its memory, verified. ``replicated``: and every
-    holder that lives has them. ``refused``: skipped or given up here; these are the newest of them
-    only, so to know whether any state was: one that is neither whole nor ``in_flight`` and is not
-    after ``decided`` (of its epoch) was. ``newest`` committed one. ``persisted``: lies whole in the
-    directory. ``parts``: of these this node's shards lie there. ``is_due``: by the policy of the
-    job the newest is to be persisted. ``group_digests``: of a committed state, for others to
-    compare. ``final_state``: a rank asked for it as the last one.
+    ``whole``: complete here: all shards of this node are in its memory, verified. ``replicated``:
+    also on every live holder. ``refused``: the newest states that were skipped or given up here.
+    The list is bounded; a state that is neither ``whole`` nor ``in_flight`` and is not after
+    ``decided`` (in its epoch) was refused, too. ``newest``: the newest committed state.
+    ``persisted``: complete in the directory. ``parts``: this node's shards of these are in the
+    directory. ``is_due``: the job's policy requires persisting the newest state now.
+    ``group_digests``: of a committed state, for comparison with other nodes. ``final_state``: a
+    rank saved it as the last one.
     """
 
     whole: _States = ()

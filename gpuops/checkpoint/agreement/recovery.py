@@ -1,14 +1,13 @@
-"""Which state all nodes go on from, and from where each of them gets it.
+"""Decide which state all nodes resume from, and from where each of them gets it.
 
-A pure function of what the nodes say they hold: whoever computes it from the same words comes to
-the same plan, in whatever order they were said. The newest state wins of which every shard of its
-world has a copy that may be trusted; it is never mixed with another, and never passed over without
-a reason.
+A pure function of the inventories of the nodes: equal inputs give an equal plan, in any order. It
+selects the newest state of which every shard of its world has a trusted copy. States are never
+mixed, and a state is never skipped without a reason.
 
-Copies of one shard of one state must be equal. Where they are not, each holder has one vote, a
-directory like a node; a holder that tells two things at once has none. The content that more than
-half of the votes are for is trusted, its holders only. With no such majority nobody knows which
-copy is the damaged one, so none is loaded, and the state counts as incomplete.
+Copies of one shard of one state must be equal. Where they differ, each holder has one vote; a
+directory counts as a holder, and a holder with contradictory copies has no vote. The content with
+more than half of the votes is trusted, and only its holders. Without such a majority the damaged
+copy cannot be identified, so none is loaded, and the state counts as incomplete.
 """
 
 from collections import Counter, defaultdict
@@ -30,13 +29,12 @@ _TIER_ORDER = {tier: place for place, tier in enumerate(Tier)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreInputs:
-    """What is known when a job's workers are about to start.
+    """The facts known before a job's workers start.
 
-    ``inventories`` has what each node holds in memory; what a node that is not in ``ranks`` holds
-    is out of reach. ``ranks`` has the live nodes, each with the ranks that will run on it (none: it
-    only serves); together they are 0 to the next world's size. ``persistent`` has copies with the
-    directory as their holder, whole states or parts of them. ``epoch_max`` is the greatest epoch
-    that anybody knows of.
+    ``inventories``: what each node has in memory; a node that is not in ``ranks`` is unreachable.
+    ``ranks``: the live nodes, each with the ranks that will run on it (none: it only serves
+    copies); together they are 0 to the next world's size. ``persistent``: copies in the directory,
+    of complete states or parts of them. ``epoch_max``: the greatest epoch known to any node.
     """
 
     inventories: Mapping[str, Collection[ShardCopy]]
@@ -54,12 +52,12 @@ _Root = Annotated[str, Limit(64, low=64)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan(Message):
-    """Where all ranks go on from. ``state`` None: nothing can be loaded, they start afresh.
+    """Where all ranks resume from. ``state`` None: nothing can be loaded, they start from scratch.
 
-    ``epoch`` is that of the states saved from now on: greater than any seen, loaded or not.
-    ``why`` has a sentence for each newer state that was passed over, the newest first.
-    ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal;
-    ``roots`` are of the digests of these shards. ``tier``: the slowest that any node loads from.
+    ``epoch``: of the states saved from now on; greater than any seen, loaded or not.
+    ``why``: a sentence for each newer state that was skipped, the newest first.
+    ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal.
+    ``roots``: of the digests of these shards. ``tier``: the slowest that any node loads from.
     """
 
     state: StateId | None
@@ -73,7 +71,7 @@ class RestorePlan(Message):
 
 @dataclass(slots=True)
 class _ShardCopies:
-    """All copies of one shard of one state that are within reach, and the vote over them."""
+    """All reachable copies of one shard of one state, and the vote over them."""
 
     contents: dict[tuple[Tier, str], set[tuple[str, str, int]]]
     copies: dict[tuple[Tier, str], ShardCopy]
@@ -85,13 +83,13 @@ class _ShardCopies:
             key = (copy.tier, copy.holder)
             found.contents.setdefault(key, set()).add(_content(copy))
             before = found.copies.get(key)
-            # A holder that says the same twice: which of the two must not depend on the order.
+            # A holder with two copies: which of them counts must not depend on the order.
             if before is None or copy.digest.table < before.digest.table:
                 found.copies[key] = copy
         return found
 
     def trusted(self) -> list[ShardCopy]:
-        """Return the copies that the vote is for, memory before directories, by holder."""
+        """Return the copies of the winning content, memory before directories, by holder."""
         votes = Counter(
             next(iter(contents)) for contents in self.contents.values() if len(contents) == 1
         )
@@ -100,7 +98,7 @@ class _ShardCopies:
         winner, winner_votes = max(votes.items(), key=lambda pair: (pair[1], pair[0]))
         if 2 * winner_votes <= votes.total():
             return []
-        # With contents and votes counted, keys are unique: no order of the words shows here.
+        # Keys are unique, since they include content and votes: the input order has no effect.
         return [
             self.copies[key]
             for key in sorted(self.contents, key=lambda key: (_TIER_ORDER[key[0]], key[1]))
@@ -163,7 +161,7 @@ def _world_of(ranks: Mapping[str, Collection[int]]) -> int:
 def _group_by_state(
     inputs: RestoreInputs,
 ) -> tuple[dict[_Candidate, dict[int, _ShardCopies]], dict[_Candidate, dict[int, set[str]]]]:
-    """Return what is within reach, and which lost nodes had what, by state and rank."""
+    """Return the reachable copies, and which lost nodes had which, by state and rank."""
     reachable_copies: dict[_Candidate, dict[int, list[ShardCopy]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -171,7 +169,7 @@ def _group_by_state(
     for node, copies in inputs.inventories.items():
         for copy in copies:
             if copy.tier is Tier.PERSISTENT:
-                continue  # told apart below: a node speaks for its memory only
+                continue  # an inventory describes only the node's own memory
             candidate, rank = (copy.state, copy.shard.world), copy.shard.rank
             if node in inputs.ranks:
                 reachable_copies[candidate][rank].append(
@@ -195,7 +193,7 @@ def _why_rejected(
     shards: Mapping[int, _ShardCopies],
     lost: Mapping[int, Collection[str]],
 ) -> str | None:
-    """Return what speaks against a state, None where it can be loaded."""
+    """Return why a state cannot be loaded, None where it can."""
     state, world = candidate
     if state.step in inputs.excluded_steps:
         return "it is excluded"
@@ -203,15 +201,15 @@ def _why_rejected(
         if not shards[rank].trusted():
             holders = shards[rank].holders()
             names = _format_names(holders, len(holders))
-            return f"the copies of shard {rank} differ ({names}), and no majority has the same"
+            return f"the copies of shard {rank} differ ({names}), and no majority agrees"
     n_missing = world - len(shards)
     if not n_missing:
         return None
-    # Not all of them: whoever made up a shard of a world of 100,000 must not cost that much.
+    # Not all of them: a forged shard of a world of 100,000 must not cost that much.
     missing = list(islice((rank for rank in range(world) if rank not in shards), _NAMED_MAX))
     lost_nodes = sorted({node for rank in lost.keys() - shards.keys() for node in lost[rank]})
     which = "shard" if n_missing == 1 else "shards"
-    text = f"nobody has {which} {_format_names(map(str, missing), n_missing)} of {world}"
+    text = f"no node has {which} {_format_names(map(str, missing), n_missing)} of {world}"
     return f"{text}; lost with {_format_names(lost_nodes, len(lost_nodes))}" if lost_nodes else text
 
 
@@ -220,8 +218,8 @@ def _slowest_tier(
 ) -> Tier:
     """Return the slowest tier from which any node loads what it needs.
 
-    In an unchanged world a node needs the shards of its ranks. In another one all of them: which
-    parts of which shards a rank then reads is known only to whoever reshards.
+    In an unchanged world a node needs only the shards of its ranks. In another one it may need all:
+    which parts of which shards a rank reads is known only when it reshards.
     """
     found = Tier.MEMORY
     for node, ranks in inputs.ranks.items():

@@ -1,17 +1,17 @@
-"""Replicas of one state, compared by digest: who differs, in what, and since when; pure.
+"""Compare replicas of one state by digest: which ranks differ, in which tensors, since when; pure.
 
-Data-parallel ranks hold the same parameters bit for bit, since each applies the same sum of
-gradients to the same values: a rank that differs has been computed, copied or stored wrong, which
-nothing else would tell. Comparing digests over the copies of parameters is an invariant of
-TrainCheck (OSDI 2025); blame goes by majority, and two alone have none.
+Data-parallel ranks hold bitwise equal parameters, since each applies the same sum of gradients to
+the same values: a rank that differs computed, copied or stored something wrong (silent data
+corruption). Comparing digests over the copies of parameters is an invariant of TrainCheck (OSDI
+2025). The minority is suspect; with two ranks there is no majority.
 
-One tensor that differs is named from four numbers per rank: with h the digests of the tensors,
+One differing tensor is identified from four numbers per rank: with h the digests of the tensors,
 modulo the prime 2^61 - 1, the sums of h, i h and i^2 h differ by d, i d and i^2 d where only tensor
 i does (the syndromes of a Reed-Solomon code).
 
-What keepers and agents say to each other of replicas that are compared: bounded, and lenient.
+The JSON forms are bounded, and their readers are lenient.
 
-A comparison is no part of what keeps a job's state: of what is no such word nothing follows.
+A comparison is not needed to restore a state, so invalid input is ignored.
 """
 
 from base64 import b64decode, b64encode
@@ -28,31 +28,31 @@ RANK_DIGEST_BYTES = 16 + 3 * 8 + N_STRIPES
 _PRIME = 2**61 - 1
 _FEW_TENSORS = 8
 NAMED_MAX = 8
-REPORTS_MAX = 8  # of one set of ranks: what comes and goes for ever is not told for ever
+REPORTS_MAX = 8  # per set of ranks: a recurring difference is not reported for ever
 
 
 class ReplicaOutcome(StrEnum):
-    """What the digests of the ranks of one set say."""
+    """The result of comparing the digests of one set of ranks."""
 
     ALIKE = "alike"
-    MINORITY = "minority"  # most agree, and at least two
-    TIE = "tie"  # no more agree than differ: any may be wrong
-    APART = "apart"  # no two agree, or all of it differs: a program that lets them
+    MINORITY = "minority"  # a majority of at least two ranks agrees
+    TIE = "tie"  # no majority: any rank may be wrong
+    APART = "apart"  # no two agree, or everything differs: the program does not replicate these
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaVerdict:
-    """``suspects`` may be wrong: the minority, or all where there is no majority."""
+    """``suspects`` may be wrong: the minority, or all ranks where there is no majority."""
 
     outcome: ReplicaOutcome
     suspects: tuple[int, ...] = ()
 
 
 def compare_ranks(digests: Mapping[int, object]) -> ReplicaVerdict:
-    """Return who of these ranks differs; the digest of each rank may be any value.
+    """Return which of these ranks differ; the digest of a rank may be any hashable value.
 
-    A majority is more than half of all and at least two: two ranks that agree bit for bit by
-    accident are not to be had, so a few that differ from it are wrong.
+    A majority is more than half of all and at least two: ranks do not agree bit for bit by
+    accident, so a minority that differs from it is wrong.
     """
     ranks_by_digest: dict[object, list[int]] = {}
     for rank, digest in digests.items():
@@ -68,10 +68,11 @@ def compare_ranks(digests: Mapping[int, object]) -> ReplicaVerdict:
 
 
 def adjust_for_breadth(verdict: ReplicaVerdict, n_differ: int, n_tensors: int) -> ReplicaVerdict:
-    """Return *verdict* in view of in how many tensors the ranks differ.
+    """Return *verdict*, adjusted for the number of tensors in which the ranks differ.
 
-    A fault of one rank's changes few of them, for whatever it did to a gradient went into the sum
-    that all apply. Where more than half differ, and nobody outvotes anybody, the ranks train apart.
+    A fault on one rank changes few tensors, because its effect on a gradient went into the sum
+    that all ranks apply. Where more than half differ and there is no majority, the ranks train
+    independently.
     """
     is_broad = n_differ > max(_FEW_TENSORS, n_tensors // 2)
     if verdict.outcome is ReplicaOutcome.TIE and is_broad:
@@ -81,10 +82,11 @@ def adjust_for_breadth(verdict: ReplicaVerdict, n_differ: int, n_tensors: int) -
 
 @dataclass(frozen=True, slots=True)
 class RankDigest:
-    """The tensors of one rank in `SKETCH_BYTES`.
+    """The digest of one rank's tensors, in `RANK_DIGEST_BYTES`.
 
-    ``digest`` is of all; ``sums`` name one that differs; each of ``stripes`` is a byte of every
-    sixteenth tensor, so that they tell a few that differ from nearly all.
+    ``digest`` covers all; ``sums`` identify a single differing tensor; each of ``stripes`` is a
+    byte that covers every sixteenth tensor, so that few differing tensors are distinguished from
+    many.
     """
 
     digest: bytes
@@ -97,9 +99,9 @@ class RankDigest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the sketch in *data*; raises ValueError where that is none."""
+        """Return the rank digest in *data*; raises ValueError where it is invalid."""
         if len(data) != RANK_DIGEST_BYTES:
-            raise ValueError(f"a sketch has {RANK_DIGEST_BYTES} bytes, not {len(data)}")
+            raise ValueError(f"a rank digest has {RANK_DIGEST_BYTES} bytes, not {len(data)}")
         first, second, third = (int.from_bytes(data[at : at + 8], "big") for at in (16, 24, 32))
         return cls(data[:16], (first, second, third), data[40:])
 
@@ -124,7 +126,7 @@ def stripes_of(digests: Sequence[bytes]) -> bytes:
 
 
 def n_differing(a: RankDigest, b: RankDigest, n_tensors: int) -> int:
-    """Return about how many tensors differ: 1 is exact; many, some two dozen, count as all."""
+    """Estimate how many tensors differ: 1 is exact; about two dozen or more count as all."""
     if only_difference(a, b, n_tensors) is not None:
         return 1
     n_stripes = sum(x != y for x, y in zip(a.stripes, b.stripes, strict=True))
@@ -132,7 +134,7 @@ def n_differing(a: RankDigest, b: RankDigest, n_tensors: int) -> int:
 
 
 def only_difference(a: RankDigest, b: RankDigest, n_tensors: int) -> int | None:
-    """Return the number (from 0) of the one tensor that differs, None where several do, or none."""
+    """Return the number (from 0) of the one tensor that differs, None where several do or none."""
     d, d_first, d_ii = ((x - y) % _PRIME for x, y in zip(a.sums, b.sums, strict=True))
     if not d:
         return None
@@ -144,7 +146,7 @@ def only_difference(a: RankDigest, b: RankDigest, n_tensors: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDigest:
-    """What one node's ranks have of what ``n_ranks`` must hold alike, some of them elsewhere."""
+    """What one node has of ``n_ranks`` ranks that must be equal, some of them on other nodes."""
 
     state: StateId
     key: str
@@ -155,17 +157,17 @@ class GroupDigest:
 
 @dataclass(slots=True)
 class ComparisonHistory:
-    """How the comparisons of one set of ranks went so far.
+    """The history of comparisons of one set of ranks.
 
     ``last_equal``: the newest state in which they were equal. ``first_different``: the first of the
-    run of states in which they are not.
+    current run of states in which they differ.
     """
 
     last_equal: StateId | None = None
     first_different: StateId | None = None
 
     def record(self, state: StateId, *, is_different: bool) -> bool:
-        """Take in the comparison of *state*; say whether a run of differing ones begins with it."""
+        """Record the comparison of *state*; return whether a series of differences begins."""
         newest = max(
             (s for s in (self.last_equal, self.first_different) if s is not None), default=None
         )
@@ -181,9 +183,9 @@ class ComparisonHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """Replicas that differ from *state* on. ``last_equal``: the last state in which they did not.
+    """Replicas that differ from *state* on. ``last_equal``: the last state with equal ones.
 
-    ``tensors`` are some of the ``n_tensors`` that differ; 0: more than one, over several nodes.
+    ``tensors``: some of the ``n_tensors`` that differ; 0: more than one, over several nodes.
     With the outcome `Outcome.ALIKE` they are equal again, from *state* on.
     """
 
@@ -196,10 +198,10 @@ class ReplicaDifference:
 
     @property
     def summary(self) -> str:
-        """Say it to a person, in one sentence."""
+        """Describe the difference in one sentence."""
         suspects = self.verdict.suspects
         others = [rank for rank in self.ranks if rank not in suspects]
-        since = f" (alike at step {self.last_equal.step})" if self.last_equal is not None else ""
+        since = f" (equal at step {self.last_equal.step})" if self.last_equal is not None else ""
         when = f"at step {self.state.step}{since}"
         what = format_tensors(self.tensors, self.n_tensors)
         if self.verdict.outcome is ReplicaOutcome.MINORITY:
@@ -216,7 +218,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_tensors(tensors: Sequence[str], n_tensors: int) -> str:
-    """Return two of *tensors*, and how many more there are."""
+    """Return up to two of *tensors*, and how many more there are."""
     if not tensors:
         return "one tensor" if n_tensors == 1 else "several tensors"
     shown = ", ".join(tensors[:2])
@@ -224,7 +226,7 @@ def format_tensors(tensors: Sequence[str], n_tensors: int) -> str:
     return shown if more <= 0 else f"{shown} and {more} more"
 
 
-RANK_DIGESTS_MAX = 8  # of one node, in one heartbeat: some 100 bytes each
+RANK_DIGESTS_MAX = 8  # of one node, in one heartbeat: about 100 bytes each
 RANKS_MAX = 64
 _KEY_CHARS_MAX = 16
 _NODE_CHARS_MAX = 255
@@ -235,8 +237,8 @@ _TENSORS_MAX = 10**8
 class ReplicaReport:
     """Ranks of several nodes that differ; ``number``: the only tensor of ``key`` that does.
 
-    With the outcome ``alike`` they are equal again; the suspects are those that it was told of.
-    ``nodes``: where the suspects are, one for each; () where that is not known.
+    With the outcome ``alike`` they are equal again; the suspects are those reported before.
+    ``nodes``: the node of each suspect; () where that is unknown.
     """
 
     key: str
@@ -246,12 +248,12 @@ class ReplicaReport:
 
     @property
     def reporter_rank(self) -> int:
-        """Return the rank whose node is to tell of it."""
+        """Return the rank whose node reports the difference."""
         return min(self.difference.verdict.suspects or self.difference.ranks, default=0)
 
 
 def group_digests_to_json(group_digests: Sequence[GroupDigest]) -> list[list[Any]]:
-    """Return *group_digests* as JSON; those that would be too many are left out."""
+    """Return *group_digests* as JSON; those beyond the limit are left out."""
     found: list[list[Any]] = []
     for group_digest in group_digests:
         ranks_by_digest: dict[RankDigest, list[int]] = {}
@@ -275,7 +277,7 @@ def group_digests_to_json(group_digests: Sequence[GroupDigest]) -> list[list[Any
 
 
 def group_digests_from_json(data: object) -> tuple[GroupDigest, ...]:
-    """Return the ballots in *data*, () where that is none."""
+    """Return the group digests in *data*, () where it is invalid."""
     if not isinstance(data, list) or len(data) > RANK_DIGESTS_MAX:
         return ()
     found: dict[tuple[StateId, str, int, int], dict[int, RankDigest]] = {}
@@ -300,7 +302,7 @@ def group_digests_from_json(data: object) -> tuple[GroupDigest, ...]:
 
 
 def replica_report_to_json(report: ReplicaReport) -> dict[str, Any]:
-    """Return *report* as JSON; of very many ranks the first are named."""
+    """Return *report* as JSON; of very many ranks only the first are included."""
     found = report.difference
     return {
         "key": report.key,
@@ -317,7 +319,7 @@ def replica_report_to_json(report: ReplicaReport) -> dict[str, Any]:
 
 
 def replica_report_from_json(data: object) -> ReplicaReport | None:
-    """Return what *data* tells, None where that is nothing."""
+    """Return the report in *data*, None where it is invalid."""
     if not isinstance(data, Mapping):
         return None
     last_equal, number = data.get("alike"), data.get("number")
@@ -341,7 +343,7 @@ def replica_reports_to_json(reports: Sequence[ReplicaReport]) -> list[dict[str, 
 
 
 def replica_reports_from_json(data: object) -> tuple[ReplicaReport, ...]:
-    """Return what a list tells, () where it is none."""
+    """Return the reports in *data*, () where it is invalid."""
     items = data[:NAMED_MAX] if isinstance(data, list) else []
     return tuple(report for item in items if (report := replica_report_from_json(item)) is not None)
 
@@ -352,7 +354,7 @@ def last_equal_to_json(last_equal: Mapping[str, StateId]) -> dict[str, list[int]
 
 
 def last_equal_from_json(data: object) -> dict[str, StateId]:
-    """Return the states by key in *data*, {} where that is nothing of the kind."""
+    """Return the states by key in *data*, {} where it is invalid."""
     if not isinstance(data, Mapping) or len(data) > NAMED_MAX:
         return {}
     try:
@@ -367,34 +369,34 @@ def _encode_digest(rank_digest: RankDigest) -> str:
 
 def _bounded_int(value: object, value_max: int = _TENSORS_MAX) -> int:
     if type(value) is not int or not 0 <= value <= value_max:
-        raise ValueError(f"{str(value)[:40]!r} is no number up to {value_max}")
+        raise ValueError(f"{str(value)[:40]!r} is not a number from 0 to {value_max}")
     return value
 
 
 def _key(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _KEY_CHARS_MAX:
-        raise ValueError("no key")
+        raise ValueError("invalid key")
     return value
 
 
 def _nodes(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > NAMED_MAX:
-        raise ValueError("no nodes")
+        raise ValueError("invalid nodes")
     if not all(isinstance(name, str) and 0 < len(name) <= _NODE_CHARS_MAX for name in value):
-        raise ValueError("no names of nodes")
+        raise ValueError("invalid node names")
     return tuple(value)
 
 
 def _state(value: object) -> StateId:
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("no state")
+        raise ValueError("invalid state")
     return StateId(_bounded_int(value[0], EPOCH_MAX), _bounded_int(value[1], STEP_MAX))
 
 
 def _numbers(spans: object) -> tuple[int, ...]:
     """Return the ranks of *spans*, ascending."""
     if not isinstance(spans, list) or len(spans) % 2 or len(spans) > 2 * RANKS_MAX:
-        raise ValueError("no spans")
+        raise ValueError("invalid spans")
     found: list[int] = []
     for begin, end in zip(spans[::2], spans[1::2], strict=True):
         found += range(_bounded_int(begin, WORLD_MAX), _bounded_int(end, WORLD_MAX))

@@ -1,7 +1,8 @@
-"""Which tensors of an image other ranks hold bit for bit alike, as its header tells.
+"""Read from an image's header which tensors are bitwise equal on other ranks.
 
-The header's ``gpuops`` has ``replicated``: for each set of ranks the ranks and the numbers of the
-tensors, in the order of their data and without the extra, as spans ``[begin, end, begin, end, …]``.
+The header's ``gpuops`` object has ``replicated``: for each set of ranks the ranks and the numbers
+of the tensors, in the order of their data, without the metadata blob, as spans
+``[begin, end, begin, end, …]``.
 """
 
 import json
@@ -19,7 +20,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedTensors:
-    """``tensors`` (their numbers) must be equal on all of ``ranks``; both ascend."""
+    """``tensors`` (by number) must be equal on all of ``ranks``; both are sorted."""
 
     ranks: tuple[int, ...]
     tensors: tuple[int, ...]
@@ -28,10 +29,10 @@ class ReplicatedTensors:
 def to_json(
     names: Sequence[str], ranks_by_name: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
-    """Return what stands in the header: *ranks_by_name* has the ranks by the name of each tensor.
+    """Return the header's value: *ranks_by_name* has the ranks by the name of each tensor.
 
-    *names* are those of all tensors, in the order of their data. Of too many sets of ranks the
-    first are kept: what is not told of is not compared.
+    *names* are those of all tensors, in the order of their data. The number of sets of ranks is
+    bounded: tensors of further sets are not compared.
     """
     sets: dict[tuple[int, ...], list[int]] = {}
     for number, name in enumerate(names):
@@ -45,10 +46,10 @@ def to_json(
 
 
 def read_replicated(header: bytes, shard: Shard, n_tensors: int) -> tuple[ReplicatedTensors, ...]:
-    """Return what the *header* of an image tells; () where it tells nothing that can be.
+    """Return what *header* describes; () where it has no valid description.
 
-    *header* is that of a layout that was read: valid JSON, bounded. What is compared is no part of
-    what is restored, so that nonsense costs the comparison and nothing else.
+    *header* is that of a layout that was read: valid JSON, bounded. Comparisons do not affect a
+    restore, so invalid values only disable the comparison.
     """
     own = json.loads(json.loads(header[_LENGTH_BYTES:])["__metadata__"]["gpuops"])
     entries = own.get(KEY, [])
@@ -66,14 +67,14 @@ def read_replicated(header: bytes, shard: Shard, n_tensors: int) -> tuple[Replic
 
 
 def format_spans(numbers: Sequence[int]) -> str:
-    """Return ascending *numbers* in few characters: ``0-2, 5``."""
+    """Return ascending *numbers* as short text: ``0-2, 5``."""
     spans = to_spans(numbers)
     pairs = zip(spans[::2], spans[1::2], strict=True)
     return ", ".join(f"{b}-{e - 1}" if e - b > 1 else str(b) for b, e in pairs)
 
 
 def to_spans(numbers: Iterable[int]) -> list[int]:
-    """Return ascending *numbers* as ``[begin, end, begin, end, …]``, the ends not in them."""
+    """Return ascending *numbers* as ``[begin, end, begin, end, …]``, the ends exclusive."""
     found: list[int] = []
     for number in numbers:
         if found and found[-1] == number:
@@ -84,7 +85,7 @@ def to_spans(numbers: Iterable[int]) -> list[int]:
 
 
 def _from_spans(spans: object, below: int) -> tuple[int, ...]:
-    """Return the numbers of *spans*, () where they do not ascend up to *below*."""
+    """Return the numbers of *spans*, () where they are not ascending or not below *below*."""
     is_list = isinstance(spans, list) and len(spans) % 2 == 0
     if not is_list or not isinstance(spans, list) or len(spans) > 2 * below:
         return ()

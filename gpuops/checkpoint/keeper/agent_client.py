@@ -1,4 +1,4 @@
-"""The agent's line to the keeper of its node."""
+"""The agent's client of its node's keeper."""
 
 import logging
 import threading
@@ -35,27 +35,27 @@ _COPIES_MAX = 100_000
 
 
 def open_agent_connection(socket_path: Path, *, deadline_s: float = DEADLINE_S) -> KeeperConnection:
-    """Return the connection of the one agent of the keeper at *socket_path*.
+    """Return the agent's connection to the keeper at *socket_path*.
 
     Raises:
-        KeeperError: There is no keeper, or it has an agent.
+        KeeperError: There is no keeper, or it serves another agent.
     """
     connection = KeeperConnection(socket_path, deadline_s=deadline_s)
     try:
         connection.call(HelloReply, "hello", role="agent")
-    except BaseException:  # boundary: the connection is closed, the error goes on
+    except BaseException:  # boundary: the connection is closed, the error is raised again
         connection.close()
         raise
     return connection
 
 
 class KeeperClient:
-    """The agent's side of its keeper; *job* names the run in what is persisted.
+    """The agent's client of its keeper; *job* names the run in what is persisted.
 
-    A keeper has one agent at a time; a lost one may be followed by another within the lease.
+    A keeper has one agent at a time; another one may replace a lost one within the lease.
 
-    Safe from several threads, which take turns. All calls raise `KeeperError` where the keeper is
-    gone, does not answer within the deadline, or refuses.
+    Thread-safe; calls are serialised. All calls raise `KeeperError` where the keeper is gone, does
+    not answer within the deadline, or refuses.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class KeeperClient:
     def begin_generation(
         self, generation: int, n_nodes: int, excluded_step: int | None, *, job: str = ""
     ) -> None:
-        """Cut off the workers before, and let only those of *generation* in.
+        """Disconnect the workers of older generations, and admit only those of *generation*.
 
-        *excluded_step* is offered to none of them. *job* has to be the same on all nodes.
+        No state of *excluded_step* is loaded. *job* must be the same on all nodes.
         """
         self._connection.call(
             Done,
@@ -91,11 +91,11 @@ class KeeperClient:
         )
 
     def serve_peers(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
-        """Have the keeper listen at *address* for those of other nodes; return the port.
+        """Have the keeper listen at *address* for the keepers of other nodes; return the port.
 
-        *node* becomes the holder's name in inventories; whoever does not know *token*, or is of
-        another *job*, is turned away. Once an agent's life; to ask again changes nothing. *port*:
-        where they look for it already, because the keeper before this one listened there; 0: any.
+        *node* is this node's name in inventories; a peer without *token*, or of another *job*, is
+        rejected. Repeated calls have no effect. *port*: where peers already connect to, because a
+        keeper that was replaced listened there; 0: any.
         """
         return self._connection.call(
             int, "serve_peers", address=address, node=node, token=token, job=job, port=port
@@ -108,10 +108,10 @@ class KeeperClient:
         *,
         bytes_per_s: float | None = None,
     ) -> None:
-        """Push every state that is whole here to *holders* from now on; none: to nobody.
+        """Push every complete state of this node to *holders* from now on; none: to nobody.
 
-        *keep*: which shards of other nodes may be pushed here. What is held of others stays until a
-        state is committed after this. *bytes_per_s*: no faster, all pushes together.
+        *keep*: which shards of other nodes may be pushed here. Replicas of other shards stay until
+        the next commit. *bytes_per_s*: the rate limit of all pushes together.
         """
         self._connection.call(
             Done, "replicate", holders=holders, keep=keep, bytes_per_s=bytes_per_s
@@ -126,12 +126,12 @@ class KeeperClient:
         *,
         roots: Mapping[Shard, str] | None = None,
     ) -> None:
-        """Have all ranks go on from *state* (None: from the start); new states are of *epoch*.
+        """Have all ranks resume from *state* (None: from scratch); new states are of *epoch*.
 
-        With several nodes the ranks wait for this; with one it is not needed. *sources*: who holds
-        the shards that this node needs, in the order in which they are to be asked; what is not
-        right in this node's memory is fetched there, the directory is last. *roots*: of the digests
-        that were agreed upon. *why*: what spoke against newer states. Returns at once.
+        With several nodes the ranks wait for this call; with one node it is not needed. *sources*:
+        the holders of the shards that this node needs, in order of preference; what is missing or
+        corrupt in this node's memory is fetched from them, then from the directory. *roots*: of the
+        digests in the plan. *why*: why newer states were skipped. Returns at once.
         """
         texts = [text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]]
         n_sources = len(sources or {})
@@ -143,41 +143,41 @@ class KeeperClient:
             )
 
     def take_over(self, epoch: int) -> None:
-        """Let ranks that run already save states of *epoch*; after `begin_generation`.
+        """Let ranks that already run save states of *epoch*; after `begin_generation`.
 
-        For a keeper in place of one that died: what that held is gone, and to ranks that have
-        loaded theirs it is of no matter. A rank that still asks what to load is refused.
+        For a keeper that replaces one that died: its states are lost, and ranks that have loaded
+        theirs do not need them. A rank that still asks what to load is refused.
         """
         self._connection.call(Done, "take_over", epoch=epoch)
 
     def status(self) -> KeeperStatus:
-        """Return how far this node is; cheap enough for once a second."""
+        """Return the progress of this node; cheap enough for once a second."""
         return self._connection.call(KeeperStatus, "status")
 
     def seal_persisted(self, state: StateId, world: int) -> None:
-        """Make *state* appear in the shared directory: all nodes have written their parts.
+        """Write the shared directory's manifest of *state*: all nodes have written their shards.
 
-        Returns at once; `Progress.persisted` and an event say what came of it.
+        Returns at once; `KeeperProgress.persisted` and an event report the result.
         """
         self._connection.call(Done, "seal_persisted", state=state, world=world)
 
     def report_difference(self, report: ReplicaReport) -> None:
-        """Have the keeper tell of ranks of several nodes, some of them here, that differ."""
+        """Have the keeper report ranks of several nodes, some of them here, that differ."""
         self._connection.call(Done, "differ", report=replica_report_to_json(report))
 
     def commit(self, state: StateId, *, persist: bool = False) -> bool:
-        """Commit a state that is whole on all nodes; return whether it was new here.
+        """Commit a state that is complete on all nodes; return whether it was new here.
 
-        *persist*: and begin to persist this node's shards of it.
+        *persist*: also begin to persist this node's shards of it.
         """
         return self._connection.call(bool, "commit", state=state, persist=persist)
 
     def try_persist(self, state: StateId) -> bool:
-        """Commit *state*, and begin to write this node's shards; False: not just now."""
+        """Commit *state*, and begin to write this node's shards; False: refused for now."""
         return self._is_taken(lambda: self.commit(state, persist=True))
 
     def try_seal(self, state: StateId, world: int) -> bool:
-        """Write the manifest of a state whose shards are all written; False: not just now."""
+        """Write the manifest of a state whose shards are all written; False: refused for now."""
         return self._is_taken(lambda: self.seal_persisted(state, world))
 
     def _is_taken(self, ask: Callable[[], object]) -> bool:
@@ -186,20 +186,20 @@ class KeeperClient:
         except KeeperError as exc:
             if not self._connection.is_open:
                 raise
-            log.debug("the keeper of the checkpoints refuses just now: %s", exc)
+            log.debug("the keeper refuses for now: %s", exc)
             return False
         return True
 
     def set_next_step(self, step: int) -> None:
-        """Save nothing before *step*, the first that all nodes can save together."""
+        """Save nothing before *step*, the first step that all nodes can save together."""
         self._connection.call(Done, "aim", step=step)
 
     def give_up(self, state: StateId) -> None:
-        """Let go of a state that will not be whole on all nodes, so that others may be saved."""
+        """Give up a state that will not be complete on all nodes, so that others may be saved."""
         self._connection.call(Done, "give_up", state=state)
 
     def flush(self, deadline_s: float) -> FlushResult:
-        """Persist the newest committed state, where it is not; returns within *deadline_s*."""
+        """Persist the newest committed state if it is not yet; returns within *deadline_s*."""
         wait_s = deadline_s + SLACK_S
         try:
             return self._connection.call(FlushResult, "flush", wait_s=wait_s, deadline_s=deadline_s)
@@ -209,7 +209,7 @@ class KeeperClient:
             return FlushResult(None, why=str(exc))
 
     def inventory(self) -> list[ShardCopy]:
-        """Return the copies in memory, also those held for others, with the roots of their digests.
+        """Return the copies in memory, replicas included, with the roots of their digests.
 
         The newest state is first.
         """
@@ -222,11 +222,11 @@ class KeeperClient:
         return found
 
     def stats(self) -> Mapping[str, Any]:
-        """Return counts by name, as `Keeper.stats` does."""
+        """Return counts by name, as `NodeMemory.stats` does."""
         return self._connection.call(dict, "stats")
 
     def events(self) -> list[Mapping[str, Any]]:
-        """Return what happened since the last call, the oldest first, each with a ``kind``."""
+        """Return the events since the last call, the oldest first, each with a ``kind``."""
         found: list[Mapping[str, Any]] = []
         while len(found) < _EVENTS_MAX:
             page = self._connection.call(EventsPage, "events")
@@ -236,18 +236,18 @@ class KeeperClient:
         return found
 
     def hand_over(self, *, is_over: bool) -> tuple[int, bool]:
-        """Let the last rank look after the keeper, where any is at work still.
+        """Leave the keeper to the ranks that are still connected.
 
-        Return how many are, and whether the keeper ends: none is, and it *is_over*.
+        Return their number, and whether the keeper ends: there is none, and the run *is_over*.
         """
         left = self._connection.call(HandOver, "leave", is_over=is_over)
         return left.ranks, left.is_ending
 
     def shut_down(self) -> None:
-        """End the keeper; what only memory holds is gone."""
+        """End the keeper; states that are only in memory are lost."""
         self._connection.call(Done, "end")
 
     def close(self) -> None:
-        """Hang up; the keeper waits for another agent, for as long as its lease."""
+        """Disconnect; the keeper waits for another agent until its lease expires."""
         self._connection.close()
         self._on_close()

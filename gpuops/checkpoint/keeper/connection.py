@@ -1,4 +1,4 @@
-"""The asking side of a keeper's socket: one request at a time, each with a deadline."""
+"""The client side of a keeper's socket: one request at a time, each with a deadline."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def keeper_socket_path(folder: Path) -> Path:
 def short_path(folder: Path, name: str = SOCKET_NAME) -> Iterator[str]:
     """Yield a short path to *name* in *folder*.
 
-    The address of a socket has 107 bytes at most (unix(7)), which the folders of a run exceed.
+    A socket address has 107 bytes at most (unix(7)); the folders of a run are longer.
 
     Raises:
         OSError: The folder cannot be opened.
@@ -42,20 +42,20 @@ def short_path(folder: Path, name: str = SOCKET_NAME) -> Iterator[str]:
 
 
 DEADLINE_S = 30.0
-# How much longer than the keeper itself we wait for what it may take its time for.
+# How much longer the client waits than the deadline that it gave to the keeper.
 SLACK_S = 5.0
 
 
 class KeeperGoneError(KeeperError):
-    """Nobody listens there, or no more."""
+    """No keeper listens there, or it is gone."""
 
 
 class KeeperTimeoutError(KeeperError):
-    """It has not answered in the time that there was; the line goes on."""
+    """There was no reply within the deadline; the connection stays open."""
 
 
 class KeeperConnection:
-    """A connection to the keeper at *path*; safe from several threads, which take turns.
+    """A connection to the keeper at *path*; thread-safe, calls are serialised.
 
     Raises:
         KeeperGoneError: There is no keeper.
@@ -76,19 +76,19 @@ class KeeperConnection:
         except OSError as exc:
             sock.close()
             if isinstance(exc, TimeoutError):
-                raise KeeperError(f"the keeper at {path} takes no connection") from exc
+                raise KeeperError(f"the keeper at {path} accepts no connection") from exc
             raise KeeperGoneError(f"no keeper listens at {path}: {exc.strerror or exc}") from exc
         self._sock: socket.socket | None = sock
-        self._awaited: str | None = None  # what was asked for and has no answer yet
+        self._awaited: str | None = None  # the command whose reply is outstanding
 
     @property
     def is_open(self) -> bool:
-        """Say whether questions can still be asked."""
+        """Return whether requests can still be sent."""
         return self._sock is not None
 
     @property
     def pid(self) -> int:
-        """The process that listens."""
+        """The pid of the listening process."""
         size = struct.calcsize("3i")
         with self._lock:
             raw = self._connected_socket().getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -100,9 +100,9 @@ class KeeperConnection:
         """Return the reply, which is of *kind*.
 
         Raises:
-            RestoreUndecidedError: As the keeper said it.
-            KeeperError: It refused, or still owes an answer (the line goes on), or is gone (the
-                line is closed).
+            RestoreUndecidedError: The keeper cannot determine the state to resume from.
+            KeeperError: It refused, or a reply is outstanding (the connection stays open), or it is
+                gone (the connection is closed).
         """
         reply, fds = self.call_for_fds(kind, command, wait_s=wait_s, **fields)
         _close_fds(fds)
@@ -111,7 +111,7 @@ class KeeperConnection:
     def call_for_fds(
         self, kind: type[T], command: str, *, wait_s: float | None = None, **fields: object
     ) -> tuple[T, list[int]]:
-        """Return the reply as `call` does, and the descriptors beside it; those are yours."""
+        """Return the reply as `call` does, and its descriptors, which the caller has to close."""
         with self._lock:
             end_s = time.monotonic() + (self._deadline_s if wait_s is None else wait_s)
             try:
@@ -124,17 +124,17 @@ class KeeperConnection:
                 ) from exc
             try:
                 return self._reply(kind, command, self._read(command, data)), fds
-            except BaseException:  # boundary: nobody else closes them
+            except BaseException:  # boundary: no one else closes them
                 _close_fds(fds)
                 raise
 
     def call_within(self, kind: type[T], command: str, *, wait_s: float, **fields: object) -> T:
-        """Return the reply, where it comes within *wait_s*.
+        """Return the reply if it comes within *wait_s*.
 
-        Where it does not, the keeper owes it: nothing else is asked until `late_reply` has it.
+        Otherwise the reply is outstanding: no other request is sent until `late_reply` returns it.
 
         Raises:
-            KeeperTimeoutError: It did not, or a reply is owed.
+            KeeperTimeoutError: There was none, or an older reply is outstanding.
             KeeperError: As for `call`.
         """
         with self._lock:
@@ -149,10 +149,10 @@ class KeeperConnection:
                 ) from exc
 
     def late_reply(self, kind: type[T], command: str, wait_s: float = 0.0) -> T | None:
-        """Take in the reply that is owed, if any, and return it where it is one to *command*.
+        """Receive the outstanding reply, if any, and return it where it is one to *command*.
 
         Raises:
-            KeeperTimeoutError: It is owed still, after *wait_s*.
+            KeeperTimeoutError: It is still outstanding after *wait_s*.
             KeeperError: As for `call`.
         """
         with self._lock:
@@ -168,10 +168,10 @@ class KeeperConnection:
             return self._reply(kind, command, reply) if awaited == command else None
 
     def notify(self, command: str, **fields: object) -> None:
-        """Say something that has no answer; returns as soon as it is on its way.
+        """Send a message that has no reply; returns as soon as it is sent.
 
         Raises:
-            KeeperError: The keeper is gone; the line is closed.
+            KeeperError: The keeper is gone; the connection is closed.
         """
         message = {"v": messages.VERSION, "id": 0, "what": command, **fields}
         with self._lock:
@@ -185,21 +185,21 @@ class KeeperConnection:
                 raise KeeperGoneError(f"the keeper at {self._path} {why} ({command})") from exc
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         with self._lock:
             self._disconnect()
 
     def _connected_socket(self) -> socket.socket:
         if os.getpid() != self._pid:
             raise KeeperError(
-                f"the line to the keeper belongs to process {self._pid}, not to one it forked"
+                f"the connection to the keeper belongs to process {self._pid}, not to its child"
             )
         if self._sock is None:
-            raise KeeperGoneError(f"the line to the keeper at {self._path} is closed")
+            raise KeeperGoneError(f"the connection to the keeper at {self._path} is closed")
         return self._sock
 
     def _send(self, command: str, end_s: float, fields: Mapping[str, object]) -> None:
-        """Ask; TimeoutError where there is no room for the question."""
+        """Send a request; TimeoutError where the socket does not accept it in time."""
         sock = self._connected_socket()
         if self._awaited is not None:
             raise KeeperTimeoutError(
@@ -217,14 +217,14 @@ class KeeperConnection:
             raise self._gone_error(command, exc) from exc
 
     def _receive_awaited(self, command: str, end_s: float) -> object:
-        """Return the answer that is owed; TimeoutError where it does not come until *end_s*."""
+        """Return the outstanding reply; TimeoutError where it does not come before *end_s*."""
         data, fds = self._receive(command, end_s)
         self._awaited = None
         _close_fds(fds)
         return self._read(command, data)
 
     def _receive(self, command: str, end_s: float) -> tuple[bytes, list[int]]:
-        """Return an answer; TimeoutError where none comes until *end_s*."""
+        """Return a reply; TimeoutError where none comes before *end_s*."""
         sock = self._connected_socket()
         _set_deadline(sock, end_s)
         try:
@@ -240,7 +240,7 @@ class KeeperConnection:
             _close_fds(fds)
             self._disconnect()
             why = (
-                "its answer was cut short; too many files are open here" if is_cut else "it is gone"
+                "its reply was truncated; too many files are open here" if is_cut else "it is gone"
             )
             raise KeeperGoneError(f"the keeper at {self._path} ({command}): {why}")
         return data, fds
@@ -261,9 +261,9 @@ class KeeperConnection:
         if why is None and fields.get("id") == self._number and "ok" in fields:
             return fields["ok"]
         if why is None:
-            # One question is asked at a time: an answer to another is no answer.
+            # Only one request is outstanding: a reply to another one is invalid.
             self._disconnect()
-            raise KeeperError(f"the keeper at {self._path} ({command}) answers something else")
+            raise KeeperError(f"the keeper at {self._path} ({command}) sent an unexpected reply")
         if fields.get("kind") == messages.UNDECIDED:
             raise RestoreUndecidedError(str(why))
         raise KeeperError(f"the keeper refuses ({command}): {why}")
@@ -278,7 +278,7 @@ class KeeperConnection:
     def _disconnect(self) -> None:
         if self._sock is not None:
             if os.getpid() == self._pid:
-                # Data loaders that were forked have the descriptor as well, and would hold it open.
+                # Forked data loaders have inherited the descriptor, and would keep it open.
                 with suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
@@ -286,7 +286,7 @@ class KeeperConnection:
 
 
 def as_keeper_error(error: CheckpointError) -> KeeperError:
-    """Return *error* as one of the keeper's."""
+    """Return *error* as a `KeeperError`."""
     return error if isinstance(error, KeeperError) else KeeperError(str(error))
 
 

@@ -1,4 +1,4 @@
-"""What the keeper knows and decides, without sockets; one thread calls it, jobs work for long."""
+"""The keeper's state and decisions, without sockets; one thread calls it, jobs run in others."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -79,25 +79,25 @@ class KeeperCore:
 
     @property
     def is_in_use(self) -> bool:
-        """Say whether an agent or a rank is connected; from any thread."""
+        """Return whether an agent or a rank is connected; thread-safe."""
         group = self.group
         return self.agent is not None or (group is not None and bool(group.connections))
 
     def begin_generation(
         self, generation: Generation, n_nodes: World, excluded_step: Step | None, job: Name
     ) -> None:
-        """Let nobody of an older generation do anything from now on.
+        """Refuse all requests of older generations from now on.
 
-        Another *job* counts its generations anew: the agent of the one before was killed, and who
-        took its place on this node began another run of the same program.
+        Another *job* restarts the count of generations: its agent has replaced, on this node, the
+        agent of another run of the same program.
 
         Raises:
-            KeeperError: A newer one of this job was begun.
+            KeeperError: A newer generation of this job has begun.
         """
         is_same = job in ("", self.persister.origin.job)
         if is_same and self.instructions is not None and generation < self.instructions.generation:
             raise KeeperError(
-                f"generation {generation} is over: {self.instructions.generation} was begun"
+                f"generation {generation} is over: {self.instructions.generation} has begun"
             )
         if self.instructions is not None:
             self.instructions.close()
@@ -115,13 +115,13 @@ class KeeperCore:
         may_wait: bool,
         is_reconnect: bool = False,
     ) -> bool:
-        """Take a rank in; return False where it has to wait until older workers are gone.
+        """Admit a rank; return False where it has to wait until older workers are gone.
 
-        Not *may_wait*: it has waited long enough; they are cut off. *is_reconnect*: it goes on
-        after its line broke, and is no new worker.
+        Not *may_wait*: the wait is over, and the older workers are disconnected. *is_reconnect*:
+        its connection broke; it is not a new worker.
 
         Raises:
-            KeeperError: It is of an older start, or cannot be of this node.
+            KeeperError: It is of an older generation, or cannot be a rank of this node.
         """
         instructions, group = self.instructions, self.group
         if instructions is not None:
@@ -147,7 +147,7 @@ class KeeperCore:
         return True
 
     def disconnected(self, connection: ClientConnection) -> None:
-        """Take note that a connection ended."""
+        """Handle the end of a connection."""
         if self.agent is connection:
             self.agent = None
         group = self.group
@@ -160,7 +160,7 @@ class KeeperCore:
                 self.memory.buffer_table.unpin(restore_pin(local_rank))
                 group.remove(local_rank)
                 if self.memory.buffer_table.n_given_up > given_up:
-                    self.events.add("given_up", why=f"local rank {local_rank} is gone")
+                    self.events.add("given_up", why=f"local rank {local_rank} disconnected")
 
     def _own_shards(self) -> set[Shard]:
         return {rank_info.shard for rank_info in self.group.ranks.values()} if self.group else set()
@@ -174,18 +174,18 @@ class KeeperCore:
         group.close()
 
     def set_policy(self, policy: CheckpointPolicy) -> None:
-        """Take the policy over."""
+        """Apply *policy*."""
         self.persister.set_policy(policy)
         self.memory.buffer_table.every_s = policy.every_s
 
     def reserve(self, rank_info: RankInfo, layout: str, nbytes: int, n_slots: int) -> BufferPool:
-        """Return the rank's slots, and begin to take their memory."""
+        """Return the rank's slots, and begin to populate their memory."""
         requested = (rank_info.local_rank, rank_info.shard, layout, nbytes, n_slots)
         try:
             try:
                 arena = self.memory.reserve(*requested)
             except CheckpointError:
-                # What was fetched to go on from is one copy more; the next states come first.
+                # The state fetched for the restore is one more copy; the next states come first.
                 if not self.peers.release_adopted():
                     raise
                 arena = self.memory.reserve(*requested)
@@ -204,7 +204,7 @@ class KeeperCore:
                 self.jobs, JobKind.POPULATE, lambda: slot.populate(lambda: self.is_ending)
             ):
                 self.memory.mark_populated(slot)
-        except Exception as exc:  # noqa: BLE001 boundary: memory is taken on the first copy then
+        except Exception as exc:  # noqa: BLE001 boundary: the first copy populates the memory then
             self.events.add("not_populated", why=str(exc))
         finally:
             self._populating.discard(id(slot))
@@ -212,15 +212,15 @@ class KeeperCore:
     def acquire(
         self, rank_info: RankInfo, step: int, *, is_last: bool = False
     ) -> SlotLease | Skipped:
-        """Say whether the rank is to copy."""
+        """Decide whether the rank copies its state now."""
         assert self.group is not None
         table = self.memory.buffer_table
         self.done_reading(rank_info)
         if table.epoch is None:
             self.request_restore(self.group)
         if is_last and self.n_hashing and table.in_flight is None:
-            # Its digest must not be taken for that of the same step, saved anew.
-            return Skipped("what was given up is still being verified")
+            # Its digest must not be mistaken for that of the same step, saved again.
+            return Skipped("a state that was given up is still being verified")
         skipped, now_s = sum(table.skipped.values()), self.clock_s()
         table_s = now_s if table.is_single_node else self.wall_s()
         answer = table.acquire(rank_info.local_rank, step, table_s, is_last=is_last)
@@ -244,7 +244,7 @@ class KeeperCore:
         self.n_hashing += 1
         try:
             digest = await JobResult(self.jobs, JobKind.HASH, sealed.hash)
-        except Exception as exc:  # noqa: BLE001 boundary: without a digest there is no state
+        except Exception as exc:  # noqa: BLE001 boundary: a state needs its digest
             self.memory.buffer_table.give_up(sealed.state)
             rank = rank_info.shard.rank
             self.events.add("corrupt", state=sealed.state, rank=rank, why=str(exc))
@@ -256,7 +256,7 @@ class KeeperCore:
     def abandon(self, rank_info: RankInfo, state: StateId) -> None:
         """Give the state up."""
         self.memory.buffer_table.abandon(rank_info.local_rank, state)
-        why = f"rank {rank_info.shard.rank} could not"
+        why = f"rank {rank_info.shard.rank} could not copy it"
         self.events.add("given_up", state=state, why=why)
 
     def _on_hashed(self, sealed: SealedSlot, digest: Digest) -> None:
@@ -271,7 +271,7 @@ class KeeperCore:
             self.peers.tick()
 
     def _on_committed(self, state: StateId) -> None:
-        """Act on a commit: tell it, free what it makes superfluous, persist it when it is time."""
+        """Act on a commit: report it, free what it supersedes, persist it when that is due."""
         now_s, saved = self.clock_s(), self.memory.buffer_table.find(state)
         leased_s = None if saved is None else saved.leased_s
         seconds = 0.0 if leased_s is None else now_s - leased_s
@@ -283,7 +283,7 @@ class KeeperCore:
         self.replica_checker.on_committed(state)
 
     def notice_for(self, rank_info: RankInfo) -> str | None:
-        """Return what the first rank here is to tell whoever trains; an agent would tell itself."""
+        """Return the notice that the first rank logs; none where there is an agent."""
         is_teller = self.agent is None and rank_info.local_rank == 0
         if not is_teller:
             return None
@@ -293,7 +293,7 @@ class KeeperCore:
         return sum(held.copy.digest.nbytes for held in self.memory.held_shards(state).values())
 
     def request_restore(self, group: RankGroup) -> None:
-        """See to it that the state to go on from is found out."""
+        """Start the search for the state to resume from."""
         group.is_requested = True
         self.tick()
 
@@ -304,14 +304,14 @@ class KeeperCore:
         holders: Mapping[Shard, ShardHolders] | None = None,
         why: tuple[str, ...] = (),
     ) -> None:
-        """Go on from *state* (None: anew), as all nodes do; new states are of *epoch*.
+        """Resume from *state* (None: from scratch), as all nodes do; new states are of *epoch*.
 
-        *holders*: what other nodes hold of it; what is not here is fetched from now on. *why*: what
-        spoke against newer states.
+        *holders*: its copies on other nodes; missing shards are fetched from now on. *why*: why
+        newer states were skipped.
 
         Raises:
-            KeeperError: No generation was begun, its ranks were told something else already, or
-                there are holders and this keeper is not among peers.
+            KeeperError: No generation has begun, its ranks were given another state already, or
+                there are holders and this keeper serves no peers.
         """
         given, group = self.instructions, self.group
         if given is not None and self._is_decided and (given.state, given.epoch) == (state, epoch):
@@ -329,10 +329,10 @@ class KeeperCore:
         self.tick()
 
     def take_over(self, epoch: Epoch) -> None:
-        """Let ranks that run already save states of *epoch*: the keeper before this one is gone.
+        """Let ranks that already run save states of *epoch*: the keeper before this one is gone.
 
         Raises:
-            KeeperError: No generation was begun, or its ranks were told something already.
+            KeeperError: No generation has begun, or its ranks were given a state already.
         """
         instructions = self._undecided_instructions()
         self.peers.on_restore_decided(None, epoch)
@@ -348,16 +348,16 @@ class KeeperCore:
 
     def _undecided_instructions(self) -> AgentInstructions:
         if self.instructions is None:
-            raise KeeperError("no generation was begun")
+            raise KeeperError("no generation has begun")
         if self._is_decided:
-            raise KeeperError("the ranks of this generation were told already where to go on")
+            raise KeeperError("the state to resume from was already decided for this generation")
         return self.instructions
 
     def commit(self, state: StateId, *, persist: bool) -> bool:
         """Commit a state that all nodes have; return whether memory holds it and it was newer.
 
         Raises:
-            KeeperError: It is to be persisted, and cannot be just now.
+            KeeperError: It is to be persisted, which is not possible now.
         """
         is_new = self.memory.buffer_table.commit(state)
         if is_new:
@@ -371,12 +371,12 @@ class KeeperCore:
         self.memory.buffer_table.not_before = step
 
     def give_up(self, state: StateId) -> None:
-        """Give *state* up: it will not be whole on all nodes."""
+        """Give *state* up: it will not be complete on all nodes."""
         self.memory.buffer_table.give_up(state)
         self.peers.tick()
 
     def progress(self) -> KeeperProgress:
-        """Return what memory, disk and peers have of this node's states, the newest first."""
+        """Return the progress of this node's states in memory, on disk and on peers."""
         table, persister, pusher = self.memory.buffer_table, self.persister, self.peers.pusher
         complete = tuple(self.memory.complete_states()[:COMPLETE_MAX])
         refused = sorted(set(table.rejected) - set(complete), reverse=True)
@@ -399,7 +399,7 @@ class KeeperCore:
         self.peers.tick()
 
     def done_reading(self, rank_info: RankInfo) -> None:
-        """Let the rank's hold on the offered state go."""
+        """Release the rank's pin on the restored state."""
         self.memory.buffer_table.unpin(restore_pin(rank_info.local_rank))
         if self.group is not None and self.group.result is not None:
             self.group.mark_restored(rank_info.local_rank)
@@ -407,7 +407,7 @@ class KeeperCore:
     def on_restored(
         self, rank_info: RankInfo, state: StateId, *, tier: str, seconds: float, nbytes: int
     ) -> None:
-        """Take note of what a rank has loaded."""
+        """Record what a rank has loaded."""
         self.done_reading(rank_info)
         self.events.add(
             "restored",
@@ -420,7 +420,7 @@ class KeeperCore:
         )
 
     def counts(self) -> dict[str, Any]:
-        """Return what there is to know in a glance, by name."""
+        """Return the keeper's statistics, by name."""
         found = {
             **self.memory.counts(),
             **self.peers.counts(),
@@ -434,7 +434,7 @@ class KeeperCore:
         return {name: plain(value) for name, value in found.items()}
 
     def tick(self) -> None:
-        """Do what became possible, or due, meanwhile."""
+        """Do what has become possible or due."""
         if self.group is not None:
             policy = self.persister.policy
             self._restore_finder.search_if_ready(

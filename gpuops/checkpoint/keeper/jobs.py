@@ -1,6 +1,6 @@
-"""What the keeper does beside its messages, in threads of their own, each at its priority.
+"""Background work of the keeper, in threads, each kind at its own priority; and the event queue.
 
-Results come back to the thread that serves messages: it alone changes what the keeper knows.
+Results return to the thread that serves messages: only it changes the keeper's state.
 """
 
 import ctypes
@@ -26,22 +26,22 @@ EVENTS_MAX = 1000
 _TEXT_CHARS_MAX = 500
 _ITEM_CHARS_MAX = 200
 _ITEMS_MAX = 8
-# Of these there may be one each step: those that follow one another become one with a count.
+# There may be one of these each step: consecutive ones are merged, with a count.
 _COUNTED = ("committed", "skipped", "given_up", "whole", "replicated")
-# What each save brings where there are several nodes: these take turns.
+# With several nodes each save adds these, alternating.
 _PER_SAVE = ("whole", "replicated", "committed")
 
 
 @dataclass(slots=True)
 class EventQueue:
-    """Mappings with a ``kind``, oldest first; *on_event* hears of each that is not one of many."""
+    """Events with a ``kind``, oldest first; *on_event* gets each that was not merged."""
 
     on_event: Callable[[Mapping[str, object]], None] = lambda _event: None
     dropped: int = 0
     _waiting: deque[dict[str, object]] = field(default_factory=deque)
 
     def add(self, kind: str, **fields: object) -> None:
-        """Add an event; text in it is cut to a bound."""
+        """Add an event; its texts are truncated."""
         event: dict[str, object] = {"kind": kind}
         event |= {name: _bounded(value) for name, value in fields.items()}
         if kind in _COUNTED:
@@ -60,7 +60,7 @@ class EventQueue:
         self._waiting.append(event)
 
     def _find_mergeable(self, kind: str, holder: object) -> dict[str, object] | None:
-        """Return the event that one more of *kind* is to be counted with."""
+        """Return the event that another one of *kind* is merged into."""
         for event in reversed(self._waiting):
             if event["kind"] == kind and event.get("holder") == holder:
                 return event
@@ -69,9 +69,9 @@ class EventQueue:
         return None
 
     def take(self, chars_max: int) -> list[dict[str, object]]:
-        """Return, and forget, the oldest, at least one and as many as *chars_max* of JSON hold.
+        """Remove and return the oldest: at least one, at most *chars_max* characters of JSON.
 
-        The first says how many were lost, if any.
+        The first one has the number of dropped events, if any.
         """
         found: list[dict[str, object]] = []
         if self.dropped:
@@ -103,12 +103,12 @@ def _bounded(value: object) -> object:
 A = TypeVar("A")
 T = TypeVar("T")
 Work = Callable[[], T]
-# Called in the thread of the messages with the result, or with what was raised.
+# Called in the thread of the messages with the result or the exception.
 OnDone = Callable[[T | None, BaseException | None], None]
 Task = Coroutine[Callable[[OnDone[Any]], None], Any, None]
 
 
-# Hashing follows each save and is over in a moment; it gives way to the training beside it.
+# Hashing follows each save and is short; it yields to the training.
 NICE_HASH = 5
 NICE_POPULATE = 10
 NICE_PERSIST = 19
@@ -117,29 +117,29 @@ NICE_PUSH = 10
 _HASH_THREADS_MAX = 8
 _POPULATE_THREADS_MAX = 4
 _FETCH_THREADS = 4
-# One for each holder, so that one that hangs keeps no other waiting.
+# One for each holder, so that one that hangs does not block the others.
 PUSHES_MAX = 16
 
-# ioprio_set(2), linux/ioprio.h: no I/O while anybody else wants the disk.
+# ioprio_set(2), linux/ioprio.h: I/O only while the disk is idle.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_IDLE = 3 << 13
 
 
 class JobKind(StrEnum):
-    """What is done, each in threads of its own."""
+    """Kinds of background work; each has its own threads."""
 
     HASH = "hash"  # read memory: a few at a time
-    POPULATE = "populate"  # take memory
-    SEARCH = "search"  # read a directory, which may take as long as it likes: one at a time
-    PERSIST = "persist"  # write to a directory, giving way to everything else: one at a time
-    CHECK_REPLICAS = "check_replicas"  # read memory, giving way to everything else: one at a time
-    PUSH = "push"  # send to another node, giving way to the training: `PUSHES_MAX` at a time
-    FETCH = "fetch"  # get from another node what ranks will wait for: a few at a time
+    POPULATE = "populate"  # allocate memory
+    SEARCH = "search"  # read a directory, which may block for long: one at a time
+    PERSIST = "persist"  # write to a directory, at idle priority: one at a time
+    CHECK_REPLICAS = "check_replicas"  # read memory, at idle priority: one at a time
+    PUSH = "push"  # send to another node, below the training's priority: `PUSHES_MAX` at a time
+    FETCH = "fetch"  # get from another node what ranks wait for: a few at a time
 
 
 class JobResult(Generic[T]):
-    """``await JobResult(jobs, kind, work)``: what *work* returns in a thread, or its error."""
+    """``await JobResult(jobs, kind, work)``: what *work* returns in a thread, or its exception."""
 
     def __init__(self, jobs: "Jobs", kind: JobKind, work: Work[T]) -> None:
         self._start = partial(jobs.start, kind, work)
@@ -149,7 +149,7 @@ class JobResult(Generic[T]):
 
 
 def run_task(task: Task) -> None:
-    """Run *task* up to its end or what it awaits; it goes on in the thread of the messages."""
+    """Run *task* until it ends or awaits; it continues in the thread of the messages."""
     _resume(task, partial(task.send, None))
 
 
@@ -164,7 +164,7 @@ def _resume(task: Task, resume: Callable[[], Callable[[OnDone[Any]], None]]) -> 
 
 
 class Waker:
-    """Ends the wait of a thread that selects on it; `wake` is for any thread and any signal."""
+    """Wakes a thread that selects on it; `wake` is safe from any thread and signal handler."""
 
     def __init__(self) -> None:
         self._read, self._write = socket.socketpair()
@@ -172,30 +172,30 @@ class Waker:
         self._write.setblocking(False)
 
     def fileno(self) -> int:
-        """Return what is readable once it was woken."""
+        """Return the descriptor that becomes readable when woken."""
         return self._read.fileno()
 
     def wake(self) -> None:
-        """End the wait."""
+        """Wake the selecting thread."""
         with suppress(OSError):
             self._write.send(b"\0")
 
     def drain(self) -> None:
-        """Be ready to be woken again."""
+        """Clear the wake-up."""
         with suppress(BlockingIOError):
             while self._read.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Wake nobody any more."""
+        """Ignore later wake-ups."""
         self._read.close()
         self._write.close()
 
 
 class Jobs:
-    """Where work that takes time is done, in threads; what is to follow is called later.
+    """Runs work in threads; its callbacks are called by `run_callbacks`.
 
-    *wake* is called from these threads when a result is there for `run_callbacks`.
+    *wake* is called from these threads when a result is ready for `run_callbacks`.
     """
 
     def __init__(self, wake: Callable[[], None], *, n_hash: int | None = None) -> None:
@@ -215,7 +215,7 @@ class Jobs:
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def start(self, kind: JobKind, work: Work[T], on_done: OnDone[T]) -> None:
-        """Have *work* done in a thread of *kind*."""
+        """Run *work* in a thread of *kind*."""
 
         def over(future: Future[T]) -> None:
             if future.cancelled():
@@ -227,34 +227,34 @@ class Jobs:
         self._pools[kind].submit(work).add_done_callback(over)
 
     def post(self, do: Callable[[], None]) -> None:
-        """Have *do* called soon in the thread of the messages; for any thread."""
+        """Have *do* called soon in the thread of the messages; thread-safe."""
         self._done.put(do)
         self._wake()
 
     def map(self, function: Callable[[A], T], things: Iterable[A], /) -> Iterator[T]:
-        """Call *function* for each of *things* in the threads that hash; for use by `search`."""
+        """Call *function* for each item in the hashing threads; for the search."""
         return self._pools[JobKind.HASH].map(function, things)
 
     def run_callbacks(self) -> None:
-        """Call the ``on_done`` of all that is done."""
+        """Call the ``on_done`` of all finished work."""
         with suppress(Empty):
             while True:
                 self._done.get_nowait()()
 
     def close(self) -> None:
-        """Begin nothing new; what is being done is not waited for."""
+        """Start nothing new; running work is not awaited."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def lower_priority(nice: int, *, is_idle: bool = False) -> None:
-    """Give way to other threads from now on; with *is_idle*, also at the disk.
+    """Lower the priority of this thread; with *is_idle*, its disk priority, too.
 
-    Where the kernel refuses, the thread runs on as it is: it is slower for the others, not wrong.
+    Where the kernel refuses, the thread keeps its priority; only performance is affected.
     """
     thread_id = threading.get_native_id()
     with suppress(OSError):
-        # Never up: root could, where whoever started the keeper wanted it to give way.
+        # Never raise it: root could, where the keeper was started with a higher nice value.
         nice = max(nice, os.getpriority(os.PRIO_PROCESS, thread_id))
         os.setpriority(os.PRIO_PROCESS, thread_id, nice)
     number = _IOPRIO_SET.get(platform.machine())

@@ -1,9 +1,9 @@
 """The messages on a keeper's socket: one JSON object a message, versioned, bounded, checked.
 
 A request is ``{"v": 1, "id": n, "what": word, …}``; its reply has the same id and either ``"ok"``
-or ``"error"`` (a sentence) with ``"kind"``; a request with the id 0 has no reply. Descriptors go
-beside a reply only. The other fields of a request are the parameters of the function that handles
-it (`gpuops.checkpoint.keeper.requests`), read by their types.
+or ``"error"`` (a sentence) with ``"kind"``; a request with the id 0 has no reply. Only replies
+carry descriptors. The other fields of a request are the parameters of the function that handles it
+(`gpuops.checkpoint.keeper.requests`), read by their types.
 """
 
 import json
@@ -34,7 +34,7 @@ VERSION = 1
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 8
 NO_DIRECTORY = "no directory for checkpoints is set"  # why nothing is persisted
-UNDECIDED = "cannot_tell"  # the kind of an error: whether there is a state to load
+UNDECIDED = "cannot_tell"  # the kind of an error: it is unknown whether there is a state to load
 ID_MAX = 2**53
 WHY_MAX = 16
 SLOTS_MIN = 2
@@ -68,11 +68,11 @@ HolderRows = Annotated[
 
 
 class MessageError(CheckpointError):
-    """A message that this version does not know, or that is none."""
+    """A message that is invalid, or that this version does not know."""
 
 
 def to_bytes(message: Mapping[str, object]) -> bytes:
-    """Return *message*, which may hold states, shards and other values, as it goes over the socket.
+    """Encode *message*, which may contain states, shards and other values, for the socket.
 
     Raises:
         MessageError: It is too long.
@@ -84,41 +84,41 @@ def to_bytes(message: Mapping[str, object]) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """Return the fields of the message in *data*.
+    """Decode the message in *data*.
 
     Raises:
-        MessageError: It is no JSON object, too long, or of another version.
+        MessageError: It is not a JSON object, too long, or of another version.
     """
     if len(data) > MESSAGE_BYTES_MAX:
         raise MessageError(f"a message has more than {MESSAGE_BYTES_MAX} bytes")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise MessageError("a message is no JSON") from exc
+        raise MessageError("a message is not JSON") from exc
     if not isinstance(found, dict):
-        raise MessageError("a message is no JSON object")
+        raise MessageError("a message is not a JSON object")
     if type(found.get("v")) is not int or found["v"] != VERSION:
         version = str(found.get("v"))[:20]
         raise MessageError(
-            f"a message is of version {version}, and this gpuops speaks {VERSION}: all processes "
+            f"a message is of version {version}, and this gpuops uses {VERSION}: all processes "
             "of a job must run the same release"
         )
     return found
 
 
 def number_and_command(fields: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the number of a request and what it asks for; raises MessageError."""
+    """Return the number and the command of a request; raises MessageError."""
     number, command = fields.get("id"), fields.get("what")
     if type(number) is not int or not isinstance(command, str) or len(command) > _COMMAND_CHARS_MAX:
-        raise MessageError("a message has no number, or asks for nothing")
+        raise MessageError("a message has no number or no command")
     return number, command
 
 
 def receive(sock: socket.socket) -> bytes:
     """Return the next message, b"" where the other side is gone.
 
-    Descriptors that come with it are dropped by the kernel. Raises OSError as `recvmsg` does,
-    MessageError where the message is longer than any can be.
+    The kernel closes descriptors that come with it. Raises OSError as `recvmsg` does, MessageError
+    where the message is too long.
     """
     data, _, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX)
     if flags & socket.MSG_TRUNC:
@@ -128,7 +128,7 @@ def receive(sock: socket.socket) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where a rank stands: its shard, its number on this node, and which start it is of."""
+    """The identity of a rank: its shard, its local rank, and its generation."""
 
     shard: Shard
     local_rank: int
@@ -142,13 +142,13 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPolicy:
-    """How often states are kept, where, and how many; the same for all ranks.
+    """How often states are saved and persisted, where, and how many; the same for all ranks.
 
-    ``every_s``: the first rank that asks for a step less than this after the last grant is told
-    that none is due, and so are all others of the node (0: each step that is asked for is due).
-    ``directory``: a directory or an fsspec URL, None: nothing is persisted. ``persist_every_s``:
-    between the beginnings of two; None: only when it is asked for (a flush). Of what is persisted
-    the last ``keep_last`` stay, and every state whose step divides by ``keep_every`` (0: none).
+    ``every_s``: the least time between two saves: steps requested earlier are not due, for all
+    ranks of the node (0: each requested step is due). ``directory``: a directory or an fsspec URL;
+    None: nothing is persisted. ``persist_every_s``: between the starts of two; None: only on
+    request (a flush). Of the persisted states the last ``keep_last`` stay, and every state whose
+    step is a multiple of ``keep_every`` (0: none).
     """
 
     directory: str | None = None
@@ -159,18 +159,18 @@ class CheckpointPolicy:
     every_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError for what cannot be."""
+        """Raise CheckpointError for invalid values."""
         if self.directory is not None and not (
             0 < len(self.directory) <= DIRECTORY_CHARS_MAX and "\0" not in self.directory
         ):
-            raise CheckpointError(f"this is no directory for checkpoints: {self.directory[:80]!r}")
+            raise CheckpointError(f"invalid directory for checkpoints: {self.directory[:80]!r}")
         for name, seconds in (("persist_every", self.persist_every_s), ("every", self.every_s)):
             if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= SECONDS_MAX):
                 raise CheckpointError(f"{name} is {seconds!r}: it must be 0 or more seconds")
         for name in ("keep_last", "keep_every", "slots"):
             if type(getattr(self, name)) is not int:
                 raise CheckpointError(
-                    f"{name} is {getattr(self, name)!r}: a whole number is wanted"
+                    f"{name} is {getattr(self, name)!r}: it must be a whole number"
                 )
         if not 1 <= self.keep_last <= KEPT_MAX:
             raise CheckpointError(f"keep_last is {self.keep_last}: at least one must be kept")
@@ -182,9 +182,9 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Copy now: into this one of the slots that `reserve` returned; it becomes *state*.
+    """Copy now into this slot, one of those from `reserve`; its content becomes *state*.
 
-    ``notice`` is for whoever trains, where no agent is there to tell it.
+    ``notice`` is for the training's log, where there is no agent to log it.
     """
 
     slot: int
@@ -196,8 +196,8 @@ class Lease:
 class Skipped:
     """Do not copy at this step, and do not wait.
 
-    ``is_due`` is false where it was merely too early for a save (`CheckpointPolicy.every_s`):
-    nothing was missed then, and nothing is counted.
+    ``is_due`` is false where it was only too early for a save (`CheckpointPolicy.every_s`): this is
+    not counted as a skipped save.
     """
 
     why: str
@@ -206,26 +206,26 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """The reply where there is nothing to say."""
+    """The reply without content."""
 
 
 @dataclass(frozen=True, slots=True)
 class HelloReply(Message):
-    """The pid of the agent that is connected, if any."""
+    """The pid of the connected agent, if any."""
 
     agent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlots(Message):
-    """The numbers of the slots whose descriptors come beside this."""
+    """The numbers of the slots whose descriptors come with this reply."""
 
     slots: tuple[Count, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDecision(Message):
-    """Whether to copy; the ``slot`` of the lease is the number that `ReservedSlots` has."""
+    """Whether to copy; the ``slot`` of the lease is one of the numbers in `ReservedSlots`."""
 
     lease: Lease | None = None
     skipped: Skipped | None = None
@@ -240,7 +240,7 @@ class Restore(Message):
 
 @dataclass(frozen=True, slots=True)
 class OpenedShard(Message):
-    """A file, or the size of the memory whose descriptor comes beside this."""
+    """A file, or the size of the memory whose descriptor comes with this reply."""
 
     path: Annotated[str, Limit(16_384)] = ""
     nbytes: Count = 0
@@ -248,10 +248,10 @@ class OpenedShard(Message):
 
 @dataclass(frozen=True, slots=True)
 class FlushResult(Message):
-    """What came of a flush: *state* is persisted; None where none is, *why* says why.
+    """The result of a flush: *state* is persisted; None where none is, *why* gives the reason.
 
-    ``seconds`` and ``nbytes`` are of the last writing, which may have been earlier. ``directory``
-    None: nobody has named one.
+    ``seconds`` and ``nbytes`` are of the last write, which may have been earlier. ``directory``
+    None: none is set.
     """
 
     state: StateId | None
@@ -263,7 +263,7 @@ class FlushResult(Message):
 
 @dataclass(frozen=True, slots=True)
 class InventoryPage(Message):
-    """Copies in memory; of their digests the roots."""
+    """Copies in memory, with the roots of their digests."""
 
     copies: tuple[ShardCopy, ...] = ()
     is_all: bool = False
@@ -271,7 +271,7 @@ class InventoryPage(Message):
 
 @dataclass(frozen=True, slots=True)
 class EventsPage(Message):
-    """What happened, the oldest first; each has a ``kind``."""
+    """Events, the oldest first; each has a ``kind``."""
 
     events: tuple[dict[str, Any], ...] = ()
     is_all: bool = False
@@ -279,11 +279,11 @@ class EventsPage(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperStatus(Message):
-    """What an agent asks for once a second.
+    """The status that an agent reads once a second.
 
-    ``epoch`` is of the states that are saved now. ``n_persist_failed``: tries in a row, the last of
-    which was of ``persist_failed``; ``persist_trouble`` says why. ``persist_pieces`` were written
-    so far.
+    ``epoch``: of the states that are saved now. ``n_persist_failed``: consecutive failed attempts,
+    the last of them for ``persist_failed``; ``persist_trouble`` is the reason. ``persist_pieces``:
+    chunks written so far.
     """
 
     progress: KeeperProgress
@@ -302,7 +302,7 @@ class KeeperStatus(Message):
 
 @dataclass(frozen=True, slots=True)
 class HandOver(Message):
-    """How many ranks are at work, and whether the keeper ends."""
+    """How many ranks are connected, and whether the keeper ends."""
 
     ranks: Count = 0
     is_ending: bool = False
@@ -311,9 +311,9 @@ class HandOver(Message):
 def holder_pages(
     sources: Mapping[Shard, Sequence[KeeperAddress]], roots: Mapping[Shard, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the messages that say who holds what, each short enough for one.
+    """Yield the fields of the messages that list the holders, each short enough for one message.
 
-    Of many holders of one shard the first are said; ``shards`` name ``peers`` by number.
+    Of many holders of one shard only the first are listed; ``shards`` refer to ``peers`` by number.
     """
     shards = sorted(sources)
     for at in range(0, len(shards), _SHARDS_PER_PAGE):
@@ -327,9 +327,9 @@ def holder_pages(
 
 
 def holders_in(peers: Sequence[KeeperAddress], shards: HolderRows) -> dict[Shard, ShardHolders]:
-    """Return the holders by shard; raises MessageError for a number of no peer."""
+    """Return the holders by shard; raises MessageError for an unknown peer number."""
     if any(not 0 <= n < len(peers) for _, _, numbers in shards for n in numbers):
-        raise MessageError(f"a message names peers beyond its {len(peers)}")
+        raise MessageError(f"a message refers to peers beyond its {len(peers)}")
     return {
         shard: ShardHolders(tuple(peers[n] for n in numbers), root)
         for shard, root, numbers in shards

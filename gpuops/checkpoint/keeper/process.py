@@ -1,8 +1,8 @@
-"""Start the keeper of a node, adopt one that is there, or end one that hangs.
+"""Start the keeper of a node, adopt a running one, or kill one that hangs.
 
-Who is slow computes, or is busy in the kernel, and answers in the end. Who is stopped, or waits for
-what never comes, uses no processor at all. Looks are counted, not seconds: a machine that was
-suspended as a whole, with whoever looks, must not make a keeper look stuck.
+A slow process computes or is busy in the kernel, and answers eventually. A process that is stopped
+or deadlocked uses no processor time. Samples are counted, not seconds: after the suspension of the
+whole machine, observer included, a keeper must not look stuck.
 """
 
 import os
@@ -37,18 +37,18 @@ _STOPPED = "Tt"
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """``state`` of the main thread, and the processor time of all, as proc(5) has them."""
+    """``state`` of the main thread, and the processor time of all threads, as in proc(5)."""
 
     state: str
     cpu_ticks: int
 
 
 class KeeperHungError(KeeperError):
-    """The keeper hung and was ended; says why it was taken to hang."""
+    """The keeper hung and was killed; the message says why it counted as hung."""
 
 
 def why_hung(samples: Sequence[ProcessSample]) -> str | None:
-    """Return how a keeper hangs that answered in none of *samples*, None while it may be slow."""
+    """Return how the keeper hangs, given *samples* without an answer; None: it may only be slow."""
     recent = samples[-IDLE_SAMPLES:]
     if len(recent) == IDLE_SAMPLES:
         if all(sample.state in _STOPPED for sample in recent):
@@ -64,7 +64,7 @@ def why_hung(samples: Sequence[ProcessSample]) -> str | None:
 
 
 def sample_process(pid: int) -> ProcessSample | None:
-    """Return how the process *pid* is, None where it is gone."""
+    """Return a sample of the process *pid*, None where it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
@@ -78,21 +78,21 @@ def probe_or_kill(
     sample: Callable[[int], ProcessSample | None] = sample_process,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> HelloReply:
-    """Return what the keeper on *connection*, which was asked nothing yet, says to a hello.
+    """Return the keeper's reply to the first request on *connection*, a hello.
 
-    It takes some 20 seconds at most, 6 where it is idle.
+    It takes about 20 seconds at most, 6 where the keeper is idle.
 
     Raises:
-        KeeperHungError: It does not answer and hangs; it has been ended, and is gone.
-        KeeperGoneError: It has gone by itself.
-        KeeperError: It hangs, and cannot be ended.
+        KeeperHungError: It hung, and has been killed.
+        KeeperGoneError: It has ended by itself.
+        KeeperError: It hangs, and cannot be killed.
     """
     began_s, samples = clock_s(), list[ProcessSample]()
     pid = connection.pid
     try:
         process = os.pidfd_open(pid)
     except OSError as exc:
-        # Of another namespace of processes, for example: it can be asked, but not looked at.
+        # It is in another pid namespace, for example: it answers requests, but cannot be inspected.
         raise KeeperError(f"the keeper with pid {pid} cannot be inspected: {exc.strerror}") from exc
     try:
         with suppress(KeeperTimeoutError):
@@ -102,7 +102,7 @@ def probe_or_kill(
             if seen is not None:
                 samples.append(seen)
             how = why_hung(samples)
-            # That the line is still open means that `process` is the one that was asked.
+            # The connection is still open, so `process` is the one that accepted it.
             with suppress(KeeperTimeoutError):
                 found = connection.late_reply(HelloReply, "hello", 0.0 if how else SAMPLE_S)
                 assert found is not None
@@ -129,10 +129,10 @@ def _kill(process: int, pid: int) -> None:
     poll.register(process, select.POLLIN)
     if not poll.poll(KILL_S * 1000):
         raise KeeperError(
-            f"the keeper with pid {pid} hangs and outlives SIGKILL: it sits in the kernel, and no "
-            "other one may begin before it is gone"
+            f"the keeper with pid {pid} hangs and outlives SIGKILL: it is blocked in the kernel, "
+            "and no other keeper may start before it is gone"
         )
-    with suppress(ChildProcessError):  # mostly it is not ours
+    with suppress(ChildProcessError):  # usually it is not our child
         os.waitpid(pid, os.WNOHANG)
 
 
@@ -143,9 +143,9 @@ _RETRY_S = 0.05
 
 @dataclass(slots=True)
 class KeeperProcess:
-    """A keeper. ``is_adopted``: it ran before, and is not our child.
+    """A keeper. ``is_adopted``: it was already running, and is not our child.
 
-    ``killed_why`` says how one before it hung that was ended, "" where there was none.
+    ``killed_why``: how the keeper before it hung and was killed, "" where there was none.
     """
 
     socket_path: Path
@@ -154,7 +154,7 @@ class KeeperProcess:
     killed_why: str = ""
 
     def is_running(self) -> bool:
-        """Say whether it runs; our child is reaped where it does not."""
+        """Return whether it runs; a child that has ended is reaped."""
         if self.is_adopted:
             try:
                 os.kill(self.pid, 0)
@@ -167,7 +167,7 @@ class KeeperProcess:
             return False
 
     def kill(self) -> None:
-        """End it at once, with all that it holds."""
+        """Kill it; the states in its memory are lost."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         if not self.is_adopted:
@@ -178,15 +178,15 @@ class KeeperProcess:
 def start_or_adopt(
     folder: Path, *, lease_s: float = LEASE_S, node: str = "", ready_s: float = READY_S
 ) -> KeeperProcess:
-    """Return the keeper in *folder*, which is made where it is not there, for this user only.
+    """Return the keeper of *folder*, which is created if missing, for this user only.
 
-    One that runs there without an agent is taken over with all that it holds; one that hangs is
-    ended, with all that it holds, which takes some 20 seconds at most. Else a new one is started,
-    which lives for *lease_s* seconds after the last agent and rank.
+    A running keeper without an agent is adopted, with its states; one that hangs is killed, and its
+    states are lost, which takes about 20 seconds at most. Otherwise a new one is started, which
+    ends *lease_s* seconds after the last agent and rank have disconnected.
 
     Raises:
-        KeeperError: It has an agent that runs; the folder is not ours alone; Python cannot be
-            started; or it did not begin within *ready_s*.
+        KeeperError: It serves a running agent; the folder is accessible to others; Python cannot be
+            started; or it was not ready within *ready_s*.
     """
     why = why_not_ours(folder, private=True)
     if why is not None:
@@ -202,7 +202,7 @@ def start_or_adopt(
         except KeeperError as exc:
             if not hung:
                 raise
-            raise KeeperError(f"{exc}. Before that, {hung}; it was ended") from exc
+            raise KeeperError(f"{exc}. Before that, {hung}; it was killed") from exc
         if keeper is not None:
             keeper.killed_why = hung
             return keeper
@@ -233,10 +233,10 @@ def _adopt(path: Path) -> KeeperProcess | None:
 def _start_new(
     path: Path, lease_s: float, node: str, ready_s: float, end_s: float
 ) -> KeeperProcess | None:
-    """Return a new keeper that listens at *path*, None where another one begins or ends just now.
+    """Return a new keeper that listens at *path*, None where another one is starting or ending.
 
     Raises:
-        KeeperError: It did not begin before *end_s*, *ready_s* from the first try.
+        KeeperError: It was not ready before *end_s*, *ready_s* after the first attempt.
     """
     first_line, pid = _start(path.parent, lease_s, node, end_s)
     keeper = KeeperProcess(path, pid, is_adopted=False)
@@ -244,17 +244,17 @@ def _start_new(
         return keeper
     keeper.kill()
     if first_line.startswith("failed "):
-        raise KeeperError(f"the keeper cannot begin: {first_line.removeprefix('failed ')}")
+        raise KeeperError(f"the keeper cannot start: {first_line.removeprefix('failed ')}")
     if first_line == "taken" and time.monotonic() <= end_s:
         return None
     raise KeeperError(
-        f"the keeper in {path.parent} did not begin within {ready_s:g} s; its log is there"
+        f"the keeper in {path.parent} did not start within {ready_s:g} s; its log is there"
     )
 
 
 def _start(folder: Path, lease_s: float, node: str, end_s: float) -> tuple[str, int]:
-    """Start a keeper; return its first line, "" where there was none in time, and its pid."""
-    # -P: never import from the directory in which the job happens to be.
+    """Start a keeper; return its first line, "" after a timeout, and its pid."""
+    # -P: never import from the working directory of the job.
     argv = [sys.executable, "-P", "-m", "gpuops.checkpoint.keeper.serve", "--folder", str(folder)]
     argv += ["--lease", f"{lease_s:g}"]
     argv += ["--node", node] if node else []

@@ -1,4 +1,4 @@
-"""A rank's side of the keeper of its node's copies."""
+"""A rank's client of its node's keeper."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,13 @@ from gpuops.checkpoint.keeper.messages import (
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError, KeeperError, RestorePoint, Shard
 
-# Of what a rank asks while it trains: one that does not answer in time is not waited for.
+# For requests during training: a late reply is not awaited.
 FAST_CALL_S = 2.0
 STATS_CALL_S = 5.0
 NO_ANSWER = "the keeper does not answer"
 
 
-def connect_rank(  # noqa: PLR0913 where a rank stands has as many parts
+def connect_rank(  # noqa: PLR0913 the parts of a rank's identity
     socket_path: Path,
     *,
     rank: int,
@@ -47,11 +47,11 @@ def connect_rank(  # noqa: PLR0913 where a rank stands has as many parts
     is_reconnect: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> "RankKeeperClient":
-    """Return a rank's line to the keeper at *socket_path*.
+    """Return a rank's client of the keeper at *socket_path*.
 
-    *generation* is the generation of the workers: of an older one nobody is let in. *is_reconnect*:
-    this process was connected before and goes on with its training. Each call takes *deadline_s*
-    seconds at most.
+    *generation* is that of the workers; ranks of older ones are refused. *is_reconnect*: this
+    process was connected before and continues its training. Each call takes *deadline_s* seconds at
+    most.
 
     Raises:
         KeeperGoneError: There is no keeper.
@@ -61,19 +61,18 @@ def connect_rank(  # noqa: PLR0913 where a rank stands has as many parts
     rank_info = RankInfo(Shard(rank, world), local_rank, local_world, generation)
     try:
         connection.call(HelloReply, "hello", role="rank", rank=rank_info, is_back=is_reconnect)
-    except BaseException:  # boundary: the line is closed, the error goes on
+    except BaseException:  # boundary: the connection is closed, the error is raised again
         connection.close()
         raise
     return RankKeeperClient(connection, Shard(rank, world))
 
 
 class RankKeeperClient:
-    """One rank's side of its node's keeper.
+    """One rank's client of its node's keeper.
 
     Every call ends: `restore_point` within the given seconds, the others within a fixed deadline.
-    All raise `KeeperError` where the keeper is gone, does not answer, or refuses (what, on what,
-    why); the client is of no use afterwards, and training goes on without it. Calls come from one
-    thread at a time.
+    All raise `KeeperError` where the keeper is gone, does not answer, or refuses (with the reason);
+    the client is then closed, and training continues without it. Not thread-safe.
     """
 
     def __init__(self, connection: KeeperConnection, shard: Shard) -> None:
@@ -85,13 +84,13 @@ class RankKeeperClient:
     def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SharedBuffer]:
         """Return the memory of at least *slots* slots for images of *layout*.
 
-        It is the same memory for the same layout, also after a restart of the workers, and may
-        hold a state then: write headers and data only into a slot that `acquire` granted. Another
-        layout is other memory; what the old one holds stays until a state of the new one is
-        committed. All ranks of the node must have reserved before the first grant.
+        The memory is the same for the same layout, also after a restart of the workers, and may
+        hold a state: write only into a slot that `acquire` granted. Another layout has other
+        memory; that of the old one stays until a state of the new one is committed. All ranks of
+        the node must have reserved before the first grant.
 
         Raises:
-            KeeperError: The memory of this machine does not hold it; the message has the figures.
+            KeeperError: It does not fit into this machine's memory; the message has the figures.
         """
         self._handle_late_reply()
         reserved, fds = self._connection.call_for_fds(
@@ -112,12 +111,12 @@ class RankKeeperClient:
         return buffers
 
     def acquire(self, step: int, *, is_last: bool = False) -> Lease | Skipped:
-        """Say whether this rank is to copy at *step*; the same for all ranks of the node.
+        """Return whether this rank copies at *step*; the same for all ranks of the node.
 
         It takes `FAST_CALL_S` seconds at most: a keeper that has not answered by then (`NO_ANSWER`)
-        is not waited for again until it has. The first rank that asks decides for all. Steps grow;
-        a step that is not after the last one decided is skipped. *is_last*: no step follows; it may
-        be asked again until there is room.
+        is not awaited again until it has. The first rank that asks decides for all. Steps ascend; a
+        step that is not after the last decided one is skipped. *is_last*: no step follows; it may
+        be requested again until there is a free slot.
         """
         try:
             self._handle_late_reply()
@@ -136,32 +135,32 @@ class RankKeeperClient:
         return lease
 
     def seal(self, lease: Lease) -> None:
-        """Say that the image is complete; returns at once.
+        """Report that the image is complete; returns at once.
 
-        The keeper hashes it, and commits the state once all ranks have got so far.
+        The keeper hashes it, and commits the state once it has the images of all ranks.
         """
         self._end_lease(lease)
         self._connection.notify("seal", state=lease.state)
 
     def abandon(self, lease: Lease) -> None:
-        """Say that the copy failed: the state is given up for all ranks."""
+        """Report that the copy failed: the state is given up for all ranks."""
         self._end_lease(lease)
         self._connection.notify("abandon", state=lease.state)
 
     def restore_point(self, deadline_s: float) -> RestorePoint | None:
-        """Return the state that all ranks are to load, None where there is none (a fresh start).
+        """Return the state that all ranks load, None where there is none (a fresh start).
 
-        It was verified just before, every byte. The answer is the same for all ranks and for as
-        long as they run; which policy counts is that of the first who asks.
+        Every byte of it was just verified. The result is the same for all ranks of the generation;
+        the policy of the first caller applies.
         """
         wait_s = deadline_s + SLACK_S
         found = self._connection.call(Restore, "offer", wait_s=wait_s, deadline_s=deadline_s)
         return found.restore_point
 
     def open_shard(self, restore_point: RestorePoint, shard: Shard) -> SharedBuffer | Path:
-        """Return a verified copy of any shard of the offered state, to be read only.
+        """Return a verified copy of any shard of the state to load, read-only.
 
-        Memory stays as it is until `report_restored`, or until this handle is closed.
+        Its memory is not reused before `report_restored`, or before this handle is closed.
         """
         opened, fds = self._connection.call_for_fds(
             OpenedShard, "open_shard", state=restore_point.state, shard=shard
@@ -173,7 +172,7 @@ class RankKeeperClient:
         return Path(opened.path) if opened.path else _attach(fds[0], opened.nbytes, writable=False)
 
     def report_restored(self, restore_point: RestorePoint, seconds: float, nbytes: int) -> None:
-        """Say that this rank has loaded *nbytes* bytes in *seconds*; it goes into the record."""
+        """Report that this rank has loaded *nbytes* bytes in *seconds*, for the event log."""
         state, tier = restore_point.state, restore_point.tier
         self._connection.call(
             Done, "restored", state=state, tier=tier, seconds=seconds, nbytes=nbytes
@@ -182,8 +181,8 @@ class RankKeeperClient:
     def set_policy(self, policy: CheckpointPolicy) -> None:
         """Set the policy; call it before the first `restore_point`."""
         if policy.directory is not None and "://" not in policy.directory:
-            # The keeper runs in another directory.
-            path = os.path.abspath(policy.directory)  # noqa: PTH100 keeps links
+            # The keeper has another working directory.
+            path = os.path.abspath(policy.directory)  # noqa: PTH100 does not resolve links
             policy = replace(policy, directory=path)
         self._connection.call(Done, "settings", policy=policy)
 
@@ -192,18 +191,19 @@ class RankKeeperClient:
 
         ``newest``: [epoch, step] of the newest committed state, or None; ``persisted`` likewise.
         ``reserved_bytes`` and ``populated_bytes`` of memory; ``hash_s``: seconds of the last state
-        from the last seal to its commit. ``votes``: how many states were looked at for replicas
-        that differ; ``votes_missed``: their slots were granted meanwhile; ``vote_s`` of a core.
+        from the last image written to the commit. ``votes``: how many states were checked for
+        differing replicas; ``votes_missed``: their slots were reused meanwhile; ``vote_s``: CPU
+        seconds of that.
         """
         self._handle_late_reply()
         return self._connection.call_within(dict, "stats", wait_s=STATS_CALL_S)
 
     def close(self) -> None:
-        """Take leave; what is committed stays with the keeper. Never raises."""
+        """Disconnect; committed states stay with the keeper. Never raises."""
         self._connection.close()
 
     def _handle_late_reply(self) -> None:
-        """Take in the answer that came too late, where one is owed: its step is over.
+        """Receive the outstanding late reply, if any; its step is over.
 
         Raises:
             KeeperTimeoutError: It has not come yet.
@@ -214,7 +214,7 @@ class RankKeeperClient:
             self._connection.notify("abandon", state=late.lease.state)
 
     def _end_lease(self, lease: Lease) -> None:
-        """Take note that the copy is over; the keeper is not asked whether there was one."""
+        """End the lease of a copy, whose result the keeper need not have."""
         if lease not in self._leases:
             raise KeeperError(f"this rank is not writing {lease.state}")
         self._leases.remove(lease)

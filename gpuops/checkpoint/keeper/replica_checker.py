@@ -1,9 +1,9 @@
-"""The keeper's part in comparing replicas: it digests what ranks must hold alike, and compares.
+"""Digest the tensors that must be equal on several ranks, and compare them on this node.
 
-The digests are made after the commit, by one thread of the lowest priority that reads the slots
-where they lie. Nothing waits for it: a slot that is granted meanwhile makes the digests void.
-Only so many committed states are looked at that the thread takes `SHARE` of a core; which ones
-follows from their steps, so that all nodes look at the same.
+The digests are computed after the commit, by one thread of the lowest priority that reads the
+slots in place. Nothing waits for it: a slot that is reused meanwhile invalidates the digests. Only
+a sample of the committed states is checked, so that the thread takes `CORE_SHARE` of a core; the
+sample is a function of the step, so that all nodes choose the same states.
 """
 
 import math
@@ -48,7 +48,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _TensorGroup:
-    """Tensors of one image that are to be compared; equal ``key``: with those of other images."""
+    """Tensors of one image that are compared with those of other images of equal ``key``."""
 
     key: str
     ranks: tuple[int, ...]
@@ -58,7 +58,7 @@ class _TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class _ShardView:
-    """One shard to be digested; ``groups`` None: its header is still to be read."""
+    """One shard to digest; ``groups`` None: its header was not read yet."""
 
     shard: Shard
     layout: str
@@ -68,7 +68,7 @@ class _ShardView:
 
 @dataclass(frozen=True, slots=True)
 class _GroupComparison:
-    """What this node's ranks of one group have.
+    """The digests that this node's ranks of one group have.
 
     ``differ``: the digests by rank of each tensor that is not the same on all of them.
     ``rank_digests`` are for other nodes, where some ranks are there.
@@ -87,10 +87,10 @@ class _DigestResult:
 
 
 class StateSampler:
-    """Chooses committed states so that comparing them takes *share* of a core.
+    """Samples committed states so that comparing them takes *share* of a core.
 
-    Of every 2^j states one is chosen, by its name alone: who chooses more seldom chooses some of
-    those that others do.
+    One of every 2^j states is chosen, by its number alone: a node with a larger j chooses a subset
+    of the states that the others choose.
     """
 
     def __init__(self, share: float = CORE_SHARE) -> None:
@@ -108,7 +108,7 @@ class StateSampler:
         return min(max(0, math.ceil(math.log2(ratio))), _HALVINGS_MAX)
 
     def is_sampled(self, state: StateId, now_s: float) -> bool:
-        """Take in that *state* was committed; say whether it is to be looked at."""
+        """Record that *state* was committed; return whether it is to be checked."""
         if self._last_s is not None:
             self._every_s = _smooth(self._every_s, max(now_s - self._last_s, 1e-3))
         self._last_s = now_s
@@ -116,17 +116,17 @@ class StateSampler:
         return name_hash & ((1 << self.n_halvings) - 1) == 0
 
     def record_cost(self, seconds: float) -> None:
-        """Take in what one look cost, in seconds of a core."""
+        """Record the cost of one check, in seconds of a core."""
         self._took_s = _smooth(self._took_s or None, seconds)
 
 
 @dataclass(slots=True)
 class _GroupHistory:
-    """What is known of a set of ranks that are all on this node.
+    """The history of a set of ranks that are all on this node.
 
-    ``unequal``: tensors that differed when they were first compared, or that the program trains
-    apart. Only what was equal once can become wrong. ``n_reported``: how often they did;
-    ``is_open``: it was told of and is not over.
+    ``unequal``: tensors that differed in their first comparison, or that the program does not
+    replicate: only tensors that were equal once are checked. ``n_reported``: how often they
+    differed; ``is_open``: a reported difference that has not ended.
     """
 
     history: ComparisonHistory = field(default_factory=ComparisonHistory)
@@ -136,7 +136,7 @@ class _GroupHistory:
 
 
 class ReplicaChecker:
-    """Compares what the ranks of one node hold, and prepares what nodes compare among them."""
+    """Compares the ranks of one node, and prepares comparisons between nodes."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class ReplicaChecker:
         self._origin = StateOrigin("", -1)
 
     def on_committed(self, state: StateId) -> None:
-        """Have *state* compared, if it is chosen and there is anything to compare."""
+        """Have *state* compared, if it is in the sample and there is anything to compare."""
         held = self._memory.held_shards(state)
         if not any(self._groups.get(item.copy.layout, True) for item in held.values()):
             return
@@ -184,7 +184,7 @@ class ReplicaChecker:
         try:
             work = partial(_digest_shards, shard_views, self._cpu_s)
             done = await JobResult(self._jobs, JobKind.CHECK_REPLICAS, work)
-        except Exception as exc:  # noqa: BLE001 boundary: what is saved does not depend on it
+        except Exception as exc:  # noqa: BLE001 boundary: saving must not depend on it
             why = str(exc)
         self._is_busy = False
         if not self._is_unchanged(state, held):
@@ -199,9 +199,9 @@ class ReplicaChecker:
         self._memory.buffer_table.unpin(_PIN_OWNER)
 
     def begin(self, origin: StateOrigin, *, has_agent: bool) -> None:
-        """Take in that workers begin; another run is told anew of ranks that differ.
+        """Start anew with new workers; in another run differences are reported again.
 
-        Without an agent nobody counts generations: the same one again is the job started anew.
+        Without an agent generations are not counted: an equal one is a restart of the job.
         """
         before, self._origin = self._origin, origin
         is_same = before.job == origin.job if has_agent else before.generation != origin.generation
@@ -214,9 +214,9 @@ class ReplicaChecker:
                 ) = None, False, 0
 
     def on_report(self, report: ReplicaReport) -> None:
-        """Take in that ranks of several nodes differ, or do so no more, as who compared them says.
+        """Record that ranks of several nodes differ, or are equal again, as the leader reports it.
 
-        Where they were placed anew since they were equal, no node is to blame for it.
+        Where they have moved since they were equal, no node is to blame.
         """
         found = report.difference
         if found.verdict.outcome is ReplicaOutcome.ALIKE:
@@ -237,7 +237,7 @@ class ReplicaChecker:
             self._report_different(found, report.nodes, is_current=is_current)
 
     def counts(self) -> dict[str, object]:
-        """Return what was compared so far, and what it cost."""
+        """Return the number of comparisons and their cost."""
         return {
             "votes": self._n_compared,
             "votes_missed": self._n_missed,
@@ -246,12 +246,12 @@ class ReplicaChecker:
         }
 
     def take_notice(self) -> str | None:
-        """Return, and forget, what whoever trains is to be told."""
+        """Remove and return the notice for the training's log."""
         notice, self.notice = self.notice, None
         return notice
 
     def _is_unchanged(self, state: StateId, held: Mapping[Shard, HeldShard]) -> bool:
-        """Say whether nobody may have written into these slots since they were *held*."""
+        """Return whether the slots cannot have been written since *held* was read."""
         now = self._memory.held_shards(state)
         return bool(held) and {s: h.slot for s, h in now.items()} == {
             s: h.slot for s, h in held.items()
@@ -351,8 +351,8 @@ class ReplicaChecker:
     ) -> None:
         what = format_tensors(names, len(names))
         why = (
-            f"{format_ranks(ranks)} have values of their own in {what} at step {state.step}, which "
-            "replicas have not: the program trains them apart, and they are not compared"
+            f"{format_ranks(ranks)} have different values in {what} at step {state.step} in every "
+            "comparison: the program does not replicate them, and they are no longer compared"
         )
         self.notice = why
         self._events.add("replicas_apart", state=state, why=why)
@@ -363,7 +363,7 @@ class ReplicaChecker:
 
 
 def _digest_shards(shard_views: Sequence[_ShardView], cpu_s: Callable[[], float]) -> _DigestResult:
-    """Return what is to be compared, and what it cost in seconds of a core."""
+    """Return the comparisons, and their cost in seconds of a core."""
     layouts = {
         shard_view.layout: _groups_of(shard_view.view)
         if shard_view.groups is None
@@ -395,16 +395,16 @@ def _compare_local(group: _TensorGroup, by_rank: Mapping[int, Sequence[bytes]]) 
 
 
 def rank_digest_of(digests: Sequence[bytes]) -> RankDigest:
-    """Return the sketch of a rank whose tensors have these *digests*, in order."""
+    """Return the rank digest of tensors with these *digests*, in order."""
     whole = xxhash.xxh3_128_digest(b"".join(digests))
     return RankDigest(whole, sums_of(digests), stripes_of(digests))
 
 
 def _groups_of(view: memoryview) -> tuple[_TensorGroup, ...]:
-    """Return what the image *view* says is to be compared; raises CorruptError."""
+    """Return what the header of the image *view* lists for comparison; raises CorruptError."""
     begin = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
     if KEY.encode() not in bytes(view[:begin]):
-        return ()  # of 20,000 tensors, reading all takes a tenth of a second
+        return ()  # reading all of 20,000 tensors takes a tenth of a second
     layout = read_layout(view[:begin], nbytes=len(view))
     report = read_replicated(layout.header, layout.shard, len(layout.tensors))
     return tuple(_group(layout, item.ranks, item.tensors) for item in report)

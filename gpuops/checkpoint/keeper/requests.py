@@ -1,9 +1,8 @@
-"""What a connection may ask of the keeper, and what it is answered.
+"""The handlers of the keeper's requests.
 
-The fields of a message are read by the types of the parameters of the function that handles it. A
-parameter that the connection itself knows (``session``, ``rank_info``, ``waited_s``) is no field.
-A handler that raises `NotReadyError` is called again, with the same fields, whenever something has
-happened, until its time is over.
+The fields of a message are read by the types of the parameters of its handler. Parameters that the
+connection provides (``session``, ``rank_info``, ``waited_s``) are not fields. A handler that raises
+`NotReadyError` is called again with the same fields after each event, until its deadline.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,10 +74,10 @@ class NotReadyError(Exception):
 
 @dataclass(slots=True)
 class ClientSession:
-    """One connection: who it says it is. ``role`` is "" until it has said so.
+    """One connection and its identity. ``role`` is "" before its hello.
 
-    ``holders``: who holds what of the state that is going to be chosen. ``fds``: what goes beside
-    the next reply; the server sends and closes them.
+    ``holders``: the holders of the state that is about to be chosen. ``fds``: descriptors for the
+    next reply; the server sends and closes them.
     """
 
     connection: ClientConnection
@@ -91,7 +90,7 @@ class ClientSession:
 def _report(data: object) -> ReplicaReport:
     report = replica_report_from_json(data)
     if report is None:
-        raise ValueError("no replicas that differ")
+        raise ValueError("invalid replica report")
     return report
 
 
@@ -144,18 +143,18 @@ class KeeperRequests:
     def handle(
         self, session: ClientSession, command: str, fields: Mapping[str, Any], waited_s: float
     ) -> object:
-        """Return the reply to *command*.
+        """Handle *command* and return the reply.
 
         Raises:
-            NotReadyError: It waits.
-            CheckpointError: It is refused; says why.
+            NotReadyError: It has to wait.
+            CheckpointError: It is refused; the message says why.
         """
         handler = self._handlers[session.role].get(command)
         if handler is None:
             if command == "hello":
                 raise MessageError("this connection has said hello already")
-            who = session.role or "who has not said who it is"
-            raise MessageError(f"{who} cannot ask for {command!r}")
+            who = session.role or "a connection without a hello"
+            raise MessageError(f"{who} cannot send {command!r}")
         given = {"session": session, "rank_info": session.rank_info, "waited_s": waited_s}
         given = {name: value for name, value in given.items() if value is not None}
         try:
@@ -165,7 +164,7 @@ class KeeperRequests:
         return handler(**arguments)
 
     def wait_s_max(self, command: str, fields: Mapping[str, Any]) -> float:
-        """Return for how long the request may wait for its reply; 0: not at all."""
+        """Return how long the request may wait for its reply; 0: not at all."""
         if command == "hello":
             return 2 * FENCE_S
         deadline_s = fields.get("deadline_s", 0.0)
@@ -194,11 +193,11 @@ class KeeperRequests:
                 raise NotReadyError
             session.rank_info = rank
         elif role != "probe":
-            raise MessageError(f"there is no role {role[:20]!r}")
+            raise MessageError(f"unknown role {role[:20]!r}")
         session.role = role
         return HelloReply(core.agent.pid if core.agent else None)
 
-    # What a rank asks.
+    # Requests of ranks.
 
     def _reserve(
         self,
@@ -209,7 +208,7 @@ class KeeperRequests:
         slots: SlotCount,
     ) -> ReservedSlots:
         if layout.strip("0123456789abcdef"):
-            raise MessageError(f"{layout!r} is no hash of a layout")
+            raise MessageError(f"{layout!r} is not a layout hash")
         pool = self._core.reserve(rank_info, layout, nbytes, slots)
         numbers = sorted(pool.slots)
         session.fds += [duplicate_fd(pool.slots[number], writable=True) for number in numbers]
@@ -226,9 +225,9 @@ class KeeperRequests:
         group, instructions = self._core.group, self._core.instructions
         assert group is not None
         if instructions is not None and instructions.is_taken_over:
-            # Which state the others loaded nobody knows any more: all have to be started anew.
+            # Which state the other ranks loaded is unknown: all have to be restarted.
             raise KeeperError(
-                "the keeper that told the ranks of this generation where to go on from is gone"
+                "the keeper that decided the state to resume from for this generation is gone"
             )
         if group.result is None and not group.error:
             self._core.request_restore(group)
@@ -255,17 +254,17 @@ class KeeperRequests:
     def _is_handed_over(self) -> bool:
         return self._core.group is not None and self._core.group.is_handed_over
 
-    # What the agent asks.
+    # Requests of the agent.
 
     def _add_holders(
         self, session: ClientSession, peers: Peers, shards: HolderRows, *, is_first: bool
     ) -> None:
-        """Take a page of holders in; the last page is followed by `choose`."""
+        """Add a page of holders; the last page is followed by `choose`."""
         if is_first:
             session.holders.clear()
         session.holders |= holders_in(peers, shards)
         if len(session.holders) > WORLD_MAX:
-            raise MessageError(f"no world has {len(session.holders)} shards")
+            raise MessageError(f"invalid world of {len(session.holders)} shards")
 
     def _restore_from(
         self,
@@ -278,11 +277,11 @@ class KeeperRequests:
         holders = dict(session.holders) if n_sources else {}
         session.holders.clear()
         if n_sources != len(holders):
-            raise MessageError(f"{n_sources} shards were to have holders, not {len(holders)}")
+            raise MessageError(f"expected the holders of {n_sources} shards, not of {len(holders)}")
         self._core.restore_from(state, epoch, holders, why)
 
     def _flush(self, waited_s: float, deadline_s: WaitSeconds) -> FlushResult:  # noqa: ARG002 the server waits
-        """Answer once the newest committed state is persisted, or cannot be."""
+        """Reply once the newest committed state is persisted, or cannot be."""
         persister, table = self._core.persister, self._core.memory.buffer_table
         if self._core.n_hashing:
             raise NotReadyError
@@ -306,7 +305,7 @@ class KeeperRequests:
     def _inventory(self, after: Count) -> InventoryPage:
         """Return a page of the verified copies, of this node's ranks and for others.
 
-        The newest state is first; of the digests only the roots go into a message.
+        The newest state is first; messages carry only the roots of the digests.
         """
         memory = self._core.memory
         own = [
@@ -334,7 +333,7 @@ class KeeperRequests:
         self._peers.replicate(holders, keep, bytes_per_s)
 
     def _status(self) -> KeeperStatus:
-        """Return what the agent asks for once a second."""
+        """Return the status that the agent reads once a second."""
         core = self._core
         table, persister = core.memory.buffer_table, core.persister
         n_holders, n_gone = core.peers.pusher.n_holders()
@@ -361,7 +360,7 @@ class KeeperRequests:
         return EventsPage(events, is_all=not len(self._core.events))
 
     def _hand_over(self, *, is_over: bool) -> HandOver:
-        """End the keeper where it is over: no rank is at work, and the newest state persists."""
+        """End the keeper where no rank is connected and the newest state is persisted."""
         core, group = self._core, self._core.group
         n_ranks = len(group.connections) if group is not None else 0
         if group is not None:

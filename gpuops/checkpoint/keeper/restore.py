@@ -1,4 +1,4 @@
-"""The ranks of one start of the workers, and which state they load."""
+"""The ranks of one generation, and which state they load."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,24 +28,24 @@ from gpuops.checkpoint.types import (
     StateId,
 )
 
-# How long the workers before are waited for, before new ones take their place.
+# How long new workers wait for the older ones to disconnect.
 FENCE_S = 5.0
 
 
 class ClientConnection(Protocol):
-    """Who is at the other end of a connection. ``pid`` 0: of another container."""
+    """The other end of a connection. ``pid`` 0: in another pid namespace."""
 
     @property
     def pid(self) -> int: ...
 
     def close(self) -> None:
-        """End the connection; nothing that comes on it counts any more."""
+        """End the connection; messages that still arrive are ignored."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRestore:
-    """What the ranks were told to load, the same for all of them."""
+    """The state that was decided for all ranks to load."""
 
     restore_point: RestorePoint | None
     selected: SelectedState | None
@@ -53,11 +53,11 @@ class GroupRestore:
 
 @dataclass(slots=True)
 class RankGroup:
-    """The ranks of one start.
+    """The ranks of one generation.
 
-    ``is_requested``: somebody waits for the state to go on from. ``error``: why there will be no
-    answer. ``is_handed_over``: who answered for the keeper has left it to them. ``is_replaced``:
-    others have taken their place.
+    ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
+    ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks have
+    taken their place.
     """
 
     generation: int
@@ -79,12 +79,12 @@ class RankGroup:
     def accepts(
         self, rank_info: RankInfo, connection: ClientConnection, *, is_back: bool = False
     ) -> bool:
-        """Say whether the rank belongs to this start; where not, it is of another one.
+        """Return whether the rank belongs to this group; where not, it is of a newer one.
 
-        A process that was here and says that it *is_back* does: only its line broke.
+        A process that was connected before and *is_back* does: its connection broke.
 
         Raises:
-            KeeperError: It can be of none.
+            KeeperError: It cannot be a rank of any group.
         """
         if (rank_info.generation, rank_info.shard.world, rank_info.n_ranks) != (
             self.generation,
@@ -96,8 +96,8 @@ class RankGroup:
         if connected is not None and connection.pid and connected.pid == connection.pid:
             raise KeeperError(
                 f"process {connection.pid} is connected as local rank {rank_info.local_rank} "
-                "already: "
-                "close that first"
+                "already; close that connection "
+                "first"
             )
         if connected is not None:
             return False
@@ -113,56 +113,56 @@ class RankGroup:
         return True
 
     def join(self, rank_info: RankInfo, connection: ClientConnection) -> None:
-        """Take a rank in."""
+        """Add a rank."""
         self.connections[rank_info.local_rank] = connection
         self.ranks[rank_info.local_rank] = rank_info
         self._pids[rank_info.local_rank] = connection.pid
         self.gone.discard(rank_info.local_rank)
 
     def remove(self, local_rank: int) -> None:
-        """Take note that a rank is gone; a new process in its place is of another crew."""
+        """Remove a rank; a new process in its place belongs to another group."""
         self.connections.pop(local_rank, None)
         self.gone.add(local_rank)
         self.mark_restored(local_rank)
 
     def mark_restored(self, local_rank: int) -> None:
-        """Take note that a rank reads what it was offered no more; free what was fetched."""
+        """Record that a rank has finished loading; release fetched memory after the last one."""
         self.restored.add(local_rank)
         if len(self.restored) >= self.n_ranks:
             self.release_fetched()
 
     def shard_location(self, state: StateId, shard: Shard) -> ShardLocation:
-        """Return where a shard of the state to load is read; raises KeeperError for another."""
+        """Return the source of a shard of the state to load; raises KeeperError for others."""
         selected = None if self.result is None else self.result.selected
         if selected is None or selected.state != state or shard not in selected.sources:
-            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not on offer")
+            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not being restored")
         return selected.sources[shard]
 
     def close(self) -> None:
-        """Cut the ranks off: others take their place."""
+        """Disconnect the ranks: newer ones take their place."""
         for member in list(self.connections.values()):
             member.close()
         self.is_replaced = True
         self.release_fetched()
 
     def release_fetched(self) -> None:
-        """Give back memory that was made for the offer alone."""
+        """Release the memory that was made only for this restore."""
         if self.result is not None and self.result.selected is not None:
             for memory in self.result.selected.fetched:
                 memory.close()
 
 
 def restore_pin(local_rank: int) -> str:
-    """Return in whose name the offered state is pinned for a rank."""
+    """Return the owner of a rank's pin on the restored state."""
     return f"restore-{local_rank}"
 
 
 @dataclass(slots=True)
 class AgentInstructions:
-    """What the agent has said of the present generation.
+    """The agent's instructions for the current generation.
 
-    ``state`` and ``epoch``: what all nodes go on from, once ``is_decided``; ``why`` has what spoke
-    against newer ones, ``peers`` what other nodes hold of it. ``is_taken_over``: the ranks run
+    ``state`` and ``epoch``: what all nodes resume from, once ``is_decided``; ``why``: why newer
+    states were skipped; ``peers``: the copies on other nodes. ``is_taken_over``: the ranks run
     already, and save states of ``epoch``.
     """
 
@@ -179,25 +179,25 @@ class AgentInstructions:
     def check(self, rank_info: RankInfo) -> None:
         """Raise KeeperError where the rank is of another generation, or cannot be of this node."""
         if rank_info.generation != self.generation:
-            what = "is over" if rank_info.generation < self.generation else "was not begun"
+            what = "is over" if rank_info.generation < self.generation else "has not begun"
             raise KeeperError(
                 f"generation {rank_info.generation} {what}: the agent runs {self.generation}"
             )
         if self.n_nodes == 1 and rank_info.shard.world != rank_info.n_ranks:
             raise KeeperError(
                 f"{rank_info.n_ranks} of {rank_info.shard.world} ranks are on this node, but the "
-                "agent says that there is no other"
+                "agent reports no other node"
             )
 
     def close(self) -> None:
-        """End what is being fetched, and give back what was."""
+        """Stop fetching, and release what was fetched."""
         if self.peers is not None:
             self.peers.close()
 
 
 @dataclass(slots=True)
 class RestoreFinder:
-    """Looks for the state in *memory* and in a directory; *on_found* is called with the outcome."""
+    """Searches *memory* and a directory for the state; *on_found* is called with the result."""
 
     memory: NodeMemory
     jobs: Jobs
@@ -211,7 +211,7 @@ class RestoreFinder:
     def search_if_ready(
         self, group: RankGroup, instructions: AgentInstructions | None, directory: str | None
     ) -> None:
-        """Begin to look where somebody waits for it, and it can be told by now."""
+        """Start the search where a rank waits for it and the inputs are known."""
         table = self.memory.buffer_table
         if not group.is_requested or group.is_searching or group.error or group.result is not None:
             return
@@ -235,7 +235,7 @@ class RestoreFinder:
         borrowed, peers = self._from_peers(instructions)
         for state, replicas in borrowed.held.items():
             own = held.get(state, {})
-            # A state of another world that has the same name is not to be mixed with ours.
+            # A state of the same name but of another world is not mixed with ours.
             worlds = {shard.world for shard in own}
             fitting = {s: found for s, found in replicas.items() if not worlds or s.world in worlds}
             held[state] = {**fitting, **own}
@@ -254,7 +254,7 @@ class RestoreFinder:
         result, error = None, None
         try:
             result = await JobResult(self.jobs, JobKind.SEARCH, find)
-        except Exception as exc:  # noqa: BLE001 boundary: the ranks are told that it failed
+        except Exception as exc:  # noqa: BLE001 boundary: the ranks receive it as an error
             error = exc
         table.unpin(pin)
         group.is_searching = False
@@ -269,10 +269,10 @@ class RestoreFinder:
             self._on_searched(group, instructions, result, error)
 
     def _take_over(self, group: RankGroup, epoch: int) -> None:
-        """Let the ranks save: they were told where to go on by a keeper that is gone."""
+        """Let the ranks save: a keeper that is gone decided the state that they resumed from."""
         table = self.memory.buffer_table
         if table.is_single_node:
-            # They may have found this one before their agent had, and have saved in a newer epoch.
+            # They may have connected before their agent did, and have saved in a newer epoch.
             epoch = max(epoch, self.epoch_max)
         self.epoch_max = max(self.epoch_max, epoch)
         table.resume(table.last_committed, epoch)
@@ -283,17 +283,17 @@ class RestoreFinder:
     def _from_peers(
         self, instructions: AgentInstructions | None
     ) -> tuple[BorrowedReplicas, PeerShards | None]:
-        """Return the replicas that are here, and what other nodes have of the chosen state."""
+        """Return the local replicas, and the copies of the chosen state on other nodes."""
         if instructions is None or not instructions.is_decided:
             return self.peers.borrow(None), None
         if instructions.state is None:
             return BorrowedReplicas(), None
         if instructions.peers is not None and instructions.peers.is_closed:
-            instructions.peers = instructions.peers.renewed()  # other ranks have begun since
+            instructions.peers = instructions.peers.renewed()  # other ranks have connected since
         return self.peers.borrow(instructions.state), instructions.peers
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """Return memory for what is fetched; raises CheckpointError where there is no room."""
+        """Return memory for a fetched shard; raises CheckpointError where it does not fit."""
         self.memory.check_fits(nbytes)
         return SharedBuffer.create("gpuops-fetched", nbytes)
 
@@ -305,11 +305,11 @@ class RestoreFinder:
         error: BaseException | None,
     ) -> None:
         if result is None:
-            # Where all nodes have chosen a state, none of them may start anew without it.
+            # Where all nodes have agreed on a state, no node may start from scratch without it.
             is_chosen = instructions is not None and instructions.is_decided
             group.is_undecided = isinstance(error, RestoreUndecidedError) and not is_chosen
             is_ours = isinstance(error, CheckpointError)
-            group.error = str(error) if is_ours else f"looking for a state failed: {error!r}"
+            group.error = str(error) if is_ours else f"the search for a state failed: {error!r}"
         else:
             self._report_problems(result)
             try:
@@ -362,22 +362,22 @@ class RestoreFinder:
     def _why_whole_state_needed(
         self, instructions: AgentInstructions, state: StateId, world: int
     ) -> str:
-        """Return what to do where *state* was saved by another number of ranks, "" where not."""
+        """Return advice where *state* was saved by another number of ranks, else ""."""
         held = next(iter(self.memory.held_shards(state)), None)
         saved_by = held.world if held else instructions.peers.world if instructions.peers else None
         if saved_by in (None, world):
             return ""
         return (
-            f". {saved_by} ranks saved it and {world} load it, so each node needs the whole of it "
-            "in memory or in the directory; a job that is started anew goes on from the newest in "
+            f". {saved_by} ranks saved it and {world} load it, so each node needs all its shards "
+            "in memory or in the directory; a job that is started anew resumes from the newest in "
             "the directory"
         )
 
     def _check_is_new(self, epoch: int, seen: int) -> None:
-        """Tell of *seen*, a later epoch than that which all nodes agreed on.
+        """Report *seen*, a later epoch than the one that all nodes agreed on.
 
-        One that is in the directory alone is of another run that saves there, too. That is no
-        reason to keep these ranks from their state.
+        An epoch that is only in the directory is of another run that saves there, too. That must
+        not stop these ranks from loading their state.
 
         Raises:
             KeeperError: It is of this run.
@@ -386,7 +386,7 @@ class RestoreFinder:
         if epoch <= here:
             raise KeeperError(f"epoch {epoch} is not new: {seen} was seen here")
         why = (
-            f"the directory has states of epoch {seen}, which count as newer than what this run "
+            f"the directory has states of epoch {seen}, which counts as newer than what this run "
             f"saves (epoch {epoch}); does another run save there?"
         )
         self.events.add("epoch_behind", why=why)
@@ -403,10 +403,10 @@ class RestoreFinder:
 
 
 def _is_decidable(group: RankGroup, instructions: AgentInstructions | None) -> bool:
-    """Say whether it is known which state is wanted, and which shards of it."""
+    """Return whether it is known which state is searched for, and which shards of it."""
     if instructions is None or instructions.n_nodes == 1:
         return True
-    # Of which shards this node needs, the last of its ranks tells.
+    # The set of shards that this node needs is complete with its last rank.
     return instructions.is_decided and len(group.ranks) == group.n_ranks
 
 

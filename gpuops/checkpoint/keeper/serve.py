@@ -1,8 +1,8 @@
-"""``python -m gpuops.checkpoint.keeper.serve``: the process of a node's keeper.
+"""``python -m gpuops.checkpoint.keeper.serve``: the main function of a node's keeper.
 
 It prints one line, ``ready``, ``taken`` (another keeper has the folder) or ``failed WHY``, and then
-nothing; it writes a log into its folder. It outlives the agent and the ranks, so that what they
-saved does too, and ends by itself once none of them has been connected for the lease.
+nothing; it logs into its folder. It outlives the agent and the ranks, so that their saved states
+survive, and ends when none of them has been connected for the duration of the lease.
 """
 
 import argparse
@@ -33,21 +33,21 @@ EXIT_TAKEN = 75
 _LOG_BYTES_MAX = 2**20
 _FILES_LIMIT = 16_384
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# A thread that holds Python's lock keeps the one that answers ranks waiting for this long.
+# A thread that holds Python's lock delays the thread that serves ranks by this much.
 _SWITCH_S = 0.0005
 
 _logger = logging.getLogger("gpuops.checkpoint.keeper.api")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until nobody needs it; return 0, 75 where another one has the folder, 70 else."""
+    """Serve until idle; return 0, 75 where another keeper has the folder, 70 on failure."""
     options = _options(argv)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     _raise_files_limit()
     options.folder = options.folder.absolute()
-    os.chdir("/")  # not to hold on to a directory that somebody wants to unmount
+    os.chdir("/")  # not to block the unmounting of a directory
     why = why_not_ours(options.folder, private=True)
     if why is not None:
         return _fail(f"{options.folder}: {why}")
@@ -82,7 +82,7 @@ def _serve(options: argparse.Namespace) -> int:
         core, options.folder, lease_s=options.lease, waker=waker, run_callbacks=jobs.run_callbacks
     )
     signal.signal(signal.SIGTERM, lambda _number, _frame: server.begin_shutdown())
-    _logger.info("the keeper of %s begins, pid %d", options.node, os.getpid())
+    _logger.info("the keeper of %s starts, pid %d", options.node, os.getpid())
     say_and_let_go("ready")
     try:
         server.serve()
@@ -92,7 +92,7 @@ def _serve(options: argparse.Namespace) -> int:
         server.close()
         jobs.close()
         logging.shutdown()
-    # A thread may be deep in a file system that never answers; its work is of no use any more.
+    # A thread may be blocked in a file system for ever; its work is no longer needed.
     os._exit(0)
 
 
@@ -100,7 +100,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gpuops.checkpoint.keeper.serve", description=__doc__
     )
-    parser.add_argument("--folder", type=Path, required=True, help="of the socket and the log")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder of the socket and the log"
+    )
     parser.add_argument("--lease", type=float, default=LEASE_S, help="seconds without a job")
     parser.add_argument("--node", default=socket.gethostname(), help="the name of this node")
     return parser.parse_args(argv)
@@ -120,7 +122,7 @@ class _PrintableFormatter(logging.Formatter):
 def _set_up_log(path: Path) -> None:
     handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES_MAX, backupCount=1, encoding="utf-8")
     handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
-    # A full disk must not be a reason for a traceback with each line.
+    # A full disk must not cause a traceback with each line.
     logging.raiseExceptions = False
     _logger.handlers[:] = [handler]
     _logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""The keeper's socket: who may connect, how much, and for how long; one thread, no waiting."""
+"""The keeper's socket: admission, limits and timeouts of connections; one thread, non-blocking."""
 
 import errno
 import logging
@@ -22,7 +22,7 @@ from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, Not
 from gpuops.checkpoint.types import CheckpointError, RestoreUndecidedError
 
 CONNECTIONS_MAX = 1024
-# Those that have not said who they are, or only look.
+# Connections without a hello, and those without a role.
 UNAUTHENTICATED_MAX = 64
 UNAUTHENTICATED_S = 10.0
 DRAIN_S = 5.0
@@ -37,7 +37,7 @@ _log = logging.getLogger("gpuops.checkpoint.keeper.api")
 
 
 class KeeperServerConnection:
-    """One connection. ``pending`` is the request that has no answer yet, and since when."""
+    """One connection. ``pending``: the request without a reply yet, and since when."""
 
     def __init__(self, sock: socket.socket, pid: int, now_s: float) -> None:
         self.sock = sock
@@ -53,17 +53,17 @@ class KeeperServerConnection:
 
     @property
     def is_unauthenticated(self) -> bool:
-        """Say whether it is neither a rank's nor the agent's."""
+        """Return whether it is neither a rank's nor the agent's."""
         return self.session.role in ("", "probe")
 
     def close(self) -> None:
-        # The server releases the descriptor, once nothing refers to its number any more.
+        # The server closes the descriptor once nothing refers to its number any more.
         self.is_open = False
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def send(self, message_id: object, reply: object) -> None:
-        """Send an answer; a peer that takes none of it is cut off. Number 0 wants none."""
+        """Send a reply; a peer that does not read it is disconnected. Number 0 has no reply."""
         fds, self.session.fds = self.session.fds, []
         try:
             if message_id != 0:
@@ -71,7 +71,7 @@ class KeeperServerConnection:
             elif isinstance(reply, CheckpointError):
                 _log.warning("pid %d: %s", self.pid, reply)
         except (OSError, MessageError) as exc:
-            _log.warning("pid %d cannot be answered: %s", self.pid, exc)
+            _log.warning("pid %d does not read its reply: %s", self.pid, exc)
             self.close()
         finally:
             for fd in fds:
@@ -98,10 +98,10 @@ class _PendingRequest:
 
 
 class KeeperServer:
-    """Serves *core* on a socket in *folder* until nobody needs it.
+    """Serves *core* on a socket in *folder* until it is idle.
 
-    Nobody does when neither an agent nor a rank has been connected for *lease_s* seconds.
-    *run_callbacks* is called each time *waker* was woken.
+    Idle: neither an agent nor a rank has been connected for *lease_s* seconds.
+    *run_callbacks* is called each time *waker* is woken.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ class KeeperServer:
         self._selector.register(waker, selectors.EVENT_READ, waker.drain)
 
     def begin_shutdown(self) -> None:
-        """End soon after the last agent and rank: a signal to a whole job must not take its state.
+        """End soon after the last agent and rank: a signal to a whole job must not lose its state.
 
-        The agent, which has the same signal, has the newest state persisted first.
+        The agent, which receives the same signal, has the newest state persisted first.
         """
         self.is_shutting_down = True
         self._waker.wake()
 
     def serve(self) -> None:
-        """Return when nobody needs the keeper any more."""
+        """Return when the keeper is no longer needed."""
         while not self.core.is_ending and not self._is_idle_for_good():
             for key, _events in self._selector.select(_TICK_S):
                 key.data()
@@ -154,7 +154,7 @@ class KeeperServer:
         self._selector.close()
 
     def _is_idle_for_good(self) -> bool:
-        """Say whether nobody was here for long enough; a last state is persisted before."""
+        """Return whether the lease has expired; the last state is persisted before."""
         now_s = self._clock_s()
         if any(not connection.is_unauthenticated for connection in self._connections.values()):
             self._idle_since_s = now_s
@@ -167,7 +167,7 @@ class KeeperServer:
         return not self._is_persisting_final() or idle_s >= self.lease_s + FINAL_PERSIST_S
 
     def _is_persisting_final(self) -> bool:
-        """Persist what would be gone with us; say whether that is under way."""
+        """Persist the states that only memory holds; return whether that is in progress."""
         persister, newest = self.core.persister, self.core.memory.buffer_table.last_committed
         if newest is None or persister.schedule.has_persisted(newest) or persister.failure:
             return False
@@ -183,10 +183,10 @@ class KeeperServer:
                 return
             except OSError as exc:
                 if exc.errno in _OUT_OF_RESOURCES:
-                    # It would be ready again at once, for as long as there is no room.
+                    # It would be ready again at once, as long as there are no resources.
                     self._selector.unregister(self._listener)
                     self._paused_until_s = self._clock_s() + _PAUSE_S
-                    _log.warning("no connection can be taken just now: %s", exc)
+                    _log.warning("no connection can be accepted for now: %s", exc)
                 return
             self._admit(sock)
 
@@ -216,7 +216,7 @@ class KeeperServer:
         try:
             data = messages.receive(connection.sock)
             if not data or connection.pending is not None:
-                # Gone; or it does not wait for its answers, which no client of ours does.
+                # It has closed, or does not wait for its replies, which no client of ours does.
                 self._drop(connection)
                 return
             fields = messages.from_bytes(data)
@@ -237,7 +237,7 @@ class KeeperServer:
     def _reply_or_wait(
         self, connection: KeeperServerConnection, request: _PendingRequest, waited_s: float
     ) -> None:
-        """Answer *request* where it can be answered by now."""
+        """Handle *request* and reply, unless it has to wait."""
         connection.pending, reply = None, None
         session, command = connection.session, request.command
         try:
@@ -247,13 +247,13 @@ class KeeperServer:
             return
         except CheckpointError as exc:
             reply = exc
-        except Exception as exc:  # noqa: BLE001 boundary: a bug must not cost the node its states
+        except Exception as exc:  # noqa: BLE001 boundary: a bug must not lose the node's states
             _log.error("%s of pid %d failed", command, connection.pid, exc_info=exc)
             reply = CheckpointError(f"the keeper failed: {exc!r}")
         connection.send(request.message_id, reply)
 
     def _poll_connections(self) -> None:
-        """Answer what can be answered by now; drop who is gone or has said nothing for too long."""
+        """Handle pending requests; disconnect peers that are gone or sent nothing for too long."""
         now_s = self._clock_s()
         self.core.tick()
         for connection in list(self._connections.values()):
@@ -293,10 +293,10 @@ class KeeperServer:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """Return a socket that listens in *folder*, in place of what a dead keeper left there.
+    """Return a socket that listens in *folder*; the one of a dead keeper is replaced.
 
     Raises:
-        OSError: It cannot be had.
+        OSError: It cannot be created.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

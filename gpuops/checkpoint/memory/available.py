@@ -1,4 +1,4 @@
-"""How much memory a new program could have here: of the machine, and of each cgroup around us."""
+"""How much memory a new program could use: of the machine, and of each enclosing cgroup."""
 
 import re
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ _N_LEVELS_MAX = 64
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that can be taken without swapping and without the OOM killer.
+    """Return the bytes that can be allocated without swapping and without the OOM killer.
 
     The least of ``MemAvailable``, of what strict overcommit leaves (proc(5), where it is on) and
-    of the room in this process's memory cgroup and each one above it, versions 1 and 2. What a
-    cgroup has as inactive page cache counts as room, as in Kubernetes' working set.
+    in this process's memory cgroup and each one above it, versions 1 and 2. Inactive page cache
+    of a cgroup counts as available, as in Kubernetes' working set.
 
     Raises:
-        CheckpointError: ``/proc/meminfo`` cannot be read, so nothing can be said.
+        CheckpointError: ``/proc/meminfo`` cannot be read.
     """
     try:
         meminfo = read_text(root / "proc/meminfo")
         headrooms = [parse_meminfo(meminfo).available_bytes]
     except ProbeError as exc:
-        raise CheckpointError(f"how much memory is free cannot be told: {exc}") from exc
+        raise CheckpointError(f"cannot determine the available memory: {exc}") from exc
     headrooms += _overcommit_headroom(root, meminfo)
     headrooms += _cgroup_headroom(root)
     return max(0, min(headrooms))
@@ -67,7 +67,7 @@ def _levels(root: Path, path: str, mounts: list[Mount]) -> Iterator[Path]:
     """Yield the folders of the cgroup *path* and of those above it.
 
     In a container that has no cgroup namespace of its own, *path* is the host's and the mount
-    shows the container's own cgroup as its top: the levels that are not there are passed over.
+    shows the container's own cgroup as its top: levels that do not exist are skipped.
     """
     parts = [part for part in PurePosixPath(path).parts if part not in {"/", ".."}]
     for mount in mounts:
@@ -91,7 +91,9 @@ def _headroom_v1(folder: Path) -> Iterator[int]:
     stat = text_of(folder / "memory.stat") or ""
     limits = [
         number_of(folder / "memory.limit_in_bytes"),
-        _match_int(stat, r"hierarchical_memory_limit (\d+)"),  # also of those that are out of sight
+        _match_int(
+            stat, r"hierarchical_memory_limit (\d+)"
+        ),  # includes cgroups that are not visible
     ]
     cache = _match_int(stat, r"total_inactive_file (\d+)") or 0
     if used is not None:

@@ -1,11 +1,11 @@
-"""Which slot holds what, and who may write where: the gate of one node.
+"""Which slot holds what, and who may write where, on one node.
 
-With two slots and no gate, one rank may overwrite a state with the next but one while another
-rank's last is still being copied; a crash then leaves no state that all ranks have. So: one state
-is on its way at a time, the first rank that asks for a step decides for all ranks of the node, and
-the slots of the newest committed state are never granted.
+With two slots and no coordination, one rank may overwrite a state with the next but one while
+another rank's last is still being copied; after a crash no state is complete on all ranks. So: one
+state is in flight at a time, the first rank that asks for a step decides for all ranks of the node,
+and the slots of the newest committed state are never granted.
 
-Nothing here reads a clock or touches memory: the caller says what happened.
+This module reads no clock and touches no memory: the caller reports what happened.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -41,25 +41,24 @@ class SlotLease:
 
 @dataclass(frozen=True, slots=True)
 class SlotRefusal:
-    """The rank is not to write; *why* says it to a person."""
+    """The rank is not to write; *why* is a sentence for people."""
 
     reason: SkipReason
     why: str
 
 
 class BufferTableError(CheckpointError):
-    """The caller says what cannot have happened, such as a seal without a grant."""
+    """An impossible call, such as `mark_written` without a lease."""
 
 
 @dataclass(slots=True)
 class BufferTable:
     """The slots of one node.
 
-    ``last_committed`` is the newest committed state that memory holds. ``is_single_node`` is false
-    where other nodes have a say: a state is then committed by `commit` only; ``not_before`` is the
-    first step that all of them can save next, until `resume`. ``rejected`` has the
-    newest states that were skipped or given up, the newest last. ``final`` is the state that a rank
-    asked for as the last one, of this epoch.
+    ``last_committed`` is the newest committed state that memory holds. Where ``is_single_node`` is
+    false, states are committed by `commit` only; ``not_before`` is the first step that all nodes
+    can save next, until `resume`. ``rejected``: the newest states that were skipped or given up,
+    the newest last. ``final``: the state of this epoch that a rank saved as the last one.
     """
 
     last_committed: StateId | None = None
@@ -84,13 +83,14 @@ class BufferTable:
     _last_decided_step: int = -1
     _granted_s: float | None = None
 
-    # The life of the workers.
+    # Workers.
 
     def begin_epoch(self, n_ranks: int, *, is_alone: bool = True) -> None:
         """Expect *n_ranks* new local ranks; the old ones are gone.
 
-        What they had not sealed is discarded. What all had sealed may still become whole, until
-        `resume` says from which state the new ones go on; nothing is granted before.
+        Unwritten slots of old ranks are discarded. A state that all of them had written may still
+        become complete, until `resume` says which state the new ones resume from; nothing is
+        granted before.
         """
         self._writers.clear()
         self._pool_of_rank.clear()
@@ -105,28 +105,28 @@ class BufferTable:
 
     @property
     def is_verifying(self) -> bool:
-        """Say whether a state that all former ranks have sealed is still being verified."""
+        """Return whether a state that all former ranks have written is still being verified."""
         pending = self._pending
         return self.epoch is None and pending is not None and not pending.is_complete
 
     @property
     def in_flight(self) -> StateId | None:
-        """The state that is on its way, if one is."""
+        """The state in flight, if any."""
         return None if self._pending is None else self._pending.state
 
     @property
     def decided(self) -> StateId | None:
-        """The newest state of which it was decided whether it is saved."""
+        """The newest state of which it was decided whether to save it."""
         is_none = self.epoch is None or self._last_decided_step < 0
         return (
             None if is_none or self.epoch is None else StateId(self.epoch, self._last_decided_step)
         )
 
     def resume(self, state: StateId | None, epoch: int) -> None:
-        """Let the ranks go on from *state* (None: from the start) with states of *epoch*.
+        """Have the ranks resume from *state* (None: from scratch) with states of *epoch*.
 
-        What is newer than *state* was passed over, and is not kept: else it would be protected
-        in place of the state that the job now rests on.
+        States newer than *state* were skipped, and are discarded: otherwise they would be protected
+        in place of the state that the job has resumed from.
         """
         self._pending = None
         for other in [s for s in self._complete if state is None or s > state]:
@@ -136,7 +136,7 @@ class BufferTable:
         self.not_before = 0
 
     def register(self, local_rank: int, pool: int, indexes: Iterable[int]) -> None:
-        """Take note that the rank saves into these slots of an arena from now on."""
+        """Record that the rank saves into these slots of a pool from now on."""
         if not 0 <= local_rank < self._n_ranks:
             raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
         if self._pool_of_rank.get(local_rank) != pool:
@@ -146,7 +146,7 @@ class BufferTable:
         self._pool_of_rank[local_rank] = pool
 
     def remove_rank(self, local_rank: int) -> None:
-        """Discard what the rank was writing: it is gone."""
+        """Discard what the rank was writing: it has disconnected."""
         self._writers = {writer for writer in self._writers if writer[0] != local_rank}
         self._pool_of_rank.pop(local_rank, None)
         self._give_up_unsealed(local_rank)
@@ -158,9 +158,9 @@ class BufferTable:
     ) -> SlotLease | SlotRefusal:
         """Return the slot for *step*, or why there is none; the same for all ranks.
 
-        *now_s*: where other nodes have a say, of a clock that they have, too. *is_last*: no step
-        follows, so it is never too early, and a step that was refused, or given up, is decided
-        anew; it is not due (`SkipReason.NOT_DUE`) only where the rank has saved it.
+        *now_s*: with several nodes, of a clock that they share. *is_last*: no step follows, so it
+        is never too early, and a step that was refused or given up is decided again; it is not due
+        (`SkipReason.NOT_DUE`) only where the rank has saved it.
         """
         if not 0 <= local_rank < self._n_ranks:
             raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
@@ -185,7 +185,7 @@ class BufferTable:
         return SlotLease(slot, pending.state)
 
     def seal(self, local_rank: int, state: StateId) -> SlotKey | None:
-        """Return the slot that is complete now; None where the state was given up meanwhile."""
+        """Return the slot that is now written; None where the state was given up meanwhile."""
         self._remove_writer(local_rank, state)
         pending = self._pending
         if pending is None or pending.state != state:
@@ -199,14 +199,14 @@ class BufferTable:
         self.give_up(state)
 
     def give_up(self, state: StateId) -> None:
-        """Give up *state* where it is on its way."""
+        """Give up *state* if it is in flight."""
         if self._pending is not None and self._pending.state == state:
             self._give_up()
 
     def mark_verified(self, slot: SlotKey, state: StateId) -> bool:
-        """Take note that a sealed slot was read whole; say whether the state now is, too.
+        """Record that a written slot was verified; return whether the state is now complete.
 
-        It is committed by that where this node is alone.
+        On a single node that commits it.
         """
         pending = self._pending
         if pending is None or pending.state != state:
@@ -225,7 +225,7 @@ class BufferTable:
         return True
 
     def commit(self, state: StateId) -> bool:
-        """Commit a state that is whole here, as all nodes have it; say whether it was."""
+        """Commit a state that is complete here and on all nodes; return whether it was complete."""
         if state not in self._complete or (
             self.last_committed is not None and state <= self.last_committed
         ):
@@ -234,20 +234,20 @@ class BufferTable:
         return True
 
     def forget(self, state: StateId) -> None:
-        """Let go of a state whose bytes are not what they were."""
+        """Discard a state whose bytes have changed."""
         self._complete.pop(state, None)
         if self._pending is not None and self._pending.state == state:
             self._pending = None
         if self.last_committed == state:
             self.last_committed = max(self._complete, default=None)
 
-    # Who reads what.
+    # Readers.
 
     def pin(self, state: StateId, owner: str) -> Mapping[int, SlotKey]:
-        """Keep the slots of a whole state as they are until `unpin`; return them.
+        """Keep the slots of a complete state unchanged until `unpin`; return them.
 
         Raises:
-            BufferTableError: Memory does not hold the state whole.
+            BufferTableError: Memory does not have the complete state.
         """
         if state not in self._complete:
             raise BufferTableError(f"memory does not hold {state}")
@@ -255,25 +255,25 @@ class BufferTable:
         return dict(self._complete[state].slots)
 
     def unpin(self, owner: str) -> None:
-        """Take away all pins of *owner*; a slot that was pinned stays as it was until then."""
+        """Remove all pins of *owner*; pinned slots were unchanged until then."""
         self._pins.pop(owner, None)
 
     def complete_states(self) -> Mapping[StateId, Mapping[int, SlotKey]]:
-        """Return the states of which memory has what this node's ranks saved."""
+        """Return the states of which memory has the shards of this node's ranks."""
         return {state: dict(saved.slots) for state, saved in self._complete.items()}
 
     def find(self, state: StateId) -> StateRecord | None:
-        """Return what is known of a state that is complete or on its way."""
+        """Return the record of a state that is complete or in flight."""
         is_pending = self._pending is not None and self._pending.state == state
         return self._pending if is_pending else self._complete.get(state)
 
     @property
     def complete(self) -> Mapping[StateId, StateRecord]:
-        """The states of which memory has what this node's ranks saved."""
+        """The states of which memory has the shards of this node's ranks."""
         return self._complete
 
     def release(self) -> tuple[SlotKey, ...]:
-        """Return, and forget, slots that no rank will use again and that hold nothing of worth."""
+        """Remove and return slots that no rank will use again and that hold no needed state."""
         if self.epoch is None or len(self._pool_of_rank) < self._n_ranks:
             return ()
         stale = set(self._pools) - set(self._pool_of_rank.values())
@@ -289,23 +289,23 @@ class BufferTable:
                 del self._pools[pool]
         return tuple(sorted(keys))
 
-    # Behind it.
+    # Internals.
 
     def _has_saved(self, local_rank: int, state: StateId) -> bool:
-        """Say whether the rank has saved *state*, as far as nobody gave it up."""
+        """Return whether the rank has saved *state* and it was not given up."""
         pending = self._pending
         if pending is not None and pending.state == state:
             return pending.phases.get(local_rank) in (SlotPhase.SEALED, SlotPhase.VERIFIED)
         return state in self._complete or self.last_committed == state
 
     def _may_decide_again(self, step: int) -> bool:
-        """Say whether the newest step was refused or given up, and nobody writes it any more."""
+        """Return whether the newest step was refused or given up, and no rank writes it."""
         is_open = self._pending is not None and self._pending.state.step == step
         is_written = any(state.step == step for _rank, state, _slot in self._writers)
         return step == self._last_decided_step and not is_open and not is_written
 
     def _give_up_if_passed(self, local_rank: int, step: int) -> None:
-        """Give up the state on its way where this rank went past it without asking for it."""
+        """Give up the state in flight where this rank skipped it."""
         pending = self._pending
         if pending is None or self.epoch is None or step <= pending.state.step:
             return
@@ -333,9 +333,9 @@ class BufferTable:
             self._granted_s = now_s
 
     def _try_lease(self, step: int, now_s: float, *, is_last: bool) -> SlotRefusal | None:
-        """Return why *step* is not saved; where it is, the slots of all ranks are taken."""
+        """Return why *step* is not saved; None: it is, and the slots of all ranks are leased."""
         if self.epoch is None:
-            return SlotRefusal(SkipReason.NOT_RESTORED, "the state to go on from is not known yet")
+            return SlotRefusal(SkipReason.NOT_RESTORED, "the state to resume from is not known yet")
         early = self._why_early(step, now_s)
         if early and not is_last:
             return SlotRefusal(SkipReason.NOT_DUE, early)
@@ -361,19 +361,19 @@ class BufferTable:
     def _why_early(self, step: int, now_s: float) -> str:
         """Return why it is too early for the next save, "" where it is not.
 
-        Nodes that decide apart have to come to the same: with them a save is due once in each
-        stretch of *every_s* of the time of day. By the time since the last grant, two nodes that
-        once differed by a step would differ for ever.
+        Several nodes decide independently and must agree: with them a save is due once in each
+        interval of *every_s* of the time of day. If the time since the last grant counted, two
+        nodes that once differed by a step would differ for ever.
         """
         if step < self.not_before:
-            return f"all nodes save step {self.not_before} next, or after"
+            return f"all nodes save step {self.not_before} next, or a later one"
         if self._granted_s is None or self.every_s <= 0:
             return ""
         if self.is_single_node:
             is_early = now_s - self._granted_s < self.every_s
             return f"the last one is less than {self.every_s:g} s old" if is_early else ""
         is_early = now_s // self.every_s == self._granted_s // self.every_s
-        return f"of these {self.every_s:g} s one was saved" if is_early else ""
+        return f"one state was saved in this interval of {self.every_s:g} s" if is_early else ""
 
     def _pending_stage(self) -> str:
         assert self._pending is not None
@@ -382,7 +382,7 @@ class BufferTable:
         return "being verified" if self._pending.is_sealed else "being copied"
 
     def _find_free_slot(self, pool: int) -> SlotKey | None:
-        """Return an empty slot, else the one of the oldest state that nobody needs."""
+        """Return an empty slot, else the one of the oldest state that is not needed."""
         busy = self._slots_in_use()
         holds = {key: s for s, saved in self._complete.items() for key in saved.slots.values()}
         found: list[tuple[StateId, SlotKey]] = []
@@ -410,7 +410,7 @@ class BufferTable:
         )
 
     def _evict(self, slots: Iterable[SlotKey], *, only_unprotected: bool = False) -> None:
-        """Let go of every state that loses one of *slots*."""
+        """Discard every state that loses one of *slots*."""
         taken = set(slots)
         for state, saved in list(self._complete.items()):
             is_kept = only_unprotected and self._is_protected(state)
@@ -431,7 +431,7 @@ class BufferTable:
         self.n_given_up += 1
 
     def _give_up_unsealed(self, local_rank: int) -> None:
-        """Give up the state on its way where it waits for this rank's copy."""
+        """Give up the state in flight where it waits for this rank's copy."""
         pending = self._pending
         if pending is None or self.epoch is None:
             return
@@ -445,5 +445,5 @@ class BufferTable:
         self._writers.difference_update(own_writers)
 
 
-_STEP_PASSED = SlotRefusal(SkipReason.PASSED, "this step was passed, or decided before")
-_ALREADY_SAVED = SlotRefusal(SkipReason.NOT_DUE, "this step is saved already")
+_STEP_PASSED = SlotRefusal(SkipReason.PASSED, "a decision for this or a later step exists")
+_ALREADY_SAVED = SlotRefusal(SkipReason.NOT_DUE, "this step is already saved")

@@ -1,6 +1,6 @@
-"""The states that a node holds in memory, and the memory reserved for other nodes.
+"""The states that a node has in memory, and the memory reserved for other nodes.
 
-Used by one thread at a time; only `SealedSlot.hash` and the views may be read by others meanwhile.
+Not thread-safe; only `WrittenSlot.hash` and the views may be used by other threads meanwhile.
 """
 
 import os
@@ -51,25 +51,25 @@ class BufferPool:
 
 
 def system_reserve_bytes(room_bytes: int) -> int:
-    """Return how many of the available bytes are not for checkpoints."""
+    """Return how many of the available bytes are reserved for the system."""
     return max(int(room_bytes * SYSTEM_RESERVE_SHARE), SYSTEM_RESERVE_BYTES)
 
 
 def duplicate_fd(memory: SharedBuffer, *, writable: bool) -> int:
-    """Return a new descriptor of *memory*; one that is not writable cannot be mapped to write."""
+    """Return a new descriptor of *memory*; a read-only one cannot be mapped for writing."""
     if writable:
         return os.dup(memory.fd)
     return open_read_only(memory.fd)
 
 
 def open_read_only(fd: int) -> int:
-    """Return a new descriptor of what *fd* is of, to be read only."""
+    """Return a new, read-only descriptor of the file of *fd*."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """One whole shard in memory. ``memory`` stays as it is while its state is pinned."""
+    """One complete shard in memory. ``memory`` is unchanged while its state is pinned."""
 
     copy: ShardCopy
     slot: SlotKey
@@ -78,7 +78,7 @@ class HeldShard:
 
 @dataclass(frozen=True, slots=True)
 class SealedSlot:
-    """A slot that a rank has sealed, to be hashed."""
+    """A slot that a rank has written, to be hashed."""
 
     key: SlotKey
     state: StateId
@@ -89,7 +89,7 @@ class SealedSlot:
         """Return the digest of the image.
 
         Raises:
-            CorruptError: What stands in the slot is no image of the layout it was reserved for.
+            CorruptError: The slot has no image of the layout it was reserved for.
         """
         with self.view[:_LENGTH_BYTES] as length:
             begin = _LENGTH_BYTES + int.from_bytes(length, "little")
@@ -109,8 +109,8 @@ class SealedSlot:
 class NodeMemory:
     """The memory of one node, named *node*.
 
-    *available* says how many bytes could be taken, *unpopulated_elsewhere* how many of them are
-    promised to others than this node's ranks.
+    *available* returns how many bytes could be allocated, *unpopulated_elsewhere* how many of them
+    are reserved for other users than this node's ranks.
     """
 
     node: str
@@ -124,13 +124,13 @@ class NodeMemory:
     def reserve(
         self, local_rank: int, shard: Shard, layout: str, nbytes: int, n_slots: int
     ) -> BufferPool:
-        """Return the rank's arena of *layout*, with at least *n_slots* slots.
+        """Return the rank's pool of *layout*, with at least *n_slots* slots.
 
         Raises:
-            KeeperError: The memory of this machine does not hold it, or the request cannot be.
+            KeeperError: It does not fit into this machine's memory, or the request is invalid.
         """
         if not 0 < nbytes <= IMAGE_BYTES_MAX or not SLOTS_MIN <= n_slots <= SLOTS_MAX:
-            raise KeeperError(f"there are no {n_slots} slots of {nbytes} bytes")
+            raise KeeperError(f"invalid request: {n_slots} slots of {nbytes} bytes")
         self.release()
         pool = self._find(shard, layout, nbytes)
         n_missing = n_slots - (len(pool.slots) if pool else 0)
@@ -138,7 +138,7 @@ class NodeMemory:
             self._check_room(shard, nbytes, n_slots, n_missing)
         if pool is None:
             if len(self._pools) >= POOLS_MAX:
-                raise KeeperError(f"{POOLS_MAX} layouts are in memory: no more are taken")
+                raise KeeperError(f"{POOLS_MAX} layouts are in memory; the limit is reached")
             self._n_pools += 1
             pool = BufferPool(self._n_pools, shard, layout, nbytes)
             self._pools[pool.number] = pool
@@ -150,11 +150,11 @@ class NodeMemory:
         return pool
 
     def buffer(self, key: SlotKey) -> SharedBuffer:
-        """Return the memory of a slot that the gate knows."""
+        """Return the memory of a slot of the buffer table."""
         return self._pools[key.pool].slots[key.index]
 
     def unpopulated(self) -> list[SharedBuffer]:
-        """Return the slots whose memory is not yet taken."""
+        """Return the slots whose memory is not populated yet."""
         return [
             memory
             for pool in self._pools.values()
@@ -163,7 +163,7 @@ class NodeMemory:
         ]
 
     def mark_populated(self, memory: SharedBuffer) -> None:
-        """Take note that the memory of a slot is taken."""
+        """Record that the memory of a slot is populated."""
         if any(
             memory is own_buffer
             for pool in self._pools.values()
@@ -172,7 +172,7 @@ class NodeMemory:
             self._populated.add(id(memory))
 
     def seal(self, local_rank: int, state: StateId) -> SealedSlot | None:
-        """Return what is to be hashed, None where the state was given up meanwhile."""
+        """Return the slot to hash, None where the state was given up meanwhile."""
         key = self.buffer_table.seal(local_rank, state)
         if key is None:
             return None
@@ -181,7 +181,7 @@ class NodeMemory:
         return SealedSlot(key, state, pool.layout, view)
 
     def record_digest(self, sealed: SealedSlot, digest: Digest) -> bool:
-        """Take note of a slot's digest; say whether its state is whole by that."""
+        """Record a slot's digest; return whether that completes its state."""
         saved = self.buffer_table.find(sealed.state)
         if saved is None:
             return False
@@ -189,7 +189,7 @@ class NodeMemory:
         return self.buffer_table.mark_verified(sealed.key, sealed.state)
 
     def held_shards(self, state: StateId) -> dict[Shard, HeldShard]:
-        """Return the shards of *state*; empty where it is not whole."""
+        """Return the shards of *state*; empty where it is not complete."""
         found: dict[Shard, HeldShard] = {}
         saved = self.buffer_table.complete.get(state)
         if saved is None:
@@ -201,11 +201,11 @@ class NodeMemory:
         return found
 
     def complete_states(self) -> list[StateId]:
-        """Return the states that are whole, the newest first."""
+        """Return the complete states, the newest first."""
         return sorted(self.buffer_table.complete_states(), reverse=True)
 
     def release(self) -> int:
-        """Give back the memory that nobody needs; return how many bytes."""
+        """Release the memory that is no longer needed; return how many bytes."""
         freed = 0
         for key in self.buffer_table.release():
             pool = self._pools[key.pool]
@@ -218,19 +218,19 @@ class NodeMemory:
         return freed
 
     def reserved_bytes(self) -> int:
-        """Return what all slots have when all of their memory is taken."""
+        """Return the size of all slots once they are populated."""
         return sum(pool.nbytes * len(pool.slots) for pool in self._pools.values())
 
     def populated_bytes(self) -> int:
-        """Return what the slots have that were populated."""
+        """Return the size of the populated slots."""
         return self.reserved_bytes() - self.unpopulated_bytes()
 
     def unpopulated_bytes(self) -> int:
-        """Return what the slots have that are still to be populated."""
+        """Return the size of the slots that are still to be populated."""
         return sum(memory.nbytes for memory in self.unpopulated())
 
     def counts(self) -> dict[str, Any]:
-        """Return what was counted so far, by name; a state is [epoch, step]."""
+        """Return the counters, by name; a state is [epoch, step]."""
         gate = self.buffer_table
         return {
             "granted": gate.n_granted,
@@ -247,7 +247,7 @@ class NodeMemory:
         }
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         for pool in self._pools.values():
             for memory in pool.slots.values():
                 memory.close()
@@ -260,20 +260,20 @@ class NodeMemory:
         return None
 
     def check_fits(self, nbytes: int) -> None:
-        """Say nothing where *nbytes* more can be taken; for any thread.
+        """Raise unless *nbytes* more fit; thread-safe.
 
         Raises:
-            KeeperError: They cannot; says with which figures.
+            KeeperError: They do not fit; the message has the figures.
         """
         free_bytes, reserve_bytes = self._available_and_reserve()
         if nbytes + reserve_bytes > free_bytes:
             raise KeeperError(
                 f"{format_bytes(nbytes)} do not fit into memory: {format_bytes(free_bytes)} are "
-                f"available, and {format_bytes(reserve_bytes)} of that are left to the system"
+                f"available, and {format_bytes(reserve_bytes)} of that are reserved for the system"
             )
 
     def _check_room(self, shard: Shard, nbytes: int, n_slots: int, n_missing: int) -> None:
-        """Refuse before it is too late: what is reserved is taken only little by little."""
+        """Refuse early: reserved memory is populated only gradually."""
         free_bytes, reserve_bytes = self._available_and_reserve()
         unpopulated = self.unpopulated_bytes() + self.unpopulated_elsewhere()
         needed = n_missing * nbytes
@@ -282,13 +282,13 @@ class NodeMemory:
                 f"the checkpoints of rank {shard.rank} do not fit into memory: {n_slots} slots of "
                 f"{format_bytes(nbytes)} need {format_bytes(needed)} more; "
                 f"{format_bytes(free_bytes)} are available, {format_bytes(unpopulated)} of it "
-                "are promised "
-                f"to other slots and {format_bytes(reserve_bytes)} are left to the system; "
+                "are reserved "
+                f"for other slots and {format_bytes(reserve_bytes)} for the system; "
                 "save into a directory only, or give the job more memory"
             )
 
     def _available_and_reserve(self) -> tuple[int, int]:
-        """Return how many bytes are available, and how many of them are not for us."""
+        """Return how many bytes are available, and how many of them are reserved for the system."""
         try:
             free_bytes = self.available()
         except CheckpointError as exc:
@@ -300,9 +300,9 @@ _BLOCK_BYTES = 512  # of `st_blocks`, stat(2)
 
 
 class ReplicaAllocator:
-    """Makes the memory of replicas where *available* bytes hold them, too. Thread-safe.
+    """Makes the memory of replicas where *available* bytes suffice. Thread-safe.
 
-    *unpopulated* says how much of that is promised to this node's own ranks: those come first.
+    *unpopulated* returns how much of that is reserved for this node's own ranks, which come first.
     """
 
     def __init__(self, available: AvailableBytes, unpopulated: Callable[[], int]) -> None:
@@ -312,10 +312,10 @@ class ReplicaAllocator:
         self._allocated: list[SharedBuffer] = []
 
     def allocate(self, name: str, nbytes: int) -> SharedBuffer:
-        """Return new memory; the kernel hands it out as it is written.
+        """Return new memory; the kernel allocates it as it is written.
 
         Raises:
-            KeeperError: It does not fit; says with which figures.
+            KeeperError: It does not fit; the message has the figures.
             CheckpointError: The kernel refuses.
         """
         with self._lock:
@@ -327,7 +327,7 @@ class ReplicaAllocator:
                     f"a replica of {format_bytes(nbytes)} does not fit into memory: "
                     f"{format_bytes(free_bytes)} are available, {format_bytes(unpopulated)} of "
                     "it are "
-                    f"promised to other slots and {format_bytes(reserve_bytes)} are left to the "
+                    f"reserved for other slots and {format_bytes(reserve_bytes)} for the "
                     "system"
                 )
             memory = SharedBuffer.create(name, nbytes)
@@ -335,7 +335,7 @@ class ReplicaAllocator:
             return memory
 
     def unpopulated_bytes(self) -> int:
-        """Return how much of what was made the kernel has still to hand out."""
+        """Return how much of this memory the kernel has still to allocate."""
         with self._lock:
             return self._unpopulated_bytes()
 

@@ -1,8 +1,8 @@
-"""Memory that processes share by a file descriptor, and that outlives any one of them.
+"""Memory that processes share by a file descriptor, and that outlives each of them.
 
-A slot is one memfd (memfd_create(2)) of the exact size of its image: no name that could be left
-behind, no limit of ``/dev/shm`` or ``memlock``, and sealed, so that nobody who has it can cut it
-short under a process that maps it (which would end that process with SIGBUS).
+A slot is one memfd (memfd_create(2)) of the exact size of its image. It leaves no name behind, is
+not limited by ``/dev/shm`` or ``memlock``, and its size is sealed (F_SEAL_SHRINK), so that no
+process can truncate it while another one maps it, which would end that one with SIGBUS.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from gpuops.units import format_bytes
 __all__ = ["SEALS", "SharedBuffer", "available_bytes"]
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-POPULATE_BYTES = 32 * 2**20  # 20 to 80 ms of first touches: as long as a stop may wait
+POPULATE_BYTES = 32 * 2**20  # 20 to 80 ms of page faults: the longest delay of a stop
 
 _UNMAP_STEP_BYTES = (
     4 * 2**20
@@ -42,7 +42,7 @@ class SharedBuffer:
     """The memory of one slot, mapped here. A context manager; `close` may be called twice."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
-        """Take *fd* over and map it; it is closed when this fails. Use `create` or `attach`."""
+        """Map *fd*, which this object owns; it is closed on failure. Use `create` or `attach`."""
         self.nbytes = nbytes
         self.writable = writable
         self._fd = fd
@@ -62,15 +62,15 @@ class SharedBuffer:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Self:
-        """Return new memory of *nbytes* zeros, sealed at that size; none of it is taken yet.
+        """Return new memory of *nbytes* zeros, sealed at that size; it is not populated yet.
 
         *name* shows in ``/proc/PID/maps`` and need not be unique.
 
         Raises:
-            CheckpointError: No slot can be of that size, or the kernel refuses.
+            CheckpointError: The size is invalid, or the kernel refuses.
         """
         if not 0 < nbytes <= IMAGE_BYTES_MAX:
-            raise CheckpointError(f"no slot can have {nbytes} bytes (1 to {IMAGE_BYTES_MAX})")
+            raise CheckpointError(f"a slot cannot have {nbytes} bytes (1 to {IMAGE_BYTES_MAX})")
         what = f"create a slot of {format_bytes(nbytes)}"
         shown = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_NAME_CHARS_MAX]
         try:
@@ -89,10 +89,10 @@ class SharedBuffer:
     def attach(cls, fd: int, *, nbytes: int | None = None, writable: bool = True) -> Self:
         """Return the memory that another process created and sent as *fd*.
 
-        *fd* is owned by what is returned, and closed when this raises.
+        The result owns *fd*, which is closed when this raises.
 
         Raises:
-            CheckpointError: It is no sealed memory, not of *nbytes* bytes, or cannot be mapped.
+            CheckpointError: It is not sealed memory, not of *nbytes* bytes, or cannot be mapped.
         """
         try:
             os.set_inheritable(fd, False)
@@ -101,11 +101,11 @@ class SharedBuffer:
         except OSError as exc:
             if exc.errno != errno.EBADF:
                 os.close(fd)
-            raise _kernel_error(f"take descriptor {fd} for a slot (no memfd?)", exc) from exc
+            raise _kernel_error(f"use descriptor {fd} as a slot (no memfd?)", exc) from exc
         wrong = _why_invalid(seals, size, nbytes)
         if wrong:
             os.close(fd)
-            raise CheckpointError(f"descriptor {fd} is no slot: {wrong}")
+            raise CheckpointError(f"descriptor {fd} is not a slot: {wrong}")
         return cls(fd, size, writable=writable)
 
     @property
@@ -121,7 +121,7 @@ class SharedBuffer:
 
     @property
     def view(self) -> memoryview:
-        """All of the memory, as bytes; read-only where it was attached so.
+        """All of the memory, as bytes; read-only where it was attached read-only.
 
         Raises:
             CheckpointError: It is closed.
@@ -131,13 +131,13 @@ class SharedBuffer:
         return self._view
 
     def populate(self, stop: Callable[[], bool] = lambda: False, *, root: Path = Path("/")) -> bool:
-        """Take all of the memory now and map it, so that no later copy has to wait for a page.
+        """Allocate and map all of the memory now, so that no later copy waits for a page fault.
 
-        What is in it stays, also what another process writes meanwhile. *stop* is asked every
-        `PIECE_BYTES`; other threads run. Returns whether it came to the end.
+        The content stays, also what another process writes meanwhile. *stop* is called every
+        `POPULATE_BYTES`; other threads run. Returns whether it was completed.
 
         Raises:
-            CheckpointError: There is not enough memory here; says how much.
+            CheckpointError: There is not enough memory; the message has the figures.
         """
         with self._lock:
             try:
@@ -154,28 +154,30 @@ class SharedBuffer:
                 try:
                     _populate(mapped, fd, begin, end, writable=self.writable)
                 except OSError as exc:
-                    what = f"take {format_bytes(self.nbytes)} for a slot ({begin} bytes are taken)"
+                    what = (
+                        f"populate {format_bytes(self.nbytes)} of a slot ({begin} bytes are done)"
+                    )
                     raise _kernel_error(what, exc, root) from exc
             return True
         finally:
             os.close(fd)
 
     def close(self) -> None:
-        """Give the memory back, now or when the last of what still refers to `view` goes.
+        """Release the memory, now or when the last reference to `view` is dropped.
 
-        The mapping is let go of and not torn down: ``torch.frombuffer`` keeps a reference to the
-        view but no lock on its buffer, so that a tensor over it would read what is unmapped.
+        The mapping is dropped, not unmapped explicitly: ``torch.frombuffer`` keeps a reference to
+        the view but no lock on its buffer, so that a tensor over it would read unmapped memory.
         """
         with self._lock:
             self._close_fd()
             self._view, self._map = memoryview(b""), None
 
     def unmap(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Take the pages out of this process's page table, bit by bit; what is in them stays.
+        """Remove the pages from this process's page table, gradually; their content stays.
 
-        That takes a tenth of a second a gigabyte, which is better spent in a thread of its own:
-        others run meanwhile. Who still reads the view has the pages mapped again. *stop* is asked
-        each millisecond or so.
+        That takes a tenth of a second per gigabyte, which a background thread can spend: other
+        threads run meanwhile. A reader of the view has the pages mapped again. *stop* is called
+        about each millisecond.
         """
         mapped = self._map
         if mapped is not None:
@@ -197,7 +199,7 @@ class SharedBuffer:
         self.close()
 
     def _check_room(self, fd: int, wanted_bytes: int, root: Path) -> None:
-        """Refuse before the kernel's OOM killer would choose a process to end."""
+        """Refuse before the kernel's OOM killer would kill a process."""
         taken_bytes = os.fstat(fd).st_blocks * 512
         missing_bytes = min(wanted_bytes, self.nbytes - taken_bytes)
         if missing_bytes <= 0:
@@ -205,11 +207,11 @@ class SharedBuffer:
         try:
             room_bytes = available_bytes(root)
         except CheckpointError:
-            return  # not known: the kernel will say
+            return  # unknown: the kernel decides
         if missing_bytes > room_bytes:
             raise CheckpointError(
                 f"a slot of {format_bytes(self.nbytes)} does not fit: "
-                f"{format_bytes(self.nbytes - taken_bytes)} of it are still to be taken, "
+                f"{format_bytes(self.nbytes - taken_bytes)} of it are not populated, "
                 f"{format_bytes(room_bytes)} are available here; give the job more memory, "
                 "or use fewer slots"
             )
@@ -247,7 +249,7 @@ def _populate(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: boo
 
 
 def _madvise(mapped: mmap.mmap, begin: int, nbytes: int, advice: int) -> None:
-    """madvise(2) that lets other threads run, which that of `mmap` does not."""
+    """madvise(2) that releases Python's lock, which that of `mmap` does not."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     piece = (ctypes.c_char * nbytes).from_buffer(mapped, begin)
@@ -258,9 +260,9 @@ def _madvise(mapped: mmap.mmap, begin: int, nbytes: int, advice: int) -> None:
 
 
 def _touch(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: bool) -> None:
-    """Populate on a kernel that has no advice for it.
+    """Populate on a kernel without MADV_POPULATE_WRITE.
 
-    Nothing is written: a byte that is read and put back would undo another process's write.
+    Nothing is written: reading a byte and writing it back could undo another process's write.
     """
     if writable:
         os.posix_fallocate(fd, begin, end - begin)

@@ -1,4 +1,4 @@
-"""The life of one saved state on its node: leased, sealed, verified, complete, replicated."""
+"""The life of one saved state on its node: leased, written, verified, complete, replicated."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,14 +8,14 @@ from gpuops.checkpoint.types import Digest, KeeperAddress, Shard, StateId
 
 @dataclass(frozen=True, slots=True, order=True)
 class SlotKey:
-    """One slot: the arena (one rank's memory of one layout) and its number therein."""
+    """One slot: the pool (one rank's memory of one layout) and its number in the pool."""
 
     pool: int
     index: int
 
 
 class SlotPhase(StrEnum):
-    """How far one rank is."""
+    """The progress of one rank."""
 
     GRANTED = "granted"  # its rank has not asked yet
     WRITING = "writing"
@@ -25,11 +25,12 @@ class SlotPhase(StrEnum):
 
 @dataclass(slots=True)
 class StateRecord:
-    """One state of this node from the first lease on, for as long as memory may hold it.
+    """One state of this node, from the first lease until memory drops it.
 
     ``slots`` and ``phases`` are by local rank, ``digests`` by slot: once all are verified the state
-    is complete here. ``arrived``: which shards are at which holders; all of them: it is replicated.
-    ``leased_s``: when the first slot was granted; ``due_s``: when all should be at their holders.
+    is complete here. ``arrived``: which shards are at which holders; with all of them it is
+    replicated. ``leased_s``: the time of the first grant; ``due_s``: when all should be at their
+    holders.
     """
 
     state: StateId

@@ -1,6 +1,6 @@
 """Copies of states on other nodes.
 
-`push` sends what this node saved to its holders, `store` keeps what other nodes sent, `source`
-serves both to whoever restores, `fetch` gets the shards of one state, `service` connects them to
+`push` sends what this node saved to its holders, `store` has the replicas that other nodes sent,
+`source` serves both, `fetch` gets the shards of one state, `service` connects them to
 the keeper.
 """

@@ -1,4 +1,4 @@
-"""The shards of one state that other nodes hold: each is fetched once, when it is first wanted."""
+"""Fetch the shards of one state from other nodes: each once, when it is first requested."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,9 +22,9 @@ from gpuops.checkpoint.types import (
     Tier,
 )
 
-# A peer that has moved nothing on for so long is given up: the next holder is asked.
+# A peer without progress for this long is given up: the next holder is asked.
 NO_PROGRESS_S = 10.0
-# The slowest that is still waited for.
+# The slowest rate that is still awaited.
 _RATE_MIN_BYTES_S = 2 * 2**20
 _DEADLINE_MIN_S = 60.0
 _LIMITS = TransferLimits(stall_s=5.0)
@@ -35,18 +35,18 @@ OnEvent = Callable[[str, Mapping[str, object]], None]
 
 @dataclass(slots=True)
 class _FetchSlot:
-    """One shard; whoever has the lock fetches it, the others wait."""
+    """One shard; the thread with the lock fetches it, the others wait."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     memory: SharedBuffer | None = None
-    copy: ShardCopy | None = None  # that which `memory` is, where it says of what shard it is
+    copy: ShardCopy | None = None  # describes `memory`, where that belongs to a shard
     error: CheckpointError | None = None
 
 
 class PeerShards:
-    """What peers hold of *state*, and the memory into which it is fetched. Thread-safe.
+    """The copies of *state* on peers, and the memory into which they are fetched. Thread-safe.
 
-    *allocate* returns that memory, or raises CheckpointError where there is no room.
+    *allocate* returns that memory, or raises CheckpointError where it does not fit.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class PeerShards:
 
     @property
     def world(self) -> int | None:
-        """Return the size of the world of which the shards are."""
+        """Return the number of ranks of the world that saved the shards."""
         return next((shard.world for shard in self._holders), None)
 
     @property
     def is_closed(self) -> bool:
-        """Say whether nothing more can be had."""
+        """Return whether nothing more can be fetched."""
         return self._stop.is_set()
 
     def renewed(self) -> "PeerShards":
-        """Return the same with nothing fetched."""
+        """Return a new object with the same holders and nothing fetched."""
         return PeerShards(
             self.state,
             self._holders,
@@ -91,10 +91,10 @@ class PeerShards:
         )
 
     def get(self, shard: Shard) -> SharedBuffer:
-        """Return the bytes of *shard*, every one verified; they stay until `close`.
+        """Return the bytes of *shard*, all verified; they stay until `close`.
 
         Raises:
-            CheckpointError: No holder could serve; says what was wrong with each.
+            CheckpointError: No holder could serve it; the message has the error of each.
         """
         slot = self._slots[shard]
         with slot.lock:
@@ -109,20 +109,20 @@ class PeerShards:
             assert slot.memory is not None
             if self.is_closed:
                 slot.memory.close()
-                raise KeeperError(f"newer workers have begun: {shard.file_name} is not wanted")
+                raise KeeperError(f"newer workers have started: {shard.file_name} is not needed")
             return slot.memory
 
     def fetched(self) -> Iterator[tuple[ShardCopy, SharedBuffer]]:
-        """Yield what was fetched by now, verified, and held by nobody yet; until `close`."""
+        """Yield the fetched, verified shards that are not in use yet; they stay until `close`."""
         for slot in self._slots.values():
             if slot.memory is not None and slot.copy is not None:
                 yield slot.copy, slot.memory
 
     def close(self) -> None:
-        """End what is being fetched, and give all memory back."""
+        """Stop fetching, and release all memory."""
         self._stop.set()
         for slot in self._slots.values():
-            # Whoever fetches just now sees that it is over, and closes what it has.
+            # A fetch in progress sees the flag, and releases its memory.
             if slot.lock.acquire(blocking=False):
                 try:
                     if slot.memory is not None:
@@ -135,7 +135,7 @@ class PeerShards:
         remaining, tried_roots, why = list(holders.peers), set[str](), list[str]()
         while remaining:
             if self.is_closed:
-                raise KeeperError(f"newer workers have begun: {shard.file_name} is not wanted")
+                raise KeeperError(f"newer workers have started: {shard.file_name} is not needed")
             peer = remaining.pop(0)
             try:
                 digest = self._fetch_digest(peer, shard, holders.root)
@@ -153,7 +153,7 @@ class PeerShards:
         try:
             layout = read_layout(memory.view)
         except CheckpointError:
-            return None  # whoever loads it will tell
+            return None  # the load reports the error
         if layout.shard != shard:
             return None
         return ShardCopy(self.state, shard, layout.header_hash, digest, Tier.MEMORY, "")
@@ -168,7 +168,7 @@ class PeerShards:
         wanted = ShardCopy(self.state, shard, "", digest, Tier.PEER, peers[0].name)
         try:
             done = fetch(peers, self._job, wanted, memory.view, self._options(digest.nbytes))
-        except BaseException:  # boundary: nobody else gives the memory back
+        except BaseException:  # boundary: no one else releases the memory
             memory.close()
             raise
         self._report_fetched(shard, done)
@@ -184,7 +184,7 @@ class PeerShards:
         )
 
     def _report_fetched(self, shard: Shard, done: FetchResult) -> None:
-        # Who was asked before the last failed, in this order.
+        # The holders before the last one have failed, in this order.
         for (name, _nbytes), why in zip(done.served, done.failed, strict=False):
             self._report_failed(shard, name, why)
         self._on_event(

@@ -1,9 +1,9 @@
-"""Pushes what this node saved to its holders, and knows what has arrived there.
+"""Push what this node saved to its holders, and track what has arrived there.
 
-Nothing is queued: whenever a holder is idle, the next shard that it lacks is looked for, of the
-state that waits for its commit first, then of the newest committed one. One push to a holder at a
-time, so that a holder that hangs keeps no other waiting; one that has taken nothing for a while
-counts as gone, so that no commit waits for the dead, and is tried again ever more rarely.
+Nothing is queued: an idle holder gets the next shard that it lacks, first of the state that waits
+for its commit, then of the newest committed one. There is one push to a holder at a time, so that
+a holder that hangs does not block the others. A holder without progress counts as gone: commits do
+not wait for it, and it is retried with a growing backoff.
 
 Used by the thread of the messages; the pushes themselves are jobs.
 """
@@ -39,29 +39,29 @@ from gpuops.host.clock import SystemClock
 
 HOLDERS_MAX = 16
 HOLDER_GONE_S = 10.0
-# A push to a holder that was gone pins a slot, so it has to be brief.
+# A push to a holder that was gone pins a slot, so it must be short.
 PROBE_S = 2.0
 RETRY_S = 0.5
 BACKOFF_MIN_S = 10.0
 BACKOFF_MAX_S = 120.0
-_DEADLINE_S = 86_400.0  # what counts is whether something moves
+_DEADLINE_S = 86_400.0  # progress is what is limited
 _LIMITS = TransferLimits(stall_s=5.0)
 _N_CONNECTIONS = 2
-# Of the time between two states, replicas have this part before they take no heed of the training.
+# Replicas may take this part of the time between two states before they ignore the training.
 WITHIN_SHARE = 0.8
-WITHIN_MIN_S = 1.0  # nodes agree on a commit about as often
+WITHIN_MIN_S = 1.0  # about the time in which nodes agree on a commit
 WITHIN_MAX_S = 60.0
 WITHIN_FIRST_S = 2.0
 _INTERVALS_KEPT = 9
-# Of pushes in a row that broke off with nothing coming through any more: the holder takes some and
-# never has all.
+# Consecutive pushes that failed without progress at the end: the holder accepts some bytes and
+# never all.
 BROKEN_PUSHES_MAX = 5
-# That the holder will not change its mind about within seconds.
+# Refusals that the holder does not change within seconds.
 _PERMANENT = (TransferRefusal.NO_ROOM, TransferRefusal.DIFFERENT)
 
 
 class _ObservedPace(SendPace):
-    """A pace shared with others; *on_moved* is called each time before bytes are sent."""
+    """A shared send rate; *on_moved* is called each time before bytes are sent."""
 
     def __init__(self, pace: SendPace, on_moved: Callable[[], None]) -> None:
         super().__init__(None, SystemClock())
@@ -82,7 +82,7 @@ class _ObservedPace(SendPace):
 
 @dataclass(eq=False, slots=True)
 class _PushTask:
-    """One push. ``moved_s``: when some of it was last sent, or since when nothing comes through."""
+    """One push. ``moved_s``: the time of its last progress."""
 
     state: StateId
     shard: Shard
@@ -90,15 +90,15 @@ class _PushTask:
     began_s: float
     moved_s: float
     has_moved: bool = False
-    is_cancelled: bool = False  # what becomes of it is of no interest any more
+    is_cancelled: bool = False  # its result is ignored
     stop: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False, slots=True)
 class _Holder:
-    """``is_gone``: no commit waits for it. ``retry_at_s``: nothing is pushed to it before.
+    """``is_gone``: commits do not wait for it. ``retry_at_s``: nothing is pushed to it before.
 
-    ``n_broken``: so many pushes in a row have sent some and not come to an end.
+    ``n_broken``: the number of consecutive pushes that sent something and failed.
     """
 
     peer: KeeperAddress
@@ -117,9 +117,9 @@ class _Holder:
 
 @dataclass(slots=True)
 class SaveCadence:
-    """How often the ranks ask for a state to be saved, whether it is or not.
+    """How often the ranks ask for a save, granted or not.
 
-    ``within_s``: in so much of the time until the next one replicas have to be at their holders.
+    ``within_s``: the part of the time between saves in which replicas have to reach their holders.
     """
 
     within_s: float = WITHIN_FIRST_S
@@ -127,7 +127,7 @@ class SaveCadence:
     _intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS_KEPT))
 
     def observe(self, now_s: float, asked_state: StateId | None) -> None:
-        """Take note of the newest state that was *asked_state* for by now."""
+        """Record *asked_state*, the newest state that was asked for so far."""
         last = self._last_asked
         if asked_state is None or (last is not None and asked_state == last[0]):
             return
@@ -143,10 +143,10 @@ class SaveCadence:
 
 @dataclass(slots=True)
 class ReplicaPusher:
-    """The pushes of one node. ``job`` None: this keeper is not among peers yet.
+    """The pushes of one node. ``job`` None: this keeper serves no peers yet.
 
-    *own_shards* are the shards of the ranks that run here now: what older ones left is not pushed,
-    since the holders of now are not those of then.
+    *own_shards* are the shards of the ranks that run here now. States of older ranks are not
+    pushed: they had other holders.
     """
 
     memory: NodeMemory
@@ -169,21 +169,21 @@ class ReplicaPusher:
         for peer in set(self._holders) - set(holders):
             self._cancel(self._holders.pop(peer))
             for saved in self.memory.buffer_table.complete.values():
-                # It may let go of it; should it be a holder again, it is asked.
+                # It may drop its replicas; if it becomes a holder again, it is asked.
                 saved.arrived = {pair for pair in saved.arrived if pair[1] != peer}
         for peer in holders:
             self._holders.setdefault(peer, _Holder(peer))
         self.push_next()
 
     def stop(self) -> None:
-        """End all pushes: what they are of may not be what the job goes on from."""
+        """Cancel all pushes: the job may resume from another state."""
         for holder in self._holders.values():
             self._cancel(holder)
             holder.failing_since_s = None
             holder.retry_at_s = 0.0
 
     def is_replicated(self, state: StateId) -> bool:
-        """Say whether every holder that lives has all that this node saved of *state*, verified."""
+        """Return whether every live holder has all that this node saved of *state*, verified."""
         held = self.memory.held_shards(state)
         arrived = self._arrived(state)
         return bool(held) and all(
@@ -193,7 +193,7 @@ class ReplicaPusher:
         )
 
     def push_next(self) -> None:
-        """Begin what can be begun, end what is not wanted any more or does not move."""
+        """Start the possible pushes; cancel those that are not needed or make no progress."""
         now_s, pushable = self.clock_s(), self._wanted()
         self._cadence.observe(now_s, self.memory.buffer_table.decided)
         for state in pushable:
@@ -211,15 +211,15 @@ class ReplicaPusher:
             elif not task.is_cancelled and now_s - task.moved_s > holder.stall_s:
                 task.is_cancelled = True
                 task.stop.set()
-                why = f"{holder.peer} has taken nothing for {now_s - task.moved_s:.0f} s"
+                why = f"{holder.peer} has received nothing for {now_s - task.moved_s:.0f} s"
                 self._mark_gone(holder, task, f"{why}: {holder.why}" if holder.why else why)
 
     def n_holders(self) -> tuple[int, int]:
-        """Return how many holders there are, and how many of them are gone."""
+        """Return the number of holders, and how many of them are gone."""
         return len(self._holders), sum(holder.is_gone for holder in self._holders.values())
 
     def counts(self) -> dict[str, object]:
-        """Return what was counted so far, by name, and who is gone and why."""
+        """Return the counters by name, and which holders are gone and why."""
         return {
             "replicas_pushed": self.n_pushed,
             "replicas_failed": self.n_failed,
@@ -301,7 +301,7 @@ class ReplicaPusher:
         done, error = None, None
         try:
             done = await JobResult(self.jobs, JobKind.PUSH, work)
-        except Exception as exc:  # noqa: BLE001 boundary: whatever it is, the holder has no copy
+        except Exception as exc:  # noqa: BLE001 boundary: after any error the holder has no copy
             error = exc
         self.memory.buffer_table.unpin(owner)
         self.memory.release()
@@ -314,14 +314,14 @@ class ReplicaPusher:
         self.push_next()
 
     def _update_deadline(self, now_s: float) -> None:
-        """Tell the pace what is still to be sent, and by when."""
+        """Set how many bytes are still to be sent, and by when."""
         wanted = [self.memory.buffer_table.find(state) for state in self._wanted()]
         left = [(self._left_bytes(it.state), it.due_s or now_s) for it in wanted if it is not None]
         due_s = min((due_s for nbytes, due_s in left if nbytes), default=now_s)
         self.pace.set_deadline(sum(nbytes for nbytes, _ in left), max(due_s - now_s, 0.0))
 
     def _left_bytes(self, state: StateId) -> int:
-        """Return how much of *state* is still to be sent to holders that live."""
+        """Return how many bytes of *state* are still to be sent to live holders."""
         own_shards, arrived = self.own_shards(), self._arrived(state)
         return sum(
             held.copy.digest.nbytes
@@ -355,7 +355,7 @@ class ReplicaPusher:
         holder.retry_at_s = now_s + RETRY_S
 
     def _mark_gone(self, holder: _Holder, task: _PushTask, why: str) -> None:
-        """Wait no more for *holder*; it is told once, and tried again later."""
+        """Stop waiting for *holder*; that is reported once, and it is retried later."""
         now_s = self.clock_s()
         is_first = not holder.is_gone
         holder.is_gone, holder.why, holder.failing_since_s = True, why, None

@@ -1,6 +1,6 @@
-"""This keeper among those of other nodes: what it hands out, takes in, pushes and fetches.
+"""This keeper's exchange with the keepers of other nodes: serving, receiving, pushing, fetching.
 
-Used by the thread of the messages. Nothing here waits for a peer: pushes and fetches are jobs, and
+Used by the thread of the messages. It never waits for a peer: pushes and fetches are jobs, and
 the server has threads of its own.
 """
 
@@ -41,14 +41,14 @@ from gpuops.checkpoint.types import (
 from gpuops.host.clock import SystemClock
 from gpuops.host.net.traffic import Traffic, interface_of
 
-# What is held for others is bounded by the room in memory.
+# The memory for replicas is bounded by what is available.
 _BYTES_MAX = 2**63
 _NO_SLOT = SlotKey(-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class _RunningServer:
-    """What `serve` was asked for, and what came of it."""
+    """The parameters of `serve`, and the running server."""
 
     requested: tuple[str, str, str, str]
     job: JobCredentials
@@ -68,7 +68,7 @@ class BorrowedReplicas:
     pinned: list[PinnedCopy] = field(default_factory=list)
 
     def close(self) -> None:
-        """Let them go; ranks that have opened one keep what they have."""
+        """Unpin them; ranks that have opened one keep their mapping."""
         for by_shard in self.held.values():
             for held in by_shard.values():
                 held.memory.close()
@@ -77,7 +77,7 @@ class BorrowedReplicas:
 
 
 class PeerService:
-    """The other side of a keeper: towards the keepers of other nodes."""
+    """A keeper's side towards the keepers of other nodes."""
 
     def __init__(
         self,
@@ -107,13 +107,13 @@ class PeerService:
         self._epoch = 0
 
     def serve(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
-        """Be there for other keepers of *job*, as *node*; return the port.
+        """Serve the keepers of *job* on other nodes, as *node*; return the port.
 
-        To ask again for the same changes nothing. *port*: where others look for this node already;
-        one that is taken by somebody else is not waited for.
+        Repeated calls with equal arguments have no effect. *port*: where other nodes already
+        connect to; if it is in use, another one is taken at once.
 
         Raises:
-            KeeperError: *address* is none, or cannot be listened on.
+            KeeperError: *address* is invalid, or cannot be listened on.
         """
         requested = (address, node, token, job)
         if self._running is not None:
@@ -123,7 +123,7 @@ class PeerService:
         try:
             ipaddress.ip_address(address)
         except ValueError as exc:
-            raise KeeperError(f"{address[:100]!r} is no address of this node") from exc
+            raise KeeperError(f"{address[:100]!r} is not an address of this node") from exc
         self._memory.node = node
         job_pass = JobCredentials(job, token, epoch=self._epoch)
         replicas = ReplicaStore(node, self._allocator.allocate, bytes_max=_BYTES_MAX)
@@ -154,12 +154,12 @@ class PeerService:
     def replicate(
         self, holders: Sequence[KeeperAddress], keep: Sequence[Shard], bytes_per_s: float | None
     ) -> None:
-        """Push what is saved to *holders*; take in the shards *keep* of others.
+        """Push saved states to *holders*; accept the shards *keep* of other nodes.
 
-        What is held of other shards stays until a state is committed: it may be all that there is.
+        Replicas of other shards stay until the next commit: there may be no other copies.
 
         Raises:
-            KeeperError: This keeper is not among peers, or there are too many holders.
+            KeeperError: This keeper serves no peers yet, or there are too many holders.
         """
         running = self._running
         if running is None and (holders or keep):
@@ -180,10 +180,10 @@ class PeerService:
         holders: Mapping[Shard, ShardHolders],
         make: Callable[[int], SharedBuffer],
     ) -> PeerShards:
-        """Return what peers hold of *state*, and begin to fetch what is not here.
+        """Return the copies of *state* on peers, and begin to fetch what is missing here.
 
         Raises:
-            KeeperError: This keeper is not among peers.
+            KeeperError: This keeper serves no peers yet.
         """
         if self._running is None:
             raise KeeperError("this keeper does not serve other nodes yet")
@@ -198,7 +198,7 @@ class PeerService:
         return found
 
     def borrow(self, state: StateId | None) -> BorrowedReplicas:
-        """Return the replicas of *state* (None: of all) that are here, for this node's ranks."""
+        """Return the local replicas of *state* (None: of all) for this node's ranks."""
         borrowed = BorrowedReplicas()
         replicas = self._running.replicas if self._running else None
         for copy in self.copies():
@@ -213,7 +213,7 @@ class PeerService:
         return borrowed
 
     def adopt(self, found: PeerShards) -> None:
-        """Let what this node's ranks go on from count as a copy, until a state is committed.
+        """Keep the restored state as a replica until a state is committed.
 
         Before that, the nodes that it was fetched from may be lost as well.
         """
@@ -222,7 +222,7 @@ class PeerService:
             return
         for fetched, memory in found.fetched():
             if fetched.shard not in own_shards:
-                continue  # of a world that was: all nodes have all of it for a moment
+                continue  # of an earlier world: for a moment all nodes have all of it
             with suppress(CheckpointError):
                 kept = SharedBuffer.attach(
                     duplicate_fd(memory, writable=True), nbytes=memory.nbytes
@@ -235,7 +235,7 @@ class PeerService:
                     kept.close()
 
     def release_adopted(self) -> bool:
-        """Give the memory of what was adopted back; say whether there was any."""
+        """Release the adopted replicas; return whether there were any."""
         adopted, self._adopted = self._adopted, set()
         if self._running is None or not adopted:
             return False
@@ -244,17 +244,17 @@ class PeerService:
         return True
 
     def copies(self) -> list[ShardCopy]:
-        """Return the replicas that are held here."""
+        """Return the replicas on this node."""
         return self._running.replicas.copies() if self._running else []
 
-    # What happens.
+    # Events.
 
     def begin_generation(self) -> None:
-        """End all pushes: until it is said what the job goes on from, none is of use."""
+        """Cancel all pushes: before the state to resume from is decided, none is useful."""
         self.pusher.stop()
 
     def on_restore_decided(self, state: StateId | None, epoch: int) -> None:
-        """Turn away who is of an epoch before *epoch*; hold on to *state*."""
+        """Refuse peers of epochs before *epoch*; keep *state*."""
         self._epoch = max(self._epoch, epoch)
         if self._running is not None:
             self._running.job.advance(epoch)
@@ -263,7 +263,7 @@ class PeerService:
                 self._running.replicas.commit(state)
 
     def on_committed(self, state: StateId) -> None:
-        """Note a commit: it is what all holders are to hold, and all that they need to hold."""
+        """Record a commit: holders must have this state, and need no older one."""
         if self._running is None:
             return
         self._running.replicas.commit(state)
@@ -273,7 +273,7 @@ class PeerService:
             self._running.replicas.keep_only(self._held_for_peers)
 
     def tick(self) -> None:
-        """Do what became possible, or due, meanwhile."""
+        """Do what has become possible or due."""
         self._unpopulated_bytes = self._memory.unpopulated_bytes()
         self.pusher.push_next()
         for copy, number in self._running.replicas.take_damaged() if self._running else ():
@@ -282,11 +282,11 @@ class PeerService:
                 state=copy.state,
                 rank=copy.shard.rank,
                 tier=copy.tier.value,
-                why=f"piece {number} of the replica that is held here",
+                why=f"piece {number} of the replica on this node",
             )
 
     def counts(self) -> dict[str, object]:
-        """Return what was counted so far, by name."""
+        """Return the counters by name."""
         running = self._running
         return {
             **self.pusher.counts(),
@@ -296,13 +296,13 @@ class PeerService:
         }
 
     def close(self) -> None:
-        """Leave the peers, and give back what is held for them."""
+        """Disconnect from the peers, and release their replicas."""
         self.pusher.stop()
         if self._running is not None:
             self._running.close()
             self._running = None
 
-    # Behind it.
+    # Internals.
 
     def _stop_server(self) -> None:
         running, self._running = self._running, None
@@ -321,14 +321,14 @@ class PeerService:
             state=state,
             rank=shard.rank,
             tier="memory",
-            why=f"piece {number} of it is not what was sealed",
+            why=f"piece {number} of it is corrupt",
         )
-        # No commit may rest on it; a committed one has its other copies.
+        # No commit may rely on it; a committed one has its other copies.
         self._memory.buffer_table.give_up(state)
 
 
 def _first_that_starts(makes: Sequence[Callable[[], TransferServer]]) -> TransferServer:
-    """Return what the first of *makes* returns that can be made."""
+    """Return the result of the first of *makes* that does not raise."""
     for make in makes[:-1]:
         with suppress(CheckpointError):
             return _at_low_priority(make)
@@ -336,7 +336,7 @@ def _first_that_starts(makes: Sequence[Callable[[], TransferServer]]) -> Transfe
 
 
 def _at_low_priority(make: Callable[[], TransferServer]) -> TransferServer:
-    """Return what *make* returns; its threads give way to the training."""
+    """Return the result of *make*; threads that it starts have a lowered priority."""
     found: list[TransferServer] = []
     failed: list[CheckpointError] = []
 

@@ -1,4 +1,4 @@
-"""What a keeper hands out to other nodes: replicas that it holds, and what its own ranks saved."""
+"""What a keeper serves to other nodes: its replicas, and the states of its own ranks."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,8 +17,8 @@ PIN_TIMEOUT_S = 5.0
 class ReplicaSource:
     """The source of a keeper's server; its threads call `open`.
 
-    What this node's own ranks saved is pinned by the thread of the messages, and by it alone: which
-    slot is granted next and which may be read is decided in one place.
+    States of this node's own ranks are pinned only by the thread of the messages, so that one
+    thread decides which slot is granted next and which may be read.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ReplicaSource:
         self._n_pins = 0
 
     def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
-        """Return a whole copy, pinned; None where there is none.
+        """Return a complete copy, pinned; None where there is none.
 
         Raises:
-            TransferRefusedError: This keeper is too busy to say.
+            TransferRefusedError: This keeper is too busy to answer.
         """
         found = self._replicas.open(state, shard)
         if found is not None:
@@ -62,7 +62,7 @@ class ReplicaSource:
         except TimeoutError:
             if pinned.cancel():
                 raise TransferRefusedError(
-                    TransferRefusal.BUSY, "this keeper does not get to it"
+                    TransferRefusal.BUSY, "this keeper is too busy to answer"
                 ) from None
             return pinned.result()
 

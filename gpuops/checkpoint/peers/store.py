@@ -1,9 +1,8 @@
-"""What a holder keeps for others: two slots for each foreign shard, and a gate before them.
+"""The replicas that a holder has for other nodes: two slots for each shard, and their admission.
 
-A push never goes to the slot with the newest committed state, nor to one that is being read. A slot
-counts as a copy again only when every byte in it has been verified; until then nobody hears of it.
-An owner has one state on its way at a time: by pushing the next one it says that the last was
-committed, or given up.
+A push never overwrites the slot with the newest committed state, nor one that is being read. A
+slot counts as a copy again only when every byte in it is verified. An owner has one state in
+flight at a time: a push of the next one implies that the last was committed or given up.
 """
 
 import threading
@@ -31,7 +30,7 @@ _OLDEST = StateId(0, 0)
 
 
 class WritableMemory(Protocol):
-    """What a slot is made of: such as `arena.SharedBuffer`."""
+    """The memory of a slot, such as `SharedBuffer`."""
 
     @property
     def fd(self) -> int:
@@ -40,11 +39,11 @@ class WritableMemory(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """Return the bytes, to be written."""
+        """Return the bytes, writable."""
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         ...
 
 
@@ -52,10 +51,10 @@ class WritableMemory(Protocol):
 class _ReplicaSlot:
     memory: WritableMemory
     nbytes: int
-    copy: ShardCopy | None = None  # whole and verified
-    inbox: "ReplicaInbox | None" = None  # on its way
-    previous_digest: Digest | None = None  # what lay there before
-    pins: int = 0  # who reads
+    copy: ShardCopy | None = None  # complete and verified
+    inbox: "ReplicaInbox | None" = None  # being received
+    previous_digest: Digest | None = None  # of the former content
+    pins: int = 0  # number of readers
 
     @property
     def is_in_use(self) -> bool:
@@ -64,7 +63,7 @@ class _ReplicaSlot:
 
 @dataclass(eq=False, slots=True)
 class ReplicaInbox:
-    """A replica on its way into a slot; see `transfer_server.Inbox`."""
+    """A replica that is being received into a slot; see `transfer.server.Inbox`."""
 
     store: "ReplicaStore"
     slot: _ReplicaSlot
@@ -78,17 +77,17 @@ class ReplicaInbox:
         return not self.is_cancelled
 
     def complete(self) -> None:
-        self.store._complete(self)  # noqa: SLF001 one thing in two classes
+        self.store._complete(self)  # noqa: SLF001 the two classes share their state
 
     def detach(self) -> None:
         self.store._detach(self)  # noqa: SLF001
 
 
 class ReplicaStore:
-    """The replicas that *node* holds for others: source and sink of its server. Thread-safe.
+    """The replicas that *node* has for others: source and sink of its server. Thread-safe.
 
-    *allocate* is given a name and a size; what it raises of `CheckpointError` and OSError is "no
-    room". All slots together have at most *bytes_max*.
+    *allocate* is called with a name and a size; its `CheckpointError` or OSError means "no room".
+    All slots together have at most *bytes_max*.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class ReplicaStore:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         if n_slots < 2:
-            raise ValueError("with one slot the newest state would be lost to the next")
+            raise ValueError("with one slot the next push would overwrite the newest state")
         self._node, self._allocate = node, allocate
         self._bytes_max, self._n_slots, self._chunk_bytes = bytes_max, n_slots, chunk_bytes
         self._lock = threading.Lock()
@@ -110,10 +109,10 @@ class ReplicaStore:
         self._committed: StateId | None = None
         self._damaged: list[tuple[ShardCopy, int]] = []
 
-    # What the keeper says.
+    # Calls of the keeper.
 
     def keep_only(self, shards: Collection[Shard]) -> None:
-        """Be a holder of *shards* from now on; the memory of others is given back when unused."""
+        """Be a holder of *shards* from now on; the memory of others is released when unused."""
         with self._lock:
             for shard in set(self._slots) - set(shards):
                 for slot in self._slots.pop(shard):
@@ -122,9 +121,9 @@ class ReplicaStore:
                 self._slots.setdefault(shard, [])
 
     def adopt(self, copy: ShardCopy, memory: WritableMemory, nbytes: int) -> bool:
-        """Hold *copy*, of which *memory* has every byte, verified; say whether it was wanted.
+        """Take *copy*, whose bytes *memory* has, verified; return whether it was needed.
 
-        Then the memory is the store's. It goes with the next `keep_only` that leaves it out.
+        Then the store owns the memory, until a `keep_only` without it.
         """
         with self._lock:
             slots = self._slots.setdefault(copy.shard, [])
@@ -135,7 +134,7 @@ class ReplicaStore:
             return True
 
     def commit(self, state: StateId) -> None:
-        """Note that *state* is committed in the whole job.
+        """Record that *state* is committed in the whole job.
 
         It is overwritten only once a newer one is committed too.
         """
@@ -143,42 +142,42 @@ class ReplicaStore:
             self._committed = max(self._committed or state, state)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Drop what was on its way of older epochs: nobody will send the rest."""
+        """Drop incomplete replicas of older epochs: no owner sends the rest."""
         with self._lock:
             for slot in self._all_slots():
                 if slot.inbox is not None and slot.inbox.push.state.epoch < epoch:
                     self._drop_inbox(slot)
 
     def copies(self) -> list[ShardCopy]:
-        """Return the whole copies, newest first."""
+        """Return the complete copies, newest first."""
         with self._lock:
             found = [slot.copy for slot in self._all_slots() if slot.copy is not None]
         return sorted(found, key=lambda copy: (copy.state, copy.shard), reverse=True)
 
     def take_damaged(self) -> list[tuple[ShardCopy, int]]:
-        """Return the copies that were found damaged since the last call, and the chunk of each."""
+        """Return the copies found corrupt since the last call, and the chunk of each."""
         with self._lock:
             found, self._damaged = self._damaged, []
         return found
 
     @property
     def held_bytes(self) -> int:
-        """Return how much memory the slots have."""
+        """Return the size of all slots."""
         with self._lock:
             return self._held_bytes()
 
     def close(self) -> None:
-        """Give all memory back; the server must have been closed before."""
+        """Release all memory; the server must have been closed before."""
         with self._lock:
             for slot in [*self._all_slots(), *self._closing]:
                 slot.memory.close()
             self._slots.clear()
             self._closing.clear()
 
-    # What the server asks for.
+    # Calls of the server.
 
     def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
-        """Return the copy of *shard* of *state*, pinned, None where it is not held whole."""
+        """Return the copy of *shard* of *state*, pinned, None where it is not complete here."""
         with self._lock:
             for slot in self._slots.get(shard, ()):
                 copy = slot.copy
@@ -194,10 +193,10 @@ class ReplicaStore:
         return None
 
     def accept(self, push: PushOffer, digest: Digest) -> ReplicaInbox | None:
-        """Return where *push* is to go, None where it is held already, whole.
+        """Return the inbox for *push*, None where its copy is already complete here.
 
         Raises:
-            TransferRefusedError: Not wanted, no room, or all slots in use.
+            TransferRefusedError: Not needed, no room, or all slots in use.
         """
         with self._lock:
             inbox, is_new = self._find_or_open_inbox(push, digest)
@@ -214,7 +213,7 @@ class ReplicaStore:
             inbox.ready.wait()
         return inbox
 
-    # The gate.
+    # Admission.
 
     def _find_or_open_inbox(
         self, push: PushOffer, digest: Digest
@@ -223,7 +222,7 @@ class ReplicaStore:
         what = f"{push.shard.file_name} of {push.state}"
         if slots is None:
             raise TransferRefusedError(
-                TransferRefusal.NOT_WANTED, f"{self._node} is no holder of {what}"
+                TransferRefusal.NOT_WANTED, f"{self._node} is not a holder of {what}"
             )
         if push.committed is not None:
             self._committed = max(self._committed or push.committed, push.committed)
@@ -232,7 +231,7 @@ class ReplicaStore:
                 if slot.copy.digest.root == digest.root:
                     return None, False
                 raise TransferRefusedError(
-                    TransferRefusal.DIFFERENT, f"{self._node} holds {what} with another content"
+                    TransferRefusal.DIFFERENT, f"{self._node} has {what} with another content"
                 )
             inbox = slot.inbox
             if inbox is not None and inbox.push.state == push.state:
@@ -260,17 +259,17 @@ class ReplicaStore:
         newest = max(held, default=push.state)
         if committed is not None and push.state < committed:
             raise TransferRefusedError(
-                TransferRefusal.NOT_WANTED, f"{what} was overtaken by {committed}"
+                TransferRefusal.NOT_WANTED, f"{what} is superseded by {committed}"
             )
         if push.state < newest and push.state != committed:
             raise TransferRefusedError(
-                TransferRefusal.NOT_WANTED, f"{what} was overtaken by {newest}"
+                TransferRefusal.NOT_WANTED, f"{what} is superseded by {newest}"
             )
 
     def _free_slot(self, push: PushOffer, slots: list[_ReplicaSlot], what: str) -> _ReplicaSlot:
         protected = self._protected_slot(slots)
         free = [slot for slot in slots if slot is not protected and not slot.is_in_use]
-        # What is no copy goes before what is one; of copies the oldest.
+        # Slots without a copy are reused first; then the oldest copy.
         free.sort(key=_eviction_order)
         if free and (free[0].copy is None or len(slots) >= self._n_slots):
             return self._resized(free[0], push)
@@ -278,7 +277,7 @@ class ReplicaStore:
             slots.append(self._new_slot(push.shard, push.nbytes))
             return slots[-1]
         for slot in slots:
-            # A state that was given up must not keep the next one out.
+            # A state that was given up must not block the next one.
             if slot.inbox is not None and slot.inbox.push.state < push.state:
                 slot.inbox.is_cancelled = True
         raise TransferRefusedError(
@@ -311,7 +310,7 @@ class ReplicaStore:
         if total_bytes > self._bytes_max:
             raise TransferRefusedError(
                 TransferRefusal.NO_ROOM,
-                f"{self._node} would hold {format_bytes(total_bytes)} for others, and may hold "
+                f"{self._node} would have {format_bytes(total_bytes)} for others; its limit is "
                 f"{format_bytes(self._bytes_max)}",
             )
 
@@ -327,13 +326,13 @@ class ReplicaStore:
         tracker = ChunkTracker(slot.memory.view, digest, chunk_bytes=self._chunk_bytes)
         if slot.copy is not None:
             slot.previous_digest = slot.copy.digest
-        # From here on it is no copy of anything.
+        # From here on its content is not a valid copy.
         slot.copy = None
         slot.inbox = ReplicaInbox(self, slot, push, tracker)
         return slot.inbox
 
     def _find_unchanged(self, inbox: ReplicaInbox) -> None:
-        """Find the chunks that are the same as in the state that lay there: frozen weights."""
+        """Find the chunks that are equal to those of the previous state: frozen weights."""
         previous, table = inbox.slot.previous_digest, inbox.tracker.digest.table
         if previous is None or previous.nbytes != inbox.tracker.digest.nbytes:
             return
@@ -345,7 +344,7 @@ class ReplicaStore:
         ]
         inbox.tracker.find_present(at // HASH_BYTES for at in same)
 
-    # What becomes of slots.
+    # The life of slots.
 
     def _complete(self, inbox: ReplicaInbox) -> None:
         with self._lock:
@@ -357,7 +356,7 @@ class ReplicaStore:
             if inbox.is_cancelled:
                 raise TransferRefusedError(
                     TransferRefusal.NOT_WANTED,
-                    f"{push.shard.file_name} of {push.state} was overtaken",
+                    f"{push.shard.file_name} of {push.state} is superseded",
                 )
             inbox.tracker.check_root()
             slot.copy = ShardCopy(
@@ -397,7 +396,7 @@ class ReplicaStore:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the slots that are not wanted any more and that nobody uses."""
+        """Close the slots that are not needed any more and not in use."""
         for slot in [slot for slot in self._closing if not slot.is_in_use]:
             self._closing.remove(slot)
             slot.memory.close()

@@ -1,4 +1,4 @@
-"""Failure domains of nodes: which of them hang on the same switch, stand in the same rack.
+"""Failure domains of nodes: which nodes share a switch or a rack.
 
 Sources: topology.conf(5) of Slurm, for ``topology/tree`` (``SwitchName`` with ``Nodes`` or
 ``Switches``) and ``topology/block`` (``BlockName`` with ``Nodes``); or a file of labels, a host
@@ -38,7 +38,7 @@ class FailureDomains:
         """Return the paths of *nodes*.
 
         Raises:
-            ConfigError: Some of them have none.
+            ConfigError: Some of them have no path.
         """
         wanted = list(nodes)
         missing = [node for node in wanted if node not in self.paths]
@@ -52,7 +52,7 @@ class FailureDomains:
 
 
 def even_domains(nodes: Sequence[str], n_domains: int) -> FailureDomains:
-    """Return *nodes* dealt, in their order, to so many domains of equal size, or nearly so.
+    """Return *nodes*, in order, divided into *n_domains* domains of nearly equal size.
 
     Raises:
         ConfigError: There are fewer nodes than domains, or no domain.
@@ -71,7 +71,7 @@ def read_domains(path: Path) -> FailureDomains:
     """Return the failure domains of the nodes that the file at *path* names; see `parse_domains`.
 
     Raises:
-        ConfigError: It cannot be read, is too large or no text, or says what makes no sense.
+        ConfigError: It cannot be read, is too large or not text, or is invalid.
     """
     try:
         with path.open("rb") as file:
@@ -88,24 +88,24 @@ def read_domains(path: Path) -> FailureDomains:
 
 
 def parse_domains(text: str, source: str) -> FailureDomains:
-    """Return what *text*, the content of the file *source*, says of nodes.
+    """Parse *text*, the content of the file *source*.
 
     Raises:
-        ConfigError: Neither a topology.conf nor a file of labels, or one that contradicts itself.
+        ConfigError: Neither a topology.conf nor a file of labels, or it contradicts itself.
     """
     lines = list(_lines(text))
     if not lines:
-        raise ConfigError(f"{source} names no node: a topology.conf or lines of labels are wanted")
+        raise ConfigError(f"{source} names no node: expected a topology.conf or lines of labels")
     if _SLURM.match(lines[0][1]):
         return _slurm(lines, source)
     return _labels(lines, source)
 
 
 def align_paths(paths: Mapping[str, DomainPath]) -> dict[str, DomainPath]:
-    """Return *paths*, which nodes tell of themselves, all of one length; nothing where all are ().
+    """Return *paths*, as nodes report them, padded to one length; empty where all are ().
 
-    A shorter path hangs under itself on the levels that it lacks, as in `parse_domains`. Nodes
-    without one share a domain without a name, so that none is taken for apart from another.
+    A shorter path is extended by its own last domain, as in `parse_domains`. Nodes without a path
+    share an unnamed domain, so that none counts as separate from another.
     """
     depth = max(map(len, paths.values()), default=0)
     if not depth:
@@ -116,7 +116,7 @@ def align_paths(paths: Mapping[str, DomainPath]) -> dict[str, DomainPath]:
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:
-    """Yield the lines with their numbers, without comments; a backslash joins a line to a next."""
+    """Yield the lines with their numbers, without comments; a backslash joins two lines."""
     held, since = "", 0
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.partition("#")[0].rstrip()
@@ -144,7 +144,7 @@ def _labels(lines: Iterable[tuple[int, str]], source: str) -> FailureDomains:
             )
         path = tuple(words[1].strip("/").split("/"))
         if not all(path) or len(path) > LEVELS_MAX:
-            raise ConfigError(f"{where}: {_short(words[1])!r} is no path like row1/rack3")
+            raise ConfigError(f"{where}: {_short(words[1])!r} is not a path like row1/rack3")
         if depth and len(path) != depth:
             raise ConfigError(
                 f"{where}: {words[1]!r} has {len(path)} levels, and the lines before have {depth}"
@@ -178,7 +178,7 @@ def _slurm(lines: Iterable[tuple[int, str]], source: str) -> FailureDomains:
             continue  # how blocks are allocated together, not what they share
         if kind not in {"switchname", "blockname"}:
             raise ConfigError(
-                f"{where}: {_short(line)!r} is not read here; SwitchName and BlockName are"
+                f"{where}: unexpected {_short(line)!r}; SwitchName and BlockName are supported"
             )
         kinds.add(kind)
         entry = _Switch(
@@ -191,7 +191,7 @@ def _slurm(lines: Iterable[tuple[int, str]], source: str) -> FailureDomains:
                 raise ConfigError(f"{where}: {name} is already in {switches[name].where}")
             switches[name] = entry
     if len(kinds) > 1:
-        raise ConfigError(f"{source} has both SwitchName and BlockName; one kind is wanted")
+        raise ConfigError(f"{source} has both SwitchName and BlockName; only one may be used")
     return _tree(switches, "block" if "blockname" in kinds else "switch", source)
 
 
@@ -200,7 +200,7 @@ def _values(line: str, where: str) -> dict[str, str]:
     for word in line.split():
         match = _PAIR.fullmatch(word)
         if match is None:
-            raise ConfigError(f"{where}: {_short(word)!r} is no Name=Value of a topology.conf")
+            raise ConfigError(f"{where}: {_short(word)!r} is not a Name=Value of a topology.conf")
         values[match[1].lower()] = match[2]
     return values
 
@@ -238,7 +238,7 @@ def _path(name: str, parents: Mapping[str, str], where: str) -> DomainPath:
     while at is not None:
         if len(path) == LEVELS_MAX:
             raise ConfigError(
-                f"{where}: switch {name} is under itself, or under {LEVELS_MAX} others and more"
+                f"{where}: switch {name} is below itself, or below more than {LEVELS_MAX} others"
             )
         path.append(at)
         at = parents.get(at)

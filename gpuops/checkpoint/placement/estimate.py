@@ -1,4 +1,4 @@
-"""What the copies of a job's state survive, how much RAM they take, and what they cost in time."""
+"""What the copies of a job's state survive, how much RAM they need, and how long they take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,10 +37,10 @@ class RamSaving(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RamNeed:
-    """What one node's keeper holds: its ranks' states, and as many of each of the peers it serves.
+    """What one node's keeper stores: its ranks' states, and replicas for the peers that it serves.
 
-    ``slots`` is for each state of its own, ``copy_slots`` for each that it holds for a peer;
-    ``replicas`` counts copies of a state, the node's own among them.
+    ``slots`` is for each state of its own, ``copy_slots`` for each replica of a peer's state;
+    ``replicas`` counts the copies of a state, the node's own included.
     """
 
     ranks: int
@@ -55,7 +55,7 @@ class RamNeed:
             raise CheckpointError(
                 f"RAM cannot be planned for {self.ranks} ranks of {self.bytes_per_rank} bytes with"
                 f" {self.replicas} copies in {self.slots} and {self.copy_slots} slots: at least one"
-                f" of each and {SLOTS_MIN} slots are wanted"
+                f" of each and {SLOTS_MIN} slots are needed"
             )
 
     @property
@@ -94,7 +94,7 @@ class RamOption:
 
 
 def ram_options(need: RamNeed) -> tuple[RamOption, ...]:
-    """Return *need* as it is and with ever more given up, without options that save nothing."""
+    """Return *need* unchanged and with ever more given up, without options that save nothing."""
     options = [RamOption(RamSaving.NOTHING, need)]
     least_bytes = need.total_bytes
     weights = max(1, round(need.bytes_per_rank * WEIGHTS_ONLY_SHARE))
@@ -112,19 +112,19 @@ def ram_options(need: RamNeed) -> tuple[RamOption, ...]:
 
 
 def ram_refusal(need: RamNeed, available_bytes: int) -> str | None:
-    """Return why *need* does not fit, with figures and what would; None where it fits."""
+    """Return why *need* does not fit, and the first option that would; None where it fits."""
     if need.total_bytes <= available_bytes:
         return None
-    text = f"checkpoints need {need}, and {format_bytes(available_bytes)} are there"
+    text = f"checkpoints need {need}, and {format_bytes(available_bytes)} are available"
     for option in ram_options(need):
         if option.need.total_bytes <= available_bytes:
             return f"{text}; {describe_option(option)} would fit: {option.need}"
     smallest = ram_options(need)[-1].need
-    return f"{text}; nothing fits, the least is {smallest}"
+    return f"{text}; nothing fits, the smallest option is {smallest}"
 
 
 def describe_option(option: RamOption) -> str:
-    """Return in words what *option* gives up."""
+    """Return a description of *option*."""
     match option.saving:
         case RamSaving.NOTHING:
             return "all of it"
@@ -139,18 +139,18 @@ def describe_option(option: RamOption) -> str:
 
 
 LOST_MAX = 4
-# Pinned memory over PCIe Gen5 x16, of 64 GB/s: the stall of a copy that overlaps with nothing.
+# Pinned memory over PCIe Gen5 x16, of 64 GB/s: the stall of a copy without overlap.
 DEVICE_TO_HOST_BYTES_PER_S = 55e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateInput:
-    """What is asked. Rates are of a whole node, None where unknown; times in seconds.
+    """The input. Rates are of a whole node, None where unknown; times in seconds.
 
     ``stall_s`` is what a save to memory takes from training, ``slowdown`` the share of the
     training rate that is lost while a state is written to the persistent tier, ``restart_s`` from a
     failure until workers begin to read their state, ``missed`` the share of failures that memory
-    cannot serve; None for what `estimate` derives.
+    cannot serve; None: `estimate` derives it.
     """
 
     nodes: Sequence[str]
@@ -169,7 +169,7 @@ class EstimateInput:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryOdds:
-    """For so many nodes lost at once: exact, the paper's lower bound, and all nodes as one ring."""
+    """For so many nodes lost at once: exact, the paper's lower bound, and all nodes in one ring."""
 
     odds: SurvivalOdds
     bound: float
@@ -178,9 +178,9 @@ class RecoveryOdds:
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """How long the bytes of a node are under way; None where the rate is not known.
+    """How long the transfers of one node take; None where the rate is not known.
 
-    ``replica_s`` to send one copy of a node's state, ``replicas_s`` all that it owes its peers;
+    ``replica_s`` to send one copy of a node's state, ``replicas_s`` all copies for its peers;
     ``persist_s`` to write it, and to read it again.
     """
 
@@ -207,8 +207,8 @@ class CheckpointEstimate:
 def estimate(job: EstimateInput) -> CheckpointEstimate:
     """Return the plan of *job*.
 
-    Where the share of failures that memory cannot serve is not given, it is that of two nodes lost
-    at once: as if every failure took two, at random.
+    Where the share of failures that memory cannot serve is not given, that of the random loss of
+    two nodes at once is used.
 
     Raises:
         CheckpointError, ConfigError: See `place` and `FailureDomains.of`.

@@ -30,8 +30,8 @@ NodeNames = Annotated[tuple[str, ...], Limit(NODES_MAX)]
 class ReplicaPlacement(Message):
     """Who holds what: ``groups`` of as many nodes as there are copies, and the ``ring``, or ``()``.
 
-    ``requested_replicas`` is the number of copies that was wanted, a node's own among them;
-    ``replicas`` the number that there is, which is smaller where there are fewer nodes.
+    ``requested_replicas`` is the requested number of copies, a node's own included; ``replicas``
+    the actual number, which is smaller where there are fewer nodes.
     """
 
     requested_replicas: int
@@ -44,13 +44,13 @@ class ReplicaPlacement(Message):
     def __post_init__(self) -> None:
         positions = {node: (block, at) for block in self.blocks for at, node in enumerate(block)}
         if self.requested_replicas < 1 or not 0 < len(positions) <= NODES_MAX:
-            raise CheckpointError(f"a placement needs a copy, and a node to {NODES_MAX} nodes")
+            raise CheckpointError(f"a placement needs at least one copy and 1 to {NODES_MAX} nodes")
         n_nodes, m = len(positions), min(self.requested_replicas, len(positions))
         n_ring = 0 if n_nodes % m == 0 else m + n_nodes % m
         if len(self.ring) != n_ring or sum(map(len, self.blocks)) != n_nodes:
             raise CheckpointError(f"{n_nodes} nodes with {m} copies need a ring of {n_ring}")
         if any(len(group) != m for group in self.groups):
-            raise CheckpointError(f"a group of a placement with {m} copies has not {m} nodes")
+            raise CheckpointError(f"a group of a placement with {m} copies must have {m} nodes")
         object.__setattr__(self, "_positions", positions)
 
     @property
@@ -59,7 +59,7 @@ class ReplicaPlacement(Message):
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
-        """Return the groups, and last the ring where there is one."""
+        """Return the groups, and the ring last where there is one."""
         return (*self.groups, self.ring) if self.ring else self.groups
 
     @property
@@ -67,7 +67,7 @@ class ReplicaPlacement(Message):
         return tuple(self._positions)
 
     def holders(self, node: str) -> tuple[str, ...]:
-        """Return who holds the state of *node*, itself first.
+        """Return the holders of the state of *node*, itself first.
 
         Raises:
             CheckpointError: It is not one of the nodes.
@@ -76,7 +76,7 @@ class ReplicaPlacement(Message):
         return tuple(block[(at + ahead) % len(block)] for ahead in range(self.replicas))
 
     def held_by(self, node: str) -> tuple[str, ...]:
-        """Return whose states *node* holds, its own first.
+        """Return the nodes whose states *node* has, its own first.
 
         Raises:
             CheckpointError: It is not one of the nodes.
@@ -85,7 +85,7 @@ class ReplicaPlacement(Message):
         return tuple(block[(at - behind) % len(block)] for behind in range(self.replicas))
 
     def copies(self) -> Iterator[tuple[str, str]]:
-        """Yield each pair of an owner and another node that holds its state."""
+        """Yield each pair of an owner and another node that has its state."""
         for node in self._positions:
             for holder in self.holders(node)[1:]:
                 yield node, holder
@@ -100,20 +100,19 @@ class ReplicaPlacement(Message):
 def place(
     nodes: Sequence[str], replicas: int, paths: DomainPaths | None = None
 ) -> ReplicaPlacement:
-    """Return a placement of *replicas* copies of each node's state, its own among them.
+    """Return a placement of *replicas* copies of each node's state, its own included.
 
-    With one copy each node is a group of itself and no loss of a node is survived. With more
-    copies than nodes there are as many as nodes: all in one group.
+    With one copy each node is a group of its own, and no loss of a node is survived. With more
+    copies than nodes all nodes are one group.
 
     Args:
-        nodes: Their names, each once; the result depends on their order.
+        nodes: Their unique names; the result depends on their order.
         replicas: At least 1.
-        paths: The failure domain of each node, all of one length; a node without one shares an
-            unknown domain with all others of that kind. None: neighbours in *nodes* are as good
-            as in one domain.
+        paths: The failure domain of each node, all of one length; nodes without one share an
+            unknown domain. None: neighbours in *nodes* count as in one domain.
 
     Raises:
-        CheckpointError: No node, a name twice, no copy, or too many nodes.
+        CheckpointError: No node, a duplicate name, no copy, or too many nodes.
     """
     _check(nodes, replicas)
     m = min(replicas, len(nodes))
@@ -136,12 +135,12 @@ def place(
 def rebalance(
     old: ReplicaPlacement, nodes: Sequence[str], paths: DomainPaths | None = None
 ) -> ReplicaPlacement:
-    """Return a placement for *nodes* that leaves alone what it can of *old*.
+    """Return a placement for *nodes* that changes as little as possible of *old*.
 
-    Every group whose nodes are all there stays, but for one that must take in the last few where
-    they are fewer than the copies. What is left of a broken group stays together where it can,
-    newcomers fill its holes, chosen by failure domain; the ring keeps its order. Where the number
-    of copies itself changes, with fewer nodes than copies, all is placed anew.
+    Every group whose nodes are all present stays, but for one that must take in the last few where
+    they are fewer than the copies. The rest of a broken group stays together where possible, new
+    nodes fill its gaps, chosen by failure domain; the ring keeps its order. Where the number of
+    copies itself changes, with fewer nodes than copies, the placement is computed from scratch.
 
     Raises:
         CheckpointError: As `place`.
@@ -187,7 +186,7 @@ def rebalance(
 
 
 class _GroupRebuilder:
-    """Makes groups again out of what is left of broken ones and of newcomers."""
+    """Builds groups from the rest of broken ones and from new nodes."""
 
     def __init__(self, old: ReplicaPlacement, m: int, domain: DomainPaths) -> None:
         self._m = m
@@ -197,7 +196,7 @@ class _GroupRebuilder:
     def rebuild(
         self, seeds: Iterable[Sequence[str]], n_groups: int, loose: Sequence[str]
     ) -> tuple[list[tuple[str, ...]], list[str]]:
-        """Return so many groups, each around one of *seeds*, the fullest first; and who is left."""
+        """Return *count* groups, each around one of *seeds*, the fullest first; and the rest."""
         fullest = sorted(filter(None, seeds), key=len, reverse=True)[:n_groups]
         begun = [list(seed) for seed in fullest]
         placed = set(chain.from_iterable(begun))
@@ -222,12 +221,12 @@ class _GroupRebuilder:
         return made, [node for node in left if node in extra]
 
     def _draw(self, pool: dict[tuple[int, DomainPath], list[str]], group: Sequence[str]) -> str:
-        """Take from *pool* who already shares copies with *group*, or else who is farthest off."""
+        """Take the node from *pool* that already shares copies with *group*, or the farthest."""
         homes = {self._home.get(node) for node in group}
 
         def cost(key: tuple[int, DomainPath]) -> tuple[int, int, int]:
             shared = sum(_shared(key[1], self._domain[node]) for node in group)
-            # Of equals, the largest crowd: what is left is then spread most evenly.
+            # Of equals, the largest domain: the rest is then spread most evenly.
             return (0 if key[0] in homes else 1, shared, -len(pool[key]))
 
         best = min(pool, key=cost)
@@ -248,9 +247,9 @@ def _farthest_group(
 
 def _check(nodes: Sequence[str], replicas: int) -> None:
     if replicas < 1:
-        raise CheckpointError(f"{replicas} copies of a state cannot be placed; at least 1 can")
+        raise CheckpointError(f"cannot place {replicas} copies of a state; at least 1 is required")
     if not nodes:
-        raise CheckpointError("copies cannot be placed on no node")
+        raise CheckpointError("copies cannot be placed without a node")
     if len(nodes) > NODES_MAX:
         raise CheckpointError(f"{len(nodes)} nodes cannot be placed; at most {NODES_MAX} can")
     if len(set(nodes)) != len(nodes):
@@ -266,7 +265,7 @@ def _paths(nodes: Sequence[str], paths: DomainPaths | None) -> dict[str, DomainP
 
 
 def _by_domain(nodes: Sequence[str], domain: DomainPaths) -> list[str]:
-    """Return *nodes* so that each domain's stand together, domains in order of appearance."""
+    """Return *nodes* grouped by domain, domains in order of appearance."""
     first: dict[DomainPath, int] = {}
     for at, node in enumerate(nodes):
         path = domain[node]
@@ -281,7 +280,7 @@ def _by_domain(nodes: Sequence[str], domain: DomainPaths) -> list[str]:
 
 
 def _pick_from_largest(ordered: Sequence[str], domain: DomainPaths, count: int) -> list[str]:
-    """Return *count* of *ordered*, each the last of what is then the most crowded domain."""
+    """Return *count* of *ordered*, each the last of the domain that is then the largest."""
     crowds: dict[DomainPath, list[str]] = {}
     for node in ordered:
         crowds.setdefault(domain[node], []).append(node)
@@ -337,10 +336,10 @@ def insert_nodes(
     domain: Mapping[str, DomainPath],
     existing: Collection[tuple[str, str]],
 ) -> tuple[str, ...]:
-    """Return the ring *ring* with *new_nodes* let in, each where the fewest copies move.
+    """Return the ring *ring* with *new_nodes* inserted where the fewest copies move.
 
-    *existing* are the pairs of owner and holder whose copies are there. Of equals the place with
-    the best spread over domains is taken, of these the first.
+    *existing*: the pairs of owner and holder of existing copies. Of equal positions the one with
+    the best spread over domains is used, of these the first.
     """
     order = tuple(ring)
     for node in new_nodes:
@@ -379,7 +378,7 @@ def _n_moved(order: Sequence[str], m: int, existing: Collection[tuple[str, str]]
 
 
 def _hill_climb(order: list[str], m: int, domain: Mapping[str, DomainPath]) -> tuple[str, ...]:
-    """Swap two of *order* as long as that makes it better."""
+    """Swap two of *order* as long as that improves it."""
     best, is_better = _spread_score(order, m, domain), True
     while is_better:
         is_better = False

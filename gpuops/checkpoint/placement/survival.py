@@ -1,10 +1,9 @@
-"""How likely the memory of the nodes that are left still holds every state.
+"""The probability that the memory of the remaining nodes still has every state.
 
 Exact, by counting the sets of k lost nodes that leave each state a holder, over all C(N, k) sets.
-Nothing is assumed but that each set is as likely as any other; what falls together because it
-hangs together is in `domain_losses`.
+Every set is assumed to be equally likely; correlated failures are in `domain_losses`.
 
-And how far a placement keeps the copies of one state apart, compared with the best possible.
+Also how well a placement separates the copies of one state, compared with the best possible.
 """
 
 from collections import Counter
@@ -31,13 +30,13 @@ class SurvivalOdds:
 
     @property
     def missed(self) -> float:
-        """Return the share that memory does not serve, to full precision where it is small."""
+        """Return the share that memory does not serve, with full precision where it is small."""
         return (self.total - self.survived) / self.total
 
 
 @dataclass(frozen=True, slots=True)
 class DomainLoss:
-    """What the loss of all nodes of one domain does."""
+    """The effect of the loss of all nodes of one domain."""
 
     level: str
     domain: DomainPath
@@ -53,8 +52,8 @@ def mixed_odds(n_nodes: int, replicas: int, lost: int) -> SurvivalOdds:
     """Return the odds of GEMINI's mixed placement when *lost* nodes are lost at once.
 
     Sets that spare each of g groups of m: inclusion-exclusion over the groups that are lost whole,
-    sum over j of (-1)^j C(g, j) C(g m - j m, k - j m). The ring of m + N mod m nodes is counted on
-    its own (`ring_sets`), and the two are folded.
+    sum over j of (-1)^j C(g, j) C(g m - j m, k - j m). The ring of m + N mod m nodes is counted
+    separately (`ring_sets`), and the two are combined.
 
     Raises:
         ValueError: Not 1 <= *replicas* <= *n_nodes* and 0 <= *lost* <= *n_nodes*.
@@ -83,7 +82,7 @@ def ring_odds(n_nodes: int, replicas: int, lost: int) -> SurvivalOdds:
 def ring_sets(n_nodes: int, m: int, lost: int) -> int:
     """Return how many sets of *lost* nodes of a ring have no *m* neighbours among them.
 
-    The n - k that live cut the ring into as many gaps, which share k lost nodes, fewer than m
+    The n - k that remain cut the ring into as many gaps, which share k lost nodes, fewer than m
     each: n / (n - k) times the number of such compositions, itself by inclusion-exclusion,
     sum over j of (-1)^j C(n - k, j) C(n - 1 - j m, n - k - 1).
     """
@@ -162,7 +161,7 @@ def _check(n_nodes: int, replicas: int, lost: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DomainSpread:
-    """One level of domains. What is "at best" is a bound that no placement of as many copies beats.
+    """One level of domains. "At best" is a bound that no placement with as many copies exceeds.
 
     ``together`` counts the nodes whose state has all its copies in one domain: the loss of that
     domain loses the state. ``met`` is how many domains hold a copy of a state, on average.
@@ -178,11 +177,11 @@ class DomainSpread:
 
 
 def domain_spread(placement: ReplicaPlacement, domains: FailureDomains) -> tuple[DomainSpread, ...]:
-    """Return how *placement* does on each level, from the widest to the narrowest.
+    """Return the spread of *placement* on each level, from the widest to the narrowest.
 
     The bounds: as every node holds m states, a domain of c of the N nodes meets at most
-    min(N, m c) states; and the N - c nodes outside of it hold copies of at most m (N - c), so that
-    of the others all copies are inside.
+    min(N, m c) states; and the N - c nodes outside of it have copies of at most m (N - c) states,
+    so that all copies of the others are inside.
 
     Raises:
         ConfigError: A node has no domain.
@@ -195,10 +194,10 @@ def domain_spread(placement: ReplicaPlacement, domains: FailureDomains) -> tuple
 
 
 def n_colocated(placement: ReplicaPlacement, paths: Mapping[str, DomainPath]) -> int:
-    """Return of how many nodes all copies of the state lie in one of the narrowest domains.
+    """Return the number of nodes with all copies of their state in one of the narrowest domains.
 
-    *paths* are those of all nodes, of one length. 0 where there are none, and where one copy is all
-    that was asked for, or can be.
+    *paths* are those of all nodes, of one length. 0 where there are none, and where only one copy
+    is requested or possible.
     """
     if not paths or placement.replicas == 1:
         return 0

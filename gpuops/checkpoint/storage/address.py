@@ -1,6 +1,6 @@
 """The store that an address names: a directory, or any URL that fsspec knows.
 
-`check_address` needs nothing that the keeper needs: a launch is refused before that is imported.
+`check_address` does not import what the keeper needs: a launch is rejected before that is loaded.
 """
 
 import re
@@ -12,10 +12,10 @@ from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import EXIT_USAGE
 from gpuops.scrub import scrub
 
-if TYPE_CHECKING:  # needs what the keeper needs
+if TYPE_CHECKING:  # imports what the keeper needs
     from gpuops.checkpoint.storage.api import CheckpointStore
 
-# The kinds of store that people have; fsspec knows many more.
+# The common protocols; fsspec knows many more.
 COMMON_PROTOCOLS = (
     "s3",
     "gs",
@@ -36,7 +36,7 @@ _ONE_SLASH = re.compile(
 
 
 class AddressError(CheckpointError):
-    """No states can ever be kept there: the address itself is wrong, or a package is missing."""
+    """No state can be stored there: the address is invalid, or a package is missing."""
 
     exit_code = EXIT_USAGE
 
@@ -48,42 +48,40 @@ def local_directory(address: str) -> Path | None:
 
 
 def check_address(address: str) -> None:
-    """Say nothing where *address* is a directory, or a URL of a kind that can be spoken to here.
+    """Raise unless *address* is a directory, or a URL that is supported here.
 
     Raises:
-        AddressError: It is neither; says which kinds there are, or what is to be installed.
+        AddressError: It is neither; lists the supported ones, or the package to install.
     """
     safe_address = scrub(address)
     if "://" not in address:
         if found := _ONE_SLASH.match(address):
             raise AddressError(
-                f"{safe_address}: a URL begins with {found[1]}://; for a directory say ./"
+                f"{safe_address}: a URL begins with {found[1]}://; for a directory use ./"
             )
         return
     protocol, _, rest = address.partition("://")
     if not rest.strip("/"):
-        raise AddressError(
-            f"{safe_address}: nothing stands behind {protocol}://; give s3://bucket/name"
-        )
+        raise AddressError(f"{safe_address}: {protocol}:// is incomplete; use s3://bucket/name")
     if protocol == "file":
         return
     if protocol in _READ_ONLY_PROTOCOLS:
         raise AddressError(
-            f"{safe_address}: nothing can be written to {protocol}://; for a server that speaks "
+            f"{safe_address}: {protocol}:// is read-only; for a server that speaks "
             "S3 give s3://bucket/name and set AWS_ENDPOINT_URL"
         )
     protocols = _known_protocols(safe_address)
     if protocol not in protocols:
         suggestions = ", ".join(name for name in COMMON_PROTOCOLS if name in protocols)
         raise AddressError(
-            f"{safe_address}: no kind of store is called {protocol or 'nothing'}; a directory is "
-            f"one, and URLs may begin with {suggestions}"
+            f"{safe_address}: unknown protocol {protocol!r}; use a directory, "
+            f"or a URL that begins with {suggestions}"
         )
     _require_package(safe_address, protocol, protocols[protocol])
 
 
 def _known_protocols(safe_address: str) -> dict[str, Any]:
-    """Return what fsspec knows of each protocol."""
+    """Return fsspec's entry for each protocol."""
     try:
         from fsspec.registry import known_implementations, registry
     except ImportError as exc:
@@ -99,7 +97,7 @@ def _known_protocols(safe_address: str) -> dict[str, Any]:
 def _require_package(safe_address: str, protocol: str, implementation: dict[str, Any]) -> None:
     package = str(implementation.get("class", "fsspec")).partition(".")[0]
     if package != "fsspec":
-        # Importing it, which takes seconds for some, is left to who speaks to the store.
+        # Importing it takes seconds for some packages, and is left to the user of the store.
         if find_spec(package) is None:
             raise AddressError(
                 f"{safe_address} needs {package}, which is not installed: pip install {package}"
@@ -117,7 +115,7 @@ def open_store(address: str, *, first_response_timeout_s: float | None = None) -
     """Return the store at *address*: a path, ``file:///path``, or a URL such as ``s3://bucket/run``.
 
     Nothing is read yet. *first_response_timeout_s*: how long to wait for the first response of a
-    URL's server; None: as long as the start of a training can afford.
+    URL's server; None: as long as the start of a training allows.
 
     Raises:
         AddressError: fsspec, or what it needs for this kind of URL, is not installed; or the URL

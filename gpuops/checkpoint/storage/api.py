@@ -1,7 +1,7 @@
-"""Where states are kept beyond the nodes' memory: what a directory and an object store both do.
+"""The interface of persistent stores, directories and object stores alike.
 
 A state exists when its manifest does: shards are written first, the manifest last, and readers
-ignore shards without one. What a dead writer leaves behind is never taken for a state.
+ignore shards without one. The files of a dead writer never count as a state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +13,10 @@ from gpuops.checkpoint.manifest import Manifest, ShardRecord
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError, Shard, StateId
 
-# An image: in a slot, or the descriptor of a file or of memory. A slot is already mapped here;
+# An image: a slot, or the descriptor of a file or of memory. A slot is already mapped here;
 # mapping it again, page by page, takes as long as hashing it.
 ImageSource = SharedBuffer | int
-# Called with the number of bytes about to be moved. It may wait; what it raises ends the transfer.
+# Called with the number of bytes about to be moved. It may wait; its exceptions end the transfer.
 Throttle = Callable[[int], None]
 
 
@@ -25,16 +25,16 @@ class NoStateError(CheckpointError):
 
 
 class CommitInProgressError(CheckpointError):
-    """Another node of the session commits this state at the moment."""
+    """Another node of the session is committing this state."""
 
 
 def unthrottled(_nbytes: int) -> None:
-    """Move bytes as fast as they go."""
+    """Do not limit the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """A state with a manifest that reads. ``tags`` pin it: it is not deleted while it has one."""
+    """A state with a valid manifest. ``tags`` pin it: it is not deleted while it has one."""
 
     state: StateId
     manifest: Manifest
@@ -43,7 +43,7 @@ class StoredState:
 
 @dataclass(frozen=True, slots=True)
 class DamagedState:
-    """What has the name of a state and cannot be used as one: ``why`` is one sentence.
+    """An entry with the name of a state that cannot be used as one: ``why`` is one sentence.
 
     Not ``is_corrupt``: it may be intact, but of a later gpuops or not readable for this user.
     """
@@ -68,7 +68,7 @@ class StoreScan:
 
 
 def require_shards(records: Mapping[Shard, ShardRecord], manifest: Manifest) -> None:
-    """Say nothing where *records* has each shard that *manifest* names.
+    """Raise unless *records* has each shard that *manifest* names.
 
     Raises:
         CheckpointError: One is missing, or is another than *manifest* says.
@@ -115,7 +115,7 @@ class StateWriter(Protocol):
         """Make the complete state visible; return False where the same one exists already.
 
         Raises:
-            CommitInProgressError: Another node of the session does so at the moment.
+            CommitInProgressError: Another node of the session is committing it.
             CheckpointError: A shard is missing or is not the one that *manifest* names; another
                 run has saved another state under this name; or the store cannot be written.
         """
@@ -140,10 +140,8 @@ class CheckpointStore(Protocol):
     def open_writer(self, state: StateId, world: int, *, session: str | None = None) -> StateWriter:
         """Begin to write *state*.
 
-        *session*: the name of the run, where several nodes put the shards of one state; all of
-        them give the same, and one of them commits. None: this writer puts all shards.
-
-        Raises:
+        *session*: the name of the run, where several nodes put the shards of one state; it is the
+        same on all of them, and one of them commits. None: this writer puts all shards. Raises:
             CheckpointError: Nothing can be written there.
         """
         ...
@@ -157,7 +155,7 @@ class CheckpointStore(Protocol):
         ...
 
     def scan(self) -> StoreScan:
-        """Return all that lies there.
+        """Return everything in the store.
 
         Raises:
             CheckpointError: It cannot be listed.

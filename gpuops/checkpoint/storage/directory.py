@@ -63,7 +63,7 @@ QUARANTINE_S = 7 * 86_400
 
 
 def remove_leftovers(root: int, context: DirectoryContext) -> tuple[str, ...]:
-    """Remove what is left over in the directory *root*; return the names, oldest state first.
+    """Remove the leftovers in the directory *root*; return the names, oldest state first.
 
     Raises:
         OSError: The directory cannot be listed.
@@ -75,7 +75,9 @@ def remove_leftovers(root: int, context: DirectoryContext) -> tuple[str, ...]:
     now_s = _filesystem_now_s(root, trash_name(leftovers[0].state, context.nonce()))
     removed = []
     for found in sorted(leftovers, key=lambda leftover: (leftover.state, leftover.name)):
-        with contextlib.suppress(OSError):  # another sweeper was first, or it is not ours
+        with contextlib.suppress(
+            OSError
+        ):  # another sweeper was first, or the owner is another user
             if _is_dead(found, root, context, now_s):
                 remove_leftover(found, root, context)
                 removed.append(found.name)
@@ -141,7 +143,7 @@ def _modified_s(name: str, root: int) -> float:
 
 
 def _filesystem_now_s(root: int, name: str) -> float:
-    """Return the time of the file system's clock, which may be a file server's.
+    """Return the current time of the file system, which may be a file server's.
 
     *name*: of a directory that is created to read it; a later sweep would remove it.
     """
@@ -184,7 +186,7 @@ class DirectoryStore:
         return DirectoryWriter(self._context, state, world, session=session)
 
     def contains(self, manifest: Manifest) -> bool:
-        with self._open_root("look into") as root:
+        with self._open_root("list") as root:
             return root is not None and contains_state(root, self._root, manifest)
 
     def scan(self) -> StoreScan:
@@ -304,7 +306,7 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _open_root(self, action: str) -> Iterator[int | None]:
-        """Yield a descriptor of the root; None where it was never made."""
+        """Yield a descriptor of the root; None where it does not exist."""
         with wrap_os_errors(action, self._root), contextlib.ExitStack() as stack:
             try:
                 root = stack.enter_context(open_directory(self._root))
@@ -333,7 +335,7 @@ def _read_manifest(root: int, path: Path, state: StateId) -> Manifest:
             folder = stack.enter_context(open_directory(state.name, dir_fd=root))
         except FileNotFoundError:
             raise
-        except OSError as exc:  # of this state alone: the others can be read
+        except OSError as exc:  # of this state only: the others can be read
             raise CheckpointError(f"cannot read {where}: {exc.strerror or exc}") from exc
         try:
             content = read_bounded(MANIFEST, folder, MANIFEST_BYTES_MAX)

@@ -1,7 +1,7 @@
 """Names and files of a store's directory, which others may write to as well.
 
 Files are opened by name, never through a link. Only these names are ever written, renamed or
-removed; all others belong to somebody else:
+removed; all others have other owners:
 
 * ``step-000000001200.e00003``                          a state
 * ``step-000000001200.e00003.tmp.<host>.<pid>.<nonce>``  one that a process is writing
@@ -25,7 +25,7 @@ from pathlib import Path
 from gpuops.checkpoint.types import BadRequestError, CheckpointError, StateId
 
 PINS = ".pins"
-PINS_UNREADABLE = "pins-unreadable"  # the tag of every state while it cannot be known
+PINS_UNREADABLE = "pins-unreadable"  # the tag of every state while pins cannot be read
 _STATE = r"step-(?P<step>[0-9]{12})\.e(?P<epoch>[0-9]{5})"
 _COMPONENT = r"[A-Za-z0-9_-]{1,96}"
 _STATE_NAME = re.compile(_STATE + r"\Z")
@@ -40,7 +40,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 class LeftoverKind(StrEnum):
-    """What a directory that is no state was for."""
+    """The purpose of a directory that is not a state."""
 
     TEMPORARY = "temporary"
     SHARED = "shared"
@@ -50,7 +50,7 @@ class LeftoverKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A directory of ours that is no state: of which, and whose where one process made it."""
+    """A directory of the store that is not a state: its state, and the process that made it."""
 
     name: str
     kind: LeftoverKind
@@ -67,7 +67,7 @@ def parse_state_name(name: str) -> StateId | None:
 
 
 def parse_leftover_name(name: str) -> Leftover | None:
-    """Return what a directory of this *name* was for, or None where it is not ours."""
+    """Return the purpose of a directory of this *name*, None where it is not of the store."""
     if found := _TEMPORARY.match(name):
         return Leftover(
             name,
@@ -118,15 +118,15 @@ def collect_pins(names: Iterable[str]) -> dict[StateId, tuple[str, ...]]:
 
 
 def is_valid_tag(text: str) -> bool:
-    """Return whether *text* can be a tag: letters, digits, dot, dash and underscore, 64 at most."""
+    """Return whether *text* is a tag: letters, digits, dot, dash and underscore, 64 at most."""
     return _TAG.match(text) is not None
 
 
 def check_tag(text: str) -> None:
-    """Raise BadRequestError where *text* cannot be a tag."""
+    """Raise BadRequestError where *text* is not a valid tag."""
     if not is_valid_tag(text):
         raise BadRequestError(
-            f"{text[:80]!r} is no tag: letters, digits, dot, dash and underscore, 64 at most"
+            f"{text[:80]!r} is not a tag: letters, digits, dot, dash and underscore, 64 at most"
         )
 
 
@@ -165,14 +165,14 @@ _ADVICE = {
     errno.EROFS: ": it is mounted read-only",
     errno.EACCES: ": another user owns it, or its mode forbids it",
     errno.ENOTDIR: ": it is a file, or one of the names before the last is",
-    errno.ELOOP: ": it is a symbolic link, and none is followed here",
+    errno.ELOOP: ": it is a symbolic link, which is not followed here",
     errno.ESTALE: ": the file server no longer knows it",
 }
 
 
 @contextlib.contextmanager
 def wrap_os_errors(action: str, path: Path | str) -> Iterator[None]:
-    """Turn an OSError of the block into a CheckpointError that says what was tried, and on what."""
+    """Turn an OSError of the block into a CheckpointError with the action and the path."""
     try:
         yield
     except OSError as exc:
@@ -186,7 +186,7 @@ def open_directory(path: Path | str, *, dir_fd: int | None = None) -> Iterator[i
     """Yield a descriptor of a directory; below *dir_fd* it may not be a link.
 
     Raises:
-        OSError: It is none, or not to be opened.
+        OSError: It is not a directory, or cannot be opened.
     """
     # The store's own root may be reached through links: its user named it.
     flags = _DIRECTORY if dir_fd is not None else _DIRECTORY & ~os.O_NOFOLLOW
@@ -204,7 +204,7 @@ def close_quietly(fd: int) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make the directory *path* and those above it that do not exist, on stable storage.
+    """Make the directory *path* and its missing parents, on stable storage.
 
     Raises:
         OSError: One of them cannot be made.
@@ -222,7 +222,7 @@ def open_regular_file(name: str, dir_fd: int) -> int:
     """Return a descriptor of the regular file *name*.
 
     Raises:
-        OSError: It is none, or not to be opened.
+        OSError: It is not a regular file, or cannot be opened.
     """
     fd = os.open(name, _READ, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -235,7 +235,7 @@ def read_bounded(name: str, dir_fd: int, bytes_max: int) -> bytes:
     """Return at most *bytes_max* + 1 bytes of the regular file *name*.
 
     Raises:
-        OSError: It is none, or cannot be read.
+        OSError: It is not a regular file, or cannot be read.
     """
     fd = open_regular_file(name, dir_fd)
     try:
@@ -261,7 +261,7 @@ def create(name: str, dir_fd: int) -> int:
     """Return a descriptor of the new file *name*.
 
     Raises:
-        OSError: There is something of this name, or it cannot be made.
+        OSError: The name exists, or it cannot be made.
     """
     return os.open(name, _CREATE, 0o666, dir_fd=dir_fd)
 
@@ -289,12 +289,12 @@ def write_all(fd: int, data: memoryview) -> None:
     while data:
         n_written = os.write(fd, data)
         if n_written == 0:
-            raise OSError(errno.EIO, "the file takes no more bytes, and no reason is given")
+            raise OSError(errno.EIO, "the file accepts no more bytes, for an unknown reason")
         data = data[n_written:]
 
 
 def require_free_space(fd: int, nbytes: int) -> None:
-    """Say nothing where the file system of *fd* has room for *nbytes*, or reports no size.
+    """Raise unless the file system of *fd* has room for *nbytes*, or reports no size.
 
     Raises:
         OSError: There is too little space; names both figures.
@@ -315,8 +315,8 @@ def rename(old: str, new: str, dir_fd: int) -> None:
 
 
 def remove_tree(name: str, dir_fd: int) -> None:
-    """Remove the directory *name* as far as it can be; what stays is for the next sweep."""
-    with contextlib.suppress(OSError):  # of closing what it looked into
+    """Remove the directory *name* as far as possible; the next sweep removes the rest."""
+    with contextlib.suppress(OSError):  # of closing descriptors
         shutil.rmtree(name, ignore_errors=True, dir_fd=dir_fd)
 
 
@@ -324,7 +324,7 @@ def regular_file_size(name: str, dir_fd: int) -> int:
     """Return the size of the regular file *name*; -1 for anything else.
 
     Raises:
-        OSError: There is nothing of this name, or it cannot be looked at.
+        OSError: It does not exist, or cannot be inspected.
     """
     found = os.lstat(name, dir_fd=dir_fd)
     return found.st_size if stat.S_ISREG(found.st_mode) else -1
@@ -334,7 +334,7 @@ def is_directory(name: str, dir_fd: int) -> bool:
     """Return whether *name* is a directory, and not a link to one.
 
     Raises:
-        OSError: It cannot be looked at.
+        OSError: It cannot be inspected.
     """
     try:
         return stat.S_ISDIR(os.lstat(name, dir_fd=dir_fd).st_mode)

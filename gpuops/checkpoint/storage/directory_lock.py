@@ -44,7 +44,7 @@ class DirectoryLockedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
-    """Who holds a directory. ``job`` is the same for all nodes of a run, "" where it has no name.
+    """The owner of a directory. ``job``: the same on all nodes of a run, "" where it has no name.
 
     ``start_ticks`` distinguishes the process from a later one with the same pid, ``nonce`` this
     owner from all others; ``since`` is UTC.
@@ -99,7 +99,7 @@ class _Watch:
         self._first: _LockState | None = None
 
     def is_renewed(self, state: _LockState) -> bool:
-        """Say whether the file of this owner has changed since it was first read."""
+        """Return whether the file of this owner has changed since it was first read."""
         if self._first is None or self._first.nonce != state.nonce:
             self._first = state
         return state.changed_ns != self._first.changed_ns
@@ -126,7 +126,7 @@ def this_process() -> LockProcess:
 
 
 def is_alive(pid: int, start_ticks: int) -> bool:
-    """Return whether the process *pid* that began at *start_ticks* exists, and is no zombie."""
+    """Return whether the process *pid* that began at *start_ticks* exists, and is not a zombie."""
     try:
         found = parse_stat(read_text(Path(f"/proc/{pid}/stat")))
     except ProbeError:
@@ -145,12 +145,12 @@ class DirectoryLock:
         self._mutex = threading.Lock()
 
     def acquire(self, job: str) -> None:
-        """Lock the directory for *job*, or see that this process or a peer of *job* has it.
+        """Lock the directory for *job*, unless this process or a peer of *job* already has it.
 
         It takes up to `STALE_S` where there is another owner.
 
         Raises:
-            DirectoryLockedError: Another job has it, and lives.
+            DirectoryLockedError: Another live job has it.
             OSError: Nothing can be written there.
         """
         with self._mutex:
@@ -208,7 +208,7 @@ class DirectoryLock:
                 self._path.unlink()
 
     def _is_shared_with_us(self, state: _LockState, job: str) -> bool:
-        """Say whether the owner is this process, or another one of the same run that lives."""
+        """Return whether the owner is this process, or another live one of the same run."""
         owner, own = state.owner, self._own
         if owner is None:
             return False
@@ -237,7 +237,7 @@ class DirectoryLock:
         return not self._process.is_alive(owner.pid, owner.start_ticks)
 
     def _read(self) -> _LockState | None:
-        """Return the current owner; the file is opened anew, so that a file server is asked."""
+        """Return the current owner; the file is opened each time, to ask the file server."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -337,7 +337,7 @@ class DirectoryLocks:
         """Return the store at *address*; a directory is locked for the job first.
 
         Raises:
-            DirectoryLockedError: Another job has it, and lives.
+            DirectoryLockedError: Another live job has it.
             CheckpointError: See `gpuops.checkpoint.storage.address.open_store`.
         """
         store, path = open_store(address), local_directory(address)

@@ -60,7 +60,7 @@ _RENAMES_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContext:
-    """A directory and who writes into it. ``nonce`` returns 8 bytes that were never used before."""
+    """A directory and its writer. ``nonce`` returns 8 bytes that were never used before."""
 
     root: Path
     host: str  # as `name_component` returns it
@@ -69,7 +69,7 @@ class DirectoryContext:
 
 
 class DirectoryWriter:
-    """One state on its way into a directory; see `StateWriter`."""
+    """One state that is being written into a directory; see `StateWriter`."""
 
     def __init__(
         self, context: DirectoryContext, state: StateId, world: int, *, session: str | None = None
@@ -87,7 +87,7 @@ class DirectoryWriter:
             make_directories(context.root)
             self._root = opening.enter_context(open_directory(context.root))
             self._folder = self._open_temporary(opening)
-            # Shows sweepers that this writer lives, where the file system has locks.
+            # Shows sweepers that this writer is alive, where the file system has locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._open = opening.pop_all()
@@ -111,7 +111,7 @@ class DirectoryWriter:
     def records(self) -> Mapping[Shard, ShardRecord]:
         if self._shared_name is None:
             return dict(self._records)
-        with wrap_os_errors("look into", self._context.root / self._name):
+        with wrap_os_errors("list", self._context.root / self._name):
             shards = (Shard(rank, self._world) for rank in range(self._world))
             return _read_records(self._folder, self._context.root / self._name, shards)
 
@@ -146,7 +146,7 @@ class DirectoryWriter:
                 # What the nodes put is complete; another node may still commit it.
                 rename(self._name, self._shared_name, self._root)
             else:
-                os.rmdir(self._name, dir_fd=self._root)  # made by asking, and empty
+                os.rmdir(self._name, dir_fd=self._root)  # created by this writer, and empty
 
     def _open_temporary(self, opening: contextlib.ExitStack) -> int:
         """Return a descriptor of the temporary directory, which *opening* closes."""
@@ -156,12 +156,12 @@ class DirectoryWriter:
             except FileExistsError:
                 if self._shared_name is None:
                     raise
-            with contextlib.suppress(FileNotFoundError):  # one that commits took it in between
+            with contextlib.suppress(FileNotFoundError):  # a committing node renamed it in between
                 return opening.enter_context(open_directory(self._name, dir_fd=self._root))
-        raise CheckpointError(f"others keep taking {self._name}")
+        raise CheckpointError(f"other writers keep renaming {self._name}")
 
     def _take_session_folder(self) -> None:
-        """Take what the nodes put for this process alone: of two that commit, one continues."""
+        """Claim the nodes' shards for this process: of two that commit, one continues."""
         if self._shared_name is None:
             return
         own_name = temporary_name(
@@ -173,10 +173,10 @@ class DirectoryWriter:
             raise CommitInProgressError(f"another node commits {self._state}") from None
         self._name = own_name
         if not self._is_same_folder():
-            raise CommitInProgressError(f"another node has begun {self._state} anew")
+            raise CommitInProgressError(f"another node has started {self._state} again")
 
     def _is_same_folder(self) -> bool:
-        """Return whether the directory of our name is still the one that we opened."""
+        """Return whether the directory of this name is still the one that was opened."""
         try:
             found = os.lstat(self._name, dir_fd=self._root)
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class DirectoryWriter:
         self._write_shard(part, record, source, throttle)
         if not self._is_same_folder():
             os.unlink(part, dir_fd=self._folder)
-            raise CheckpointError(f"another node took {self._name} while {name} was written")
+            raise CheckpointError(f"another node renamed {self._name} while {name} was written")
         rename(part, name, self._folder)
         self._write_renamed(_record_name(record.shard), _record_content(record))
         os.fsync(self._folder)
@@ -242,7 +242,7 @@ class DirectoryWriter:
         for _ in range(_RENAMES_MAX):
             if contains_state(self._root, self._context.root, manifest):
                 return False
-            if is_directory(final, self._root):  # damaged, or it would have been refused
+            if is_directory(final, self._root):  # damaged, or the commit would have been refused
                 rename(final, quarantine_name(self._state, self._context.nonce()), self._root)
             try:
                 rename(self._name, final, self._root)
@@ -251,10 +251,10 @@ class DirectoryWriter:
                     raise
             else:
                 return True
-        raise CheckpointError(f"others keep writing {final} into {self._context.root}")
+        raise CheckpointError(f"other writers keep writing {final} into {self._context.root}")
 
     def _remove_superseded(self) -> None:
-        """Remove what this session left of this state and older ones; no node needs it."""
+        """Remove this session's leftovers of this state and older ones; no node needs them."""
         for name in list_names(self._root):
             leftover = parse_leftover_name(name)
             if (

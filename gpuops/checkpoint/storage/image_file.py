@@ -1,10 +1,10 @@
-"""Write the image of a shard to a file: at the disk's rate, and hashed on the way.
+"""Write the image of a shard to a file at the disk's rate, and hash it meanwhile.
 
-The bytes go from the mapping of the image to the disk without a copy in between, a chunk at a time.
-Each chunk is hashed after it was written, so the hash shows any change to the image meanwhile.
+The bytes go from the mapping of the image to the disk without an intermediate copy, a chunk at a
+time. Each chunk is hashed after it was written, so the hash detects any change meanwhile.
 
-Files are written with O_DIRECT where the file system supports it: no core copies the bytes, and
-what training has in the page cache stays there.
+Files are written with O_DIRECT where the file system supports it: it takes no CPU time for copies,
+and does not evict the training's page cache.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class DirectWriter:
     """Writes to the new file *fd* from its beginning, one piece after the other.
 
     From the first piece that is not a multiple of blocks, or that the file system refuses (not
-    aligned in memory, or no O_DIRECT support), all goes through the page cache.
+    aligned in memory, or no O_DIRECT support), everything goes through the page cache.
     """
 
     def __init__(self, fd: int) -> None:
@@ -50,7 +50,7 @@ class DirectWriter:
                 self.is_direct = False
                 _set_direct(self._fd, is_on=False)
             write_all(self._fd, data[n_written:])
-            # On a file with dirty pages this starts their writing and waits for nothing.
+            # On a file with dirty pages this starts writeback and does not wait.
             os.posix_fadvise(self._fd, begin, self._offset - begin, os.POSIX_FADV_DONTNEED)
 
     def _write_direct(self, data: memoryview) -> int:
@@ -63,7 +63,7 @@ class DirectWriter:
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
-                break  # also after a write that came to lie within a block
+                break  # also after a write that ended within a block
             if n_written == 0:
                 break
             done += n_written
@@ -86,7 +86,7 @@ def write_image(
     """Write the image in *source* to *target_fd* and sync it.
 
     Raises:
-        CorruptError: What was written is not what *digest* is of.
+        CorruptError: The written bytes do not match *digest*.
         OSError: It cannot be written, or *source* not be read.
     """
     digester = Digester()
@@ -101,7 +101,7 @@ def write_image(
 
 
 def verify_image(source: ImageSource, digest: Digest) -> None:
-    """Say nothing where the image in *source* is what *digest* is of.
+    """Raise unless the image in *source* matches *digest*.
 
     Raises:
         CorruptError: With the offsets of the chunks that differ.
@@ -132,7 +132,7 @@ def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
 
 
 def image_fd(source: ImageSource) -> int:
-    """Return the descriptor that *source* is, or that its memory has.
+    """Return the descriptor of *source*.
 
     Raises:
         CheckpointError: It is a slot that is closed.
@@ -144,7 +144,7 @@ def read_layout_hash(source: ImageSource, shard: Shard, nbytes: int) -> str:
     """Return the hash of the layout of the image of *shard* in *source*.
 
     Raises:
-        CorruptError: It is no image, or of another shard.
+        CorruptError: It is not an image, or of another shard.
         OSError: It cannot be read.
     """
     source_fd = image_fd(source)
@@ -162,8 +162,8 @@ def read_layout_hash(source: ImageSource, shard: Shard, nbytes: int) -> str:
 def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[int, memoryview]]]:
     """Yield an iterator over (offset, bytes) of the *nbytes* of *source* in chunks.
 
-    Memory that is sealed against shrinking is mapped, if it is not; of a file that could be cut
-    short, which would kill the reader of a mapping, each chunk is read.
+    Memory that is sealed against shrinking is mapped, if it is not yet. A file could be truncated,
+    which would kill the reader of a mapping, so each chunk is read.
 
     Raises:
         CorruptError: There are more bytes, or fewer; the latter also while iterating.
@@ -180,7 +180,7 @@ def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[in
         try:
             yield _mapped_chunks(memoryview(mapping))
         finally:
-            # A view in the traceback of an error keeps it open until that is gone.
+            # A view in the traceback of an error keeps the mapping open.
             with contextlib.suppress(BufferError):
                 mapping.close()
     else:
@@ -188,7 +188,7 @@ def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[in
 
 
 def check_same_digest(written: Digest, expected: Digest) -> None:
-    """Say nothing where both digests are the same.
+    """Raise unless both digests are equal.
 
     Raises:
         CorruptError: With the offsets of the chunks that differ.

@@ -1,4 +1,4 @@
-"""A stored state read back: its tensors, whether it is intact to the bit, and its interval."""
+"""A stored state read back: its tensors, whether it is intact, and its save interval."""
 
 import json
 import math
@@ -28,7 +28,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """One part of a tensor: in which shard, and where in its image."""
+    """One part of a tensor: its shard, and its position in the image."""
 
     shard: Shard
     placed: PlacedTensor
@@ -43,8 +43,8 @@ class TensorPart:
 class StoredTensor:
     """A tensor of the state: ``parts`` cover it without overlap.
 
-    ``dtype`` is safetensors' name. ``n_copies`` is how many ranks hold the part that most of them
-    hold: 4 for what four data-parallel ranks saved alike.
+    ``dtype`` is safetensors' name. ``n_copies`` is the highest number of ranks with the same part:
+    4 where four data-parallel ranks saved equal parts.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StoredTensor:
 
     @property
     def sharding(self) -> str:
-        """Return how it is cut: ``whole``, ``4 along 0``, ``2 x 4 along 0, 1`` or ``7 parts``."""
+        """Return how it is split: ``whole``, ``4 along 0``, ``2 x 4 along 0, 1`` or ``7 parts``."""
         if len(self.parts) == 1:
             return "whole"
         cuts = [len({part.region[0][dim] for part in self.parts}) for dim in range(len(self.shape))]
@@ -150,9 +150,9 @@ def _header_size_bytes(length: bytes) -> int:
 
 
 def assemble_tensors(layouts: Sequence[ImageLayout]) -> Mapping[str, StoredTensor]:
-    """Return each tensor by name, put together from the shards of one state.
+    """Return each tensor by name, assembled from the shards of one state.
 
-    A part that several ranks hold is taken from the first of them.
+    A part that several ranks have is read from the first of them.
 
     Raises:
         CorruptError: The parts of a tensor disagree, overlap, or leave a hole.
@@ -203,7 +203,7 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[TensorPart])
 def first_overlap(
     regions: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> tuple[int, int] | None:
-    """Return the places of two of *regions* (offsets, shape) that overlap, None where none do.
+    """Return the positions of two of *regions* (offsets, shape) that overlap, None where none do.
 
     Found by a sweep along the dimension with most cuts.
     """
@@ -275,12 +275,12 @@ def verify_state(
     progress: VerifyProgress = ignore_progress,
     sizes_only: bool = False,
 ) -> list[FileProblem]:
-    """Return what is wrong with *state* in *store*: nothing where every bit is what was saved.
+    """Return the problems of *state* in *store*: none where every bit is as it was saved.
 
     *sizes_only*: check the names and sizes of the files, not their content.
 
     Raises:
-        CheckpointError: The store cannot be listed. What is wrong with the state is returned.
+        CheckpointError: The store cannot be listed. Problems of the state are returned.
     """
     try:
         manifest = store.read_manifest(state)
@@ -342,7 +342,7 @@ def _verify_shard(
     except CheckpointError as exc:
         where = f"it ends at byte {at}: " if at else ""
         return FileProblem(name, FileProblemKind.UNREADABLE, f"{where}{exc}", tuple(bad))
-    if problem := _size_problem(name, at, nbytes):  # it changed since its size was asked for
+    if problem := _size_problem(name, at, nbytes):  # it changed since its size was read
         return problem
     if not bad:
         return None
@@ -354,7 +354,7 @@ def _verify_shard(
 
 
 def _printable(name: str) -> str:
-    """Return a file's *name*, which anybody may have chosen, as text that harms no terminal."""
+    """Return a file's untrusted *name* as text that is safe to print."""
     return "".join(char if char.isprintable() else "?" for char in name)
 
 
@@ -366,9 +366,9 @@ NODES_MAX = 10**6
 
 @dataclass(frozen=True, slots=True)
 class ChosenInterval:
-    """Seconds are medians of what was measured; None: not measured by then.
+    """Measured medians, in seconds; None: not measured yet.
 
-    ``steps`` None: the first saves came before there was anything to choose by.
+    ``steps`` None: the first saves came before there were measurements.
     """
 
     steps: int | None
@@ -387,10 +387,10 @@ class ChosenInterval:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return what *values* say.
+        """Parse *values*.
 
         Raises:
-            KeyError, TypeError, ValueError: Nothing of the kind.
+            KeyError, TypeError, ValueError: They are invalid.
         """
         steps = values["steps"]
         return cls(
@@ -408,9 +408,9 @@ class ChosenInterval:
 def read_chosen_interval(
     store: CheckpointStore, state: StateId, layout: ImageLayout
 ) -> ChosenInterval | None:
-    """Return the interval saved with the shard of *layout*; None where there is none to be read.
+    """Return the interval saved with the shard of *layout*; None where there is none.
 
-    It is not verified: the shard is not read for it.
+    It is not verified: that would read the whole shard.
     """
     begin, end = layout.metadata_blob.begin, layout.metadata_blob.end
     try:
@@ -424,7 +424,7 @@ def _seconds(value: object, value_max: float = SECONDS_MAX) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r:.40} is no number")
+        raise TypeError(f"{value!r:.40} is not a number")
     if not (math.isfinite(value) and 0 <= value <= value_max):
         raise ValueError(f"{value!r:.40} is not from 0 to {value_max}")
     return float(value)
@@ -432,5 +432,5 @@ def _seconds(value: object, value_max: float = SECONDS_MAX) -> float | None:
 
 def _bounded_int(value: object, value_max: int) -> int:
     if type(value) is not int or not 0 <= value <= value_max:
-        raise ValueError(f"{value!r:.40} is no whole number from 0 to {value_max}")
+        raise ValueError(f"{value!r:.40} is not a whole number from 0 to {value_max}")
     return value

@@ -1,8 +1,8 @@
 """States in an object store, under any URL that fsspec knows.
 
-There is no rename: the shards go to their final names, and the manifest, written last, makes them a
-state. Readers ignore all that has no manifest which verifies. To delete is the same backwards: the
-manifest goes first.
+There is no rename: shards are written to their final names, and the manifest, written last,
+completes the state. Readers ignore everything without a valid manifest. A deletion removes the
+manifest first.
 
 Write one state into an object store, alone or together with the writers of other nodes.
 """
@@ -59,10 +59,10 @@ from gpuops.scrub import scrub
 
 
 class ObjectWriter:
-    """One state on its way into an object store; see `StateWriter`.
+    """One state that is being written into an object store; see `StateWriter`.
 
-    A state with a manifest that reads and all its shards is never written to again: its objects
-    have the names that ours would have.
+    A state with a valid manifest and all its shards is never written again: its objects have the
+    names that ours would have.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ObjectWriter:
         self._tree = tree
         self._state = state
         self._world = world
-        # Where the nodes of a session record what they put.
+        # Where the nodes of a session record the shards that they put.
         self._session_folder = (
             None if session is None else f"{SESSIONS_FOLDER}/{state.name}.{name_component(session)}"
         )
@@ -118,7 +118,7 @@ class ObjectWriter:
                 require_shards(self.records(), manifest)
                 self._check_not_replaced(manifest)
             except CheckpointError:
-                # Another node that committed it meanwhile has removed the records.
+                # Another node has committed it meanwhile, and has removed the records.
                 if self._session_folder is None or not self._tree.contains(manifest):
                     raise
                 return False
@@ -138,13 +138,13 @@ class ObjectWriter:
             return
         self._is_finished = True
         for shard, version in self._versions.items():
-            with contextlib.suppress(CheckpointError):  # a sweep removes it otherwise
-                if self._tree.version(self._key(shard)) == version:  # not another run's by now
+            with contextlib.suppress(CheckpointError):  # else a sweep removes it
+                if self._tree.version(self._key(shard)) == version:  # no other run has replaced it
                     self._tree.remove(self._key(shard))
         self._tree.remove_empty(self._state.name)
 
     def _find_existing(self) -> Manifest | None:
-        """Return the manifest of the state where it is there; make room where it is damaged."""
+        """Return the manifest of the state if it exists; remove a damaged one."""
         try:
             stored = self._tree.read_manifest(self._state)
             if self._tree.contains(stored):
@@ -153,7 +153,7 @@ class ObjectWriter:
             return None
         except CorruptError:
             pass
-        # What has the name of a state, and is none, must not look like one with our shards in it.
+        # An entry with the name of a state must not look like one with our shards in it.
         self._tree.remove(f"{self._state.name}/{MANIFEST}")
         return None
 
@@ -162,10 +162,10 @@ class ObjectWriter:
     ) -> None:
         url = f"{self._tree.address}/{key}"
         try:
-            throttle(0)  # the first call of an upload comes when a part of it is done
+            throttle(0)  # an upload calls it first when a part is done
             verify_image(source, record.digest)
             self._tree.upload(key, image_fd(source), throttle)
-            verify_image(source, record.digest)  # it was the same all the while
+            verify_image(source, record.digest)  # it did not change meanwhile
         except CorruptError as exc:
             raise CorruptError(f"{url} was not kept: {exc}") from exc
         except OSError as exc:
@@ -197,7 +197,7 @@ class ObjectWriter:
         return record if self._tree.size(self._key(shard)) == record.digest.nbytes else None
 
     def _check_not_replaced(self, manifest: Manifest) -> None:
-        """Say nothing where no other writer has replaced an object since we wrote it."""
+        """Raise where another writer has replaced an object since we wrote it."""
         sizes = self._tree.sizes(self._state.name)
         for record in manifest.shards:
             name = record.shard.file_name
@@ -223,8 +223,8 @@ DEADLINE_S = 300.0
 FIRST_RESPONSE_TIMEOUT_S = 20.0
 ABANDONED_S = 86_400
 _CONNECTIONS = 4
-_FETCHES_MAX = 3  # of one chunk whose bytes arrive as others than were saved
-# A server that accepts and never answers is found out; what the user has set for fsspec goes first.
+_FETCHES_MAX = 3  # of one chunk that arrives corrupt
+# Detects a server that accepts and never answers; the user's fsspec settings take precedence.
 _S3_OPTIONS = {
     "config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}
 }
@@ -238,15 +238,14 @@ def open_object_store(
     first_response_timeout_s: float = FIRST_RESPONSE_TIMEOUT_S,
     clock: Clock | None = None,
 ) -> "ObjectStore":
-    """Return the store at *url*; nothing is asked of it yet.
+    """Return the store at *url*; no request is sent yet.
 
-    *options* go to the file system class of fsspec, before what its configuration says. A store
-    that has never answered is given up after *first_response_timeout_s*, one that has after
-    *deadline_s*.
+    *options* go to the file system class of fsspec, before its configuration. A store that has
+    never answered is given up after *first_response_timeout_s*, one that has after *deadline_s*.
 
     Raises:
-        CheckpointError: fsspec, or what it needs for this kind of URL, is not installed; or the
-            URL is none.
+        CheckpointError: fsspec, or what it needs for this kind of URL, is not installed; or the URL
+            is invalid.
     """
     safe_url = scrub(url)
     try:
@@ -259,7 +258,7 @@ def open_object_store(
     protocol = url.partition("://")[0]
     defaults = _S3_OPTIONS if protocol in {"s3", "s3a"} else {}
     try:
-        # The cached instances of fsspec are shared with whoever else uses it in this process.
+        # The cached instances of fsspec are shared with its other users in this process.
         chosen = {**defaults, **conf.get(protocol, {}), **(options or {})}
         filesystem, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **chosen)
     except (ImportError, ValueError, TypeError) as exc:
@@ -368,7 +367,7 @@ class ObjectStore:
         if tags := self._read_pins().get(state):
             raise CheckpointError(f"{state} in {self.address} is pinned by {', '.join(tags)}")
         self._tree.remove(f"{state.name}/{MANIFEST}")
-        # Without its manifest it is gone; what stays of it here is for a sweep.
+        # Without its manifest it is gone; a sweep removes the rest.
         with contextlib.suppress(CheckpointError):
             self._tree.remove_all(state.name)
 

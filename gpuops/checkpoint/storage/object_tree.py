@@ -41,15 +41,15 @@ _TEXT_MAX = 300
 
 
 class ShortReadError(OSError):
-    """The store returned fewer bytes than it announced, or than there are."""
+    """The store returned fewer bytes than it announced, or than exist."""
 
 
 class UploadLostError(OSError):
-    """The store no longer knows an upload in parts, and has no object of it either."""
+    """The store no longer knows a multipart upload, and has no object of it either."""
 
 
 class ObjectStoreUnreachableError(CheckpointError):
-    """Nothing has ever answered at the address of the store."""
+    """The store's address has never answered."""
 
     exit_code = EXIT_TRY_LATER
 
@@ -72,14 +72,14 @@ class Retrying:
     has_responded: bool = False
 
     def call(self, action: str, function: Callable[[], T]) -> T:
-        """Return what *function* returns; *action* names it in errors.
+        """Return the result of *function*; *action* names it in errors.
 
         Raises:
             FileNotFoundError: There is no such object.
-            ObjectStoreUnreachableError: Nothing has answered there yet, and did not within
+            ObjectStoreUnreachableError: The store has never answered, and did not within
                 *first_response_timeout_s*.
-            CheckpointError: It failed for good, or until the time was up. One that *function*
-                raises is passed on.
+            CheckpointError: It failed permanently, or until the deadline. A CheckpointError of
+                *function* is raised unchanged.
         """
         begin_ns = self.clock.mono_ns()
         last: Exception | None = None
@@ -103,7 +103,7 @@ class Retrying:
                 self.has_responded = True
                 return result
             self.sleep(varied_s)
-        raise AssertionError("pauses do not end")
+        raise AssertionError("the pauses are infinite")
 
     @property
     def _is_known(self) -> bool:
@@ -119,11 +119,11 @@ class Retrying:
         return self._limit_s - (self.clock.mono_ns() - begin_ns) / 1e9
 
     def _attempt(self, function: Callable[[], T], left_s: float) -> T:
-        """Return what *function* returns; give up in time where the store has never responded."""
+        """Return the result of *function*; time out where the store has never responded."""
         if self._is_known:
             return function()
         result: Future[T] = Future()
-        # Not one of a pool: the process may end while it hangs.
+        # Not a thread of a pool: the process may end while it hangs.
         threading.Thread(target=_run_into_future, args=(function, result), daemon=True).start()
         try:
             return result.result(max(left_s, 0.0))
@@ -141,13 +141,13 @@ class Retrying:
     def _unreachable(self, action: str, last: Exception | None) -> ObjectStoreUnreachableError:
         why = "" if last is None else f" ({_error_text(last)})"
         return ObjectStoreUnreachableError(
-            f"cannot {action}: no answer, timed out after {self._limit_s:g} s{why}; see that the "
+            f"cannot {action}: no answer, timed out after {self._limit_s:g} s{why}; check that the "
             "server is up and that this is its address"
         )
 
 
 class _NoResponseError(Exception):
-    """An attempt was given up."""
+    """An attempt timed out."""
 
 
 def _error_text(exc: Exception) -> str:
@@ -157,7 +157,7 @@ def _error_text(exc: Exception) -> str:
 def _run_into_future(function: Callable[[], T], result: Future[T]) -> None:
     try:
         result.set_result(function())
-    except BaseException as exc:  # noqa: BLE001 boundary: it is raised where the answer is waited for
+    except BaseException as exc:  # noqa: BLE001 boundary: the waiting thread raises it
         result.set_exception(exc)
 
 
@@ -178,7 +178,7 @@ def is_upload_gone(error: BaseException) -> bool:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that *error*, of whatever library, was made of."""
+    """Return the HTTP status behind *error*, which may be of any library."""
     current: BaseException | None = error
     for _ in range(4):
         if current is None:
@@ -204,18 +204,18 @@ def _pauses() -> Iterator[float]:
 
 
 SESSIONS_FOLDER = ".parts"
-# What fsspec's file systems call them.
+# The names that fsspec's file systems have for them.
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
 _VERSION_KEYS = ("ETag", "etag", "VersionId", "generation", *_TIME_KEYS)
-# Their folders are not made; to ask for one would make a bucket that is not there.
+# Their folders are not created; asking for one would create a bucket.
 _S3_PROTOCOLS = {"s3", "s3a"}
 _FLAT_PROTOCOLS = _S3_PROTOCOLS | {"gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
-# An object's metadata in S3: which upload has made it.
+# An object's metadata in S3: the upload that made it.
 _UPLOAD_KEY = "gpuops-upload"
 
 
 class ObjectTree:
-    """What is below *root* in *filesystem*, of fsspec; *address* names it in errors."""
+    """The objects below *root* in fsspec's *filesystem*; *address* names it in errors."""
 
     def __init__(self, filesystem: Any, root: str, address: str, retrying: Retrying) -> None:  # noqa: ANN401 fsspec has no types
         self._fs = filesystem
@@ -228,7 +228,7 @@ class ObjectTree:
         self._is_s3 = bool(names & _S3_PROTOCOLS)
 
     def list_names(self) -> list[str]:
-        """Return the names of what lies directly below the root.
+        """Return the names directly below the root.
 
         Raises:
             CheckpointError: It cannot be listed.
@@ -250,7 +250,7 @@ class ObjectTree:
         """Return the size of the object *key*; None: there is none.
 
         Raises:
-            CheckpointError: It cannot be asked for.
+            CheckpointError: The request fails.
         """
         info = self._info(key)
         return None if info is None else int(info["size"])
@@ -259,7 +259,7 @@ class ObjectTree:
         """Return a text that changes when *key* is written again; None: there is no such object.
 
         Raises:
-            CheckpointError: It cannot be asked for.
+            CheckpointError: The request fails.
         """
         info = self._info(key)
         if info is None:
@@ -270,7 +270,7 @@ class ObjectTree:
         """Return the bytes *begin* to *end* of the object *key*.
 
         Raises:
-            CheckpointError: They are not to be had.
+            CheckpointError: They cannot be read.
         """
 
         def ask() -> bytes:
@@ -280,7 +280,7 @@ class ObjectTree:
                 size_bytes = self._fs.info(self._path(key))["size"]
                 if size_bytes < end:  # another attempt gets no more
                     raise CheckpointError(f"{self._url(key)} ends at byte {size_bytes}")
-                raise ShortReadError(f"{len(content)} bytes came of {end - begin}")
+                raise ShortReadError(f"received {len(content)} of {end - begin} bytes")
             return content
 
         try:
@@ -289,7 +289,7 @@ class ObjectTree:
             raise CheckpointError(f"{self._url(key)} is not there") from exc
 
     def write(self, key: str, content: bytes) -> None:
-        """Make *key* an object of *content*, atomically.
+        """Write *content* to the object *key*, atomically.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -302,7 +302,7 @@ class ObjectTree:
         self._call_in_bucket("write", key, put)
 
     def upload(self, key: str, source_fd: int, throttle: Throttle) -> None:
-        """Make *key* an object of all that is in the file *source_fd*, in several parts at once.
+        """Write the file *source_fd* to the object *key*, several parts in parallel.
 
         Raises:
             CheckpointError: It cannot be written; *throttle* may raise it, too.
@@ -318,14 +318,14 @@ class ObjectTree:
 
         def put() -> None:
             self._make_folder(key)
-            # A path of this process' own leads to memory that has no other name.
+            # A path of this process leads to memory that has no other name.
             source = f"/proc/self/fd/{source_fd}"
             try:
                 self._fs.put_file(source, self._path(key), callback=Paced(), **options)
             except FileNotFoundError as exc:
                 if not is_upload_gone(exc):
                     raise
-                # Complete was answered by an error, and asked again: it may have been done.
+                # The completion was answered by an error and retried: it may have succeeded.
                 if not self._is_uploaded(key, nbytes, upload_id):
                     raise UploadLostError("the store no longer knows the upload") from None
 
@@ -345,7 +345,7 @@ class ObjectTree:
             return
 
     def remove_all(self, folder: str) -> None:
-        """Remove all that is below *folder*.
+        """Remove everything below *folder*.
 
         Raises:
             CheckpointError: It cannot be removed.
@@ -360,13 +360,13 @@ class ObjectTree:
         try:
             if not self.sizes(folder):
                 self._fs.rmdir(self._path(folder))
-        except Exception:  # noqa: BLE001 boundary: nothing is lost, in it or by its staying
+        except Exception:  # noqa: BLE001 boundary: an empty folder that stays does no harm
             return
 
     def last_modified_s(self, folder: str) -> float | None:
         """Return when an object in *folder* was last written, in seconds since the epoch.
 
-        None: the store does not say.
+        None: the store does not report it.
 
         Raises:
             CheckpointError: It cannot be listed.
@@ -443,13 +443,13 @@ class ObjectTree:
             return found
 
         try:
-            info = self._call("ask for", key, ask)
+            info = self._call("inspect", key, ask)
         except FileNotFoundError:
             return None
         return info if info.get("type") == "file" else None
 
     def _is_uploaded(self, key: str, nbytes: int, upload_id: str) -> bool:
-        """Say whether *key* is an object of that size which that upload of ours has made."""
+        """Return whether *key* is an object of that size from that upload of this process."""
         try:
             self._fs.invalidate_cache()
             path = self._path(key)
@@ -467,7 +467,7 @@ class ObjectTree:
             self._call(action, key, function)
         except FileNotFoundError as exc:
             raise CheckpointError(
-                f"cannot {action} {self._url(key)}: {exc}; is there such a bucket?"
+                f"cannot {action} {self._url(key)}: {exc}; does the bucket exist?"
             ) from exc
 
     def _call(self, action: str, key: str, function: Callable[[], T]) -> T:

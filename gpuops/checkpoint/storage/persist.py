@@ -1,8 +1,8 @@
-"""Write a state from the memory of its keepers to a store, and remove those that are too old.
+"""Write a state from the memory of its keepers to a store, and apply retention.
 
-A state is kept for any one reason: it is among the newest, at a multiple of so many steps, the
-newest of an hour or a day that is still kept apart, pinned, or the newest that was verified. Ages
-are counted from the newest state, not from the clock: a job that stood still for a month, or a
+A state is kept for any one reason: it is among the newest, its step is a multiple of a number, it
+is the newest of an hour or a day within a retention bucket, pinned, or the newest verified one.
+Ages are relative to the newest state, not to the clock: a job that was stopped for a month, or a
 clock that jumped, removes nothing.
 """
 
@@ -28,7 +28,7 @@ from gpuops.checkpoint.storage.image_file import read_layout_hash
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Digest, Shard, StateId
 from gpuops.host.clock import Clock, SystemClock
 
-# A shard in memory: its image, and the digest taken when it was complete.
+# A shard in memory: its image, and the digest computed when it was complete.
 ShardInMemory = tuple[ImageSource, Digest]
 
 
@@ -63,7 +63,7 @@ def persist(
     Call `CheckpointStore.sweep` now and then to remove what interrupted writers left.
 
     Raises:
-        CorruptError: An image differs from its digest; nothing was kept.
+        CorruptError: An image differs from its digest; nothing was written.
         CheckpointError: The store cannot be written, or another run's state is there.
     """
     clock = clock or SystemClock()
@@ -89,12 +89,12 @@ def persist_node_shards(
     throttle: Throttle = unthrottled,
     clock: Clock | None = None,
 ) -> PersistResult:
-    """Write one node's *shards* of *state*, which `commit_node_shards` of any node makes appear.
+    """Write one node's *shards* of *state*; `commit_node_shards` on any node completes it.
 
     All nodes give the same *session*, such as the name of the run.
 
     Raises:
-        CorruptError: An image differs from its digest; it was not kept.
+        CorruptError: An image differs from its digest; it was not written.
         CheckpointError: The store cannot be written.
     """
     clock = clock or SystemClock()
@@ -120,7 +120,7 @@ def commit_node_shards(
     origin: StateOrigin,
     clock: Clock | None = None,
 ) -> bool:
-    """Make *state* appear where all nodes have put their shards; return whether it is there now.
+    """Commit *state* if all nodes have put their shards; return whether it is there now.
 
     Each node may call it after `persist_node_shards`: one of them finds all shards there and
     succeeds. One that gets False may call it again.
@@ -234,7 +234,7 @@ def _abort_at_exit(writer: StateWriter) -> Iterator[StateWriter]:
     try:
         yield writer
     finally:
-        writer.abort()  # what was committed stays
+        writer.abort()  # committed states stay
 
 
 def _elapsed_s(begin_ns: int, clock: Clock) -> float:
@@ -264,7 +264,7 @@ DEFAULT_BUCKETS = (RetentionBucket(HOUR_S, DAY_S), RetentionBucket(DAY_S, 7 * DA
 class RetentionPolicy:
     """Keep the newest *keep_last*, each with a step that *keep_every* divides, and the *buckets*.
 
-    *keep_last* is at least 1; *keep_every* 0 keeps none for its step.
+    *keep_last* is at least 1; *keep_every* 0 disables that rule.
     """
 
     keep_last: int = 3

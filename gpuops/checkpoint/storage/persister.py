@@ -1,6 +1,6 @@
-"""Write the newest committed state to the directory when it is time.
+"""Write the newest committed state to the directory when that is due.
 
-A failure is reported and retried later, with a growing backoff; it never ends anything.
+A failure is reported and retried later, with a growing backoff; it never stops the keeper.
 """
 
 import time
@@ -48,7 +48,7 @@ class PersistTask:
 
 @dataclass(frozen=True, slots=True)
 class CommitTask:
-    """A state of which all nodes have written their shards, to appear in the directory."""
+    """A state of which all nodes have written their shards, to be committed in the directory."""
 
     state: StateId
     world: int
@@ -60,9 +60,9 @@ class CommitTask:
 class PersistOutcome:
     """The result of a task.
 
-    ``is_complete`` is false where shards of other nodes may be missing; ``has_written_shards``
-    where none of this node were written; ``pruned`` were removed; ``warning`` is what else
-    went wrong.
+    ``is_complete`` is false where shards of other nodes may be missing; ``has_written_shards`` is
+    false where none of this node were written; ``pruned`` were removed; ``warning`` is any further
+    problem.
     """
 
     persisted: PersistResult
@@ -75,7 +75,7 @@ class PersistOutcome:
 def run_persist(
     task: PersistTask, open_store: OpenStore, should_stop: Callable[[], bool]
 ) -> PersistOutcome:
-    """Write the state, then remove what is too old.
+    """Write the state, then apply retention.
 
     Raises:
         CheckpointError: It could not be written; nothing was removed.
@@ -108,10 +108,10 @@ def run_persist(
 def run_commit(
     task: CommitTask, open_store: OpenStore, clock_s: Callable[[], float] = time.monotonic
 ) -> PersistOutcome:
-    """Make the state appear, then remove what is too old.
+    """Commit the state in the directory, then apply retention.
 
     Raises:
-        CheckpointError: Parts of it are missing, or it cannot be written; nothing was removed.
+        CheckpointError: Shards of it are missing, or it cannot be written; nothing was removed.
     """
     assert task.policy.directory is not None
     began_s = clock_s()
@@ -132,7 +132,7 @@ def run_commit(
 def _prune_old(
     store: CheckpointStore, policy: CheckpointPolicy, state: StateId
 ) -> tuple[tuple[StateId, ...], str]:
-    """Remove what is too old; return what was, and what went wrong."""
+    """Apply retention; return what was removed, and the problem if any."""
     retention = RetentionPolicy(keep_last=policy.keep_last, keep_every=policy.keep_every)
     try:
         return tuple(decision.state for decision in prune(store, retention, {state})), ""
@@ -142,7 +142,7 @@ def _prune_old(
 
 @dataclass(slots=True)
 class PersistSchedule:
-    """Says whether the newest state is to be persisted now. Seconds are of a monotonic clock."""
+    """Decides whether to persist the newest state now. Seconds are of a monotonic clock."""
 
     last_persisted: StateId | None = None  # the newest that is persisted
     in_progress: StateId | None = None
@@ -151,7 +151,7 @@ class PersistSchedule:
     _not_before_s: float = 0.0
 
     def is_due(self, newest: StateId | None, policy: CheckpointPolicy | None, now_s: float) -> bool:
-        """Say whether policy asks for *newest* to be persisted."""
+        """Return whether policy requires persisting *newest*."""
         if policy is None or policy.persist_every_s is None or not self.can_persist(newest, policy):
             return False
         since_s = None if self._started_s is None else now_s - self._started_s
@@ -159,13 +159,13 @@ class PersistSchedule:
         return is_time and now_s >= self._not_before_s
 
     def can_persist(self, newest: StateId | None, policy: CheckpointPolicy | None) -> bool:
-        """Say whether there is a new state and a directory, and no write is in progress."""
+        """Return whether there is a new state and a directory, and no write is in progress."""
         if newest is None or policy is None or policy.directory is None:
             return False
         return self.in_progress is None and not self.has_persisted(newest)
 
     def has_persisted(self, state: StateId) -> bool:
-        """Say whether *state*, or a newer one, is persisted."""
+        """Return whether *state*, or a newer one, is persisted."""
         return self.last_persisted is not None and self.last_persisted >= state
 
     def on_start(self, state: StateId, now_s: float) -> None:
@@ -192,12 +192,12 @@ class PersistSchedule:
         return wait_s
 
     def rewind(self, state: StateId | None) -> None:
-        """Forget what is newer than the state the job resumes from: other steps follow it."""
+        """Drop states newer than the one that the job resumes from."""
         if self.last_persisted is not None and (state is None or self.last_persisted > state):
             self.last_persisted = None
 
     def reset(self) -> None:
-        """Start over: nothing of this job is known to be in the directory."""
+        """Start over: no state of this job is known to be in the directory."""
         self.last_persisted = None
         self.failures = 0
         self._started_s = None
@@ -213,11 +213,11 @@ _WRITTEN_KEPT = 4
 class Persister:
     """Persists from *memory*; a failure becomes an event and is tried again later.
 
-    ``is_flushing``: the newest state is wanted now. ``failure``: of the last try, "" where it
-    succeeded, and ``failed_state`` the state it was of. ``origin``: whose states these are.
+    ``is_flushing``: the newest state is to be persisted now. ``failure``: of the last attempt, ""
+    after a success, and ``failed_state`` its state. ``origin``: the run that saves these states.
     ``written_states``: states of several nodes of which this node's shards are written, the newest
-    first; ``last_complete`` is the newest of them known to be complete. ``n_writes``: the
-    number of writes so far.
+    first; ``last_complete`` is the newest of them known to be complete. ``n_writes``: the number of
+    writes so far.
     """
 
     memory: NodeMemory
@@ -277,14 +277,14 @@ class Persister:
         return f"states do not persist, and are tried again later: {self.failure}"
 
     def set_policy(self, policy: CheckpointPolicy) -> None:
-        """Take the policy over; another directory is one of which nothing is known yet."""
+        """Apply *policy*; of another directory no content is known yet."""
         if self.policy is None or self.policy.directory != policy.directory:
             self.schedule.reset()
             self.written_states, self.last_complete = [], None
         self.policy = policy
 
     def rewind(self, state: StateId | None) -> None:
-        """Forget what is newer than the state the job resumes from."""
+        """Drop states newer than the one that the job resumes from."""
         self.schedule.rewind(state)
         self.written_states = [
             part for part in self.written_states if state is not None and part <= state
@@ -294,13 +294,13 @@ class Persister:
 
     @property
     def is_due(self) -> bool:
-        """Say whether the newest state is to be persisted by the policy."""
+        """Return whether the policy requires persisting the newest state."""
         return self.schedule.is_due(
             self.memory.buffer_table.last_committed, self.policy, self.clock_s()
         )
 
     def persist_if_due(self) -> None:
-        """Begin to persist the newest state where policy, or a flush, asks for it."""
+        """Begin to persist the newest state where the policy or a flush requires it."""
         gate = self.memory.buffer_table
         if (gate.is_single_node and self.is_due) or (
             self.is_flushing and self.schedule.can_persist(gate.last_committed, self.policy)
@@ -312,15 +312,16 @@ class Persister:
         """Begin to persist *state*.
 
         Raises:
-            KeeperError: Memory does not hold it, there is no directory, or one is written now.
+            KeeperError: Memory does not have it, there is no directory, or another write is in
+                progress.
         """
         policy, gate = self.policy, self.memory.buffer_table
         if policy is None or policy.directory is None:
             raise KeeperError("no directory for checkpoints is set")
         if self.schedule.in_progress is not None:
-            raise KeeperError(f"{self.schedule.in_progress} is being written just now")
+            raise KeeperError(f"{self.schedule.in_progress} is being written now")
         if not gate.is_single_node and not self.origin.job:
-            raise KeeperError("the run has no name, and several nodes are to write one state")
+            raise KeeperError("the run has no name, which writing from several nodes needs")
         gate.pin(state, _PIN)
         session = None if gate.is_single_node else self.origin.job
         shards = self.memory.held_shards(state)
@@ -333,7 +334,7 @@ class Persister:
         why = ""
         try:
             outcome = await JobResult(self.jobs, JobKind.PERSIST, work)
-        except Exception as exc:  # noqa: BLE001 boundary: whatever a file system raises
+        except Exception as exc:  # noqa: BLE001 boundary: any error of a file system
             why = str(exc) or repr(exc)
         self.memory.buffer_table.unpin(_PIN)
         if why:
@@ -343,14 +344,14 @@ class Persister:
         self.persist_if_due()
 
     def _should_stop(self) -> bool:
-        """Say whether to end; called for each piece written, which counts progress."""
+        """Return whether to stop; called for each piece written, which counts progress."""
         self.n_writes += 1
         return self.is_ending()
 
     def commit_shards(self, state: StateId, world: int) -> None:
-        """Begin to make *state* appear in the directory: the parts of all nodes are there.
+        """Begin to commit *state* in the directory: the shards of all nodes are written.
 
-        What comes of it is an event, and `last_complete`. To ask again for the same does no harm.
+        The result is an event, and `last_complete`. Repeated calls for one state have no effect.
 
         Raises:
             KeeperError: There is no directory, the run has no name, or another commit runs.
@@ -359,9 +360,9 @@ class Persister:
         if policy is None or policy.directory is None:
             raise KeeperError("no directory for checkpoints is set")
         if not self.origin.job:
-            raise KeeperError("the run has no name, and several nodes are to write one state")
+            raise KeeperError("the run has no name, which writing from several nodes needs")
         if self._committing is not None and self._committing != state:
-            raise KeeperError(f"{self._committing} is being committed just now")
+            raise KeeperError(f"{self._committing} is being committed now")
         if self._committing == state or (
             self.last_complete is not None and self.last_complete >= state
         ):
@@ -374,7 +375,7 @@ class Persister:
             outcome = await JobResult(
                 self.jobs, JobKind.PERSIST, partial(run_commit, task, self.open_store)
             )
-        except Exception as exc:  # noqa: BLE001 boundary: whatever a file system raises
+        except Exception as exc:  # noqa: BLE001 boundary: any error of a file system
             self.events.add("persist_failed", state=task.state, why=str(exc) or repr(exc))
             return
         finally:
@@ -410,7 +411,7 @@ class Persister:
 
     def _on_failure(self, state: StateId, why: str) -> None:
         self.failure, self.failed_state = why[:_FAILURE_CHARS_MAX], state
-        # A flush wants the newest state: it continues where an older one failed.
+        # A flush needs the newest state: it continues where an older one failed.
         self.is_flushing = self.is_flushing and self.memory.buffer_table.last_committed not in (
             None,
             state,

@@ -1,7 +1,7 @@
-"""Which chunks of an image have arrived; asking for the missing ones, and serving them.
+"""Track which chunks of an image have arrived; request the missing ones, and serve them.
 
-The target's memory itself is what is hashed, after the bytes have come to lie there; a chunk is
-written by one connection at a time, and never again once it is whole.
+The hash is computed over the target memory itself, after the bytes were written to it; a chunk is
+written by one connection at a time, and never again once it is verified.
 """
 
 import heapq
@@ -32,12 +32,12 @@ _SHARES = 16
 
 
 class ChunkDamagedError(CorruptError):
-    """A chunk came damaged again and again, while the other side says that its own is whole."""
+    """A chunk arrived corrupt repeatedly, while the other side reports its own copy as intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRange:
-    """Chunks that one connection asks for."""
+    """Chunks that one connection requests."""
 
     first: int
     count: int
@@ -45,11 +45,11 @@ class ChunkRange:
 
 
 class ChunkTracker:
-    """The chunks of the image with *digest* that lie in *view*; safe from several threads.
+    """The chunks of the image with *digest* in the memory *view*; thread-safe.
 
     Raises:
-        CorruptError: The digest does not agree with itself.
-        ValueError: *view* has another length, or cannot be written.
+        CorruptError: The digest is not self-consistent.
+        ValueError: *view* has another length, or is read-only.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChunkTracker:
     ) -> None:
         check_digest(digest, chunk_bytes=chunk_bytes)
         if view.nbytes != digest.nbytes or view.readonly:
-            raise ValueError(f"{digest.nbytes} bytes do not go into a view of {view.nbytes}")
+            raise ValueError(f"{digest.nbytes} bytes do not fit a view of {view.nbytes}")
         self.view, self.digest, self.chunk_bytes = view, digest, chunk_bytes
         self.n_chunks = chunk_count(digest.nbytes, chunk_bytes=chunk_bytes)
         self._tries_max = tries_max
@@ -72,9 +72,9 @@ class ChunkTracker:
         self._n_errors: dict[int, int] = {}
         self._table = bytearray(len(digest.table))
         self._n_complete = 0
-        self.received_bytes = 0  # over the wire, and whole
-        self.found_bytes = 0  # had been there
-        self.n_damaged = 0  # chunks that came damaged, counted each time
+        self.received_bytes = 0  # received and verified
+        self.found_bytes = 0  # already there
+        self.n_damaged = 0  # chunks that arrived corrupt, counted each time
 
     @property
     def is_complete(self) -> bool:
@@ -83,13 +83,13 @@ class ChunkTracker:
 
     @property
     def n_missing(self) -> int:
-        """Return how many chunks are not here yet."""
+        """Return how many chunks are missing."""
         return self.n_chunks - self._n_complete
 
     def find_present(self, candidates: Iterable[int] | None = None) -> int:
-        """Hash what lies in the view (of *candidates* only, if given); return how much was found.
+        """Verify the view (*candidates* only, if given); return how many bytes are intact.
 
-        For a transfer that was broken off; nothing may be asked for meanwhile.
+        For a resumed transfer; no requests may be outstanding.
         """
         found = set()
         for number in range(self.n_chunks) if candidates is None else candidates:
@@ -105,14 +105,14 @@ class ChunkTracker:
         return len(found)
 
     def chunk(self, number: int) -> memoryview:
-        """Return where the chunk *number* belongs."""
+        """Return the memory of the chunk *number*."""
         return self.view[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
     def claim(self) -> ChunkRange | None:
-        """Return what to ask for next, None where nothing is left that nobody asks for.
+        """Return what to request next, None where every missing chunk is already requested.
 
         Raises:
-            ChunkDamagedError: It has come damaged too often, on any connection.
+            ChunkDamagedError: It arrived corrupt too often, on any connection.
         """
         with self._change:
             if not self._unclaimed:
@@ -122,7 +122,7 @@ class ChunkTracker:
             self._claimed.add(first)
             if first in self._n_errors:
                 return ChunkRange(first, 1, is_suspect=True)
-            # Small chunks go several at a time, but leave work for the other connections.
+            # Request several small chunks at a time, but leave work for the other connections.
             count_max = min(RANGE_BYTES_MAX // self.chunk_bytes, len(self._unclaimed) // _SHARES)
             count = 1
             while (
@@ -135,10 +135,10 @@ class ChunkTracker:
             return ChunkRange(first, count, is_suspect=False)
 
     def record(self, number: int, hashed: bytes) -> None:
-        """Note that a claimed chunk has arrived with this hash.
+        """Record that a claimed chunk has arrived with this hash.
 
         Raises:
-            ChunkDamagedError: It has come damaged too often.
+            ChunkDamagedError: It arrived corrupt too often.
         """
         with self._change:
             self._claimed.remove(number)
@@ -157,11 +157,11 @@ class ChunkTracker:
         n_errors = self._n_errors.get(number, 0)
         if n_errors >= self._tries_max:
             raise ChunkDamagedError(
-                f"chunk {number} of {self.n_chunks} came damaged {n_errors} times"
+                f"chunk {number} of {self.n_chunks} arrived corrupt {n_errors} times"
             )
 
     def release(self, chunk_range: ChunkRange) -> None:
-        """Leave what of *chunk_range* has not arrived to others: its connection is gone."""
+        """Release the missing chunks of *chunk_range* to others: its connection is gone."""
         with self._change:
             unreceived = self._claimed.intersection(
                 range(chunk_range.first, chunk_range.first + chunk_range.count)
@@ -172,21 +172,21 @@ class ChunkTracker:
             self._change.notify_all()
 
     def reset_errors(self) -> None:
-        """Forget which chunks came damaged: another holder is asked."""
+        """Reset the counts of corrupt chunks: another holder is asked."""
         with self._change:
             self._n_errors.clear()
 
     def wait(self, seconds: float) -> None:
-        """Return when there is something to claim, when all is whole, or after *seconds*."""
+        """Return when there is something to claim, when all is verified, or after *seconds*."""
         with self._change:
             self._change.wait_for(lambda: bool(self._unclaimed) or self.is_complete, seconds)
 
     def check_root(self) -> None:
-        """Compare the root of what has arrived; raises `CorruptError`."""
+        """Compare the root of the received chunks; raises `CorruptError`."""
         root = digest_root(self.digest.nbytes, bytes(self._table))
         if not self.is_complete or root != self.digest.root:
             raise CorruptError(
-                f"what arrived has the root {root[:16]}…, not {self.digest.root[:16]}…"
+                f"the received chunks have the root {root[:16]}…, not {self.digest.root[:16]}…"
             )
 
     def _expected(self, number: int) -> bytes:
@@ -199,18 +199,18 @@ class ChunkTracker:
             self._change.notify_all()
 
 
-# Requests on their way: while one range arrives, the next is already asked for.
+# Outstanding requests: while one range arrives, the next is already requested.
 _REQUESTS_AHEAD = 2
 _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedCopy:
-    """A whole copy that stays as it is until *release* is called, once.
+    """A complete copy that does not change until *release* is called, once.
 
     *fd* is a memfd or a file that begins with the image, *view* the same bytes where they are
-    mapped already. *on_damage* is told the number of a chunk whose bytes are found not to be those
-    of the digest.
+    already mapped. *on_damage* is called with the number of a chunk whose bytes do not match the
+    digest.
     """
 
     fd: int
@@ -223,14 +223,14 @@ class PinnedCopy:
 def request_chunks(
     connection: TransferConnection, tracker: ChunkTracker, is_wanted: Callable[[], bool]
 ) -> None:
-    """Ask *connection* for what *tracker* lacks; return when all is there or no longer wanted.
+    """Request what *tracker* lacks over *connection*; return when it is complete or cancelled.
 
-    Where this raises, what was asked for is left to other lines.
+    Where this raises, its requests are released to other connections.
 
     Raises:
-        ChunkDamagedError: A chunk came damaged too often.
+        ChunkDamagedError: A chunk arrived corrupt too often.
         TransferRefusedError: The other side cannot serve.
-        WireError, OSError: The line is of no more use.
+        WireError, OSError: The connection has failed.
     """
     pending: deque[ChunkRange] = deque()
     try:
@@ -259,7 +259,7 @@ def _receive_range(
     if kind is not TransferFrameKind.DATA or GetChunks.from_bytes(body) != GetChunks(
         chunk_range.first, chunk_range.count
     ):
-        raise WireError("not the chunks that were asked for")
+        raise WireError("not the requested chunks")
     hasher = xxhash.xxh3_64()
     for number in range(chunk_range.first, chunk_range.first + chunk_range.count):
         hasher.reset()
@@ -273,11 +273,11 @@ def serve_chunks(
 ) -> None:
     """Answer one `GET` with chunks of *copy*.
 
-    A chunk that came damaged before is hashed here first, so that both sides learn whether the copy
-    is to blame or the way.
+    A chunk that arrived corrupt before is hashed here first, so that both sides learn whether the
+    copy or the network is at fault.
 
     Raises:
-        TransferRefusedError: This copy is damaged. The caller tells the other side.
+        TransferRefusedError: This copy is corrupt. The caller reports it to the other side.
         WireError: A range that the image does not have.
     """
     get = GetChunks.from_bytes(body)

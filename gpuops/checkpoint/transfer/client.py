@@ -1,8 +1,7 @@
-"""Fetches a copy from another node's memory, or pushes a replica there, over several connections.
+"""Fetch a copy from another node's memory, or push a replica there, over several connections.
 
-What is already there is never sent twice: a chunk counts once its hash is that of the digest, and
-only chunks that do not count are asked for after a broken connection, a restarted peer, or from the
-next holder.
+Bytes are never sent twice: a chunk counts once its hash matches the digest, and only the others are
+requested after a broken connection, a restarted peer, or from the next holder.
 """
 
 import threading
@@ -38,22 +37,22 @@ from gpuops.host.net.frames import WireError
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What it took to have an image here."""
+    """The result of a fetch."""
 
     seconds: float
     received_bytes: int
-    found_bytes: int  # that a transfer before had left here
-    n_damaged: int  # chunks that came damaged and were asked for again
+    found_bytes: int  # left here by an earlier transfer
+    n_damaged: int  # chunks that arrived corrupt and were requested again
     served: tuple[tuple[str, int], ...]  # bytes by each peer that was asked, in order
-    failed: tuple[str, ...]  # what was wrong with those that did not see it through
+    failed: tuple[str, ...]  # the errors of those that failed
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What it took to have a replica at a holder, verified there."""
+    """The result of a push, verified by the holder."""
 
     seconds: float
-    sent_bytes: int  # of the image; 0 where the holder had it already
+    sent_bytes: int  # of the image; 0 where the holder already had it
 
 
 def fetch(
@@ -65,15 +64,15 @@ def fetch(
     *,
     resume: bool = False,
 ) -> FetchResult:
-    """Fill *target* with the bytes of *wanted*, from the first of *peers* that can.
+    """Fill *target* with the bytes of *wanted*, from the first of *peers* that can serve it.
 
-    Where one fails, the next is asked for what is still missing; the holder that *wanted* names
-    does not matter. With *resume* what lies in *target* is looked at first. When this returns or
-    raises, nobody writes into *target* any more.
+    Where one fails, the next is asked for the missing chunks; the holder that *wanted* names is
+    ignored. With *resume* the content of *target* is verified first. After this returns or raises,
+    *target* is no longer written.
 
     Raises:
-        CorruptError: The last damage that was met, with the chunk and the holder.
-        TransferError: No peer had it, or could be reached, within the terms.
+        CorruptError: The last corruption found, with the chunk and the holder.
+        TransferError: No peer had it, or could be reached, within the limits.
     """
     began_s = time.monotonic()
     digest, chunk_bytes = wanted.digest, options.limits.chunk_bytes
@@ -89,8 +88,8 @@ def fetch(
             digest.nbytes,
             digest.root,
         ):
-            raise WireError("not the copy that was asked for")
-        # We have it, and it is the same or the root would be another.
+            raise WireError("not the requested copy")
+        # We already have it: a different one would have another root.
         connection.receive_bytes(len(digest.table))
         request_chunks(connection, tracker, lambda: True)
 
@@ -108,7 +107,7 @@ def fetch(
             )
         except (TransferError, CorruptError) as exc:
             if isinstance(exc, TransferRefusedError) and exc.code is TransferRefusal.OLD_EPOCH:
-                raise TransferRefusedError(exc.code, f"{what} is not handed out: {exc}") from exc
+                raise TransferRefusedError(exc.code, f"{what} is not served: {exc}") from exc
             failed.append((peer, exc))
             tracker.reset_errors()
         served.append((peer.name, tracker.received_bytes - before))
@@ -132,12 +131,12 @@ def fetch_digest(
     root: str,
     options: TransferOptions,
 ) -> Digest:
-    """Return the whole digest of the copy with this *root*, where only the root is known.
+    """Return the complete digest of the copy with this *root*, where only the root is known.
 
-    With *root* "" that of whichever copy *peer* has.
+    With *root* "" that of any copy that *peer* has.
 
     Raises:
-        TransferError: *peer* has no such copy, or cannot be reached, within the terms.
+        TransferError: *peer* has no such copy, or cannot be reached, within the limits.
     """
     found: list[Digest] = []
     chunk_bytes = options.limits.chunk_bytes
@@ -146,12 +145,12 @@ def fetch_digest(
         connection.send(TransferFrameKind.OPEN, OpenCopy(*wanted, chunk_bytes, root).to_bytes())
         kind, body = connection.receive(connection.limits.stall_s)
         if kind is not TransferFrameKind.COPY:
-            raise WireError("not the copy that was asked for")
+            raise WireError("not the requested copy")
         nbytes, received_root = wire.read_copy(body)
         table = connection.receive_bytes(wire.table_bytes(nbytes, chunk_bytes))
         digest = Digest(nbytes, table, received_root)
         if root not in ("", received_root) or digest_root(nbytes, table) != received_root:
-            raise WireError("a digest that does not agree with itself")
+            raise WireError("an inconsistent digest")
         found.append(digest)
 
     try:
@@ -173,14 +172,14 @@ def push(
     options: TransferOptions,
     pace: SendPace,
 ) -> PushResult:
-    """Give *peer* the replica *offer*, from *copy*; return once it has verified all of it.
+    """Push the replica *offer* to *peer*, from *copy*; return once it has verified all of it.
 
     *copy* must stay pinned until this returns or raises; it is not released here.
 
     Raises:
-        TransferRefusedError: The holder does not take it; the code says why.
-        CorruptError: It arrives damaged again and again, or *copy* itself is damaged.
-        TransferError: The holder cannot be reached, or not within the terms.
+        TransferRefusedError: The holder refuses it; the code says why.
+        CorruptError: It arrives corrupt repeatedly, or *copy* itself is corrupt.
+        TransferError: The holder cannot be reached, or not within the limits.
     """
     began_s = time.monotonic()
     digest, chunk_bytes = copy.digest, options.limits.chunk_bytes
@@ -199,7 +198,7 @@ def push(
             if kind is TransferFrameKind.GET:
                 sent.add(_serve_and_count(connection, body, copy, pace, chunk_bytes))
             elif kind is not TransferFrameKind.WAIT:
-                raise WireError(f"{kind.name} was not expected")
+                raise WireError(f"unexpected {kind.name}")
 
     what = f"the replica of {offer.shard.file_name} of {offer.state}"
     n_chunks = chunk_count(digest.nbytes, chunk_bytes=chunk_bytes)
@@ -208,12 +207,12 @@ def push(
         connections.run(min(options.n_connections, n_chunks), began_s + options.deadline_s)
     except TransferRefusedError as exc:
         if exc.code is TransferRefusal.DAMAGED:
-            raise CorruptError(f"{what} reached {peer} damaged: {exc}") from exc
-        raise TransferRefusedError(exc.code, f"{peer} does not take {what}: {exc}") from exc
+            raise CorruptError(f"{what} arrived corrupt at {peer}: {exc}") from exc
+        raise TransferRefusedError(exc.code, f"{peer} refuses {what}: {exc}") from exc
     except CorruptError as exc:
-        raise CorruptError(f"{what} cannot be given to {peer}: {exc}") from exc
+        raise CorruptError(f"{what} cannot be pushed to {peer}: {exc}") from exc
     except TransferError as exc:
-        raise TransferError(f"{what} did not get to {peer}: {exc}") from exc
+        raise TransferError(f"{what} could not be pushed to {peer}: {exc}") from exc
     return PushResult(time.monotonic() - began_s, sent.total)
 
 
@@ -230,7 +229,7 @@ def _serve_and_count(
 
 
 class _SharedSum:
-    """A sum that several threads add to."""
+    """A thread-safe sum."""
 
     def __init__(self) -> None:
         self.total = 0

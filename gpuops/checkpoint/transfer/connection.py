@@ -1,9 +1,9 @@
-"""One connection between two keepers: the opening, frames, and the bytes of images.
+"""One connection between two keepers: the handshake, frames, and the bytes of images.
 
-Every wait has an end: a peer that accepts and never reads, sends one byte a second, or is stopped
-holds up nobody for longer than `Limits.stall_s`, and only whoever waits for that very connection.
-The socket is a blocking one with kernel timeouts, because a thread that receives a whole slice in
-one system call leaves the interpreter to the other connections meanwhile.
+Every wait is bounded: a peer that accepts and never reads, sends one byte a second, or is stopped
+delays only the user of its own connection, by at most `Limits.stall_s`. The socket is blocking,
+with kernel timeouts, because a thread that receives a whole slice in one system call leaves the
+interpreter to the other connections meanwhile.
 """
 
 import os
@@ -31,9 +31,9 @@ from gpuops.host.net import job_proof as proof
 from gpuops.host.net.frames import WireError, set_lasting
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
-# Of image bytes: at most so many between two looks at the time, the pace and the hash.
+# Of image bytes: at most this many between two checks of the time, the pace and the hash.
 SLICE_BYTES = 2**18
-# sendfile(2) waits anew for each of its pipe's fillings; so it comes back to look at the time.
+# sendfile(2) starts its timeout anew with each filling of its pipe, so calls are kept short.
 _SEND_RECHECK_S = 1.0
 _FRAME_BYTES_MIN = proof.TAG_BYTES + wire.HEAD.size
 _TIMEVAL = struct.Struct("@ll")
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """What one side bears of the other; connections are counted by a server only.
+    """One side's limits for the other; connections are counted by a server only.
 
     Both sides must cut images into chunks of the same size.
     """
 
-    handshake_s: float = 5.0  # for the whole opening
+    handshake_s: float = 5.0  # for the whole handshake
     stall_s: float = 10.0  # for a frame that has begun, or for `SLICE_BYTES` of an image
     idle_s: float = 30.0  # without a request
     connections_max: int = 256
@@ -57,11 +57,11 @@ class TransferLimits:
 
 
 class UnauthenticatedError(WireError):
-    """What answers there is no keeper of this job, or does not know its token."""
+    """The other side is not a keeper of this job, or does not know its token."""
 
 
 class StaleEpochError(TransferRefusedError):
-    """The other side is of an epoch that is over; it may not have heard yet of the new one."""
+    """The other side's epoch is over; it may not know the new one yet."""
 
 
 class TooManyConnectionsError(ConnectionError):
@@ -69,13 +69,13 @@ class TooManyConnectionsError(ConnectionError):
 
 
 class Hasher(Protocol):
-    """What is told of every byte received."""
+    """Is updated with every received byte."""
 
     def update(self, data: memoryview, /) -> None: ...
 
 
 class SendableImage(Protocol):
-    """What is sent: a descriptor, and the same bytes mapped where they are mapped anyway."""
+    """The bytes to send: a descriptor, and their mapping if there is one."""
 
     @property
     def fd(self) -> int: ...
@@ -85,11 +85,10 @@ class SendableImage(Protocol):
 
 
 class TransferConnection:
-    """A connection whose both sides have proved the job's token.
+    """A connection on which both sides have proved that they know the job's token.
 
-    One thread uses it; any other may `abort` it. After an exception it is of no further use:
-    OSError (TimeoutError where the peer is slow), `WireError`, or what the caller's own objects
-    raise.
+    One thread uses it; any other may `abort` it. After an exception it must be closed: OSError
+    (TimeoutError where the peer is slow), `WireError`, or an exception of the caller's objects.
     """
 
     def __init__(self, sock: socket.socket, job: JobCredentials, limits: TransferLimits) -> None:
@@ -108,22 +107,22 @@ class TransferConnection:
         set_lasting(sock)
 
     def abort(self) -> None:
-        """End it from another thread: whoever waits on it gets an OSError at once."""
+        """Close it from another thread: a thread that waits on it gets an OSError at once."""
         self._is_aborted.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it, from the thread that uses it."""
+        """Close it, from the thread that uses it."""
         self._socket.close()
 
-    # The opening.
+    # Handshake.
 
     def client_handshake(self) -> None:
-        """Open it as the client.
+        """Handshake as the client.
 
         Raises:
-            UnauthenticatedError: The other side is no keeper of this job, or has another token.
+            UnauthenticatedError: The other side is not a keeper of this job, or has another token.
             TooManyConnectionsError: It has too many connections.
         """
         deadline_s = time.monotonic() + self.limits.handshake_s
@@ -144,7 +143,7 @@ class TransferConnection:
         self._out, self._in = handshake.channel("client"), handshake.channel("server")
 
     def server_handshake(self) -> None:
-        """Open it as the server; raises `UnauthenticatedError` after the caller was told why."""
+        """Handshake as the server; raises `UnauthenticatedError` after telling the client why."""
         deadline_s = time.monotonic() + self.limits.handshake_s
         received = self._receive_opening(deadline_s)
         hello = _parse_opening(wire.TransferHello.from_bytes, received)
@@ -161,7 +160,7 @@ class TransferConnection:
         self._out, self._in = handshake.channel("server"), handshake.channel("client")
 
     def reject(self, code: ProofWelcome) -> None:
-        """Say why the caller may not come in."""
+        """Send the reason why the client is rejected."""
         self._send_short(proof.welcome(code), time.monotonic() + _SEND_RECHECK_S)
 
     # Frames.
@@ -196,26 +195,26 @@ class TransferConnection:
             )
         return kind, message[wire.HEAD.size :]
 
-    # What stands in no frame.
+    # Bytes outside of frames.
 
     def receive_bytes(self, nbytes: int) -> bytes:
         """Return so many bytes that follow a frame: a table, whose size was checked."""
         return self._read(nbytes, self.limits.stall_s)
 
     def receive_into(self, view: memoryview, hasher: Hasher) -> None:
-        """Fill *view*, slice by slice, and tell *hasher* of each while it is warm."""
+        """Fill *view*, slice by slice, and update *hasher* with each while it is in the cache."""
         for begin in range(0, len(view), SLICE_BYTES):
-            # Released at once, also where this raises: the memory's owner may want to unmap it.
+            # Released at once, also on an error: the memory's owner may want to unmap it.
             with view[begin : begin + SLICE_BYTES] as slice_view:
                 self._read_into(slice_view, self.limits.stall_s)
                 self.received_bytes += len(slice_view)
                 hasher.update(slice_view)
 
     def send_image(self, image: SendableImage, offset: int, nbytes: int, pace: SendPace) -> None:
-        """Send so many bytes of *image* from *offset* on, no faster than *pace*.
+        """Send *nbytes* bytes of *image* from *offset* on, no faster than *pace*.
 
-        A network card gathers the pages itself (sendfile(2)). Within one machine every page of 4
-        KiB would be handed on and copied by itself: a third slower than to copy the mapping first.
+        A network card gathers the pages itself (sendfile(2)). Within one machine each page of 4 KiB
+        would be copied separately: a third slower than sending from the mapping.
         """
         if pace.bytes_per_s != self._rate:
             self._rate = pace.bytes_per_s
@@ -256,7 +255,7 @@ class TransferConnection:
             self._send_all(push, len(data), deadline_s)
 
     def _send_all(self, push: Callable[[int], int], nbytes: int, deadline_s: float) -> None:
-        """Call *push* with what is done already until all is; it returns how much it did."""
+        """Call *push* with the number of bytes done until all are; it returns how many it did."""
         done = 0
         while True:
             with suppress(BlockingIOError):
@@ -288,7 +287,7 @@ class TransferConnection:
         return bytes(data)
 
     def _read_into(self, view: memoryview, wait_s: float) -> None:
-        """Fill *view* within *wait_s*; the kernel adds up the waits of one call."""
+        """Fill *view* within *wait_s*; the kernel applies its timeout to each call."""
         begin_s = time.monotonic()
         left_s = wait_s
         received = 0
@@ -312,7 +311,7 @@ class TransferConnection:
 
 
 def _packed_s(seconds: float) -> bytes:
-    # Nothing at all would mean: wait for ever.
+    # Zero would mean: wait for ever.
     micros = max(round(seconds * 1e6), 1000)
     return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
 
@@ -321,4 +320,4 @@ def _parse_opening(read: Callable[[bytes], T], data: bytes) -> T:
     try:
         return read(data)
     except WireError as exc:
-        raise UnauthenticatedError("it is not a keeper of gpuops") from exc
+        raise UnauthenticatedError("it is not a gpuops keeper") from exc

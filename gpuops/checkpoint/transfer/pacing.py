@@ -1,14 +1,14 @@
-"""How fast a keeper may send: training comes first.
+"""Limit how fast a keeper sends: training comes first.
 
 A token bucket over all connections of a keeper, and, where the kernel has it, a rate per socket
-that spreads the packets evenly (``SO_MAX_PACING_RATE``), so that a full bucket is no burst.
+that spreads the packets evenly (``SO_MAX_PACING_RATE``), so that a full bucket causes no burst.
 
 GEMINI (Wang et al., SOSP 2023, section 5) profiles the idle spans between a training's collectives
-and sends replicas in these only. A keeper cannot see collectives; it sees what the interface has
-sent, and knows what of it was its own: the rest is the training's. While there is any, replicas
-are held to what they need to be through in time; where there is none, they have all of the network.
+and sends replicas only in these. A keeper cannot observe collectives; it reads how much the
+interface has sent, and subtracts its own bytes: the rest is the training's. During such traffic,
+replicas get only the rate that they need to finish in time; without it, the whole network.
 
-`ForegroundTraffic` and `rate_for` are pure; `GapPace` looks at the counters and the clock.
+`ForegroundTraffic` and `rate_for` are pure; `GapPace` reads the counters and the clock.
 """
 
 import socket
@@ -21,21 +21,21 @@ from dataclasses import dataclass
 from gpuops.host.clock import Clock
 from gpuops.units import NS_PER_S
 
-# Slower, a receiver of several connections takes them for dead.
+# At a lower rate, a receiver with several connections takes them for dead.
 RATE_MIN_BYTES_S = 4 * 2**20
 # How much may be sent at once after a pause.
 BURST_S = 0.05
-# Whoever waits for its turn asks again after so long: the rate may have changed.
+# A waiting sender asks again after this time: the rate may have changed.
 RECHECK_S = 0.005
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; not named in Python 3.11
 _UNLIMITED = 2**64 - 1
 
 
 class SendPace:
-    """A token bucket, safe from several threads; ``None`` bytes per second is no limit.
+    """A thread-safe token bucket; ``None`` bytes per second is no limit.
 
-    Bytes are numbered in the order in which they were asked for: a sender has its turn once the
-    bucket has earned all numbers before its own.
+    Bytes are numbered in the order of the requests: a sender may send once the bucket has earned
+    all numbers before its own.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
@@ -49,21 +49,21 @@ class SendPace:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Return the rate of all connections together, at most."""
+        """Return the limit of the total rate of all connections."""
         return self._rate
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """Go on at another rate, at least `RATE_MIN_BYTES_S`; what was sent before is settled."""
+        """Change the rate, to at least `RATE_MIN_BYTES_S`; bytes already sent are not affected."""
         with self._lock:
             self._rate = None if bytes_per_s is None else max(bytes_per_s, RATE_MIN_BYTES_S)
             self._settle()
 
     def take(self, nbytes: int) -> float:
-        """Note that *nbytes* will be sent; return after how many seconds they may."""
+        """Record that *nbytes* will be sent; return after how many seconds they may."""
         return self.wait_s(self.enqueue(nbytes))
 
     def enqueue(self, nbytes: int) -> float:
-        """Note that *nbytes* will be sent; return a turn to `wait_s` for."""
+        """Record that *nbytes* will be sent; return a position to `wait_s` for."""
         with self._lock:
             self._earn()
             position = self._taken_bytes
@@ -71,7 +71,7 @@ class SendPace:
             return position
 
     def wait_s(self, position: float) -> float:
-        """Return for how many seconds *position* has to wait still, if the rate stays as it is."""
+        """Return for how many seconds *position* still has to wait, at the current rate."""
         with self._lock:
             self._earn()
             return (
@@ -79,7 +79,7 @@ class SendPace:
             )
 
     def _earn(self) -> None:
-        """Add what was earned since the last time."""
+        """Add what was earned since the last call."""
         if self._rate is None:
             self._settle()
             return
@@ -95,7 +95,7 @@ class SendPace:
 
 
 def set_socket_pacing(sock: socket.socket, bytes_per_s: float | None) -> None:
-    """Let the kernel spread what *sock* sends; a kernel that cannot is left to the bucket."""
+    """Have the kernel pace *sock*; where it cannot, only the bucket does."""
     rate = _UNLIMITED if bytes_per_s is None else int(bytes_per_s)
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
@@ -103,26 +103,26 @@ def set_socket_pacing(sock: socket.socket, bytes_per_s: float | None) -> None:
 
 # Longer than the pauses between the buckets of one reduction.
 QUIET_S = 0.02
-# Slower than this, and than this share of what was ever seen, is no training.
+# Traffic below this, and below this share of the highest rate seen, is not training.
 BUSY_MIN_BYTES_S = 4 * 2**20
 BUSY_SHARE = 0.02
-# Headers of packets of 1500 bytes, and some acknowledgements. Rather too much than too little: our
-# own must not look like somebody else's.
+# Headers of packets of 1500 bytes, and some acknowledgements. Rather too much than too little: own
+# bytes must not count as foreground traffic.
 OVERHEAD = 1.06
-# What may be on its way from us to the counter: socket buffers.
+# What may be in flight between us and the counter: socket buffers.
 BEHIND_MAX_BYTES = 8 * 2**20
-# So little is on its way before anybody could wait for a gap.
+# This little is sent before waiting for a gap would help.
 FREE_BYTES = 8 * 2**20
-# Spans vary: no more than this share of the gaps that there were is counted on.
+# Gaps vary: only this share of the past gaps is relied on.
 GAMMA = 0.7
 _AVERAGED_S = 10.0
 
 
 class ForegroundTraffic:
-    """What others than we send over an interface, from its counter and our own.
+    """The traffic of others on an interface, from its counter and our own bytes.
 
-    ``gap_share`` is which part of the time nobody else sends, ``gap_bytes_per_s`` how much of ours
-    a second of that takes; both of the last ten seconds or so that we were sending.
+    ``gap_share``: the part of the time in which no one else sends; ``gap_bytes_per_s``: our rate in
+    these gaps; both over about the last ten seconds of our own sending.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class ForegroundTraffic:
         return self._now_s < self._busy_until_s
 
     def observe(self, now_s: float, sent_bytes: float, own_bytes: float) -> None:
-        """Take in how much the interface has sent so far, and how much of it we gave it."""
+        """Record how much the interface has sent so far, and how much of it was ours."""
         last, self._now_s = self._last, now_s
         self._last = (now_s, sent_bytes, own_bytes)
         others_bytes = sent_bytes - OVERHEAD * own_bytes
@@ -171,7 +171,7 @@ class ForegroundTraffic:
 
 @dataclass(frozen=True, slots=True)
 class SendDeadline:
-    """So many bytes are to be through by *at_s*."""
+    """*left_bytes* have to be sent by *at_s*."""
 
     left_bytes: float
     at_s: float
@@ -180,10 +180,10 @@ class SendDeadline:
 def rate_for(
     now_s: float, foreground: ForegroundTraffic, deadline: SendDeadline | None
 ) -> float | None:
-    """Return how many bytes per second may be sent now; None: as many as go.
+    """Return how many bytes per second may be sent now; None: no limit.
 
-    While others send, no more than what the gaps to come will leave over, and never less than
-    `RATE_MIN_BYTES_S`; where time is up, or `FREE_BYTES` are left, all that goes.
+    While others send, only what the expected gaps leave to do, and at least `RATE_MIN_BYTES_S`;
+    after the deadline, or for the last `FREE_BYTES`, there is no limit.
     """
     if not foreground.is_busy:
         return None
@@ -198,9 +198,9 @@ def rate_for(
 
 
 class GapPace(SendPace):
-    """A pace that follows the traffic of others, and is never above what `set_rate` says.
+    """A pace that adapts to the traffic of others, and never exceeds the rate of `set_rate`.
 
-    Until `watch` it is a plain one. ``yielded_s``: for how long it held back.
+    Before `watch` it does not adapt. ``yielded_s``: for how long it held back.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -221,16 +221,16 @@ class GapPace(SendPace):
         self._rate_max = self._rate
 
     def watch(self, counter: Callable[[], int | None] | None) -> None:
-        """Follow *counter*, which says how many bytes the interface has sent; None: nothing."""
+        """Watch *counter*, which returns how many bytes the interface has sent; None: nothing."""
         with self._lock:
             self._counter, self._foreground = counter, ForegroundTraffic()
             self._apply_rate(self._rate_max)
 
     def set_deadline(self, left_bytes: float, within_s: float) -> None:
-        """Note that so many bytes are to be through *within_s* from now on."""
+        """Record that *nbytes* have to be sent *within_s* from now on."""
         with self._lock:
             now_s = self._clock.mono_ns() / NS_PER_S
-            # Counted down by what is taken from here on.
+            # Each request from here on counts down.
             self._deadline = SendDeadline(left_bytes + self._taken_bytes, now_s + within_s)
 
     def enqueue(self, nbytes: int) -> float:
@@ -265,6 +265,6 @@ class GapPace(SendPace):
             )
 
     def _apply_rate(self, rate: float | None) -> None:
-        """Go on at *rate*; who waits for a turn goes on to wait, for less or more."""
+        """Change the rate; waiting senders wait for less or more."""
         self._earn()
         self._rate = rate

@@ -1,4 +1,4 @@
-"""Several connections to one peer that work on one image, each renewed while it is worth it."""
+"""Several connections to one peer for one image, each reopened while that makes sense."""
 
 import ipaddress
 import random
@@ -24,7 +24,7 @@ from gpuops.checkpoint.transfer.wire import (
 from gpuops.checkpoint.types import CorruptError, KeeperAddress
 from gpuops.host.net.frames import WireError
 
-# A damaged opening looks like another token; three in a row are one.
+# A corrupt handshake looks like another token; only three in a row count as one.
 UNAUTHENTICATED_MAX = 3
 PAUSE_MIN_S = 0.02
 PAUSE_MAX_S = 0.5
@@ -35,8 +35,8 @@ _POLL_S = 0.1
 class TransferOptions:
     """How long a transfer may take.
 
-    *deadline_s* is for all of it. A peer that has moved nothing on for *no_progress_s* is given up.
-    *stop*, once set, ends the transfer.
+    *deadline_s*: for all of it. A peer without progress for *no_progress_s* is given up. *stop*,
+    once set, ends the transfer.
     """
 
     deadline_s: float
@@ -47,10 +47,10 @@ class TransferOptions:
 
 
 class ParallelConnections:
-    """Runs *work* on each of so many connections to *peer*, until one of *work* returns.
+    """Runs *work* on each of several connections to *peer*, until one call returns.
 
-    *progress* is a number that grows while something moves on. *is_done* says whether there is
-    anything left to do: a connection that broke after the end is not opened again.
+    *progress* returns a number that grows with progress. *is_done* returns whether the work is
+    done: a connection that broke after that is not reopened.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ParallelConnections:
 
         Raises:
             TransferRefusedError: The peer refuses for good.
-            CorruptError: What it sends, or has, is damaged.
-            TransferError: Not reached, too slow, not of this job, or *end_s* (monotonic) came.
+            CorruptError: Its bytes arrive corrupt, or its copy is.
+            TransferError: Not reached, too slow, not of this job, or after *end_s* (monotonic).
         """
         threads = self._start(n_connections)
         stop = self._options.stop
@@ -87,7 +87,7 @@ class ParallelConnections:
             elif time.monotonic() >= end_s:
                 self._fail(
                     TransferError(
-                        f"not over after {self._options.deadline_s:g} s, its deadline: "
+                        f"not finished after {self._options.deadline_s:g} s, its deadline: "
                         f"{self._last_error}"
                     )
                 )
@@ -104,7 +104,7 @@ class ParallelConnections:
             try:
                 thread.start()
             except RuntimeError as exc:
-                # No more threads here: those that there are do the work.
+                # No more threads can be started: the existing ones do the work.
                 if not threads:
                     raise TransferError(f"no connection can be made: {exc}") from exc
                 break
@@ -176,7 +176,7 @@ class ParallelConnections:
         self._over.set()
 
     def _record_error(self, why: str) -> None:
-        """Remember why a connection ended; give the peer up where nothing has moved for long."""
+        """Record why a connection ended; give the peer up where there is no progress for long."""
         now_s, progress = time.monotonic(), self._progress()
         with self._lock:
             self._last_error = why
@@ -184,18 +184,18 @@ class ParallelConnections:
                 self._moved = (progress, now_s)
             is_lost = now_s - self._moved[1] >= self._options.no_progress_s
         if is_lost:
-            self._fail(TransferError(f"nothing comes through: {why}"))
+            self._fail(TransferError(f"no progress: {why}"))
 
     def _on_unauthenticated(self, why: str) -> None:
         self._n_unauthenticated += 1
         if self._n_unauthenticated >= UNAUTHENTICATED_MAX:
-            self._fail(TransferError(f"what answers there is not a keeper of this job: {why}"))
+            self._fail(TransferError(f"the other side is not a keeper of this job: {why}"))
         self._record_error(why)
 
 
 def _is_final(error: Exception) -> bool:
     if isinstance(error, StaleEpochError):
-        # It will hear of the new epoch.
+        # It will learn of the new epoch.
         return False
     return not isinstance(error, TransferRefusedError) or error.code is not TransferRefusal.BUSY
 
@@ -204,7 +204,7 @@ def _socket(peer: KeeperAddress) -> socket.socket:
     try:
         version = ipaddress.ip_address(peer.host).version
     except ValueError as exc:
-        raise TransferError(f"{peer.host!r} is no address of {peer.name}") from exc
+        raise TransferError(f"{peer.host!r} is not an address of {peer.name}") from exc
     return socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
 
 

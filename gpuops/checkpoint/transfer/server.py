@@ -1,8 +1,8 @@
-"""The server of a keeper's copies: hands out those that it has, takes in replicas of others.
+"""The server of a keeper's copies: serves its own, and receives replicas of others.
 
-One thread per connection, because each is either inside one long system call or idle. A stranger
-may send two short frames of fixed length within a few seconds and no more; what anybody sends is
-bounded before it is read. A slow or broken peer costs its own connection only.
+One thread per connection, because each is either inside one long system call or idle. An
+unauthenticated peer may send two short frames of fixed length within a few seconds; every input is
+bounded before it is read. A slow or broken peer affects only its own connection.
 """
 
 import logging
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class CopySource(Protocol):
-    """Where a server's copies are from; called by several threads."""
+    """The source of a server's copies; thread-safe."""
 
     def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
         """Return a verified copy, pinned; None where there is none."""
@@ -58,54 +58,54 @@ class CopySource(Protocol):
 
 
 class Inbox(Protocol):
-    """A replica on its way into a holder's memory, over any number of connections."""
+    """A replica that is received into a holder's memory, over any number of connections."""
 
     @property
     def tracker(self) -> ChunkTracker:
-        """Return what has arrived."""
+        """Return the chunks that have arrived."""
         ...
 
     def is_wanted(self) -> bool:
-        """Say whether it is still to come; its memory may be needed for something newer."""
+        """Return whether it is still needed; its memory may be needed for something newer."""
         ...
 
     def complete(self) -> None:
-        """Keep what is whole as a copy, however often this is called; raises `CheckpointError`."""
+        """Make it a copy once it is verified; may be repeated; raises `CheckpointError`."""
         ...
 
     def detach(self) -> None:
-        """Say that one connection no longer writes into the memory."""
+        """Report that one connection no longer writes into the memory."""
         ...
 
 
 class ReplicaSink(Protocol):
-    """Where pushed replicas go; called by several threads."""
+    """The target of pushed replicas; thread-safe."""
 
     def accept(self, push_offer: PushOffer, digest: Digest) -> Inbox | None:
-        """Return where *push_offer* is to go, to be left once; None where it is all here already.
+        """Return the inbox for *push_offer*, to be left once; None where all of it is already here.
 
-        The same inbox for each connection that offers the same content.
+        All connections that offer the same content get the same inbox.
 
         Raises:
-            TransferRefusedError: It is not wanted, or there is no room.
+            TransferRefusedError: It is not needed, or there is no room.
         """
         ...
 
 
 @dataclass(slots=True)
 class TransferCounters:
-    """What a server has done so far."""
+    """Counters of a server."""
 
-    connections: int = 0  # that were accepted
+    connections: int = 0  # accepted
     turned_away: int = 0  # because there were too many
-    strangers_cut: int = 0  # who did not prove the token
+    strangers_cut: int = 0  # failed authentications
     refused: int = 0  # requests
     sent_bytes: int = 0  # of images
     received_bytes: int = 0
 
 
 class TransferServer:
-    """Serves *source* and fills *sink* (None: takes nothing in) until `close`.
+    """Serves *source* and receives into *sink* (None: refuses replicas) until `close`.
 
     Raises:
         TransferError: The address cannot be listened on.
@@ -139,7 +139,7 @@ class TransferServer:
         self._thread.start()
 
     def counters(self) -> dict[str, int]:
-        """Return what this server has done so far, by name."""
+        """Return the counters of this server, by name."""
         with self._lock:
             found = asdict(self._counters)
             found["sent_bytes"] += sum(connection.sent_bytes for connection in self._connections)
@@ -149,7 +149,7 @@ class TransferServer:
             return found
 
     def close(self) -> None:
-        """Listen no more, cut every connection, return when their threads have ended."""
+        """Stop listening, abort every connection, return when their threads have ended."""
         self._is_closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -169,7 +169,7 @@ class TransferServer:
             try:
                 sock, address = self._listener.accept()
             except OSError as exc:
-                # No more files, or the caller is gone already: the others are not to suffer.
+                # Too many open files, or the client is already gone: the others must not suffer.
                 if not self._is_closing.wait(_PAUSE_S):
                     log.debug("a connection could not be accepted: %s", exc)
                 continue
@@ -222,7 +222,7 @@ class TransferServer:
             self._serve_requests(connection)
         except (OSError, WireError) as exc:
             log.debug("the connection from %s ends: %s", address, exc)
-        except Exception:  # boundary: one peer's bytes must not end the copies of all
+        except Exception:  # boundary: one peer's bytes must not end the serving of all
             log.exception("a connection from %s failed", address)
         finally:
             connection.close()
@@ -261,7 +261,7 @@ class TransferServer:
                     elif kind is TransferFrameKind.PUSH:
                         self._receive_push(connection, body)
                     elif kind is not TransferFrameKind.WAIT:
-                        raise WireError(f"{kind.name} was not expected")
+                        raise WireError(f"unexpected {kind.name}")
                 except TransferRefusedError as exc:
                     self._refuse(connection, exc)
                     if isinstance(exc, StaleEpochError):
@@ -300,11 +300,11 @@ class TransferServer:
         self._check_chunks(chunk_bytes)
         table = connection.receive_bytes(wire.table_bytes(push_offer.nbytes, chunk_bytes))
         if digest_root(push_offer.nbytes, table) != push_offer.root:
-            # The table stands in no frame: no tag tells that it was damaged on the way.
+            # The table is not part of a frame: no tag detects that it was corrupted in transit.
             raise WireError("a table with another root")
         sink = self._sink
         if sink is None:
-            raise TransferRefusedError(TransferRefusal.NOT_WANTED, "it keeps no replicas")
+            raise TransferRefusedError(TransferRefusal.NOT_WANTED, "it stores no replicas")
         digest = Digest(push_offer.nbytes, table, push_offer.root)
         inbox = _or_refused(lambda: sink.accept(push_offer, digest))
         if inbox is None:
@@ -334,7 +334,7 @@ def _release_all(pinned: list[PinnedCopy]) -> None:
 
 
 def _or_refused(call: Callable[[], T]) -> T:
-    """Return what *call* returns; what speaks against it is told to the other side."""
+    """Return the result of *call*; a refusal is sent to the other side."""
     try:
         return call()
     except TransferRefusedError:

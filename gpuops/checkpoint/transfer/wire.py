@@ -1,12 +1,13 @@
-"""The bytes between two keepers that hand an image over.
+"""The wire format between two keepers that transfer an image.
 
-Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see `host.job_proof`).
-After them a frame is a tag, the job, the epoch, a kind and what belongs to that kind. Three kinds
-are followed by bytes that stand in no frame: `COPY` and `PUSH` by a table of chunk hashes, `DATA`
-by chunks. How many those are follows from what was agreed before, and they are checked by digest.
+Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see
+`gpuops.host.net.job_proof`). After them a frame is a tag, the job, the epoch, a kind and the fields
+of that kind. Three kinds are followed by bytes outside of frames: `COPY` and `PUSH` by a table of
+chunk hashes, `DATA` by chunks. Their number follows from earlier frames, and they are checked by
+digest.
 
-One side *asks* for chunks and the other *serves* them. Who fetches asks; who pushes serves. So what
-is missing after a broken connection is always decided by the side that has the memory.
+One side *requests* chunks and the other *serves* them: a fetching client requests, a pushing client
+serves. So the side that has the memory decides which chunks are missing after a broken connection.
 """
 
 import struct
@@ -24,9 +25,9 @@ JOB_BYTES = 16
 
 
 class JobCredentials:
-    """What a keeper shows and asks for: of which job it is, and which epoch it has reached.
+    """A keeper's job, its token, and the newest epoch that it knows of.
 
-    One object for the server and every client of a keeper: `advance` fences them all at once.
+    One object for the server and every client of a keeper: `advance` fences all of them at once.
     """
 
     def __init__(self, job: str, token: str, *, epoch: int = 0) -> None:
@@ -41,7 +42,7 @@ class JobCredentials:
         return self._epoch
 
     def advance(self, epoch: int) -> None:
-        """Refuse, from now on, whatever is of an epoch older than *epoch*; never goes back."""
+        """Refuse frames of epochs older than *epoch* from now on; never goes back."""
         with self._lock:
             self._epoch = max(self._epoch, epoch)
 
@@ -49,9 +50,9 @@ class JobCredentials:
 MAGIC = b"gpuopst1"
 HEAD = struct.Struct(f">{JOB_BYTES}sIB")  # job, epoch, kind
 FRAME_BYTES_MAX = 1024
-# Before the token is proved there is nothing longer to say.
+# Before authentication frames are at most this long.
 OPENING_BYTES_MAX = 128
-# Of several small chunks asked for at once; a single larger chunk is a range of its own.
+# For several small chunks in one request; a single larger chunk is a range of its own.
 RANGE_BYTES_MAX = 16 * 2**20
 TABLE_BYTES_MAX = 2**23  # of `IMAGE_BYTES_MAX` in chunks of 16 MiB
 WHY_BYTES_MAX = 600
@@ -65,24 +66,24 @@ _PUSH = struct.Struct(">IQIII32sQ32s?IQ")
 
 
 class TransferError(CheckpointError):
-    """A copy could not be handed over; the message says of what, between whom and why."""
+    """A transfer failed; the message says of what, between which nodes and why."""
 
 
 class TransferRefusal(IntEnum):
-    """Why the other side does not do what was asked."""
+    """Why the other side refuses."""
 
-    NOT_HERE = 1  # no whole copy of that shard of that state
-    DIFFERENT = 2  # a copy with another content, or cut into other chunks
+    NOT_HERE = 1  # no complete copy of that shard of that state
+    DIFFERENT = 2  # a copy with another content, or with another chunk size
     OLD_EPOCH = 3  # a newer epoch of the job has begun
-    BUSY = 4  # now; later perhaps
-    NOT_WANTED = 5  # a shard that is not kept here, or a state that was overtaken
+    BUSY = 4  # for now; retry later
+    NOT_WANTED = 5  # a shard that is not stored here, or a state that is superseded
     NO_ROOM = 6
-    DAMAGED = 7  # the bytes there are not those that were saved
+    DAMAGED = 7  # the copy is corrupt
     FAILED = 8
 
 
 class TransferRefusedError(TransferError):
-    """The other side refuses; *code* says why to a program."""
+    """The other side refuses; *code* is the reason."""
 
     def __init__(self, code: TransferRefusal, why: str) -> None:
         super().__init__(why)
@@ -90,21 +91,21 @@ class TransferRefusedError(TransferError):
 
 
 class TransferFrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
-    OPEN = 1  # by the client: of this copy I will ask for chunks
+    OPEN = 1  # by the client: I will request chunks of this copy
     COPY = 2  # by the server: this is its digest
-    PUSH = 3  # by the client: ask me for the chunks of this copy
-    GET = 4  # by who asks
-    DATA = 5  # by who serves
-    WAIT = 6  # by who asks: nothing to ask for now, but I am here
-    DONE = 7  # by who was pushed to: all is here and verified
+    PUSH = 3  # by the client: request the chunks of this copy
+    GET = 4  # by the requesting side
+    DATA = 5  # by the serving side
+    WAIT = 6  # by the requesting side: nothing to request for now, but I am alive
+    DONE = 7  # by the holder: all chunks are verified
     REFUSED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TransferHello:
-    """Who calls: the digest of its job, and its nonce."""
+    """The client's first frame: the digest of its job, and its nonce."""
 
     job: bytes
     nonce: bytes
@@ -114,7 +115,7 @@ class TransferHello:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the hello in *data*; raises `WireError` where there is none."""
+        """Return the hello in *data*; raises `WireError` where it is invalid."""
         return cls(*_HELLO.unpack(data))
 
 
@@ -129,13 +130,13 @@ class TransferChallenge:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the challenge in *data*; raises `WireError` where there is none."""
+        """Return the challenge in *data*; raises `WireError` where it is invalid."""
         return cls(*_CHALLENGE.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCopy:
-    """Which copy is meant; *root* is "" where any content will do."""
+    """The requested copy; *root* is "" where any content will do."""
 
     state: StateId
     shard: Shard
@@ -149,7 +150,7 @@ class OpenCopy:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return what *data* asks for; raises `WireError` where it cannot be."""
+        """Return the request in *data*; raises `WireError` where it is invalid."""
         epoch, step, rank, world, chunk_bytes, root = _unpack(_OPEN, data)
         state, shard = _state_and_shard(epoch, step, rank, world)
         return cls(state, shard, chunk_bytes, root.hex() if any(root) else "")
@@ -157,7 +158,7 @@ class OpenCopy:
 
 @dataclass(frozen=True, slots=True)
 class PushOffer:
-    """What is offered to a holder. *committed* is the newest state its owner knows committed."""
+    """A replica for a holder. *committed* is the newest state its owner knows to be committed."""
 
     state: StateId
     shard: Shard
@@ -167,7 +168,7 @@ class PushOffer:
     committed: StateId | None = None
 
     def to_bytes(self, chunk_bytes: int) -> bytes:
-        """Return it for the wire, and in chunks of which size it will be served."""
+        """Encode it, with the size of the chunks in which it will be served."""
         state, shard, committed = self.state, self.shard, self.committed
         return _PUSH.pack(
             state.epoch,
@@ -185,7 +186,7 @@ class PushOffer:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> tuple[Self, int]:
-        """Return what is offered and the size of its chunks; raises `WireError`."""
+        """Return the offer and the size of its chunks; raises `WireError`."""
         fields = _unpack(_PUSH, data)
         epoch, step, rank, world, chunk_bytes, layout, nbytes, root = fields[:8]
         state, shard = _state_and_shard(epoch, step, rank, world)
@@ -198,7 +199,7 @@ class PushOffer:
 
 @dataclass(frozen=True, slots=True)
 class GetChunks:
-    """Chunks *first* and the *count* - 1 after it; *is_suspect*: they came damaged before."""
+    """Chunks *first* and the *count* - 1 after it; *is_suspect*: they arrived corrupt before."""
 
     first: int
     count: int
@@ -214,7 +215,7 @@ class GetChunks:
 
 
 def copy_bytes(nbytes: int, root: str) -> bytes:
-    """Return what stands in a `COPY` frame."""
+    """Encode the fields of a `COPY` frame."""
     return _COPY.pack(nbytes, bytes.fromhex(root))
 
 
@@ -227,7 +228,7 @@ def read_copy(data: bytes) -> tuple[int, str]:
 
 
 def table_bytes(nbytes: int, chunk_bytes: int) -> int:
-    """Return the size of the table of so large an image; raises `WireError` where it is absurd."""
+    """Return the size of the table of an image of *nbytes*; raises `WireError` for a bad size."""
     size = chunk_count(nbytes, chunk_bytes=chunk_bytes) * HASH_BYTES
     if size > TABLE_BYTES_MAX:
         raise WireError(f"a table of {size} bytes")
@@ -235,12 +236,12 @@ def table_bytes(nbytes: int, chunk_bytes: int) -> int:
 
 
 def refused_bytes(code: TransferRefusal, why: str) -> bytes:
-    """Return what stands in a `REFUSED` frame; *why* is cut where it is long."""
+    """Encode the fields of a `REFUSED` frame; *why* is truncated where it is long."""
     return bytes([code]) + why.encode("utf-8", "replace")[:WHY_BYTES_MAX]
 
 
 def read_refused(data: bytes) -> TransferRefusedError:
-    """Return the refusal in *data*, its text fit to be printed; raises `WireError`."""
+    """Return the refusal in *data*, its text safe to print; raises `WireError`."""
     try:
         code = TransferRefusal(data[0])
     except (ValueError, IndexError) as exc:

@@ -1,1 +1,1 @@
-"""Checkpoints for call sites of others: DCP, Hugging Face's Trainer, Lightning; one module each."""
+"""Checkpoints for other frameworks: DCP, Hugging Face's Trainer, Lightning; one module each."""

@@ -1,8 +1,8 @@
-"""Pass over the data that a Trainer has seen before, when only a callback can say so.
+"""Skip the data that a Trainer has seen before a restart, from a callback.
 
 By the time of ``on_train_begin`` the Trainer has decided to begin with the first batch of the first
-epoch. So the data loader is made to give nothing in the epochs that are over, and the rest in the
-epoch that was broken off; what the Trainer counts itself in that epoch is put right.
+epoch. So the data loader is made to yield nothing in finished epochs, and the rest in the epoch
+that was interrupted; the Trainer's own counts of that epoch are corrected.
 """
 
 # ruff: noqa: ANN401 accelerate's loaders have no common type
@@ -17,16 +17,16 @@ from accelerate.data_loader import skip_first_batches  # type: ignore[import-unt
 from torch.utils.data import DataLoader
 from transformers.training_args import TrainingArguments
 
-# accelerate's loaders answer with the class of the loader that they wrap, and cannot be assigned.
+# accelerate's loaders report the class of the loader that they wrap, and cannot be assigned.
 _set_class = object.__dict__["__class__"].__set__
 _NO_SAMPLE = "There seems not to be a single sample"
 
 
 @dataclass(slots=True, kw_only=True)
 class DataResume:
-    """Where the data go on: ``n_batches`` into the epoch ``epoch``, both from 0.
+    """Where the data resume: ``n_batches`` into the epoch ``epoch``, both from 0.
 
-    ``now`` is the epoch that runs, ``n_in_epoch`` how many batches one has (0: unknown).
+    ``now`` is the current epoch, ``n_in_epoch`` the number of its batches (0: unknown).
     """
 
     epoch: int = 0
@@ -39,9 +39,9 @@ class DataResume:
 
     @classmethod
     def of(cls, args: TrainingArguments, loader: Any, step: int, *, is_done: bool) -> Self:
-        """Return where the data go on after *step* optimizer steps; *loader* does from now on.
+        """Return where the data resume after *step* optimizer steps; *loader* does so from now on.
 
-        The same as the Trainer's own resuming counts (``Trainer._init_training_state``). Where the
+        It equals the Trainer's own resuming counts (``Trainer._init_training_state``). Where the
         training *is_done*, there are no more data.
         """
         accumulate = args.gradient_accumulation_steps
@@ -59,7 +59,7 @@ class DataResume:
 
     @property
     def is_over(self) -> bool:
-        """Say whether the epoch that runs was over before the restart."""
+        """Return whether the current epoch was finished before the restart."""
         return self.now < self.epoch
 
     def begin_epoch(self) -> None:
@@ -68,29 +68,29 @@ class DataResume:
         _hush(on=self.is_over)
 
     def end_epoch(self, args: TrainingArguments) -> None:
-        """Undo what one epoch needed."""
+        """Undo the changes for one epoch."""
         if self.accumulates is not None:
             args.gradient_accumulation_steps = self.accumulates
             self.accumulates = None
         _hush(on=False)
 
     def epoch_at(self, counted: float) -> float:
-        """Return what part of the epochs is done where the Trainer counts from the restart on."""
+        """Return the finished share of the epochs that the Trainer counts from the restart on."""
         if self.now != self.epoch or not self.n_batches or not self.n_in_epoch:
             return counted
         n_since = round((counted - self.now) * self.n_in_epoch)
         return self.now + (self.n_batches + n_since) / self.n_in_epoch
 
     def loss_factor(self, step: int) -> float:
-        """Return by what a mean must be multiplied that the Trainer took over all steps since 0."""
+        """Return the factor for a mean that the Trainer computed over all steps since 0."""
         n_since = step - self.step
         return step / n_since if self.step and n_since > 0 else 1.0
 
     def rest_of(self, loader: Any, args: TrainingArguments) -> Iterator[Any]:
         """Yield the batches of this epoch that were not seen.
 
-        The Trainer steps after each so many batches, and after the last one of an epoch, which it
-        knows by counting from the first. Where the last group is a short one, the setting that it
+        The Trainer steps after a fixed number of batches, and after the last one of an epoch, which
+        it finds by counting from the first. Where the last group is short, the setting that it
         reads for each batch is changed so that it steps there.
         """
         rest = skip_first_batches(loader, self.n_batches)
@@ -136,7 +136,7 @@ _FILTER = _IsNoSample()
 
 
 def _hush(*, on: bool) -> None:
-    """Keep the Trainer from warning of an epoch without samples, where that is intended."""
+    """Suppress the Trainer's warning of an epoch without samples, where that is intended."""
     logger = logging.getLogger("transformers.trainer")
     if on:
         logger.addFilter(_FILTER)

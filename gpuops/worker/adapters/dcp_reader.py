@@ -1,4 +1,4 @@
-"""A storage reader for DCP over states: every byte that it gives was verified."""
+"""A storage reader for DCP over states: it returns only verified bytes."""
 
 # ruff: noqa: ARG002, ANN401 the methods and their arguments are torch's
 
@@ -47,7 +47,7 @@ class GpuopsReader(StorageReader):
     ``model.layer.weight`` (``dcp.load({"model": model.state_dict()}, …)``).
 
     Loading raises:
-        CorruptError: What is read is not what was saved.
+        CorruptError: The bytes read are not those that were saved.
         CheckpointError: There is no such state; the ranks see different ones; or a value is of a
             class that torch does not load without running code, and *trust* is false.
     """
@@ -115,7 +115,7 @@ class GpuopsReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: everything is set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._manifest is not None
@@ -145,7 +145,7 @@ class GpuopsReader(StorageReader):
         return done
 
     def _value(self, name: str) -> io.BytesIO:
-        """Return a value as DCP's planner takes it, which unpickles it: so made by us just now."""
+        """Return a value for DCP's planner, which unpickles it: it was pickled by this process."""
         stream = io.BytesIO()
         torch.save(load_value(self._values[name], name, trust=self._trust), stream)
         stream.seek(0)
@@ -175,7 +175,7 @@ class GpuopsReader(StorageReader):
 
 
 class _VerifiedImage:
-    """The image of one shard, mapped when it is first used; each chunk is verified once."""
+    """The image of one shard, mapped on first use; each chunk is verified once."""
 
     def __init__(
         self, store: CheckpointStore, manifest: Manifest, record: ShardRecord, layout: ImageLayout
@@ -188,11 +188,11 @@ class _VerifiedImage:
         self._verified_chunks: set[int] = set()
 
     def tensor(self, placed: PlacedTensor) -> torch.Tensor:
-        """Return one tensor of it, not to be written."""
+        """Return one of its tensors, read-only."""
         return view_of(self._verified(placed), placed)
 
     def dcp_values(self) -> tuple[Mapping[str, bytes], Mapping[str, tuple[str | int, ...]]]:
-        """Return the values that the writer saved beside tensors, and the paths of names."""
+        """Return the values that the writer saved next to the tensors, and the paths of names."""
         memory = self._verified(self._layout.metadata_blob)
         where = f"{self._record.shard.file_name} of {self._manifest.state}"
         extra = loads(read_metadata_blob(memory, self._layout) or b"{}", f"the extra of {where}")

@@ -1,6 +1,6 @@
-"""A stager for ``dcp.async_save`` that copies into memory which it keeps."""
+"""A stager for ``dcp.async_save`` that reuses its memory."""
 
-# ruff: noqa: ANN401 a state dict may hold anything
+# ruff: noqa: ANN401 a state dict has values of any type
 
 import copy
 import logging
@@ -35,12 +35,12 @@ class _StagingBuffer:
 
 
 class GpuopsStager(AsyncStager):
-    """Stages states into *slots* kept buffers of shared memory, one after the other.
+    """Stages states into *slots* reused buffers of shared memory, in turn.
 
-    A buffer is used again once nothing refers to what was staged in it, so an upload that still
-    runs is never overwritten. Where all are in use, `stage` waits, *wait_s* at most; ``n_waits``
-    counts that, ``n_created`` the buffers that were made. Keep one for the whole job: the first
-    saves pay for the memory.
+    A buffer is used again once nothing refers to the state staged in it, so that a running upload
+    is never overwritten. Where all are in use, `stage` waits, *wait_s* at most; ``n_waits`` counts
+    that, ``n_created`` the allocated buffers. Keep one stager for the whole job: the first saves
+    allocate the memory.
     """
 
     _synchronize_after_execute = False
@@ -54,7 +54,7 @@ class GpuopsStager(AsyncStager):
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
         if slots < 1:
-            raise CheckpointError(f"slots={slots}: one at least is wanted")
+            raise CheckpointError(f"slots={slots}: at least one is needed")
         self._n_slots = slots
         self._wait_s = wait_s
         self._clock_s = clock_s
@@ -65,7 +65,7 @@ class GpuopsStager(AsyncStager):
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of *state_dict* on the host, which nothing changes from now on.
+        """Return a copy of *state_dict* on the host, which does not change any more.
 
         Raises:
             CheckpointError: There is no memory for a buffer; the message has the figures.
@@ -88,10 +88,10 @@ class GpuopsStager(AsyncStager):
         return copied
 
     def synchronize_staging(self) -> None:
-        """Do nothing: what `stage` returned is complete."""
+        """Do nothing: the result of `stage` is complete."""
 
     def close(self) -> None:
-        """Give the memory back, that in use with its last user."""
+        """Release the memory; buffers in use are released by their last user."""
         for slot in self._slots:
             _unpin(slot)
             slot.memory.close()
@@ -106,7 +106,7 @@ class GpuopsStager(AsyncStager):
                 if self._clock_s() > end_s:
                     _log.warning(
                         "%d staging buffers are in use since %g s: does an upload hang, or does "
-                        "something keep what was staged? One more is made",
+                        "something keep a staged state? One more buffer is allocated",
                         self._n_slots,
                         self._wait_s,
                     )
@@ -122,7 +122,7 @@ class GpuopsStager(AsyncStager):
         fitting = [slot for slot in free if slot.memory.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda slot: slot.memory.nbytes)
-        for slot in free:  # too small by now
+        for slot in free:  # too small now
             _unpin(slot)
             slot.memory.close()
             self._slots.remove(slot)
@@ -137,7 +137,7 @@ class GpuopsStager(AsyncStager):
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in *value* that have plain memory to copy."""
+    """Yield the tensors in *value* with plain memory to copy."""
     if isinstance(value, torch.Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value
         if type(local).__name__ in {"Tensor", "Parameter", "AsyncCollectiveTensor"} and (
@@ -173,7 +173,7 @@ def _copy(targets: Mapping[int, torch.Tensor], sources: Mapping[int, torch.Tenso
 
 
 def _rewrap(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return *local* in the place of *tensor*, sharded as it is, also where that is on a device."""
+    """Return *local* in place of *tensor*, with its sharding, also where that is on a device."""
     if not isinstance(tensor, DTensor):
         return local
     names, context = tensor.__tensor_flatten__()
@@ -185,7 +185,7 @@ def _rewrap(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def _rebuilt(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
     if id(value) in made:
         return made[id(value)]
-    if isinstance(value, torch.Tensor):  # none with plain memory
+    if isinstance(value, torch.Tensor):  # without plain memory
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):
         return {key: _rebuilt(item, made) for key, item in value.items()}
@@ -197,7 +197,7 @@ def _rebuilt(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _pin(slot: _StagingBuffer) -> None:
-    """Register the memory with CUDA, so that a device copies into it by itself."""
+    """Register the memory with CUDA, so that a device copies into it asynchronously."""
     address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
     runtime: Any = torch.cuda.cudart()
     slot.is_pinned = int(runtime.cudaHostRegister(address, slot.memory.nbytes, 0)) == 0

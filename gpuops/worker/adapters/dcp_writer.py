@@ -1,4 +1,4 @@
-"""A storage writer for DCP that makes a state of what it is given."""
+"""A storage writer for DCP that writes states."""
 
 # ruff: noqa: ARG002, ANN401 the methods and their arguments are torch's
 
@@ -36,14 +36,14 @@ from gpuops.errors import UsageError
 
 _LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)
 _METADATA_STEP_BYTES = 64 * 1024
-# Of this process: all that one start of a job saves into a directory is of one epoch.
+# Of this process: all that one start of a job saves into a directory has one epoch.
 _epochs: dict[str, int] = {}
 _spare: list[SharedBuffer] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RankTask:
-    """What the coordinator tells each rank with its plan."""
+    """What the coordinator sends each rank with its plan."""
 
     state: StateId
     shard: Shard
@@ -58,8 +58,8 @@ class GpuopsWriter(StorageWriter):
     where it is None. *job* is the name that the states are recorded under.
 
     Saving raises:
-        UsageError: Nobody says the step; or ``use_collectives=False``.
-        CheckpointError: Something cannot be stored or written. Nothing of the state is kept then.
+        UsageError: The step is unknown; or ``use_collectives=False``.
+        CheckpointError: Something cannot be stored or written. Nothing of the state is stored then.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GpuopsWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise UsageError("use_collectives=False makes no state of all ranks: leave it out")
+            raise UsageError("use_collectives=False does not write a complete state: leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -94,7 +94,7 @@ class GpuopsWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._step is None or not 0 < self._step <= STEP_MAX:
             raise UsageError(
-                f"of which step is this state? GpuopsWriter({self._address!r}, step=n), or "
+                f"the step of this state is unknown: GpuopsWriter({self._address!r}, step=n), or "
                 "dcp.save(…, checkpoint_id='step-1200')"
             )
         state = StateId(self._epoch(self._step), self._step)
@@ -107,7 +107,7 @@ class GpuopsWriter(StorageWriter):
         ]
 
     def _epoch(self, step: int) -> int:
-        """Return an epoch newer than all that was there before this process, or went further."""
+        """Return an epoch newer than all that existed before this process."""
         address, states = (
             self._store.address,
             [stored.state for stored in self._store.list_states()],
@@ -138,7 +138,7 @@ class GpuopsWriter(StorageWriter):
         metadata_blob = _encode_metadata(
             task, values, {name: paths[name] for name in paths.keys() & {*tensors, *values}}
         )
-        # So that the next save, whose values have more digits, finds memory of its size.
+        # So that the next save, whose values have more digits, reuses the memory.
         metadata_capacity_bytes = (
             -(-2 * len(metadata_blob) // _METADATA_STEP_BYTES) * _METADATA_STEP_BYTES
         )
@@ -220,7 +220,7 @@ def _spec(item: WriteItem) -> TensorSpec:
     name, dtype = item.index.fqn, data.properties.dtype
     if dtype not in DTYPE_NAMES:
         how = "view it as float64 (torch.view_as_real)" if needs_carrier(dtype) else "convert it"
-        raise CheckpointError(f"{name!r:.200} has the dtype {dtype}, which no state holds: {how}")
+        raise CheckpointError(f"{name!r:.200} has the unsupported dtype {dtype}: {how}")
     shape = tuple(data.chunk.sizes)
     nbytes = shape_nbytes(shape, dtype)
     return TensorSpec(
@@ -258,7 +258,7 @@ def _write_image(
 
 
 def _take_spare(nbytes: int) -> SharedBuffer:
-    """Return memory of that size: that of the save before, where it fits."""
+    """Return memory of that size: the memory of the last save, where it fits."""
     while _spare:
         memory = _spare.pop()
         if memory.nbytes == nbytes:

@@ -1,13 +1,13 @@
-"""Checkpoints for Hugging Face's ``Trainer``: one callback, nothing else changes.
+"""Checkpoints for Hugging Face's ``Trainer``: one callback, no other changes.
 
 ``Trainer(…, callbacks=[GpuopsCallback(directory="/shared/ckpt")])`` and ``trainer.train()``: at the
-start the newest state is loaded in place, the data that it has seen is passed over without being
-read, and each optimizer step is offered to the checkpointer.
+start the newest state is loaded in place, the data that it has seen are skipped without being read,
+and `Checkpointer.step` is called after each optimizer step.
 
-The run goes on bit for bit where what is drawn for the data depends on the epoch alone (the
-default) and reading a batch draws nothing from the global generators. Epochs that are passed over
-are still begun and ended for all callbacks, in milliseconds; nothing is logged, evaluated or saved
-in them. The states of other stateful callbacks are not kept.
+The run continues bit for bit where the order of the data depends on the epoch alone (the default)
+and reading a batch draws nothing from the global generators. Callbacks still see the begin and end
+of skipped epochs, within milliseconds; nothing is logged, evaluated or saved in them. The states of
+other stateful callbacks are not saved.
 """
 
 # ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
@@ -31,7 +31,7 @@ from gpuops.worker.adapters.data_resume import DataResume
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.state.objects import read_rng, write_rng
 
-# What belongs to this start of the job and not to the training.
+# Values of this start of the job, not of the training.
 _START_FIELDS = {
     "max_steps",
     "num_train_epochs",
@@ -53,10 +53,10 @@ class GpuopsCallback(TrainerCallback):
 
     *options* are those of `gpuops.Checkpointer` (``directory``, ``every``, ``persist_every``,
     ``slots``, ``keep_last``, ``extra``, …); the model, the optimizer, the schedule, the scaler and
-    the Trainer's own progress are given to it here.
+    the Trainer's own progress are added here.
 
     Raises:
-        UsageError: In ``trainer.train()``: DeepSpeed, which shards behind torch's back, or a
+        UsageError: In ``trainer.train()``: DeepSpeed, which does not shard with torch, or a
             ``resume_from_checkpoint`` of another step than the one that is restored.
     """
 
@@ -68,7 +68,7 @@ class GpuopsCallback(TrainerCallback):
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """Return the checkpointer of the training that runs, None outside of one."""
+        """Return the checkpointer of the current training, None outside of one."""
         return self._checkpointer
 
     def on_train_begin(
@@ -78,14 +78,14 @@ class GpuopsCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        # A training that an exception ended has no on_train_end; the random
-        # numbers that its last state would be saved with are those of now.
+        # A training that an exception ended has had no on_train_end; its last state must not be
+        # saved with the current random numbers.
         self._close(save=False)
         if getattr(args, "deepspeed", None):
-            raise UsageError("the adapter does not take DeepSpeed's engine; use DDP or FSDP2")
+            raise UsageError("the adapter does not support DeepSpeed's engine; use DDP or FSDP2")
         optimizer = kwargs["optimizer"]
         options = dict(self._options)
-        # What is put back goes into the first of them, the user's own.
+        # The state is restored into the first of them, the user's own.
         extra = ChainMap(options.pop("extra", {}), {_STATE_FILE: _Progress(state)})
         reported_step = state.global_step
         checkpointer = Checkpointer(
@@ -104,13 +104,13 @@ class GpuopsCallback(TrainerCallback):
             return
         if reported_step not in {0, start}:
             raise UsageError(
-                f"resume_from_checkpoint took the data to step {reported_step}, and the newest "
+                f"resume_from_checkpoint moved the data to step {reported_step}, and the newest "
                 "state is of "
                 f"step {start}: call trainer.train() without it"
             )
         if state.global_step != start:
             raise CheckpointError(
-                f"the state of step {start} says that the Trainer was at {state.global_step}"
+                f"the state of step {start} has the Trainer at step {state.global_step}"
             )
         self._rng_state = read_rng()
         if reported_step == 0:
@@ -126,7 +126,7 @@ class GpuopsCallback(TrainerCallback):
     ) -> None:
         self._resume.begin_epoch()
         if self._resume.now == self._resume.epoch and not self._resume.n_batches:
-            self._restore_rng()  # making the iterator drew after the state was saved
+            self._restore_rng()  # making the iterator drew numbers after the state was saved
 
     def on_step_begin(
         self,
@@ -136,7 +136,7 @@ class GpuopsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._resume.now == self._resume.epoch:
-            self._restore_rng()  # making the iterator drew before the state was saved
+            self._restore_rng()  # making the iterator drew numbers before the state was saved
 
     def on_step_end(
         self,
@@ -162,7 +162,7 @@ class GpuopsCallback(TrainerCallback):
         self._resume.end_epoch(args)
 
     def _restore_rng(self) -> None:
-        """Make the generators draw what they were about to draw when the state was saved."""
+        """Reset the generators to their states at the time of the save."""
         if self._rng_state is not None:
             write_rng(self._rng_state)
             self._rng_state = None

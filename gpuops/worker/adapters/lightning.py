@@ -1,11 +1,11 @@
-"""Checkpoints for Lightning's ``Trainer``: one callback, nothing else changes.
+"""Checkpoints for Lightning's ``Trainer``: one callback, no other changes.
 
 ``Trainer(callbacks=[GpuopsCheckpoint(directory="/shared/ckpt")])`` and ``trainer.fit(…)``: before
-the loops start the newest state is loaded in place, with the loops' own progress, and each batch
-that ended with an optimizer step is offered to the checkpointer.
+the loops start the newest state is loaded in place, with the loops' own progress, and
+`Checkpointer.step` is called after each batch that ended with an optimizer step.
 
-As with Lightning's own checkpoints, the order of data within an epoch goes on only where the data
-loader has a state (torchdata's ``StatefulDataLoader``); Lightning warns where it has none.
+As with Lightning's own checkpoints, the order of data within an epoch is resumed only where the
+data loader has a state (torchdata's ``StatefulDataLoader``); Lightning warns where it has none.
 """
 
 # ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
@@ -29,10 +29,11 @@ class GpuopsCheckpoint(Callback):
 
     *options* are those of `gpuops.Checkpointer` (``directory``, ``every``, ``persist_every``,
     ``slots``, ``keep_last``, ``extra``, …); the module, its optimizers and schedules, the scaler,
-    the loops and the callbacks' states are given to it here.
+    the loops and the callbacks' states are added here.
 
     Raises:
-        UsageError: In ``fit``: a ``ckpt_path`` besides, or a strategy that shards behind torch.
+        UsageError: In ``fit``: a ``ckpt_path`` as well, or a strategy that does not shard with
+            torch.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -45,7 +46,7 @@ class GpuopsCheckpoint(Callback):
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """Return the checkpointer of the fit that runs, None outside of one."""
+        """Return the checkpointer of the current fit, None outside of one."""
         return self._checkpointer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -53,7 +54,7 @@ class GpuopsCheckpoint(Callback):
             return
         strategy = type(trainer.strategy).__name__
         if "DeepSpeed" in strategy or strategy == "FSDPStrategy":
-            raise UsageError(f"the adapter does not take {strategy}; use DDP or ModelParallel")
+            raise UsageError(f"the adapter does not support {strategy}; use DDP or ModelParallel")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
@@ -61,11 +62,11 @@ class GpuopsCheckpoint(Callback):
                 f"fit(ckpt_path={trainer.ckpt_path!r}) and this callback would both restore: "
                 "leave the path out, or import it as a state with 'gpuops ckpt import'"
             )
-        # An exception may have ended the fit before; the random
-        # numbers that its last state would be saved with are those of now.
+        # An exception may have ended the fit before; its last state must not be saved with the
+        # current random numbers.
         self._close(save=False)
         options = dict(self._options)
-        # What is put back goes into the first of them, the user's own.
+        # The state is restored into the first of them, the user's own.
         self._progress = _Progress(trainer, self)
         extra = ChainMap(options.pop("extra", {}), {"lightning": self._progress})
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -80,15 +81,15 @@ class GpuopsCheckpoint(Callback):
         self._step = self._checkpointer.restore()
         if self._step != trainer.global_step:
             raise CheckpointError(
-                f"the state of step {self._step} says that the loops were at {trainer.global_step}"
+                f"the state of step {self._step} has the loops at step {trainer.global_step}"
             )
         self._rng_state = read_rng() if self._step else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the next epoch as it would have begun, where the state is of an epoch's end.
+        """Begin the next epoch normally, where the state is of an epoch's end.
 
-        Lightning makes iterators of its own then, for the epoch that is over as well, or forgets
-        what the loader knew.
+        Lightning makes iterators of its own then, also for the finished epoch, or loses the
+        loader's state.
         """
         loop = trainer.fit_loop
         if self._rng_state is None or not loop.epoch_loop.batch_progress.is_last_batch:
@@ -101,11 +102,11 @@ class GpuopsCheckpoint(Callback):
         loaders = self._progress.loaders if self._progress is not None else []
         if not loop.restarting and loaders and fetcher is not None:
             loader.load_state_dict(loaders[0])  # type: ignore[attr-defined]
-            iter(loader)  # that of the epoch that is over
+            iter(loader)  # that of the finished epoch
             iter(fetcher)
         write_rng(self._rng_state)
         if loader.generator is None:
-            torch.empty((), dtype=torch.int64).random_()  # as DataLoader's iterators: a base seed
+            torch.empty((), dtype=torch.int64).random_()  # a base seed, like DataLoader's iterators
         self._rng_state = read_rng()
 
     def on_train_batch_start(
@@ -123,7 +124,7 @@ class GpuopsCheckpoint(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if not trainer.is_last_batch:  # else when the epoch is over, so that none is begun twice
+        if not trainer.is_last_batch:  # else at the end of the epoch, so that none begins twice
             self._save_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,7 +145,7 @@ class GpuopsCheckpoint(Callback):
 
 
 class _Progress:
-    """How far the loops are, and what the other callbacks keep."""
+    """The progress of the loops, and the states of the other callbacks."""
 
     def __init__(self, trainer: Trainer, own: Callback) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""Rounds of saves and restores, each way in its turn; what each took, and of the training."""
+"""Rounds of saves and restores, all ways in turn; their durations, and the training's loss."""
 
 import os
 import statistics
@@ -38,7 +38,7 @@ from gpuops.worker.checkpointer import Checkpointer
 
 OnMessage = Callable[[str], None]
 SAVE_TIMEOUT_S = 600.0
-FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped here as it goes
+FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped meanwhile
 _POLL_S = 0.02
 _ELSEWHERE = "only tests/benchmarks/bench_checkpoint.py of the source tree measures this"
 
@@ -47,11 +47,11 @@ _ELSEWHERE = "only tests/benchmarks/bench_checkpoint.py of the source tree measu
 class SaveSample:
     """One save.
 
-    ``stall_s``: what the call took. ``extra_s``: the step with the save in it, less the mean of the
-    steps beside it: just before, and just after the save, for a shared machine drifts.
-    ``recoverable_s`` and ``durable_s`` count from the end of the training step. ``loss``: by how
-    much the steps between call and durability were slower, as a share of their rate; None where
-    none was made. ``lost_s``: all the training time that the save took.
+    ``stall_s``: the duration of the call. ``extra_s``: the step with the save in it, less the mean
+    of the steps just before and just after the save, since a shared machine drifts.
+    ``recoverable_s`` and ``durable_s`` count from the end of the training step. ``loss``: how much
+    slower the steps between call and durability were, as a share of their rate; None where there
+    were none. ``lost_s``: all the training time that the save took.
     """
 
     stall_s: float
@@ -63,10 +63,10 @@ class SaveSample:
 
 
 def run_bench(plan: BenchPlan, parent: Path, on_message: OnMessage) -> dict[str, Any]:
-    """Measure what *plan* says, in a new directory below *parent*; return all figures.
+    """Measure according to *plan*, in a new directory below *parent*; return all figures.
 
     Raises:
-        CheckpointError: Something was not saved or restored, where it ought to have been.
+        CheckpointError: Something was not saved or restored as it should have been.
     """
     torch.set_num_threads(1)
     # `restore_limits` maps memory read-only, and only reads it.
@@ -99,7 +99,7 @@ def new_folder(parent: Path) -> Iterator[Path]:
 
 
 def small_plan(plan: BenchPlan) -> BenchPlan:
-    """Return *plan* with many small tensors, beside the weights that are trained."""
+    """Return *plan* with many small tensors, next to the weights that are trained."""
     nbytes = HEAD_BYTES + plan.small_tensors * plan.small_tensor_bytes
     return replace(plan, nbytes=nbytes, n_tensors=plan.small_tensors)
 
@@ -131,7 +131,7 @@ def _save_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[str,
 
 
 def in_turns(ways: Sequence[Any], number: int) -> Sequence[Any]:
-    """Return all *ways*, another one first in each round: none always follows the same one."""
+    """Return all *ways*, rotated by one in each round: none always follows the same one."""
     first = number % len(ways)
     return [*ways[first:], *ways[:first]]
 
@@ -160,7 +160,7 @@ def measure_save(
         end_s = time.perf_counter() + _POLL_S
         while time.perf_counter() < end_s:
             steps_s.append(job.step())
-        # The time that `is_done` takes counts for nobody.
+        # The time that `is_done` takes is not counted.
         durable_s = time.perf_counter() - begun_s
         if durable_s > timeout_s:
             raise BenchError(f"{saver.name}: nothing durable after {timeout_s:g} s")
@@ -211,7 +211,7 @@ def _summaries(samples: Iterable[SaveSample]) -> dict[str, Any]:
 
 
 def summarize(values: Iterable[float | None]) -> dict[str, Any]:
-    """Return the first value apart, and median and extremes of the others."""
+    """Return the first value separately, and median and extremes of the others."""
     first, *rest = list(values)
     there = [value for value in rest if value is not None]
     return {
@@ -257,7 +257,7 @@ def restore(job: BenchJob, socket_path: Path) -> tuple[int, float]:
 
 @contextmanager
 def restore_limits(job: BenchJob) -> Iterator[dict[str, Callable[[], float]]]:
-    """Yield what memory allows a restore of *job* to take: copies, and a hash."""
+    """Yield the limits that memory sets for a restore of *job*: copies, and a hash."""
     whole, saved = warm_copies(job.tensors())
     buffer = SharedBuffer.create("gpuops-bench", whole.nbytes)
     buffer.view[:] = bytes_of(whole)
@@ -281,7 +281,7 @@ def restore_limits(job: BenchJob) -> Iterator[dict[str, Callable[[], float]]]:
 def restore_figures(
     ways: Mapping[str, Callable[[], float]], n_rounds: int, on_message: OnMessage
 ) -> list[dict[str, Any]]:
-    """Return the seconds of each way to have the state back in a live process."""
+    """Return the seconds of each way to restore the state in a live process."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(n_rounds + 1):
         for name in in_turns(list(ways), number):
@@ -298,7 +298,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def limit_goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return for each limit of the hardware what was measured, the bound, and whether it is met."""
+    """Return for each limit of the hardware the measurement, the goal, and whether it is met."""
     rows = []
 
     def at_most(metric: str, beside: str, value: float | None, bound: float) -> None:

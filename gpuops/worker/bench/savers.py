@@ -1,4 +1,4 @@
-"""The ways to save that are measured: gpuops, and what memory and disk allow."""
+"""The ways to save that are measured: gpuops, and the limits of memory and disk."""
 
 import mmap
 import os
@@ -72,7 +72,7 @@ class BenchJob:
 
 
 def warm_copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return memory of all *tensors* together, every page of it there, and it cut like them."""
+    """Return memory of all *tensors* together, populated, and views of it shaped like them."""
     whole = torch.ones(sum(tensor.numel() for tensor in tensors))
     pieces = whole.split([tensor.numel() for tensor in tensors])
     return whole, [piece.view(like.shape) for piece, like in zip(pieces, tensors, strict=True)]
@@ -91,16 +91,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 SCHEMA = "gpuops.checkpoint-bench/1"
 ROWS = ("save", "small", "recovery", "kills", "flips", "odds", "peer")
-# Those that test gpuops itself, or measure others: none says anything about this machine.
+# Those that test gpuops itself, or measure others: they do not describe this machine.
 SOURCE_TREE_ROWS = ("kills", "flips", "odds", "peer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """What is measured; ``only`` are names of `ROWS`. Each row has one cold round more.
+    """The plan of the measurements; ``only`` are names of `ROWS`. Each row has one more cold round.
 
     ``n_beside``: steps before and after a save that it is compared with. ``is_brief``: in the
-    benchmark of the source tree, ways that take long take turns at the rounds.
+    benchmark of the source tree, long ways alternate between rounds.
     """
 
     nbytes: int = 2 * 10**9
@@ -136,10 +136,10 @@ class BenchSaver:
     name: str
 
     def save(self, step: int, /) -> None:
-        """Begin to save; return when training may go on."""
+        """Begin to save; return when training may continue."""
 
     def is_done(self) -> bool:
-        """Say whether the state is durable by now; never waits.
+        """Return whether the state is durable; never waits.
 
         Raises:
             BenchError: It will not be.
@@ -147,18 +147,18 @@ class BenchSaver:
         return True
 
     def recoverable_s(self, _stall_s: float, _durable_s: float, /) -> float | None:
-        """Return from when on after the step the state outlives a SIGKILL of the worker."""
+        """Return how long after the step the state survives a SIGKILL of the worker."""
         return None
 
     def clean(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
 
     def close(self) -> None:
-        """End it."""
+        """Shut down."""
 
 
 class MemcpySaver(BenchSaver):
-    """The limit of a stall: the same tensors copied into memory that is there already."""
+    """The limit of a stall: the same tensors copied into populated memory."""
 
     name = MEMCPY
 
@@ -176,7 +176,7 @@ class RawWriteSaver(BenchSaver):
     def __init__(self, whole: torch.Tensor, folder: Path, *, is_direct: bool = False) -> None:
         self.name = RAW_DIRECT if is_direct else RAW
         self._flags = os.O_DIRECT if is_direct else 0
-        # Past the cache goes only what begins and ends at a page.
+        # O_DIRECT needs whole pages.
         view = bytes_of(whole)
         skipped = -whole.data_ptr() % mmap.PAGESIZE if is_direct else 0
         end = len(view) - (len(view) - skipped) % mmap.PAGESIZE if is_direct else len(view)
@@ -212,7 +212,7 @@ class RawWriteSaver(BenchSaver):
 
 
 class GpuopsSaver(BenchSaver):
-    """The checkpointer, with a keeper of its own; each state is persisted once it is complete."""
+    """The checkpointer, with its own keeper; each state is persisted once it is complete."""
 
     name = GPUOPS
 
@@ -251,7 +251,9 @@ class GpuopsSaver(BenchSaver):
         return False
 
     def recoverable_s(self, stall_s: float, _durable_s: float, /) -> float | None:
-        hash_s = self._agent_client.stats().get("hash_s")  # from the seal to the commit
+        hash_s = self._agent_client.stats().get(
+            "hash_s"
+        )  # from the last image written to the commit
         return None if hash_s is None else stall_s + float(hash_s)
 
     def clean(self) -> None:
@@ -270,6 +272,6 @@ def connect_only_rank(socket_path: Path) -> RankKeeperClient:
 
 
 def start_keeper(folder: Path) -> tuple[Path, Callable[[], None]]:
-    """Start a keeper for one measurement; return its socket, and what ends it."""
+    """Start a keeper for one measurement; return its socket, and the function that ends it."""
     process = start_or_adopt(folder, lease_s=_LEASE_S)
     return process.socket_path, process.kill

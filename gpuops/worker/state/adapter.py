@@ -1,8 +1,8 @@
-"""What a part of a state (a model, an optimizer, anything with a state) gives and takes.
+"""The interface of a part of a state (a model, an optimizer, any object with a state).
 
-A part is saved as tensors, which go into the image under their names, and a fragment of JSON for
-all else. It is restored in two moves, so that nothing is changed before all of it is known to fit:
-`Part.aim` says which tensors it wants, and returns what is left to do once they are filled.
+A part is saved as tensors, which go into the image under their names, and a JSON fragment for
+the rest. It is restored in two phases, so that nothing is changed before all of it is known to fit:
+`StateAdapter.plan_load` requests the tensors, and returns what to do once they are filled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ FinishLoad = Callable[[], None]
 
 
 class AdapterSnapshot(NamedTuple):
-    """A part as it is now.
+    """The current state of a part.
 
     ``names`` is the same object as last time as long as nothing was added, removed or renamed.
-    ``fragment`` is JSON. ``n_optimizer_owned``: that many of the first tensors are changed by the
-    optimizers that were given and by nobody else, so that they can be copied until the next step.
+    ``fragment`` is JSON. ``n_optimizer_owned``: the first so many tensors are changed only by the
+    given optimizers, so that they can be copied until the next step.
     """
 
     names: tuple[str, ...]
@@ -33,9 +33,9 @@ class AdapterSnapshot(NamedTuple):
 
 
 class LoadSource(Protocol):
-    """A saved state, of which parts take what they want.
+    """A saved state, from which parts request tensors.
 
-    ``is_own``: it is what this very rank saved, in a world of the same size.
+    ``is_own``: this rank saved it, in a world of the same size.
     """
 
     is_own: bool
@@ -45,41 +45,41 @@ class LoadSource(Protocol):
         ...
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of what this rank had that begin so; of all ranks in another world."""
+        """Return the names of this rank's tensors with *prefix*; of all ranks in another world."""
         ...
 
     def request(self, name: str, target: torch.Tensor) -> None:
         """Have *target* filled with what is saved as *name*.
 
         Raises:
-            CheckpointError: There is none, or it is of another shape or dtype; or *target* is to
-                be filled with something else already.
+            CheckpointError: There is none, or it is of another shape or dtype; or *target* is
+                already requested for other values.
         """
         ...
 
     def can_fill(self, name: str, target: torch.Tensor) -> bool:
-        """Say whether *target* is not to be filled with something else than *name* already."""
+        """Return whether *target* is not already requested for other values than *name*."""
         ...
 
     def fragments(self, key: str) -> list[Any]:
-        """Return what was saved of that part beside tensors: of this rank, or of all, in order."""
+        """Return the JSON fragments of that part: of this rank, or of all, in order."""
         ...
 
 
 class StateAdapter(Protocol):
-    """One thing that has a state."""
+    """One object that has a state."""
 
     key: str
 
     def read(self) -> AdapterSnapshot:
-        """Return the state as it is now; CheckpointError where some of it cannot be stored."""
+        """Return the current state; CheckpointError where some of it cannot be stored."""
         ...
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Say to *source* what is wanted; return what puts it in place.
+        """Request tensors from *source*; return the function that completes the load.
 
         Raises:
-            CheckpointError: What is saved is not what this part can take; says what.
+            CheckpointError: The saved state does not fit this part; the message says how.
         """
         ...
 
@@ -91,17 +91,17 @@ class NameCache:
         self._names: tuple[str, ...] = ()
 
     def intern(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return *names*, or what was returned last where that is equal."""
+        """Return *names*, or the last object where that is equal."""
         if names != self._names:
             self._names = names
         return self._names
 
 
 class StateDecoder:
-    """Gives values their tensors back: those of *current* at the same path, else new ones.
+    """Decodes values, with tensors: those of *current* at the same path, else new ones.
 
-    New ones are sharded as *like*, where that is a DTensor of the same shape. They have their data
-    once the source is loaded, not before.
+    New ones are sharded like *like*, where that is a DTensor of the same shape. Their data are
+    there once the source is loaded, not before.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class StateDecoder:
         self._decoder = ValueDecoder(self._to_tensor, allow_pickle=allow_pickle)
 
     def decode(self, value: object, root: str, path: str | None = None) -> Any:  # noqa: ANN401
-        """Return what *value* stands for.
+        """Decode *value*.
 
-        It was stored under *path*, and *current* stands for what was stored under *root*.
+        It was stored under *path*; *current* is the counterpart of what was stored under *root*.
         """
         self._root = root
         return self._decoder.decode(value, path or root)
@@ -152,14 +152,14 @@ def _fits(target: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> bool:
 
 
 def logical_shape(spec: TensorSpec, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the whole shape of a tensor of *dtype* that stands in an image as *spec*."""
+    """Return the shape of a tensor of *dtype* that is stored in an image as *spec*."""
     return spec.global_shape[:-1] if dtype is torch.complex128 else spec.global_shape
 
 
 def _index_tensors(value: object, path: str, found: dict[str, torch.Tensor | None]) -> None:
-    """Put the tensors in *value* into *found*, by paths as those of an `ValueEncoder`.
+    """Collect the tensors in *value* into *found*, by paths as those of a `ValueEncoder`.
 
-    Where a path leads to two, nobody can tell which one is meant: it leads to none.
+    An ambiguous path, of two tensors, is left out.
     """
     if path.count(".") > DEPTH_MAX:
         return
@@ -180,14 +180,14 @@ def allocate_like(
     device: torch.device,
     dims: Sequence[int | None] | None = None,
 ) -> torch.Tensor:
-    """Return a new tensor for what *spec* says.
+    """Return a new tensor for *spec*.
 
-    It is a DTensor on the mesh of *like*, where that is one, if the whole shape is the same; or if
-    *dims* says which dimension each dimension of the mesh shards (None: none).
+    It is a DTensor on the mesh of *like*, where that is one of the same global shape; or if *dims*
+    has the dimension that each dimension of the mesh shards (None: none).
 
     Raises:
         CheckpointError: It was one part of a sharded tensor, and *like* is none or of another
-            shape: nobody says how the new one is sharded.
+            shape: the sharding of the new one is unknown.
     """
     shape = logical_shape(spec, dtype)
     has_same_shape = tuple(like.shape) == shape and bool(shape) if like is not None else False
@@ -212,7 +212,7 @@ def allocate_like(
         return made
     if spec.shape != spec.global_shape and not has_same_shape:
         raise CheckpointError(
-            f"{spec.name} is one part of a tensor of shape {spec.global_shape}, and what it is to "
-            "go into does not say how it is sharded: make it before restoring"
+            f"{spec.name} is one part of a tensor of shape {spec.global_shape}, and its target "
+            "has no known sharding: create it before restoring"
         )
     return torch.empty(shape, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 """The parameters, buffers and extra states of modules, by names without wrappers.
 
-DistributedDataParallel, torch.compile and activation checkpointing put names of their own into
+DistributedDataParallel, torch.compile and activation checkpointing insert names of their own into
 the path of a parameter; a state that is saved under one of them loads without it, and vice versa.
 """
 
@@ -26,7 +26,7 @@ _WRAPPER_TYPES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def canonical_names(module: nn.Module, keys: Iterable[str]) -> tuple[str, ...]:
-    """Return what each of *keys*, those of the module's state dict, is called without wrappers."""
+    """Return the name without wrappers of each of *keys*, those of the module's state dict."""
     clean = _clean_prefixes(module)
     return tuple(_canonical(key, clean) for key in keys)
 
@@ -34,7 +34,7 @@ def canonical_names(module: nn.Module, keys: Iterable[str]) -> tuple[str, ...]:
 def _canonical(key: str, clean: Mapping[str, str]) -> str:
     head, _, last = key.rpartition(".")
     prefix = clean.get(head)
-    if prefix is None:  # a key of the module's own making
+    if prefix is None:  # a key that the module itself made
         prefix = "".join(
             f"{component}."
             for component in head.split(".")
@@ -44,7 +44,7 @@ def _canonical(key: str, clean: Mapping[str, str]) -> str:
 
 
 def _clean_prefixes(module: nn.Module) -> dict[str, str]:
-    """Return for the path of each module how the names of what it holds begin."""
+    """Return the prefix, without wrappers, of the names in each module, by its path."""
     clean = {"": ""}
     modules = dict(module.named_modules(remove_duplicate=False))
     for path in modules:
@@ -63,17 +63,17 @@ _SHOWN = 5
 
 
 class ModelAdapter:
-    """One module, or the parts of one that this rank has, by the names without wrappers.
+    """One module, or this rank's parts of one, by the names without wrappers.
 
-    A tensor that stands under several names (tied weights) is stored once. Where ``state_dict``
-    gives the live tensors, as it does unless somebody made it do otherwise, they are filled in
-    place; whatever else it gives goes back through ``load_state_dict``.
+    A tensor with several names (tied weights) is stored once. Where ``state_dict`` returns the live
+    tensors, as it does unless it was overridden, they are filled in place; other values are passed
+    to ``load_state_dict``.
     """
 
     def __init__(
         self, key: str, modules: Sequence[nn.Module], *, allow_pickle: bool = False
     ) -> None:
-        """Raise CheckpointError for a module whose state cannot be told apart by rank."""
+        """Raise CheckpointError for a module whose state is not separable by rank."""
         for module in modules:
             _reject_fsdp1(module)
         self.key = key
@@ -89,7 +89,7 @@ class ModelAdapter:
         self._name_cache = NameCache()
 
     def read(self) -> AdapterSnapshot:
-        """Return the state. Which of the tensors an optimizer owns is for the caller to say."""
+        """Return the state. The caller determines which tensors an optimizer owns."""
         states = self._states()
         values = [value for state in states for value in state.values()]
         kinds = list(map(isinstance, values, repeat(torch.Tensor)))
@@ -114,7 +114,7 @@ class ModelAdapter:
         return found
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Want each tensor of the modules, under its own name or the one that it was tied to."""
+        """Request each tensor of the modules, under its own name or the one that it was tied to."""
         states = self._states()
         fqns = self._fqns_of(states)
         aliases, others = _merge_fragments(source.fragments(self.key))
@@ -230,7 +230,7 @@ def _reject_fsdp1(module: nn.Module) -> None:
 def _state_of(module: nn.Module) -> Mapping[str, Any]:
     try:
         kept: Mapping[str, Any] = module.state_dict(keep_vars=True)
-    except TypeError:  # a state_dict of somebody's own, which takes nothing
+    except TypeError:  # an overridden state_dict without parameters
         kept = module.state_dict()
     return kept
 

@@ -1,4 +1,4 @@
-"""Anything else with a state: a scheduler, a scaler, a data loader, values of the user's own."""
+"""Any other object with a state: a scheduler, a scaler, a data loader, the user's own values."""
 
 import random
 import sys
@@ -23,8 +23,8 @@ from gpuops.worker.state.adapter import (
 def read_rng() -> dict[str, object]:
     """Return the states of Python's, NumPy's (where it is imported) and torch's generators.
 
-    CUDA's are those of the devices this process uses, by their numbers; reading them waits for no
-    device.
+    CUDA's are those of the devices this process uses, by their numbers; reading them does not
+    synchronise.
     """
     version, state_words, gauss = random.getstate()
     found: dict[str, object] = {
@@ -43,10 +43,10 @@ def read_rng() -> dict[str, object]:
 def write_rng(states: Mapping[str, Any]) -> None:
     """Set the generators to *states*.
 
-    A generator of CUDA is set on the device in use now, which need not have the same number.
+    A generator of CUDA is set on the current device, which need not have the same number.
 
     Raises:
-        CorruptError: They are no states of generators.
+        CorruptError: They are not states of generators.
     """
     try:
         version, state_words, gauss = states["python"]
@@ -64,9 +64,9 @@ def write_rng(states: Mapping[str, Any]) -> None:
 
 
 def reseed(step: int, rank: int, world: int, entropy: bytes) -> None:
-    """Seed all generators from where the job is: the same again for the same arguments.
+    """Seed all generators from the position of the job: equal arguments give equal seeds.
 
-    *entropy* is something of the saved state that differs from job to job.
+    *entropy* is a part of the saved state that differs from job to job.
     """
     text = f"{step} {rank} {world} ".encode() + entropy
     seed = int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -91,11 +91,11 @@ class ObjectAdapter:
         self._name_cache = NameCache()
 
     def read(self) -> AdapterSnapshot:
-        """Return what the object's ``state_dict`` says."""
+        """Return the object's ``state_dict``."""
         return self._encode(self._stateful.state_dict())
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Want what was saved, for the object's ``load_state_dict``."""
+        """Request the saved state, for the object's ``load_state_dict``."""
         state = self._decode(source, _current_state(self._stateful.state_dict))
         return lambda: self._stateful.load_state_dict(state)
 
@@ -118,7 +118,7 @@ class ObjectAdapter:
 
 
 class GeneratorAdapter(ObjectAdapter):
-    """A `torch.Generator`, say that of a sampler."""
+    """A `torch.Generator`, for example of a sampler."""
 
     def __init__(self, key: str, generator: torch.Generator) -> None:
         super().__init__(key, generator)
@@ -128,10 +128,10 @@ class GeneratorAdapter(ObjectAdapter):
         return self._encode(self._stateful.get_state().numpy().tobytes())
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Take the state that was saved."""
+        """Request the saved state."""
         state = self._decode(source, None)
         if not isinstance(state, bytes):
-            raise CorruptError(f"{self.key} is no state of a generator")
+            raise CorruptError(f"{self.key} is not a generator state")
         tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         return lambda: self._stateful.set_state(tensor)
 
@@ -146,13 +146,13 @@ class ValueAdapter(ObjectAdapter):
         self._name = name
 
     def read(self) -> AdapterSnapshot:
-        """Return the value that is there now."""
+        """Return the current value."""
         if self._name not in self._stateful:
-            raise CheckpointError(f"{self.key} was given, and the mapping has it no more")
+            raise CheckpointError(f"{self.key} was given, and is no longer in its mapping")
         return self._encode(self._stateful[self._name])
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Want the value that was saved; tensors that are there are filled in place."""
+        """Request the saved value; existing tensors are filled in place."""
         current = self._stateful[self._name]
         value = self._decode(source, current)
         if value is current:
@@ -161,8 +161,8 @@ class ValueAdapter(ObjectAdapter):
             return lambda: _replace_items(current, value)
         if not isinstance(self._stateful, MutableMapping):
             raise CheckpointError(
-                f"{self.key} has another shape or type than what was saved, which has no place to "
-                "be put back into: give it in a dict"
+                f"{self.key} has another shape or type than the saved value, which cannot be "
+                "returned: give it in a dict"
             )
         holder = self._stateful
         return lambda: holder.__setitem__(self._name, value)
@@ -173,15 +173,15 @@ def _do_nothing() -> None:
 
 
 def _replace_items(mapping: dict[Any, Any], values: dict[Any, Any]) -> None:
-    """Give the user's own *mapping* these values: others may hold it."""
+    """Replace the values of the user's own *mapping*: others may refer to it."""
     for key in mapping.keys() - values.keys():
         del mapping[key]
     mapping.update(values)
 
 
 def _current_state(state_dict: Callable[[], object]) -> object:
-    """Return what is there now, for its tensors; None where it cannot be said before a restore."""
+    """Return the current state, for its tensors; None where there is none before a restore."""
     try:
         return state_dict()
-    except Exception:  # noqa: BLE001 boundary: a state that is not there yet is no error
+    except Exception:  # noqa: BLE001 boundary: a missing state is not an error
         return None

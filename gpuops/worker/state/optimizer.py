@@ -1,8 +1,8 @@
 """The state of a torch optimizer, by the names of its parameters.
 
-Torch's own state dict counts parameters; by names it also fits where another rank, or another
-number of ranks, has them. ``state`` of each parameter goes into the image as it is: torch's
-``load_state_dict`` would turn it into the dtype of the parameter, so what it did is put right.
+Torch's own state dict numbers parameters; with names the state also fits where another rank, or
+another number of ranks, has them. ``state`` of each parameter is stored unchanged: torch's
+``load_state_dict`` would convert it to the dtype of the parameter, so that is corrected.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,14 +32,14 @@ _NOT_TENSOR, _ON_PARAMETER_DEVICE, _ON_HOST = (
     0,
     1,
     2,
-)  # no tensor; on the device of its parameter; on the host
-_WHOLE_ENTRY = object()  # stands for the fields of a parameter's state that is no mapping by names
+)  # not a tensor; on the device of its parameter; on the host
+_WHOLE_ENTRY = object()  # in place of the fields of a parameter's state that is not a mapping
 _STATE_DICT = torch.optim.Optimizer.state_dict
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 
 class _Structure(NamedTuple):
-    """What must be the same for the names to be the same."""
+    """The inputs of the names: where they are equal, so are the names."""
 
     keys: list[object]
     counts: list[int]
@@ -49,7 +49,7 @@ class _Structure(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What is saved of one parameter's state; ``fields`` is None where it is no mapping."""
+    """The saved state of one parameter; ``fields`` is None where it is not a mapping."""
 
     fields: list[Any] | None
     values: list[Any]
@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
 class OptimizerAdapter:
     """A `torch.optim.Optimizer`; *names_of* returns the names of parameters by their `id`.
 
-    A parameter without one, which is in no model that was given, goes by its number.
+    A parameter without a name, which is not in any given model, is identified by its number.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class OptimizerAdapter:
         return AdapterSnapshot(names, [*tensors, *encoder.tensors], fragment, len(tensors))
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Want the state of each parameter; make what is not there yet."""
+        """Request the state of each parameter; create what is missing."""
         fragments = source.fragments(self.key)
         if not fragments:
             raise CheckpointError(
@@ -126,7 +126,7 @@ class OptimizerAdapter:
             if name in entries
         }
         for name in entries.keys() - set(names.values()):
-            if name.startswith("$"):  # no parameter's
+            if name.startswith("$"):  # not a parameter
                 state[name.removeprefix("$")] = self._state_of(None, name, entries[name], source)
         groups = [
             self._group_of(index, group, names, fragments, source)
@@ -217,7 +217,7 @@ class OptimizerAdapter:
                 continue
             spec = source.spec(path)
             if spec is None:
-                raise CorruptError(f"the checkpoint tells of {path} and does not have it")
+                raise CorruptError(f"the checkpoint refers to {path} and does not have it")
             current = current_state.get(field) if isinstance(current_state, Mapping) else None
             host = kind == _ON_HOST
             made[field] = _load_target(
@@ -248,9 +248,9 @@ class OptimizerAdapter:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], Mapping[Any, Any]]:
-    """Return what tells the keys of the state apart, and the state, in the state dict's order.
+    """Return the structure of the state, and the state, in the state dict's order.
 
-    Torch numbers all parameters for a state dict, which takes longer than reading what they have.
+    Torch numbers all parameters for a state dict, which takes longer than reading their state.
     """
     is_torchs = (
         type(optimizer).state_dict is _STATE_DICT
@@ -272,7 +272,7 @@ def _flatten(
 ) -> tuple[list[int], list[object], list[Any], list[bool]]:
     """Return how many fields each entry has; and of all fields name, value and if it is a tensor.
 
-    This is done at each save, perhaps for ten thousands of them: no step of it is Python's own.
+    This runs at each save, for perhaps ten thousand entries: no loop of it is in Python.
     """
     entries = list(state.values())
     are_plain = set(map(type, entries)) <= {dict} and set(
@@ -342,7 +342,7 @@ def _load_target(
 
 
 def _entries_of(fragments: Sequence[Any], key: str) -> dict[str, _Entry]:
-    """Return what is saved by the name of the parameter, of the first fragment that has it."""
+    """Return the saved states by the name of the parameter, of the first fragment that has it."""
     found: dict[str, _Entry] = {}
     for fragment in fragments:
         try:
@@ -352,7 +352,7 @@ def _entries_of(fragments: Sequence[Any], key: str) -> dict[str, _Entry]:
                 found.setdefault(name, entry)
         except (KeyError, TypeError, ValueError, StopIteration, RuntimeError) as exc:
             raise CorruptError(
-                f"what was saved of {key} is not the state of an optimizer: {exc!r}"
+                f"the saved state of {key} is not that of an optimizer: {exc!r}"
             ) from exc
     return found
 
@@ -366,9 +366,9 @@ def _take_values(fields: list[Any] | None, values: Iterator[Any]) -> Iterator[An
 def _saved_group(
     index: int, own_names: Sequence[str], fragments: Sequence[Any], key: str, *, is_exact: bool
 ) -> tuple[str, Any]:
-    """Return where the settings of the group with these parameters were stored, and them.
+    """Return the path of the settings of the group with these parameters, and the settings.
 
-    Not *is_exact*: a group will do that had the first of them.
+    Not *is_exact*: a group that had the first of them is accepted.
     """
     best: tuple[str, Any] = ("", None)
     for fragment in fragments:

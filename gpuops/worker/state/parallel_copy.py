@@ -1,10 +1,9 @@
-"""Fills the tensors of a job from the images of a state, on the host with several threads.
+"""Fill the tensors of a job from the images of a state, on the host with several threads.
 
-An image that another process made is mapped here for the first time, and the kernel enters it into
-this process's page table page by page, as it is read. That takes as long as the copying does, and
-one thread does not reach the rate of memory: while a job restores, its other cores have nothing to
-do. To read the image's file into the tensors instead (preadv) takes no less: the kernel then looks
-up and copies each page on its own.
+The first read of another process's image makes the kernel map it here page by page. That takes as
+long as the copy itself, and one thread does not reach the bandwidth of memory; while a job
+restores, its other cores are idle. Reading the image's file into the tensors instead (preadv) is no
+faster: the kernel then looks up and copies each page.
 """
 
 import os
@@ -27,7 +26,7 @@ def copy_threads(local_world: int) -> int:
 def copy_parallel(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], n_threads: int
 ) -> None:
-    """Copy each of *sources*, which are on the host, into the one of *targets* at its place."""
+    """Copy each of *sources*, which are on the host, into its counterpart in *targets*."""
     pairs = [_without_repeats(a, b) for a, b in zip(targets, sources, strict=True)]
     elsewhere = [pair for pair in pairs if pair[0].device.type != "cpu"]
     batches = _batches([pair for pair in pairs if pair[0].device.type == "cpu"])
@@ -42,7 +41,7 @@ def copy_parallel(
                 if batch is None:
                     return
                 _copy(batch)
-        except BaseException as exc:  # noqa: BLE001 boundary: raised where the copy was wanted
+        except BaseException as exc:  # noqa: BLE001 boundary: raised in the caller's thread
             errors.append(exc)
 
     threads = [threading.Thread(target=work, name="gpuops-fill") for _ in range(n_threads - 1)]
@@ -66,7 +65,7 @@ def _copy(pairs: Sequence[TensorPair]) -> None:
 
 @torch.no_grad()
 def _batches(pairs: Sequence[TensorPair]) -> Iterator[list[TensorPair]]:
-    """Yield all *pairs* in lists of about as many bytes; long tensors are cut."""
+    """Yield all *pairs* in batches of about equal size; long tensors are split."""
     batch: list[TensorPair] = []
     nbytes = 0
     for pair in pairs:

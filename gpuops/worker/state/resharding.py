@@ -1,8 +1,8 @@
-"""Loads tensors that were saved in other parts than they are wanted in: torch does the work.
+"""Load tensors that were saved in other parts than are requested: torch does the work.
 
-torch's planner of checkpoints says which pieces of which saved parts make up what is wanted; this
-reader gives it the pieces out of images that are mapped into memory. What it trusts is checked
-before: the parts of a tensor must make up the whole, each place once.
+torch's checkpoint planner determines which pieces of which saved parts are needed; this reader
+copies them from images that are mapped into memory. Its assumption is checked before: the parts of
+a tensor cover it exactly once.
 """
 
 import logging
@@ -47,14 +47,14 @@ def replicated_by_name(
     tensors: Sequence[torch.Tensor],
     rank: int,
 ) -> dict[str, Ranks]:
-    """Return the ranks that must hold a tensor as this *rank* does, by its name in *names*.
+    """Return the ranks on which a tensor must equal that of this *rank*, by its name in *names*.
 
-    They ascend, and this rank is among them. Never raises: what cannot be told is not compared.
+    They are sorted, and include this rank. Never raises: on an error nothing is compared.
     """
     try:
         by_id = _by_id(adapters)
-    except Exception:  # noqa: BLE001 boundary: what is compared is no part of what is saved
-        _log.debug("which tensors are replicated cannot be told", exc_info=True)
+    except Exception:  # noqa: BLE001 boundary: saving does not depend on it
+        _log.debug("cannot determine which tensors are replicated", exc_info=True)
         return {}
     found = {
         name: by_id[id(tensor)]
@@ -107,9 +107,9 @@ def _ddp_ranks(modules: Iterable[nn.Module]) -> dict[int, Ranks]:
 
 
 def _has_same_gradients(ddp: DistributedDataParallel) -> bool:
-    """Say whether all ranks get the same gradients: a hook of somebody's may give each its own.
+    """Return whether all ranks get the same gradients: a custom hook may give each its own.
 
-    That of post-local SGD does, by design. Torch's own that only change the format do not.
+    That of post-local SGD does so by design. Torch's own that only change the format do not.
     """
     hooks = getattr(ddp, "_comm_hooks", None)
     if hooks is None:
@@ -138,7 +138,7 @@ def _replicas_of(parameter: torch.Tensor) -> Ranks | None:
 def _with_same_placement(
     values: Iterable[object], parameter: torch.Tensor
 ) -> Iterable[torch.Tensor]:
-    """Return of an optimizer's *values* those that are spread over ranks as *parameter* is."""
+    """Return those of an optimizer's *values* that are sharded like *parameter*."""
     for value in values:
         if not isinstance(value, torch.Tensor):
             continue
@@ -151,7 +151,7 @@ class ShardImageReader(StorageReader):
     """A reader for ``torch.distributed.checkpoint.load`` over the pieces of each tensor."""
 
     def __init__(self, pieces: Mapping[str, Sequence[SavedPiece]]) -> None:
-        """Take the pieces by the names of their tensors; see `pieces.distinct`."""
+        """Take the pieces by the names of their tensors; see `saved_state.distinct_pieces`."""
         self._pieces = {
             (name, placed.spec.offsets): (memory, placed)
             for name, parts in pieces.items()
@@ -163,7 +163,7 @@ class ShardImageReader(StorageReader):
         """Do nothing: there is one checkpoint."""
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401 torch's
-        """Return what there is."""
+        """Return the metadata of the pieces."""
         return self._metadata
 
     def set_up_storage_reader(
@@ -173,14 +173,14 @@ class ShardImageReader(StorageReader):
         *args: Any,  # noqa: ANN401 torch's
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: everything is set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -202,7 +202,7 @@ class ShardImageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Return False: no path names what this reads."""
+        """Return False: no path names this source."""
         return False
 
 
@@ -212,7 +212,7 @@ def load_resharded(
     """Fill the tensors of *targets*, DTensors or not, from the *pieces* of the same names.
 
     Raises:
-        CheckpointError: The pieces of one do not make up the whole, or it is of another shape.
+        CheckpointError: The pieces of one do not cover it, or it is of another shape.
     """
     for name, parts in pieces.items():
         check_complete(name, [placed.spec for _, placed in parts])

@@ -1,11 +1,11 @@
-"""A saved state: the images of all ranks, opened as far as they are needed.
+"""A saved state: the images of all ranks, opened when they are needed.
 
-In a world of the same size each rank has its own image, and all that is plain comes from there:
-ranks may differ in what no placement tells of, such as running averages of a batch norm. Where the
-world or the placements changed, tensors are put together out of all images, and of what is not
-sharded the lowest rank's counts.
+In a world of the same size each rank has its own image, and reads all plain tensors from it: ranks
+may differ in values that no placement describes, such as running averages of a batch norm. Where
+the world or the placements changed, sharded tensors are assembled from all images, and others are
+read from the lowest rank's.
 
-The parts of a tensor that the ranks saved: each once, and together the whole.
+Also checks that the saved parts of a tensor cover it exactly once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ SavedPiece = tuple[memoryview, PlacedTensor]
 
 
 def distinct_pieces(pieces: Iterable[SavedPiece]) -> list[SavedPiece]:
-    """Return each part once, the first that is given of several: replicas say the same.
+    """Return each part once, the first of equal ones: replicas have the same content.
 
     Empty parts are left out.
     """
@@ -52,12 +52,12 @@ def distinct_pieces(pieces: Iterable[SavedPiece]) -> list[SavedPiece]:
 
 
 def check_complete(name: str, specs: Sequence[TensorSpec]) -> None:
-    """Say nothing where *specs* make up the whole tensor, each place of it once.
+    """Raise unless *specs* cover the tensor exactly once.
 
-    torch's reader takes what it is told: a part that is missing would leave old values.
+    torch's reader does not check it: a missing part would leave old values.
 
     Raises:
-        CheckpointError: A part is missing, two overlap, or they tell of different tensors.
+        CheckpointError: A part is missing, two overlap, or they describe different tensors.
     """
     kinds = {(part.global_shape, part.dtype) for part in specs}
     if len(kinds) > 1:
@@ -95,7 +95,7 @@ OpenImage = Callable[[Shard], memoryview]
 
 
 class _TensorMemory(NamedTuple):
-    """What two tensors that are one have in common; ``address`` is 0 where nothing is in it."""
+    """Equal for two views of one tensor; ``address`` is 0 where it is empty."""
 
     address: int
     device: torch.device
@@ -113,8 +113,8 @@ class _ShardImage(NamedTuple):
 class SavedState:
     """A state that *world* ranks saved, for rank *rank* of a world of *own_world*.
 
-    *open_image* gives the verified bytes of a shard's image; they must stay until `load` returned.
-    ``notes`` has what a user should know of where values came from.
+    *open_image* returns the verified bytes of a shard's image; they must stay until `load`
+    returned. ``notes``: what a user should know about the source of values.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class SavedState:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What was saved beside parts: ``rng``, versions; of this rank, or of the lowest."""
+        """What was saved next to the parts: ``rng``, versions; of this rank, or of the lowest."""
         return self._image(self._home_rank).metadata
 
     def part_keys(self) -> set[str]:
-        """Return the keys of the parts that were saved."""
+        """Return the keys of the saved parts."""
         return set(self.metadata["parts"])
 
     def spec(self, name: str) -> TensorSpec | None:
@@ -179,7 +179,7 @@ class SavedState:
             )
         if target.is_inference():
             raise CheckpointError(
-                f"{name} was made in inference mode, and nothing can be loaded into it; make it "
+                f"{name} was made in inference mode and cannot be written; make it "
                 "outside, or give its clone()"
             )
         memory = _memory_of(target)
@@ -200,11 +200,11 @@ class SavedState:
 
     @torch.no_grad()
     def load(self, n_threads: int) -> int:
-        """Fill all that is wanted, with so many threads; return how many bytes were written.
+        """Fill all requested tensors with *n_threads* threads; return how many bytes were written.
 
         Raises:
-            CheckpointError: The parts of a tensor do not make up the whole; nothing is known then
-                of what the wanted tensors hold.
+            CheckpointError: The parts of a tensor do not cover it; the content of the requested
+                tensors is then undefined.
         """
         placements = TensorPlacements()
         direct: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -225,7 +225,7 @@ class SavedState:
             else:
                 resharded[name] = target if is_dtensor(target) else local
         if resharded:
-            # Imported where it is needed: most restores find everything in place.
+            # A lazy import: most restores need no resharding.
             from gpuops.worker.state.resharding import load_resharded
 
             load_resharded(resharded, {name: self._pieces(name) for name in resharded})
@@ -233,7 +233,7 @@ class SavedState:
         return nbytes
 
     def _has_same_values(self, first_name: str, second_name: str) -> bool:
-        """Say whether two tensors were saved with the same values."""
+        """Return whether two tensors were saved with the same values."""
         for image in self._all_images():
             a, b = image.tensors.get(first_name), image.tensors.get(second_name)
             if a is None and b is None:
@@ -263,7 +263,7 @@ class SavedState:
         return found
 
     def _all_images(self) -> Iterator[_ShardImage]:
-        """Yield the own image first, then the others from the lowest rank on."""
+        """Yield this rank's image first, then the others from the lowest rank on."""
         yield self._image(self._home_rank)
         for rank in range(self._world):
             if rank != self._home_rank:
@@ -279,12 +279,12 @@ class SavedState:
         layout = read_layout(memory)
         if layout.shard != shard:
             raise CorruptError(
-                f"the image of rank {shard.rank} of {shard.world} says that it is of rank "
+                f"the image of rank {shard.rank} of {shard.world} declares that it is of rank "
                 f"{layout.shard.rank} of {layout.shard.world}"
             )
         metadata = loads(read_metadata_blob(memory, layout), f"the extra of rank {shard.rank}")
         if not isinstance(metadata, dict) or not isinstance(metadata.get("parts"), dict):
-            raise CorruptError(f"the extra of rank {shard.rank} does not say what was saved")
+            raise CorruptError(f"the metadata of rank {shard.rank} is incomplete")
         if metadata.get("format") != STATE_FORMAT:
             raise CheckpointError(
                 f"the state of rank {shard.rank} has the format {metadata.get('format')!r:.40}, "

@@ -19,7 +19,7 @@ TOLD = {
     "tensors": ["model.0.weight"],
     "n_tensors": 1,
     "alike": [1, 11],
-    "why": "rank 1 differs from ranks 0, 2 in model.0.weight at step 12 (alike at step 11)",
+    "why": "rank 1 differs from ranks 0, 2 in model.0.weight at step 12 (equal at step 11)",
 }
 AGAIN = {
     "kind": "replicas_alike",

@@ -70,7 +70,7 @@ def test_how_many_nodes_and_what_with_fewer(script, flags, low, high, spares, on
         (["--grow-after=-1"], "--grow-after=-1: "),
         (["--ckpt=on"], "--ckpt=on: auto or off"),
         (["--ckpt-dir= "], "--ckpt-dir= : a directory"),
-        (["--ckpt-dir=foo://x"], "--ckpt-dir=foo://x: .* no kind of store is called foo"),
+        (["--ckpt-dir=foo://x"], "--ckpt-dir=foo://x: .* unknown protocol 'foo'"),
         (["--nnodes=2"], "--nnodes=2: where do the nodes meet"),
         (["--nnodes=2", "--rdzv-backend=c10d"], "--rdzv-endpoint=HOST:PORT"),
         (["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-endpoint=h:1"], "etcd .*what works: "),

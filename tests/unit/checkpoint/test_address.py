@@ -17,10 +17,10 @@ def test_directories_and_urls_of_known_kinds_are_fine(address):
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("foo://x", "foo://x: no kind of store is called foo; .* begin with s3, gs"),
-        ("://x", "called nothing"),
-        ("https://host/bucket", r"nothing can be written to https://.*AWS_ENDPOINT_URL"),
-        ("s3:/bucket/run", "s3:/bucket/run: a URL begins with s3://; for a directory say ./"),
+        ("foo://x", "foo://x: unknown protocol 'foo'; .* begins with s3, gs"),
+        ("://x", "unknown protocol ''"),
+        ("https://host/bucket", r"https:// is read-only.*AWS_ENDPOINT_URL"),
+        ("s3:/bucket/run", "s3:/bucket/run: a URL begins with s3://; for a directory use ./"),
         ("s3:bucket", "a URL begins with s3://"),
     ],
 )

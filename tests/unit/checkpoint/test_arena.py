@@ -88,7 +88,7 @@ def test_nobody_can_change_its_size_or_its_seals():
 
 @pytest.mark.parametrize("nbytes", [0, -1, IMAGE_BYTES_MAX + 1])
 def test_a_size_that_cannot_be_is_refused(nbytes):
-    with pytest.raises(CheckpointError, match=f"no slot can have {nbytes} bytes"):
+    with pytest.raises(CheckpointError, match=f"a slot cannot have {nbytes} bytes"):
         SharedBuffer.create("slot", nbytes)
 
 
@@ -258,7 +258,7 @@ def test_memory_that_does_not_fit_is_refused_with_figures_before_any_is_taken(po
     with SharedBuffer.create("slot", 8 * MIB) as slot:
         with pytest.raises(
             CheckpointError,
-            match=r"a slot of 8.4 MB does not fit: 8.4 MB of it are still to be taken, "
+            match=r"a slot of 8.4 MB does not fit: 8.4 MB of it are not populated, "
             r"3.1 MB are available here",
         ):
             slot.populate(root=poor_machine)
@@ -293,7 +293,7 @@ def test_memory_that_others_take_meanwhile_is_missed(poor_machine):
         return False
 
     with SharedBuffer.create("slot", 3 * POPULATE_BYTES) as slot:
-        with pytest.raises(CheckpointError, match=r"67.1 MB of it are still .* 16.8 MB are"):
+        with pytest.raises(CheckpointError, match=r"67.1 MB of it are not populated.* 16.8 MB are"):
             slot.populate(others, root=poor_machine)
         assert taken_bytes(slot) == POPULATE_BYTES
 

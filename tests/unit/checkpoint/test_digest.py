@@ -102,13 +102,13 @@ def test_each_of_1000_random_bit_flips_in_the_digest_itself_is_found():
     ("change", "says"),
     [
         ({"nbytes": 999}, "the digest's table has the root"),
-        ({"nbytes": 64}, "the digest of 64 bytes has a table of 128 bytes, not of 8"),
+        ({"nbytes": 64}, "the digest of 64 bytes has a table of 128 bytes, not 8"),
         ({"nbytes": -1}, "the digest of -1 bytes"),
         ({"nbytes": 2**70}, "the digest of 1180591620717411303424 bytes"),
-        ({"table": b""}, "has a table of 0 bytes, not of 128"),
+        ({"table": b""}, "has a table of 0 bytes, not 128"),
         ({"table": b"x" * 127}, "has a table of 127 bytes"),
-        ({"root": "0" * 64}, "but 0000000000000000… was written"),
-        ({"root": ""}, "was written"),
+        ({"root": "0" * 64}, "but 0000000000000000… was recorded"),
+        ({"root": ""}, "was recorded"),
     ],
 )
 def test_a_digest_that_does_not_agree_with_itself_is_corrupt(change, says):

@@ -158,22 +158,22 @@ def test_the_header_has_what_torch_needs_for_each_key():
 @pytest.mark.parametrize(
     ("specs", "says"),
     [
-        ([spec("w"), spec("v"), spec("w")], "two tensors are called 'w'"),
-        ([spec("__metadata__")], "'__metadata__' of a tensor is reserved"),
+        ([spec("w"), spec("v"), spec("w")], "two tensors have the name 'w'"),
+        ([spec("__metadata__")], "tensor name '__metadata__' is reserved"),
         ([spec(metadata_blob_name(1))], "is reserved"),
         ([spec(metadata_blob_name(2))], "is reserved"),
         ([spec("\ud800")], "is not Unicode text"),
         ([spec("é" * NAME_BYTES_MAX)], f"has {2 * NAME_BYTES_MAX} bytes"),
-        ([spec(dtype="C128")], "the dtype 'C128', which no image can hold"),
+        ([spec(dtype="C128")], "the dtype 'C128', which images do not support"),
         ([spec(nbytes=25)], r"25 bytes are not F32 of shape \(2, 3\)"),
         ([spec(nbytes=-24)], "-24 bytes are not"),
-        ([spec(shape=(-2, -3))], "no part of -2 from 0 on is in a dimension of -2"),
-        ([spec(offsets=(1, 0))], "no part of 2 from 1 on is in a dimension of 2"),
-        ([spec(offsets=(-1, 0))], "no part of 2 from -1 on"),
+        ([spec(shape=(-2, -3))], "-2 items from 0 on exceed a dimension of -2"),
+        ([spec(offsets=(1, 0))], "2 items from 1 on exceed a dimension of 2"),
+        ([spec(offsets=(-1, 0))], "2 items from -1 on"),
         ([spec(offsets=(0,))], "differ in length"),
         ([spec(global_shape=(2, 3, 1))], "differ in length"),
         ([spec(shape=[1] * 65)], "are too long"),
-        ([spec(shape=(0, 2**63))], "is in a dimension of 9223372036854775808"),
+        ([spec(shape=(0, 2**63))], "exceed a dimension of 9223372036854775808"),
         ([spec("a", "U8", (IMAGE_BYTES_MAX,))], "an image has at most 17592186044416"),
         ([spec(dtype="F64", shape=(2**60, 2**60))], "an image has at most"),
     ],
@@ -185,7 +185,7 @@ def test_what_no_image_can_hold_is_refused_by_name(specs, says):
 
 @pytest.mark.parametrize("capacity", [-1, IMAGE_BYTES_MAX + 1])
 def test_a_capacity_that_cannot_be_is_refused(capacity):
-    with pytest.raises(CheckpointError, match=f"no image has room for {capacity} bytes"):
+    with pytest.raises(CheckpointError, match=f"a metadata blob cannot have {capacity} bytes"):
         plan_image(SHARD, [], capacity)
 
 
@@ -231,7 +231,7 @@ def test_extras_that_do_not_fit_are_refused_before_a_byte_is_written():
     layout = plan_image(SHARD, [], 10)
     image = bytearray(layout.nbytes)
 
-    with pytest.raises(CheckpointError, match="has 11 bytes that are not tensors, and room for 10"):
+    with pytest.raises(CheckpointError, match="has 11 bytes of metadata; the capacity is 10"):
         write_metadata_blob(memoryview(image), layout, b"x" * 11)
     assert not any(image)
     write_metadata_blob(memoryview(image), layout, b"x" * 10)
@@ -243,7 +243,7 @@ def test_an_extra_that_says_it_is_too_long_is_corrupt(length):
     image = bytearray(layout.nbytes)
     image[layout.metadata_blob.begin : layout.metadata_blob.begin + 8] = struct.pack("<Q", length)
 
-    with pytest.raises(CorruptError, match=f"says it has {length} bytes of 10"):
+    with pytest.raises(CorruptError, match=f"declares {length} bytes of 10"):
         read_metadata_blob(memoryview(image), layout)
     with pytest.raises(CorruptError, match="the image ends at"):
         read_metadata_blob(memoryview(image)[:-1], layout)
@@ -270,34 +270,34 @@ def set_at(tree, path, value):
     [
         (("a",), ..., "other tensors"),
         (("c",), {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "other tensors"),
-        (("a",), 3, "no mapping"),
-        (("a",), [], "no mapping"),
+        (("a",), 3, "not an object"),
+        (("a",), [], "not an object"),
         (("a", "dtype"), "F65", "dtype 'F65'"),
-        (("a", "dtype"), 7, "not whole"),
-        (("a", "dtype"), ..., "not whole"),
+        (("a", "dtype"), 7, "incomplete"),
+        (("a", "dtype"), ..., "incomplete"),
         (("a", "dtype"), "F32", "16 bytes are not F32"),
-        (("a", "shape"), ..., "no list of whole numbers"),
-        (("a", "shape"), [2.0], "no list of whole numbers"),
-        (("a", "shape"), [True, 2], "no list of whole numbers"),
-        (("a", "shape"), [-2], "no list of whole numbers"),
-        (("a", "shape"), [float("nan")], "NaN is no number"),
-        (("a", "shape"), [10**400], "no list of whole numbers"),
-        (("a", "shape"), ["2"], "no list of whole numbers"),
-        (("a", "shape"), {"0": 2}, "no list of whole numbers"),
-        (("a", "shape"), [1] * 65, "no list of whole numbers"),
+        (("a", "shape"), ..., "not a list of whole numbers"),
+        (("a", "shape"), [2.0], "not a list of whole numbers"),
+        (("a", "shape"), [True, 2], "not a list of whole numbers"),
+        (("a", "shape"), [-2], "not a list of whole numbers"),
+        (("a", "shape"), [float("nan")], "NaN is not a valid number"),
+        (("a", "shape"), [10**400], "not a list of whole numbers"),
+        (("a", "shape"), ["2"], "not a list of whole numbers"),
+        (("a", "shape"), {"0": 2}, "not a list of whole numbers"),
+        (("a", "shape"), [1] * 65, "not a list of whole numbers"),
         (("a", "shape"), [2, 1], "differ in length"),
         (("a", "shape"), [2**62, 2**62], "differ in length"),
-        (("a", "data_offsets"), [0, 16, 16], "not whole"),
+        (("a", "data_offsets"), [0, 16, 16], "incomplete"),
         (("a", "data_offsets"), [16, 0], "-16 bytes are not"),
         (("a", "data_offsets"), [8, 24], "begins at|ends at"),
         (("a", "data_offsets"), [4, 20], "not aligned"),
         (("a", "data_offsets"), [2**62, 2**62 + 16], "begins at|ends at"),
         (("b", "data_offsets"), [0, 3], "begins at"),
-        (("__metadata__",), ..., "metadata is no mapping"),
-        (("__metadata__",), "text", "metadata is no mapping"),
-        (("__metadata__", "format"), 1, "what is no text"),
-        (("__metadata__", "gpuops"), ..., "gpuops is no text"),
-        (("__metadata__", "gpuops"), "[1]", "gpuops is no mapping"),
+        (("__metadata__",), ..., "metadata is not an object"),
+        (("__metadata__",), "text", "metadata is not an object"),
+        (("__metadata__", "format"), 1, "a value that is not text"),
+        (("__metadata__", "gpuops"), ..., "gpuops is not text"),
+        (("__metadata__", "gpuops"), "[1]", "gpuops is not an object"),
         (("__metadata__", "gpuops"), "{", "cannot be read"),
         (("__metadata__", "gpuops"), '{"format": 2}', "has the format 2, this gpuops reads 1"),
         (("__metadata__", "gpuops"), '{"format": 1, "rank": 1.0, "world": 4}', "of rank float"),
@@ -307,7 +307,7 @@ def set_at(tree, path, value):
         (
             ("__metadata__", "gpuops"),
             '{"format": 1, "rank": 2, "world": 4, "shapes": {"b": [9]}}',
-            "has no __gpuops_extra__/rank00002",
+            "has no byte tensor __gpuops_extra__/rank00002",
         ),
         (
             ("__metadata__", "gpuops"),
@@ -317,9 +317,9 @@ def set_at(tree, path, value):
         (
             ("__metadata__", "gpuops"),
             '{"format": 1, "rank": 1, "world": 4, "shapes": {"b": [3]}}',
-            "no part of 3 from 1 on",
+            "3 items from 1 on",
         ),
-        (("__metadata__", "DCP_SHARDING_INFO"), "null", "no mapping"),
+        (("__metadata__", "DCP_SHARDING_INFO"), "null", "not an object"),
         (("__metadata__", "DCP_SHARDING_INFO"), "{}", "other tensors"),
         (("__metadata__", "DCP_SHARDING_INFO"), '{"a": 1, "a": 1}', "twice"),
     ],
@@ -336,26 +336,26 @@ def test_an_extra_of_another_kind_is_corrupt():
     tree, data = good_tree()
     tree[metadata_blob_name(1)]["dtype"] = "BOOL"
 
-    with pytest.raises(CorruptError, match="of bytes"):
+    with pytest.raises(CorruptError, match="no byte tensor"):
         read_layout(written(tree, data))
 
 
 @pytest.mark.parametrize(
     ("image", "says"),
     [
-        (b"", "header has 0 bytes"),
-        (b"\x10", "header has 16 bytes"),
-        (struct.pack("<Q", 2**64 - 1), "header has 18446744073709551615 bytes"),
-        (struct.pack("<Q", HEADER_BYTES_MAX + 1) + b"{}", "says that its header has"),
-        (struct.pack("<Q", 4088) + b"{}", "says that its header has 4088"),
+        (b"", "header of 0 bytes"),
+        (b"\x10", "header of 16 bytes"),
+        (struct.pack("<Q", 2**64 - 1), "header of 18446744073709551615 bytes"),
+        (struct.pack("<Q", HEADER_BYTES_MAX + 1) + b"{}", "declares a header of"),
+        (struct.pack("<Q", 4088) + b"{}", "declares a header of 4088"),
         (struct.pack("<Q", 2) + b"{}", "begin at 10, not at a page"),
         (written(b" {}"), "does not begin with a brace"),
         (written(b"[]"), "does not begin with a brace"),
-        (written(b'{"a":1,"a":2}'), "a key stands in it twice"),
-        (written(b'{"a":{"b":1,"\\u0062":2}}'), "a key stands in it twice"),
-        (written(b'{"a":NaN}'), "NaN is no number"),
-        (written(b'{"a":-Infinity}'), "-Infinity is no number"),
-        (written(b'{"a":' + b"9" * 4060 + b"}"), "metadata is no mapping"),
+        (written(b'{"a":1,"a":2}'), "a key occurs twice"),
+        (written(b'{"a":{"b":1,"\\u0062":2}}'), "a key occurs twice"),
+        (written(b'{"a":NaN}'), "NaN is not a valid number"),
+        (written(b'{"a":-Infinity}'), "-Infinity is not a valid number"),
+        (written(b'{"a":' + b"9" * 4060 + b"}"), "metadata is not an object"),
         (written(b'{"a":' + b"9" * 8000 + b"}", begin=8192), "cannot be read"),
         (written(b'{"a":"\xff"}'), "not UTF-8"),
         (written('{"a":1}'.encode("utf-16-le")), "cannot be read"),
@@ -381,9 +381,9 @@ def test_an_image_that_is_cut_short_or_too_long_is_corrupt():
     image = image_of(plan_image(SHARD, [spec()], 10))
 
     for wrong in (image[:-1], image + b"\0"):
-        with pytest.raises(CorruptError, match="its header tells of"):
+        with pytest.raises(CorruptError, match="its header describes"):
             read_layout(wrong)
-    with pytest.raises(CorruptError, match="its header tells of"):
+    with pytest.raises(CorruptError, match="its header describes"):
         read_layout(image[:4096], nbytes=len(image) + 1)
 
 

@@ -217,7 +217,7 @@ def test_a_rank_of_an_older_start_is_refused_once_a_newer_is_there(node):
 def test_ranks_of_which_the_agent_knows_nothing_are_refused(node):
     node.core.begin_generation(5, 1, None, "run")
 
-    with pytest.raises(KeeperError, match="there is no other"):
+    with pytest.raises(KeeperError, match="no other node"):
         node.core.join(Guest(), RankInfo(Shard(0, 4), 0, 2, 5), may_wait=False)
 
 
@@ -240,7 +240,7 @@ def test_what_memory_holds_is_counted_before_it_is_taken():
     node.core.reserve(node.posts[0], layouts[0].header_hash, nbytes, 2)
 
     # Nothing is taken yet, and two slots are promised: the other two do not fit by one byte.
-    with pytest.raises(KeeperError, match=r"rank 1 do not fit.*promised"):
+    with pytest.raises(KeeperError, match=r"rank 1 do not fit.*reserved for other slots"):
         node.core.reserve(node.posts[1], layouts[1].header_hash, nbytes, 2)
     assert [e["kind"] for e in node.core.events.take(10**6)] == ["fresh_start", "refused"]
     node.jobs.do("populate")
@@ -252,10 +252,10 @@ def test_what_memory_holds_is_counted_before_it_is_taken():
 
 def test_a_machine_that_does_not_say_how_much_it_has_is_an_error():
     def unknown():
-        raise CheckpointError("how much memory is free cannot be told")
+        raise CheckpointError("cannot determine the available memory")
 
     node = Node(available=unknown).start()
-    with pytest.raises(KeeperError, match="cannot be told"):
+    with pytest.raises(KeeperError, match="cannot determine the available memory"):
         node.core.reserve(node.posts[0], "0" * 64, 1000, 2)
 
 
@@ -325,8 +325,8 @@ def test_a_state_of_more_ranks_that_is_not_whole_here_says_what_to_do(node):
         assert bool(node.core.group.error) == (world == 3), node.core.group.error
 
     assert "that of rank 2 is neither in this node's memory" in node.core.group.error
-    assert "4 ranks saved it and 3 load it, so each node needs the whole" in node.core.group.error
-    assert "anew goes on from the newest in the directory" in node.core.group.error
+    assert "4 ranks saved it and 3 load it, so each node needs all its" in node.core.group.error
+    assert "anew resumes from the newest in the directory" in node.core.group.error
 
 
 def test_an_epoch_that_is_not_new_is_refused(node):

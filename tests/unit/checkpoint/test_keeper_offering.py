@@ -193,7 +193,7 @@ def test_only_what_is_wanted_is_looked_at(stack):
     assert find_restorable(memory, None, StateSearchCriteria(is_none=True)).selected is None
     missing = find_restorable(memory, None, StateSearchCriteria(only=StateId(9, 9)))
     assert missing.selected is None
-    assert missing.why == ["step 9 (epoch 9) was asked for and is not here"]
+    assert missing.why == ["step 9 (epoch 9) was requested and is not here"]
 
 
 def test_of_several_nodes_each_looks_at_its_own_shards(stack):

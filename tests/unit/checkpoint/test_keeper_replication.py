@@ -200,10 +200,10 @@ def test_a_holder_that_takes_some_again_and_again_and_never_all_is_not_waited_fo
         task = node.core.peers.pusher._holders[NEAR].task
         node.now_s += HOLDER_GONE_S / 2
         task.moved_s, task.has_moved = node.now_s, True  # as by the thread that sends
-        node.jobs.end_push(TransferError("nothing comes through"))
+        node.jobs.end_push(TransferError("no progress"))
         node.wait(RETRY_S)
     assert node.replicated == (state,)
-    assert [failed["why"] for failed in node.failed()] == ["nothing comes through"]
+    assert [failed["why"] for failed in node.failed()] == ["no progress"]
 
 
 def test_a_holder_that_refuses_for_now_is_asked_again_and_one_without_room_is_not(node):
@@ -291,7 +291,7 @@ def test_holders_of_a_large_world_are_said_in_pages(node):
     assert [page["is_first"] for page in pages] == [True, False, False]
     assert {shard: list(it.peers) for shard, it in session.holders.items()} == sources
     assert session.holders[Shard(7, 250)].root == "ab" * 32
-    for root, numbers, words in (("", [0], "names peers"), ("zz", [], "no root")):
+    for root, numbers, words in (("", [0], "refers to peers"), ("zz", [], "not a digest root")):
         page = {"is_first": True, "peers": [], "shards": [[[0, 1], root, numbers]]}
         with pytest.raises(CheckpointError, match=words):
             requests.handle(session, "sources", page, 0.0)
@@ -320,7 +320,7 @@ def test_what_peers_read_is_pinned_by_the_thread_of_the_messages(node):
         )
         return shelf.open(first, Shard(0, 2))
 
-    with pytest.raises(TransferRefusedError, match="does not get to it"):
+    with pytest.raises(TransferRefusedError, match="too busy"):
         opened(0.01)
     node.jobs.posted.popleft()()  # too late
     found = []

@@ -59,12 +59,14 @@ def test_this_machine_has_some():
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: 5 kB\n", "MemAvailable: many\n"])
 def test_a_machine_that_does_not_say_is_an_error(machine, meminfo):
-    with pytest.raises(CheckpointError, match="cannot be told: /proc/meminfo lacks"):
+    with pytest.raises(
+        CheckpointError, match="cannot determine the available memory: /proc/meminfo lacks"
+    ):
         available_bytes(machine({"proc/meminfo": meminfo}))
 
 
 def test_a_machine_without_proc_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be told: cannot read"):
+    with pytest.raises(CheckpointError, match="cannot determine the available memory: cannot read"):
         available_bytes(tmp_path)
 
 

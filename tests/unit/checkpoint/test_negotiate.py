@@ -69,7 +69,7 @@ def test_an_older_state_only_with_a_reason():
     )
 
     assert plan.state == OLD
-    assert plan.why == ("step 110 (epoch 2), world 2: nobody has shard 1 of 2; lost with n9",)
+    assert plan.why == ("step 110 (epoch 2), world 2: no node has shard 1 of 2; lost with n9",)
 
 
 def test_the_persistent_copy_fills_in_for_the_same_state_only():

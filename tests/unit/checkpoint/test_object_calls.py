@@ -213,7 +213,7 @@ def test_an_attempt_that_hangs_is_left_behind(clock):
     retrying = Retrying(300.0, clock, first_response_timeout_s=2.0)
     over = threading.Event()
     with pytest.raises(
-        ObjectStoreUnreachableError, match=r"timed out after 2 s; see that the server is up"
+        ObjectStoreUnreachableError, match=r"timed out after 2 s; check that the server is up"
     ):
         retrying.call("list y", over.wait)
     over.set()

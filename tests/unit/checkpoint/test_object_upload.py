@@ -95,7 +95,7 @@ def test_where_something_else_is_there_it_is_made_again(keeps):
 def test_a_bucket_that_is_not_there_is_told_at_once():
     filesystem = FakeS3("NoSuchBucket")
 
-    with pytest.raises(CheckpointError, match="is there such a bucket"):
+    with pytest.raises(CheckpointError, match="does the bucket exist"):
         upload(filesystem)
 
     assert filesystem.n_uploads == 1

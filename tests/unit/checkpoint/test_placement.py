@@ -286,7 +286,7 @@ def test_a_job_grown_past_its_copies_is_placed_anew_and_shrunk_too():
 @pytest.mark.parametrize(
     ("nodes", "replicas", "words"),
     [
-        ([], 2, "on no node"),
+        ([], 2, "without a node"),
         (["a", "b", "a"], 2, "node a cannot be placed twice"),
         (["a"], 0, "0 copies"),
         (named(NODES_MAX + 1), 2, f"at most {NODES_MAX}"),

@@ -45,12 +45,13 @@ def test_what_does_not_fit_is_refused_with_figures_and_the_first_that_would():
     assert ram_refusal(need, 576 * GB) is None
     assert ram_refusal(need, 576 * GB - 1) == (
         "checkpoints need 576.0 GB a node (3 slots x 8 ranks x 12.0 GB x 2 copies), and 576.0 GB"
-        " are there; copies of only some saves, in two slots would fit: 480.0 GB a node"
+        " are available; copies of only some saves, in two slots would fit: 480.0 GB a node"
         " (3 slots x 8 ranks x 12.0 GB, and 192.0 GB for peers, 2 slots)"
     )
     assert ram_refusal(need, 60 * GB) == (
         "checkpoints need 576.0 GB a node (3 slots x 8 ranks x 12.0 GB x 2 copies), and 60.0 GB"
-        " are there; nothing fits, the least is 64.0 GB a node (2 slots x 8 ranks x 4.0 GB)"
+        " are available; nothing fits, the smallest option is 64.0 GB a node"
+        " (2 slots x 8 ranks x 4.0 GB)"
     )
 
 

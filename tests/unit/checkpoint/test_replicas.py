@@ -167,9 +167,9 @@ def test_the_slot_of_a_push_that_has_begun_is_no_copy_any_more(store):
 def test_an_older_state_is_refused(store):
     put(store, 5)
     assert refusal(store, 4).code is TransferRefusal.NOT_WANTED
-    assert "overtaken by step 5" in str(refusal(store, 4))
+    assert "superseded by step 5" in str(refusal(store, 4))
     store.commit(StateId(3, 9))
-    assert "overtaken by step 9" in str(refusal(store, 8))
+    assert "superseded by step 9" in str(refusal(store, 8))
 
 
 def test_the_committed_state_is_taken_after_a_newer_one_that_was_given_up(store):
@@ -219,7 +219,7 @@ def test_a_newer_push_ends_an_older_one_that_is_still_coming(store):
     assert inbox.is_wanted()
     assert refusal(store, 3).code is TransferRefusal.BUSY
     assert not inbox.is_wanted()
-    with pytest.raises(TransferRefusedError, match="overtaken"):
+    with pytest.raises(TransferRefusedError, match="superseded"):
         inbox.complete()
     inbox.detach()
     put(store, 3)
@@ -322,7 +322,7 @@ def test_no_more_memory_than_allowed():
     put(store, 2, committed=StateId(3, 1))
     error = refusal(store, 3, shard=OTHER)
     assert error.code is TransferRefusal.NO_ROOM
-    assert "may hold 24.6 kB" in str(error)
+    assert "its limit is 24.6 kB" in str(error)
     put(store, 3, committed=StateId(3, 2))
     store.close()
 

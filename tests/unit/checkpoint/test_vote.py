@@ -94,7 +94,7 @@ def test_one_tensor_that_differs_is_named_by_sketches_and_several_are_not():
 
 
 PAIR = "ranks 0-1, which must be equal,"
-WHEN = "at step 9 (alike at step 8)"
+WHEN = "at step 9 (equal at step 8)"
 
 
 def state(step, epoch=1):

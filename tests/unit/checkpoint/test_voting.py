@@ -126,7 +126,7 @@ def test_one_bit_in_one_rank_is_told_once_with_rank_tensor_and_step(nodes):
     assert (differ["ranks"], differ["suspects"], differ["outcome"]) == ("0-2", [1], "minority")
     assert differ["is_here"]
     assert differ["tensors"] == ["a.weight"]
-    assert differ["why"] == "rank 1 differs from ranks 0, 2 in a.weight at step 4 (alike at step 3)"
+    assert differ["why"] == "rank 1 differs from ranks 0, 2 in a.weight at step 4 (equal at step 3)"
     assert (alike["kind"], alike["state"][1]) == ("replicas_alike", 7)
 
 
@@ -184,7 +184,7 @@ def test_whoever_trains_without_an_agent_hears_it_from_the_first_rank(nodes):
     said = node.save(3, [(1, "a.weight")])
 
     assert said[0].endswith(
-        "rank 1 differs from ranks 0, 2 in a.weight at step 2 (alike at step 1)"
+        "rank 1 differs from ranks 0, 2 in a.weight at step 2 (equal at step 1)"
     )
     assert said[1:] == [None, None]
     assert node.save(4, [(1, "a.weight")]) == [None, None, None]
@@ -324,7 +324,7 @@ def test_what_nodes_found_out_together_is_told_with_the_name_of_the_tensor(nodes
     one, tie, apart, moved, over = node.told()
 
     assert (one["tensors"], one["suspects"], one["is_here"]) == (["a.weight"], [3], True)
-    assert one["why"] == "rank 3 differs from ranks 0-2 in a.weight at step 1 (alike at step 0)"
+    assert one["why"] == "rank 3 differs from ranks 0-2 in a.weight at step 1 (equal at step 0)"
     assert (tie["tensors"], tie["suspects"], tie["is_here"]) == ([], [0, 3], False)
     assert (one["nodes"], tie["nodes"], moved["nodes"]) == (["n2"], ["n1", "n2"], [])
     assert "several tensors" in tie["why"]
@@ -332,5 +332,5 @@ def test_what_nodes_found_out_together_is_told_with_the_name_of_the_tensor(nodes
     assert "in one tensor at step 1" in moved["why"]
     assert not moved["is_here"]  # nobody knows where the rank was when it came about
     assert (over["kind"], over["ranks"], over["state"][1]) == ("replicas_alike", "0-3", 1)
-    with pytest.raises(MessageError, match="no replicas that differ"):
+    with pytest.raises(MessageError, match="invalid replica report"):
         asked(node, {"key": "k"})

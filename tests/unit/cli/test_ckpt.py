@@ -108,9 +108,9 @@ def test_an_address_that_is_none_is_a_usage_error(capsys, words):
     code = run_command(["ckpt", *words, "foo://x"])
 
     assert code == 64
-    assert "no kind of store is called foo" in capsys.readouterr().err
+    assert "unknown protocol 'foo'" in capsys.readouterr().err
     assert run_command(["ckpt", *words, "s3://"]) == 64
-    assert "nothing stands behind s3://; give s3://bucket/name" in capsys.readouterr().err
+    assert "s3:// is incomplete; use s3://bucket/name" in capsys.readouterr().err
 
 
 def test_the_directory_is_the_configured_one(ckpt, store, monkeypatch):

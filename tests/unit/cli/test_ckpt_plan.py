@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_with_figures_and_exit_code_1():
 
     assert refused.return_value == 1
     assert "checkpoints need 384.0 GB a node" in refused.output
-    assert " ".join(refused.output.split()).count("200.0 GB are there; weights without") == 1
+    assert " ".join(refused.output.split()).count("200.0 GB are available; weights without") == 1
     assert fits.return_value == 0
     assert "of 384.0 GB" in fits.output
     assert run("--nodes", "16", *SIZE, "--ram", "1GB", "--json").return_value == 1

@@ -198,7 +198,7 @@ def test_disabled_the_shim_prepares_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "code", "why"),
     [
-        (b"#!/nonexistent/sh\n", 127, "its interpreter is not there"),
+        (b"#!/nonexistent/sh\n", 127, "its interpreter does not exist"),
         (b"\x7fELF no program", 126, "Exec format error"),
     ],
     ids=["no interpreter", "corrupt"],

@@ -60,7 +60,7 @@ def test_a_state_that_changes_at_every_save_is_said_and_saved_once_it_does_not(r
     steps(ranks, 2, 5, grows=True)
     assert [ck.stats["saved"] for _, ck in ranks] == [0, 0]
     assert len(warnings()) == 2  # each of its own state
-    assert all("another shape at each of the last 3 saves (model.seen)" in w for w in warnings())
+    assert all("changed at each of the last 3 saves (model.seen)" in w for w in warnings())
 
     steps(ranks, 6, 8, grows=False)
 

@@ -765,7 +765,7 @@ class Picky:
 def test_a_part_that_refuses_its_state_is_named(node):
     save(node, scheduler=Picky())
 
-    with pytest.raises(CheckpointError, match=r"scheduler does not take .* KeyError: 'b'"):
+    with pytest.raises(CheckpointError, match=r"scheduler does not accept .* KeyError: 'b'"):
         load(node, scheduler=Picky())
 
 

@@ -156,4 +156,4 @@ def test_a_name_that_is_taken_out_of_extra_is_said(node):
         ck.step(1)
         del extra["b"]
         ck.step(2)
-        assert ck.stats["off"] == "extra.b was given, and the mapping has it no more"
+        assert ck.stats["off"] == "extra.b was given, and is no longer in its mapping"

@@ -259,7 +259,7 @@ def test_a_late_answer_is_waited_for_once_and_all_save_the_same_again(every, for
     assert (len(missed) > 0) == (for_steps > 1)
     assert first.saved[-1] == second.saved[-1]
     assert len(store.asked) == len(set(store.asked)) <= len(second.saved)
-    assert ["rank 0 has not said" in text for text in warnings()] == [True]
+    assert ["rank 0 has not published" in text for text in warnings()] == [True]
 
 
 def test_a_rank_without_an_answer_saves_nothing_and_waits_no_more():

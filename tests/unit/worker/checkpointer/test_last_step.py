@@ -192,7 +192,7 @@ def test_where_no_step_was_ever_seen_it_is_said(pair, begin, is_last, missed, st
             ck.step(n)
 
     assert not is_last(pair)
-    assert ["no optimizer step was seen of all" in text for text in missed()] == [True]
+    assert ["no optimizer step was observed" in text for text in missed()] == [True]
 
 
 @pytest.mark.parametrize(("named", "every"), [(True, 1), (False, 1000)])

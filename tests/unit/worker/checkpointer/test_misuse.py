@@ -36,7 +36,9 @@ def test_a_number_of_steps_that_falls_is_said_once(node, warnings):
         assert (ck.stats["saved"], ck.stats["off"]) == (3, None)
 
     assert len(warnings()) == 1
-    assert warnings()[0].startswith("step(1) after step(7): the steps completed only grow")
+    assert warnings()[0].startswith(
+        "step(1) after step(7): the number of completed steps must grow"
+    )
 
 
 def test_a_name_that_comes_later_is_not_left_out_silently(node, warnings):
@@ -83,7 +85,7 @@ def test_a_process_that_was_forked_neither_saves_nor_takes_leave(node):
         ({"persist_every": True}, "persist_every=True"),
         ({"persist_every": [1]}, r"persist_every=\[1\]"),
         ({"persist_every": float("nan")}, "persist_every is nan"),
-        ({"slots": "2"}, "slots is '2': a whole number"),
+        ({"slots": "2"}, "slots is '2': it must be a whole number"),
         ({"slots": 2.0}, r"slots is 2\.0"),
         ({"keep_last": None}, "keep_last is None"),
         ({"keep_every": 1.5}, r"keep_every is 1\.5"),

@@ -89,7 +89,7 @@ def test_where_all_are_damaged_training_does_not_begin_anew(persisted):
     for step in (1, 2, 3):
         flip(persisted.shard(step))
 
-    with pytest.raises(CheckpointError, match="none is whole"):
+    with pytest.raises(CheckpointError, match="none is complete"):
         source(persisted.folder).find()
 
 
@@ -98,7 +98,7 @@ def test_a_state_of_a_later_gpuops_is_not_silently_a_fresh_start(persisted):
         manifest = persisted.shard(step).parent / "manifest.json"
         manifest.write_bytes(manifest.read_bytes().replace(b"checkpoint/1", b"checkpoint/9"))
 
-    with pytest.raises(CheckpointError, match="cannot be told"):
+    with pytest.raises(CheckpointError, match="cannot determine whether"):
         source(persisted.folder).find()
 
 
@@ -261,7 +261,7 @@ def test_which_rank_this_is(env, place):
     ],
 )
 def test_a_launcher_that_contradicts_itself_is_an_error(env):
-    with pytest.raises(CheckpointError, match="that cannot be"):
+    with pytest.raises(CheckpointError, match="that is impossible"):
         detect_ranks(env)
 
 

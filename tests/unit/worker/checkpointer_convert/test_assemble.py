@@ -138,7 +138,7 @@ def test_a_full_disk_is_an_error_and_no_signal(tmp_path):
         with pytest.raises(CheckpointError) as caught:
             scratch_memory(disk, 2_000_000)
         assert str(caught.value) == (
-            f"cannot put 2000000 bytes of scratch into {disk}: No space left on device:"
+            f"cannot allocate 2000000 bytes of scratch in {disk}: No space left on device:"
             " free some space, or keep fewer states"
         )
         scratch_memory(disk, 500_000)[:] = bytes(500_000)

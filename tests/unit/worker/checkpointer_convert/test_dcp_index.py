@@ -116,10 +116,10 @@ def tensor(size, *chunks):
     [
         ({"places": {}}, "no file is named"),
         ({"entries": {"w": tensor([2], chunk([0, 0], [2, 1]))}}, "other dimensions"),
-        ({"entries": {"w": 3}}, "BytesStorageMetadata was expected"),
+        ({"entries": {"w": 3}}, "expected a .*BytesStorageMetadata"),
         ({"entries": [1]}, "not a dict"),
         ({"entries": {3: BytesStorageMetadata()}}, "not text"),
-        ({"places": {"w": _StorageInfo("a", 0, 1)}}, "MetadataIndex was expected"),
+        ({"places": {"w": _StorageInfo("a", 0, 1)}}, "expected a .*MetadataIndex"),
         ({"places": {MetadataIndex("w", [0]): _StorageInfo("a", -1, 1)}}, "not a file"),
         ({"places": {MetadataIndex("w", [0]): _StorageInfo("a", 0, 2**70)}}, "not a file"),
     ],

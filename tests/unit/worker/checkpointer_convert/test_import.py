@@ -181,7 +181,7 @@ def test_the_shards_that_dcp_writes_as_safetensors(tmp_path, store):
             w.view(-1).view(torch.uint8).numpy()
         )
     next(folder.glob("shard-00001*")).unlink()
-    with pytest.raises(CorruptError, match="do not make up its shape"):
+    with pytest.raises(CorruptError, match="do not cover its shape"):
         take(folder, ConvertFormat.SAFETENSORS, store, step=6)
 
 
@@ -198,7 +198,7 @@ def test_shards_that_overlap_and_leave_a_hole_of_the_same_size(tmp_path, store):
         metadata={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4]}})},
     )
 
-    with pytest.raises(CorruptError, match="do not make up"):
+    with pytest.raises(CorruptError, match="do not cover"):
         take(folder, ConvertFormat.SAFETENSORS, store, step=1)
 
 
@@ -221,8 +221,8 @@ def test_a_set_with_an_index(tmp_path, store):
         ({"weight_map": {"a": "/etc/passwd"}}, "outside"),
         ({"weight_map": {"a": 3}}, "outside"),
         ({"weight_map": {"a": "gone.safetensors"}}, "not there"),
-        ({"weight_map": 3}, "no index"),
-        ([], "no index"),
+        ({"weight_map": 3}, "not an index"),
+        ([], "not an index"),
     ],
 )
 def test_an_index_that_is_none(tmp_path, store, index, message):
@@ -258,7 +258,7 @@ def test_nobody_says_the_step(tmp_path, store):
     ("content", "said"),
     [
         (b"", "x is empty"),
-        (b"import torch", "not at all. If you trust who wrote it, give --trust"),
+        (b"import torch", "not at all. If you trust its author, give --trust"),
         (b"cposix\nsystem\n(S'touch x'\ntR.", "it names posix.system. If you trust"),
         (b"\x80\x04" + b"h\x00" * 99, "not at all. If you trust"),
     ],
@@ -397,7 +397,7 @@ def test_noise(tmp_path, store, form):
 def test_a_header_of_an_exabyte(tmp_path, store):
     (tmp_path / "x").write_bytes(struct.pack("<Q", 2**60) + b"{}")
 
-    with pytest.raises(CorruptError, match="no safetensors file"):
+    with pytest.raises(CorruptError, match="not a safetensors file"):
         take(tmp_path / "x", ConvertFormat.SAFETENSORS, store, step=1)
 
 
